@@ -1,0 +1,196 @@
+"""What a push of a trainer's weights into a serving model of another layout takes, beside its floor.
+
+    torchrun --standalone --nproc-per-node 2 -m ep_moe.bench.weight_push [MODEL] [--layers 1] [--schemes none ...] ...
+
+A transformers model with MoE blocks of MODEL's sizes, and attention and embeddings as small as they can be. The trainer
+has its experts in order over the ranks (`--trainer-ep` of them form an EP group), the server as many redundant experts
+as ranks. Seconds are the slowest rank's, the median of `--repeat` pushes after one that is thrown away.
+
+GB        of all tensors, once, in the trainer's dtype
+gather    seconds of `export_weights` alone, drained
+push      seconds of `load_weights(server, export_weights(trainer))`; GB/s: GB / push
+floor     GB/s, if experts were broadcast and each rank's share copied at the bandwidths of this run
+of floor  GB/s / floor
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from ep_moe.bench.harness import Where, add_models, one_sentence, own_device, parse, positive, show, tracked, write
+from ep_moe.config import MoEConfig, ParallelConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.integrations.model_name import config_named
+from ep_moe.integrations.transformers import expert_parallel, export_weights, load_weights, moe_layers
+from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.runtime.devices import on_device_of
+
+_BANDWIDTH_BYTES = 1 << 27  # of the tensor by which bandwidths are measured
+
+
+@dataclass(frozen=True)
+class Line:
+    """One scheme of the server. Bandwidths in bytes per second."""
+
+    scheme: str
+    ranks: int
+    trainer_ep: int
+    layers: int
+    bytes: int
+    gather_s: float
+    push_s: float
+    broadcast: float
+    copy: float
+    floor_s: float
+
+    @property
+    def per_second(self) -> float:
+        """GB."""
+        return self.bytes / self.push_s / 1e9
+
+    @property
+    def floor(self) -> float:
+        """GB/s."""
+        return self.bytes / self.floor_s / 1e9
+
+
+def model_of(config: MoEConfig, layers: int, context: EPContext, dtype: torch.dtype, **options: Any) -> Any:
+    """On every rank its own experts alone, random and small."""
+    made = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=config.hidden_size, moe_intermediate_size=config.intermediate_size,
+        num_hidden_layers=layers, num_experts=config.num_experts, num_experts_per_tok=config.top_k,
+        num_attention_heads=1, num_key_value_heads=1, head_dim=32, intermediate_size=32,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(made, dtype=dtype)
+    model = expert_parallel(model.requires_grad_(False), context, **options).to_empty(device=context.device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point() and parameter.itemsize > 1:
+                parameter.normal_(0, 0.02)
+    for layer in moe_layers(model):
+        layer.expert_weights.reset_parameters()
+    return model
+
+
+def measure(config: MoEConfig, asked: argparse.Namespace, scheme: str) -> Line:
+    """One scheme. Collective."""
+    ranks, dtype = TorchrunEnv.read().world_size, getattr(torch, asked.dtype)
+    with (
+        EPContext.from_torchrun(ParallelConfig(dp=ranks, ep=asked.trainer_ep)) as ours,
+        EPContext.from_torchrun(ParallelConfig(dp=ranks)) as theirs,
+    ):
+        trainer = model_of(config, asked.layers, ours, dtype, experts="reference")
+        expert_map = ExpertMap.redundant(config.num_experts, ranks, ranks if ranks > 1 else 0)
+        options = {"experts": asked.experts, "quantization": scheme, "expert_map": expert_map}
+        server = model_of(config, asked.layers, theirs, dtype, **options)
+
+        sizes = {name: tensor.nbytes for name, tensor in export_weights(trainer)}
+        gather = timed(ours, asked.repeat, lambda: sum(1 for _ in export_weights(trainer)))
+        push = timed(ours, asked.repeat, lambda: load_weights(server, export_weights(trainer)))
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
+        broadcast, copy = bandwidths(ours)
+        slots = max(expert_map.num_slots(rank) for rank in range(ranks))
+        own = sum(sizes.values()) - experts + experts * slots / config.num_experts
+        floor = own / copy + (experts / broadcast if asked.trainer_ep > 1 else 0.0)
+    return Line(
+        scheme, ranks, asked.trainer_ep, asked.layers, sum(sizes.values()), gather, push, broadcast, copy, floor
+    )
+
+
+def bandwidths(context: EPContext) -> tuple[float, float]:
+    """Bytes per second of a broadcast to all ranks, and of a copy on all ranks at once."""
+    one, two = (torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=context.device) for _ in range(2))
+    ep = context.rank_groups["ep"]
+    sent = timed(context, 5, lambda: dist.broadcast(one, ep.ranks[0], group=ep.group)) if ep.size > 1 else 1.0
+    return _BANDWIDTH_BYTES / sent, _BANDWIDTH_BYTES / timed(context, 5, lambda: two.copy_(one))
+
+
+def timed(context: EPContext, repeat: int, call: Callable[[], Any]) -> float:
+    """Median seconds of the slowest rank, after a call that is thrown away."""
+    times = []
+    for _ in range(repeat + 1):
+        with seconds(context) as spent:
+            call()
+        times.append(spent[0])
+    return statistics.median(times[1:])
+
+
+@contextmanager
+def seconds(context: EPContext) -> Iterator[list[float]]:
+    spent: list[float] = []
+    _ready(context)
+    start = time.perf_counter()
+    yield spent
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+    slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=context.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    spent.append(float(slowest))
+
+
+def _ready(context: EPContext) -> None:
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+    dist.barrier()
+
+
+@one_sentence
+@on_device_of(own_device)
+def main() -> list[Line]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_models(parser, ["qwen3-30b-a3b"], several=False)
+    parser.add_argument("--layers", type=positive, default=1)
+    parser.add_argument("--schemes", nargs="+", default=["none", "fp8_dynamic", "fp8_block", "mxfp4"])
+    parser.add_argument("--experts", default="auto", help="the server's kernel")
+    parser.add_argument("--trainer-ep", type=positive, help="ranks of a trainer's EP group; default all")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--repeat", type=positive, default=3)
+    parser.add_argument("--csv", type=Path)
+    asked = parse(parser, Where.LAUNCHED)
+    ranks = TorchrunEnv.read().world_size
+    asked.trainer_ep = asked.trainer_ep or ranks
+    if ranks % asked.trainer_ep:
+        raise ConfigError(f"--trainer-ep must divide the number of ranks, got {asked.trainer_ep} of {ranks}")
+    (model,) = asked.models
+    config: MoEConfig = config_named(model)
+    lines = [measure(config, asked, scheme) for scheme in tracked(asked.schemes, "scheme", asked)]
+    if TorchrunEnv.read().rank == 0:
+        show(Console(width=130), shown(f"{asked.layers} layers of {model}, {asked.dtype}, {ranks} ranks", lines))
+        if asked.csv is not None:
+            write(lines, asked.csv)
+    return lines
+
+
+def shown(title: str, lines: list[Line]) -> Table:
+    table = Table(title=title)
+    table.add_column("scheme")
+    for name in ("trainer ep", "GB", "gather s", "push s", "GB/s", "floor", "of floor", "broadcast GB/s", "copy GB/s"):
+        table.add_column(name, justify="right")
+    for one in lines:
+        table.add_row(
+            one.scheme, str(one.trainer_ep), f"{one.bytes / 1e9:.2f}", f"{one.gather_s:.2f}", f"{one.push_s:.2f}",
+            f"{one.per_second:.2f}", f"{one.floor:.2f}", f"{one.per_second / one.floor:.0%}",
+            f"{one.broadcast / 1e9:.2f}", f"{one.copy / 1e9:.2f}",
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    main()
