@@ -50,7 +50,7 @@ class ExpertWeights(ExpertSlots):
 
     `state_dict` has each expert of this rank by logical id, `3.w1` and so on, whole and canonical: the union over ranks
     is a checkpoint that depends on no placement and no kernel. With etp > 1 it is collective over the etp group.
-    `load_state_dict` takes any dict that has (at least) this rank's experts.
+    `load_state_dict` takes any dict that has (at least) this rank's experts, in the scheme or as numbers.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -258,7 +258,7 @@ class ExpertWeights(ExpertSlots):
             )
             return
         self.updates += 1  # also where this rank has no experts
-        names = {*self.saved_names, *self.names}
+        names = {*self.saved_names, *self.names, *self._number_names}
         known = {f"{prefix}{e}.{name}" for e in range(self.config.num_experts) for name in names}
         known |= {f"{prefix}lora.{name}" for name in ({} if self.lora is None else self.lora.state_dict())}
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
@@ -270,13 +270,28 @@ class ExpertWeights(ExpertSlots):
             except (InputError, RuntimeError) as error:
                 error_msgs.append(str(error))
 
+    @property
+    def _number_names(self) -> list[str]:
+        """Of an expert's numbers in the state of a layer of the plain scheme."""
+        names = tuple(PLAIN.expert(self.config, self._dtype))
+        return part_names(names, self.config.activation.gated)
+
     def _missing(self, found: Mapping[str, Tensor]) -> list[str]:
-        gated, missing = self.config.activation.gated, []
+        """Of an expert's tensors. Numbers of a matrix stand for the codes and scales that they are quantised to."""
+        gated, plain = self.config.activation.gated, self.scheme.plain
+        given = {name for name in ("w13", "w2") if not plain and self._has_numbers(name, found)}
+        made = {f"{name}{part}" for name in given for part in ("", "_scale", "_global_scale")}
+        missing = []
         for name in self.names:
-            if name not in found:
-                parts = parts_of(name, gated) if self.scheme.plain else (name,)
+            if name not in found and name not in made:
+                parts = parts_of(name, gated) if plain or name.endswith("_bias") else (name,)
                 missing += [part for part in parts if part not in found]
         return missing
+
+    def _has_numbers(self, name: str, found: Mapping[str, Tensor]) -> bool:
+        if name in found:
+            return self._is_numbers(name, found[name])
+        return all(part in found for part in parts_of(name, self.config.activation.gated))
 
     @torch.no_grad()
     def _load_expert(self, expert: int, found: Mapping[str, Tensor]) -> None:
@@ -289,9 +304,9 @@ class ExpertWeights(ExpertSlots):
                 if name in parts:
                     _copy_into(parameter, parts[name])
             return
-        whole, specs = {}, self.scheme.expert(self.config, self._dtype)
+        whole, specs = {}, PLAIN.expert(self.config, self._dtype)
         for name in self.names:
-            parts_here = parts_of(name, self.config.activation.gated) if self.scheme.plain else ()
+            parts_here = parts_of(name, self.config.activation.gated) if name in specs else ()
             if name in found:
                 whole[name] = _full(found[name])
             elif parts_here and all(part in found for part in parts_here):

@@ -1,6 +1,7 @@
 """Weights that a trainer pushes into serving models and layers of other layouts, maps and schemes."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -418,3 +419,40 @@ def test_experts_that_move_meanwhile_arrive_with_the_new_weights(world_size):
             assert layer.placement.expert_map == other
             check_layer(layer, expected, turn)
     assert restarts > 0
+
+
+# --- state dicts ------------------------------------------------------------------------------------------------------
+
+
+@distributed(1, 2)
+def test_a_state_dict_of_numbers_is_quantised(world_size):
+    """All ranks' experts in one dict, as a trainer of another layout puts it together."""
+    for config in (CONFIGS["qwen3_moe"], CONFIGS["gpt_oss"]):
+        config = replace(config, hidden_size=128, intermediate_size=256)
+        sizes = {} if world_size == 1 else {"tp": 2, "ep": 1, "etp": 2}
+        with context_of() as ours, context_of(**sizes) as theirs:
+            trainer = MoELayer(config, ours, experts="reference")
+            state = {name: tensor for rank in everywhere(dict(trainer.state_dict())) for name, tensor in rank.items()}
+            state = {name: tensor.to(theirs.device) for name, tensor in state.items()}
+            joined = {name: tensor for name, tensor in state.items() if name.split(".")[-1] not in ("w1", "w3")}
+            for expert in range(8):
+                name = f"expert_weights.{expert}"
+                joined[f"{name}.w13"] = torch.cat([state[f"{name}.w1"], state[f"{name}.w3"]])
+            for scheme in SCHEMES:
+                wanted, *servers = (MoELayer(config, theirs, experts="reference", quantization=scheme) for _ in "123")
+                for expert in range(8):
+                    name = f"expert_weights.{expert}."
+                    own = {key.removeprefix(name): tensor for key, tensor in joined.items() if key.startswith(name)}
+                    if config.expert_bias:
+                        own["w13_bias"] = torch.cat([own.pop("w1_bias"), own.pop("w3_bias")])
+                    wanted.update_expert(expert, **own)
+                wanted.router.load_state_dict(trainer.router.state_dict())
+                for server, given in zip(servers, (state, joined), strict=True):
+                    server.load_state_dict(given)
+                    check_model(server, wanted, scheme)
+            less = {name: tensor for name, tensor in state.items() if name != "expert_weights.3.w3"}
+            with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "expert_weights.3.w13"'):
+                servers[0].load_state_dict(less)
+            wrong = state | {"expert_weights.3.w3": state["expert_weights.3.w3"][1:]}
+            with pytest.raises(RuntimeError, match=r"expert 3: w3 must be \[256, 128\], got \[255, 128\]"):
+                servers[0].load_state_dict(wrong)
