@@ -165,8 +165,8 @@ class MoELayer(LayerParts):
         """A call on the layer's device and in its dtype, replayed where one like it was recorded."""
         if self._unfinished:  # on all ranks alike: nothing is exchanged
             raise CheckpointError(
-                f"{self.name}: {self._unfinished} was loaded in part, and outputs would be wrong; load weights again, "
-                f"whole"
+                f"{self.name} holds a part of {self._unfinished}, whose loading did not end, and outputs would be "
+                f"wrong; load weights again, whole"
             )
         if elsewhere(self.context._gpu):
             with on_device(self.context.device):

@@ -44,6 +44,7 @@ def load_layers(
     Every rank checks names, shapes and dtypes of all experts first (headers only), all ranks agree, then each reads its
     own experts. Under the block of a layer every tensor is read, known to be harmless, or a reason to refuse. What the
     caller loads is named in one warning: shared experts of a layer without, the linear map of a router of the caller's.
+    Layers refuse calls after a loading that failed when some weights were written, until another one has ended.
 
     Args:
         layers: number in the checkpoint -> layer.

@@ -6,7 +6,8 @@ load_weights(serving, trainer.state_dict())          # of transformers, FSDP2 or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import re
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,10 @@ from ep_moe.checkpoint.unread import listed
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import model_parts
 from ep_moe.integrations.load import check_files, fill
-from ep_moe.integrations.save import ModelParts, check_plain, gathered, untied
+from ep_moe.integrations.save import ModelParts, SavedExperts, check_plain, gather_experts, untied
+
+_Renamed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+_CHUNK_BYTES = 1 << 28  # of experts that are gathered at a time
 
 
 def load_weights(model: PreTrainedModel, weights: Weights) -> set[str]:
@@ -60,8 +64,8 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
     """Gather the weights of a model layer by layer, whole tensors by name on every rank.
 
     Collective: all ranks take all tensors, in the same order. Experts come from the ranks that hold them, and DTensors
-    outside of them (FSDP2) are gathered. A rank holds all experts of one layer at a time. Names and tensors are those
-    that `save_pretrained` writes, so that other engines take them as well.
+    (FSDP2) are gathered. A rank holds some experts at a time (256 MiB), and all of a layer where the names have one
+    tensor for all. Names and tensors are those that `save_pretrained` writes, so that other engines take them as well.
 
     Args:
         model: Of `expert_parallel` or `load_pretrained`, with plain weights.
@@ -76,19 +80,58 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
     """
     parts = model_parts(model)
     check_plain(parts.experts, "export_weights")
+
+    def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if not save_original_format:
+            return tensors
+        with swapped(model, parts.places), torch.no_grad():
+            found: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+        return found
+
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in untied(model, parts.rest()).items():
         layers.setdefault(part_of(name), {})[name] = tensor
     for layer in dict.fromkeys([*layers, *(part_of(one.name) for one in parts.experts)]):
-        with torch.no_grad():
-            tensors = {name: _full(tensor) for name, tensor in layers.get(layer, {}).items()}
-            for one in (each for each in parts.experts if part_of(each.name) == layer):
-                tensors |= gathered(one, everywhere=True)
-            if save_original_format:
-                with swapped(model, parts.places):
-                    tensors = revert_weight_conversion(model, tensors)
-        for name in list(tensors):
-            yield name, tensors.pop(name)
+        yield from renamed({name: _full(tensor) for name, tensor in layers.get(layer, {}).items()}).items()
+        for one in (each for each in parts.experts if part_of(each.name) == layer):
+            yield from _exported(one, renamed)
+
+
+def _exported(
+    one: SavedExperts, renamed: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """A layer's experts: some at a time where each has tensors of its own, else all together."""
+    experts, sizes = one.layout.experts, one.sizes()
+    most = max(1, _CHUNK_BYTES // sum(tensor.nbytes for tensor in sizes.values()))
+    numbered = _numbered_names(one, renamed) if most < experts else None
+    if numbered is None:
+        yield from renamed(gather_experts(one, range(experts))).items()
+        return
+    for start in range(0, experts, most):
+        chunk = range(start, min(start + most, experts))
+        found = renamed(gather_experts(one, chunk))
+        for place, expert in enumerate(chunk):
+            for before, behind in numbered:
+                yield f"{before}{expert}{behind}", found[f"{before}{place}{behind}"]
+
+
+def _numbered_names(one: SavedExperts, renamed: _Renamed) -> list[tuple[str, str]] | None:
+    """What stands before and behind the number of an expert in the names of its tensors; None if some tensor is not of
+    one expert."""
+
+    def names(experts: int) -> set[str]:
+        stacked = {name: tensor.new_empty((experts, *tensor.shape)) for name, tensor in one.sizes().items()}
+        return set(renamed(one.joined(stacked)))
+
+    experts, found = one.layout.experts, list[tuple[str, str]]()
+    whole = names(experts)
+    for name in sorted(names(1)):
+        places = [(name[: match.start()], name[match.end() :]) for match in re.finditer(r"(?<=\.)0(?=\.)", name)]
+        fits = [(a, b) for a, b in places if all(f"{a}{expert}{b}" in whole for expert in range(experts))]
+        if len(fits) != 1:
+            return None
+        found += fits
+    return found if len(found) * experts == len(whole) else None
 
 
 def _full(tensor: Any) -> Tensor:

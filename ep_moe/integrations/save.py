@@ -12,6 +12,7 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,11 @@ class SavedExperts:
         }
         sizes |= {"w13_bias": (config.w13_rows,), "w2_bias": (config.hidden_size,)} if config.expert_bias else {}
         return self.layout.stored({name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()})
+
+    def joined(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The module's parameters, by their full names, of the tensors of its experts [E, ...]."""
+        held = {each.name: each for each in self.layout.tensors}
+        return {f"{self.name}.{name}": held[name].join(tensor) for name, tensor in stacked.items()}
 
     def stand_in(self) -> nn.Module:
         """A module with the parameters of all experts on the meta device, and what is kept."""
@@ -120,7 +126,7 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
             if writer is not None:
                 problem = _tried(lambda: _write(writer, model, _checked(model, rest), original))
             for one in experts:
-                whole = gathered(one)
+                whole = _gathered(one)
                 if writer is not None and problem is None:
                     problem = _tried(partial(_write, writer, model, whole, original))
         if writer is not None and problem is None:
@@ -188,28 +194,25 @@ def _write(writer: _Writer, model: Any, tensors: dict[str, Tensor], original: bo
 
 
 @torch.no_grad()
-def gathered(one: SavedExperts, *, everywhere: bool = False) -> dict[str, Tensor]:
-    """The tensors of all experts of a layer: on the CPU of the rank that writes, and nothing elsewhere; or everywhere,
-    on the layer's device. Collective."""
+def _gathered(one: SavedExperts) -> dict[str, Tensor]:
+    """The tensors of all experts of a layer on the CPU of the rank that writes; nothing elsewhere."""
     layer, layout = one.layer, one.layer.context.layout
-    if layout.replica_rank != 0 and not everywhere:
+    if layout.replica_rank != 0:
         return {}
-    takes, found = everywhere or layout.place == 0, dict[str, Tensor]()
-    device = layer.device if everywhere else torch.device("cpu")
-    with layer.context.flight_recorder.step("gather experts", layer.name, counted=False, more_s=_LONGEST_S):
-        for expert, tensors in _each(one, everywhere=everywhere):
-            if takes:
+    writes, found = layout.place == 0, dict[str, Tensor]()
+    with layer.context.flight_recorder.step("gather experts to save", layer.name, counted=False, more_s=_LONGEST_S):
+        for expert, tensors in _each(one):
+            if writes:
                 for name, tensor in tensors.items():
                     if name not in found:
                         shape = (layer.config.num_experts, *tensor.shape)
-                        found[name] = torch.empty(shape, dtype=tensor.dtype, device=device)
+                        found[name] = torch.empty(shape, dtype=tensor.dtype, device="cpu")
                     found[name][expert].copy_(tensor)
-    held = {each.name: each for each in one.layout.tensors}
-    return {f"{one.name}.{name}": held[name].join(tensor) for name, tensor in found.items()}
+    return one.joined(found) if found else {}
 
 
-def _each(one: SavedExperts, *, everywhere: bool) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Each expert from its owner, on the rank that writes or on all ranks; what its owner has of it on that one."""
+def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Each expert on the rank that writes, from its owner; what its owner has of it on that one."""
     layer, layout = one.layer, one.layer.context.layout
     weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
     expert_map = layer.placement.expert_map
@@ -219,25 +222,46 @@ def _each(one: SavedExperts, *, everywhere: bool) -> Iterator[tuple[int, dict[st
         tensors: dict[str, Tensor] = {}
         if layout.ep_rank == owner:  # over etp together
             tensors = one.layout.stored(weights.whole(weights.held[expert][0]))
-        if everywhere and ep.size > 1:
-            wires = _wires(tensors, sizes, weights.device)
-            for tensor in wires.values():
-                dist.broadcast(tensor, src=ep.ranks[owner], group=ep.group)
-            tensors = wires
-        elif layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
+        if layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
+            if layout.ep_rank == 0:
+                tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=weights.device) for n, t in sizes.items()}
             act, peer = (dist.irecv, owner) if layout.ep_rank == 0 else (dist.isend, 0)
-            wires = _wires(tensors, sizes, weights.device)
+            wires = {name: tensor.contiguous() for name, tensor in tensors.items()}
             for work in dist.batch_isend_irecv([dist.P2POp(act, t, ep.ranks[peer], ep.group) for t in wires.values()]):
                 work.wait()
             tensors = wires
         yield expert, tensors
 
 
-def _wires(tensors: dict[str, Tensor], sizes: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """What the owner sends, or room for it."""
-    if tensors:
-        return {name: tensors[name].contiguous() for name in sizes}
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in sizes.items()}
+@torch.no_grad()
+def gather_experts(one: SavedExperts, experts: range) -> dict[str, Tensor]:
+    """Some experts' tensors [len(experts), ...] on all ranks. Collective."""
+    layer, layout = one.layer, one.layer.context.layout
+    weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
+    owners = [layer.placement.expert_map.primary_owner(expert) for expert in experts]
+    found = {
+        name: torch.empty((len(experts), *tensor.shape), dtype=tensor.dtype, device=weights.device)
+        for name, tensor in one.sizes().items()
+    }
+    for place, (expert, owner) in enumerate(zip(experts, owners, strict=True)):
+        if layout.ep_rank == owner:  # over etp together
+            for name, tensor in one.layout.stored(weights.whole(weights.held[expert][0])).items():
+                found[name][place].copy_(tensor)
+    if ep.size > 1:
+        with layer.context.flight_recorder.step("gather experts", layer.name, counted=False):
+            for start, stop, owner in _runs(owners):
+                for tensor in found.values():
+                    dist.broadcast(tensor[start:stop], src=ep.ranks[owner], group=ep.group)
+    return one.joined(found)
+
+
+def _runs(owners: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Places of one owner side by side: start, stop, owner."""
+    start = 0
+    for owner, run in groupby(owners):
+        stop = start + len(list(run))
+        yield start, stop, owner
+        start = stop
 
 
 class _Writer:

@@ -10,13 +10,25 @@ from torch.distributed.fsdp import fully_shard
 
 from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, training
 from ep_moe.checkpoint.push import LayerTarget, load_weights
+from ep_moe.checkpoint.reader import load_layers
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.errors import CheckpointError, ConfigError, InputError
+from ep_moe.integrations import push as pushing
 from ep_moe.integrations import transformers as models
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.transformers import expert_parallel, export_weights
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, LAYERS, canonical, check_layer, piece, quiet, tiny_model
+from tests.fixtures.checkpoint_files import (
+    CONFIGS,
+    FAMILIES,
+    LAYERS,
+    canonical,
+    check_layer,
+    piece,
+    quiet,
+    save,
+    tiny_model,
+)
 from tests.fixtures.distributed_cases import everywhere, same_error
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.interface_models import MODELS, interface_model
@@ -32,6 +44,7 @@ KINDS = {
     ),
     "gpt_oss": lambda: tiny_model("gpt_oss", hidden_size=128, intermediate_size=256),
 }
+KINDS_OF = dict.fromkeys(MODELS, interface_model) | dict.fromkeys(FAMILIES, tiny_model)
 # error of a number, of the largest in its matrix: half of E4M3's last bit; MXFP4 ends at three quarters of it at worst
 SCHEMES = {"none": 0.0, "fp8_dynamic": 2**-4, "fp8_block": 2**-4, "mxfp4": 2**-2}
 # trainer, server, and the server's map
@@ -154,6 +167,33 @@ def test_every_kind_of_model_takes_both_forms_of_names(world_size):
                         parameter.add_(0.25)
                 models.load_weights(server, export_weights(trainer, save_original_format=original))
                 check_model(server, trainer, (kind, original))
+
+
+@distributed(1, 2)
+def test_experts_that_are_gathered_a_few_at_a_time_are_the_same(world_size, monkeypatch):
+    """Every tensor that transformers would save, once: where names have the number of an expert, and where not."""
+    quiet()
+    gathered, gather = [], pushing.gather_experts
+    monkeypatch.setattr(pushing, "gather_experts", lambda *given: gathered.append(given[1]) or gather(*given))
+    kinds = KINDS_OF if world_size == 1 else ("qwen3_moe", "gpt_oss")
+    with context_of() as context:
+        for kind in kinds:
+            model = (tiny_model if kind in FAMILIES else interface_model)(kind)
+            model = expert_parallel(
+                model, context, experts="reference", expert_map=ExpertMap.round_robin(8, world_size)
+            )
+            monkeypatch.setattr(pushing, "_CHUNK_BYTES", 1 << 28)
+            whole = dict(export_weights(model))
+            assert {*gathered} == {range(8)}
+            gathered.clear()
+            monkeypatch.setattr(pushing, "_CHUNK_BYTES", 3 * 3 * 4 * 32 * 48)  # three experts with a gate
+            parts = list(export_weights(model))
+            # of longcat_flash's, ids that stand for the row itself have numbers too
+            apart = any(".experts.5." in name for name in whole) and kind != "longcat_flash"
+            assert (gathered[0] != range(8)) == apart, kind
+            gathered.clear()
+            assert len(parts) == len(dict(parts)) == len(whole), kind
+            assert all(same_bits(tensor, whole[name]) for name, tensor in parts), kind
 
 
 def shuffled(weights):
@@ -302,7 +342,7 @@ def test_what_fails_on_the_way_is_served_by_no_rank(world_size):
             assert "rank 1" in text
             for _ in range(2):
                 text = same_error(CheckpointError, lambda: server(input_ids=ids, use_cache=False))
-                assert text.startswith("model.layers.0.mlp.experts: the pushed weights was loaded in part")
+                assert text.startswith("model.layers.0.mlp.experts holds a part of the pushed weights, whose loading")
             models.load_weights(server, published("olmoe"))
             wanted = expert_parallel(
                 KINDS["olmoe"](), context, experts="reference", quantization="fp8_block",
@@ -317,19 +357,50 @@ def test_a_rank_with_a_bad_tensor_takes_part_to_the_end(world_size):
     """The trainer's ranks gather each tensor together."""
     quiet()
 
-    def spoiled(pairs):
+    def spoiled(pairs, value):
         for name, tensor in pairs:
-            yield name, tensor[:1] if dist.get_rank() == 1 and name == "model.layers.0.mlp.gate.weight" else tensor
+            yield name, value(tensor) if dist.get_rank() == 1 and name == "model.layers.0.mlp.gate.weight" else tensor
 
+    wrong = {
+        "rank 1: model.layers.0.mlp.gate.weight must have shape [8, 128], got [1, 128]": lambda tensor: tensor[:1],
+        "rank 1: model.layers.0.mlp.gate.weight must be a Tensor, got NoneType": lambda _: None,
+    }
     with context_of() as ours, context_of() as theirs:
         trainer = expert_parallel(KINDS["olmoe"](), ours, experts="reference")
         server, wanted = (serving_model("olmoe", theirs) for _ in range(2))
-        for _ in range(2):
-            text = same_error(CheckpointError, lambda: models.load_weights(server, spoiled(export_weights(trainer))))
-            assert "rank 1: model.layers.0.mlp.gate.weight must have shape [8, 128], got [1, 128]" in text
+        models.load_weights(wanted, published("olmoe"))
+        for words, value in wrong.items():
+            with pytest.raises((CheckpointError, InputError)) as caught:
+                models.load_weights(server, spoiled(export_weights(trainer), value))
+            assert words in str(caught.value)
+            assert len(set(everywhere(str(caught.value)))) == 1
             models.load_weights(server, export_weights(trainer))
-            models.load_weights(wanted, published("olmoe"))
-            check_model(server, wanted, text)
+            check_model(server, wanted, words)
+
+
+@distributed(2)
+def test_a_folder_that_fails_on_the_way_is_served_by_no_rank(tmp_path, world_size):
+    quiet()
+    model = KINDS["qwen3_moe"]()
+    with torch.no_grad():
+        model.model.layers[2].mlp.experts.down_proj[7, 0, 0] = torch.nan
+    if dist.get_rank() == 0:
+        save(model, tmp_path / "wrong")
+        save(KINDS["qwen3_moe"](), tmp_path / "right")
+    config = replace(CONFIGS["qwen3_moe"], hidden_size=128, intermediate_size=256)
+    with context_of() as context:
+        dist.barrier()
+        layers = {n: MoELayer(config, context, quantization="fp8_block") for n in LAYERS["qwen3_moe"]}
+        x = torch.ones(2, 128, device=context.device)
+        with pytest.raises(CheckpointError, match="holds neither"):
+            load_layers(layers, tmp_path, "qwen3_moe", progress=False)
+        layers[0](x)  # as before
+        text = same_error(CheckpointError, lambda: load_layers(layers, tmp_path / "wrong", "qwen3_moe", progress=False))
+        assert "must be finite, got nan" in text
+        for layer in layers.values():
+            assert str(tmp_path / "wrong") in same_error(CheckpointError, lambda: layer(x))  # noqa: B023
+        load_layers(layers, tmp_path / "right", "qwen3_moe", progress=False)
+        assert all(layer(x).isfinite().all() for layer in layers.values())
 
 
 @distributed(2)
