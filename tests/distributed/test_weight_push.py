@@ -25,8 +25,10 @@ from tests.fixtures.checkpoint_files import (
     canonical,
     check_layer,
     piece,
+    quantise_fp8,
     quiet,
     save,
+    stored,
     tiny_model,
 )
 from tests.fixtures.distributed_cases import everywhere, same_error
@@ -46,7 +48,8 @@ KINDS = {
 }
 KINDS_OF = dict.fromkeys(MODELS, interface_model) | dict.fromkeys(FAMILIES, tiny_model)
 # error of a number, of the largest in its matrix: half of E4M3's last bit; MXFP4 ends at three quarters of it at worst
-SCHEMES = {"none": 0.0, "fp8_dynamic": 2**-4, "fp8_block": 2**-4, "mxfp4": 2**-2}
+BLOCK = "fp8_block"
+SCHEMES = {"none": 0.0, "fp8_dynamic": 2**-4, BLOCK: 2**-4, "mxfp4": 2**-2}
 # trainer, server, and the server's map
 LAYOUTS = {
     1: [({}, {}, ExpertMap.from_ranks([[5, 0, 1, 2, 3, 4, 5, 6, 7]], 8, allow_duplicates=True))],
@@ -260,6 +263,31 @@ def test_shards_of_fsdp_are_gathered(world_size):
         server = serving_model("olmoe", theirs)
         models.load_weights(server, export_weights(trainer))
         check_model(server, wanted, "experts that ep_moe shards over their replicas")
+
+
+@distributed(2)
+def test_codes_are_kept_or_widened(world_size):
+    """As DeepSeek-V3 is published: all matrices in fp8 by block, those of attention too."""
+    quiet()
+    with context_of() as context:
+        trainer = expert_parallel(KINDS["deepseek_v3"](), context, experts="reference")
+        packed, numbers = quantise_fp8({name: tensor.cpu() for name, tensor in export_weights(trainer)})
+        wanted, server, kept = (serving_model("deepseek_v3", context, quantization=q) for q in ("none", "none", BLOCK))
+        models.load_weights(wanted, numbers)
+        for weights in (lambda: packed, lambda: iter(packed.items())):
+            models.load_weights(server, weights())
+            check_model(server, wanted, "fp8")
+            models.load_weights(kept, weights())
+            for number, layer in zip((1, 2), models.moe_layers(kept), strict=True):
+                for expert in layer.expert_weights.held:
+                    name = f"model.layers.{number}.mlp.experts.{expert}"
+                    for part, end in (("", ""), ("_scale", "_scale_inv")):
+                        gate, up, down = (packed[f"{name}.{p}_proj.weight{end}"] for p in ("gate", "up", "down"))
+                        found = {key: tensor.cpu().float() for key, tensor in stored(layer, expert).items()}
+                        assert torch.equal(found[f"w13{part}"], torch.cat([gate.float(), up.float()]))
+                        assert torch.equal(found[f"w2{part}"], down.float())
+            same = models.moe_layers(wanted)[0].router.weight
+            assert same_bits(models.moe_layers(kept)[0].router.weight, same)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
