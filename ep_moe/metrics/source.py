@@ -43,8 +43,9 @@ class LayerMetrics:
             kernel counts no load.
         sent_bytes: An estimate of the bytes of dispatched rows to other ranks, since `rank_load` began. A row counts
             for each route to another rank, or, with a transport that sends every row to all ranks, R - 1 times for each
-            token. A transport that sends a token once to a rank sends less. Padding, ids, weights and the way back are
-            not counted. None where the kernel counts no load.
+            token and, with `ExpertsOptions(exact=True)`, for each of its K routes. A transport that sends a token once
+            to a rank sends less. Padding, ids, weights and the way back are not counted. None where the kernel counts
+            no load.
         stage_ms: Milliseconds by stage, of calls within `stages`. Empty outside.
         deadline_margin_s: The deadline less the longest wait within a step that this rank's watch saw. The watch looks
             every eighth of the deadline, and at least every 5 s. None without peers.
@@ -288,7 +289,8 @@ def _counts(layer: MoELayer) -> list[Tensor]:
     placement, ranks = layer.placement, layer.placement.expert_map.num_ranks
     by_rank, transport = placement.rank_load(), layer.choice.all2all
     if transport != INSIDE and registry.load("dispatchers", transport).capabilities.to_all:
-        sent = (by_rank.sum() + layer.config.top_k - 1) // layer.config.top_k * (ranks - 1)
+        rows = layer.config.top_k if layer.exact else 1  # of a token
+        sent = (by_rank.sum() + layer.config.top_k - 1) // layer.config.top_k * (rows * (ranks - 1))
     else:
         sent = by_rank.sum() - by_rank[layer.context.layout.ep_rank]
     return [placement.expert_load, by_rank, sent.reshape(1)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import ExpertBalancer, ExpertMap, MoELayer, Routing, metrics
+from ep_moe import ExpertBalancer, ExpertMap, ExpertsOptions, MoELayer, Routing, metrics
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.metrics.families import families
 from ep_moe.testing import distributed
@@ -23,11 +23,13 @@ def call(layer, ids):
 
 
 @distributed(2)
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("transport", ["torch_a2a", "allgather"])
-def test_a_ranks_own_load_and_that_of_all(transport, world_size):
+def test_a_ranks_own_load_and_that_of_all(transport, exact, world_size):
     rank = dist.get_rank()
     with context_of() as context:
-        layer = MoELayer(CONFIG, context, expert_map=ExpertMap.linear(10, 2), all2all=transport)
+        options = ExpertsOptions(exact=exact)
+        layer = MoELayer(CONFIG, context, expert_map=ExpertMap.linear(10, 2), all2all=transport, options=options)
         call(layer, [[0, 1, 9]] * (1 + rank))  # 2 routes to rank 0, and 1 to rank 1, a token
         (own,) = metrics.snapshot(context).layers
         (whole,) = metrics.snapshot(context, whole=True).layers
@@ -36,7 +38,7 @@ def test_a_ranks_own_load_and_that_of_all(transport, world_size):
         assert own.expert_load == tuple(tokens * (expert in (0, 1, 9)) for expert in range(10))
         assert whole.expert_load == tuple(3 * (expert in (0, 1, 9)) for expert in range(10))
         assert (own.rank_load, whole.rank_load) == ((2 * tokens, tokens), (6, 3))
-        away = {"torch_a2a": [1, 2 * 2], "allgather": [1, 2]}[transport]
+        away = {"torch_a2a": [1, 2 * 2], "allgather": [3, 2 * 3] if exact else [1, 2]}[transport]  # rows
         assert own.sent_bytes == away[rank] * ROW
         assert whole.sent_bytes == sum(away) * ROW
         assert own.balancedness == whole.balancedness == 0.75
