@@ -29,15 +29,21 @@ class ExpertParallelBlock(nn.Module):
     """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
 
     masks: of the model
+    jitter: in training rows are multiplied by random numbers in 1 +- jitter
     """
 
-    def __init__(self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks) -> None:
+    def __init__(
+        self, moe: MoELayer, returns: Callable[[Tensor, Tensor], Any], masks: TokenMasks, jitter: float = 0.0
+    ) -> None:
         super().__init__()
         self.moe = moe
         self._returns = returns
-        self.masks = masks
+        self.masks, self._jitter = masks, jitter
 
     def forward(self, hidden_states: Tensor) -> Any:
+        if self.training and self._jitter > 0:
+            noise = torch.empty_like(hidden_states).uniform_(1.0 - self._jitter, 1.0 + self._jitter)
+            hidden_states = hidden_states * noise
         mask = self.masks.of_rows(hidden_states.shape[:-1].numel())
         if mask is None or not self.moe._takes_mask:
             return self._returns(self.moe(hidden_states), hidden_states)
@@ -74,7 +80,8 @@ def replace_blocks(
         if not any(one.requires_grad for one in parameters):
             moe.requires_grad_(False)
         parent, _, attribute = name.rpartition(".")
-        made[name] = ExpertParallelBlock(moe, family.returns, masks)
+        made[name] = ExpertParallelBlock(moe, family.returns, masks, _jitter(block, name))
+        made[name].train(block.training)
         setattr(model.get_submodule(parent), attribute, made[name])
     return made
 
@@ -84,6 +91,22 @@ def _shared(block: nn.Module, name: str, attribute: str) -> nn.Module:
     if not isinstance(found, nn.Module):
         raise ConfigError(f"{name} ({type(block).__name__}) has no module {attribute!r}; mend Family.shared")
     return found
+
+
+def _jitter(block: nn.Module, name: str) -> float:
+    """What the block multiplies its rows by in training, as Mixtral's does. No tensor and no forward in eval mode shows
+    it."""
+    for path, module in block.named_modules():
+        for attribute, value in vars(module).items():
+            if "jitter" not in attribute or not isinstance(value, int | float) or not value:
+                continue
+            if module is not block or attribute != "jitter_noise":
+                raise ConfigError(
+                    f"{name}.{path}.{attribute}={value:g} is noise of training that a replaced block does not make; "
+                    f"set it to 0 in the model's configuration".replace("..", ".")
+                )
+            return float(value)
+    return 0.0
 
 
 def _accounted(
