@@ -96,7 +96,7 @@ def _main(
 def run(
     model: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="Folder of a checkpoint, or a Hub id (org/model); default the demo."),
+        typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or a Hub id (org/model); default the demo."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     text: Annotated[str | None, typer.Option(help="Text file to read; default the demo's held-out text.")] = None,
@@ -187,8 +187,8 @@ def doctor(
         backends = [dict(zip(("kind", "backend", "here"), row, strict=True)) for row in doctor_report.backends()]
         rows = [[name, version, runs.get(name, "")] for name, version in versions.items()]
         out.table("", ["what", "version", "run by the tests"], rows)
-        for line in gpus or ["no GPU"]:
-            out.line(f"GPU {line}")
+        for line in [f"GPU {line}" for line in gpus] or ["no GPU"]:
+            out.line(line)
         out.table("", ["kind", "backend", "here"], [list(row.values()) for row in backends])
         out.result({"versions": versions, "runs": runs, "gpus": gpus, "backends": backends})
 

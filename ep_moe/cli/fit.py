@@ -326,12 +326,16 @@ def _print_time(answered: dict[str, Any], say: Callable[[str], None]) -> None:
     )
     cross = answered["crossover"]
     if cross is None:
-        say("  flat or in two levels: the EP group is on one host, which has one level")
+        say("  network   not used: the EP group is on one host")
         return
     pays = cross["two_level_pays"] + (" tokens per rank on" if cross["two_level_pays"].startswith("from") else "")
     say(
-        f"  flat {cross['flat_us'] * 1e3:.1f} ns, in two levels {cross['two_level_us'] * 1e3:.1f} ns a token; two "
-        f"levels are faster: {pays}, if they cost {cross['second_level_costs_us']:g} us more ({cross['source']})"
+        f"  network   a token takes {cross['flat_us'] * 1e3:.1f} ns if sent to each rank, "
+        f"{cross['two_level_us'] * 1e3:.1f} ns in two levels (to each host, then to its ranks)"
+    )
+    say(
+        f"            two levels are faster: {pays}, if they cost {cross['second_level_costs_us']:g} us more "
+        f"({cross['source']})"
     )
 
 

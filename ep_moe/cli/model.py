@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from ep_moe.cli.output import note
+from ep_moe.config import model_configs
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.model_name import FORMS
 
-ModelArgument = Annotated[str | None, typer.Argument(metavar="[MODEL]", help=f"{FORMS[0].upper()}{FORMS[1:]}.")]
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{FORMS[0].upper()}{FORMS[1:]}.")]
 
 
 def model_named(command: str, model: str | None, default: str | None = None, /, **old: str | None) -> str:
@@ -36,5 +37,6 @@ def model_named(command: str, model: str | None, default: str | None = None, /, 
     if len(found) > 1:
         raise ConfigError(f"{command} takes one model, got {' and '.join(found)}; leave out one of them")
     if not found and default is None:
-        raise ConfigError(f"{command} needs a model as its first argument: {FORMS}")
+        known = ", ".join(model_configs())
+        raise ConfigError(f"{command} needs a model as its first argument: {FORMS}; bundled are {known}")
     return found[0] if found else str(default)

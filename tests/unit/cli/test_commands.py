@@ -197,7 +197,11 @@ def test_plan_takes_a_folder(tmp_path):
 
 
 def test_no_model_and_two_models():
-    assert "explain needs a model as its first argument" in invoke("explain", code=2).stderr
+    said = invoke("explain", code=2).stderr
+    assert "explain needs a model as its first argument" in said
+    assert "bundled are deepseek-v3, demo" in said
+    assert " [MODEL]" in invoke("explain", "--help").output
+    assert "[[" not in invoke("explain", "--help").output
     assert "takes one model, got demo and demo" in invoke("explain", "demo", "--config", "demo", code=2).stderr
     assert model_named("run", None, "demo", model=None) == "demo"
 
@@ -277,6 +281,11 @@ def test_groups_name_what_their_pairs_share():
 )
 def test_the_nearest_name_is_suggested(words, wanted):
     assert wanted in " ".join(invoke(*words.split(), code=2, env={"COLUMNS": "200"}).stderr.split())
+
+
+def test_doctor_says_that_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr("ep_moe.cli.doctor.gpus", list)
+    assert "no GPU" in invoke("doctor").stdout.splitlines()
 
 
 def test_bench_help_lists_the_benchmarks():

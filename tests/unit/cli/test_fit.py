@@ -240,7 +240,9 @@ def test_crossover_needs_two_hosts():
     found = run_fit(FitOptions(**ANSWER | {"gpus": 16}))
     cross, hierarchical = found["crossover"], found["wire"]
     assert cross["two_level_us"] < cross["flat_us"]
-    assert "two levels are faster: from" in ask("fit", "qwen3-30b-a3b", "--gpus", 16)
+    said = ask("fit", "qwen3-30b-a3b", "--gpus", 16)
+    assert "ns in two levels (to each host, then to its ranks)" in said
+    assert "two levels are faster: from" in said
     tokens = int(cross["two_level_pays"].removeprefix("from "))
     gain = cross["flat_us"] - cross["two_level_us"]
     assert (tokens - 1) * gain < cross["second_level_costs_us"] <= tokens * gain
