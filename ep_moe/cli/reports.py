@@ -30,6 +30,8 @@ def print_report(out: Output, report: RunReport) -> None:
         verdict = f"equal to {DIGITS} digits" if report.agrees else f"relative difference {apart:.1e}"
         if not report.agrees and report.exact:
             verdict = f"DIFFERENT, {verdict}: in float32 this is a bug"
+        elif not report.agrees:
+            verdict = f"{verdict}; not float32, or quantized, so digits may differ"
         out.line(f"  transformers  {report.reference:#.{DIGITS}g}  (one process; {verdict})")
     elif report.left_out is not None:
         out.line(f"  transformers  not run: {report.left_out}")

@@ -1,6 +1,8 @@
 """examples/plugin, installed into a folder of its own, and used from there as any package's backends are."""
 
+import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ import pytest
 import torch
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, registry
+from ep_moe.all2all.capabilities import DispatcherCapabilities
+from ep_moe.experts.base import ExpertsCapabilities
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.testing import check_dispatcher, check_experts, distributed
@@ -118,6 +122,21 @@ def test_a_fault_of_the_kernel_is_found():
 # --- the guide --------------------------------------------------------------------------------------------------------
 
 
+GUIDE = (ROOT / "docs" / "how-to" / "backend.md").read_text()
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_guide_shows_the_file(name):
-    assert f"```python\n{FILES[name].read_text()}```" in (ROOT / "docs" / "how-to" / "backend.md").read_text()
+    assert f"```python\n{FILES[name].read_text()}```" in GUIDE
+
+
+def test_the_guide_says_the_defaults_of_capabilities():
+    kernel, transport = ExpertsCapabilities, DispatcherCapabilities
+    assert set(kernel.schemes) == {"none"}
+    assert '| `schemes` | `{"none"}` |' in GUIDE
+    assert f"| `alignment_bytes` of a kernel | {kernel.alignment_bytes} |" in GUIDE
+    assert f"| `alignment_bytes` of a transport | {transport.alignment_bytes} |" in GUIDE
+    assert f"| `scale_alignment_bytes` of a transport | {transport.scale_alignment_bytes} |" in GUIDE
+    said = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", GUIDE, re.MULTILINE))))
+    for field in [*dataclasses.fields(kernel), *dataclasses.fields(transport)]:
+        assert field.default in (False, None, frozenset()) or field.name in said, field.name
