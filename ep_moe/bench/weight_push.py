@@ -38,14 +38,16 @@ from ep_moe.integrations.model_name import config_named
 from ep_moe.integrations.transformers import expert_parallel, export_weights, load_weights, moe_layers
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
 
+DEFAULT = ["none", "fp8_dynamic", "fp8_block"]
 _BANDWIDTH_BYTES = 1 << 27  # of the tensor by which bandwidths are measured
 
 
 @dataclass(frozen=True)
 class Line:
-    """One scheme of the server. Bandwidths in bytes per second."""
+    """One scheme of the server. Bandwidths in bytes per second; no broadcast where every rank trains all experts."""
 
     scheme: str
     ranks: int
@@ -54,7 +56,7 @@ class Line:
     bytes: int
     gather_s: float
     push_s: float
-    broadcast: float
+    broadcast: float | None
     copy: float
     floor_s: float
 
@@ -89,37 +91,34 @@ def model_of(config: MoEConfig, layers: int, context: EPContext, dtype: torch.dt
     return model
 
 
-def measure(config: MoEConfig, asked: argparse.Namespace, scheme: str) -> Line:
-    """One scheme. Collective."""
-    ranks, dtype = TorchrunEnv.read().world_size, getattr(torch, asked.dtype)
-    with (
-        EPContext.from_torchrun(ParallelConfig(dp=ranks, ep=asked.trainer_ep)) as ours,
-        EPContext.from_torchrun(ParallelConfig(dp=ranks)) as theirs,
-    ):
-        trainer = model_of(config, asked.layers, ours, dtype, experts="reference")
-        expert_map = ExpertMap.redundant(config.num_experts, ranks, ranks if ranks > 1 else 0)
-        options = {"experts": asked.experts, "quantization": scheme, "expert_map": expert_map}
-        server = model_of(config, asked.layers, theirs, dtype, **options)
+def measure(
+    ours: EPContext, theirs: EPContext, config: MoEConfig, scheme: str, *, layers: int, dtype: torch.dtype,
+    experts: str = "auto", repeat: int = 3,
+) -> Line:  # fmt: skip
+    """One scheme. Collective. ours, theirs: contexts of trainer and server"""
+    ranks, trainer_ep = ours.layout.world, ours.layout.ep
+    trainer = model_of(config, layers, ours, dtype, experts="reference")
+    expert_map = ExpertMap.redundant(config.num_experts, theirs.layout.ep, theirs.layout.ep if ranks > 1 else 0)
+    server = model_of(config, layers, theirs, dtype, experts=experts, quantization=scheme, expert_map=expert_map)
 
-        sizes = {name: tensor.nbytes for name, tensor in export_weights(trainer)}
-        gather = timed(ours, asked.repeat, lambda: sum(1 for _ in export_weights(trainer)))
-        push = timed(ours, asked.repeat, lambda: load_weights(server, export_weights(trainer)))
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        broadcast, copy = bandwidths(ours)
-        slots = max(expert_map.num_slots(rank) for rank in range(ranks))
-        own = sum(sizes.values()) - experts + experts * slots / config.num_experts
-        floor = own / copy + (experts / broadcast if asked.trainer_ep > 1 else 0.0)
-    return Line(
-        scheme, ranks, asked.trainer_ep, asked.layers, sum(sizes.values()), gather, push, broadcast, copy, floor
-    )
+    sizes = {name: tensor.nbytes for name, tensor in export_weights(trainer)}
+    gather = timed(ours, repeat, lambda: sum(1 for _ in export_weights(trainer)))
+    push = timed(ours, repeat, lambda: load_weights(server, export_weights(trainer)))
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    broadcast, copy = bandwidths(ours)
+    slots = max(expert_map.num_slots(rank) for rank in range(expert_map.num_ranks))
+    own = sum(sizes.values()) - of_experts + of_experts * slots / config.num_experts
+    floor = own / copy + (0.0 if broadcast is None else of_experts / broadcast)
+    return Line(scheme, ranks, trainer_ep, layers, sum(sizes.values()), gather, push, broadcast, copy, floor)
 
 
-def bandwidths(context: EPContext) -> tuple[float, float]:
-    """Bytes per second of a broadcast to all ranks, and of a copy on all ranks at once."""
+def bandwidths(context: EPContext) -> tuple[float | None, float]:
+    """Bytes per second of a broadcast to an EP group, and of a copy on all ranks at once."""
     one, two = (torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=context.device) for _ in range(2))
-    ep = context.rank_groups["ep"]
-    sent = timed(context, 5, lambda: dist.broadcast(one, ep.ranks[0], group=ep.group)) if ep.size > 1 else 1.0
-    return _BANDWIDTH_BYTES / sent, _BANDWIDTH_BYTES / timed(context, 5, lambda: two.copy_(one))
+    ep, copy = context.rank_groups["ep"], _BANDWIDTH_BYTES / timed(context, 5, lambda: two.copy_(one))
+    if ep.size == 1:
+        return None, copy
+    return _BANDWIDTH_BYTES / timed(context, 5, lambda: dist.broadcast(one, ep.ranks[0], group=ep.group)), copy
 
 
 def timed(context: EPContext, repeat: int, call: Callable[[], Any]) -> float:
@@ -157,7 +156,9 @@ def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_models(parser, ["qwen3-30b-a3b"], several=False)
     parser.add_argument("--layers", type=positive, default=1)
-    parser.add_argument("--schemes", nargs="+", default=["none", "fp8_dynamic", "fp8_block", "mxfp4"])
+    parser.add_argument(
+        "--schemes", nargs="+", choices=list(SCHEMES), default=["none", "fp8_dynamic", "fp8_block", "mxfp4"]
+    )
     parser.add_argument("--experts", default="auto", help="the server's kernel")
     parser.add_argument("--trainer-ep", type=positive, help="ranks of a trainer's EP group; default all")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
@@ -170,9 +171,15 @@ def main() -> list[Line]:
         raise ConfigError(f"--trainer-ep must divide the number of ranks, got {asked.trainer_ep} of {ranks}")
     (model,) = asked.models
     config: MoEConfig = config_named(model)
-    lines = [measure(config, asked, scheme) for scheme in tracked(asked.schemes, "scheme", asked)]
+    how = {"layers": asked.layers, "dtype": getattr(torch, asked.dtype), "experts": asked.experts}
+    with (
+        EPContext.from_torchrun(ParallelConfig(dp=ranks, ep=asked.trainer_ep)) as ours,
+        EPContext.from_torchrun(ParallelConfig(dp=ranks)) as theirs,
+    ):
+        schemes = tracked(asked.schemes, "scheme", asked)
+        lines = [measure(ours, theirs, config, scheme, repeat=asked.repeat, **how) for scheme in schemes]
     if TorchrunEnv.read().rank == 0:
-        show(Console(width=130), shown(f"{asked.layers} layers of {model}, {asked.dtype}, {ranks} ranks", lines))
+        show(Console(width=130), shown(f"MoE layers of {model}: {asked.layers}; {asked.dtype}, {ranks} ranks", lines))
         if asked.csv is not None:
             write(lines, asked.csv)
     return lines
@@ -187,7 +194,7 @@ def shown(title: str, lines: list[Line]) -> Table:
         table.add_row(
             one.scheme, str(one.trainer_ep), f"{one.bytes / 1e9:.2f}", f"{one.gather_s:.2f}", f"{one.push_s:.2f}",
             f"{one.per_second:.2f}", f"{one.floor:.2f}", f"{one.per_second / one.floor:.0%}",
-            f"{one.broadcast / 1e9:.2f}", f"{one.copy / 1e9:.2f}",
+            "" if one.broadcast is None else f"{one.broadcast / 1e9:.2f}", f"{one.copy / 1e9:.2f}",
         )  # fmt: skip
     return table
 

@@ -74,7 +74,7 @@ app = typer.Typer(
     help=f"{_ABOUT} Under torchrun, commands run on its ranks, and rank 0 prints.",
     epilog="\n\n".join(["Exit codes:", *(f"{code}: {meaning}" for code, meaning in EXIT_CODES.items())]),
 )
-_BENCHES = ("all2all", "experts", "layer", "overlap", "planner", "rebalance", "scaling", "train")
+_BENCHES = ("all2all", "experts", "layer", "overlap", "planner", "rebalance", "scaling", "train", "weight_push")
 
 
 def _print_version(asked: bool) -> None:

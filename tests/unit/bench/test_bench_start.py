@@ -36,7 +36,7 @@ def test_a_gpu_is_needed(monkeypatch, capsys, name):
     assert "torch sees none here; see ep-moe doctor" in ended(monkeypatch, capsys, name)
 
 
-@pytest.mark.parametrize("name", [*NEED_RANKS, "train"])
+@pytest.mark.parametrize("name", [*NEED_RANKS, "train", "weight_push"])
 def test_ranks_are_needed(monkeypatch, capsys, name):
     for variable in ("TORCHELASTIC_RUN_ID", "RANK"):
         monkeypatch.delenv(variable, raising=False)
@@ -73,6 +73,8 @@ def test_ranks_are_needed(monkeypatch, capsys, name):
         ("layer", "--models demo", "deals 16 experts to the ranks, as many to each; 3 ranks do not divide them"),
         ("overlap", "--models demo", "3 ranks do not divide them"),
         ("rebalance", "--model demo", "3 ranks do not divide them"),
+        ("weight_push", "--trainer-ep 2", "--trainer-ep must divide the number of ranks, got 2 of 3"),
+        ("weight_push", "--schemes nope", "argument --schemes: invalid choice: 'nope'"),
         ("all2all", "", "deals 128 experts to the ranks, as many to each; 3 ranks do not divide them"),
     ],
 )
