@@ -111,6 +111,7 @@ class MoELayer(LayerParts):
 
         Raises:
             InputError: on all ranks, where any of them passes a wrong x or mask.
+            CheckpointError: on all ranks, where the layer's weights were loaded in part.
         """
         call = self._traced if torch.compiler.is_compiling() else self._guarded
         return call(x, None, None if mask is None else TokenMask(mask, send_masked))

@@ -159,6 +159,11 @@ class ModelTarget(Target):
                 f"{listed(sharded)} is sharded over ranks, and load_weights writes whole tensors; serve a model that "
                 f"is not sharded outside its experts"
             )
+        if any(layer.expert_weights.lora is not None for layer in self.layers):
+            raise ConfigError(
+                "the experts have LoRA factors, under which load_weights would put other weights; call "
+                "ep_moe.integrations.lora.merge_lora(model) first"
+            )
         if any(layer.expert_weights.is_meta for layer in self.layers):
             raise ConfigError("the model is on the meta device; load it with load_pretrained")
         held = {f"{name}.{each}" for name, one in self._experts.items() for each in one.layout.names}

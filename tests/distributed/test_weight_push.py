@@ -18,6 +18,7 @@ from ep_moe.integrations import transformers as models
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.transformers import expert_parallel, export_weights
 from ep_moe.testing import distributed, rank_device
+from ep_moe.weights.trained import LowRank
 from tests.fixtures.checkpoint_files import (
     CONFIGS,
     FAMILIES,
@@ -224,6 +225,29 @@ def test_tensors_come_in_any_order_and_memory(world_size):
             server = serving_model("olmoe", context)
             models.load_weights(server, weights)
             check_model(server, wanted, weights)
+
+
+@distributed(2)
+def test_numbers_are_rounded_to_the_servers_dtype(world_size):
+    quiet()
+    with context_of() as context:
+        for scheme in ("none", "fp8_dynamic"):
+            wanted, server = (
+                expert_parallel(KINDS["olmoe"]().bfloat16(), context, experts="reference", quantization=scheme)
+                for _ in range(2)
+            )
+            with torch.no_grad():
+                for parameter in server.parameters():
+                    parameter.view(torch.uint8).zero_()
+            if scheme == "none":  # elsewhere the numbers are quantised as they come, and here those of the model
+                models.load_weights(server, KINDS["olmoe"]().state_dict())
+                check_model(server, wanted, scheme)
+            models.load_weights(server, KINDS["olmoe"]().bfloat16().state_dict())
+            check_model(server, wanted, scheme)
+            wide = KINDS["olmoe"]().double().state_dict()
+            wide["model.norm.weight"][3] = 1e39
+            with pytest.raises(CheckpointError, match=r"model.norm.weight has numbers up to 1e\+39"):
+                models.load_weights(server, wide)
 
 
 @distributed(2)
@@ -472,6 +496,11 @@ def test_what_cannot_be_pushed_is_refused(world_size):
             models.load_weights(KINDS["qwen3_moe"](), {})
         with pytest.raises(InputError, match="at least one layer"):
             load_weights({}, {}, "qwen3_moe")
+        tuned = expert_parallel(KINDS["olmoe"](), context, experts="reference")
+        models.moe_layers(tuned)[0].expert_weights.add_lora({"w13": LowRank(2, 1.0)}, 0)
+        for call in (lambda: models.load_weights(tuned, published("olmoe")), lambda: next(export_weights(tuned))):
+            with pytest.raises(ConfigError, match="have LoRA factors"):
+                call()
         tied = published("qwen3_moe")
         tied["lm_head.weight"] = tied["lm_head.weight"] + 1
         with pytest.raises(CheckpointError, match="are one tensor in Qwen3MoeForCausalLM, and differ"):
