@@ -199,7 +199,7 @@ class _Arrived:
             self._write(part, staged)
 
     def _write(self, part: str, staged: Staged) -> None:
-        self._replaced.written = True
+        self._replaced.written |= bool(staged.covers)
         self._target.write(staged.plan)
         del self._pending[part]
         self._written.add(part)

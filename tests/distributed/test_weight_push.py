@@ -461,7 +461,8 @@ def test_an_iterable_that_is_wrong_from_the_start_changes_nothing(world_size):
     with context_of() as context:
         server = serving_model("olmoe", context)
         ids = torch.arange(5)[None].to(context.device)
-        for weights in ([], [("model.layers.0.mlp.odd.weight", torch.ones(1))], ["no pair"], 7):
+        prefixed = [(f"module.{name}", tensor) for name, tensor in published("olmoe").items()]  # by a wrapper
+        for weights in ([], prefixed, [("model.layers.0.mlp.odd.weight", torch.ones(1))], ["no pair"], 7):
             with pytest.raises((CheckpointError, InputError)):
                 models.load_weights(server, weights)
             assert server(input_ids=ids, use_cache=False).logits.isfinite().all()
