@@ -10,7 +10,8 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -281,7 +282,21 @@ class Links:
         for group in self._made:
             if group in dist.distributed_c10d._world.pg_map:  # else the caller ended it
                 dist.destroy_process_group(group)
+        if self._made:
+            _forget_meshes()
         self._made, self._groups = [], []
+
+
+def _forget_meshes() -> None:
+    """torch keeps what operations on DTensors give, by the ranks of their mesh and with the mesh that it met first. A
+    later mesh of the same ranks would be given one whose groups are gone."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    clear: Callable[[], None] | None = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def check_groups(layout: RankLayout, groups: Mapping[str, ProcessGroup]) -> None:

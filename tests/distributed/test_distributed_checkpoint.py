@@ -147,3 +147,19 @@ def test_a_state_dict_of_one_rank_alone_says_who_is_missing(world_size):
             with pytest.raises(PeerTimeout, match=r"state_dict\(\) of a layer with etp > 1 needs rank 1 too"):
                 layer.state_dict()
         dist.barrier()
+
+
+@distributed(2, deadline_s=60)
+def test_state_is_read_on_the_groups_of_a_later_context(world_size):
+    """torch keeps by ranks what operations on DTensors give, and with it the groups of the first context."""
+    found = []
+    for _ in range(2):
+        with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=CPU, deadline_s=20) as context:
+            model = training.fully_shard(made(context), context)
+            state = get_model_state_dict(model)
+            set_model_state_dict(model, state)
+            name = next(name for name in state if name.endswith("expert_weights.0.w2"))
+            training.clip_grad_norm_(model, context, 1.0)
+            found.append((state[name].full_tensor(), state[name].sum().full_tensor()))
+    for first, second in zip(*found, strict=True):
+        assert torch.equal(first, second)
