@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class LayerParts(nn.Module):
 
     _weights_class: ClassVar[type[ExpertWeights]] = ExpertWeights
 
+    @torch.inference_mode(False)  # or what is made within one could not be written outside
     @on_device_of(lambda self, config, context, **_: device_of(context))
     def __init__(
         self,
@@ -138,6 +139,11 @@ class LayerParts(nn.Module):
             f"{self.name} is neither copied nor pickled: its context's groups and buffers are not; build another "
             f"MoELayer on the context and give it this one's state_dict(), or copy named_parameters() for an average"
         )
+
+    @torch.inference_mode(False)  # as at construction: kernels and counters write what this makes
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        return self
 
     def _carried(self) -> str:
         """What decides the sizes of all that a call exchanges; the ranks compare it."""

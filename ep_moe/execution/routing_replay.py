@@ -39,6 +39,7 @@ class RoutingBuffer:
         ConfigError: a size that is no integer of at least 1.
     """
 
+    @torch.inference_mode(False)  # or what is made within one could not be written outside
     def __init__(
         self, rows: int, top_k: int, *, weights: bool = False, device: torch.device | str | int = "cpu"
     ) -> None:
@@ -221,6 +222,7 @@ class Replay:
                 )
         # read in each call, also in a CUDA graph: rewritten ids need no new capture
         given = ids.reshape(-1, config.top_k).long()
+        given = given.clone() if given.is_inference() else given  # backward keeps them
         kept = None if mask is None else mask.reshape(-1)
         self.ids = given if kept is None else given.masked_fill(~kept.unsqueeze(1), LIVE)
         if device.type != "cpu" and (self._checked or capturing(device)):

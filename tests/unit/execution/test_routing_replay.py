@@ -82,6 +82,20 @@ def test_calls_are_recorded_in_their_order(layer):
     assert buffer.read()[0].tolist() == routing.ids[5:].tolist()
 
 
+def test_what_is_made_in_inference_mode_serves_outside_too(context):
+    x = rows_of(4)
+    with torch.inference_mode():
+        layer, buffer = MoELayer(shape(), context), RoutingBuffer(20, TOP_K)
+        layer.to(torch.bfloat16).to(torch.float32)
+        with layer.record_routing(buffer):
+            layer(x)
+        ids = layer.router(x).ids
+    with layer.record_routing(buffer), layer.replay_routing(ids):
+        layer(x).sum().backward()
+    buffer.reset()
+    assert layer.router.weight.grad.abs().max() > 0
+
+
 def test_rows_without_room_are_counted_and_named(context):
     layer, buffer = MoELayer(shape(), context), RoutingBuffer(4, TOP_K)
     with layer.record_routing(buffer):
