@@ -20,7 +20,7 @@ from ep_moe.errors import ConfigError, ContextClosed, EPMoEError, OutOfMemory, P
 from ep_moe.parallel.connected_ranks import ConnectedRanks
 from ep_moe.parallel.failed import is_out_of_memory, with_cause
 from ep_moe.parallel.flight_recorder import COMPILING_S, FlightRecorder
-from ep_moe.parallel.groups import Links
+from ep_moe.parallel.groups import RankGroups
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.renamed import renamed
 from ep_moe.runtime.devices import SideStream, on_device_of
@@ -85,7 +85,7 @@ class EPContext(ConnectedRanks):
         layout: RankLayout,
         device: torch.device,
         store: Store | None,
-        rank_groups: Links,
+        rank_groups: RankGroups,
         flight_recorder: FlightRecorder,
         max_tokens: int | None = None,
     ) -> None:
@@ -110,7 +110,7 @@ class EPContext(ConnectedRanks):
     # --- what layers use ---------------------------------------------------------------------------------------
 
     def _dispatcher(self, name: str, dispatch_shape: DispatchShape) -> Dispatcher:
-        """The pool's dispatcher of that name and geometry, made on first use."""
+        """The pool's dispatcher of that name and shape, made on first use."""
         made: Dispatcher = self._pooled(
             name, dispatch_shape, lambda: registry.load("dispatchers", name)(dispatch_shape, self.rank_groups["ep"])
         )
@@ -118,8 +118,8 @@ class EPContext(ConnectedRanks):
 
     @on_device_of(lambda self, *_: self.device)
     def _pooled(self, name: str, dispatch_shape: DispatchShape, make: Callable[[], Any]) -> Any:
-        """What layers of one geometry share, made on first use and given back with the context. It has `capabilities`
-        and `destroy()`."""
+        """What layers of one dispatch shape share, made on first use and given back with the context. It has
+        `capabilities` and `destroy()`."""
         self._check_alive()
         key = (name, dispatch_shape)
         if key not in self._pool:
@@ -178,7 +178,7 @@ class EPContext(ConnectedRanks):
     at_most = renamed("at_most", "token_limit")
 
     def _name_layer(self, name: str | None) -> str:
-        """What errors and the ledger call the next layer."""
+        """What errors and the flight recorder call the next layer."""
         self._check_alive()
         self.flight_recorder.check()
         self._layer_count += 1

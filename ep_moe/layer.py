@@ -384,7 +384,7 @@ class MoELayer(LayerParts):
             return self.experts.dispatch_shape
         key = (entry.room, self._call_dtype)
         if key not in self._shapes:
-            expert_map = self.placement.expert_map  # its cap and num_ranks stay, whatever map is in force
+            expert_map = self.placement.expert_map  # its slots_per_rank and num_ranks stay, whatever map is in force
             rows = self.config.top_k if self.exact else 1  # of a token
             self._shapes[key] = DispatchShape(
                 hidden_size=self.config.hidden_size,

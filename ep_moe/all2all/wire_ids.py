@@ -38,7 +38,7 @@ def to_wire(ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids:
 def to_distinct(
     ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
 ) -> None:
-    """As `to_wire`, for transports with room for one copy of a row per expert: all ids of a row differ. Picks without
+    """As `to_wire`, for transports with room for one copy of a row per expert: all ids of a row differ. Routes without
     an expert name the next ones from `home` on that the row does not; of a repeated id the first has all its weight.
 
     out_ids: int32 [T, K]; out_weights: float32 [T, K]; K at most num_physical

@@ -84,7 +84,7 @@ def measure(
             x, routing = inputs(context, size, count)
             for rows in ROWS:
                 wire = Wire(dispatch=rows)
-                sent = busiest(context, wire_bytes(context, routing, geometry_of(context, size, count, wire)))
+                sent = busiest(context, wire_bytes(context, routing, dispatch_shape_of(context, size, count, wire)))
                 for name in names:
                     if (reason := refusal(name, context, size, count, wire)) is not None:
                         if (size, count) == (hidden[0], tokens[0]) and context.layout.rank == 0:
@@ -96,7 +96,7 @@ def measure(
     return lines, rate
 
 
-def geometry_of(context: EPContext, hidden: int, tokens: int, wire: Wire) -> DispatchShape:
+def dispatch_shape_of(context: EPContext, hidden: int, tokens: int, wire: Wire) -> DispatchShape:
     ranks = context.layout.ep
     return DispatchShape(
         hidden_size=hidden,
@@ -114,7 +114,7 @@ def refusal(name: str, context: EPContext, hidden: int, tokens: int, wire: Wire)
     if reason is not None:
         return reason
     kind: type[Dispatcher] = registry.load("dispatchers", name)
-    if kind.buffer_bytes(geometry_of(context, hidden, tokens, wire)) > ROOM:
+    if kind.buffer_bytes(dispatch_shape_of(context, hidden, tokens, wire)) > ROOM:
         return f"its buffers for {tokens} tokens are larger than {ROOM >> 30} GiB"
     ranks = context.layout.ep
     return kind.unsupported_reason(hidden, TOP_K, ranks, DTYPE, tokens, wire) or kind.unsupported_platform(
@@ -141,7 +141,7 @@ def wire_bytes(context: EPContext, routing: PhysicalRouting, dispatch_shape: Dis
 
 
 def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting, *, load: bool = False) -> None:
-    dispatch_shape = geometry_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
+    dispatch_shape = dispatch_shape_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(dispatch_shape, context.rank_groups["ep"])
     rows, scale = round_to_travel(x, dispatch_shape.wire)
 

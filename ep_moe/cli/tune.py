@@ -328,7 +328,7 @@ def _candidates(
 
 
 def _transport(context: EPContext, name: str, dispatch_shape: DispatchShape, pipeline: int | None) -> Dispatcher | None:
-    """The context's transport for a geometry; None where its buffers are too large."""
+    """The context's transport for a dispatch shape; None where its buffers are too large."""
     kind = registry.load("dispatchers", name)
     calls = 1 if pipeline is None else kind.calls_in_parts(dispatch_shape)
     return None if kind.buffer_bytes(dispatch_shape) * calls > ROOM else context._dispatcher(name, dispatch_shape)

@@ -440,7 +440,7 @@ class ExpertBalancer:
             self._go_back(f"layer {name}: another map was put in force while its experts were moved")
 
     def _vote(self, word: str, forward: int) -> tuple[str, int]:
-        """The first word of any rank about the layer under way, and the ledger's number at which it was said."""
+        """The first word of any rank about the layer under way, and the number of the flight recorder's step then."""
         what = f"eplb {self._connection.name} epoch {self._epoch}"
         word, number = self._context.consensus.first(what, f"{word} {forward}").split()
         return word, int(number)

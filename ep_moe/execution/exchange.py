@@ -117,7 +117,7 @@ class Exchange:
         self.dispatcher.refuse(problem)
 
     def _nan(self, received: Received, out: Tensor | PeerRows | None) -> Tensor | PeerRows:
-        """In the place of experts: no number may pass for a result."""
+        """Instead of experts: no number may pass for a result."""
         if isinstance(out, PeerRows):
             out.write(out.blocks[0].new_full((len(out.blocks) * out.bound, out.blocks[0].shape[1]), torch.nan))
             return out

@@ -17,7 +17,7 @@ from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import COMPILING_S, FlightRecorder
 from ep_moe.parallel.groups import (
     DEADLINE_S,
-    Links,
+    RankGroups,
     agreed_layout,
     check_groups,
     default_store,
@@ -48,7 +48,7 @@ class ConnectedRanks:
         layout: RankLayout,
         device: torch.device,
         store: Store | None,
-        rank_groups: Links,
+        rank_groups: RankGroups,
         flight_recorder: FlightRecorder,
         max_tokens: int | None = None,
     ) -> None:
@@ -232,14 +232,14 @@ class ConnectedRanks:
             problem = error
         # before any group is made: a rank that makes another set of them would leave the others waiting
         consensus.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
-        made: list[Links] = []
+        made: list[RankGroups] = []
 
         def abort() -> None:
             for rank_groups in made:
                 rank_groups.abort()
 
         peers = layout.group("lockstep")  # only these share a layer's collectives
-        scope = PrefixStore(f"ledger/block{peers[0]}", store)
+        scope = PrefixStore(f"flight_recorder/block{peers[0]}", store)
         frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
         flight_recorder = FlightRecorder(
             scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device, nodes=layout.nodes
@@ -248,7 +248,7 @@ class ConnectedRanks:
             if device.type == "cuda":
                 flight_recorder.prepare_mark(device)
             with flight_recorder.step("connect", "process groups", counted=False, more_s=COMPILING_S):
-                made.append(Links(layout, flight_recorder, device, groups, name))
+                made.append(RankGroups(layout, flight_recorder, device, groups, name))
             consensus.healthy("EPContext", None)  # all have their groups before any uses one
             flight_recorder.attach()
         except BaseException:
@@ -269,7 +269,7 @@ class ConnectedRanks:
         layout = RankLayout(world=1, rank=0)
         flight_recorder = FlightRecorder()
         device = local_device() if device is None else as_device(device)
-        return cls(layout, device, None, Links(layout, flight_recorder, device), flight_recorder)
+        return cls(layout, device, None, RankGroups(layout, flight_recorder, device), flight_recorder)
 
 
 def _check_initialized() -> None:

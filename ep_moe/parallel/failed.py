@@ -62,7 +62,7 @@ def with_cause(failure: EPMoEError, error: BaseException) -> EPMoEError:
 def failure_text(
     error: BaseException, rank: int, step: object, where: str, device: torch.device, *, memory: bool
 ) -> str:
-    """step: the newest of the ledger; where: the layer, if its call is under way; memory: it is `is_out_of_memory`"""
+    """step: the flight recorder's newest; where: the layer, if its call is under way; memory: `is_out_of_memory`"""
     place = f"in a call of {where}" if where else "between calls"
     if not memory:
         return (

@@ -1,4 +1,4 @@
-"""The lockstep ledger: what step each rank is in, so that a lost peer has a name and a phase.
+"""The flight recorder: what step each rank is in, so that a lost peer has a name and a phase.
 
 Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest one as a
 heartbeat. When a step fails or outlasts its deadline, the heartbeats of all ranks are compared: one that
@@ -60,16 +60,16 @@ class Step(NamedTuple):
 
 
 class _Inside:
-    """A step of a ledger, from its beginning on. A generator in its place takes the host twice as long."""
+    """A step of a flight recorder, from its beginning on. A generator in its place takes the host twice as long."""
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
-        self._ledger = flight_recorder
+        self._flight_recorder = flight_recorder
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._ledger.leave(error)
+        self._flight_recorder.leave(error)
 
 
 _UNSEEN = nullcontext()
@@ -132,11 +132,11 @@ class FlightRecorder:
             own = AnsweringStore(clone, patience_s, held)
             self._board = StepBoard.made()
             self._store.set(f"board/{rank}", "" if self._board is None else self._board.address)
-            self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True, name="ep_moe ledger")
+            self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True, name="ep_moe flight recorder")
             self._thread.start()
 
     def attach(self) -> None:
-        """Map what peers of this host write of their steps, once all of them have made their ledgers: from then on the
+        """Map what peers of this host write of their steps, once all have made their flight recorders: from then on the
         last step of a process that is killed is known."""
         if self._board is None or self._store is None:
             return
@@ -231,7 +231,7 @@ class FlightRecorder:
         """An exception left a call on this rank, whose peers wait for the rest of it: tell them. Returns what every
         rank raises from now on.
 
-        where: the layer, if its call had not begun for the ledger
+        where: the layer, if its call had not begun for the flight recorder
         """
         if self._failure is not None:
             return self._failure

@@ -1,4 +1,4 @@
-"""From integers to process groups: torchrun's environment, an agreed `RankLayout`, and its links.
+"""From integers to process groups: torchrun's environment, an agreed `RankLayout`, and its groups.
 
 The only module that reads environment variables (beside the CLI).
 """
@@ -220,8 +220,8 @@ def local_device() -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-class Links:
-    """This rank's links of every kind, and the process groups that were made for them.
+class RankGroups:
+    """This rank's groups of every kind, and the process groups that were made for them.
 
     given: groups of the caller's by kind, checked with `check_groups`; they are not destroyed here.
     name: of the context, unique in the job; groups that are made here are named after it.
@@ -236,11 +236,11 @@ class Links:
         name: str = "",
     ) -> None:
         self._made: list[ProcessGroup] = []
-        self._groups: list[ProcessGroup] = []  # of all links, each once
+        self._groups: list[ProcessGroup] = []  # of all kinds, each once
         self._device = device
         self._links: dict[str, RankGroup] = {}
-        # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the ledger, which raises
-        # in the caller instead, must come first
+        # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the flight recorder, which
+        # raises in the caller instead, must come first
         seconds = 2 * flight_recorder.deadline_s + 60 if device.type == "cuda" else flight_recorder.deadline_s
         known: list[tuple[list[list[int]], ProcessGroup | None]] = []
         for kind in sorted(LINKED, key=lambda kind: kind not in (given or {})):  # given ones first, to be shared

@@ -1,5 +1,5 @@
-"""A group of ranks and the ledger that watches over it, what every transport is handed; and the few collectives on rows
-that the layer needs: differentiable, with uneven counts and an async start.
+"""A group of ranks and the flight recorder that watches it, which every transport is handed; and the few collectives
+on rows that the layer needs: differentiable, with uneven counts and an async start.
 
 Counts are host integers that every rank of the group knows. A collective without rows is skipped on all ranks.
 """

@@ -281,7 +281,7 @@ class RowComparison:
 
     @torch.no_grad()
     def problem(self, passed: Passed) -> str | None:
-        """None where the rows of all ranks of the link are the same but for rounding. Collective over the link, on
+        """None where the rows of all ranks of the group are the same but for rounding. Collective over the group, on
         whose ranks `passed` holds the same names and as many rows."""
         largest = 0.0
         for name, tensor in passed.items():

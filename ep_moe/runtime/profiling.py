@@ -78,14 +78,14 @@ class StageTimes:
 def stage(name: str, times: StageTimes | None) -> AbstractContextManager[Any]:
     """One stage of the layer: a range `ep_moe::name` where a profiler listens, timed where times are wanted."""
     if torch.compiler.is_compiling():  # a compiled graph has no stages: its parts are not the layer's
-        return _NOBODY
+        return _NO_STAGE
     # a range costs the host microseconds, also without a profiler
     if torch.autograd._profiler_enabled():
         return _seen(name, times)
-    return _NOBODY if times is None else times.span(name)
+    return _NO_STAGE if times is None else times.span(name)
 
 
-_NOBODY = nullcontext()
+_NO_STAGE = nullcontext()
 
 
 @contextmanager

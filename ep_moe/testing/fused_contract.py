@@ -230,7 +230,7 @@ def under_any_map(case: Case, name: str) -> None:
 
 
 def layers_that_share(case: Case, other: Case) -> None:
-    """Two layers of one geometry take turns in the same buffers; on GPUs also as captured graphs."""
+    """Two layers of one dispatch shape take turns in the same buffers; on GPUs also as captured graphs."""
     for turn in range(3):
         for layer in (case, other):
             layer.check(layer.call(4 + turn, 30 + turn), f"turn {turn}")

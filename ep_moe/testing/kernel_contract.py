@@ -107,7 +107,7 @@ def _check_layer(layer: Layer) -> None:
         _rank_major(layer, layer.rows(count))
     if Weighting.COMBINE in layer.kind.capabilities.weightings:
         _rank_major(layer, layer.rows(ROWS[0], Weighting.COMBINE))
-    _rows_of_nobody(layer)
+    _rows_without_expert(layer)
     _as_it_travelled(layer)
     _slots_of_wider_ranks(layer)
     for grouped, ids in _grouped(layer):
@@ -148,7 +148,7 @@ def _rank_major(layer: Layer, received: Received) -> None:
     that((y[without] == 0).all(), layer, f"{what}: rows without an expert must be zero")
 
 
-def _rows_of_nobody(layer: Layer) -> None:
+def _rows_without_expert(layer: Layer) -> None:
     received = layer.rows(ROWS[0])
     expected = layer.run(received).clone()
     assert received.local_ids is not None

@@ -222,8 +222,8 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
 
 
 def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -> str | None:
-    """The text of the link's first rank that has one, on all ranks. The ledger shares texts among ranks of one layer's
-    collectives alone, and a stage may have more."""
+    """The text of the group's first rank that has one, on all ranks. The flight recorder shares texts among ranks of
+    one layer's collectives alone, and a stage may have more."""
     own = (text or "").encode()
     sizes = [row[0] for row in rank_group.exchange(torch.tensor([len(own)], device=device))]
     if not any(sizes):
@@ -235,7 +235,7 @@ def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -
 
 
 def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.device) -> str | None:
-    """What the ranks of a link hold otherwise than its first one, None where they hold the same."""
+    """What the ranks of a group hold otherwise than its first one, None where they hold the same."""
     if rank_group.size == 1:
         return None
     kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named.items()]

@@ -42,11 +42,11 @@ def expert_shapes(config: MoEConfig, scheme: Scheme = PLAIN) -> dict[str, tuple[
 class ExpertWeights(ExpertSlots):
     """The weights of this rank's slots: one [L, ...] per tensor that `weight_layout` stores.
 
-    scheme: how the numbers are stored; preparation: in what layout, by the kernel that reads them (default canonical)
+    scheme: how the numbers are stored; weight_layout: of the kernel that reads them (default canonical)
     trainable: whether the kernel has a backward. Plain canonical weights are then parameters by logical expert, such as
         `3.w1`, on the memory that kernels read; others are one frozen parameter a tensor, of all slots
     dtype: of the activations, and of what is not quantised
-    ep, etp: the links of this rank; replicas: to the ranks with the same slots in other EP groups
+    ep, etp: the groups of this rank; replicas: to the ranks with the same slots in other EP groups
 
     `state_dict` has each expert of this rank by logical id, `3.w1` and so on, whole and canonical: the union over ranks
     is a checkpoint that depends on no placement and no kernel. With etp > 1 it is collective over the etp group.

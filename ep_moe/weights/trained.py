@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class GradientSum:
     """Of one layer's experts on this rank.
 
-    ep, etp: the links of this rank; replicas: to the ranks with the same slots in other EP groups
+    ep, etp: the groups of this rank; replicas: to the ranks with the same slots in other EP groups
     divisor: what backward divides gradients by: 1 for the sum over all ranks' tokens; the number of ranks with tokens
         of their own for the mean, as dense parameters have it (`ep_moe.training`)
     sharded: FSDP cuts the experts over `replicas` and averages over them

@@ -44,7 +44,7 @@ def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool) -> None:
 
 @distributed(2, 4)
 def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
-    """Replays beside calls that run: the answers are right, and the ledgers stay in step."""
+    """Replays beside calls that run: the answers are right, and the flight recorders stay in step."""
     stand_in()
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=CPU, max_tokens=9) as context:

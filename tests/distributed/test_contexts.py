@@ -246,14 +246,14 @@ def test_groups_that_do_not_connect_are_a_sentence(world_size):
     def rank_groups(*_):
         raise RuntimeError("Gloo connectFullMesh failed with pair.h:311 Connect timeout")
 
-    before, connected_ranks.Links = connected_ranks.Links, rank_groups
+    before, connected_ranks.RankGroups = connected_ranks.RankGroups, rank_groups
     try:
         with pytest.raises(PeerTimeout, match=r"connect \(step 0\): Gloo connectFullMesh failed.*Raise deadline_s"):
             EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=1)
     finally:
-        connected_ranks.Links = before
+        connected_ranks.RankGroups = before
     begins = time.monotonic()
-    while any(thread.name == "ep_moe ledger" for thread in threading.enumerate()):
+    while any(thread.name == "ep_moe flight recorder" for thread in threading.enumerate()):
         assert time.monotonic() < begins + 5
         time.sleep(0.01)
 
@@ -285,7 +285,7 @@ def test_a_dropped_context_is_named(world_size):
     """As an open file is; its watch ends."""
 
     def watches() -> int:
-        return sum(thread.name == "ep_moe ledger" for thread in threading.enumerate())
+        return sum(thread.name == "ep_moe flight recorder" for thread in threading.enumerate())
 
     kept = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)
     dropped = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)

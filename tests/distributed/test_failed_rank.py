@@ -25,7 +25,7 @@ from ep_moe import (
 )
 from ep_moe.errors import EPMoEError, RankFailed
 from ep_moe.parallel import failed
-from ep_moe.parallel import flight_recorder as ledger_module
+from ep_moe.parallel import flight_recorder as recorder_module
 from ep_moe.parallel.failed import is_out_of_memory
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.testing import distributed, rank_device
@@ -317,8 +317,8 @@ def test_peers_that_wait_on_a_device_are_freed():
 @pytest.mark.parametrize("inside", ["step", "call"])
 def test_a_host_that_waits_for_ever_is_ended(inside, monkeypatch, capfd):
     ended = threading.Event()
-    monkeypatch.setattr(ledger_module.os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(ledger_module, "COMPILING_S", 0.5)
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(recorder_module, "COMPILING_S", 0.5)
     one, two = pair(abort=lambda: None)
     try:
         two.enter("moe0")
@@ -335,8 +335,8 @@ def test_a_host_that_waits_for_ever_is_ended(inside, monkeypatch, capfd):
 
 def test_a_host_that_left_its_call_is_not_ended(monkeypatch):
     ended = threading.Event()
-    monkeypatch.setattr(ledger_module.os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(ledger_module, "COMPILING_S", 0.0)
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(recorder_module, "COMPILING_S", 0.0)
     one, two = pair(abort=lambda: None)
     try:
         two.enter("moe0")

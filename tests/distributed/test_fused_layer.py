@@ -49,7 +49,7 @@ def kinds() -> None:
 
 @functools.cache
 def checkpoint(config: MoEConfig, expert: int, seed: int = 0, scheme: str = "none", device=None) -> dict:
-    """With blocks whose scales differ by factors, so that one in the place of another is seen."""
+    """With blocks whose scales differ by factors, so that one instead of another is seen."""
     tensors = random_expert(config, SCHEMES[scheme], 100 * seed + expert, torch.bfloat16, device or "cpu")
     for name in ("w13_scale", "w2_scale"):
         if name in tensors:

@@ -24,7 +24,7 @@ from ep_moe import (
     ParallelConfig,
     PeerTimeout,
 )
-from ep_moe.parallel import flight_recorder as ledger_module
+from ep_moe.parallel import flight_recorder as recorder_module
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import _FEWER_CALLS, FlightRecorder, Step, _compare
 from ep_moe.parallel.step_board import DeviceMark, PeerBoard, StepBoard
@@ -210,7 +210,7 @@ def test_what_a_heartbeat_does_not_know_is_said():
 
 
 def agree(*turns: Callable[[StoreConsensus], None] | None, deadline_s: float = 5.0) -> list[EPMoEError | None]:
-    """Run one call of an Agreement per rank in threads (None: that rank does not come); what each raised."""
+    """Run one call of a StoreConsensus per rank in threads (None: that rank does not come); what each raised."""
     store = HashStore()
     outcome: list[EPMoEError | None] = [None] * len(turns)
 
@@ -306,7 +306,7 @@ def test_agreement_without_the_rank_that_judges():
     assert str(outcome[1]) == "destroy: no verdict from rank 0 within 0.4 s; it died or never got here"
 
 
-# --- the ledger's comparison -----------------------------------------------------------------------------------
+# --- the flight recorder's comparison ---------------------------------------------------------------------------------
 
 
 def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool = False) -> Step:
@@ -341,7 +341,7 @@ def test_comparison_names_every_rank():
     assert _compare(step(7), 0, before, after) == sentence
 
 
-def test_a_ledger_turns_communication_failures_only():
+def test_a_flight_recorder_turns_communication_failures_only():
     flight_recorder = FlightRecorder()
     flight_recorder.where = "moe0"
     sentence = r"^rank 0 lost its peers in dispatch of moe0 \(step 1\): gloo: closed\.$"
@@ -376,12 +376,12 @@ def test_what_the_watch_found_is_what_an_aborted_step_raises(left):
 def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
     """A balancer may lose a rank that was only late, and the layers go on."""
     store = HashStore()
-    ledgers = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(3)]
+    recorders = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(3)]
 
     def diagnosed(by, numbers):
-        for flight_recorder, number in zip(ledgers, numbers, strict=True):
+        for flight_recorder, number in zip(recorders, numbers, strict=True):
             flight_recorder.leave_at(Step(number, "moe0", "combine", "", True))
-        return [str(ledgers[rank]._diagnose("no answer")) for rank in by]
+        return [str(recorders[rank]._diagnose("no answer")) for rank in by]
 
     try:
         behind = "Rank 1 is alive but behind: finished combine of moe0 (step 10)."
@@ -392,25 +392,25 @@ def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
             assert "Rank 2 is alive but behind: finished combine of moe0 (step 11)." in text
             assert behind not in text
     finally:
-        for flight_recorder in ledgers:
+        for flight_recorder in recorders:
             flight_recorder.close()
 
 
 def test_the_first_verdict_is_everyones():
     store = HashStore()
-    ledgers = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(2)]
+    recorders = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(2)]
     try:
-        assert "Rank 2 shows no sign of life." in str(ledgers[0]._diagnose("no answer"))
-        ledgers[0].close()  # as one whose process ended with that sentence
-        assert "Rank 0" not in str(ledgers[1]._diagnose("no answer"))
+        assert "Rank 2 shows no sign of life." in str(recorders[0]._diagnose("no answer"))
+        recorders[0].close()  # as one whose process ended with that sentence
+        assert "Rank 0" not in str(recorders[1]._diagnose("no answer"))
     finally:
-        ledgers[1].close()
+        recorders[1].close()
 
 
 def test_an_overdue_step_is_aborted_and_named(monkeypatch):
-    """The watch thread frees a rank that waits on a device: here an event in the place of the device."""
+    """The watch thread frees a rank that waits on a device: here an event instead of the device."""
     freed = threading.Event()
-    monkeypatch.setattr(ledger_module.os, "_exit", lambda code: None)  # a host slower than two deadlines
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # a host slower than two deadlines
     flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.2, abort=freed.set)
     try:
         sentence = r"in combine \(step 1\): no progress for 0.2 s\. Rank 1 shows no sign"
@@ -434,8 +434,8 @@ class Reached:
 
 def device_watch(monkeypatch, deadline_s):
     ended = threading.Event()
-    monkeypatch.setattr(ledger_module, "DeviceMark", Reached)
-    monkeypatch.setattr(ledger_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(recorder_module, "DeviceMark", Reached)
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
     flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=deadline_s, abort=lambda: None)
     time.sleep(flight_recorder._period)  # from one mark to the next
     with flight_recorder.step("combine"):

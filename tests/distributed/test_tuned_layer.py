@@ -217,10 +217,10 @@ def test_tuning_alike_on_all_ranks(world_size):
         before()
         for call in calls:
             call()
-        return [clocks[call.args[1].ledger_tokens][names[call.args[1].name]][rank] for call in calls]
+        return [clocks[call.args[1].tokens_sent][names[call.args[1].name]][rank] for call in calls]
 
     def travel(layer, dispatcher, x, routing):
-        dispatcher.ledger_tokens = len(x)
+        dispatcher.tokens_sent = len(x)
         return measured(layer, dispatcher, x, routing)
 
     measured = tuning._travel

@@ -29,7 +29,7 @@ from ep_moe.experts.hopper.experts import (
     W4A16TritonExperts,
 )
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import Links
+from ep_moe.parallel.groups import RankGroups
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
 from ep_moe.types import Routing
@@ -144,7 +144,8 @@ def driver(monkeypatch):
 @pytest.fixture
 def context():
     layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
-    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder, max_tokens=MOST) as made:
+    rank_groups = RankGroups(layout, flight_recorder, CPU)
+    with EPContext(layout, CPU, None, rank_groups, flight_recorder, max_tokens=MOST) as made:
         yield made
 
 

@@ -131,7 +131,7 @@ def test_deepseek_share(scheme):
 @pytest.mark.parametrize("tuned", [False, True], ids=["", "tuned"])
 @pytest.mark.parametrize("scheme", ["fp8_static", "fp8_dynamic", "fp8_block"])
 def test_scales_of_experts_that_differ_by_factors(scheme, tuned):
-    """One expert's scale in the place of another's would be seen; random experts' are all alike."""
+    """One expert's scale instead of another's would be seen; random experts' are all alike."""
     build.cache_clear()
     experts, tensors = build(*QWEN3, scheme)
     for expert, own in enumerate(tensors):

@@ -22,7 +22,7 @@ from ep_moe.eplb.migration.transfer import BalancedLayer, Mover, Room, Staging
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import Links, default_store, make_group, numbered
+from ep_moe.parallel.groups import RankGroups, default_store, make_group, numbered
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup, all_gather_single
 
@@ -59,7 +59,7 @@ class RankStatus:
     """One rank's, all integers.
 
     step: the balancer's turns
-    forward: the ledger's running number, equal where all ranks are between the same forwards
+    forward: the flight recorder's running number, equal where all ranks are between the same forwards
     epoch: migrations begun
     done: this rank has done its part of the state
     digest: of the plan, in PLANNING
@@ -133,7 +133,7 @@ def _listed(values: Sequence[int], ranks: Sequence[int]) -> str:
 
 class StatusExchange:
     """Exchanges over a gloo group of their own. Begun at one step and read at a later one, they cost the steps nothing
-    but a look. A lost peer leaves as PeerTimeout, which the ledger puts a name to."""
+    but a look. A lost peer leaves as PeerTimeout, which the flight recorder puts a name to."""
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group = rank_group
@@ -183,7 +183,7 @@ class Context(Protocol):
     layout: RankLayout
     device: torch.device
     flight_recorder: FlightRecorder
-    rank_groups: Links
+    rank_groups: RankGroups
     consensus: StoreConsensus
 
 

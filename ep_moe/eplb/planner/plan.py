@@ -148,7 +148,7 @@ def _fits(room: Ints, experts: int, nodes: int) -> bool:
 
 
 def _tables(current: Sequence[ExpertMap], least: int) -> Ints:
-    """int64 [L, R, S] of the maps, S = the largest cap or `least`, EMPTY where a map has no slot."""
+    """int64 [L, R, S] of the maps, S = the largest `slots_per_rank` or `least`, EMPTY where a map has no slot."""
     ranks = current[0].num_ranks
     width = max(least, *(held.slots_per_rank for held in current))
     tables = np.full((len(current), ranks, width), EMPTY)
@@ -160,7 +160,8 @@ def _tables(current: Sequence[ExpertMap], least: int) -> Ints:
 
 
 def _map(table: Ints, held: ExpertMap, room: int) -> ExpertMap:
-    """The table as a map of the current one's cap, or wider where `slots` says so; the current one if it is equal."""
+    """The table as a map of the current one's `slots_per_rank`, or wider where `slots` says so; the current one if it
+    is equal."""
     slots_per_rank = max(held.slots_per_rank, room)
     flat = tuple(np.maximum(table[:, :slots_per_rank], EMPTY).ravel().tolist())
     return held if flat == held.physical_to_logical else ExpertMap(held.num_experts, held.num_ranks, flat)

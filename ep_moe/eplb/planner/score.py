@@ -213,7 +213,7 @@ def _shifted(old: ExpertMap, new: ExpertMap) -> Ints:
 
 
 def table_of(held: ExpertMap, slots: int = 0) -> Ints:
-    """int64 [R, S], the expert in each slot, S = the map's cap or `slots` if that is more."""
+    """int64 [R, S], the expert in each slot, S = the map's `slots_per_rank` or `slots` if that is more."""
     table = np.full((held.num_ranks, max(slots, held.slots_per_rank)), EMPTY)
     table[:, : held.slots_per_rank] = np.reshape(held.physical_to_logical, (held.num_ranks, held.slots_per_rank))
     return table

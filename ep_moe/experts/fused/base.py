@@ -121,7 +121,9 @@ class RouterLogits:
 
 Routed = PhysicalRouting | RouterLogits
 Stage = Callable[[str], AbstractContextManager[None]]
-Pool = Callable[[Callable[[], Any]], Any]  # the context's object for this geometry, made on first use by what is given
+Pool = Callable[
+    [Callable[[], Any]], Any
+]  # the context's object for this dispatch shape, made on first use by what is given
 
 
 class FusedExperts(ABC):
@@ -317,7 +319,7 @@ class FusedExperts(ABC):
         none. T may differ per rank and be 0. Collective over the EP group where it travels.
 
         routed: a PhysicalRouting [T, K], -1 for none; RouterLogits [T, E] where the kernel routes
-        max_tokens: the most that any rank has in this call, default the geometry's
+        max_tokens: the most that any rank has in this call, default the dispatch shape's
         """
         bound = self.dispatch_shape.max_tokens if max_tokens is None else max_tokens
         problem = self._problem(x, routed, bound)

@@ -2,7 +2,7 @@
 back, in one round on the current stream without a wait on the host.
 
 Any rank may get every route of all ranks: buffers have room for that (`capacity_factor` 1), so none is dropped. Equal
-layers of a context share them. Physical ids are the kernel's expert ids, for both are owner * cap + local.
+layers of a context share them. Physical ids are the kernel's expert ids, for both are owner * slots_per_rank + local.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FlashInferMega(FusedExperts):
     _held: Any = None
 
     def connect(self) -> None:
-        """Collective: FlashInfer's buffers, for all layers of this geometry."""
+        """Collective: FlashInfer's buffers, for all layers of this shape."""
         device = self.weights.device
         if capturing(device):
             return
@@ -229,8 +229,8 @@ def _top_k(top_k: int) -> int:
 
 
 class Window:
-    """FlashInfer's kernel and its buffers, for one geometry on one EP group, and the stream that ran it last. One round
-    is under way in it at a time. Made and destroyed collectively."""
+    """FlashInfer's kernel and its buffers, for one `DispatchShape` on one EP group, and the stream that ran it last.
+    One round is under way in it at a time. Made and destroyed collectively."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Placing:
         self.tables = self.late.tables._replace(invalid=self.invalid.address)
 
     def draw(self, seed: int) -> None:
-        """Picks of none and of unknown experts among them, and some twice."""
+        """Routes of none and of unknown experts among them, and some twice."""
         generator = torch.Generator().manual_seed(100 * seed + self.rank)
         ids = torch.randint(-3, self.experts + 3, (self.tokens, self.ids.shape[1]), generator=generator)
         ids[3:4], ids[1:2, -1:] = -1, self.experts

@@ -270,7 +270,7 @@ def test_load_rides_on_dispatch(monkeypatch):
     )
     ids = torch.rand(5, all2all.EXPERTS).topk(all2all.TOP_K).indices
     routing = PhysicalRouting(PhysicalIds(ids), torch.ones(ids.shape))
-    dispatch_shape = all2all.geometry_of(context, 64, 5, Wire())
+    dispatch_shape = all2all.dispatch_shape_of(context, 64, 5, Wire())
     without, riding = all2all.load_pairs(context, dispatch_shape, torch.zeros(5, 64), routing)
     without()
     riding()

@@ -221,7 +221,7 @@ def test_wire_bytes_are_those_that_the_all2all_bench_counts(ranks, rows):
         context = SimpleNamespace(layout=SimpleNamespace(ep=ranks, ep_rank=draw % ranks))
         ids = torch.rand(tokens, config.num_experts, generator=generator).topk(config.top_k).indices
         routing = PhysicalRouting(PhysicalIds(ids), torch.ones(ids.shape))
-        counted.append(all2all.wire_bytes(context, routing, all2all.geometry_of(context, hidden, tokens, wire)))
+        counted.append(all2all.wire_bytes(context, routing, all2all.dispatch_shape_of(context, hidden, tokens, wire)))
     out, back = deduplicated(config, ranks, ranks).bytes(config, wire)
     share = hit(config.num_experts, config.num_experts // ranks, config.top_k)
     error = math.sqrt(tokens * (ranks - 1) * share * (1 - share) / draws) * sum(row_bytes(config, wire, config.top_k))

@@ -20,7 +20,7 @@ from ep_moe.checkpoint import reader as reader
 from ep_moe.checkpoint import source as source_module
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import Links
+from ep_moe.parallel.groups import RankGroups
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, check_layer, make_layers, written
 
@@ -267,6 +267,6 @@ def test_the_contexts_first_rank_shows_the_bar(checkpoints, monkeypatch):
     bars, checkpoint = [], checkpoints["mixtral shards"]
     monkeypatch.setattr(reader, "Progress", lambda *given, **options: bars.append(Bar(*given, **options)) or bars[-1])
     layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
-    with EPContext(layout, cpu, None, Links(layout, recorder, cpu), recorder) as context:
+    with EPContext(layout, cpu, None, RankGroups(layout, recorder, cpu), recorder) as context:
         load_layers(make_layers(checkpoint, context, [0]), checkpoint.folder, "mixtral")
     assert [bar.shown for bar in bars] == [True]

@@ -85,8 +85,8 @@ def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, conte
 def launches(
     driver: Driver, layer: MoELayer, call: Callable[..., Tensor], x: Tensor, routing: Routing, *, sums: bool = True
 ) -> tuple:
-    """All that a call launches, but for where the sums go, which is where they are returned; and what the ledger has
-    then. sums: whether they are all that is returned"""
+    """All that a call launches, but for where the sums go, which is where they are returned; and what the flight
+    recorder has then. sums: whether they are all that is returned"""
     driver.found.clear(), driver.functions.clear()
     before = layer.context.flight_recorder.number
     out = call(x, routing)

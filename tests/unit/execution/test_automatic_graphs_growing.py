@@ -18,7 +18,7 @@ from ep_moe import EPContext, InputError, MoELayer
 from ep_moe.all2all import base
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import Links
+from ep_moe.parallel.groups import RankGroups
 from ep_moe.parallel.layout import RankLayout
 from tests.emulations.automatic_graphs import CONFIG, CPU, built, driver, given, repeats, shifted  # noqa: F401 (fixtures)
 from tests.fixtures.launches import INTERPRETED, Driver
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 def context(monkeypatch):
     monkeypatch.setattr(NVLinkP2PDispatcher, "least_room", 4)
     layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
-    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder) as made:
+    with EPContext(layout, CPU, None, RankGroups(layout, flight_recorder, CPU), flight_recorder) as made:
         yield made
 
 
@@ -123,7 +123,7 @@ def test_the_first_call_looks_at_ids(driver, context):
     for _ in range(3):
         layer.forward_routed(x, far)
     flight_recorder = FlightRecorder()
-    links = Links(context.layout, flight_recorder, CPU)
+    links = RankGroups(context.layout, flight_recorder, CPU)
     with EPContext(context.layout, CPU, None, links, flight_recorder, max_tokens=4) as fixed:
         built(fixed).forward_routed(x, far)
 

@@ -22,7 +22,7 @@ from ep_moe.execution import graphs
 from ep_moe.execution.recorded_calls import CallerInputs, CopiedInputs
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import Links
+from ep_moe.parallel.groups import RankGroups
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
 from ep_moe.runtime.profiling import StageTimes
@@ -268,7 +268,8 @@ def test_what_is_tuned_is_noted_anew(layer):
 
 def test_nothing_is_kept_of_a_context_that_ended(driver):
     layout, flight_recorder = RankLayout(world=1, rank=0), FlightRecorder()
-    with EPContext(layout, CPU, None, Links(layout, flight_recorder, CPU), flight_recorder, max_tokens=MOST) as context:
+    rank_groups = RankGroups(layout, flight_recorder, CPU)
+    with EPContext(layout, CPU, None, rank_groups, flight_recorder, max_tokens=MOST) as context:
         layer = built(context)
         for _ in range(3):
             forward(layer, *given(1))

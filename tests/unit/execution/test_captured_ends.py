@@ -193,7 +193,7 @@ def test_a_capture_that_fails_leaves_no_workspace_busy(layer, monkeypatch):
 
 @torch.no_grad()
 def test_replays_are_steps_as_calls_are_and_a_recording_is_none(layer):
-    """Peers may run theirs: by the ledger a rank is neither ahead nor elsewhere."""
+    """Peers may run theirs: by the flight recorder a rank is neither ahead nor elsewhere."""
     recorder = layer.context.flight_recorder
 
     def steps(call) -> tuple:

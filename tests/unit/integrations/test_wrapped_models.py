@@ -12,7 +12,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.integrations import load
 from ep_moe.integrations.transformers import load_pretrained, save_pretrained
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import Links
+from ep_moe.parallel.groups import RankGroups
 from tests.fixtures.checkpoint_files import save, tiny_config
 
 
@@ -78,7 +78,7 @@ def test_a_bar_of_the_contexts_first_rank_counts_each_expert(folder, monkeypatch
 
     monkeypatch.setattr(load, "Progress", Bar)
     layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
-    with EPContext(layout, cpu, None, Links(layout, recorder, cpu), recorder) as context:
+    with EPContext(layout, cpu, None, RankGroups(layout, recorder, cpu), recorder) as context:
         for progress in (True, False):
             load_pretrained(folder, context, progress=progress)
     assert [shown for _, shown in bars] == [True, False]

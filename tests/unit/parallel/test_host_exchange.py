@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ep_moe.parallel import step_board
 from ep_moe.parallel.step_board import LARGEST, HostExchange, PeerBoard, StepBoard
 
-NOBODY = SimpleNamespace(deadline_s=20.0, check=lambda: None)
+NO_WATCH = SimpleNamespace(deadline_s=20.0, check=lambda: None)
 RANKS = 3
 
 
@@ -26,7 +26,7 @@ def made():
 
 
 def put(exchange: HostExchange, first: int, second: int) -> list[tuple[int, int]]:
-    return exchange.exchange(first, second, NOBODY, contextlib.nullcontext)
+    return exchange.exchange(first, second, NO_WATCH, contextlib.nullcontext)
 
 
 def test_every_rank_gets_the_numbers_of_all(made, monkeypatch):
@@ -67,7 +67,7 @@ def test_a_rank_that_is_late_is_waited_for_where_others_are_told(made, monkeypat
         yield
         entered.append("here")
 
-    assert made[0].exchange(4, 0, NOBODY, late) == [(4, 0), (5, 0), (5, 0)]
+    assert made[0].exchange(4, 0, NO_WATCH, late) == [(4, 0), (5, 0), (5, 0)]
     assert entered == ["late", "here"]
 
 
