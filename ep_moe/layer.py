@@ -63,7 +63,8 @@ class MoELayer(LayerParts):
         shared_experts: Any module [T, H] -> [T, H]. Default: by `config.shared_intermediate_size`.
         all2all: A transport's name, or "auto".
         experts: A kernel's name, or "auto". Fused kernels are named here too.
-        quantization: A name in `ep_moe.quant.schemes.SCHEMES`: how the experts are stored and computed.
+        quantization: A name in `ep_moe.quant.schemes.SCHEMES`: how the experts are stored and computed. Default:
+            "none".
         wire: How rows are written while they travel. Default: plain, in the layer's dtype.
         pipeline: Tokens of a part. A call of more tokens per rank travels in parts, of which one is computed while
             the next one travels and the last one returns. Needs a transport with fixed buffers, which may then be
