@@ -21,7 +21,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from ep_moe.checks import deadline_problem
 from ep_moe.cli.cluster_facts import rank_facts
-from ep_moe.cli.cluster_verdict import RankFacts, Rates, judge, slow_links, transfer_rounds
+from ep_moe.cli.cluster_verdict import RankFacts, Rates, find_odd, slow_links, transfer_rounds
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.nodes import NodeLayout, named
@@ -158,7 +158,7 @@ def run(
     backend, reason = chosen_backend(every)
     device = torch.device("cpu") if backend == "gloo" or gpu is None else torch.device("cuda", gpu)
     rates, failures, lost = _measure(meeting, nodes, backend, device, time_pair or pair_rate, show)
-    report = ClusterReport(judge(every, nodes, rates) + failures, every, nodes, backend + reason, rates)
+    report = ClusterReport(find_odd(every, nodes, rates) + failures, every, nodes, backend + reason, rates)
     return meeting.part(report, show, lost)
 
 

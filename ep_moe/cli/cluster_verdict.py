@@ -41,7 +41,7 @@ class RankFacts:
     faults: Sequence[str] = ()
 
 
-def judge(facts: Sequence[RankFacts], nodes: NodeLayout, rates: Rates) -> list[str]:
+def find_odd(facts: Sequence[RankFacts], nodes: NodeLayout, rates: Rates) -> list[str]:
     """Name what is odd.
 
     Args:

@@ -87,8 +87,14 @@ class Answer:
         return str(self.price)
 
 
-TITLE = "balancedness before, after, after on the critical path, held out; ms a step before, after; GB to move by link"
-COLUMNS = ["ranks", "extra", "before", "after", "path", "held", "ms", "-> ms", "local", "node", "across"]
+TITLE = (
+    "balancedness before, after, after by time, on the held-out half; ms a step; GB to move within a rank, within a "
+    "node, between nodes"
+)
+COLUMNS = [
+    *("ranks", "redundant", "before", "after", "by time", "held", "ms before", "ms after"),
+    *("GB rank", "GB node", "GB nodes"),
+]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import pytest
 
 from ep_moe.cli import cluster, cluster_tables
 from ep_moe.cli.cluster_facts import rank_facts
-from ep_moe.cli.cluster_verdict import RankFacts, judge, node_rates, slow_links, transfer_rounds, values_of
+from ep_moe.cli.cluster_verdict import RankFacts, find_odd, node_rates, slow_links, transfer_rounds, values_of
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.nodes import NodeLayout
 
@@ -42,14 +42,14 @@ THREE = nodes_of(*"aaaabbbbcccc")
 
 
 def test_a_sound_cluster_has_nothing_odd():
-    assert judge(sound(THREE), THREE, rates_of(THREE)) == []
+    assert find_odd(sound(THREE), THREE, rates_of(THREE)) == []
 
 
 def test_an_odd_version_is_named():
     facts = sound(THREE)
     for rank in (4, 5):
         facts[rank] = replace(facts[rank], compared=facts[rank].compared | {"torch": "2.10"})
-    assert judge(facts, THREE, rates_of(THREE)) == [
+    assert find_odd(facts, THREE, rates_of(THREE)) == [
         "ranks 4, 5 (host b): torch is 2.10, but 2.11 on 10 of 12 ranks"
     ]  # fmt: skip
 
@@ -58,7 +58,7 @@ def test_two_sides_without_a_majority():
     facts = sound(TWO)
     for rank in (2, 3):
         facts[rank] = replace(facts[rank], compared={"torch": "2.10", "GPUs visible": "2"})
-    assert judge(facts, TWO, {}) == [
+    assert find_odd(facts, TWO, {}) == [
         "torch differs, without a majority: 2.11 on ranks 0, 1 (host a); 2.10 on ranks 2, 3 (host b)"
     ]
 
@@ -66,7 +66,7 @@ def test_two_sides_without_a_majority():
 def test_a_fact_that_one_rank_lacks_is_odd():
     facts = sound(TWO)
     facts[3] = replace(facts[3], compared={"torch": "2.11"})
-    assert judge(facts, TWO, {}) == ["rank 3 (host b): GPUs visible is unknown, but 2 on 3 of 4 ranks"]
+    assert find_odd(facts, TWO, {}) == ["rank 3 (host b): GPUs visible is unknown, but 2 on 3 of 4 ranks"]
 
 
 def test_faults_and_shared_gpus_and_hosts_with_fewer_ranks():
@@ -74,7 +74,7 @@ def test_faults_and_shared_gpus_and_hosts_with_fewer_ranks():
     facts = sound(nodes)
     facts[1] = replace(facts[1], gpu="gpu 0")
     facts[2] = replace(facts[2], faults=("its GPU fails: broken",))
-    assert judge(facts, nodes, {}) == [
+    assert find_odd(facts, nodes, {}) == [
         "rank 2 (host b): its GPU fails: broken",
         "ranks 0, 1 (host a): share one GPU, gpu 0",
         "host c: 1 rank, but other hosts have 2",
