@@ -16,7 +16,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe.config import MoEConfig
-from ep_moe.errors import ConfigError
+from ep_moe.errors import ConfigError, InputError
 
 _HALVES = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}  # of stored tensors: rows of gate, rows of up
 
@@ -43,11 +43,35 @@ def split_parts(name: str, tensor: Tensor, gated: bool) -> dict[str, Tensor]:
     return dict(zip(names, tensor.chunk(len(names)), strict=True))
 
 
-class Expert(nn.Module):
-    """The parameters of one logical expert on this rank. They are saved and loaded by `ExpertWeights`."""
+class Changes:
+    """How often a layer's experts got other parameters. Each call looks at one number instead of at all of them."""
 
     def __init__(self) -> None:
+        self.count = 0
+
+
+class _Watched(dict[str, Any]):
+    """A module's parameters, of which setattr, `torch.func.functional_call` and others put new ones here."""
+
+    def __init__(self, changes: Changes) -> None:
         super().__init__()
+        self._changes = changes
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._changes.count += 1
+        super().__setitem__(name, value)
+
+
+class Expert(nn.Module):
+    """The parameters of one logical expert on this rank. They are saved and loaded by `ExpertWeights`.
+
+    replaced: parameters that were assigned, and are to lie where the former ones did
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = _Watched(changes)
+        self.replaced: set[str] = set()
         self.sharded = False  # by `ep_moe.training.fully_shard`, over ranks that hold this same expert
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -56,6 +80,13 @@ class Expert(nn.Module):
         cut = isinstance(value, nn.Parameter) and hasattr(value, "placements")
         if cut and before is not None and not hasattr(before, "placements") and not self.sharded:
             raise ConfigError(WRAP.format(what="fully_shard"))
+        if isinstance(value, nn.Parameter) and before is not None and before is not value and not self.sharded:
+            if value.shape != before.shape or hasattr(value, "placements") != hasattr(before, "placements"):
+                raise InputError(
+                    f"{name} of an expert must be replaced by a parameter of its shape {list(before.shape)} and kind "
+                    f"({type(before.data).__name__}), got {list(value.shape)} ({type(value.data).__name__})"
+                )
+            self.replaced.add(name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:

@@ -17,7 +17,7 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import Expert, Joined, etp_parameter, local, parts_of, split_parts
+from ep_moe.weights.parts import Changes, Expert, Joined, etp_parameter, local, parts_of, split_parts
 from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, lora_refusal
 
 Result = TypeVar("Result")
@@ -71,6 +71,8 @@ class ExpertSlots(nn.Module):
         self.each_backward: Callable[[], None] | None = None
         self.named = trainable and scheme.plain and type(self.weight_layout) is WeightLayout
         self._slots: dict[str, Tensor] = {}
+        self._changes = Changes()
+        self._seen = 0  # of these
         self._joined: dict[str, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
         self._copied = -1
@@ -145,6 +147,9 @@ class ExpertSlots(nn.Module):
             stacked = self._stacked()
             return self._summed(stacked if self.lora is None else self.lora(stacked))
         self._reattach()
+        if self._changes.count != self._seen:  # others for the time of a call, which leave the slots as they are
+            stacked = self._stacked()
+            return self._summed(stacked if self.lora is None else self.lora(stacked))
         if self.lora is not None:
             return self._summed(self.lora(self._slots))
         if not torch.is_grad_enabled() or not self.trained:
@@ -161,8 +166,16 @@ class ExpertSlots(nn.Module):
             return tensors
         self.gradient_sum.check()
 
+        twice = [slot for slots in self.held.values() for slot in slots[1:]]
+
         def back(gradients: list[Tensor]) -> list[Tensor]:
-            return list(self.gradient_sum(dict(zip(tensors, gradients, strict=True))).values())
+            summed = list(self.gradient_sum(dict(zip(tensors, gradients, strict=True))).values())
+            if not twice:
+                return summed
+            kept = [gradient.clone() for gradient in summed]  # each slot has the sum, of which a parameter wants one
+            for gradient in kept:
+                gradient[twice] = 0
+            return kept
 
         stored = tuple(tensor.detach() for tensor in tensors.values())
         return dict(zip(tensors, Joined.apply(stored, back, *tensors.values()), strict=True))
@@ -194,7 +207,7 @@ class ExpertSlots(nn.Module):
                     continue
                 module = self._modules[str(expert)]
                 assert module is not None
-                slots.append(torch.cat([local(module.get_parameter(part)) for part in parts_of(name, gated)]))
+                slots.append(torch.cat([local(getattr(module, part)) for part in parts_of(name, gated)]))
             empty = torch.empty(0, *spec.shape, dtype=self.dtype, device=self.device)
             found[name] = torch.stack(slots) if slots else empty
         return found
@@ -206,6 +219,8 @@ class ExpertSlots(nn.Module):
         other slot follows it."""
         if self._place != self.place:
             self._follow(lambda tensor: tensor)
+        if self._changes.count != self._seen:
+            self._take_replaced()
         if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
             for parameter, view in self._views:
                 own = local(parameter)
@@ -220,10 +235,32 @@ class ExpertSlots(nn.Module):
                         tensor[other].copy_(tensor[first])
             self._copied = sum(tensor._version for tensor in self._slots.values())
 
+    @torch.no_grad()
+    def _take_replaced(self) -> None:
+        """Lay parameters that were assigned where the former ones lie. What `functional_call` and others have put in a
+        parameter's place is there for a call: while it is, `_changes` and `_seen` differ."""
+        views, own = [], True
+        modules = [cast("Expert", self._modules[str(expert)]) for expert in self.held]
+        holders = [(module, part) for module in modules for part in module._parameters]
+        for (module, part), (parameter, view) in zip(holders, self._views, strict=True):
+            kept, found = parameter, cast("nn.Parameter", module._parameters[part])
+            if found is not parameter and part in module.replaced:
+                view.copy_(local(found))
+                found.data, kept = view if self._mesh is None else parameter.data, found
+                if self.gradient_sum.ep.size > 1:
+                    guard_optimizers(kept)
+            module.replaced.discard(part)
+            own = own and found is kept
+            views.append((kept, view))
+        self._set_views(views)
+        if not own:
+            self._seen -= 1
+
     def _set_views(self, views: list[tuple[nn.Parameter, Tensor]]) -> None:
         self._views = views
         self._on_views = [parameter for parameter, _ in views]
         self._view_places = [view.data_ptr() for _, view in views]
+        self._seen = self._changes.count
 
     def _name_experts(self, *, requires_grad: bool) -> None:
         """Make the parameters by logical expert, of the map in force."""
@@ -243,7 +280,7 @@ class ExpertSlots(nn.Module):
         for name in [name for name in self._modules if name.isdigit()]:
             del self._modules[name]
         for expert, (first, *_) in self.held.items():
-            module = Expert()
+            module = Expert(self._changes)
             for name, tensor in self._slots.items():
                 for part, view in split_parts(name, tensor[first], self.config.activation.gated).items():
                     parameter = etp_parameter(view, part, self._mesh, requires_grad)
@@ -298,6 +335,8 @@ class ExpertSlots(nn.Module):
         if not self._slots:
             super()._apply(fn, recurse)
             return self
+        if self._changes.count != self._seen:
+            self._take_replaced()
         self._slots.update({name: fn(tensor) for name, tensor in self._slots.items()})
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._follow(fn)
@@ -376,6 +415,8 @@ class ExpertSlots(nn.Module):
         """Whether `settle` has nothing to write. Each line of it is host time of a replayed call."""
         if not self._slots:
             return True
+        if self._changes.count != self._seen:
+            return False
         if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
             return False
         return bool(sum(map(_VERSION, self._slots.values())) == self._copied)

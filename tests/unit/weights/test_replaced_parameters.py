@@ -1,0 +1,89 @@
+"""Parameters of experts that others are put in the place of: for a call, or for good."""
+
+# ruff: noqa: F811
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ep_moe import ExpertMap, InputError, MoELayer
+from tests.fixtures.helpers import same_bits
+from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
+
+
+def made(context, **options):
+    torch.manual_seed(0)
+    return MoELayer(full(), context, **options)
+
+
+def doubled(layer, x):
+    """What the layer gives, and its gradients, with parameters of twice the numbers written in place."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(2)
+    out = layer(x)
+    out.square().sum().backward()
+    return out.detach(), {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_functional_call_computes_with_the_given_parameters(context, twice):
+    expert_map = ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], 6, allow_duplicates=True) if twice else None
+    layer, x = made(context, expert_map=expert_map), rows_of(9)
+    before = copy.deepcopy({name: parameter.detach() for name, parameter in layer.named_parameters()})
+    own = layer(x).detach()
+    given = {name: (2 * tensor).requires_grad_() for name, tensor in before.items()}
+    found = torch.func.functional_call(layer, given, (x,))
+    found.square().sum().backward()
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    assert same_bits(layer(x).detach(), own), "its own parameters are as before"
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name])
+    wanted, gradients = doubled(layer, x)
+    torch.testing.assert_close(found.detach(), wanted)
+    for name, tensor in given.items():
+        torch.testing.assert_close(tensor.grad, gradients[name])
+
+
+def test_an_assigned_parameter_is_the_layers(context):
+    """Its numbers lie where kernels read them: what writes or reads experts there finds it."""
+    layer, x = made(context), rows_of(9)
+    layer(x)
+    expert = layer.expert_weights.get_submodule("3")
+    with torch.no_grad():
+        layer.expert_weights.get_submodule("3").w1.mul_(3)
+        wanted = layer(x)
+        expert.w1.div_(3)
+    expert.w1 = nn.Parameter(expert.w1.detach() * 3)
+    out = layer(x)
+    torch.testing.assert_close(out, wanted)
+    out.sum().backward()
+    assert expert.w1.grad.abs().max() > 0
+    torch.testing.assert_close(layer.expert_weights.slot(3)["w13"][: len(expert.w1)], expert.w1.detach())
+    expert.w2 = nn.Parameter(expert.w2.detach() * 2)
+    numbers = expert.w2.detach().clone()
+    layer.to(torch.float64)
+    assert torch.equal(expert.w2, numbers.double()), "also where no call came between"
+    layer.update_expert(3, w2=numbers * 5)
+    torch.testing.assert_close(expert.w2.detach(), (numbers * 5).double())
+
+
+def test_an_assigned_parameter_of_another_shape_is_refused(context):
+    expert = made(context).expert_weights.get_submodule("3")
+    with pytest.raises(InputError, match=r"w2 of an expert must be replaced by a parameter of its shape \[16, 8\]"):
+        expert.w2 = nn.Parameter(torch.zeros(8, 16))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_expert_in_two_slots_of_a_rank_has_one_gradient(compiled, context):
+    """Compiled graphs stack the parameters, as functional_call does: each slot's sum must count once."""
+    found = []
+    for expert_map in (None, ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], 6, allow_duplicates=True)):
+        layer = made(context, expert_map=expert_map).bfloat16()
+        call = torch.compile(layer, backend="eager") if compiled else layer
+        call(rows_of(9).bfloat16()).float().square().sum().backward()
+        found.append(layer.expert_weights.get_submodule("0").w2.grad.float())
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.03 * float(found[0].abs().max()))
