@@ -61,7 +61,7 @@ def test_options_of_commands_exist(page):
     """Options behind `ep-moe NAME` or `-m ep_moe NAME`, in code; those of benchmarks are their own."""
     commands = typer.main.get_command(app).commands
     text = page.read_text().replace("\\\n", " ")
-    for name, arguments in re.findall(r"(?:ep-moe|-m ep_moe) (\w+)([^`\n#]*)", text):
+    for name, arguments in re.findall(r"(?:ep-moe|-m ep_moe) (\w[\w-]*)([^`\n#]*)", text):
         options = set(re.findall(r"(?<!\S)(--[a-z-]+)", arguments))
         if options and name != "bench":
             known = {option for parameter in commands[name].params for option in parameter.opts}
