@@ -301,6 +301,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
         problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
+        problem = problem or _inference_problem(layer, x)
     if problem is not None:
         return problem
     weights = getattr(routing, "weights", None)
@@ -325,6 +326,19 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     if routing is None:
         return None
     return chosen_problem(layer, routing, x if x.dim() == 2 else x.reshape(-1, layer.config.hidden_size))
+
+
+def _inference_problem(layer: Layer, x: Tensor) -> str | None:
+    """None, or that backward cannot keep x."""
+    if not x.is_inference() or not torch.is_grad_enabled():
+        return None
+    own = [module for module in (layer.router, layer.shared_experts) if isinstance(module, nn.Module)]
+    if not layer.expert_weights.trained and not any(p.requires_grad for module in own for p in module.parameters()):
+        return None
+    return (
+        "x was made in torch.inference_mode(), and backward cannot keep it; pass x.clone(), or call the layer under "
+        "torch.no_grad()"
+    )
 
 
 def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:

@@ -100,3 +100,17 @@ def test_a_result_is_waited_for_once(context):
     pending.wait()
     with pytest.raises(RuntimeError, match="waited for already"):
         pending.wait()
+
+
+def test_rows_that_backward_cannot_keep_are_refused(context):
+    """One sentence on all ranks, where torch's own would leave the context of ranks broken."""
+    layer = MoELayer(shape(), context)
+    with torch.inference_mode():
+        x = torch.ones(3, HIDDEN)
+        wanted = layer(x)
+    with pytest.raises(InputError, match=r"x was made in torch\.inference_mode\(\).*pass x\.clone\(\)"):
+        layer(x)
+    layer(x.clone()).sum().backward()
+    with torch.no_grad():
+        assert torch.equal(layer(x), wanted)
+    assert torch.equal(layer.requires_grad_(False)(x), wanted), "nothing of it is kept"
