@@ -28,6 +28,7 @@ from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.placement.placement import Placement
+from ep_moe.router import Router
 from ep_moe.runtime.devices import with_index
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -324,8 +325,18 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     if mask is not None and layer._routes_inside:
         return f"{inside} and takes no mask; choose other experts"
     if routing is None:
-        return None
+        return _router_problem(layer.router, x)
     return chosen_problem(layer, routing, x if x.dim() == 2 else x.reshape(-1, layer.config.hidden_size))
+
+
+def _router_problem(router: Any, x: Tensor) -> str | None:
+    """None, or that a router of ours was converted without its layer, or the other way round."""
+    if type(router) is not Router or router.config.float32_logits or router.weight.dtype == x.dtype:
+        return None
+    return (
+        f"router.weight must be {dtype_name(x.dtype)} as the layer is, got {dtype_name(router.weight.dtype)}; convert "
+        f"the layer as a whole, or set RoutingConfig.float32_logits=True, which computes logits in float32"
+    )
 
 
 def _inference_problem(layer: Layer, x: Tensor) -> str | None:

@@ -114,3 +114,15 @@ def test_rows_that_backward_cannot_keep_are_refused(context):
     with torch.no_grad():
         assert torch.equal(layer(x), wanted)
     assert torch.equal(layer.requires_grad_(False)(x), wanted), "nothing of it is kept"
+
+
+def test_a_router_that_was_converted_alone_is_refused(context):
+    layer, x = MoELayer(shape(), context).bfloat16(), torch.ones(3, HIDDEN).bfloat16()
+    layer.router.float()
+    with pytest.raises(
+        InputError, match=r"router\.weight must be bfloat16 as the layer is, got float32; .*float32_logits"
+    ):
+        layer(x)
+    layer.forward_routed(x, Routing(IDS, WEIGHTS))
+    layer.router.bfloat16()
+    layer(x)
