@@ -37,6 +37,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.integrations.model_name import config_named
 from ep_moe.integrations.transformers import expert_parallel, export_weights, load_weights, moe_layers
 from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
@@ -147,7 +148,7 @@ def seconds(context: EPContext) -> Iterator[list[float]]:
 def _ready(context: EPContext) -> None:
     if context.device.type == "cuda":
         torch.cuda.synchronize(context.device)
-    dist.barrier()
+    barrier(context.device)
 
 
 @one_sentence

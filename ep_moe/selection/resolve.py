@@ -206,11 +206,11 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Lay
 def _warn(context: EPContext, asked: LayerRequest, experts: str) -> None:
     if asked.tuned is not None:
         if (changed := asked.tuned.other_versions(versions())) is not None:
-            warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=5)
+            warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=6)
     elif asked.experts == explain.AUTO and (doubt := explain.untried(experts, context.device)) is not None:
         warnings.warn(
             f"{doubt}; see whether tests/gpu of ep_moe's repository passes on this GPU, then name experts={experts!r}",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
