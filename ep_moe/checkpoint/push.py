@@ -23,6 +23,7 @@ from ep_moe.checkpoint.unread import left_out
 from ep_moe.errors import CheckpointError, InputError
 from ep_moe.layer import MoELayer
 from ep_moe.runtime.devices import on_device
+from ep_moe.weights.parts import full
 
 ORIGIN = "the pushed weights"
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -146,7 +147,7 @@ def _receive(weights: Weights, arrived: _Arrived) -> None:
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         try:
             name, value = _pair(pair)
-            tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+            tensor = full(value)
             if problem is None:
                 arrived.take(name, tensor)
         except Exception as error:

@@ -196,11 +196,7 @@ class ExpertParallelExperts(nn.Module):
 def write_expert(layer: MoELayer, layout: ModuleLayout, expert: int, tensors: Mapping[str, Tensor]) -> int:
     """As `ExpertParallelExperts.write_expert`, of a layer whose module of experts holds them in `layout`."""
     assert tensors.keys() == set(layout.names), f"{sorted(tensors)} are not {layout.names}"
-    canonical, weights = layout.canonical(tensors), layer.expert_weights
-    if not weights.scheme.plain:
-        canonical = {part: tensor.to(weights.device) for part, tensor in canonical.items()}
-        canonical = weights.scheme.quantize(canonical, weights.dtype)
-    return layer.update_expert(expert, **canonical)
+    return layer.update_expert(expert, **layout.canonical(tensors))
 
 
 class SortedExpertParallelExperts(ExpertParallelExperts):

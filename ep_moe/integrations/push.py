@@ -25,6 +25,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import model_parts
 from ep_moe.integrations.load import check_files, fill
 from ep_moe.integrations.save import ModelParts, SavedExperts, check_plain, gather_experts, untied
+from ep_moe.weights.parts import full
 
 _Renamed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 _CHUNK_BYTES = 1 << 28  # of experts that are gathered at a time
@@ -92,7 +93,7 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
     for name, tensor in untied(model, parts.rest()).items():
         layers.setdefault(part_of(name), {})[name] = tensor
     for layer in dict.fromkeys([*layers, *(part_of(one.name) for one in parts.experts)]):
-        yield from renamed({name: _full(tensor) for name, tensor in layers.get(layer, {}).items()}).items()
+        yield from renamed({name: full(tensor) for name, tensor in layers.get(layer, {}).items()}).items()
         for one in (each for each in parts.experts if part_of(each.name) == layer):
             yield from _exported(one, renamed)
 
@@ -132,11 +133,6 @@ def _numbered_names(one: SavedExperts, renamed: _Renamed) -> list[tuple[str, str
             return None
         found += fits
     return found if len(found) * experts == len(whole) else None
-
-
-def _full(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
 
 
 class _Plan(NamedTuple):

@@ -28,7 +28,7 @@ from ep_moe.errors import InputError
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import cut, join, part_names, parts_of, split_parts
+from ep_moe.weights.parts import cut, full, join, part_names, parts_of, split_parts
 from ep_moe.weights.slots import ExpertSlots
 
 Result = TypeVar("Result")
@@ -202,7 +202,7 @@ class ExpertWeights(ExpertSlots):
         if self.named and not self._slots:
             module, gated = self._modules[str(self.local_experts[slot])], self.config.activation.gated
             assert module is not None
-            parts = {name: _full(parameter.detach()) for name, parameter in module.named_parameters()}
+            parts = {name: full(parameter.detach()) for name, parameter in module.named_parameters()}
             return {name: torch.cat([parts[part] for part in parts_of(name, gated)]) for name in self.names}
         return {name: self._join_pieces(name, piece) for name, piece in self.slot(slot).items()}
 
@@ -308,9 +308,9 @@ class ExpertWeights(ExpertSlots):
         for name in self.names:
             parts_here = parts_of(name, self.config.activation.gated) if name in specs else ()
             if name in found:
-                whole[name] = _full(found[name])
+                whole[name] = full(found[name])
             elif parts_here and all(part in found for part in parts_here):
-                tensors = {part: _full(found[part]) for part in parts_here}
+                tensors = {part: full(found[part]) for part in parts_here}
                 rows, *columns = specs[name].shape
                 shape = [rows // len(parts_here), *columns]
                 for part, tensor in tensors.items():
@@ -329,11 +329,6 @@ class ExpertWeights(ExpertSlots):
             for name, tensor in self.stored_tensors().items()
         ]
         return f"{', '.join(shapes)}, experts {list(self.local_experts)}"
-
-
-def _full(value: Any) -> Any:
-    """The whole of a DTensor. Collective over its mesh."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _copy_into(parameter: Tensor, value: Tensor) -> None:

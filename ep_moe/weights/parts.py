@@ -122,6 +122,11 @@ def local(parameter: Tensor) -> Tensor:
     return found
 
 
+def full(value: Any) -> Any:
+    """The whole of a DTensor. Collective over its mesh. Anything else as it is."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 class Joined(Function):
     """All slots' tensors as functions of the experts' parameters, whose memory they are: nothing is copied. One node
     for all tensors of a call, so that what backward exchanges has one order on all ranks.

@@ -1,4 +1,4 @@
-"""Memory that ranks of one CPU really share, instead of NVLink's: whoever writes too early or reads too late is
+"""Memory that ranks of one CPU really share, instead of NVLink's: a rank that writes too early or reads too late is
 seen."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameters of experts that others are put in the place of: for a call, or for good."""
+"""Replaced parameters of experts: for the time of a call (`functional_call`), or by assignment."""
 
 # ruff: noqa: F811
 
