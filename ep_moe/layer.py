@@ -190,7 +190,7 @@ class MoELayer(LayerParts):
         if x.requires_grad and torch.is_grad_enabled():
             self._slow_training.look(self)
         out = self.run(x, routing, mask)
-        self._graphs.note(self, routing)
+        self._graphs.note(self, routing, mask)
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:

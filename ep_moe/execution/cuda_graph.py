@@ -1,30 +1,26 @@
 """CUDA graphs of calls: torch's, which replay on fixed tensors, and `CallGraph`, the launches of one stream as one
-graph whose first and last kernel are given other arguments at each call.
+graph of which some kernels are given other arguments at each call.
 
-To the host a `CallGraph` is two kernels' arguments set and one launch, whatever lies between them: less than half of
+To the host a `CallGraph` is these kernels' arguments set and one launch, whatever lies between them: less than half of
 the time that the launches take by themselves. Nothing is copied to where a graph would read it.
-
-A router of ours is recorded apart (`RouterGraphs`), for few tokens. By themselves its launches take the host longer
-than a whole call that is replayed (`CallerInputs`), which a router's kernels, torch's own, cannot be part of.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_uint64, c_void_p, sizeof, string_at
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution.graph_inputs import InputMemory
-from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream
 from ep_moe.runtime.nvrtc import done
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import Routing, capturing
+from ep_moe.types import capturing
 
 Given = Sequence[int]  # addresses, and a number of 32 bits as the last one
 
@@ -77,30 +73,20 @@ class Recorder:
             out = call()
         return graph.replay, out
 
-    def graph_beside(self, call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """A graph of a call that no user asked to capture, and what it gives: other threads may ask what they like."""
-        self.warm(call)
-        graph, beside = torch.cuda.CUDAGraph(), self._beside
-        with (
-            torch.cuda.stream(beside),
-            torch.cuda.graph(graph, self._pool, beside, capture_error_mode="thread_local"),
-        ):
-            found = call()
-        return graph, found
-
-    def graph_of(self, launch: Callable[[], None], first: Given, last: Given) -> CallGraph:
+    def graph_of(self, launch: Callable[[], None], given: Mapping[int, Given]) -> CallGraph:
         """As `CallGraph.record`."""
-        return CallGraph.record(launch, first, last, self._beside)
+        return CallGraph.record(launch, given, self._beside)
 
 
 class CallGraph:
-    """graph(first, last, stream): all launches on that stream, with these instead of the arguments that the first
-    and the last one begin with."""
+    """graph(given, stream): all launches on that stream, with these instead of the arguments that some of them were
+    recorded with."""
 
     @classmethod
-    def record(cls, launch: Callable[[], None], first: Given, last: Given, stream: torch.cuda.Stream) -> CallGraph:
-        """first, last: what `launch`, on a stream of which nothing else is recorded, gives the two kernels. Raises
-        BackendUnavailable where that is not so, or memory is allocated, which another call could have meanwhile."""
+    def record(cls, launch: Callable[[], None], given: Mapping[int, Given], stream: torch.cuda.Stream) -> CallGraph:
+        """given: what `launch`, on a stream of which nothing else is recorded, gives the kernels that calls give
+        something, by their place in its order; -1 for the last one. Raises BackendUnavailable where that is not so, or
+        memory is allocated, which another call could have meanwhile."""
         from cuda.bindings import driver
 
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL  # other threads may ask what they like
@@ -115,23 +101,23 @@ class CallGraph:
             if _allocations(stream.device) != before:
                 done(driver.cuGraphDestroy(graph))
                 raise BackendUnavailable("the launches of a call allocate memory, which a graph of them would keep")
-        return cls(graph, first, last)
+        return cls(graph, given)
 
-    def __init__(self, graph: Any, first: Given, last: Given) -> None:
+    def __init__(self, graph: Any, given: Mapping[int, Given]) -> None:
         """graph: the driver's, which is this object's from now on"""
         from cuda.bindings import driver
 
         weakref.finalize(self, driver.cuGraphDestroy, graph).atexit = False
-        begin, end = _ends(graph)
-        self._first, self._last = _Kernel(begin, first), _Kernel(end, last)
+        nodes = _in_order(graph)
+        self._kernels = [_Kernel(nodes[place], arguments) for place, arguments in given.items()]
         self._made = done(driver.cuGraphInstantiate(graph, 0))
         weakref.finalize(self, driver.cuGraphExecDestroy, self._made).atexit = False  # waits for what is under way
         self._launch = driver.cuGraphLaunch
 
-    def __call__(self, first: Given, last: Given, stream: int) -> None:
+    def __call__(self, given: Sequence[Given], stream: int) -> None:
         made = self._made
-        self._first.give(made, first)
-        self._last.give(made, last)
+        for kernel, arguments in zip(self._kernels, given, strict=True):
+            kernel.give(made, arguments)
         done(self._launch(made, stream))
 
 
@@ -160,17 +146,23 @@ class _Kernel:
         done(self._set(made, self._node, self._how))
 
 
-def _ends(graph: Any) -> tuple[Any, Any]:
-    """The nodes that no other comes before, and after."""
+def _in_order(graph: Any) -> list[Any]:
+    """The nodes, each of which waits for the one before it."""
     from cuda.bindings import driver
 
     nodes, _ = done(driver.cuGraphGetNodes(graph, done(driver.cuGraphGetNodes(graph))[1]))
     before, after, *_ = done(driver.cuGraphGetEdges(graph, done(driver.cuGraphGetEdges(graph))[-1]))
-    heads, tails = ({int(node) for node in nodes} - {int(node) for node in found} for found in (after, before))
-    if len(heads) != 1 or len(tails) != 1:
-        raise BackendUnavailable(f"the launches of a call begin with {len(heads)} kernels and end with {len(tails)}")
-    place = {int(node): node for node in nodes}
-    return place[heads.pop()], place[tails.pop()]
+    place, behind = {int(node): node for node in nodes}, dict(zip(map(int, before), map(int, after), strict=True))
+    heads = place.keys() - {int(node) for node in after}
+    found = list(heads)[:1]
+    while found and (following := behind.get(found[-1])) is not None:
+        found.append(following)
+    if len(heads) != 1 or len(found) != len(place):
+        raise BackendUnavailable(
+            f"the launches of a call begin with {len(heads)} kernels, and {len(found)} of {len(place)} follow one "
+            f"another"
+        )
+    return [place[node] for node in found]
 
 
 def _sizes(function: Any) -> list[int]:
@@ -188,61 +180,3 @@ def _sizes(function: Any) -> list[int]:
 def _allocations(device: torch.device) -> int:
     """How often tensors were given memory there."""
     return int(torch.cuda.memory_stats_as_nested_dict(device)["allocation"]["all"]["allocated"])
-
-
-MOST = 256  # tokens: more take the device longer than the host
-_SIZES = 32  # numbers of tokens that are kept at once
-
-
-class _Recorded(NamedTuple):
-    x: Tensor
-    graph: torch.cuda.CUDAGraph
-    routing: Routing
-    places: list[int]
-
-
-class RouterGraphs:
-    """Of one layer, on one stream. The second call of a number of tokens is recorded, and later ones are replayed."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._made: dict[Any, _Recorded | None] = {}  # by tokens and dtype; None: of a call that was seen once
-        self._failed = False
-
-    def __call__(self, router: Router, x: Tensor) -> Routing:
-        """Choose experts for x [T, H], without gradients. What is replayed holds until the next call."""
-        tokens = len(x)
-        if not 0 < tokens <= MOST or self._failed or router._forward_hooks or router._forward_pre_hooks:
-            found: Routing = router(x)
-            return found
-        places = _places(router)
-        key = (tokens, x.dtype)  # a router in float32 stays where it is when a layer changes its dtype
-        made = self._made.get(key)
-        if made is None or made.places != places:
-            if key not in self._made:
-                if len(self._made) == _SIZES:
-                    self._made.clear()
-                self._made[key] = None
-                return router(x)  # type: ignore[no-any-return]
-            made = self._record(router, x, places)
-            if made is None:
-                return router(x)  # type: ignore[no-any-return]
-            self._made[key] = made
-        made.x.copy_(x)
-        made.graph.replay()
-        return made.routing
-
-    def _record(self, router: Router, x: Tensor, places: list[int]) -> _Recorded | None:
-        try:
-            with torch.inference_mode(False), torch.no_grad():  # what is made within it could not be written outside
-                kept = torch.empty_like(x)
-                graph, routing = self._recorder.graph_beside(lambda: router(kept))
-                return _Recorded(kept, graph, routing, places)
-        except RuntimeError:  # another thread of the process did what a capture does not stand
-            self._failed = True
-            return None
-
-
-def _places(router: Router) -> list[int]:
-    found: list[Any] = [*router._parameters.values(), *router._buffers.values()]
-    return [tensor.data_ptr() for tensor in found if tensor is not None]

@@ -23,7 +23,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import BackendUnavailable, ConfigError
-from ep_moe.execution.cuda_graph import Recorder, RouterGraphs
+from ep_moe.execution.cuda_graph import Recorder
 from ep_moe.execution.graph_inputs import Inputs
 from ep_moe.execution.recorded_calls import (
     CallerInputs,
@@ -96,7 +96,7 @@ class Agreeing(NamedTuple):
 
 class CallGraphs:
     """One layer's. Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound
-    of the call, the dtype of ids, the stream."""
+    of the call, what `_ids` says, the stream."""
 
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
         self._context, self._hidden = context, config.hidden_size
@@ -104,7 +104,6 @@ class CallGraphs:
         self._automatic = recordable and context._tokens.whole and not config.routing.weight_on_input
         self._calls: dict[Any, Sizes | None] = {}  # None: a key that one call had, of which nothing is recorded
         self._agreeing: dict[Any, Agreeing] = {}  # over a transport that grows, by the key without the bound
-        self._routers: dict[int, RouterGraphs] = {}  # by stream
         self._tries = _TRIES
 
     def __len__(self) -> int:
@@ -120,7 +119,6 @@ class CallGraphs:
             self._agreeing.clear()
         if mode is RecordedCall:
             self._calls.clear()
-            self._routers.clear()
         for key in [key for key in self._calls if key[0] is mode]:
             del self._calls[key]
 
@@ -135,7 +133,7 @@ class CallGraphs:
         stages = context._stage_times
         for mode in (CopiedInputs, CallerInputs):
             copied = mode is CopiedInputs
-            key = (mode, bound, routed) if copied else (mode, bound, _ids_dtype(routing), stream)
+            key = (mode, bound, routed) if copied else (mode, bound, _ids(layer, routing, mask), stream)
             found, agreeing = self._calls.get(key), None
             call = None if found is None else found.serving(tokens)
             if bound is None and not copied and (agreeing := self._agreeing.get(key[2:])) is not None:
@@ -230,7 +228,7 @@ class CallGraphs:
 
     # --- automatic ----------------------------------------------------------------------------------------------------
 
-    def note(self, layer: Layer, routing: Routing | None) -> None:
+    def note(self, layer: Layer, routing: Routing | None, mask: TokenMask | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
         bound, device = self._context._current_limit, self._context.device
         if torch.compiler.is_compiling() or not self._automatic or layer.exact:  # which adds steps to its transport's
@@ -243,7 +241,7 @@ class CallGraphs:
             return
         if not layer.expert_weights.place:  # sharded parameters are gathered anew for each call
             return
-        key = (CallerInputs, bound, _ids_dtype(routing), current_stream(device))
+        key = (CallerInputs, bound, _ids(layer, routing, mask), current_stream(device))
         calls, placing = self._calls.get(key), layer.placement.tables.placing
         if calls is not None and calls.calls[0].placing == placing:  # type: ignore[attr-defined]  # by its key
             return  # this one alone was not like it
@@ -265,15 +263,14 @@ class CallGraphs:
             for key in [key for key, calls in noted.items() if calls is None] or noted:
                 del self._calls[key]
 
-    def _recorded(self, layer: Layer, ids: torch.dtype, bound: int, placing: Placing) -> CallerInputs | None:
+    def _recorded(self, layer: Layer, ids: torch.dtype | None, bound: int, placing: Placing) -> CallerInputs | None:
         again, shared = layer._dispatcher().again(bound), layer.shared_experts
         if again is None or not (shared is None or runs_behind(shared, again.few)):
             return None
         recorder = Recorder.among(self._context._recorders, layer.device, self._context._workspaces)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                routers = self._routers.setdefault(recorder.handle, RouterGraphs(recorder))
-                return record_caller(layer, again, bound, ids, placing, recorder, routers)
+                return record_caller(layer, again, bound, ids, placing, recorder)
         except (BackendUnavailable, RuntimeError, ImportError) as error:
             self._tries -= 1
             if self._tries == 0:
@@ -283,6 +280,10 @@ class CallGraphs:
             return None
 
 
-def _ids_dtype(routing: Routing | None) -> Any:
-    """A router of ours chooses in int64."""
-    return torch.int64 if routing is None else getattr(getattr(routing, "ids", None), "dtype", None)
+def _ids(layer: Layer, routing: Routing | None, mask: TokenMask | None) -> Any:
+    """The dtype of ids that a call brings; None where a router of ours chooses them within the graph. It does so before
+    the graph, in int64, where a mask or hooks are to see what it chose."""
+    if routing is None:
+        router = layer.router
+        return None if mask is None and type(router) is Router and not router.hooked else torch.int64
+    return getattr(getattr(routing, "ids", None), "dtype", None)

@@ -1,7 +1,7 @@
 """A layer's call as a CUDA graph, with its inputs in one of two modes.
 
 - `CopiedInputs`: a replay copies the inputs into fixed buffers, and serves calls with fewer tokens than were recorded.
-- `CallerInputs`: the graph's first and last kernel get the addresses of the caller's own tensors. Nothing is copied.
+- `CallerInputs`: the graph's kernels get the addresses of the caller's own tensors. Nothing is copied.
 
 `CallGraphs` (`ep_moe.execution.graphs`) keeps them and chooses.
 """
@@ -20,7 +20,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
-from ep_moe.execution.cuda_graph import CallGraph, Recorder, RouterGraphs
+from ep_moe.execution.cuda_graph import CallGraph, Given, Recorder
 from ep_moe.execution.graph_inputs import CallSignature, InputMemory, Inputs
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedExperts
@@ -28,6 +28,8 @@ from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.placement.deferred import DeferredRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
+from ep_moe.router.kernels import MOST
+from ep_moe.runtime.launch_cache import at_once
 from ep_moe.types import PhysicalRouting, Routing, TokenMask, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import Expert
@@ -245,32 +247,63 @@ def _fits(count: object, bound: int | None) -> bool:
 
 
 class WeightPlaces:
-    """The addresses of a layer's expert weights."""
+    """The addresses of a layer's expert weights, and of its router's where the graph holds it."""
 
-    def __init__(self, layer: Layer) -> None:
-        self._place = layer.expert_weights.place
+    def __init__(self, layer: Layer, own: bool) -> None:
+        self._place, self._own = layer.expert_weights.place, own
+        self._router = _places(layer.router) if own else []
 
     def kept(self, layer: Layer) -> bool:
+        if self._own and (type(layer.router) is not Router or _places(layer.router) != self._router):
+            return False
         weights = layer.expert_weights
         return (weights.place if weights.settled else weights.settle()) == self._place
+
+
+def _places(router: Router) -> list[int]:
+    found: list[Any] = [*router._parameters.values(), *router._buffers.values()]
+    return [tensor.data_ptr() for tensor in found if tensor is not None]
+
+
+class OwnRouter:
+    """The layer's own router as the first two kernels of a graph of at most `bound` tokens. chosen: what they write"""
+
+    def __init__(self, router: Router, bound: int, device: torch.device) -> None:
+        kernels, top_k = router.kernels, router.top_k
+        assert kernels is not None
+        self._parts = kernels.parts(bound, device)
+        ids = torch.full((bound, top_k), -1, dtype=torch.int64, device=device)
+        self.chosen = Routing(ids, torch.zeros(ids.shape, device=device))
+
+    @staticmethod
+    def served(router: Any, bound: int, x: Tensor) -> bool:
+        """Whether there can be one for rows like x."""
+        return bound <= MOST and type(router) is Router and router.fused(x)
+
+    def launch(self, router: Router, x: Tensor) -> None:
+        kernels = router.kernels
+        assert kernels is not None
+        bias, correction = router.bias, router.e_score_correction_bias
+        kernels.launch_fixed(x, router.weight, bias, correction, self._parts, self.chosen, at_once)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallerInputs(RecordedCall):
     """The launches of a transport (`Dispatcher.again`) and of experts: rows in one part over fixed buffers.
 
-    few: as `RecordableCall` has it; placing: what `to_place` says of the ids; routers: of the layer's own router
+    few: as `RecordableCall` has it; placing: what `to_place` says of the ids; own: where the graph begins with the
+    layer's own router
     """
 
     graph: CallGraph
-    routers: RouterGraphs
+    own: OwnRouter | None
     few: bool
     placing: Placing
 
     def launch(
         self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None, tokens: int
     ) -> Tensor | None:
-        shared = layer.shared_experts
+        shared, own = layer.shared_experts, self.own
         if (
             not x.is_contiguous()
             or not self.buffer_slots[0].on(self.stream)
@@ -278,15 +311,18 @@ class CallerInputs(RecordedCall):
             or torch.autograd._profiler_enabled()
         ):
             return None
-        if routing is None:
+        if own is not None:
+            routing = own.chosen
+        elif routing is None:
             if type(layer.router) is not Router:
                 return None
-            routing = self.routers(layer.router, x.view(tokens, self.form.hidden))
+            routing = layer.router(x.view(tokens, self.form.hidden))
         first = _first(x, layer.placement(routing, mask), tokens, self.placing)
         if first is None:
             return None
         out = torch.empty_like(x)
-        self.graph(first, (out.data_ptr(), tokens), self.stream)
+        last = out.data_ptr(), tokens
+        self.graph((first, last) if own is None else ((x.data_ptr(), tokens), first, last), self.stream)
         return out
 
     def result(self, layer: Layer, x: Tensor, tokens: int, out: Tensor) -> Tensor:
@@ -300,35 +336,48 @@ def runs_behind(shared: Any, few: bool) -> bool:
 
 
 def record_caller(
-    layer: Layer, again: RecordableCall, bound: int, ids: torch.dtype, placing: Placing, recorder: Recorder,
-    routers: RouterGraphs,
+    layer: Layer, again: RecordableCall, bound: int, ids: torch.dtype | None, placing: Placing, recorder: Recorder,
 ) -> CallerInputs:  # fmt: skip
-    """Record the launches of a call. Nothing is computed."""
+    """Record the launches of a call. Nothing is computed. ids: the dtype of those that calls bring; None for calls that
+    the layer's own router serves"""
     c = layer.config
     form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
     x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
-    chosen = torch.empty(1, form.top_k, dtype=ids, device=form.device)
-    routing = DeferredRouting(chosen, torch.empty(chosen.shape, device=form.device), layer.placement.tables)
+    own = (
+        OwnRouter(layer.router, bound, form.device)
+        if ids is None and OwnRouter.served(layer.router, bound, x)
+        else None
+    )
+    if own is None:
+        given = torch.empty(1, form.top_k, dtype=ids or torch.int64, device=form.device)
+        chosen = Routing(given, torch.empty(given.shape, device=form.device))
+    else:
+        chosen = own.chosen
+    routing = DeferredRouting(chosen.ids, chosen.weights, layer.placement.tables)
     out, received = torch.empty_like(x), again.received
     kernel: Any = layer._kernel
     to_peers = kernel.capabilities.peer_out and received.peer_out is not None
 
     def launch() -> None:
+        if own is not None:
+            own.launch(layer.router, x)
         again.send(x, routing)
         again.receive(kernel(received, received.peer_out if to_peers else received.out), out)
 
     first = _first(x, routing, 1, routing.tables.placing)
     assert first is not None, "a new tensor begins at a multiple of 16 bytes"
+    arguments: dict[int, Given] = {-1: (out.data_ptr(), 1)}
+    arguments = {0: first} | arguments if own is None else {0: (x.data_ptr(), 1), 2: first} | arguments
     return CallerInputs(
         form=form, least=0, most=bound, stream=recorder.handle, buffer_slots=(again.buffer_slot,),
         steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
-        graph=recorder.graph_of(launch, first, (out.data_ptr(), 1)),
-        few=again.few, placing=placing, places=WeightPlaces(layer), routers=routers,
+        graph=recorder.graph_of(launch, arguments),
+        few=again.few, placing=placing, places=WeightPlaces(layer, own is not None), own=own,
     )  # fmt: skip
 
 
 def _first(x: Tensor, routing: PhysicalRouting, tokens: int, placing: Placing) -> list[int] | None:
-    """The arguments with which a call's first kernel begins; None where it was compiled for another kind."""
+    """The arguments with which the kernel that sends begins; None where it was compiled for another kind."""
     ids, tables, found = to_place(routing)
     weights = routing.weights
     if found != placing or not (ids.is_contiguous() and weights.is_contiguous()):

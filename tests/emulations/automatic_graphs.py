@@ -33,7 +33,6 @@ from ep_moe.parallel.groups import RankGroups
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.placement.placement import Placement
 from ep_moe.types import Routing
-from tests.emulations.graph import graph_beside
 from tests.fixtures.launches import Driver
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
@@ -71,10 +70,7 @@ class Recording:
     def among(self, made, device, workspaces) -> Recording:
         return self
 
-    def graph_beside(self, call):
-        return graph_beside(call)
-
-    def graph_of(self, launch, first, last) -> Callable[..., None]:
+    def graph_of(self, launch, given) -> Callable[..., None]:
         driver, self.recorded = self.driver, self.recorded + 1
         before = driver.found, driver.functions
         driver.found, driver.functions = [], []
@@ -84,14 +80,14 @@ class Recording:
             raise BackendUnavailable("it allocates")
         made = list(zip(driver.found, driver.functions, strict=True))
         driver.found, driver.functions = before
-        assert changed(made[0][0], first) == made[0][0], "what was recorded is what was given"
-        assert changed(made[-1][0], last) == made[-1][0]
+        places = [range(len(made))[place] for place in given]
+        for place, arguments in zip(places, given.values(), strict=True):
+            assert changed(made[place][0], arguments) == made[place][0], "what was recorded is what was given"
 
-        def launch_again(first, last, stream) -> None:
+        def launch_again(given, stream) -> None:
+            brought = dict(zip(places, given, strict=True))
             for number, (found, function) in enumerate(made):
-                found = changed(found, first) if number == 0 else found
-                found = changed(found, last) if number == len(made) - 1 else found
-                driver.found.append(found)
+                driver.found.append(changed(found, brought.get(number, ())))
                 driver.functions.append(function)
 
         return launch_again

@@ -52,8 +52,8 @@ def recorded(held, call=chain) -> CallGraph:
     call(x, out, held)
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    given = [x.data_ptr(), SIZE], [out.data_ptr(), SIZE]
-    return CallGraph.record(lambda: call(x, out, held), *given, stream)
+    given = {0: [x.data_ptr(), SIZE], -1: [out.data_ptr(), SIZE]}
+    return CallGraph.record(lambda: call(x, out, held), given, stream)
 
 
 def test_each_call_has_its_own_arguments(held):
@@ -64,7 +64,7 @@ def test_each_call_has_its_own_arguments(held):
     found = [torch.full((SIZE,), -7, device=DEVICE) for _ in range(calls)]
     torch.cuda.synchronize()
     for call, (x, out) in enumerate(zip(given, found, strict=True)):
-        graph([x.data_ptr(), call % SIZE], [out.data_ptr(), SIZE - 1], current.cuda_stream)
+        graph(([x.data_ptr(), call % SIZE], [out.data_ptr(), SIZE - 1]), current.cuda_stream)
     torch.cuda.synchronize()
     for call, out in enumerate(found):
         expected = torch.full((SIZE,), -3)
@@ -78,7 +78,7 @@ def test_it_may_go_while_it_runs(held):
     for _ in range(20):
         graph = recorded(held)
         torch.cuda._sleep(2_000_000)
-        graph([x.data_ptr(), SIZE], [out.zero_().data_ptr(), SIZE], torch.cuda.current_stream().cuda_stream)
+        graph(([x.data_ptr(), SIZE], [out.zero_().data_ptr(), SIZE]), torch.cuda.current_stream().cuda_stream)
         del graph
         gc.collect()
         torch.cuda.synchronize()
@@ -103,5 +103,5 @@ def test_what_cannot_be_recorded_leaves_nothing_behind(call, held):
     chain(x, out, held)
     assert bool((out == 3).all())
     graph = recorded(held)
-    graph([x.data_ptr(), 1], [out.data_ptr(), 2], torch.cuda.current_stream().cuda_stream)
+    graph(([x.data_ptr(), 1], [out.data_ptr(), 2]), torch.cuda.current_stream().cuda_stream)
     assert out[:3].tolist() == [3, -3, 3]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe import ExpertMap, MoELayer, Wire
+from ep_moe import ExpertMap, MoELayer, RoutingConfig, RoutingMethod, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.execution import recorded_calls
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
@@ -119,28 +120,45 @@ def test_layers_in_turns_under_bounds_and_maps_that_change(driver, context):
     assert 100 < sum(made) < 250
 
 
-def test_a_router_of_ours_chooses_before(layer, driver):
+def test_a_router_of_ours_is_part_of_the_graph(layer, driver):
     x, _ = given(2)
-    with torch.no_grad():
-        expected = layer.router(x)
-    assert repeats(layer, x, None)
-    send = driver.found[-5]
-    assert send[2] == x.data_ptr()
-    assert send[2 + 10] == 2, "tokens"
-    seen = []
-    layer.router.register_forward_hook(lambda module, args, out: seen.append(out))
-    assert repeats(layer, x.view(1, 2, -1), None)
-    assert torch.equal(seen[0].ids, expected.ids)
-    assert driver.found[-5][4:6] == (seen[0].ids.data_ptr(), seen[0].weights.data_ptr())
+    assert [repeats(layer, x, None) for _ in range(3)] == [False, False, True]
+    logits, choice, send, *_, receive = driver.found[-7:]
+    assert logits[2:5] == (x.data_ptr(), 2, layer.router.weight.data_ptr())
+    assert choice[2] == logits[5], "the sums over parts of H"
+    assert send[2:6] == (x.data_ptr(), None, *choice[4:6])
+    assert send[2 + 10] == receive[3] == 2, "tokens"
+    layer.router.weight.data = layer.router.weight.data.clone()
+    assert [repeats(layer, x, None) for _ in range(3)] == [False, False, True]
+    assert driver.found[-7][4] == layer.router.weight.data_ptr()
 
+
+@pytest.mark.parametrize("seen_by", ["hook", "mask", "groups"])
+def test_a_router_of_ours_chooses_before_the_graph(seen_by, driver, context):
+    routing = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, num_groups=3, top_groups=1)
+    config = dataclasses.replace(CONFIG, num_experts=6, routing=routing) if seen_by == "groups" else CONFIG
+    layer, x, mask = built(context, config), given(2)[0], None
+    if seen_by == "hook":
+        layer.router.register_forward_hook(lambda module, args, out: None)
+    if seen_by == "mask":
+        mask = torch.tensor([True, False])
+    with mock.patch.object(Router, "forward", autospec=True, side_effect=Router.forward) as chooses:
+        for call in range(4):
+            with mock.patch.object(MoELayer, "run", autospec=True, side_effect=MoELayer.run) as run, torch.no_grad():
+                layer(x, mask)
+            assert run.called == (call < 2)
+    assert chooses.call_count == 4
+    assert driver.found[-5][2] == x.data_ptr()
+
+
+def test_a_router_of_the_users_is_not_recorded(layer):
     class Other(Router):
         def forward(self, x: Tensor) -> Routing:
             return given(len(x))[1]
 
     layer.router = Other(CONFIG, dtype=torch.bfloat16)
-    assert not repeats(layer, x, None)
     layer._graphs.drop()
-    assert [repeats(layer, x, None) for _ in range(3)] == [False] * 3
+    assert [repeats(layer, given(2)[0], None) for _ in range(3)] == [False] * 3
     assert len(layer._graphs) == 0
 
 

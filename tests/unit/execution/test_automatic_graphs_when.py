@@ -103,7 +103,7 @@ def test_compiled_graphs_note_nothing(driver, context):
         forward(layer, *given(1))
     layer._graphs.drop()
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True), torch.no_grad():
-        layer._graphs.note(layer, given(1)[1])
+        layer._graphs.note(layer, given(1)[1], None)
     assert len(layer._graphs) == 0
 
 

@@ -110,22 +110,22 @@ def recorded(driver: Driver, first: list[int] = FIRST, last: list[int] = LAST, *
         driver.launch([128, 4], [2**1000 + 1, 12], **how)
         driver.launch([8, 4, 8], [*LAST, 77], **how)
 
-    return CallGraph.record(launch, first, last, STREAM)
+    return CallGraph.record(launch, {0: first, -1: last}, STREAM)
 
 
 def test_the_first_and_the_last_are_given_what_a_call_brings(driver):
     graph = recorded(driver)
     for call in range(3):
-        graph([call, 2**63 + call, call], (16 * call, 2**31 - 1 - call), 9)
+        graph(([call, 2**63 + call, call], (16 * call, 2**31 - 1 - call)), 9)
     middle = [2**1000 + 1, 12]
     assert driver.launched == [
         (9, [call, 2**63 + call, call, 99, 3], middle, [16 * call, 2**31 - 1 - call, 77]) for call in range(3)
     ]
 
 
-def test_one_kernel_is_both(driver):
-    graph = CallGraph.record(lambda: driver.launch([8, 4], [16, 2]), [16, 2], [16, 2], STREAM)
-    graph([32, 3], [32, 3], 9)
+def test_one_kernel(driver):
+    graph = CallGraph.record(lambda: driver.launch([8, 4], [16, 2]), {0: [16, 2]}, STREAM)
+    graph([[32, 3]], 9)
     assert driver.launched == [(9, [32, 3])]
 
 
@@ -136,7 +136,7 @@ def test_what_was_recorded_must_be_what_was_given(driver):
 
 
 def test_several_ends(driver):
-    with pytest.raises(BackendUnavailable, match="begin with 2 kernels and end with 2"):
+    with pytest.raises(BackendUnavailable, match="begin with 2 kernels, and 2 of 3 follow one another"):
         recorded(driver, after=2)
 
 
@@ -146,7 +146,7 @@ def test_memory_that_another_call_could_have(driver):
         driver.allocated += 1
 
     with pytest.raises(BackendUnavailable, match="allocate memory"):
-        CallGraph.record(launch, [16, 2], [16, 2], STREAM)
+        CallGraph.record(launch, {0: [16, 2]}, STREAM)
     assert driver.destroyed == ["graph"]
 
 
@@ -154,7 +154,7 @@ def test_what_fails_while_it_is_recorded_leaves_the_stream(driver, monkeypatch):
     ended = []
     monkeypatch.setattr(Driver, "cuStreamEndCapture", lambda self, stream: ended.append(stream) or (INVALID, None))
     with pytest.raises(ZeroDivisionError):
-        CallGraph.record(lambda: 1 / 0, FIRST, LAST, STREAM)
+        CallGraph.record(lambda: 1 / 0, {0: FIRST, -1: LAST}, STREAM)
     assert ended == [5]
 
 
@@ -163,7 +163,7 @@ def test_a_driver_that_refuses_is_heard(what, driver):
     graph = recorded(driver)
     driver.failing = what
     with pytest.raises(BackendUnavailable, match="the CUDA driver"):
-        graph(FIRST, LAST, 9)
+        graph((FIRST, LAST), 9)
 
 
 def test_it_gives_back_what_it_has(driver):

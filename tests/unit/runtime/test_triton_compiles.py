@@ -19,7 +19,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ep_moe import ExpertMap, MoEConfig, Wire
+from ep_moe import ExpertMap, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import (
     gemm_fp8_block,
@@ -37,10 +37,12 @@ from ep_moe.experts.hopper.experts import (
 )
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, round_to_travel
 from ep_moe.quant.schemes import SCHEMES
+from ep_moe.router import kernels
 from ep_moe.runtime import devices
+from ep_moe.runtime.launch_cache import at_once
 from ep_moe.runtime.nvrtc import SHARED
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import LocalIds, PeerRows, Received, RowLayout, Weighting
+from ep_moe.types import LocalIds, PeerRows, Received, Routing, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.fixtures.triton_compiles import Hopper
 
@@ -187,3 +189,23 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     plain = kind in (Bf16TritonExperts, W4A16TritonExperts)
     rounds = not plain and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
     assert len(names) + products.call_count >= 3 + rounds, "rounding, two products, sums"
+
+
+@pytest.mark.parametrize("method", ["softmax_topk", "topk_softmax", "topk_sigmoid", "sigmoid_topk"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "float32"])
+def test_routers(method, dtype, monkeypatch):
+    grouped = method == "sigmoid_topk"
+    routing = RoutingConfig(
+        method=RoutingMethod(method), correction_bias=grouped, num_groups=8 if grouped else 1,
+        top_groups=4 if grouped else 1, float32_logits=dtype == torch.float32, bias=not grouped,
+    )  # fmt: skip
+    config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=128, top_k=8, routing=routing)
+    made = [Compiled(kernels._partial_logits), Compiled(kernels._choose)]
+    of_router = kernels.RouterKernels(config)
+    x, weight = torch.empty(3, HIDDEN, dtype=BF16), torch.empty(128, HIDDEN, dtype=dtype)
+    bias, correction = (None, torch.empty(128)) if grouped else (torch.empty(128, dtype=dtype), None)
+    chosen = Routing(torch.empty(20, 8, dtype=torch.int64), torch.empty(20, 8))
+    monkeypatch.setattr(kernels, "_partial_logits", made[0])
+    monkeypatch.setattr(kernels, "_choose", made[1])
+    of_router.launch_fixed(x, weight, bias, correction, of_router.parts(20, CPU), chosen, at_once)
+    assert [len(kernel.shared) for kernel in made] == [1, 1]

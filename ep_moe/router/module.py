@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
+from ep_moe.router.kernels import MOST, RouterKernels
 from ep_moe.runtime import batch_invariant
 from ep_moe.types import Routing
 
@@ -107,9 +108,6 @@ def sigmoid_topk(
     if renormalize:
         weights = weights / (_sum(weights, exact) + 1e-20)
     return weights, ids
-
-
-LIVE = -2  # in ids that a router is given: this row is to be routed
 
 
 def weights_of(logits: Tensor, ids: Tensor, config: RoutingConfig, *, exact: bool = False) -> Tensor:
@@ -211,6 +209,9 @@ def route(
     return Routing(ids, weights)
 
 
+LIVE = -2  # in ids that a router is given: this row is to be routed
+
+
 class Router(nn.Module):
     """A linear map [E, H] and a routing method.
 
@@ -249,6 +250,8 @@ class Router(nn.Module):
         shape = config.num_experts if config.routing.correction_bias else 0
         correction = torch.empty(shape, device=device, dtype=torch.float32)
         self.register_buffer("e_score_correction_bias", correction if shape else None)
+        served = not exact and RouterKernels.unsupported_reason(config) is None
+        self.kernels = RouterKernels(config) if served else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -283,6 +286,8 @@ class Router(nn.Module):
         Returns:
             Ids, int64 [T, K], and weights, float32 [T, K].
         """
+        if ids is None and self.fused(x):
+            return self._by_kernels(x)
         logits = self.logits(x)
         if ids is None or partial:
             routing = route(logits, self.top_k, self.config, self.e_score_correction_bias, exact=self.exact)
@@ -290,6 +295,38 @@ class Router(nn.Module):
             ids = torch.where(ids == LIVE, routing.ids, ids) if partial else ids
             routing = Routing(ids, weights_of(logits, ids, self.config, exact=self.exact))
         return Routing(routing.ids, routing.weights, logits) if self.keeps_logits else routing
+
+    def _by_kernels(self, x: Tensor) -> Routing:
+        """With gradients or without, they choose alike: a forward pass without may be run again with them."""
+        kernels, correction, few = self.kernels, self.e_score_correction_bias, len(x) <= MOST
+        assert kernels is not None
+        differentiable = torch.is_grad_enabled()
+        if few:
+            routing = kernels.route(x, self.weight, self.bias, correction)
+            if not (differentiable or self.keeps_logits):
+                return routing
+        logits = self.logits(x)
+        if not few:
+            routing = kernels.choose(logits.detach(), correction)
+        weights = weights_of(logits, routing.ids, self.config) if differentiable else routing.weights
+        return Routing(routing.ids, weights, logits if self.keeps_logits else None)
+
+    def fused(self, x: Tensor) -> bool:
+        """Whether kernels of ours choose for such rows."""
+        return (
+            self.kernels is not None
+            and x.is_cuda
+            and type(x) is Tensor
+            and type(self.weight) in (Tensor, nn.Parameter)  # a sharded one is gathered by torch's operators
+            and (self.config.float32_logits or x.dtype == self.weight.dtype)
+            and not torch.compiler.is_compiling()
+            and not torch.is_autocast_enabled("cuda")
+        )
+
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks are to see each call."""
+        return bool(self._forward_hooks or self._forward_pre_hooks)
 
     def logits(self, x: Tensor) -> Tensor:
         """Compute the scores that experts are chosen by.
