@@ -26,6 +26,7 @@ class KernelCapabilities:
         deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
         exact: With `ExpertsOptions.exact` it keeps the promise made there.
         differentiable: A call has a backward.
+        float8: It heeds `ExpertsOptions.float8`.
         schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
         spare_sms: It heeds `ExpertsOptions.spare_sms`.
         min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
@@ -46,6 +47,7 @@ class KernelCapabilities:
     deterministic: bool = False
     exact: bool = False
     differentiable: bool = False
+    float8: bool = False
     schemes: frozenset[str] = frozenset({PLAIN.name})
     spare_sms: bool = False
     min_compute_capability: tuple[int, int] | None = None
@@ -88,6 +90,8 @@ class KernelCapabilities:
             return f"it cannot leave multiprocessors free (spare_sms={options.spare_sms})"
         if options is not None and options.recompute and not self.differentiable:
             return "it has no backward (recompute=True)"
+        if options is not None and options.float8 and not self.float8:
+            return "it trains by products in the layer's dtype alone (float8=True)"
         if dtype not in self.dtypes:
             return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, self.dtypes)))}"
         if config.activation not in self.activations:
@@ -121,6 +125,7 @@ class ExpertsCapabilities(KernelCapabilities):
         deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
         exact: With `ExpertsOptions.exact` it keeps the promise made there.
         differentiable: A call has a backward.
+        float8: It heeds `ExpertsOptions.float8`.
         schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
         spare_sms: It heeds `ExpertsOptions.spare_sms`.
         min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
@@ -167,6 +172,9 @@ class ExpertsOptions:
             (`MoELayer(pipeline=)`).
         recompute: In training, keep a call's received rows alone, and compute the experts' inner rows again in
             backward. Rows are neither routed nor dispatched again, as `torch.utils.checkpoint` of the layer would.
+        float8: In training, multiply rows and matrices in E4M3, forward and for gradients of rows, with a scale for
+            each row and each output channel from its largest number in that step. Gradients of the matrices are sums
+            of bf16 products, and the matrices stay as they are.
         exact: A token's output bits depend on the token, the weights and the scheme alone: not on the batch, the ranks,
             the expert map, the transport, or how the layer is called (docs/how-to/exactness.md).
 
@@ -178,8 +186,9 @@ class ExpertsOptions:
     chunk_rows: int = 16384
     spare_sms: int = 0
     recompute: bool = False
+    float8: bool = False
     exact: bool = False
 
     def __post_init__(self) -> None:
         set_counts(self, spare_sms=0, chunk_rows=1)
-        set_flags(self, "deterministic", "recompute", "exact")
+        set_flags(self, "deterministic", "recompute", "float8", "exact")

@@ -57,9 +57,10 @@ def exact(config, x, ids, weights, w13, w2, grad):
     return [y.detach(), *torch.autograd.grad(y, given, grad.double())]
 
 
-def ours(config, x, ids, weights, w13, w2, grad, *, recompute=False):
-    y, routes, h = gradients.forward(x, weights, ids, w13, w2, config, 0)
-    found = gradients.backward(grad, x, weights, routes, None if recompute else h, w13, w2, config, 0)
+def ours(config, x, ids, weights, w13, w2, grad, *, recompute=False, float8=False):
+    products = gradients.Products(config, float8=float8)
+    y, routes, h = gradients.forward(x, weights, ids, w13, w2, products)
+    found = gradients.backward(grad, x, weights, routes, None if recompute else h, w13, w2, products)
     return [y, found.x, found.weights, found.w13, found.w2]
 
 
@@ -106,7 +107,7 @@ def test_room_for_pairs_that_do_not_come(room, monkeypatch):
     given = case(300, 4, 8, 256, 128, Activation.SWIGLU, 0.3)
     monkeypatch.setattr(gradients, "_UNCOUNTED", room)
     found, wanted = ours(*given), exact(*given)
-    _, routes, h = gradients.forward(given[1], given[3], given[2], given[4], given[5], given[0], 0)
+    _, routes, h = gradients.forward(given[1], given[3], given[2], given[4], given[5], gradients.Products(given[0]))
     assert len(h) == routes.count == (300 * 4 if room else int((given[2] >= 0).sum()))
     assert max(errors(found[:2] + found[3:], wanted[:2] + wanted[3:])) < BOUND
 
@@ -124,3 +125,61 @@ def test_rows_of_the_next_expert_have_no_part():
     assert max(errors([out[0], out[2]], [product(0, 37), product(37, 100)])) < 2**-9
     assert not out[1].any()
     assert errors([out[0]], [product(0, 38)])[0] > 2**-9
+
+
+def e4m3(rows):
+    """Rounded with a scale for each row, in float64."""
+    scale = rows.double().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    return (rows.double() / scale).to(torch.float8_e4m3fn).double() * scale
+
+
+class Rounded(torch.autograd.Function):
+    """a @ w.T with operands in E4M3, and the product for a's gradient; that for w's of the numbers as they are."""
+
+    @staticmethod
+    def forward(ctx, a, w):
+        ctx.save_for_backward(a, w)
+        return e4m3(a.bfloat16()) @ e4m3(w).T
+
+    @staticmethod
+    def backward(ctx, grad):
+        a, w = ctx.saved_tensors
+        return e4m3(grad.bfloat16()) @ e4m3(w.T.contiguous()).T, grad.T @ a
+
+
+def exact_float8(config, x, ids, weights, w13, w2, grad):
+    """As `exact`, with the products' operands rounded. The weight is multiplied to what `da` gives, as in ours."""
+    given = [tensor.double().requires_grad_() for tensor in (x, weights, w13, w2)]
+    x64, weights64, first, second = given
+    y = torch.zeros_like(x64)
+    by_weight = torch.zeros_like(weights64)
+    for expert in range(len(w2)):
+        row, route = (ids == expert).nonzero(as_tuple=True)
+        weight = weights64.detach()[row, route].unsqueeze(1)
+        a = activate(Rounded.apply(x64[row], first[expert]).bfloat16().double(), config)
+        own = Rounded.apply(a, second[expert])
+        y = y.index_add(0, row, weight * own)
+        da = e4m3(grad[row]) @ e4m3(second[expert].detach().T.contiguous()).T
+        by_weight[row, route] = (a.detach() * da).sum(1)
+    found = torch.autograd.grad(y, [x64, first, second], grad.double())
+    return [y.detach(), found[0], by_weight.detach(), *found[1:]]
+
+
+# Numbers that bf16 rounds to the other side of a step of E4M3, 2**-4 of themselves, move a norm by the root of their
+# share, at most 2 * 2**-9 / 2**-4: 0.25 * 2**-4. Sums of E4M3 have some 14 bits.
+FLOAT8_BOUND = BOUND + 4 * 0.25 * 2**-4
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=lambda one: one.value), ids=lambda one: one.value)
+@pytest.mark.parametrize(
+    ("rows", "top_k", "slots", "hidden", "inner", "dropped"),
+    [(300, 4, 8, 256, 128, 0.3), (513, 3, 5, 384, 1152, 0.5), (1000, 8, 64, 512, 640, 0.9)],
+)
+def test_float8_against_rounded_operands(rows, top_k, slots, hidden, inner, dropped, activation):
+    given = case(rows, top_k, slots, hidden, inner, activation, dropped)
+    found, wanted = ours(*given, float8=True), exact_float8(*given)
+    print(errors(found, wanted), errors(found, exact(*given)))
+    assert max(errors(found, wanted)) < FLOAT8_BOUND
+    for recompute in (False, True):
+        again = ours(*given, recompute=recompute, float8=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "equal inputs give equal bits"

@@ -222,7 +222,7 @@ class Bf16TritonExperts(HopperExperts):
     run_on = "1, 2 and 4 H200"
     scaling = "none"
     own_backward = True
-    capabilities = dataclasses.replace(_HOPPER, differentiable=True, exact=True)
+    capabilities = dataclasses.replace(_HOPPER, differentiable=True, exact=True, float8=True)
 
     @classmethod
     def available(cls) -> str | None:
@@ -246,8 +246,9 @@ class Bf16TritonExperts(HopperExperts):
 
         assert received.local_ids is not None
         w13, w2 = (self.weights.stored_tensors()[name].detach() for name in ("w13", "w2"))
-        spare, weights = self.options.spare_sms, self._routing_weights(received)
-        y, routes, h = gradients.forward(received.x, weights, received.local_ids, w13, w2, self.config, spare)
+        products = gradients.Products(self.config, self.options.spare_sms, self.options.float8)
+        weights = self._routing_weights(received)
+        y, routes, h = gradients.forward(received.x, weights, received.local_ids, w13, w2, products)
         kept = h.new_empty(len(h), 0) if self.options.recompute else h  # their number, without them
         return y, (kept, routes.slots, routes.ends, routes.source)
 
@@ -273,10 +274,11 @@ class Bf16TritonExperts(HopperExperts):
         kept, slots, ends, source = saved
         assert received.local_ids is not None
         routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept))
+        products = gradients.Products(self.config, self.options.spare_sms, self.options.float8)
         weights = self._routing_weights(received)
         found = gradients.backward(
-            grad, received.x, weights, routes, kept if kept.shape[1] else None, stored["w13"], stored["w2"],
-            self.config, self.options.spare_sms, wanted=(wanted["w13"], wanted["w2"]),
+            grad, received.x, weights, routes, kept if kept.shape[1] else None, stored["w13"], stored["w2"], products,
+            wanted=(wanted["w13"], wanted["w2"]),
         )  # fmt: skip
         by_weight = None if weights is None else found.weights  # under Weighting.COMBINE they have no part here
         return StepGradients(found.x, by_weight, {"w13": found.w13, "w2": found.w2})

@@ -9,6 +9,9 @@ a = act(h) and y = weight * (w2 a), of a row's gradient dy:
     dw2 = sum of dy (weight * a)^T               dw13 = sum of dh x^T
 
 so that no result of the second product is needed (as SonicMoE has it, arXiv 2512.14080).
+
+In float8 (`ExpertsOptions.float8`) all products but those of dw2 and dw13 multiply E4M3: each row of w13 and of w2, of
+their transposes in backward, and each pair's row has a scale of its own, from its largest number as it is now.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
 from ep_moe.experts.layouts import expected_pairs
+from ep_moe.quant.kernels import RowScales, round_rows
 from ep_moe.runtime.launch_cache import next_power_of_2
 from ep_moe.types import capturing
 
@@ -78,36 +82,73 @@ class Routes:
         return out
 
 
-def first_product(x: Tensor, routes: Routes, w13: Tensor, config: MoEConfig, spare_sms: int) -> Tensor:
-    """Its results [count, 2 * I], before the activation."""
-    h = x.new_empty(routes.count, w13.shape[1])
-    tiles = tiles_for(_each(routes, config), w13, spare_sms, gathered=True)
-    grouped_gemm(x, w13, routes.ends, h, tiles, spare_sms=spare_sms, source=routes.source)
-    return h
+@dataclass(frozen=True)
+class Products:
+    """How pairs' rows are multiplied by their experts' matrices. spare_sms: multiprocessors that are left free"""
+
+    config: MoEConfig
+    spare_sms: int = 0
+    float8: bool = False
+
+    def first(self, x: Tensor, routes: Routes, w13: Tensor) -> Tensor:
+        """Results [count, 2 * I], before the activation. x: [N, H]"""
+        if self.float8:
+            return self._float8(x, w13, routes, routes.slots)
+        h = x.new_empty(routes.count, w13.shape[1])
+        tiles = tiles_for(_each(routes, self.config), w13, self.spare_sms, gathered=True)
+        grouped_gemm(x, w13, routes.ends, h, tiles, spare_sms=self.spare_sms, source=routes.source)
+        return h
+
+    def __call__(self, pairs: Tensor, w: Tensor, routes: Routes, *, turned: bool = False) -> Tensor:
+        """pairs [count, K] by w [L, N, K]: [count, N]. turned: w is [L, K, N]"""
+        across = w.mT if turned else w
+        if self.float8:
+            return self._float8(pairs, across, routes, None)
+        out, tiles = (
+            pairs.new_empty(len(pairs), across.shape[1]),
+            tiles_for(_each(routes, self.config), across, self.spare_sms),
+        )
+        grouped_gemm(pairs, w, routes.ends, out, tiles, spare_sms=self.spare_sms, turned=turned)
+        return out
+
+    def _float8(self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None) -> Tensor:
+        """slots: where x's rows go; None where they are the pairs"""
+        count = routes.ends[-1:] if slots is None else None  # rows behind the last pair are nothing
+        rows, row_scales = _rounded(x, routes.count, slots, count)
+        weights, scales = _rounded(w.reshape(-1, w.shape[2]), len(w) * w.shape[1], None, None)
+        out = x.new_empty(routes.count, w.shape[1])
+        tiles = tiles_for(_each(routes, self.config), weights.view(w.shape), self.spare_sms)
+        both = RowScales(row_scales, scales.view(len(w), -1))
+        grouped_gemm(rows, weights.view(w.shape), routes.ends, out, tiles, spare_sms=self.spare_sms, scales=both)
+        return out
+
+
+def _rounded(x: Tensor, rows: int, slots: Tensor | None, counts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """E4M3 [rows, H], and a scale for each row, float32 [rows]."""
+    out, scale = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
+    round_rows(x, out, scale, slots=slots, counts=counts)
+    return out, scale
 
 
 def forward(
-    x: Tensor, weights: Tensor | None, ids: Tensor, w13: Tensor, w2: Tensor, config: MoEConfig, spare_sms: int
+    x: Tensor, weights: Tensor | None, ids: Tensor, w13: Tensor, w2: Tensor, products: Products
 ) -> tuple[Tensor, Routes, Tensor]:
     """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
 
     x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]
     """
-    slots, hidden, inner = w2.shape
+    (slots, _, inner), config = w2.shape, products.config
     routes, y = Routes.sort(ids, slots, w13.shape[1] * x.itemsize), torch.empty_like(x)
     if routes.count == 0:
         return y.zero_(), routes, x.new_empty(0, w13.shape[1])
-    h = first_product(x, routes, w13, config, spare_sms)
+    h = products.first(x, routes, w13)
     act = x.new_empty(routes.count, inner)
     block = min(1024, next_power_of_2(inner))
     kernels.activate[(routes.count, -(-inner // block))](
         h, act, routes.ends, slots, inner, *_parameters(config), **_form(config), BLOCK=block
     )
-    tiles = tiles_for(_each(routes, config), w2, spare_sms)
-    rows = x.new_empty(routes.count, hidden)
-    grouped_gemm(act, w2, routes.ends, rows, tiles, spare_sms=spare_sms)
-    return routes.sum(rows, weights, y), routes, h
+    return routes.sum(products(act, w2, routes), weights, y), routes, h
 
 
 def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoEConfig) -> int:
@@ -132,20 +173,19 @@ class Gradients:
 
 def backward(
     grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None, w13: Tensor, w2: Tensor,
-    config: MoEConfig, spare_sms: int, *, wanted: tuple[bool, bool] = (True, True),
+    products: Products, *, wanted: tuple[bool, bool] = (True, True),
 ) -> Gradients:  # fmt: skip
     """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again; wanted:
     gradients of w13 and of w2"""
-    slots, hidden, inner = w2.shape
-    count, each = routes.count, _each(routes, config)
+    (slots, hidden, inner), config, count = w2.shape, products.config, routes.count
     dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
     if count == 0:
         dw13, dw2 = (torch.zeros_like(w) if want else None for w, want in zip((w13, w2), wanted, strict=True))
         return Gradients(dx.zero_(), dweights, dw13, dw2)
     if h is None:
-        h = first_product(x, routes, w13, config, spare_sms)
-    rows, da = routes.gather(grad, x.new_empty(count, hidden)), x.new_empty(count, inner)
-    grouped_gemm(rows, w2, routes.ends, da, tiles_for(each, w2.mT, spare_sms), spare_sms=spare_sms, turned=True)
+        h = products.first(x, routes, w13)
+    rows = routes.gather(grad, x.new_empty(count, hidden))
+    da = products(rows, w2, routes, turned=True)
     dh = torch.empty_like(h)
     kernels.differentiate[(count,)](
         h, da, routes.numbers(), weights, dh, dweights, routes.ends, slots, inner, *_parameters(config),
@@ -153,13 +193,13 @@ def backward(
     )  # fmt: skip
     dw2 = torch.empty_like(w2) if wanted[1] else None
     if dw2 is not None:
-        weight_gradient(rows, da, routes.ends, dw2, spare_sms=spare_sms)
-    del da
-    grouped_gemm(dh, w13, routes.ends, rows, tiles_for(each, w13.mT, spare_sms), spare_sms=spare_sms, turned=True)
+        weight_gradient(rows, da, routes.ends, dw2, spare_sms=products.spare_sms)
+    del da, rows
+    rows = products(dh, w13, routes, turned=True)
     routes.sum(rows, None, dx)
     dw13 = torch.empty_like(w13) if wanted[0] else None
     if dw13 is not None:
-        weight_gradient(dh, routes.gather(x, rows), routes.ends, dw13, spare_sms=spare_sms)
+        weight_gradient(dh, routes.gather(x, rows), routes.ends, dw13, spare_sms=products.spare_sms)
     return Gradients(dx, dweights, dw13, dw2)
 
 
