@@ -45,23 +45,25 @@ def case(rows, top_k, slots, hidden, inner, activation, dropped):
     return config, normal(rows, hidden).bfloat16(), ids, weights, w13, w2, normal(rows, hidden).bfloat16()
 
 
-def exact(config, x, ids, weights, w13, w2, grad):
+def exact(config, x, ids, weights, w13, w2, grad, *biases):
     """The result and all gradients in float64."""
-    given = [tensor.double().requires_grad_() for tensor in (x, weights, w13, w2)]
-    x64, weights64, first, second = given
+    given = [tensor.double().requires_grad_() for tensor in (x, weights, w13, w2, *biases)]
+    x64, weights64, first, second, *added = given
     y = torch.zeros_like(x64)
     for expert in range(len(w2)):
         row, route = (ids == expert).nonzero(as_tuple=True)
-        own = activate(x64[row] @ first[expert].T, config) @ second[expert].T
+        h = x64[row] @ first[expert].T + (added[0][expert] if added else 0)
+        own = activate(h, config) @ second[expert].T + (added[1][expert] if added else 0)
         y = y.index_add(0, row, weights64[row, route].unsqueeze(1) * own)
     return [y.detach(), *torch.autograd.grad(y, given, grad.double())]
 
 
-def ours(config, x, ids, weights, w13, w2, grad, *, recompute=False, float8=False):
-    products = gradients.Products(config, float8=float8)
-    y, routes, h = gradients.forward(x, weights, ids, w13, w2, products)
-    found = gradients.backward(grad, x, weights, routes, None if recompute else h, w13, w2, products)
-    return [y, found.x, found.weights, found.w13, found.w2]
+def ours(config, x, ids, weights, w13, w2, grad, *biases, recompute=False, float8=False):
+    step = gradients.TrainedStep(config, w13, w2, *biases or (None, None), float8=float8)
+    y, routes, h = step.forward(x, weights, ids)
+    wanted = dict.fromkeys(("w13", "w2", "w13_bias", "w2_bias"), True)
+    found = step.backward(grad, x, weights, routes, None if recompute else h, wanted)
+    return [y, found.x, found.weights, *found.stored.values()]
 
 
 def largest_weight_gradients(config, x, ids, w13, w2, grad):
@@ -101,13 +103,29 @@ def test_gradients_against_float64(rows, top_k, slots, hidden, inner, dropped, a
         assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True)), "equal inputs give equal bits"
 
 
+@pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, Activation.RELU2], ids=lambda one: one.value)
+def test_biases(activation):
+    given = case(513, 3, 5, 384, 1152, activation, 0.5)
+    generator = torch.Generator(DEVICE).manual_seed(9)
+    biases = [torch.randn(w.shape[:2], device=DEVICE, generator=generator).bfloat16() for w in given[4:6]]
+    found, wanted = ours(*given, *biases), exact(*given, *biases)
+    apart = errors(found, wanted)
+    assert max(apart[:2] + apart[3:]) < BOUND
+    # that of a route's weight may cancel, and is then small beside its terms
+    assert float((found[2].double() - wanted[2]).norm()) < BOUND * 4 * float(wanted[2].norm())
+    without = errors(ours(*given, biases[0], torch.zeros_like(biases[1])), wanted)
+    assert without[0] > BOUND
+    assert without[2] > BOUND
+
+
 @pytest.mark.parametrize("room", [0, 1 << 40])
 def test_room_for_pairs_that_do_not_come(room, monkeypatch):
     """Counted pairs, and room for all that could be, give the same numbers within rounding: tiles may differ."""
     given = case(300, 4, 8, 256, 128, Activation.SWIGLU, 0.3)
     monkeypatch.setattr(gradients, "_UNCOUNTED", room)
     found, wanted = ours(*given), exact(*given)
-    _, routes, h = gradients.forward(given[1], given[3], given[2], given[4], given[5], gradients.Products(given[0]))
+    config, x, ids, weights, w13, w2, _ = given
+    _, routes, h = gradients.TrainedStep(config, w13, w2).forward(x, weights, ids)
     assert len(h) == routes.count == (300 * 4 if room else int((given[2] >= 0).sum()))
     assert max(errors(found[:2] + found[3:], wanted[:2] + wanted[3:])) < BOUND
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import PerBlock
 from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit
+
+if TYPE_CHECKING:
+    from ep_moe.experts.hopper.gradients import TrainedStep
 
 # what the kernels' programs compute; they would take any other for the last of their cases
 ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})
@@ -222,7 +225,7 @@ class Bf16TritonExperts(HopperExperts):
     run_on = "1, 2 and 4 H200"
     scaling = "none"
     own_backward = True
-    capabilities = dataclasses.replace(_HOPPER, differentiable=True, exact=True, float8=True)
+    capabilities = dataclasses.replace(_HOPPER, differentiable=True, exact=True, float8=True, biases=True)
 
     @classmethod
     def available(cls) -> str | None:
@@ -242,15 +245,21 @@ class Bf16TritonExperts(HopperExperts):
             super().compute_to_peers(received, out)
 
     def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
-        from ep_moe.experts.hopper import gradients
 
         assert received.local_ids is not None
-        w13, w2 = (self.weights.stored_tensors()[name].detach() for name in ("w13", "w2"))
-        products = gradients.Products(self.config, self.options.spare_sms, self.options.float8)
-        weights = self._routing_weights(received)
-        y, routes, h = gradients.forward(received.x, weights, received.local_ids, w13, w2, products)
+        stored = {name: tensor.detach() for name, tensor in self.weights.stored_tensors().items()}
+        y, routes, h = self._trained(stored).forward(received.x, self._routing_weights(received), received.local_ids)
         kept = h.new_empty(len(h), 0) if self.options.recompute else h  # their number, without them
         return y, (kept, routes.slots, routes.ends, routes.source)
+
+    def _trained(self, stored: Mapping[str, Tensor]) -> TrainedStep:
+        from ep_moe.experts.hopper import gradients
+
+        adds = self.weights.adds_output_bias
+        return gradients.TrainedStep(
+            self.config, stored["w13"], stored["w2"], stored.get("w13_bias"), stored.get("w2_bias") if adds else None,
+            self.options.spare_sms, self.options.float8,
+        )  # fmt: skip
 
     def saved_bytes(self, rows: int) -> int:
         from ep_moe.experts.hopper import gradients
@@ -274,14 +283,15 @@ class Bf16TritonExperts(HopperExperts):
         kept, slots, ends, source = saved
         assert received.local_ids is not None
         routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept))
-        products = gradients.Products(self.config, self.options.spare_sms, self.options.float8)
         weights = self._routing_weights(received)
-        found = gradients.backward(
-            grad, received.x, weights, routes, kept if kept.shape[1] else None, stored["w13"], stored["w2"], products,
-            wanted=(wanted["w13"], wanted["w2"]),
-        )  # fmt: skip
+        found = self._trained(stored).backward(
+            grad, received.x, weights, routes, kept if kept.shape[1] else None, wanted
+        )
+        for name, tensor in stored.items():
+            if found.stored.get(name) is None and wanted[name]:  # a bias that another etp rank adds
+                found.stored[name] = torch.zeros_like(tensor)
         by_weight = None if weights is None else found.weights  # under Weighting.COMBINE they have no part here
-        return StepGradients(found.x, by_weight, {"w13": found.w13, "w2": found.w2})
+        return StepGradients(found.x, by_weight, found.stored)
 
 
 class Fp8TensorTritonExperts(HopperExperts):

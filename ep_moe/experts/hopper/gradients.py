@@ -8,6 +8,10 @@ a = act(h) and y = weight * (w2 a), of a row's gradient dy:
     da = w2^T dy        dweight = <a, da>        dh = act'(h) * (weight * da)        dx = w13^T dh
     dw2 = sum of dy (weight * a)^T               dw13 = sum of dh x^T
 
+With biases, h = w13 x + b13 and y = weight * (w2 a + b2), where dweight has <b2, dy> more:
+
+    db2 = sum of weight * dy                     db13 = sum of dh
+
 so that no result of the second product is needed (as SonicMoE has it, arXiv 2512.14080).
 
 In float8 (`ExpertsOptions.float8`) all products but those of dw2 and dw13 multiply E4M3: each row of w13 and of w2, of
@@ -16,6 +20,7 @@ their transposes in backward, and each pair's row has a scale of its own, from i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,43 +88,120 @@ class Routes:
 
 
 @dataclass(frozen=True)
-class Products:
-    """How pairs' rows are multiplied by their experts' matrices. spare_sms: multiprocessors that are left free"""
+class Gradients:
+    """x: [N, H]; weights: float32 [N, K]; stored: of matrices and biases by name, None where they were not wanted."""
+
+    x: Tensor
+    weights: Tensor
+    stored: dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """One call's products, forward and backward.
+
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; their biases: [L, 2 * I] and [L, H], None
+        for none
+    spare_sms: multiprocessors that products leave free; float8: they multiply E4M3, but for gradients of matrices
+    """
 
     config: MoEConfig
+    w13: Tensor
+    w2: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
     spare_sms: int = 0
     float8: bool = False
 
-    def first(self, x: Tensor, routes: Routes, w13: Tensor) -> Tensor:
-        """Results [count, 2 * I], before the activation. x: [N, H]"""
+    def forward(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> tuple[Tensor, Routes, Tensor]:
+        """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
+
+        x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
+        """
+        slots, _, inner = self.w2.shape
+        routes, y = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize), torch.empty_like(x)
+        if routes.count == 0:
+            return y.zero_(), routes, x.new_empty(0, self.w13.shape[1])
+        h = self._first(x, routes)
+        act = x.new_empty(routes.count, inner)
+        block = min(1024, next_power_of_2(inner))
+        kernels.activate[(routes.count, -(-inner // block))](
+            h, act, routes.ends, slots, inner, *_parameters(self.config), **_form(self.config), BLOCK=block
+        )
+        return routes.sum(self._product(act, self.w2, routes, bias=self.w2_bias), weights, y), routes, h
+
+    def backward(
+        self, grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None,
+        wanted: Mapping[str, bool],
+    ) -> Gradients:  # fmt: skip
+        """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again;
+        wanted: by name, whether a matrix or bias learns"""
+        slots, hidden, inner = self.w2.shape
+        named = {"w13": self.w13, "w2": self.w2, "w13_bias": self.w13_bias, "w2_bias": self.w2_bias}
+        stored = {name: tensor for name, tensor in named.items() if tensor is not None}
+        found = {name: torch.empty_like(tensor) if wanted[name] else None for name, tensor in stored.items()}
+        dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
+        if routes.count == 0:
+            return Gradients(dx.zero_(), dweights, {n: None if t is None else t.zero_() for n, t in found.items()})
+        if h is None:
+            h = self._first(x, routes)
+        rows, numbers = routes.gather(grad, x.new_empty(routes.count, hidden)), routes.numbers()
+        da = self._product(rows, self.w2, routes, turned=True)
+        dh = torch.empty_like(h)
+        kernels.differentiate[(routes.count,)](
+            h, da, numbers, weights, dh, dweights, routes.ends, slots, inner, *_parameters(self.config),
+            **_form(self.config), BLOCK=min(1024, next_power_of_2(inner)),
+        )  # fmt: skip
+        if self.w2_bias is not None:
+            kernels.add_dots(rows, self.w2_bias, numbers, dweights, routes.ends)
+        if (out := found.get("w2_bias")) is not None:
+            kernels.sum_rows(rows, routes.ends, out, numbers, weights)
+        if (out := found["w2"]) is not None:
+            weight_gradient(rows, da, routes.ends, out, spare_sms=self.spare_sms)
+        del da, rows
+        if (out := found.get("w13_bias")) is not None:
+            kernels.sum_rows(dh, routes.ends, out)
+        rows = self._product(dh, self.w13, routes, turned=True)
+        routes.sum(rows, None, dx)
+        if (out := found["w13"]) is not None:
+            weight_gradient(dh, routes.gather(x, rows), routes.ends, out, spare_sms=self.spare_sms)
+        return Gradients(dx, dweights, found)
+
+    def _first(self, x: Tensor, routes: Routes) -> Tensor:
+        """Results [count, 2 * I] of the first product, before the activation."""
         if self.float8:
-            return self._float8(x, w13, routes, routes.slots)
-        h = x.new_empty(routes.count, w13.shape[1])
-        tiles = tiles_for(_each(routes, self.config), w13, self.spare_sms, gathered=True)
-        grouped_gemm(x, w13, routes.ends, h, tiles, spare_sms=self.spare_sms, source=routes.source)
+            return self._of_float8(x, self.w13, routes, routes.slots, self.w13_bias)
+        h = x.new_empty(routes.count, self.w13.shape[1])
+        tiles = tiles_for(_each(routes, self.config), self.w13, self.spare_sms, gathered=True)
+        grouped_gemm(
+            x, self.w13, routes.ends, h, tiles, spare_sms=self.spare_sms, source=routes.source, bias=self.w13_bias
+        )
         return h
 
-    def __call__(self, pairs: Tensor, w: Tensor, routes: Routes, *, turned: bool = False) -> Tensor:
+    def _product(
+        self, pairs: Tensor, w: Tensor, routes: Routes, *, turned: bool = False, bias: Tensor | None = None
+    ) -> Tensor:
         """pairs [count, K] by w [L, N, K]: [count, N]. turned: w is [L, K, N]"""
         across = w.mT if turned else w
         if self.float8:
-            return self._float8(pairs, across, routes, None)
-        out, tiles = (
-            pairs.new_empty(len(pairs), across.shape[1]),
-            tiles_for(_each(routes, self.config), across, self.spare_sms),
-        )
-        grouped_gemm(pairs, w, routes.ends, out, tiles, spare_sms=self.spare_sms, turned=turned)
+            return self._of_float8(pairs, across, routes, None, bias)
+        out = pairs.new_empty(len(pairs), across.shape[1])
+        tiles = tiles_for(_each(routes, self.config), across, self.spare_sms)
+        grouped_gemm(pairs, w, routes.ends, out, tiles, spare_sms=self.spare_sms, turned=turned, bias=bias)
         return out
 
-    def _float8(self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None) -> Tensor:
+    def _of_float8(self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None, bias: Tensor | None) -> Tensor:
         """slots: where x's rows go; None where they are the pairs"""
         count = routes.ends[-1:] if slots is None else None  # rows behind the last pair are nothing
         rows, row_scales = _rounded(x, routes.count, slots, count)
-        weights, scales = _rounded(w.reshape(-1, w.shape[2]), len(w) * w.shape[1], None, None)
-        out = x.new_empty(routes.count, w.shape[1])
-        tiles = tiles_for(_each(routes, self.config), weights.view(w.shape), self.spare_sms)
+        numbers, scales = _rounded(w.reshape(-1, w.shape[2]), len(w) * w.shape[1], None, None)
+        numbers = numbers.view(w.shape)
+        out, tiles = (
+            x.new_empty(routes.count, w.shape[1]),
+            tiles_for(_each(routes, self.config), numbers, self.spare_sms),
+        )
         both = RowScales(row_scales, scales.view(len(w), -1))
-        grouped_gemm(rows, weights.view(w.shape), routes.ends, out, tiles, spare_sms=self.spare_sms, scales=both)
+        grouped_gemm(rows, numbers, routes.ends, out, tiles, spare_sms=self.spare_sms, scales=both, bias=bias)
         return out
 
 
@@ -130,27 +212,6 @@ def _rounded(x: Tensor, rows: int, slots: Tensor | None, counts: Tensor | None) 
     return out, scale
 
 
-def forward(
-    x: Tensor, weights: Tensor | None, ids: Tensor, w13: Tensor, w2: Tensor, products: Products
-) -> tuple[Tensor, Routes, Tensor]:
-    """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
-
-    x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
-    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]
-    """
-    (slots, _, inner), config = w2.shape, products.config
-    routes, y = Routes.sort(ids, slots, w13.shape[1] * x.itemsize), torch.empty_like(x)
-    if routes.count == 0:
-        return y.zero_(), routes, x.new_empty(0, w13.shape[1])
-    h = products.first(x, routes, w13)
-    act = x.new_empty(routes.count, inner)
-    block = min(1024, next_power_of_2(inner))
-    kernels.activate[(routes.count, -(-inner // block))](
-        h, act, routes.ends, slots, inner, *_parameters(config), **_form(config), BLOCK=block
-    )
-    return routes.sum(products(act, w2, routes), weights, y), routes, h
-
-
 def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoEConfig) -> int:
     """Of the routes and of what is kept for each pair, with a uniform router. pair_bytes: as `Routes.sort`"""
     if not slots:
@@ -159,48 +220,6 @@ def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoECo
     counted = routes * pair_bytes > _UNCOUNTED
     pairs = round(rows * expected_pairs(config, slots, config.top_k)) if counted else routes
     return 4 * (2 * routes + slots) + pairs * kept
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """x: [N, H]; weights: float32 [N, K]; w13, w2: as the parameters, None where they were not wanted."""
-
-    x: Tensor
-    weights: Tensor
-    w13: Tensor | None
-    w2: Tensor | None
-
-
-def backward(
-    grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None, w13: Tensor, w2: Tensor,
-    products: Products, *, wanted: tuple[bool, bool] = (True, True),
-) -> Gradients:  # fmt: skip
-    """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again; wanted:
-    gradients of w13 and of w2"""
-    (slots, hidden, inner), config, count = w2.shape, products.config, routes.count
-    dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
-    if count == 0:
-        dw13, dw2 = (torch.zeros_like(w) if want else None for w, want in zip((w13, w2), wanted, strict=True))
-        return Gradients(dx.zero_(), dweights, dw13, dw2)
-    if h is None:
-        h = products.first(x, routes, w13)
-    rows = routes.gather(grad, x.new_empty(count, hidden))
-    da = products(rows, w2, routes, turned=True)
-    dh = torch.empty_like(h)
-    kernels.differentiate[(count,)](
-        h, da, routes.numbers(), weights, dh, dweights, routes.ends, slots, inner, *_parameters(config),
-        **_form(config), BLOCK=min(1024, next_power_of_2(inner)),
-    )  # fmt: skip
-    dw2 = torch.empty_like(w2) if wanted[1] else None
-    if dw2 is not None:
-        weight_gradient(rows, da, routes.ends, dw2, spare_sms=products.spare_sms)
-    del da, rows
-    rows = products(dh, w13, routes, turned=True)
-    routes.sum(rows, None, dx)
-    dw13 = torch.empty_like(w13) if wanted[0] else None
-    if dw13 is not None:
-        weight_gradient(dh, routes.gather(x, rows), routes.ends, dw13, spare_sms=products.spare_sms)
-    return Gradients(dx, dweights, dw13, dw2)
 
 
 def _each(routes: Routes, config: MoEConfig) -> float:

@@ -4,7 +4,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import Tensor
+
+from ep_moe.runtime.launch_cache import cdiv
 from ep_moe.runtime.triton_compat import tl, triton
+
+_ROWS, _COLUMNS = 32, 128  # of a program at once
 
 
 @triton.jit
@@ -97,3 +104,70 @@ def differentiate(
             else:
                 tl.store(grad_h + m * width + at, (by_up * given).to(kind), mask=inside)
         tl.store(grad_weights + route, tl.sum(total))
+
+
+def sum_rows(
+    rows: Tensor, ends: Tensor, out: Tensor, routes: Tensor | None = None, weights: Tensor | None = None
+) -> None:
+    """out[e] = the sum of expert e's rows, each times its route's weight, in their order.
+
+    rows: bf16 [M, N], sorted by expert; ends: int32 [L]; out: bf16 [L, N], zeros for an expert without rows
+    routes: of `number_routes`; weights: float32, of all routes; None for ones
+    """
+    experts, size = out.shape
+    given: tuple[Any, ...] = (rows, ends, out, None if weights is None else routes, weights, size)
+    _sum_rows[(experts, cdiv(size, _COLUMNS))](*given, ROWS=_ROWS, COLUMNS=_COLUMNS)
+
+
+def add_dots(rows: Tensor, bias: Tensor, routes: Tensor, out: Tensor, ends: Tensor) -> None:
+    """To out, of all routes, <bias of its expert, its row>. rows: bf16 [M, N], sorted by expert; bias: [L, N]"""
+    experts, size = bias.shape
+    _add_dots[(experts, _SHARES)](rows, ends, bias, routes, out, size, SHARES=_SHARES, ROWS=_ROWS, COLUMNS=_COLUMNS)
+
+
+_SHARES = 8  # of an expert's rows
+
+
+@triton.jit
+def _sum_rows(rows, ends, out, routes, weights, size, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    expert, column = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    inside = column < size
+    total = tl.zeros([COLUMNS], tl.float32)
+    for first in range(begin, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        there = row < end
+        value = tl.load(
+            rows + row.to(tl.int64)[:, None] * size + column[None, :], mask=there[:, None] & inside[None, :], other=0.0
+        ).to(tl.float32)
+        if weights is not None:
+            route = tl.load(routes + row, mask=there, other=0)
+            value *= tl.load(weights + route, mask=there, other=0.0)[:, None]
+        total += tl.sum(value, 0)
+    to = out + expert.to(tl.int64) * size + column
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_dots(rows, ends, bias, routes, out, size, SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A row is one program's alone."""
+    expert = tl.program_id(0)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    for first in range(begin + tl.program_id(1) * ROWS, end, SHARES * ROWS):
+        row = first + tl.arange(0, ROWS)
+        there = row < end
+        total = tl.zeros([ROWS], tl.float32)
+        for start in range(0, size, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            inside = column < size
+            value = tl.load(
+                rows + row.to(tl.int64)[:, None] * size + column[None, :],
+                mask=there[:, None] & inside[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            own = tl.load(bias + expert.to(tl.int64) * size + column, mask=inside, other=0.0).to(tl.float32)
+            total += tl.sum(value * own[None, :], 1)
+        route = tl.load(routes + row, mask=there, other=0)
+        tl.store(out + route, tl.load(out + route, mask=there, other=0.0) + total, mask=there)

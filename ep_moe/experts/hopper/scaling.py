@@ -77,6 +77,10 @@ class Products:
     launch: Launch
     biases: Sequence[Tensor] = ()
 
+    def bias(self, which: int) -> Tensor | None:
+        """Of the first product (0) or the second (1)."""
+        return self.biases[which] if which < len(self.biases) else None
+
     @property
     def activated(self) -> dict[str, Any]:
         """Of the first product."""
@@ -166,7 +170,7 @@ class Scaling(ABC):
 
 
 class Unscaled(Scaling):
-    """Everything in bf16."""
+    """Everything in bf16, biases too."""
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
@@ -180,6 +184,12 @@ class Unscaled(Scaling):
 
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
         return Rows(rows.x, source=lists.source)  # the product gathers them
+
+    def of_first(self, rows: Rows) -> dict[str, Any]:
+        return {"bias": self.products.bias(0)}
+
+    def of_second(self, rows: Rows) -> dict[str, Any]:
+        return {"bias": self.products.bias(1)}
 
 
 def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:
@@ -289,13 +299,10 @@ class ChannelScaled(RowScaled):
         return scales
 
     def of_first(self, rows: Rows) -> dict[str, Any]:
-        return super().of_first(rows) | {"bias": self._bias(0)}
+        return super().of_first(rows) | {"bias": self.products.bias(0)}
 
     def of_second(self, rows: Rows) -> dict[str, Any]:
-        return super().of_second(rows) | {"bias": self._bias(1)}
-
-    def _bias(self, which: int) -> Tensor | None:
-        return self.products.biases[which] if which < len(self.products.biases) else None
+        return super().of_second(rows) | {"bias": self.products.bias(1)}
 
 
 class BlockScaled(Scaling):
@@ -426,7 +433,7 @@ class FourBits(Unscaled):
     def _weights(self, which: int) -> gemm_4bit.Weights:
         p = self.products
         scale, *factor = p.scales[which::2]
-        bias = p.biases[which] if which < len(p.biases) else None
+        bias = p.bias(which)
         return gemm_4bit.Weights(
             (p.w13, p.w2)[which], scale, self.format, self.group, factor[0] if factor else None, bias
         )

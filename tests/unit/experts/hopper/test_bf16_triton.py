@@ -55,6 +55,22 @@ def test_every_activation(activation, count):
     check(experts, tensors, rows(config, SMALL[1], count))
 
 
+@pytest.mark.parametrize("etp_rank", [0, 1])
+@pytest.mark.parametrize("count", [3, 20, sorted_first(90)], ids=str)
+@pytest.mark.parametrize("activation", COMPUTED, ids=lambda a: a.value)
+def test_biases(activation, count, etp_rank):
+    """That of the result is added by one etp rank."""
+    config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=True)
+    experts, tensors = build(config, SMALL[1])
+    experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=etp_rank)
+    received = rows(config, SMALL[1], count)
+    y = experts(received, torch.full_like(received.x, torch.nan))
+    given = received.x, received.local_ids, received.weights, BF16
+    expected, limit = expected_and_limit(config, PLAIN, tensors, *given, output_bias=etp_rank == 0)
+    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
+
+
 @pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
 def test_every_row_on_one_expert(count):
     experts, tensors = build(*SMALL)

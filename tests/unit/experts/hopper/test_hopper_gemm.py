@@ -45,8 +45,24 @@ def test_all_tiles_fit(tiles):
 @pytest.mark.parametrize("activation", [None, *COMPUTED], ids=lambda kind: kind.value if kind else "none")
 @pytest.mark.parametrize(
     ("itemsize", "out_bytes", "scaled"),
-    [(2, 2, {}), (1, 1, {}), (1, 2, {}), (1, 2, ROWS), (1, 2, CHANNELS), (1, 2, CHANNELS | {"biased": True})],
-    ids=["bf16", "e4m3", "e4m3 to bf16", "e4m3 by row to bf16", "e4m3 by channel to bf16", "e4m3 with biases to bf16"],
+    [
+        (2, 2, {}),
+        (2, 2, {"biased": True}),
+        (1, 1, {}),
+        (1, 2, {}),
+        (1, 2, ROWS),
+        (1, 2, CHANNELS),
+        (1, 2, CHANNELS | {"biased": True}),
+    ],
+    ids=[
+        "bf16",
+        "bf16 with biases",
+        "e4m3",
+        "e4m3 to bf16",
+        "e4m3 by row to bf16",
+        "e4m3 by channel to bf16",
+        "e4m3 with biases to bf16",
+    ],
 )
 def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activation):
     """A word would be of products that wait for each other, for want of registers. Small: instructions of both products
@@ -58,10 +74,10 @@ def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activat
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize("mode", ["turned", "over_rows", "gather"])
+@pytest.mark.parametrize("mode", ["turned", "over_rows", "gather", "gather, biased"])
 def test_products_of_training_compile_for_hopper_without_a_word(mode):
-    form = gemm_grouped.options(2, 2, None, **{mode: True})
-    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(2, "" if mode == "gather" else mode), form)
+    form = gemm_grouped.options(2, 2, None, **dict.fromkeys(mode.split(", "), True))
+    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(2, "" if "gather" in mode else mode), form)
     assert 0 < len(binary) < 100 * 1024
     assert words == ""
 

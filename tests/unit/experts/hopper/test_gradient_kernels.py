@@ -1,0 +1,58 @@
+"""Sums of pairs' rows for the gradients of biases, against float64: on a GPU, or in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.fixtures.interpreter import interpreter_problem
+
+if problem := interpreter_problem():
+    pytest.skip(problem, allow_module_level=True)
+from ep_moe.experts.hopper.gradients_triton import add_dots, sum_rows
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COUNTS = [0, 1, 70, 0, 33]  # rows of each expert
+STEP = 2**-8 if DEVICE.type == "cuda" else 2**-7  # the interpreter's casts cut off
+
+
+def sorted_rows(size: int):
+    """Rows and two more behind the last expert's, their ends, experts, and routes in another order."""
+    generator = torch.Generator().manual_seed(size)
+    count = sum(COUNTS)
+    rows = torch.randn(count + 2, size, generator=generator).bfloat16().to(DEVICE)
+    rows[count:] = torch.nan
+    ends = torch.tensor(COUNTS).cumsum(0).int().to(DEVICE)
+    expert = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS)).to(DEVICE)
+    routes = torch.randperm(2 * count, generator=generator)[: count + 2].int().to(DEVICE)
+    return rows, ends, expert, routes, torch.rand(2 * count, generator=generator).to(DEVICE)
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("size", [64, 200])
+def test_sums_of_rows(size, weighed):
+    rows, ends, expert, routes, weights = sorted_rows(size)
+    out = torch.full((len(COUNTS), size), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    sum_rows(rows, ends, out, routes, weights if weighed else None)
+    each = rows[: len(expert)].double()
+    if weighed:
+        each = each * weights.double()[routes[: len(expert)].long()].unsqueeze(1)
+    wanted = torch.zeros(len(COUNTS), size, dtype=torch.float64, device=DEVICE).index_add(0, expert, each)
+    terms = torch.zeros_like(wanted).index_add(0, expert, each.abs())
+    assert ((out.double() - wanted).abs() <= STEP * wanted.abs() + 2**-16 * terms).all()
+
+
+@pytest.mark.parametrize("size", [64, 200])
+def test_dots_with_the_experts_bias(size):
+    rows, ends, expert, routes, out = sorted_rows(size)
+    bias = torch.randn(len(COUNTS), size, generator=torch.Generator().manual_seed(1)).bfloat16().to(DEVICE)
+    before = out.double()
+    add_dots(rows, bias, routes, out, ends)
+    products = bias.double()[expert] * rows[: len(expert)].double()
+    at = routes[: len(expert)].long()
+    wanted = before.index_add(0, at, products.sum(1))
+    terms = before.abs().index_add(0, at, products.abs().sum(1))
+    assert ((out.double() - wanted).abs() <= 2**-16 * terms).all()
+    untouched = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
+    untouched[at] = False
+    assert torch.equal(out[untouched], before.float()[untouched])
