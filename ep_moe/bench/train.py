@@ -8,14 +8,15 @@ barrier is not the layer's. On a CPU everything runs over gloo, without floors a
 
 auto         the pair of transport and kernel that "auto" chooses; the other lines name their transport
 by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index_add; eager, and compiled
+float8       (--float8) products in E4M3, but for the matrices' gradients
 CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
 experts      (--rows) the kernel's own step, without transport, on one rank that holds --slots experts
 floor        the longer of: products at the measured matmul rate (three for each of forward's); weights, read twice, and
              their gradients, written once, at the measured copy rate. No rows on the wire
 x by hand    the fastest layer by hand / this line: above 1 is ahead
 error        largest difference from the first line over its largest magnitude, of the result and of the gradients of
-             rows, routing weights and some experts; WRONG beyond ERROR. A guard against timing what computes something
-             else, no proof
+             rows, routing weights and some experts; WRONG beyond ERROR (FLOAT8_ERROR). A guard against timing what
+             computes something else, no proof
 peak         of a step, over parameters and inputs, in torch's allocator; buffers: of `MoELayer.plan`, made once
 """
 
@@ -116,7 +117,7 @@ def measure(
         error = slowest(context, apart(found, reference))
         del found
         able.append(entry)
-        own = dataclasses.replace(point, owner=entry.owner, name=entry.name, error=error)
+        own = dataclasses.replace(point, owner=entry.owner, name=entry.name, error=error, allowed=entry.allowed)
         own.buffers_mib = entry.buffers / MIB
         lines.append(own)
     wait = partial(barrier, context.device)
@@ -269,13 +270,14 @@ def main() -> list[Line]:
     parser.add_argument("--experts", default=AUTO, choices=[AUTO, *registry.targets("experts")])
     parser.add_argument("--transports", nargs="*", choices=transports(), default=transports(), help='beside "auto"')
     parser.add_argument("--by-hand", nargs="*", choices=list(BY_HAND), default=list(BY_HAND))
+    parser.add_argument("--float8", action="store_true", help='the "auto" pair with ExpertsOptions(float8=True) too')
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--steps", type=positive, default=10, help="that are timed")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.LAUNCHED)
     check(asked)
-    options = Options(asked.experts, asked.transports, asked.by_hand, asked.steps)
+    options = Options(asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8)
     console, lines = Console(width=160), list[Line]()
     with EPContext.from_torchrun() as context:
         rates = measure_rates(context.device) if context.device.type == "cuda" else None

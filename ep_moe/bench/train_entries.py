@@ -8,7 +8,7 @@ row travels once for each of its K experts (`all_to_all_single`). Rows are sorte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,11 @@ from torch.nn.functional import grouped_mm, silu
 
 from ep_moe.bench import overlap
 from ep_moe.bench.layer import attempt, relative_error
+from ep_moe.bench.train_report import ERROR, FLOAT8_ERROR
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.selection.explain import AUTO
@@ -125,12 +127,14 @@ COMPARED = 8  # experts, spread over the slots: gradients of all of them would t
 
 @dataclass(frozen=True)
 class Options:
-    """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`"""
+    """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
+    "auto" pair by products in E4M3"""
 
     experts: str = AUTO
     transports: Sequence[str] = ()
     by_hand: Sequence[str] = tuple(BY_HAND)
     steps: int = 10
+    float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,7 +159,7 @@ class Entry:
     """What a line trains.
 
     call: from x, ids and weights to rows [T, H]; parameters: all that a step leaves gradients in
-    gradients: of a slot's w13 [2 * I, H] and w2 [H, I], after a step; buffers: bytes
+    gradients: of a slot's w13 [2 * I, H] and w2 [H, I], after a step; buffers: bytes; allowed: as `Line` has it
     """
 
     owner: str
@@ -165,6 +169,7 @@ class Entry:
     gradients: Callable[[int], tuple[Tensor, Tensor]]
     slots: int
     buffers: int = 0
+    allowed: float = ERROR
 
 
 def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> list[Entry]:
@@ -180,6 +185,7 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> li
             layers[pair] = layer
             entries.append(ours(f"{' + '.join(pair)}{', auto' if transport == AUTO else ''}", layer, over(layer)))
     if layers:
+        entries += float8_entries(context, context, config, options, over)
         entries += by_hand(context, config, context, next(iter(layers.values())), options)
     return entries
 
@@ -189,14 +195,35 @@ def experts_entries(context: EPContext, own: EPContext, config: MoEConfig, optio
     layer = attempt(context, "a layer of one rank", partial(built, own, config, AUTO, options))
     if layer is None:
         return []
-    return [ours(layer.choice.experts, layer, alone(layer)), *by_hand(context, config, own, layer, options)]
+    entries = [ours(layer.choice.experts, layer, alone(layer))]
+    entries += float8_entries(context, own, config, options, alone)
+    return [*entries, *by_hand(context, config, own, layer, options)]
 
 
-def built(context: EPContext, config: MoEConfig, transport: str, options: Options) -> MoELayer:
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def float8_entries(
+    outer: EPContext, context: EPContext, config: MoEConfig, options: Options, call: Callable[[MoELayer], Call]
+) -> list[Entry]:
+    """The "auto" pair by products in E4M3, where that is asked for. outer: of all ranks; context: of the layer"""
+    if not options.float8:
+        return []
+    make = partial(built, context, config, AUTO, options, ExpertsOptions(float8=True))
+    layer = attempt(outer, "a layer in float8", make)
+    if layer is None:
+        return []
+    entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, float8", layer, call(layer))
+    return [replace(entry, allowed=FLOAT8_ERROR)]
+
+
+def built(
+    context: EPContext, config: MoEConfig, transport: str, options: Options, how: ExpertsOptions | None = None
+) -> MoELayer:
     """Equal weights, whatever the transport is."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        return MoELayer(config, context, all2all=transport, experts=options.experts, dtype=torch.bfloat16)
+        return MoELayer(config, context, all2all=transport, experts=options.experts, dtype=torch.bfloat16, options=how)
 
 
 def over(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
