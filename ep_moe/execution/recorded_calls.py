@@ -28,7 +28,7 @@ from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.placement.deferred import DeferredRouting, Placing, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.router.kernels import MOST
+from ep_moe.router.kernels import most_rows
 from ep_moe.runtime.launch_cache import at_once
 from ep_moe.types import PhysicalRouting, Routing, TokenMask, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -278,7 +278,7 @@ class OwnRouter:
     @staticmethod
     def served(router: Any, bound: int, x: Tensor) -> bool:
         """Whether there can be one for rows like x."""
-        return bound <= MOST and type(router) is Router and router.fused(x)
+        return type(router) is Router and router.fused(x) and bound <= most_rows(x, router.weight)
 
     def launch(self, router: Router, x: Tensor) -> None:
         kernels = router.kernels

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
-from ep_moe.router.kernels import MOST, RouterKernels
+from ep_moe.router.kernels import RouterKernels, most_rows
 from ep_moe.runtime import batch_invariant
 from ep_moe.types import Routing
 
@@ -298,7 +298,8 @@ class Router(nn.Module):
 
     def _by_kernels(self, x: Tensor) -> Routing:
         """With gradients or without, they choose alike: a forward pass without may be run again with them."""
-        kernels, correction, few = self.kernels, self.e_score_correction_bias, len(x) <= MOST
+        kernels, correction = self.kernels, self.e_score_correction_bias
+        few = len(x) <= most_rows(x, self.weight)
         assert kernels is not None
         differentiable = torch.is_grad_enabled()
         if few:

@@ -126,6 +126,18 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others():
         assert torch.equal(alone.weights[0], together.weights[row])
 
 
+def test_float32_logits_have_every_bit_of_the_weight():
+    """On a GPU rows of bfloat16 are multiplied by the weight in three parts."""
+    config = config_of(METHODS["float32"])
+    case, kernels = Case(config, config.hidden_size), RouterKernels(config)
+    case.x = torch.eye(config.hidden_size, device=DEVICE, dtype=HALF)
+    case.weight = torch.randn(case.weight.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    parts = kernels.parts(len(case.x), DEVICE)
+    chosen = case.found()
+    kernels.launch_fixed(case.x, case.weight, case.bias, None, parts, chosen, at_once)
+    assert torch.equal(parts.sum(0), case.weight.T)
+
+
 @pytest.mark.parametrize("name", ["softmax", "sigmoid"])
 def test_what_is_no_number_is_chosen_and_seen(name):
     case = Case(config_of(METHODS[name]), 2)
