@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.checks import check_count
@@ -131,7 +130,7 @@ class LoadRecorder:
         counts = rows[1:] - rows[:-1] * same
         if self._rank_group.size > 1:
             with self._rank_group.flight_recorder.step("record load"):
-                dist.all_reduce(counts, group=self._rank_group.group)
+                self._rank_group.all_reduce(counts)
         # the members of an etp group count the same rows
         counts = counts.cpu() // self._layers[0].expert_weights.etp.size
         top_k = torch.tensor([layer.expert_weights.config.top_k for layer in self._layers], device="cpu")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -344,7 +343,7 @@ def _of_all(own: Tensor, of: SavedExperts) -> Tensor:
     group = layer.context.rank_groups["ep"]
     if group.size > 1:
         with group.flight_recorder.step("gather factors", counted=False):
-            dist.all_reduce(whole, group=group.group)
+            group.all_reduce(whole)
     return whole
 
 

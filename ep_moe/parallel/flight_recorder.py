@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
@@ -120,6 +121,7 @@ class FlightRecorder:
         self._exchanging = False  # whether a group has what they exchange
         self._heard: dict[int, float] = {}  # when a rank's newest heartbeat was, by its clock
         self._mark: DeviceMark | None = None
+        self._aborted: Tensor | None = None  # bool [1] that the device reads
         self._marked = 0.0
         self._shared: dict[object, int] = {}  # calls of `share` and `meet`, by what names them
         self._store: AnsweringStore | None = None
@@ -266,6 +268,13 @@ class FlightRecorder:
         wait for that one."""
         if self._thread is not None and self._mark is None:
             self._mark = DeviceMark(device)
+            if self._abort is not None:
+                self._aborted = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
+
+    def aborted(self, device: torch.device) -> Tensor | None:
+        """Whether collectives were aborted, when the current stream comes to it: bool [1] on `device`. None where
+        nothing is ever aborted."""
+        return None if self._aborted is None else self._aborted.to(device, non_blocking=True)
 
     def check(self) -> None:
         """Raise what the watch found, if anything: what an aborted collective left in its buffers is noise."""
@@ -363,6 +372,8 @@ class FlightRecorder:
     def _free(self) -> None:
         """A thread that waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait
         for the lost peer. Once, with the first failure: there is no other."""
+        if self._aborted is not None:
+            self._aborted.fill_(True)  # before a device can go on
         if self._abort is not None:
             threading.Thread(target=self._abort, daemon=True, name="ep_moe abort").start()
 

@@ -11,6 +11,7 @@ import os
 import platform
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -273,10 +274,18 @@ class RankGroups:
         return not all(group in known for group in self._groups)
 
     def abort(self) -> None:
-        """Free threads that wait on a device for a collective of these groups."""
-        with on_device(self._device):  # in whatever thread
-            for group in self._made:
+        """Free threads that wait on a device for a collective of these groups. All at once: an abort may wait for the
+        device, where a kernel of another group waits for the lost peer."""
+
+        def one(group: ProcessGroup) -> None:
+            with on_device(self._device):
                 group.abort()
+
+        threads = [threading.Thread(target=one, args=(group,), daemon=True) for group in self._made]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
     def destroy(self) -> None:
         for group in self._made:

@@ -39,6 +39,7 @@ def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
     dist.barrier(group, device_ids=ids)
 
 
+_NEVER = -(2**63)  # no number that ranks exchange
 Gradients = Mapping[str, Tensor]  # what a call is differentiated by, by name
 NO_GRADIENTS: Gradients = MappingProxyType({})
 
@@ -110,11 +111,35 @@ class RankGroup:
         if self.size == 1:
             return [values.tolist()]
         self.flight_recorder.check()
-        gathered = values.new_empty(self.size * len(values))
+        gathered = values.new_full((self.size * len(values),), _NEVER)
         all_gather_single(gathered, values, group=self.group)
         rows: list[list[int]] = gathered.view(self.size, -1).tolist()
         self.flight_recorder.check()
+        if any(_NEVER in row for row in rows):  # old numbers would be taken for these
+            raise dist.DistBackendError("an exchange was aborted")
         return rows
+
+    def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Reduce a tensor over the group, in place. Collective.
+
+        Args:
+            tensor: Of any shape; NaN where a lost peer aborts it, as `nan_if_aborted` has it.
+            op: How.
+        """
+        dist.all_reduce(tensor, op=op, group=self.group)
+        self.nan_if_aborted(tensor)
+
+    def nan_if_aborted(self, out: Tensor) -> None:
+        """Put NaN in place of what a collective has left, if that was aborted. The host learns of a lost peer when it
+        comes to its next step, and may have read or learnt from those numbers before. Nothing waits for the device.
+
+        Args:
+            out: What a collective of torch has written, once the current stream waits for it. Integers stay.
+        """
+        aborted = self.flight_recorder.aborted(out.device)
+        if aborted is not None and out.is_floating_point():
+            with torch.no_grad():
+                out.masked_fill_(aborted, torch.nan)
 
     def agree(
         self,
@@ -401,6 +426,7 @@ def _start(x: Tensor, there: Collective, back: Collective, rank_group: RankGroup
         with torch.no_grad():  # gloo's wait may copy into `out`, which autograd would take for its origin
             for work in works:
                 work.wait()
+                rank_group.nan_if_aborted(out)
         return out
 
     return Pending(finish)
@@ -455,6 +481,7 @@ class _Collective(Function):
             out, work = ctx.back(grad)
             if work is not None:
                 work.wait()
+                ctx.rank_group.nan_if_aborted(out)
         return out, None, None, None, None
 
 
@@ -465,6 +492,7 @@ class _GatherReplicated(Function):
         out, work = _all_gather(_padded(x, max(counts)), rank_group=rank_group)
         if work is not None:
             work.wait()
+            rank_group.nan_if_aborted(out)
         return _trimmed(out, counts)
 
     @staticmethod
@@ -482,5 +510,5 @@ class _SumGradients(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         total = grad.contiguous().clone()
         with ctx.rank_group.flight_recorder.step("backward of the token split"):
-            dist.all_reduce(total, group=ctx.rank_group.group)
+            ctx.rank_group.all_reduce(total)
         return total, None

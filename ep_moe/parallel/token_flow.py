@@ -332,4 +332,5 @@ def _distances(rows: Tensor, rank_group: RankGroup) -> Sequence[Tensor]:
 def _gathered(rows: Tensor, rank_group: RankGroup) -> list[Tensor]:
     out = rows.new_empty(rank_group.size * len(rows), rows.shape[1])
     all_gather_single(out, rows.contiguous(), group=rank_group.group)
+    rank_group.nan_if_aborted(out)
     return list(out.chunk(rank_group.size))

@@ -220,7 +220,8 @@ def a_peer_that_comes_too_late(
     factory: DispatcherFactory, shape: DispatchShape, device: torch.device, ranks_per_node: int | None = None
 ) -> None:
     """On a transport whose kernels wait on a GPU, while the host goes on: the next step is a PeerTimeout that names the
-    rank. It comes before the process would be ended, and so both can be seen."""
+    rank, and the result is NaN or, once it came, right. It comes before the process would be ended, and so both can be
+    seen."""
     deadline_s, lost = 6.0, dist.get_world_size() - 1
     context = EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node)
     case = Case(factory(shape, context.rank_groups["ep"]), device)
@@ -231,6 +232,7 @@ def a_peer_that_comes_too_late(
     start, message = time.monotonic(), ""
     if case.rank == lost:
         time.sleep(1.7 * deadline_s)
+    x, routing, wanted = case.call(3, seed=1)  # else what an aborted collective leaves could be right
     received = case.dispatch(x, routing)
     late = case.dispatcher.combine(identity(received, x.dtype), received.handle)
     while case.rank != lost and not message and time.monotonic() - start < 1.7 * deadline_s:
@@ -241,6 +243,7 @@ def a_peer_that_comes_too_late(
             message = str(error)
     if case.rank != lost:
         case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
-    case.same(late, wanted, "when it came after all")
+    if not bool(late.isnan().all()):  # as where collectives are aborted
+        case.same(late, wanted, "when it came after all")
     context.flight_recorder.close()
     tell(a_peer_that_comes_too_late, case)

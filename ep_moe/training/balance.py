@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_moe.checks import as_number, as_whole, check_kind, shown
@@ -197,7 +196,7 @@ def _over_data(counts: Tensor, context: EPContext) -> tuple[Tensor, int]:
         rank_group = context.rank_groups[kind]
         if rank_group.size > 1:
             with rank_group.flight_recorder.step("load-balancing loss", counted=False):
-                dist.all_reduce(counts, group=rank_group.group)
+                rank_group.all_reduce(counts)
     layout = context.layout
     return counts // layout.split, layout.stage // layout.split  # tp ranks with the same tokens counted them alike
 
@@ -325,7 +324,7 @@ class BiasUpdate:
             rank_group = self._context.rank_groups[kind]
             if rank_group.size > 1:
                 with rank_group.flight_recorder.step("bias update", counted=False):
-                    dist.all_reduce(total, group=rank_group.group)
+                    rank_group.all_reduce(total)
         for layer, load in zip(self._layers, total.split([len(load) for load in loads]), strict=True):
             way = (load.sum() - load * len(load)).sign()  # of mean - load, in integers
             _bias(layer).add_(way.float() * self.speed)

@@ -124,7 +124,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         with context.flight_recorder.step("sync gradients", counted=False):
-            dist.all_reduce(flat, group=context.rank_groups["stage"].group)
+            context.rank_groups["stage"].all_reduce(flat)
         flat /= layout.stage
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
@@ -164,14 +164,14 @@ def clip_grad_norm_(
     if rank_group.size > 1:
         with context.flight_recorder.step("clip gradients", counted=False):
             both = torch.stack([experts, cut])
-            dist.all_reduce(both, op=how, group=rank_group.group)
+            rank_group.all_reduce(both, how)
         experts, cut = both.unbind()
         if not math.isinf(p):
             experts = experts / context.layout.replicas  # as many EP groups hold each
     total = torch.stack([experts, dense, cut]).max() if math.isinf(p) else experts + dense + cut
     if (stages := context.rank_groups["pp"]).size > 1:
         with context.flight_recorder.step("clip gradients over stages", counted=False):
-            dist.all_reduce(total, op=how, group=stages.group)
+            stages.all_reduce(total, how)
     norm = total if math.isinf(p) else total.pow(1 / p)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the gradients' norm is {float(norm)}; pass error_if_nonfinite=False to clip all the same")

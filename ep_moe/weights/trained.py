@@ -22,7 +22,6 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -99,7 +98,7 @@ class GradientSum:
         if self.etp.size > 1 and "w2_bias" in gradients:  # etp rank 0 alone used it, all hold it
             gradients["w2_bias"] = gradients["w2_bias"].clone()
             with self.etp.flight_recorder.step("backward by the sum over etp", counted=False):
-                dist.all_reduce(gradients["w2_bias"], group=self.etp.group)
+                self.etp.all_reduce(gradients["w2_bias"])
         if not gradients or not self._weights.num_slots:
             return gradients
         redundant = self._weights.expert_map.replicated
@@ -108,10 +107,10 @@ class GradientSum:
             with self.replicas.flight_recorder.step("backward by the sum over EP groups", counted=False):
                 for name in gradients:
                     gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)
-                    dist.all_reduce(gradients[name], group=self.replicas.group)
+                    self.replicas.all_reduce(gradients[name])
                 for total in shared.values():
                     # the same places in the same buffer on all ranks: copies get the same bits in whatever slot
-                    dist.all_reduce(total, group=self.replicas.group)
+                    self.replicas.all_reduce(total)
         return gradients | {name: self._put_back(gradients[name], shared[name], redundant) for name in shared}
 
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
@@ -126,7 +125,7 @@ class GradientSum:
     def _over_copies(self, total: Tensor) -> None:
         if self.ep.size > 1:
             with self.ep.flight_recorder.step("backward by the sum over copies"):
-                dist.all_reduce(total, group=self.ep.group)
+                self.ep.all_reduce(total)
 
     def _put_back(self, gradient: Tensor, total: Tensor, redundant: list[int]) -> Tensor:
         gradient = gradient.clone()  # it may be another's too

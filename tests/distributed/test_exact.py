@@ -229,6 +229,8 @@ PLANTED = {
 @distributed(2, deadline_s=300)
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_seen(fault, world_size):
+    if fault == "functions without blocks" and rank_device().type == "cuda":
+        pytest.skip("a GPU computes each number alike wherever it lies; vector units of CPUs do not")
     with PLANTED[fault]:
         assert any("out" in text for text in differences(world_size, 10, SOFTMAX, torch.float32))
 
@@ -250,7 +252,7 @@ def test_more_tokens_than_the_bound_are_refused_on_all_ranks(world_size):
     with p2p_on_cpu(), EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30, max_tokens=4) as context:
         layer = build(SOFTMAX, context, all2all="nvlink_p2p")
         with pytest.raises(Exception, match="x has 5 tokens on their way, more than max_tokens=4"):
-            layer(rows()[:5])
+            layer(rows()[:5].to(rank_device()))
 
 
 @distributed(2)

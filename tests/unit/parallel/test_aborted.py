@@ -1,0 +1,123 @@
+"""What is left of a collective that was aborted because a peer is lost."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+from ep_moe import PeerTimeout
+from ep_moe.parallel import flight_recorder as recorder_module
+from ep_moe.parallel import rank_group as rank_group_module
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import RankGroups
+from ep_moe.parallel.rank_group import (
+    RankGroup,
+    all_to_all_rows,
+    gather_replicated,
+    gather_rows,
+    reduce_scatter_rows,
+    sum_gradients,
+)
+
+CPU = torch.device("cpu")
+
+
+class Work:
+    """A collective that ends because it is aborted, and has written nothing."""
+
+    def __init__(self, aborted):
+        self.aborted = aborted
+
+    def wait(self):
+        assert self.aborted.wait(5)
+
+
+@pytest.fixture
+def rank_group(monkeypatch):
+    """Rank 0 of two, whose peer never comes; with the watch of a job on GPUs."""
+    aborted = threading.Event()
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # a host slower than two deadlines
+    flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.2, abort=aborted.set)
+    flight_recorder.prepare_mark(CPU)
+
+    def started(*_, async_op=False, **__):
+        work = Work(aborted)
+        return work if async_op else work.wait()
+
+    monkeypatch.setattr(dist, "all_to_all_single", started)
+    monkeypatch.setattr(dist, "all_reduce", started)
+    for name in ("all_gather_single", "reduce_scatter_single"):
+        monkeypatch.setattr(rank_group_module, name, started)
+    yield RankGroup(None, (0, 1), 0, flight_recorder)
+    flight_recorder.close()
+
+
+def leaf():
+    return torch.ones(4, 3, requires_grad=True)
+
+
+COLLECTIVES = {
+    "all-to-all": lambda x, rank_group: all_to_all_rows(x, [2, 2], [2, 2], rank_group).wait(),
+    "all-gather": lambda x, rank_group: gather_rows(x, [4, 4], rank_group).wait(),
+    "reduce-scatter": lambda x, rank_group: reduce_scatter_rows(x, [2, 2], rank_group).wait(),
+    "of replicated rows": lambda x, rank_group: gather_replicated(x, [4, 4], rank_group),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_rows_are_nan(name, rank_group):
+    with pytest.raises(PeerTimeout), rank_group.flight_recorder.step("combine"):
+        found = COLLECTIVES[name](leaf(), rank_group)
+    assert found.isnan().all()
+
+
+def test_gradients_are_nan(rank_group, monkeypatch):
+    written, put = [], RankGroup.nan_if_aborted
+
+    def seen(self, out):
+        put(self, out)
+        written.append(out)
+
+    monkeypatch.setattr(RankGroup, "nan_if_aborted", seen)
+    with pytest.raises(PeerTimeout):
+        sum_gradients(leaf(), rank_group).sum().backward()
+    assert written
+    assert written[0].isnan().all()
+
+
+def test_integers_stay(rank_group):
+    counts = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(PeerTimeout), rank_group.flight_recorder.step("count"):
+        rank_group.all_reduce(counts)
+    assert counts.tolist() == [1, 1, 1]
+
+
+def test_what_was_not_aborted_stays(rank_group):
+    out = leaf().detach()
+    rank_group.nan_if_aborted(out)
+    assert torch.equal(out, torch.ones(4, 3))
+
+
+def test_an_exchange_takes_no_old_numbers(rank_group, monkeypatch):
+    """Where an abort by a peer ends it before this rank's watch has seen anything."""
+    monkeypatch.setattr(rank_group_module, "all_gather_single", lambda *_, **__: None)
+    with pytest.raises(PeerTimeout), rank_group.flight_recorder.step("dispatch"):
+        rank_group.exchange(torch.tensor([3, 4]))
+
+
+def test_groups_are_aborted_at_once():
+    """An abort waits for the device, and with it for the kernels of other groups."""
+    barrier = threading.Barrier(3, timeout=5)
+
+    class Group:
+        def abort(self):
+            barrier.wait()
+
+    groups = object.__new__(RankGroups)
+    groups._made, groups._device = [Group(), Group(), Group()], CPU
+    groups.abort()
+    assert not barrier.broken
