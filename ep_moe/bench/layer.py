@@ -57,7 +57,7 @@ from ep_moe.bench.harness import (
     write,
 )
 from ep_moe.bench.layer_report import Line, plot, stage_table, table
-from ep_moe.bench.overlap import Variant, batch
+from ep_moe.bench.overlap import batch
 from ep_moe.bench.peers import Entry, Peers, Source
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
@@ -75,32 +75,61 @@ from ep_moe.types import Routing
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (1, 16, 128, 1024, 8192)
-VARIANTS: tuple[Variant, ...] = (  # experts, scheme, rows on the wire (out/back), transport; parts that go one by one
-    ("flashinfer_cutlass", "none", "plain", "nvlink_p2p", ()),
-    ("flashinfer_cutlass", "none", "plain", "flashinfer_nvlink", ()),
-    ("bf16_triton", "none", "plain", "nvlink_p2p", ()),
-    ("bf16_triton", "none", "plain", "nvlink_p2p", (2,)),
-    ("bf16_triton", "none", "plain", "nvlink_p2p", (4,)),
-    ("flashinfer_mega_bf16", "none", "plain", AUTO, ()),
-    ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", ()),
-    ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", (2,)),
-    ("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", (4,)),
-    ("fp8_block_triton", "fp8_block", "fp8_block", "flashinfer_nvlink", ()),
-    ("flashinfer_cutlass", "fp8_block", "plain", "nvlink_p2p", ()),
-    ("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p", ()),
-    ("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p", (2,)),
-    ("fp8_tensor_triton", "fp8_static", "fp8_tensor/fp8", "nvlink_p2p", ()),
-    ("fp8_tensor_triton", "fp8_static", "fp8_tensor/fp8", "nvlink_p2p", (2,)),
-    ("flashinfer_cutlass", "fp8_static", "fp8_tensor", "nvlink_p2p", ()),
-    ("fp8_dynamic_triton", "fp8_dynamic", "fp8_row", "nvlink_p2p", ()),
-    ("fp8_channel_triton", "fp8_channel", "fp8_row", "nvlink_p2p", ()),
-    ("flashinfer_mega_fp8", "fp8_block", "plain", AUTO, ()),
-)
 OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whatever the wire is called
 INPUT_SCALE = 0.02  # of rows of calibrated schemes
 REPLAYS = 15
 PARTS_FROM = 1024  # tokens per rank: below, weights are what takes time, and each part reads them again
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layer of ours. rows: on the wire, out/back; parts: that go one by one"""
+
+    experts: str
+    scheme: str
+    rows: str
+    all2all: str
+    parts: int = 1
+    exact: bool = False
+
+    @property
+    def name(self) -> str:
+        name = self.experts if self.all2all == AUTO else f"{self.experts} + {self.all2all}"
+        if self.parts > 1:
+            name = f"{name}, {self.parts} parts"
+        return f"{name}, exact" if self.exact else name
+
+    @property
+    def tuning(self) -> tuple[str, str]:
+        """Layers that are tuned alike."""
+        return self.experts, self.scheme
+
+    def exactly(self) -> Variant:
+        return dataclasses.replace(self, exact=True)
+
+
+VARIANTS = (
+    Variant("flashinfer_cutlass", "none", "plain", "nvlink_p2p"),
+    Variant("flashinfer_cutlass", "none", "plain", "flashinfer_nvlink"),
+    Variant("bf16_triton", "none", "plain", "nvlink_p2p"),
+    Variant("bf16_triton", "none", "plain", "nvlink_p2p", parts=2),
+    Variant("bf16_triton", "none", "plain", "nvlink_p2p", parts=4),
+    Variant("flashinfer_mega_bf16", "none", "plain", AUTO),
+    Variant("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p"),
+    Variant("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", parts=2),
+    Variant("fp8_block_triton", "fp8_block", "fp8_block", "nvlink_p2p", parts=4),
+    Variant("fp8_block_triton", "fp8_block", "fp8_block", "flashinfer_nvlink"),
+    Variant("flashinfer_cutlass", "fp8_block", "plain", "nvlink_p2p"),
+    Variant("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p"),
+    Variant("fp8_tensor_triton", "fp8_static", "fp8_tensor", "nvlink_p2p", parts=2),
+    Variant("fp8_tensor_triton", "fp8_static", "fp8_tensor/fp8", "nvlink_p2p"),
+    Variant("fp8_tensor_triton", "fp8_static", "fp8_tensor/fp8", "nvlink_p2p", parts=2),
+    Variant("flashinfer_cutlass", "fp8_static", "fp8_tensor", "nvlink_p2p"),
+    Variant("fp8_dynamic_triton", "fp8_dynamic", "fp8_row", "nvlink_p2p"),
+    Variant("fp8_channel_triton", "fp8_channel", "fp8_row", "nvlink_p2p"),
+    Variant("flashinfer_mega_fp8", "fp8_block", "plain", AUTO),
+)
 
 
 @dataclass(frozen=True)
@@ -123,10 +152,10 @@ def measure(
     """What cannot run here is left out, with its reason on rank 0's output. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
-    variants = [variant for variant in variants if not variant[4] or tokens >= PARTS_FROM]
+    variants = [variant for variant in variants if variant.parts == 1 or tokens >= PARTS_FROM]
     layers = {variant: layer for variant in variants if (layer := built(context, config, variant)) is not None}
     sources = tuned(context, tokens, layers)
-    layers = {variant: layer for variant, layer in layers.items() if variant[:2] in sources}
+    layers = {variant: layer for variant, layer in layers.items() if variant.tuning in sources}
     entries = [ours(variant, layer, x, routing) for variant, layer in layers.items()]
     joined = Peers(context, config, x, routing, sources)
     recipes = joined.recipes() if peers else {}
@@ -145,21 +174,23 @@ def measure(
 
 
 def built(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer | None:
-    return attempt(context, f"{variant[0]}, {variant[1]}, with {variant[3]}", partial(filled, context, config, variant))
+    what = f"{variant.name}, {variant.scheme}, with {variant.all2all}"
+    return attempt(context, what, partial(filled, context, config, variant))
 
 
 def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
     """A layer with random weights, equal on all ranks. Three kinds of expert, that a row at the wrong one shows."""
-    kernel, scheme, rows, all2all, parts = variant
-    there, _, back = rows.partition("/")
+    scheme, parts = variant.scheme, variant.parts
+    there, _, back = variant.rows.partition("/")
     layer = MoELayer(
         config,
         context,
-        all2all=all2all,
-        pipeline=-(-(context.max_tokens or 1) // parts[0]) if parts else None,
-        experts=kernel,
+        all2all=variant.all2all,
+        pipeline=-(-(context.max_tokens or 1) // parts) if parts > 1 else None,
+        experts=variant.experts,
         quantization=scheme,
         wire=Wire(dispatch=there, combine=back or "plain", input_scale=INPUT_SCALE if there in ONE_SCALE else None),
+        options=ExpertsOptions(exact=variant.exact),
         dtype=torch.bfloat16,
     )
     # far from the seeds of rows: rows equal to weights would have products as large as nowhere else, and saturate fp8
@@ -185,28 +216,22 @@ def tuned(context: EPContext, tokens: int, layers: dict[Variant, MoELayer]) -> d
     """By kernel and scheme, each measured once; those that fail are left out."""
     rows = [min(context.layout.ep * tokens, ExpertsOptions().chunk_rows)]
     sources: dict[tuple[str, str], Source] = {}
-    for (kernel, scheme, *_), layer in layers.items():
-        if (kernel, scheme) in sources:
-            layer.experts.use(sources[kernel, scheme].tiles)
+    for variant, layer in layers.items():
+        if variant.tuning in sources:
+            layer.experts.use(sources[variant.tuning].tiles)
             continue
-        tiles = attempt(context, f"{kernel}, {scheme}, tuning", partial(layer.tune, rows))
+        tiles = attempt(context, f"{variant.experts}, {variant.scheme}, tuning", partial(layer.tune, rows))
         if tiles is not None:
-            sources[kernel, scheme] = Source(layer, tiles)
+            sources[variant.tuning] = Source(layer, tiles)
     return sources
 
 
 def ours(variant: Variant, layer: MoELayer, x: Tensor, routing: Routing) -> Entry:
-    kernel, scheme, rows, _, _ = variant
-    weights = "bf16" if scheme == "none" else "fp8"
-    out, back = OUT.get(kernel, "bf16" if rows == "plain" else "fp8"), "fp8" if "/" in rows else "bf16"
+    weights = "bf16" if variant.scheme == "none" else "fp8"
+    out = OUT.get(variant.experts, "bf16" if variant.rows == "plain" else "fp8")
+    back = "fp8" if "/" in variant.rows else "bf16"
     call = partial(layer.forward_routed, x, routing)
-    return Entry("ours", name_of(variant), scheme, weights, f"{out} / {back}", call)
-
-
-def name_of(variant: Variant) -> str:
-    kernel, _, _, all2all, parts = variant
-    name = kernel if all2all == AUTO else f"{kernel} + {all2all}"
-    return f"{name}, {parts[0]} parts" if parts else name
+    return Entry("ours", variant.name, variant.scheme, weights, f"{out} / {back}", call)
 
 
 def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | None:
@@ -340,7 +365,7 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
         with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
             held = breakdown.measure_memory(context, config, partial(built, context, config, variant))
         for line in lines:
-            if held is not None and (line.owner, line.name, line.scheme) == ("ours", name_of(variant), variant[1]):
+            if held is not None and (line.owner, line.name, line.scheme) == ("ours", variant.name, variant.scheme):
                 line.plan_bytes, line.held_bytes, line.peak_bytes = dataclasses.astuple(held)
 
 
@@ -350,9 +375,10 @@ def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_models(parser, MODELS)
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
-    kernels = sorted({variant[0] for variant in VARIANTS})
+    kernels = sorted({variant.experts for variant in VARIANTS})
     parser.add_argument("--experts", nargs="+", choices=kernels, default=kernels)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--exact", action="store_true", help="each layer with ExpertsOptions(exact=True) too")
     parser.add_argument("--memory", nargs="*", type=positive, default=(), metavar="T", help="tokens to weigh layers at")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -362,7 +388,9 @@ def main() -> list[Line]:
     if missing := sorted({*asked.memory} - {*asked.tokens}):
         raise ConfigError(f"--memory {missing[0]} is not among --tokens {asked.tokens}; add it there")
     machine, lines, console = machine_of(), list[Line](), Console(width=150)
-    variants = [variant for variant in VARIANTS if variant[0] in asked.experts]
+    variants = [variant for variant in VARIANTS if variant.experts in asked.experts]
+    if asked.exact:
+        variants += [variant.exactly() for variant in variants if variant.parts == 1]
     first = dist.get_rank() == 0
     if first:
         console.print(

@@ -288,12 +288,13 @@ CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=
 TOKENS, TILES = 8, [3, 5]
 FLAGS = cutlass_op.runner_of(torch.bfloat16, torch.bfloat16, "none", True).flags
 MACHINE = layer.Machine(H200, P2P)
+Variant = layer.Variant
 VARIANTS = [
-    *(("flashinfer_cutlass", scheme, "plain", "allgather", ()) for scheme in ("none", "fp8_static", "fp8_block")),
-    ("flashinfer_mega_bf16", "none", "plain", "auto", ()),
-    ("flashinfer_mega_fp8", "fp8_block", "plain", "auto", ()),
-    ("no such kernel", "none", "plain", "allgather", ()),
-    ("flashinfer_cutlass", "none", "plain", "pplx", ()),
+    *(Variant("flashinfer_cutlass", scheme, "plain", "allgather") for scheme in ("none", "fp8_static", "fp8_block")),
+    Variant("flashinfer_mega_bf16", "none", "plain", "auto"),
+    Variant("flashinfer_mega_fp8", "fp8_block", "plain", "auto"),
+    Variant("no such kernel", "none", "plain", "allgather"),
+    Variant("flashinfer_cutlass", "none", "plain", "pplx"),
 ]
 HAND, NCCL = "FlashInfer one-sided + CUTLASS", "NCCL AG/RS + CUTLASS"
 PEERS = {

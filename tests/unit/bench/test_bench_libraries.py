@@ -132,7 +132,8 @@ def test_what_is_not_installed_is_named():
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 MACHINE = layer.Machine(RATES, 389e9)
-VARIANTS = [("reference", scheme, "plain", "allgather", ()) for scheme in ("none", "fp8_block")]
+PLAIN, BLOCK = (layer.Variant("reference", scheme, "plain", "allgather") for scheme in ("none", "fp8_block"))
+VARIANTS = [PLAIN, BLOCK, PLAIN.exactly()]
 PEERS = {
     ("DeepGEMM mega", "fp8_block", "fp8 / bf16"),
     ("transformers all_to_all, eager", "none", "bf16 / bf16"),
@@ -171,3 +172,4 @@ def test_layers_without_the_libraries(world_size):
     with EPContext.from_groups(device=torch.device("cpu"), deadline_s=30, max_tokens=8) as context:
         lines = lines_of(context)
     assert {line.name for line in lines if line.owner == "peer"} == {"transformers all_to_all, eager"}
+    assert {line.name for line in lines if line.owner == "ours"} == {PLAIN.name, f"{PLAIN.name}, exact"}
