@@ -107,6 +107,9 @@ class RankGroup:
 
         Returns:
             Integers on the host, by rank, then by place: R lists of n.
+
+        Raises:
+            DistBackendError: A lost peer aborted it; a PeerTimeout within a flight recorder's step.
         """
         if self.size == 1:
             return [values.tolist()]

@@ -313,7 +313,14 @@ class Router(nn.Module):
         return Routing(routing.ids, weights, logits if self.keeps_logits else None)
 
     def fused(self, x: Tensor) -> bool:
-        """Whether kernels of ours choose for such rows."""
+        """Say whether kernels of ours choose for such rows.
+
+        Args:
+            x: [T, H].
+
+        Returns:
+            Whether they do.
+        """
         return (
             self.kernels is not None
             and x.is_cuda

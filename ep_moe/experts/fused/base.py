@@ -51,6 +51,7 @@ class FusedCapabilities(KernelCapabilities):
         differentiable: A call has a backward.
         schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
         spare_sms: It heeds `ExpertsOptions.spare_sms`.
+        float8: It heeds `ExpertsOptions.float8`.
         min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
         max_compute_capability: Highest of a GPU; None for any.
         run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel

@@ -59,15 +59,16 @@ def test_bf16_takes_the_trained_way_without_gradients_too(monkeypatch):
     """Which rounds between the products where the other does not: a rollout's bits are the trainer's."""
     taken = []
 
-    def forward(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *_: Any) -> Any:
+    def forward(step: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
         taken.append(ids.tolist())
         return x + 1, SimpleNamespace(slots=None, ends=None, source=None), x
 
-    monkeypatch.setattr(gradients, "forward", forward)
+    monkeypatch.setattr(gradients.TrainedStep, "forward", forward)
     tensors = {"w13": torch.zeros(4, 2 * INNER, HIDDEN, dtype=BF16), "w2": torch.zeros(4, HIDDEN, INNER, dtype=BF16)}
     held = SimpleNamespace(
-        named=False, num_slots=4, dtype=BF16, stored_tensors=lambda: tensors, anchor=None, etp=SimpleNamespace(size=1)
-    )
+        named=False, num_slots=4, dtype=BF16, stored_tensors=lambda: tensors, anchor=None, etp=SimpleNamespace(size=1),
+        adds_output_bias=True,
+    )  # fmt: skip
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=8, top_k=1)
     experts: Any = Bf16TritonExperts(config, held, options=ExpertsOptions(exact=True))  # type: ignore[arg-type]
     x, ones = torch.zeros(3, HIDDEN, dtype=BF16), torch.ones(3, 1)
