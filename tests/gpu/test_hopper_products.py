@@ -87,9 +87,10 @@ def test_grouped_in_e4m3(tiles, spare, made):
 
 
 @each_form
+@pytest.mark.parametrize("n", [384, 320], ids=["whole tiles", "a part of one"])
 @pytest.mark.parametrize("spare", [0, 120], ids=["every multiprocessor", "a few"])
-def test_grouped_in_bf16(tiles, spare):
-    n, k = 384, 192
+def test_grouped_in_bf16(tiles, spare, n):
+    k = 192
     a, b, ends, expert = operands(n, k, BF16)
     out = torch.full((len(a) + SPARE_ROWS, n), torch.nan, dtype=BF16, device="cuda")
     kernels.grouped_gemm(a, b, ends, out, tiles, spare_sms=spare)
@@ -101,11 +102,13 @@ def test_grouped_in_bf16(tiles, spare):
 
 @each_form
 @pytest.mark.parametrize(
-    ("dtype", "turned"), [(BF16, False), (BF16, True), (FP8, False)], ids=["bf16", "turned", "e4m3"]
+    ("dtype", "turned", "n"),
+    [(BF16, False, 384), (BF16, True, 384), (BF16, True, 320), (FP8, False, 384)],
+    ids=["bf16", "turned", "turned, a part of a tile", "e4m3"],
 )
-def test_gathered_rows_give_the_same_bits(tiles, dtype, turned):
+def test_gathered_rows_give_the_same_bits(tiles, dtype, turned, n):
     """Rows that lie elsewhere, some of them read by several experts, beside rows that nothing reads."""
-    n, k = 384, 384
+    k = 384
     a, b, ends, _ = operands(n, k, dtype)
     if turned:
         b = b.mT.contiguous()
@@ -150,10 +153,11 @@ def test_every_way_to_activate_gives_the_same_numbers(tiles):
 
 @pytest.mark.parametrize("ring", [Ring(16, 12), Ring(32, 11), Ring(64, 9)], ids=lambda ring: str(ring.rows))
 @pytest.mark.parametrize("counts", [[130, 0, 1, 64, 129], [0, 0, 0, 3], [1] * 70], ids=["many", "last", "more tiles"])
-def test_streamed_in_bf16(counts, ring):
+@pytest.mark.parametrize(("n", "k"), [(384, 640), (192, 320)], ids=["whole tiles", "a part of one"])
+def test_streamed_in_bf16(counts, ring, n, k):
     """Experts without rows, whose weights programs fetch all the same, and with more than fit."""
     generator = torch.Generator(device="cuda").manual_seed(0)
-    n, k, total = 384, 640, sum(counts)
+    total = sum(counts)
     ends = torch.tensor(counts, device="cuda").cumsum(0).int()
     x = torch.randn(50, k, generator=generator, device="cuda").to(BF16)
     source = torch.randint(50, (total + 3,), generator=generator, device="cuda", dtype=torch.int32)

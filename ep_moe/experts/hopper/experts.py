@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, StepGradients
+from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions, StepGradients
 from ep_moe.experts.hopper import step
+from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.hopper.scaling import BLOCK, SCALINGS
 from ep_moe.experts.layouts import expected_pairs, localized
-from ep_moe.quant.schemes import PLAIN
+from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
@@ -225,11 +226,34 @@ class Bf16TritonExperts(HopperExperts):
     run_on = "1, 2 and 4 H200"
     scaling = "none"
     own_backward = True
-    capabilities = dataclasses.replace(_HOPPER, differentiable=True, exact=True, float8=True, biases=True)
+    capabilities = dataclasses.replace(
+        _HOPPER,
+        differentiable=True,
+        exact=True,
+        float8=True,
+        biases=True,
+        alignment_bytes=LINE,  # sizes are multiples of 64, as GPT-OSS's
+    )
 
     @classmethod
     def available(cls) -> str | None:
         return super().available() or nvrtc.missing()
+
+    @classmethod
+    def unsupported_reason(
+        cls,
+        config: MoEConfig,
+        dtype: torch.dtype,
+        etp: int,
+        scheme: Scheme = PLAIN,
+        options: ExpertsOptions | None = None,
+    ) -> str | None:
+        found = super().unsupported_reason(config, dtype, etp, scheme, options)
+        if found is None and options is not None and options.float8:
+            sizes = {"hidden_size": config.hidden_size, "intermediate_size / etp": config.intermediate_size // etp}
+            odd = [f"{name}, got {size}" for name, size in sizes.items() if size % LINE]  # a byte each
+            return f"float8=True needs a multiple of {LINE} for {odd[0]}" if odd else None
+        return found
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         if not self.options.exact:
@@ -341,7 +365,7 @@ class W4A16TritonExperts(HopperExperts):
         schemes=frozenset({"mxfp4", "mxint4", "int4", "nvfp4a16"}),
         biases=True,
         spare_sms=False,
-        alignment_bytes=128,  # sizes are multiples of 64, as GPT-OSS's
+        alignment_bytes=LINE,
     )
 
     def __init__(self, config: MoEConfig, weights: ExpertWeights, *args: Any, **options: Any) -> None:

@@ -6,7 +6,8 @@ each row of a matrix (a channel; rows of x have one each then).
 expert's rows itself. For more rows `route_sort.list_pairs` comes first, and the same two products go by its lists.
 Nothing here allocates or waits for the device. launch: how kernels are launched.
 
-Letters: N received rows, K routes of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128
+Letters: N received rows, K routes of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128,
+without scales of 64
 """
 
 # Triton's language has no types
@@ -16,6 +17,7 @@ Letters: N received rows, K routes of a row, L experts; hidden and intermediate 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from torch import Tensor
 
@@ -124,7 +126,7 @@ def first_product(
         experts, hidden, inner, alpha, limit,
         SCALES=_scales(w13_scale, scales), BY_ROUTE=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=gcd(hidden, DEPTH), STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
 
 
@@ -146,7 +148,7 @@ def second_product(
         base, pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_ROUTE=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,
         SMALLEST=SMALLEST,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=DEPTH, STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=gcd(inner, DEPTH), STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from ep_moe.experts.hopper.gemm_fp8_block_gluon import activate, next_stage
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
 from ep_moe.runtime.devices import memory_rate, multiprocessors
-from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import (
     TensorDescriptor,
     async_copy,
@@ -91,7 +91,7 @@ def product(
 ) -> None:  # fmt: skip
     """out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
 
-    x: [M, k]; w: [L, n, k], both bf16 or, with `scales`, both E4M3; n and k multiples of 128
+    x: [M, k]; w: [L, n, k], both bf16 or, with `scales`, both E4M3; n and k multiples of 128, or in bf16 of 64
     lists: rows are in their order; those beyond the last expert's are left as they are
     gather: x is [N, k], and row r of the sorted ones is x[lists.source[r]], whose scale is that of x's row, too
     out: bf16, or with scales of blocks fp16, [M, n]; with a gated activation [M, n / 2], where the first half of w's
@@ -127,7 +127,7 @@ def multiply(
     weights = TensorDescriptor(w, [experts * n, k], [k, 1], [64, block_k], layout)
     gated = activation not in ("", "relu2")
     width = n // 2 if gated else n
-    columns, x_scale, w_scale = width // (64 if gated else 128), scales[1], scales[3]
+    columns, x_scale, w_scale = cdiv(width, 64 if gated else 128), scales[1], scales[3]
     kind = 0 if w_scale is None else w_scale.dim()  # 2: of channels, 3: of blocks
     steps = x_scale.stride() if kind == 3 else (0, 0)
     launch(
@@ -338,9 +338,9 @@ def _multiply(
                 acc *= of_channels
                 acc1 *= of_channels1
         if bias is not None:
-            added = bias + expert * n + column * WIDTH
-            acc += _per_channel(added, MMA)
-            acc1 += _per_channel(added + second, MMA)
+            added = bias + expert * n
+            acc += _per_channel(added + column * WIDTH, MMA)
+            acc1 += _per_channel(added + gl.minimum(column * WIDTH + second, n - 64), MMA)  # half a tile may be none
         if ACTIVATION == "":
             _store(to, scales, expert, acc, start, count, column * 128)
             _store(to, scales, expert, acc1, start, count, column * 128 + 64)
@@ -414,7 +414,7 @@ def _sum_of_blocks(
 
 @gluon.jit
 def _store(to, scales, expert, value, start, count, column):
-    """value: [64 columns of out, ROWS rows of it]"""
+    """value: [64 columns of out, ROWS rows of it]; columns past the last are another expert's, or nothing"""
     out, _, width, _, _ = to
     out_scale = scales[4]
     if out_scale is not None:
@@ -425,7 +425,7 @@ def _store(to, scales, expert, value, start, count, column):
     c = column + gl.arange(0, 64, layout=gl.SliceLayout(1, LINES))
     r = gl.arange(0, value.shape[1], layout=gl.SliceLayout(0, LINES))
     at = out + (start + r).to(gl.int64).expand_dims(0) * width + c.expand_dims(1)
-    gl.store(at, value, mask=(r < count).expand_dims(0) & (c >= 0).expand_dims(1))
+    gl.store(at, value, mask=(r < count).expand_dims(0) & (c < width).expand_dims(1))
 
 
 @gluon.jit

@@ -105,9 +105,9 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
         return choose(config(**fields), layout(), GPU, dtype, scheme=SCHEMES[scheme]).experts
 
     assert chosen("fp8_block", expert_bias=True) == "flashinfer_cutlass"
-    assert chosen("none", expert_bias=True) == "flashinfer_cutlass"
+    assert chosen("none", inner=192, expert_bias=True) == "bf16_triton"
     assert chosen("none", torch.float16) == "flashinfer_cutlass"
-    assert chosen("none", inner=192) == "flashinfer_cutlass"
+    assert chosen("none", inner=200) == "flashinfer_cutlass"
     assert chosen("fp8_static", inner=192) == "flashinfer_cutlass"
     assert chosen("fp8_dynamic", inner=192) == "flashinfer_cutlass"
     assert chosen("fp8_dynamic", expert_bias=True) == "flashinfer_cutlass"
@@ -130,6 +130,16 @@ def test_other_gpus(kernel, capability, hopper):
     here = ".".join(map(str, capability))
     sentence = f"{kernel} needs a GPU of compute capability 9.0 for quantization fp8_block, this one has {here}"
     assert reason(kernel, "fp8_block") == sentence
+
+
+def test_products_in_e4m3_read_128_numbers_at_once():
+    options = ExpertsOptions(float8=True)
+    for fields, problem in (
+        ({}, None),
+        ({"hidden": 192}, "float8=True needs a multiple of 128 for hidden_size, got 192"),
+        ({"inner": 384, "etp": 2}, "float8=True needs a multiple of 128 for intermediate_size / etp, got 192"),
+    ):
+        assert reason("bf16_triton", "none", options=options, **fields) == problem
 
 
 def test_no_gpu():
@@ -167,9 +177,8 @@ def test_missing_libraries(monkeypatch):
         ("flashinfer_cutlass", "fp8_block", torch.float16, {}, "quantization fp8_block needs bfloat16"),
         ("bf16_triton", "fp8_block", BF16, {}, "quantization fp8_block is not among none"),
         ("bf16_triton", "none", torch.float16, {}, "dtype float16 is not among bfloat16"),
-        ("bf16_triton", "none", BF16, {"expert_bias": True}, "it has no expert biases (expert_bias=True)"),
-        ("bf16_triton", "none", BF16, {"inner": 256, "etp": 4},
-         "intermediate_size / etp must be a multiple of 128 in bfloat16, got 64"),
+        ("bf16_triton", "none", BF16, {"inner": 192, "etp": 2},
+         "intermediate_size / etp must be a multiple of 64 in bfloat16, got 96"),
         ("fp8_tensor_triton", "fp8_block", BF16, {}, "quantization fp8_block is not among fp8_static"),
         ("fp8_tensor_triton", "fp8_static", torch.float16, {}, "dtype float16 is not among bfloat16"),
         ("fp8_tensor_triton", "fp8_static", BF16, {"hidden": 192},

@@ -71,6 +71,19 @@ def test_biases(activation, count, etp_rank):
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 
+@pytest.mark.parametrize("count", [3, 20, sorted_first(90), sorted_first(1500)], ids=str)
+@pytest.mark.parametrize("biases", [False, True], ids=["no biases", "biases"])
+@pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, Activation.RELU2], ids=lambda a: a.value)
+@pytest.mark.parametrize(("hidden", "inner"), [(192, 320), (320, 192)], ids=str)
+def test_sizes_that_are_no_whole_tiles(hidden, inner, activation, biases, count):
+    """Multiples of 64, as GPT-OSS's."""
+    config = dataclasses.replace(
+        SMALL[0], hidden_size=hidden, intermediate_size=inner, activation=activation, expert_bias=biases
+    )
+    experts, tensors = build(config, SMALL[1])
+    check(experts, tensors, rows(config, SMALL[1], count))
+
+
 @pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
 def test_every_row_on_one_expert(count):
     experts, tensors = build(*SMALL)
