@@ -158,7 +158,7 @@ def measure(
     layers = {variant: layer for variant, layer in layers.items() if variant.tuning in sources}
     entries = [ours(variant, layer, x, routing) for variant, layer in layers.items()]
     joined = Peers(context, config, x, routing, sources)
-    recipes = joined.recipes() if peers else {}
+    recipes = joined.recipes() if peers and not config.expert_bias else {}  # theirs are made without biases
     entries += [entry for name, make in recipes.items() if (entry := attempt(context, name, make)) is not None]
     lines = timed(context, model, entries, floors_of(context, config, routing, machine))
     for line, entry in zip(lines, entries, strict=True):
@@ -203,6 +203,8 @@ def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
     kinds = []
     for kind in range(3):
         tensors = {"w13": w13, "w2": w2 / 2**kind}
+        if config.expert_bias:
+            tensors |= {"w13_bias": w13[:, 0] / 2**kind, "w2_bias": w2[:, 0] / 2**kind}
         if SCHEMES[scheme].activations.calibrated:
             scales = {"w13_input_scale": INPUT_SCALE, "w2_input_scale": 0.1}
             tensors |= {name: torch.tensor(value, device=context.device) for name, value in scales.items()}
