@@ -150,6 +150,12 @@ def check_plain(experts: list[SavedExperts], call: str) -> None:
     if layout.pp > 1:
         raise ConfigError(f"ParallelConfig.pp must be 1 for {call}, got {layout.pp}; save state_dict()")
     for one in experts:
+        here, there = one.layer.expert_weights.device, one.layer.context.device
+        if layout.ep * layout.etp > 1 and here.type != there.type:
+            raise ConfigError(
+                f"{one.layer.name} is on {here} and its EPContext on {there}, where experts travel between ranks; call "
+                f"model.to({str(there)!r}) before {call}"
+            )
         if one.layer.expert_weights.lora is not None:
             raise ConfigError(
                 f"the experts have LoRA factors, which {call} would leave out; call "

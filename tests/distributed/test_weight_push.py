@@ -16,7 +16,7 @@ from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations import push as pushing
 from ep_moe.integrations import transformers as models
 from ep_moe.integrations.find_experts import find_experts
-from ep_moe.integrations.transformers import expert_parallel, export_weights
+from ep_moe.integrations.transformers import export_weights
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.trained import LowRank
 from tests.fixtures.checkpoint_files import (
@@ -71,6 +71,10 @@ def context_of(**sizes):
     return EPContext.from_groups(ParallelConfig(**sizes), device=rank_device(), deadline_s=30)
 
 
+def expert_parallel(model, context, **options):
+    return models.expert_parallel(model, context, **options).to(context.device)
+
+
 def serving_model(kind, context, **options):
     """As if it was loaded from another checkpoint."""
     model = expert_parallel(KINDS[kind](), context, experts="reference", **options)
@@ -121,8 +125,8 @@ def test_a_server_has_what_the_trainer_has(world_size):
 def check_numbers(server, trained, scheme, where):
     """Beside the trained model of transformers."""
     if scheme == "none":
-        ids = torch.arange(5)[None].to(server.device)
-        found, wanted = (model(input_ids=ids, use_cache=False).logits.cpu() for model in (server, trained))
+        ids = torch.arange(5)[None]
+        found, wanted = (m(input_ids=ids.to(m.device), use_cache=False).logits.cpu() for m in (server, trained))
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item(), msg=str(where))
     else:
         numbers = [
