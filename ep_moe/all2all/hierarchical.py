@@ -24,6 +24,7 @@ from ep_moe.parallel.rank_group import Levels, RankGroup, all_to_all_rows, as_by
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting
 
+_NETWORK, _NVLINK = 50, 366  # GB/s of a GPU each way: a 400 Gbit/s card, nominal; an H200, by `bench.all2all`
 _HIGH = 32  # bits of a count; two travel in one number
 
 
@@ -73,12 +74,17 @@ class HierarchicalDispatcher(Dispatcher):
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         nodes = layout.ep_node_count
-        if nodes > 1 and layout.ep > nodes:
-            return (
-                25,
-                f"ranks of the EP group are on {nodes} nodes: a token travels once to a node, not once to each rank",
-            )
-        return 45, "a row per node that needs it, and there one per rank; the EP group has no such nodes"
+        if nodes == 1 or layout.ep == nodes:
+            return 45, "a row per node that needs it, and there one per rank; the EP group has no such nodes"
+        flat, by_node = (_reached(places, top_k) * (1 - 1 / nodes) for places in (layout.ep, nodes))
+        passed_on = _reached(layout.ep, top_k) * (1 - nodes / layout.ep)
+        if (flat - by_node) / _NETWORK < passed_on / _NVLINK:
+            rows = f"{by_node:.1f} rows of a token to other nodes for {flat:.1f}"
+            return 45, f"{rows}, which save less time on the network than passing rows on takes of NVLink"
+        return (
+            25,
+            f"ranks of the EP group are on {nodes} nodes: a token travels once to a node, not once to each rank",
+        )
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
@@ -166,6 +172,11 @@ class Seats:
             self._shifts[ids.device] = torch.tensor([*shifts, 0], dtype=ids.dtype, device=ids.device)
         valid = (ids >= 0) & (ids < len(seats) * slots_per_rank)
         return ids + self._shifts[ids.device][(ids // slots_per_rank).where(valid, len(seats))]
+
+
+def _reached(places: int, top_k: int) -> float:
+    """How many of so many ranks or nodes have an expert of a token, where each is as likely to have any."""
+    return places * (1 - (1 - 1 / places) ** top_k)
 
 
 def without_rails(name: str, layout: RankLayout) -> str | None:

@@ -52,6 +52,22 @@ def test_auto_does_not_where_a_node_has_nothing_to_pass_on(hosts, sizes):
     assert row(layout(hosts, **sizes), "hierarchical").status == "possible"
 
 
+@pytest.mark.parametrize(("nodes", "chosen"), [(2, "hierarchical"), (16, "hierarchical"), (32, "torch_a2a")])
+def test_auto_does_not_where_the_network_saves_less_than_nvlink_takes(nodes, chosen):
+    """DeepSeek-V3 on nodes of 8: as the model of `bench.scaling` has it, from EP 256 on."""
+    paper = NodeLayout.counted(range(8 * nodes), 8)
+    found = RankLayout.from_config(ParallelConfig(dp=8 * nodes), world=8 * nodes, rank=0, nodes=paper)
+    config = dataclasses.replace(CONFIG, num_experts=256)
+    assert choose(config, found, CPU, BF16).all2all == chosen
+    if chosen != "hierarchical":
+        assert row(found, "hierarchical", config=config).reason == (
+            "7.0 rows of a token to other nodes for 7.6, which save less time on the network than passing rows on "
+            "takes of NVLink"
+        )
+    one = dataclasses.replace(config, top_k=1)
+    assert choose(one, found, CPU, BF16).all2all == "torch_a2a"
+
+
 def test_uneven_nodes_are_refused_by_name_and_others_go_on():
     for rank in range(4):
         uneven = layout("aaab", rank)
