@@ -8,6 +8,9 @@ barrier is not the layer's. On a CPU everything runs over gloo, without floors a
 
 auto         the pair of transport and kernel that "auto" chooses; the other lines name their transport
 by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index_add; eager, and compiled
+torchtitan   (where it is installed) its layer over MinimalAsyncEP, whose buffers hold all rows that can arrive: none is
+             dropped. It is computed again in backward, as its trainer demands, eager and compiled; and "4 buffers":
+             nothing again, with more buffers than it has. See train_torchtitan.py
 float8       (--float8) products in E4M3, but for the matrices' gradients
 CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
 experts      (--rows) the kernel's own step, without transport, on one rank that holds --slots experts
@@ -34,7 +37,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.bench import floors
+from ep_moe.bench import floors, train_torchtitan
 from ep_moe.bench.all2all import slowest
 from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
@@ -73,6 +76,7 @@ from ep_moe.bench.train_entries import (
     with_experts,
 )
 from ep_moe.bench.train_report import Line, compared, plot, tables
+from ep_moe.bench.train_torchtitan import WAYS
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
@@ -186,13 +190,17 @@ def layer_lines(
     """Whole layers: for each number of tokens the batch, the point, its lines and the first one's results. Collective,
     in a context for the largest."""
     found = []
-    entries = layer_entries(context, config, options)
+    entries, first = layer_entries(context, config, options)
+    titan = train_torchtitan.prepared(context, config, first, options)
     for count in tokens:
         batch = Batch.make(context, config, count)
         load = load_of(context, config, batch.ids)
         point = point_of(model, config, context.layout.ep, "layer", count, load, rates)
-        with context.token_limit(count):  # once: it is an exchange of its own
-            lines, reference = measure(context, entries, batch, point, options.steps)
+        with (
+            context.token_limit(count),  # once: it is an exchange of its own
+            train_torchtitan.connected(context, titan, count, options.torchtitan) as peers,
+        ):
+            lines, reference = measure(context, [*entries, *peers], batch, point, options.steps)
         found.append((batch, point, lines, reference))
     return found
 
@@ -270,6 +278,7 @@ def main() -> list[Line]:
     parser.add_argument("--experts", default=AUTO, choices=[AUTO, *registry.targets("experts")])
     parser.add_argument("--transports", nargs="*", choices=transports(), default=transports(), help='beside "auto"')
     parser.add_argument("--by-hand", nargs="*", choices=list(BY_HAND), default=list(BY_HAND))
+    parser.add_argument("--torchtitan", nargs="*", choices=list(WAYS), default=list(WAYS), help="where it is installed")
     parser.add_argument("--float8", action="store_true", help='the "auto" pair with ExpertsOptions(float8=True) too')
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--steps", type=positive, default=10, help="that are timed")
@@ -277,7 +286,7 @@ def main() -> list[Line]:
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.LAUNCHED)
     check(asked)
-    options = Options(asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8)
+    options = Options(asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan)
     console, lines = Console(width=160), list[Line]()
     with EPContext.from_torchrun() as context:
         rates = measure_rates(context.device) if context.device.type == "cuda" else None

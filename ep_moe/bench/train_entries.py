@@ -128,13 +128,14 @@ COMPARED = 8  # experts, spread over the slots: gradients of all of them would t
 @dataclass(frozen=True)
 class Options:
     """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
-    "auto" pair by products in E4M3"""
+    "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`"""
 
     experts: str = AUTO
     transports: Sequence[str] = ()
     by_hand: Sequence[str] = tuple(BY_HAND)
     steps: int = 10
     float8: bool = False
+    torchtitan: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -172,8 +173,9 @@ class Entry:
     allowed: float = ERROR
 
 
-def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> list[Entry]:
-    """The "auto" pair, the other transports, and the layers by hand on the first layer's weights. Collective."""
+def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tuple[list[Entry], MoELayer | None]:
+    """The "auto" pair, the other transports, and the layers by hand on the first layer's weights; and that layer, None
+    where none can be built. Collective."""
     layers: dict[tuple[str, str], MoELayer] = {}
     entries = []
     for transport in (AUTO, *options.transports):
@@ -184,10 +186,11 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> li
         if pair not in layers:
             layers[pair] = layer
             entries.append(ours(f"{' + '.join(pair)}{', auto' if transport == AUTO else ''}", layer, over(layer)))
-    if layers:
+    first = next(iter(layers.values()), None)
+    if first is not None:
         entries += float8_entries(context, context, config, options, over)
-        entries += by_hand(context, config, context, next(iter(layers.values())), options)
-    return entries
+        entries += by_hand(context, config, context, first, options)
+    return entries, first
 
 
 def experts_entries(context: EPContext, own: EPContext, config: MoEConfig, options: Options) -> list[Entry]:

@@ -1,0 +1,173 @@
+"""torchtitan's routed layer for `bench.train`, from an installed torchtitan: its experts over MinimalAsyncEP.
+
+Known is version 0.3.0. Its trainer refuses MinimalAsyncEP unless all of a block is computed again in backward: "eager"
+and "compiled" do that. Two receive buffers take turns there, and the rows that backward's combine brings lie over those
+that the gradients of w1 and w3 are still to be computed from: expect WRONG. "kept" computes nothing again and has a
+buffer for each of a step's four exchanges, which its authors do not offer: what it could do with right gradients.
+
+A buffer holds all rows that can arrive, R * T * min(K, L), for as many tokens as are measured: no row is dropped. Its
+experts run over all of it, for how many rows arrived is known to the GPU alone. Results are weighted after the experts,
+on the rank that sent the rows. It needs spmd_types and tyro beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+from ep_moe.bench.layer import attempt
+from ep_moe.bench.libraries import imported
+from ep_moe.bench.train_entries import Entry, Options
+from ep_moe.config import MoEConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import BackendUnavailable, ConfigError
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.types import Activation
+
+DTYPE = torch.bfloat16
+TRANSPORT = "torchtitan.distributed.minimal_async_ep.api"
+# what one process has for all layers: how many buffers take turns, the buffers, and what they were made for
+COUNT, STATE, KEY = "_HIDDEN_RECV_BUFFER_COUNT", "_buffer_state", "_buffer_key"
+
+
+@dataclass(frozen=True)
+class Way:
+    """One line. buffers: receive buffers that take turns; recomputed: the layer runs again in backward"""
+
+    name: str
+    compiled: bool
+    buffers: int
+    recomputed: bool
+
+
+WAYS = {
+    "eager": Way("MinimalAsyncEP, eager", compiled=False, buffers=2, recomputed=True),
+    "compiled": Way("MinimalAsyncEP, compiled", compiled=True, buffers=2, recomputed=True),
+    "eager-kept": Way("MinimalAsyncEP, 4 buffers, eager", compiled=False, buffers=4, recomputed=False),
+    "compiled-kept": Way("MinimalAsyncEP, 4 buffers, compiled", compiled=True, buffers=4, recomputed=False),
+}
+
+
+class Block(nn.Module):
+    """What of a transformer block is measured: routes are counted, and its `RoutedExperts` called."""
+
+    def __init__(self, routed: nn.Module, num_experts: int) -> None:
+        super().__init__()
+        self.routed, self.num_experts = routed, num_experts
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        chosen = torch.zeros(len(ids), self.num_experts, dtype=torch.bool, device=ids.device).scatter(1, ids, True)
+        out: Tensor = self.routed(x[None], weights[None], ids[None], chosen.sum(0))[0]
+        return out
+
+
+class TorchTitan:
+    """The layer of one rank. w13: [L, 2 * I, H], gate first; w2: [L, H, I]; it has w1 and w3 apart, as copies."""
+
+    def __init__(self, config: MoEConfig, w13: Tensor, w2: Tensor, rank_group: RankGroup) -> None:
+        if config.activation is not Activation.SWIGLU or config.expert_bias:
+            raise ConfigError("torchtitan's experts have SwiGLU and no biases; name another model")
+        if rank_group.group is None:
+            raise ConfigError("MinimalAsyncEP needs two ranks; start more")
+        self._transport = imported(TRANSPORT)
+        missing = [name for name in (COUNT, STATE, KEY) if not hasattr(self._transport, name)]
+        if missing:
+            raise BackendUnavailable(f"{TRANSPORT} has no {missing[0]}; install torchtitan 0.3.0")
+        self._dispatcher = imported("torchtitan.models.common.token_dispatcher").MinimalAsyncEPTokenDispatcher
+        layers = imported("torchtitan.models.common.moe")
+        self.config, self.rank_group, self.device = config, rank_group, w2.device
+        self._default, self._tokens = getattr(self._transport, COUNT), 0
+        experts = layers.GroupedExperts.Config(
+            dim=config.hidden_size, hidden_dim=config.intermediate_size, num_experts=len(w2)
+        )
+        settings = layers.RoutedExperts.Config(inner_experts=experts, token_dispatcher=self._settings(1))
+        with torch.device("meta"):
+            self._routed = settings.build()
+        self.w1, self.w3 = (nn.Parameter(half.detach().clone()) for half in w13.chunk(2, 1))
+        self.w2 = nn.Parameter(w2.detach())
+        held = self._routed.inner_experts
+        held.w1_EFD, held.w2_EDF, held.w3_EFD = self.w1, self.w2, self.w3
+
+    def _settings(self, tokens: int) -> Any:
+        config = self.config
+        return self._dispatcher.Config(
+            num_experts=config.num_experts, top_k=config.top_k, hidden_dim=config.hidden_size,
+            num_max_tokens_per_rank=tokens, dtype=DTYPE, device=self.device,
+        )  # fmt: skip
+
+    def connect(self, tokens: int, buffers: int) -> bool:
+        """Make buffers for so many tokens of each rank. Collective."""
+        self.close()  # a process has them once, of one size
+        setattr(self._transport, COUNT, buffers)
+        dispatcher, group = self._settings(tokens).build(), self.rank_group.group
+        assert group is not None
+        dispatcher.wire_meshes(ep_mesh=DeviceMesh.from_group(group, self.device.type))
+        self._routed.token_dispatcher, self._tokens = dispatcher, tokens
+        return True
+
+    def entry(self, way: Way) -> Entry:
+        """A line of the tokens that are connected for."""
+        block: nn.Module = Block(self._routed, self.config.num_experts)
+        if way.recomputed:  # as its FullAC does
+            block = checkpoint_wrapper(block, preserve_rng_state=True, early_stop=False)
+        step: Callable[..., Tensor] = torch.compile(block, fullgraph=True) if way.compiled else block
+
+        def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            if len(x) != self._tokens:
+                raise ConfigError(f"torchtitan's buffers are for {self._tokens} tokens, got {len(x)}")
+            setattr(self._transport, COUNT, way.buffers)
+            getattr(self._transport, STATE).hidden_recv_buffer_index = 0
+            return step(x, ids, weights)
+
+        ranks, config = self.rank_group.size, self.config
+        rows = ranks * self._tokens * min(config.top_k, len(self.w2))
+        size = way.buffers * rows * config.hidden_size * DTYPE.itemsize
+        return Entry("torchtitan", way.name, call, (self.w1, self.w2, self.w3), self.gradients, len(self.w2), size)
+
+    def gradients(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Of w13 and w2 of one expert."""
+        grads = [w.grad for w in (self.w1, self.w3, self.w2)]
+        if any(grad is None for grad in grads):
+            raise ConfigError("torchtitan's experts are left without a gradient")
+        first, third, second = (grad[slot] for grad in grads if grad is not None)
+        return torch.cat([first, third]), second
+
+    def close(self) -> None:
+        """Let go of the buffers: torchtitan has no call for that."""
+        for name, value in ((STATE, None), (KEY, None), (COUNT, self._default)):
+            setattr(self._transport, name, value)
+
+
+def prepared(context: EPContext, config: MoEConfig, layer: MoELayer | None, options: Options) -> TorchTitan | None:
+    """On the weights of a layer; None, with the reason on rank 0's output, where it cannot be. Collective."""
+    if layer is None or not options.torchtitan:
+        return None
+    stored = layer.expert_weights.stored_tensors()
+    make = partial(TorchTitan, config, stored["w13"], stored["w2"], context.rank_groups["ep"])
+    return attempt(context, "torchtitan", make)
+
+
+@contextmanager
+def connected(
+    context: EPContext, titan: TorchTitan | None, tokens: int, names: Sequence[str]
+) -> Iterator[Sequence[Entry]]:
+    """Lines for so many tokens of each rank, none where there are no buffers for them. names: of `WAYS`. Collective."""
+    if titan is None:
+        yield ()
+        return
+    ways = [WAYS[name] for name in names]
+    try:
+        connect = partial(titan.connect, tokens, max(way.buffers for way in ways))
+        able = attempt(context, f"torchtitan, buffers for {tokens} tokens", connect)
+        yield [titan.entry(way) for way in ways] if able else ()
+    finally:
+        titan.close()
