@@ -350,7 +350,7 @@ class FlightRecorder:
             self._say_slow(late)
             if late > self.deadline_s and self._failure is None and self._abort is not None:
                 self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
-                self._free()
+                self._free(store)
             if self._late_on_device() > 2 * self.deadline_s:
                 self._end("The device still waits")
             if self._late_on_host() > 2 * self.deadline_s and self._abort is not None:
@@ -362,20 +362,30 @@ class FlightRecorder:
             self._failure = InputError(store.get("refusal").decode())
         if self._failure is None and (found := self._failed_elsewhere(store)) is not None:
             self._failure = found
-            self._free()
+            self._free(store)
+        if self._aborted is not None and store.has("aborted"):
+            self._aborted.fill_(True)  # a collective of this rank with those that gave up leaves noise too
 
     def _say_unwatched(self, lost: StoreLost) -> None:
         if self._watched:
             _log.info("rank %d cannot watch its peers: %s", self._rank, lost)
         self._watched = False
 
-    def _free(self) -> None:
+    def _free(self, store: AnsweringStore) -> None:
         """A thread that waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait
         for the lost peer. Once, with the first failure: there is no other."""
         if self._aborted is not None:
             self._aborted.fill_(True)  # before a device can go on
+            with suppress(StoreLost):
+                store.set("aborted", "")
         if self._abort is not None:
-            threading.Thread(target=self._abort, daemon=True, name="ep_moe abort").start()
+            threading.Thread(target=self._abort_once_heard, daemon=True, name="ep_moe abort").start()
+
+    def _abort_once_heard(self) -> None:
+        """A peer that comes late would take noise for numbers: all have heard of it before there is any."""
+        assert self._abort is not None
+        time.sleep(1.5 * self._period)
+        self._abort()
 
     def _note_wait(self, late: float) -> None:
         where = self._step.where

@@ -109,6 +109,29 @@ def test_an_exchange_takes_no_old_numbers(rank_group, monkeypatch):
         rank_group.exchange(torch.tensor([3, 4]))
 
 
+def test_a_rank_that_comes_late_has_heard_of_it(monkeypatch):
+    """Its own collective ends with what its peers' abort leaves."""
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)
+    store, heard, seen = HashStore(), threading.Event(), []
+    late = FlightRecorder(store, [0, 1], 1, deadline_s=2.0, abort=lambda: None)
+
+    def abort():
+        seen.append(bool(late.aborted(CPU)))
+        heard.set()
+
+    waits = FlightRecorder(store, [0, 1], 0, deadline_s=2.0, abort=abort)
+    try:
+        for flight_recorder in (late, waits):
+            flight_recorder.prepare_mark(CPU)
+        with pytest.raises(PeerTimeout), waits.step("combine"):
+            assert heard.wait(10)
+        assert seen == [True]
+        assert not late.failed, "it goes on to be told by its own step"
+    finally:
+        late.close()
+        waits.close()
+
+
 def test_groups_are_aborted_at_once():
     """An abort waits for the device, and with it for the kernels of other groups."""
     barrier = threading.Barrier(3, timeout=5)

@@ -281,7 +281,7 @@ def test_a_call_on_other_memory_is_not_taken_for_an_earlier_one(moved):
         out = torch.cat([out[:3], block])
     assert torch.equal(out[: len(expected)], expected)
     assert not out[len(expected) :].any(), "behind the rows of this call"
-    written = bool((experts.workspace()[:1024] != 255).any())
+    written = bool((experts.workspace() != 255).any())
     assert moved != "scratch" or written, "scratch memory of before"
 
 
