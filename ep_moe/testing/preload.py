@@ -8,6 +8,7 @@ import torch
 from ep_moe import registry
 
 OPTIONAL = ["pytest", "ep_moe.integrations.transformers"]
+OPTIONAL += ["torch.distributed.tensor.debug"]  # what `EPContext.destroy` clears a cache of torch by
 OPTIONAL += [
     f"transformers.models.{name}.modeling_{name}"
     for name in ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "llama4")
