@@ -271,13 +271,17 @@ class RowComparison:
             return [0, 0]
         if not compared:
             return [argument_bits(passed), 0]
-        if self._factors is None or self._factors.device != device:
-            self._factors = place_factors(WORDS, device)
-        sums = [
-            checksum(tensor if tensor.is_floating_point() else tensor.long(), device, self._factors)
-            for tensor in passed.values()
-        ]
+        given = [tensor if tensor.is_floating_point() else tensor.long() for tensor in passed.values()]
+        sums = [checksum(tensor, device, self._place_factors(tensor, device)) for tensor in given]
         return [argument_bits(passed), sums[0] if len(sums) == 1 else checksum(torch.stack(sums), device)]
+
+    def _place_factors(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Those of at least as many words as a checksum of the tensor weighs at a time, kept for later calls: few
+        tokens do not write the 8 MiB of the most words."""
+        words = min(WORDS, -(-tensor.numel() * tensor.element_size() // 8))
+        if self._factors is None or self._factors.device != device or len(self._factors) < words:
+            self._factors = place_factors(1 << max(words - 1, 0).bit_length(), device)
+        return self._factors
 
     @torch.no_grad()
     def problem(self, passed: Passed) -> str | None:
