@@ -98,7 +98,7 @@ def check_fields(capabilities: Any, kind: type) -> None:
     hints = _hints(kind)
     for field in dataclasses.fields(kind):
         value = getattr(capabilities, field.name)
-        if int not in (hints[field.name], *get_args(hints[field.name])) and not _fits(value, hints[field.name]):
+        if int not in (hints[field.name], *_taken_apart(hints[field.name])[1]) and not _fits(value, hints[field.name]):
             raise ConfigError(f"{kind.__name__}.{field.name} must be a {field.type}, got {shown(value)}")
 
 
@@ -107,8 +107,14 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+@functools.cache
+def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A layer's choice of backends asks thousands of times."""
+    return get_origin(hint), get_args(hint)
+
+
 def _fits(value: object, hint: Any) -> bool:
-    origin, parts = get_origin(hint), get_args(hint)
+    origin, parts = _taken_apart(hint)
     if origin is UnionType:
         return any(_fits(value, part) for part in parts)
     if origin is frozenset:
