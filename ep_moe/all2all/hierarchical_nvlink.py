@@ -24,7 +24,7 @@ from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Receiv
 
 class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
     name = "hierarchical_nvlink"
-    run_on = "CPU, gloo and memory that ranks share, 2 nodes of 2 and 4 ranks, 4 nodes of 2; GPUs: NOT RUN"
+    run_on = "CPU, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 GPUs as two nodes: in bench.train alone"
     capabilities = dataclasses.replace(
         HierarchicalStaticDispatcher.capabilities,
         alignment_bytes=NVLinkP2PDispatcher.capabilities.alignment_bytes,
@@ -45,7 +45,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
 
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
-        return 47, "max_tokens rows to every node, and there straight into peers' memory; not run on GPUs"
+        return 47, "max_tokens rows to every node, and there straight into peers' memory; contract not run on GPUs"
 
     @classmethod
     def available(cls) -> str | None:

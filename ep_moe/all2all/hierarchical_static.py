@@ -40,7 +40,7 @@ class StaticHandle:
 
 class HierarchicalStaticDispatcher(Dispatcher):
     name = "hierarchical_static"
-    run_on = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; GPUs: NOT RUN"
+    run_on = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H100 as two nodes"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,

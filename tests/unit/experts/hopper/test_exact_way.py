@@ -71,6 +71,7 @@ def test_bf16_takes_the_trained_way_without_gradients_too(monkeypatch):
     )  # fmt: skip
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=8, top_k=1)
     experts: Any = Bf16TritonExperts(config, held, options=ExpertsOptions(exact=True))  # type: ignore[arg-type]
+    assert experts.workspace_bytes() == 0, "nothing that no call uses is in plan()"
     x, ones = torch.zeros(3, HIDDEN, dtype=BF16), torch.ones(3, 1)
     wire = WireIds(torch.tensor([[4], [7], [2]], dtype=torch.int32), 4)  # type: ignore[arg-type]
     common = {"layout": RowLayout.RANK_MAJOR, "weighting": Weighting.EXPERTS, "handle": None, "weights": ones}
