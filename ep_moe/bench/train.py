@@ -245,7 +245,11 @@ def routed(model: str) -> MoEConfig:
 
 def share(model: str, slots: int) -> MoEConfig:
     """Of one rank with so many experts, to which all rows go."""
-    return dataclasses.replace(routed(model), num_experts=slots)
+    config = routed(model)
+    routing = dataclasses.replace(
+        config.routing, num_groups=1, top_groups=1
+    )  # routes are given, of any number of slots
+    return dataclasses.replace(config, num_experts=slots, routing=routing)
 
 
 def check(asked: argparse.Namespace) -> None:

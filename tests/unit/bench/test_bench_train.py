@@ -169,6 +169,11 @@ def test_the_line_of_a_graph(world_size):
 # --- floors, tables ------------------------------------------------------------------------------------------------
 
 
+def test_a_rank_may_hold_fewer_experts_than_a_router_has_groups():
+    config = train.share("deepseek-v3", 8)
+    assert (config.num_experts, config.routing.num_groups) == (8, 1)
+
+
 def test_the_floor_of_a_step():
     many, few = floors.Load(4, 1e6, 0, 0), floors.Load(4, 1, 0, 0)
     numbers = 32 * 3 * 16  # of an expert
