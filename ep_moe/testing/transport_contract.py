@@ -66,6 +66,7 @@ def check_dispatcher(
     *,
     top_ks: Sequence[int] = (1, 2, 3, 4, 8),
     dtypes: Sequence[torch.dtype] | None = None,
+    wires: Sequence[Wire] | None = None,
     deadline_s: float = 60.0,
     ranks_per_node: int | None = None,
 ) -> None:
@@ -75,6 +76,7 @@ def check_dispatcher(
         factory: The class, or a function (dispatch_shape, rank_group) -> dispatcher; collective.
         top_ks: Values of K.
         dtypes: Of rows, all with the last top-k, the others with the first dtype. Default: those of the capabilities.
+        wires: Of rows that do not travel plain, with the first dtype. Default: each of the capabilities' formats.
         deadline_s: Seconds for a collective step.
         ranks_per_node: As `EPContext.from_groups` takes it: the ranks stand for so many of each of several nodes.
 
@@ -90,7 +92,7 @@ def check_dispatcher(
             for dtype in dtypes if top_k == top_ks[-1] else dtypes[:1]:
                 shape = dispatch_shape(context.layout.ep, top_k, dtype)
                 _check_shape(factory, shape, context.rank_groups["ep"], device)
-        for wire in _wires(can):
+        for wire in _wires(can) if wires is None else wires:
             _check_shape(
                 factory,
                 dispatch_shape(context.layout.ep, top_ks[-1], dtypes[0], wire),

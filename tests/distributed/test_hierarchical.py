@@ -58,8 +58,9 @@ def test_contract_on_2_nodes_of_2(kind, world_size):
 @KINDS
 @pytest.mark.parametrize("ranks_per_node", [2, 4])
 def test_contract_on_8_ranks(ranks_per_node, kind, world_size):
+    wires = [Wire(dispatch="fp8_block")]  # 4 ranks take all
     with p2p_on_cpu():
-        check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), ranks_per_node=ranks_per_node)
+        check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), wires=wires, ranks_per_node=ranks_per_node)
 
 
 class GivesNumbers(HierarchicalStaticDispatcher):
