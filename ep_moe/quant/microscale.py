@@ -238,7 +238,8 @@ def scale_to(largest: Tensor, top: float) -> Tensor:
         Scales; 1 for zeros, and for numbers so small that the scale would not be a normal number (dividing by it could
         overflow).
     """
-    scale = largest / top
+    # by a plain number a GPU multiplies with its reciprocal, and the last bit is not a CPU's
+    scale = largest / torch.full((), top, dtype=largest.dtype, device=largest.device)
     return torch.where(scale >= _TINY, scale, torch.ones_like(scale))
 
 

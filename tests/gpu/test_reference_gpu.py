@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
+from ep_moe.quant.schemes import SCHEMES
 from tests.fixtures.experts import bound, experts, local_ids, loop, parameters, received, shape
-from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved
+from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, same_bits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 
@@ -31,6 +32,18 @@ def test_equals_a_loop_over_tokens_and_experts(activation, bias, dtype):
     assert y.dtype == dtype
     error = (y.double().cpu() - expected).abs()
     assert (error <= limit).all(), f"{(error / limit.clamp(min=1e-30)).max():.2f} times the bound"
+
+
+@pytest.mark.parametrize("scheme", ["fp8_static", "fp8_dynamic", "fp8_channel", "fp8_block", "int4"])
+def test_weights_have_the_codes_and_scales_of_a_cpu(scheme):
+    """A server that quantises what a trainer on CPUs pushed holds the bytes of one that loaded them on a GPU."""
+    generator = torch.Generator().manual_seed(0)
+    numbers = {name: torch.randn(256, 256, generator=generator) / 50 for name in ("w13", "w2")}
+    if SCHEMES[scheme].activations.calibrated:
+        numbers |= {name: torch.tensor(0.02) for name in ("w13_input_scale", "w2_input_scale")}
+    found = SCHEMES[scheme].quantize({name: tensor.to(GPU) for name, tensor in numbers.items()}, torch.bfloat16)
+    for name, wanted in SCHEMES[scheme].quantize(numbers, torch.bfloat16).items():
+        assert same_bits(found[name].cpu(), wanted), name
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 255, 256, 257, 4099])
