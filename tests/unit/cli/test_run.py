@@ -525,7 +525,9 @@ def test_ranks_end_with_the_command(how, when, tmp_path):
         time.sleep(0.05)
     output = process.stdout.read()
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[how], output
-    assert output.strip() == ("interrupted" if how == "SIGINT" else "")  # nor a word of leaked semaphores
+    # gloo itself says, line by line, that a peer ended to which it was still connecting
+    said = [line for line in output.splitlines() if line.strip() and "gloo" not in line.lower()]
+    assert said == (["interrupted"] if how == "SIGINT" else [])  # nor a word of leaked semaphores
     if (how, when) != ("SIGKILL", "imports"):  # there was nothing else to remove them
         assert not [path for path in tmp_path.rglob("*") if path.name.startswith(("store", "stack"))]
 
