@@ -180,13 +180,15 @@ class Experts(ABC):
         can = cls.capabilities
         if (problem := can.problem(config, dtype, etp, scheme, options)) is not None:
             return problem
-        unit = can.alignment_bytes // gcd(can.alignment_bytes, dtype.itemsize)
+        # the narrowest numbers that products read
+        read = torch.float8_e4m3fn if options is not None and options.float8 else dtype
+        unit = can.alignment_bytes // gcd(can.alignment_bytes, read.itemsize)
         for name, size in (
             ("hidden_size", config.hidden_size),
             ("intermediate_size / etp", config.intermediate_size // etp),
         ):
             if size % unit:
-                return f"{name} must be a multiple of {unit} in {dtype_name(dtype)}, got {size}"
+                return f"{name} must be a multiple of {unit} in {dtype_name(read)}, got {size}"
         return None
 
     @overload

@@ -382,7 +382,7 @@ class FlightRecorder:
             threading.Thread(target=self._abort_once_heard, daemon=True, name="ep_moe abort").start()
 
     def _abort_once_heard(self) -> None:
-        """A peer that comes late would take noise for numbers: all have heard of it before there is any."""
+        """Wait until the peers' watches have read the store: a peer that comes late would take noise for numbers."""
         assert self._abort is not None
         time.sleep(1.5 * self._period)
         self._abort()

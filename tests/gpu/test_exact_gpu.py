@@ -90,7 +90,7 @@ def test_captured_calls(name, context):
 @HOPPER
 @torch.no_grad()
 def test_without_exact_the_bits_differ(context):
-    """Else these tests could not fail. Some kernels sum a row alike in every batch, though nobody asked for it."""
+    """Else these tests could not fail. Without `exact` some kernels sum a row alike in every batch too."""
     x, same = rows(context), []
     for name in KERNELS:
         layer = layer_of(context, name, exact=False)

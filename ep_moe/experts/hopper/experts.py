@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions, StepGradients
+from ep_moe.experts.base import Experts, ExpertsCapabilities, StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.hopper.scaling import BLOCK, SCALINGS
 from ep_moe.experts.layouts import expected_pairs, localized
-from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
@@ -239,22 +239,6 @@ class Bf16TritonExperts(HopperExperts):
     def available(cls) -> str | None:
         return super().available() or nvrtc.missing()
 
-    @classmethod
-    def unsupported_reason(
-        cls,
-        config: MoEConfig,
-        dtype: torch.dtype,
-        etp: int,
-        scheme: Scheme = PLAIN,
-        options: ExpertsOptions | None = None,
-    ) -> str | None:
-        found = super().unsupported_reason(config, dtype, etp, scheme, options)
-        if found is None and options is not None and options.float8:
-            sizes = {"hidden_size": config.hidden_size, "intermediate_size / etp": config.intermediate_size // etp}
-            odd = [f"{name}, got {size}" for name, size in sizes.items() if size % LINE]  # a byte each
-            return f"float8=True needs a multiple of {LINE} for {odd[0]}" if odd else None
-        return found
-
     def workspace_bytes(self) -> int:
         return 0 if self.options.exact else super().workspace_bytes()  # exact calls take memory of their own
 
@@ -272,7 +256,6 @@ class Bf16TritonExperts(HopperExperts):
             super().compute_to_peers(received, out)
 
     def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
-
         assert received.local_ids is not None
         stored = {name: tensor.detach() for name, tensor in self.weights.stored_tensors().items()}
         y, routes, h = self._trained(stored).forward(received.x, self._routing_weights(received), received.local_ids)

@@ -136,8 +136,8 @@ def test_products_in_e4m3_read_128_numbers_at_once():
     options = ExpertsOptions(float8=True)
     for fields, problem in (
         ({}, None),
-        ({"hidden": 192}, "float8=True needs a multiple of 128 for hidden_size, got 192"),
-        ({"inner": 384, "etp": 2}, "float8=True needs a multiple of 128 for intermediate_size / etp, got 192"),
+        ({"hidden": 192}, "hidden_size must be a multiple of 128 in float8_e4m3fn, got 192"),
+        ({"inner": 384, "etp": 2}, "intermediate_size / etp must be a multiple of 128 in float8_e4m3fn, got 192"),
     ):
         assert reason("bf16_triton", "none", options=options, **fields) == problem
 

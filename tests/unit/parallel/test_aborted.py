@@ -126,7 +126,7 @@ def test_a_rank_that_comes_late_has_heard_of_it(monkeypatch):
         with pytest.raises(PeerTimeout), waits.step("combine"):
             assert heard.wait(10)
         assert seen == [True]
-        assert not late.failed, "it goes on to be told by its own step"
+        assert not late.failed, "its own step raises later"
     finally:
         late.close()
         waits.close()
