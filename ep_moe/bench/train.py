@@ -246,9 +246,8 @@ def routed(model: str) -> MoEConfig:
 def share(model: str, slots: int) -> MoEConfig:
     """Of one rank with so many experts, to which all rows go."""
     config = routed(model)
-    routing = dataclasses.replace(
-        config.routing, num_groups=1, top_groups=1
-    )  # routes are given, of any number of slots
+    # routes are given: no router limits them to groups
+    routing = dataclasses.replace(config.routing, num_groups=1, top_groups=1)
     return dataclasses.replace(config, num_experts=slots, routing=routing)
 
 
