@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Wire
-from ep_moe.quant.fp8 import e4m3_blocks, round_fp8, widen_blocks, widen_by
+from ep_moe.quant.fp8 import e4m3_blocks, e4m3_step, e4m3_under, round_fp8, widen_blocks, widen_by
 from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
 from ep_moe.quant.row_format import ROW_FORMATS, SMALLEST
 from ep_moe.runtime.devices import multiprocessors, on_device
@@ -82,7 +82,26 @@ def round_rows(
     )  # fmt: skip
 
 
+def round_columns(w: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once) -> None:
+    """Round matrices to E4M3 and turn them: as `round_rows` of each column of w, to the same bits.
+
+    Args:
+        w: bf16 [L, K, N], contiguous.
+        out: float8_e4m3fn [L, N, K], contiguous.
+        scale: float32 [L, N].
+        launch: How the kernels are launched.
+    """
+    experts, depth, size = w.shape
+    if not w.numel():
+        return
+    given = (w, scale, depth, size)
+    launch(_column_scales, (experts, cdiv(size, SIDE)), *given, SMALLEST=SMALLEST, DEPTH=2 * SIDE, WIDTH=SIDE)
+    grid = (experts, cdiv(size, SIDE), cdiv(depth, 2 * SIDE))
+    launch(_round_columns, grid, *given, out, DEPTH=2 * SIDE, WIDTH=SIDE)
+
+
 COLUMNS = 1024  # columns of a program
+SIDE = 64  # of a tile that is turned: so many columns, and twice as many rows
 
 
 @dataclass(frozen=True)
@@ -184,6 +203,36 @@ def mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _column_scales(w, scale, depth, size, SMALLEST: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
+    """As `_round_rows` finds a row's, of WIDTH columns of an expert."""
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < size
+    own = w + tl.program_id(0).to(tl.int64) * depth * size
+    largest = tl.zeros([WIDTH], tl.float32)
+    for start in range(0, depth, DEPTH):
+        row = start + tl.arange(0, DEPTH)
+        there = (row < depth)[:, None] & inside[None, :]
+        value = tl.load(own + row[:, None] * size + column[None, :], mask=there, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(value), 0))
+    to = scale + tl.program_id(0).to(tl.int64) * size + column
+    tl.store(to, e4m3_step(largest, SMALLEST), mask=inside)
+
+
+@triton.jit
+def _round_columns(w, scale, depth, size, out, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile, turned."""
+    expert = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.program_id(2) * DEPTH + tl.arange(0, DEPTH)
+    inside, there = column < size, row < depth
+    step = tl.load(scale + expert * size + column, mask=inside, other=1.0)
+    at = w + expert * depth * size + row[:, None] * size + column[None, :]
+    value = tl.load(at, mask=there[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    to = out + expert * depth * size + column[:, None] * depth + row[None, :]
+    tl.store(to, tl.trans(e4m3_under(value, step[None, :])), mask=inside[:, None] & there[None, :])
 
 
 @triton.jit

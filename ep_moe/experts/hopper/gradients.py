@@ -31,7 +31,7 @@ from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
 from ep_moe.experts.layouts import expected_pairs
-from ep_moe.quant.kernels import RowScales, round_rows
+from ep_moe.quant.kernels import RowScales, round_columns, round_rows
 from ep_moe.runtime.launch_cache import next_power_of_2
 from ep_moe.types import capturing
 
@@ -182,25 +182,29 @@ class TrainedStep:
         self, pairs: Tensor, w: Tensor, routes: Routes, *, turned: bool = False, bias: Tensor | None = None
     ) -> Tensor:
         """pairs [count, K] by w [L, N, K]: [count, N]. turned: w is [L, K, N]"""
-        across = w.mT if turned else w
         if self.float8:
-            return self._of_float8(pairs, across, routes, None, bias)
+            return self._of_float8(pairs, w, routes, None, bias, turned=turned)
+        across = w.mT if turned else w
         out = pairs.new_empty(len(pairs), across.shape[1])
         tiles = tiles_for(_each(routes, self.config), across, self.spare_sms)
         grouped_gemm(pairs, w, routes.ends, out, tiles, spare_sms=self.spare_sms, turned=turned, bias=bias)
         return out
 
-    def _of_float8(self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None, bias: Tensor | None) -> Tensor:
-        """slots: where x's rows go; None where they are the pairs"""
+    def _of_float8(
+        self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None, bias: Tensor | None, *, turned: bool = False
+    ) -> Tensor:
+        """slots: where x's rows go; None where they are the pairs; turned: w is [L, K, N]"""
         count = routes.ends[-1:] if slots is None else None  # rows behind the last pair are nothing
         rows, row_scales = _rounded(x, routes.count, slots, count)
-        numbers, scales = _rounded(w.reshape(-1, w.shape[2]), len(w) * w.shape[1], None, None)
-        numbers = numbers.view(w.shape)
-        out, tiles = (
-            x.new_empty(routes.count, w.shape[1]),
-            tiles_for(_each(routes, self.config), numbers, self.spare_sms),
-        )
-        both = RowScales(row_scales, scales.view(len(w), -1))
+        numbers = w.new_empty(w.mT.shape if turned else w.shape, dtype=torch.float8_e4m3fn)
+        scales = w.new_empty(numbers.shape[:2], dtype=torch.float32)
+        if turned:
+            round_columns(w, numbers, scales)
+        else:
+            round_rows(w.reshape(-1, w.shape[2]), numbers.view(-1, w.shape[2]), scales.view(-1))
+        out = x.new_empty(routes.count, numbers.shape[1])
+        tiles = tiles_for(_each(routes, self.config), numbers, self.spare_sms)
+        both = RowScales(row_scales, scales)
         grouped_gemm(rows, numbers, routes.ends, out, tiles, spare_sms=self.spare_sms, scales=both, bias=bias)
         return out
 

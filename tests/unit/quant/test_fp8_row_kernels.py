@@ -11,7 +11,7 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe.quant import kernels
-from ep_moe.quant.kernels import round_rows
+from ep_moe.quant.kernels import round_columns, round_rows
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -44,6 +44,20 @@ def test_a_scale_for_each_row(count, size):
     round_rows(x, out, scale)
     assert torch.equal(scale, x.float().abs().amax(1) / 448)
     assert torch.equal(out.float() * scale[:, None], x.float())
+
+
+@pytest.mark.parametrize(("experts", "depth", "size"), [(1, 128, 64), (3, 200, 144), (2, 64, 320)])
+def test_columns_are_rounded_as_rows_of_the_turned_matrix(experts, depth, size):
+    turned = rows(experts * size, depth).view(experts, size, depth)
+    turned[0, 1] = 0
+    turned[-1, 2, 1] = torch.nan
+    wanted, of_rows = made(experts * size, depth)
+    round_rows(turned.view(-1, depth), wanted, of_rows)
+    out, scale = made(experts * size, depth)
+    w = turned.mT.contiguous()
+    round_columns(w, out.view(turned.shape), scale.view(experts, size))
+    assert torch.equal(scale, of_rows)
+    assert torch.equal(out.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def test_only_the_first_rows():
