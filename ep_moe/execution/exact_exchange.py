@@ -20,7 +20,8 @@ from ep_moe.all2all.base import Dispatcher, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.execution.exchange import Exchange
 from ep_moe.experts.base import Experts
-from ep_moe.runtime.batch_invariant import sum_columns
+from ep_moe.runtime.batch_invariant import sum_columns, sum_routes
+from ep_moe.runtime.triton_compat import Missing, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 
@@ -137,6 +138,8 @@ class _Combined(Function):
 
 def _in_order(rows: Tensor, top_k: int, weights: Tensor | None) -> Tensor:
     """Sum the K rows of each token. A sum begins with 0.0, so that a zero has one sign whatever its row's was."""
+    if rows.is_cuda and not isinstance(triton, Missing):
+        return sum_routes(rows, top_k, weights)
     by_route = rows.view(-1, top_k, rows.shape[1])
     total = rows.new_zeros(len(by_route), rows.shape[1], dtype=torch.float32)
     for route in range(top_k):

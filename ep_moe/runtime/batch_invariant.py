@@ -13,6 +13,9 @@ That a row's place within a tile does not matter is measured, not promised by BL
 (`tests/unit/runtime/test_batch_invariant.py`).
 """
 
+# Triton's language has no types
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +26,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from ep_moe.runtime.devices import on_device
+from ep_moe.runtime.launch_cache import cdiv
+from ep_moe.runtime.triton_compat import tl, triton
 
 ROWS = 32  # of a tile: fewer waste a CPU's throughput, more waste work on single rows
 BLOCK = 4096  # elements: whole vectors of every CPU, and too few for torch to give parts to threads
@@ -252,3 +259,44 @@ def _in_blocks(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tenso
         padded.append(whole.split(BLOCK))
     parts = [function(*part) for part in zip(*padded, strict=True)]
     return [torch.cat(found)[:count].view(shape) for found in zip(*parts, strict=True)]
+
+
+_COLUMNS = 1024  # of a program
+
+
+def sum_routes(rows: Tensor, top_k: int, weights: Tensor | None) -> Tensor:
+    """Add the K rows of each token in order, in float32, from 0.0 on: to the bits that torch's operators give one by
+    one, in one launch for three of theirs a route.
+
+    Args:
+        rows: [T * K, H], on a GPU.
+        top_k: K.
+        weights: float32 [T, K], None for ones.
+
+    Returns:
+        [T, H] of the rows' dtype.
+    """
+    rows, weights = rows.contiguous(), None if weights is None else weights.contiguous()
+    tokens, size = len(rows) // top_k, rows.shape[1]
+    out = rows.new_empty(tokens, size)
+    if out.numel():
+        with on_device(rows.device):
+            _sum_routes[(tokens, cdiv(size, _COLUMNS))](
+                rows, weights, out, size, TOP_K=top_k, COLUMNS=_COLUMNS, enable_fp_fusion=False
+            )
+    return out
+
+
+@triton.jit
+def _sum_routes(rows, weights, out, size, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Products are rounded before they are added, as torch's are."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < size
+    total = tl.zeros([COLUMNS], tl.float32)
+    for route in tl.static_range(TOP_K):
+        one = tl.load(rows + (token * TOP_K + route) * size + column, mask=inside, other=0.0).to(tl.float32)
+        if weights is not None:
+            one *= tl.load(weights + token * TOP_K + route)
+        total += one
+    tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)

@@ -1,0 +1,36 @@
+"""The sum of a token's routes in one kernel, against torch's operators, bit for bit: on a GPU, or in Triton's
+interpreter."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ep_moe.execution import exact_exchange
+from ep_moe.runtime.batch_invariant import sum_routes
+from tests.fixtures.helpers import same_bits
+from tests.fixtures.interpreter import interpreter_problem
+
+PROBLEM = interpreter_problem()
+pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
+
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["ones", "weights"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("tokens", "top_k", "size"), [(0, 2, 64), (1, 1, 64), (5, 3, 1000), (2, 8, 2056)])
+def test_the_bits_of_torch(tokens, top_k, size, dtype, weighted):
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("the interpreter cuts bfloat16 off where hardware rounds")
+    generator = torch.Generator().manual_seed(size)
+    rows = torch.randn(tokens * top_k, size, generator=generator).to(DEVICE, dtype)
+    rows[:, 3] = -0.0
+    weights = torch.rand(tokens, top_k, generator=generator).to(DEVICE) if weighted else None
+    found = sum_routes(rows, top_k, weights)
+    with mock.patch.object(exact_exchange, "triton", object.__new__(exact_exchange.Missing)):
+        wanted = exact_exchange._in_order(rows, top_k, weights)
+    assert found.dtype == dtype
+    assert same_bits(found, wanted)
