@@ -8,6 +8,7 @@ import torch
 
 from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
+from ep_moe.errors import ConfigError
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import Activation, RowLayout, Weighting, dtype_name
 
@@ -179,7 +180,7 @@ class ExpertsOptions:
             the expert map, the transport, or how the layer is called (docs/how-to/exactness.md).
 
     Raises:
-        ConfigError: a number is out of range.
+        ConfigError: a number is out of range, or float8 and exact are both set.
     """
 
     deterministic: bool = False
@@ -192,3 +193,8 @@ class ExpertsOptions:
     def __post_init__(self) -> None:
         set_counts(self, spare_sms=0, chunk_rows=1)
         set_flags(self, "deterministic", "recompute", "float8", "exact")
+        if self.float8 and self.exact:
+            raise ConfigError(
+                "ExpertsOptions.float8 is True, and exact=True promises the bits of calls without gradients, which "
+                "multiply in the layer's dtype; set one of the two"
+            )

@@ -70,13 +70,13 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
     return dataclasses.replace(received, x=x, x_scale=None, format="plain", input_scale=None)
 
 
-def expected_pairs(config: MoEConfig, num_slots: int, routes: int) -> float:
+def expected_pairs(config: MoEConfig, num_slots: int, routes: int, *, everyone: bool = False) -> float:
     """Local experts of a row on average, if the router is uniform and all tokens of all ranks have a row here
     (where only wanted ones have one, they have a few more: tiles are then a little smaller than they might be).
 
-    routes: ids of a row, 1 for rows that were repeated per expert
+    routes: ids of a row, 1 for rows that were repeated per expert; everyone: those of other ranks' experts are here too
     """
-    return 1.0 if routes == 1 else config.top_k * min(1.0, num_slots / config.num_experts)
+    return 1.0 if routes == 1 and not everyone else routes * min(1.0, num_slots / config.num_experts)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.hopper.scaling import BLOCK, SCALINGS
-from ep_moe.experts.layouts import expected_pairs, localized
+from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
@@ -159,7 +159,7 @@ class HopperExperts(Experts):
             config.activation.value,
             config.activation_alpha,
             config.activation_limit,
-            expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1]),
+            expected_pairs(config, weights.num_slots, 1 if ids is None else ids.shape[1], everyone=wire is not None),
             self.routes,
             self.options.spare_sms,
             self.options.exact,
@@ -235,25 +235,14 @@ class Bf16TritonExperts(HopperExperts):
         alignment_bytes=LINE,  # sizes are multiples of 64, as GPT-OSS's
     )
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.options.exact:
+            self.scaling = "trained"
+
     @classmethod
     def available(cls) -> str | None:
         return super().available() or nvrtc.missing()
-
-    def workspace_bytes(self) -> int:
-        return 0 if self.options.exact else super().workspace_bytes()  # exact calls take memory of their own
-
-    def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        if not self.options.exact:
-            return super().compute(received, out)
-        # the way that is trained, which rounds the first product's results before the activation
-        y, _ = self.compute_saving(localized(received, self.weights.num_slots))
-        return y if out is None else out.copy_(y)
-
-    def compute_to_peers(self, received: Received, out: PeerRows) -> None:
-        if self.options.exact:
-            out.write(self.compute(received, None))
-        else:
-            super().compute_to_peers(received, out)
 
     def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert received.local_ids is not None

@@ -124,10 +124,7 @@ class TrainedStep:
             return y.zero_(), routes, x.new_empty(0, self.w13.shape[1])
         h = self._first(x, routes)
         act = x.new_empty(routes.count, inner)
-        block = min(1024, next_power_of_2(inner))
-        kernels.activate[(routes.count, -(-inner // block))](
-            h, act, routes.ends, slots, inner, *_parameters(self.config), **_form(self.config), BLOCK=block
-        )
+        kernels.activate_rows(h, act, routes.ends[-1:], self.config.activation, *_parameters(self.config))
         return routes.sum(self._product(act, self.w2, routes, bias=self.w2_bias), weights, y), routes, h
 
     def backward(

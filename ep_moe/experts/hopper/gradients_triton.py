@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ep_moe.runtime.launch_cache import cdiv
+from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
+from ep_moe.types import Activation
 
 _ROWS, _COLUMNS = 32, 128  # of a program at once
 
@@ -53,12 +54,9 @@ def number_routes(slots, routes, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def activate(
-    h, out, ends, experts, size, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[m] = the activation of h[m], for the rows up to the last expert's end."""
+def _activate(h, out, count, size, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     m = tl.program_id(0).to(tl.int64)
-    if m < tl.load(ends + experts - 1):
+    if m < tl.load(count):
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         width = size * 2 if GATED else size
@@ -104,6 +102,22 @@ def differentiate(
             else:
                 tl.store(grad_h + m * width + at, (by_up * given).to(kind), mask=inside)
         tl.store(grad_weights + route, tl.sum(total))
+
+
+def activate_rows(
+    h: Tensor, out: Tensor, count: Tensor, activation: Activation, alpha: float, limit: float, *,
+    launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """out[m] = the activation of h[m], for the first rows.
+
+    h: [M, 2 * I], gate first ([M, I] without a gate); out: [M, I]; count: int32 [1], of the rows
+    """
+    rows, size = out.shape
+    block = min(1024, next_power_of_2(size))
+    launch(
+        _activate, (rows, cdiv(size, block)), h, out, count, size, alpha, limit, ACTIVATION=activation.value,
+        GATED=activation.gated, BLOCK=block,
+    )  # fmt: skip
 
 
 def sum_rows(

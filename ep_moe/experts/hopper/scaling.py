@@ -4,6 +4,7 @@ multiply into their sums.
 | scaling | weights | rows | between the products |
 |---|---|---|---|
 | `none` | bf16 | bf16 | bf16 |
+| `trained` | bf16 | bf16 | bf16, before the activation and behind it |
 | `matrix` | E4M3, one scale an expert | E4M3 by a calibrated scale | E4M3 by a calibrated scale |
 | `row` | E4M3, one scale an expert | E4M3, one scale a row | E4M3, one scale a row |
 | `channel` | E4M3, one scale a row | E4M3, one scale a row | E4M3, one scale a row |
@@ -26,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming
+from ep_moe.experts.hopper import gemm_4bit, gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming, gradients_triton
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring, ring_for
 from ep_moe.experts.hopper.route_sort import Lists, copy_rows
@@ -81,11 +82,6 @@ class Products:
         """Of the first product (0) or the second (1)."""
         return self.biases[which] if which < len(self.biases) else None
 
-    @property
-    def activated(self) -> dict[str, Any]:
-        """Of the first product."""
-        return {"activation": self.activation, "alpha": self.alpha, "limit": self.limit}
-
 
 class Scaling(ABC):
     """One scheme's part of a step, for one call. `own` is the scratch memory that `scratch` named."""
@@ -94,6 +90,12 @@ class Scaling(ABC):
 
     def __init__(self, products: Products) -> None:
         self.products = products
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether `streamed` and `grouped` give a row the same bits. Both sum it in blocks of 128 bytes, in order; but
+        their compilers contract a gelu's products otherwise."""
+        return self.products.activation is not Activation.GEGLU
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -121,6 +123,11 @@ class Scaling(ABC):
     @abstractmethod
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
         """Rows as the products read them, in the order of `lists`."""
+
+    def first_result(self, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        """Where the first product goes, and what it does there."""
+        p = self.products
+        return own["act"], {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
     def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
         """The second product's rows. counts: int32 [1], how many there are; soon: as `quant.kernels`"""
@@ -150,9 +157,9 @@ class Scaling(ABC):
 
     def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
         """Both products of some rows, which are gathered, into own["y"]."""
-        p = self.products
+        p, (first, how) = self.products, self.first_result(own)
         gemm_streaming.product(
-            rows.x, p.w13, lists, own["act"], ring, gather=True, **p.activated, **self.of_first(rows), launch=p.launch
+            rows.x, p.w13, lists, first, ring, gather=True, **how, **self.of_first(rows), launch=p.launch
         )
         act = self.between(own, lists.ends[-1:], True)
         gemm_streaming.product(act.x, p.w2, lists, own["y"], ring, **self.of_second(act), launch=p.launch)
@@ -163,8 +170,9 @@ class Scaling(ABC):
         first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None)
         second = gemm_grouped.tiles_for(each, p.w2, spare)
         how: dict[str, Any] = {"spare_sms": spare, "launch": p.launch}
-        given = {**p.activated, **self.of_first(rows), **how, "source": rows.source}
-        gemm_grouped.grouped_gemm(rows.x, p.w13, lists.ends, own["act"], first, **given)
+        out, activated = self.first_result(own)
+        given = {**activated, **self.of_first(rows), **how, "source": rows.source}
+        gemm_grouped.grouped_gemm(rows.x, p.w13, lists.ends, out, first, **given)
         act = self.between(own, lists.ends[-1:], False)
         gemm_grouped.grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
 
@@ -190,6 +198,26 @@ class Unscaled(Scaling):
 
     def of_second(self, rows: Rows) -> dict[str, Any]:
         return {"bias": self.products.bias(1)}
+
+
+class Trained(Unscaled):
+    """To the bits of `gradients.TrainedStep`, which keeps the first product's results as bf16."""
+
+    @property
+    def same_bits(self) -> bool:
+        return True  # products alone
+
+    @classmethod
+    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+        return {"h": ((routes, inner * (1 + gated)), BF16), **super().scratch(routes, hidden, inner, gated, dtype)}
+
+    def first_result(self, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        return own["h"], {}
+
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
+        p, act = self.products, own["act"]
+        gradients_triton.activate_rows(own["h"], act, counts, p.activation, p.alpha, p.limit, launch=p.launch)
+        return Rows(act)
 
 
 def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:
@@ -466,6 +494,7 @@ class Mxint4(Int4):
 
 SCALINGS: dict[str, type[Scaling]] = {
     "none": Unscaled,
+    "trained": Trained,
     "matrix": MatrixScaled,
     "row": RowScaled,
     "channel": ChannelScaled,

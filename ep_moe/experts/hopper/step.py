@@ -95,8 +95,7 @@ def hopper_moe(
 
     expected: routes per row that tiles are chosen for; chunk: routes of one pass
     spare_sms: multiprocessors that the large products leave free
-    exact: go the way of many rows whatever their number; with ids only. `gemm_grouped` sums a row in blocks of 128
-        bytes, in order, in tiles of any width
+    exact: go ways of one order of sums (`Scaling.same_bits`), for few rows too; with ids only
     ids_ready, sequence: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None; with ids only
     """
@@ -131,7 +130,7 @@ def _pass(
     total = count * expected
     each = total / slots
     cut = None if exact else step.skinny(count * top_k, each)
-    ring = step.ring(each) if cut is None and not exact else None
+    ring = step.ring(each) if cut is None and (step.same_bits or not exact) else None
     own = carve(
         workspace, shapes(scaling, count * top_k, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype)
     )

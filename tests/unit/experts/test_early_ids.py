@@ -34,7 +34,7 @@ def weights_of(scaling: str) -> tuple[torch.dtype, list[torch.Tensor], list[torc
         scales = [torch.zeros(SLOTS, columns // 128, words, rows, dtype=torch.int32) for rows, columns in sizes]
         factors = [torch.ones(SLOTS)] * (len(kind.names) - 2)
         return BF16, [torch.zeros(SLOTS, columns // 128, rows, 16).int() for rows, columns in sizes], scales + factors
-    dtype = BF16 if scaling == "none" else E4M3
+    dtype = BF16 if scaling in ("none", "trained") else E4M3
     return dtype, [torch.zeros(SLOTS, *size).to(dtype) for size in sizes], scales_of(scaling)
 
 

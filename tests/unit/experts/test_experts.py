@@ -297,6 +297,7 @@ def test_expected_pairs_are_those_of_uniform_routes(ranks):
     assert abs(found - rows * expected_pairs(config, 32 // ranks, 4)) <= 6 * rows**0.5
     assert expected_pairs(config, 40, 4) == 4, "redundant experts are no further ones"
     assert expected_pairs(config, 8, 1) == 1, "rows that were repeated per expert"
+    assert expected_pairs(config, 8, 1, everyone=True) == 8 / 32, "the same where all ranks' are here"
 
 
 def test_reducing_undoes_grouping():

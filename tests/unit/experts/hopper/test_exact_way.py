@@ -1,4 +1,4 @@
-"""Exact Hopper kernels: one way for every number of rows, and bf16 as it is trained. Launches nothing."""
+"""Exact Hopper kernels: ways of one order of sums, and bf16 as it is trained. Launches nothing."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,24 +8,23 @@ import pytest
 import torch
 
 from ep_moe import ExpertsOptions, MoEConfig
-from ep_moe.experts.hopper import gradients
+from ep_moe.errors import ConfigError
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.experts.hopper.scaling import SCALINGS
 from ep_moe.experts.hopper.step import hopper_moe
-from ep_moe.types import LocalIds, Received, RowLayout, Weighting, WireIds
 
 SLOTS, HIDDEN, INNER = 8, 128, 128
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 SCALES = {
-    "none": [],
+    "trained": [],
     "matrix": [torch.ones(SLOTS)] * 4,
     "channel": [torch.ones(SLOTS, 2 * INNER), torch.ones(SLOTS, HIDDEN)],
 }
 
 
-def ways(scaling: str, rows: int, exact: bool) -> list[str]:
+def ways(scaling: str, rows: int, exact: bool, activation: str = "swiglu") -> list[str]:
     """Which of a scaling's ways one call takes."""
-    dtype, taken = BF16 if scaling == "none" else E4M3, []
+    dtype, taken = BF16 if scaling in ("none", "trained") else E4M3, []
     weights = [torch.zeros(SLOTS, *size).to(dtype) for size in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
     kind = SCALINGS[scaling]
 
@@ -37,48 +36,37 @@ def ways(scaling: str, rows: int, exact: bool) -> list[str]:
         takes("streamed"),
         takes("grouped"),
         mock.patch.object(kind, "rounded", lambda s, rows, own: rows),
+        mock.patch.object(kind, "sorted", lambda s, rows, lists, own: rows),
     ):
         hopper_moe(
             torch.zeros(rows, HIDDEN).to(BF16), torch.zeros(1 << 24, dtype=torch.uint8), scaling,
             torch.zeros(rows, HIDDEN).to(BF16), None, None, BF16, torch.zeros(rows, 1, dtype=torch.int32), 0, None,
-            None, None, None, None, *weights, SCALES[scaling], [], "swiglu", 0.0, 0.0, 1.0, 1 << 14, 0, exact, None, 0,
-            1, 0, None, 0, launch=lambda *_, **__: None,
+            None, None, None, None, *weights, SCALES[scaling], [], activation, 0.0, 0.0, 1.0, 1 << 14, 0, exact, None,
+            0, 1, 0, None, 0, launch=lambda *_, **__: None,
         )  # fmt: skip
     return taken
 
 
 @pytest.mark.parametrize("scaling", SCALES)
-def test_every_number_of_rows_goes_one_way(scaling):
-    with mock.patch.object(SCALINGS[scaling], "sorted", lambda self, rows, lists, own: rows):
-        assert [ways(scaling, rows, True) for rows in (1, 30, 200, 600)] == [["grouped"]] * 4
+def test_ways_of_one_order_of_sums(scaling):
+    """Whose bits are the same, which `tests/gpu/test_exact_gpu.py` shows; that of the fewest rows has another order."""
+    found = [ways(scaling, rows, True) for rows in (1, 30, 200, 600)]
+    assert found == [["streamed"], ["streamed"], ["streamed"], ["grouped"]]
+    gelu = [ways(scaling, rows, True, "geglu") for rows in (1, 600)]
+    assert gelu == [["streamed" if scaling == "trained" else "grouped"], ["grouped"]]
     assert ways(scaling, 1, False) == ["few"]  # the way of few rows otherwise
 
 
-@torch.no_grad()
-def test_bf16_takes_the_trained_way_without_gradients_too(monkeypatch):
-    """Which rounds between the products where the other does not: a rollout's bits are the trainer's."""
-    taken = []
-
-    def forward(step: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> Any:
-        taken.append(ids.tolist())
-        return x + 1, SimpleNamespace(slots=None, ends=None, source=None), x
-
-    monkeypatch.setattr(gradients.TrainedStep, "forward", forward)
-    tensors = {"w13": torch.zeros(4, 2 * INNER, HIDDEN, dtype=BF16), "w2": torch.zeros(4, HIDDEN, INNER, dtype=BF16)}
-    held = SimpleNamespace(
-        named=False, num_slots=4, dtype=BF16, stored_tensors=lambda: tensors, anchor=None, etp=SimpleNamespace(size=1),
-        adds_output_bias=True,
-    )  # fmt: skip
+def test_bf16_computes_as_it_is_trained():
+    """Rounded between the first product and the activation: a rollout's bits are the trainer's."""
+    held: Any = SimpleNamespace(num_slots=4, dtype=BF16, anchor=None, etp=SimpleNamespace(size=1))
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=8, top_k=1)
-    experts: Any = Bf16TritonExperts(config, held, options=ExpertsOptions(exact=True))  # type: ignore[arg-type]
-    assert experts.workspace_bytes() == 0, "nothing that no call uses is in plan()"
-    x, ones = torch.zeros(3, HIDDEN, dtype=BF16), torch.ones(3, 1)
-    wire = WireIds(torch.tensor([[4], [7], [2]], dtype=torch.int32), 4)  # type: ignore[arg-type]
-    common = {"layout": RowLayout.RANK_MAJOR, "weighting": Weighting.EXPERTS, "handle": None, "weights": ones}
-    y = experts(Received(x=x, wire_ids=wire, **common))
-    assert torch.equal(y, x + 1)
-    out = torch.empty_like(x)
-    ids = LocalIds(torch.tensor([[0], [3], [-1]], dtype=torch.int32))
-    assert torch.equal(experts(Received(x=x, local_ids=ids, **common), out), x + 1)
-    assert torch.equal(out, x + 1)
-    assert taken == [[[0], [3], [-1]]] * 2
+    exact, plain = (Bf16TritonExperts(config, held, options=ExpertsOptions(exact=flag)) for flag in (True, False))
+    assert (exact.scaling, plain.scaling) == ("trained", "none")
+    rounded = exact.workspace_bytes() - plain.workspace_bytes()
+    assert rounded == exact.routes * 2 * INNER * BF16.itemsize, "the first product's results are in plan()"
+
+
+def test_float8_is_refused():
+    with pytest.raises(ConfigError, match="float8 is True, and exact=True"):
+        ExpertsOptions(float8=True, exact=True)
