@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from ep_moe import EPContext, ExpertsOptions, MoEConfig, MoELayer, RoutingConfig
+from ep_moe import Activation, EPContext, ExpertsOptions, MoEConfig, MoELayer, RoutingConfig
 from tests.fixtures.helpers import same_bits
 
 if not torch.cuda.is_available():
@@ -34,11 +36,11 @@ def context():
         yield made
 
 
-def layer_of(context, name, *, exact=True):
+def layer_of(context, name, *, exact=True, config=CONFIG):
     torch.manual_seed(0)
     options = ExpertsOptions(exact=exact)
     return MoELayer(
-        CONFIG, context, experts=name, quantization=KERNELS[name], options=options, dtype=torch.bfloat16
+        config, context, experts=name, quantization=KERNELS[name], options=options, dtype=torch.bfloat16
     ).to(context.device)
 
 
@@ -49,9 +51,12 @@ def rows(context):
 
 
 @pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_clamped", "relu2"])
 @torch.no_grad()
-def test_any_batch(name, context):
-    layer, x = layer_of(context, name), rows(context)
+def test_any_batch(activation, name, context):
+    """Of 75 rows an expert, which kernels of many rows multiply, and of fewer, which are streamed past."""
+    config = dataclasses.replace(CONFIG, activation=Activation(activation))
+    layer, x = layer_of(context, name, config=config), rows(context)
     alone = torch.cat([layer(token) for token in x.split(1)])
     assert alone.isfinite().all()
     assert alone.std() > 0
