@@ -205,6 +205,8 @@ def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(kind, world_s
         dispatcher = kind(dispatch_shape(ranks, TOP_K, BF16), context.rank_groups["ep"])
         x, routing = rows(rank, 5 + rank, BF16), routes(rank, 5 + rank, ranks, TOP_K)
         wanted = expected(x, routing)
+        received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=bound)  # makes its room
+        dispatcher.combine(identity(received, BF16), received.handle)
         routing.ids[1, 2], routing.ids[4, 0] = ranks * CAP, -2
         wanted[[1, 4]] = torch.nan
         with mock.patch.object(type(context.rank_groups["ep"]), "exchange", side_effect=AssertionError("it waits")):
