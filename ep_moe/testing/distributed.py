@@ -80,9 +80,11 @@ def _run_under_torchrun(
         pytest.skip("ends ranks on purpose; run it under plain pytest")
     device = local_device()
     init_from_torchrun(device, deadline_s=DEADLINE_S)
-    arguments = [kwargs]
+    # of what the first rank's fixtures gave, but for what undoes this process's own changes
+    own = {name: value for name, value in kwargs.items() if isinstance(value, pytest.MonkeyPatch)}
+    arguments = [{name: value for name, value in kwargs.items() if name not in own}]
     dist.broadcast_object_list(arguments, device=device)
-    kwargs = arguments[0]
+    kwargs = arguments[0] | own
     with on_device(device) if set_device else nullcontext():
         body(**kwargs)
     barrier(device)
