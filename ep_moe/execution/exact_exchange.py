@@ -20,7 +20,7 @@ from ep_moe.all2all.base import Dispatcher, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.execution.exchange import Exchange
 from ep_moe.experts.base import Experts
-from ep_moe.runtime.batch_invariant import sum_columns, sum_routes
+from ep_moe.runtime.batch_invariant import repeat_rows, sum_columns, sum_routes
 from ep_moe.runtime.triton_compat import Missing, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
@@ -35,9 +35,9 @@ class ExactExchange:
         self, context: EPContext, dispatcher: Dispatcher, experts: Experts, x: Tensor, routing: PhysicalRouting
     ) -> None:
         placed = routing.materialize()
-        ids, top_k = placed.ids, placed.ids.shape[1]
-        self._weights = placed.weights.masked_fill(ids < 0, 0.0)
-        routes = PhysicalRouting(PhysicalIds(ids.reshape(-1, 1)), torch.ones_like(self._weights).view(-1, 1))
+        self._ids, self._weights, top_k = placed.ids, placed.weights, placed.ids.shape[1]
+        ones = placed.weights.new_ones(self._ids.numel(), 1)
+        routes = PhysicalRouting(PhysicalIds(self._ids.reshape(-1, 1)), ones)
         self._problem = too_many_tokens(x, context._call_limit)
         self._exchange = Exchange(context, dispatcher, experts, repeated(x, top_k), routes, rows_per_token=top_k)
 
@@ -46,7 +46,7 @@ class ExactExchange:
         if self._problem is not None:
             self.refuse(self._problem)
         rows, found = self._exchange.run(work)
-        return combined(rows, self._weights), found
+        return combined(rows, self._ids, self._weights), found
 
     def refuse(self, problem: str) -> NoReturn:
         """As `Exchange.refuse`."""
@@ -67,17 +67,18 @@ def repeated(x: Tensor, top_k: int) -> Tensor:
     return out
 
 
-def combined(rows: Tensor, weights: Tensor) -> Tensor:
+def combined(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Multiply rows by their weights and add those of a token in order, in float32.
 
     Args:
         rows: [T * K, H], a token's one after the other.
+        ids: [T, K], below 0 for a route of no expert, whose weight is taken for 0.
         weights: float32 [T, K].
 
     Returns:
         [T, H] of the rows' dtype.
     """
-    out: Tensor = _Combined.apply(rows, weights)
+    out: Tensor = _Combined.apply(rows, ids, weights)
     return out
 
 
@@ -113,35 +114,42 @@ class _Repeated(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, top_k: int) -> Tensor:
         ctx.top_k = top_k
-        return x.repeat_interleave(top_k, 0)
+        return repeat_rows(x, top_k) if _by_kernels(x) else x.repeat_interleave(top_k, 0)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _in_order(grad, ctx.top_k, None), None
+        return _in_order(grad, ctx.top_k), None
 
 
 class _Combined(Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights)
-        return _in_order(rows, weights.shape[1], weights)
+    def forward(ctx: Any, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ids, weights)
+        return _in_order(rows, ids.shape[1], ids, weights)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        rows, weights = ctx.saved_tensors
-        wide = grad.float().unsqueeze(1)
-        to_rows = (wide * weights.unsqueeze(2)).to(rows.dtype).view_as(rows)
-        return to_rows, sum_columns(wide * rows.view(*weights.shape, rows.shape[1]).float())
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+        rows, ids, weights = ctx.saved_tensors
+        none, wide = ids < 0, grad.float().unsqueeze(1)
+        to_rows = (wide * weights.masked_fill(none, 0.0).unsqueeze(2)).to(rows.dtype).view_as(rows)
+        dots = sum_columns(wide * rows.view(*weights.shape, rows.shape[1]).float())
+        return to_rows, None, dots.masked_fill(none, 0.0)
 
 
-def _in_order(rows: Tensor, top_k: int, weights: Tensor | None) -> Tensor:
+def _by_kernels(x: Tensor) -> bool:
+    return x.is_cuda and not isinstance(triton, Missing)
+
+
+def _in_order(rows: Tensor, top_k: int, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     """Sum the K rows of each token. A sum begins with 0.0, so that a zero has one sign whatever its row's was."""
-    if rows.is_cuda and not isinstance(triton, Missing):
-        return sum_routes(rows, top_k, weights)
+    if _by_kernels(rows):
+        return sum_routes(rows, top_k, ids, weights)
     by_route = rows.view(-1, top_k, rows.shape[1])
     total = rows.new_zeros(len(by_route), rows.shape[1], dtype=torch.float32)
+    if ids is not None and weights is not None:
+        weights = weights.masked_fill(ids < 0, 0.0)
     for route in range(top_k):
         one = by_route[:, route].float()
         total += one if weights is None else one * weights[:, route : route + 1]

@@ -264,39 +264,69 @@ def _in_blocks(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tenso
 _COLUMNS = 1024  # of a program
 
 
-def sum_routes(rows: Tensor, top_k: int, weights: Tensor | None) -> Tensor:
+def repeat_rows(x: Tensor, top_k: int) -> Tensor:
+    """Write each row K times. Torch's operator reads it K times, from memory that is strided by 0.
+
+    Args:
+        x: [T, H], on a GPU.
+        top_k: K.
+
+    Returns:
+        [T * K, H].
+    """
+    x, (tokens, size) = x.contiguous(), x.shape
+    out = x.new_empty(tokens * top_k, size)
+    if out.numel():
+        with on_device(x.device):
+            _repeat_rows[(tokens, cdiv(size, _COLUMNS))](x, out, size, TOP_K=top_k, COLUMNS=_COLUMNS)
+    return out
+
+
+def sum_routes(rows: Tensor, top_k: int, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     """Add the K rows of each token in order, in float32, from 0.0 on: to the bits that torch's operators give one by
     one, in one launch for three of theirs a route.
 
     Args:
         rows: [T * K, H], on a GPU.
         top_k: K.
+        ids: [T, K], below 0 for a route whose weight is taken for 0; None beside no weights.
         weights: float32 [T, K], None for ones.
 
     Returns:
         [T, H] of the rows' dtype.
     """
-    rows, weights = rows.contiguous(), None if weights is None else weights.contiguous()
-    tokens, size = len(rows) // top_k, rows.shape[1]
+    rows, tokens, size = rows.contiguous(), len(rows) // top_k, rows.shape[1]
+    given = (None, None) if ids is None or weights is None else (ids.contiguous(), weights.contiguous())
     out = rows.new_empty(tokens, size)
     if out.numel():
         with on_device(rows.device):
             _sum_routes[(tokens, cdiv(size, _COLUMNS))](
-                rows, weights, out, size, TOP_K=top_k, COLUMNS=_COLUMNS, enable_fp_fusion=False
+                rows, *given, out, size, TOP_K=top_k, COLUMNS=_COLUMNS, enable_fp_fusion=False
             )
     return out
 
 
 @triton.jit
-def _sum_routes(rows, weights, out, size, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+def _repeat_rows(x, out, size, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < size
+    row = tl.load(x + token * size + column, mask=inside)
+    for route in tl.static_range(TOP_K):
+        tl.store(out + (token * TOP_K + route) * size + column, row, mask=inside)
+
+
+@triton.jit
+def _sum_routes(rows, ids, weights, out, size, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
     """Products are rounded before they are added, as torch's are."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size
     total = tl.zeros([COLUMNS], tl.float32)
     for route in tl.static_range(TOP_K):
-        one = tl.load(rows + (token * TOP_K + route) * size + column, mask=inside, other=0.0).to(tl.float32)
+        at = token * TOP_K + route
+        one = tl.load(rows + at * size + column, mask=inside, other=0.0).to(tl.float32)
         if weights is not None:
-            one *= tl.load(weights + token * TOP_K + route)
+            one *= tl.where(tl.load(ids + at) < 0, 0.0, tl.load(weights + at))
         total += one
     tl.store(out + token * size + column, total.to(out.dtype.element_ty), mask=inside)

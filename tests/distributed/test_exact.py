@@ -208,7 +208,7 @@ def in_rank_order(self, work=None):
     order = self._exchange.routing.ids.view_as(self._weights).argsort(dim=1, descending=True, stable=True)
     by_route = rows.view(*self._weights.shape, HIDDEN)
     rows = by_route.gather(1, order.unsqueeze(2).expand_as(by_route)).flatten(0, 1)
-    return exact_exchange.combined(rows, self._weights.gather(1, order)), found
+    return exact_exchange.combined(rows, self._ids.gather(1, order), self._weights.gather(1, order)), found
 
 
 def few_rows(self, x, part):

@@ -1,5 +1,5 @@
-"""The sum of a token's routes in one kernel, against torch's operators, bit for bit: on a GPU, or in Triton's
-interpreter."""
+"""A token's routes, written out and added by one kernel each, against torch's operators, bit for bit: on a GPU, or in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_moe.execution import exact_exchange
-from ep_moe.runtime.batch_invariant import sum_routes
+from ep_moe.runtime.batch_invariant import repeat_rows, sum_routes
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.interpreter import interpreter_problem
 
@@ -28,9 +28,19 @@ def test_the_bits_of_torch(tokens, top_k, size, dtype, weighted):
     generator = torch.Generator().manual_seed(size)
     rows = torch.randn(tokens * top_k, size, generator=generator).to(DEVICE, dtype)
     rows[:, 3] = -0.0
-    weights = torch.rand(tokens, top_k, generator=generator).to(DEVICE) if weighted else None
-    found = sum_routes(rows, top_k, weights)
+    given = ()
+    if weighted:
+        ids, weights = torch.ones(tokens, top_k).int(), torch.rand(tokens, top_k, generator=generator)
+        ids[:1, -1], weights[:1, -1] = -1, torch.nan  # of a route that a mask took away
+        given = (ids.to(DEVICE), weights.to(DEVICE))
+    found = sum_routes(rows, top_k, *given)
     with mock.patch.object(exact_exchange, "triton", object.__new__(exact_exchange.Missing)):
-        wanted = exact_exchange._in_order(rows, top_k, weights)
+        wanted = exact_exchange._in_order(rows, top_k, *given)
     assert found.dtype == dtype
     assert same_bits(found, wanted)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "size"), [(0, 2, 64), (1, 1, 64), (5, 3, 1000), (2, 8, 2056)])
+def test_each_row_as_often_as_it_has_routes(tokens, top_k, size):
+    x = torch.randn(size, tokens, generator=torch.Generator().manual_seed(size)).T.to(DEVICE)  # rows are not contiguous
+    assert same_bits(repeat_rows(x, top_k), x.repeat_interleave(top_k, 0))
