@@ -188,7 +188,8 @@ def _class_problem(backend: Any, base: Any) -> str | None:
         return f"is no subclass of {base.__module__}.{base.__name__}"
     if missing := sorted(getattr(backend, "__abstractmethods__", ())):
         return f"does not define {', '.join(missing)}"
-    wanted = base.__annotations__["capabilities"].removeprefix("ClassVar[").removesuffix("]")
+    declared = next(hint for kind in base.__mro__ if (hint := inspect.get_annotations(kind).get("capabilities")))
+    wanted = declared.removeprefix("ClassVar[").removesuffix("]")
     found = getattr(backend, "capabilities", None)
     extended: Any = next((kind for kind in type(found).__mro__ if kind.__name__ == wanted), None)
     if extended is None:
