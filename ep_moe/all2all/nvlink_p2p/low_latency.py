@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace, answer_bytes, answer_dtype
-from ep_moe.all2all.nvlink_p2p.packets import any_of, late_packets, put_packets, still_missing
+from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, put_packets, still_missing
 from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
 from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under, of_e4m3, to_e4m3
 from ep_moe.quant.row_format import SMALLEST
