@@ -18,8 +18,9 @@ from torch import Tensor
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
 from ep_moe.all2all.fan_out import in_order
 from ep_moe.all2all.hierarchical import levels_of, without_rails
+from ep_moe.parallel.collectives import all_to_all_rows, gather_rows
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import RankGroup, all_to_all_rows, gather_rows
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import LocalIds, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
