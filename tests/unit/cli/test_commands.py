@@ -415,7 +415,7 @@ def test_benchmarks_take_models_as_all_commands_do():
 ENDLESS = {
     "run": ("cli.app.run_model", ()),
     "doctor": ("cli.doctor.versions", ()),
-    "explain": ("cli.app.explain_model", ("demo",)),
+    "explain": ("cli.explain.explain_model", ("demo",)),
     "fit": ("cli.app.run_fit", ("demo", "--gpus", "8")),
     "check-exact": ("cli.app.run_check_exact", ()),
     "plan": ("eplb.trace.LoadTrace.load", ("trace.npz", "--ranks", "2")),
