@@ -30,7 +30,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "deepep_static": "ep_moe.all2all.deepep:DeepEPStaticDispatcher",
         "flashinfer_nvlink": "ep_moe.all2all.flashinfer_nvlink:FlashInferNVLinkDispatcher",
         "hierarchical": "ep_moe.all2all.hierarchical:HierarchicalDispatcher",
-        "hierarchical_nvlink": "ep_moe.all2all.hierarchical_nvlink:HierarchicalNVLinkDispatcher",
+        "hierarchical_nvlink": "ep_moe.all2all.hierarchical_static:HierarchicalNVLinkDispatcher",
         "hierarchical_static": "ep_moe.all2all.hierarchical_static:HierarchicalStaticDispatcher",
         "nvlink_p2p": "ep_moe.all2all.nvlink_p2p.dispatcher:NVLinkP2PDispatcher",
         "pplx": "ep_moe.all2all.pplx:PplxDispatcher",
