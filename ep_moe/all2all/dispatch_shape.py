@@ -8,7 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ep_moe.config import PLAIN_WIRE, Wire, flat_facts
+from ep_moe.checks import flat_facts
+from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.quant.row_format import ROW_FORMATS, RowFormat
 from ep_moe.types import dtype_name
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ep_moe import registry
-from ep_moe.checks import check_kind, shown
-from ep_moe.config import MoEConfig, Wire, flat_facts
+from ep_moe.checks import check_kind, flat_facts, shown
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.execution.exchange import check_pipeline

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup
 
-from ep_moe.config import flat_facts
+from ep_moe.checks import flat_facts
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.eplb.migration.transfer import BalancedLayer, Mover, Room, Staging
