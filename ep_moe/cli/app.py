@@ -1,6 +1,5 @@
 """The command line: `ep-moe run`, `check-exact`, `explain`, `fit`, `tune`, `plan`, `bench`, `doctor`. It only parses,
-prints and sets exit codes; `doctor` and `explain` have files of their own, and what commands share is in `output` and
-`model`."""
+prints and sets exit codes; `doctor` and `explain` have files of their own, and what commands share is in `output`."""
 
 from __future__ import annotations
 
@@ -25,8 +24,18 @@ from ep_moe.cli.check_exact import run as run_check_exact
 from ep_moe.cli.explain import explain
 from ep_moe.cli.fit import FitOptions, print_answer
 from ep_moe.cli.fit import run as run_fit
-from ep_moe.cli.model import ModelArgument, model_named
-from ep_moe.cli.output import DEFAULT_LEVEL, EXIT_CODES, AsJson, LogLevel, Quiet, command, least_level, note
+from ep_moe.cli.output import (
+    DEFAULT_LEVEL,
+    EXIT_CODES,
+    AsJson,
+    LogLevel,
+    ModelArgument,
+    Quiet,
+    command,
+    least_level,
+    model_named,
+    note,
+)
 from ep_moe.cli.reports import print_checked, print_report, print_tuned, write_files
 from ep_moe.cli.run import RunOptions
 from ep_moe.cli.run import run as run_model

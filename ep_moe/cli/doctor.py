@@ -16,7 +16,7 @@ from ep_moe import registry
 from ep_moe._version import __version__
 from ep_moe.cli.cluster import ClusterReport
 from ep_moe.cli.cluster import run as run_cluster
-from ep_moe.cli.cluster_verdict import Rates, by_kind, node_rates, values_of
+from ep_moe.cli.cluster_facts import Rates, by_kind, node_rates, values_of
 from ep_moe.cli.output import DEFAULT_LEVEL, AsJson, LogLevel, Output, Quiet, command
 from ep_moe.parallel.nodes import named
 from ep_moe.runtime.versions import how_run, installed, launcher_known

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ep_moe.cli.model import ModelArgument, model_named
-from ep_moe.cli.output import DEFAULT_LEVEL, AsJson, LogLevel, Quiet, command
+from ep_moe.cli.output import DEFAULT_LEVEL, AsJson, LogLevel, ModelArgument, Quiet, command, model_named
 from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.integrations.model_name import sizes_named
 from ep_moe.selection.explain import BackendChoice, explain_model

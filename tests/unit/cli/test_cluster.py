@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from ep_moe.cli import cluster, doctor
-from ep_moe.cli.cluster_facts import rank_facts
-from ep_moe.cli.cluster_verdict import RankFacts, find_odd, node_rates, slow_links, transfer_rounds, values_of
+from ep_moe.cli.cluster_facts import RankFacts, find_odd, node_rates, rank_facts, slow_links, transfer_rounds, values_of
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.nodes import NodeLayout
 

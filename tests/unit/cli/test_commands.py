@@ -18,8 +18,7 @@ from ep_moe.bench import planner
 from ep_moe.bench.harness import json_text
 from ep_moe.cli import app as cli
 from ep_moe.cli import explain as explain_module
-from ep_moe.cli.model import model_named
-from ep_moe.cli.output import EXIT_CODES, LEVELS, log_records
+from ep_moe.cli.output import EXIT_CODES, LEVELS, log_records, model_named
 from ep_moe.cli.run import DEMO
 from ep_moe.config import load_model_config
 from ep_moe.eplb import LoadTrace
