@@ -1,4 +1,4 @@
-"""Checks of what a user gives: a ConfigError says the field, what it must be, and what it is.
+"""Checks of what a user gives: a ConfigError says the field, what it must be, and what it is. Configurations as tables.
 
 Integers and numbers of NumPy are taken for Python's; True and False are neither. A check returns the value as Python's
 own type, since ranks compare configurations as text.
@@ -17,11 +17,13 @@ from operator import index
 from os import PathLike
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, SupportsIndex, get_args, get_origin, get_type_hints
+from typing import Any, SupportsIndex, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
 from ep_moe.errors import ConfigError
+
+Config = TypeVar("Config")
 
 SHORTEST_DEADLINE_S = 0.001  # torch counts in milliseconds, and has no word for never
 LONGEST_DEADLINE_S = 7 * 24 * 3600.0  # three of them in milliseconds are still an int32, which poll() takes
@@ -201,6 +203,77 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 def _name(config: Any) -> str:
     return type(config).__name__
+
+
+# --- configurations as tables -----------------------------------------------------------------------------------------
+
+
+def from_table(cls: type[Config], table: dict[str, Any], *, where: str) -> Config:
+    """Build a configuration dataclass from nested tables.
+
+    Args:
+        table: Fields by name, as TOML has them.
+        where: What errors call the table, such as its path.
+
+    Returns:
+        An instance of the class.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value of another type.
+    """
+    hints = get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for key in table:
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys are {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {key!r} in {cls.__name__}{hint}")
+    missing = [
+        f.name
+        for f in fields.values()
+        if f.name not in table and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
+    return cls(**{key: _value(hints[key], value, f"{where}: {cls.__name__}.{key}") for key, value in table.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, UnionType):
+        hint = next(arg for arg in get_args(hint) if arg is not NoneType)
+    if isinstance(value, dict) and dataclasses.is_dataclass(hint):
+        return from_table(hint, value, where=where)  # type: ignore[arg-type]
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        try:
+            return hint(value)
+        except ValueError:
+            raise ConfigError(f"{where} must be one of {', '.join(m.value for m in hint)}, got {value!r}") from None
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"{where} must be of type {getattr(hint, '__name__', hint)}, got {value!r}")
+    return value
+
+
+def flat_facts(config: Any, prefix: str) -> dict[str, Any]:
+    """Write a configuration as plain facts, field by field, so that a difference between ranks has a name.
+
+    Args:
+        config: A dataclass.
+        prefix: What the names begin with.
+
+    Returns:
+        Values by "prefix.field", of nested dataclasses too.
+    """
+    facts: dict[str, Any] = {}
+    for own in dataclasses.fields(config):
+        value = getattr(config, own.name)
+        name = f"{prefix}.{own.name}"
+        if dataclasses.is_dataclass(value):
+            facts |= flat_facts(value, name)
+        else:
+            facts[name] = value.value if isinstance(value, enum.Enum) else value
+    return facts
 
 
 # --- files that a command writes --------------------------------------------------------------------------------------

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import enum
 import tomllib
-import types
-import typing
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ep_moe.checks import (
     INT32,
@@ -20,6 +15,7 @@ from ep_moe.checks import (
     check_path,
     check_positive,
     did_you_mean,
+    from_table,
     set_counts,
     set_flags,
     set_positive,
@@ -27,8 +23,6 @@ from ep_moe.checks import (
 )
 from ep_moe.errors import ConfigError
 from ep_moe.types import Activation
-
-Config = TypeVar("Config")
 
 
 class RoutingMethod(enum.Enum):
@@ -404,71 +398,3 @@ def load_model_config(name_or_path: str | Path) -> ModelConfig:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name_or_path} is not valid TOML: {error}") from error
     return from_table(ModelConfig, table, where=str(name_or_path))
-
-
-def from_table(cls: type[Config], table: dict[str, Any], *, where: str) -> Config:
-    """Build a configuration dataclass from nested tables.
-
-    Args:
-        table: Fields by name, as TOML has them.
-        where: What errors call the table, such as its path.
-
-    Returns:
-        An instance of the class.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value of another type.
-    """
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    for key in table:
-        if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys are {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {key!r} in {cls.__name__}{hint}")
-    missing = [
-        f.name
-        for f in fields.values()
-        if f.name not in table and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
-    return cls(**{key: _value(hints[key], value, f"{where}: {cls.__name__}.{key}") for key, value in table.items()})
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if isinstance(hint, types.UnionType):
-        hint = next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
-    if isinstance(value, dict) and dataclasses.is_dataclass(hint):
-        return from_table(hint, value, where=where)  # type: ignore[arg-type]
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        try:
-            return hint(value)
-        except ValueError:
-            raise ConfigError(f"{where} must be one of {', '.join(m.value for m in hint)}, got {value!r}") from None
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint:
-        raise ConfigError(f"{where} must be of type {getattr(hint, '__name__', hint)}, got {value!r}")
-    return value
-
-
-def flat_facts(config: Any, prefix: str) -> dict[str, Any]:
-    """Write a configuration as plain facts, field by field, so that a difference between ranks has a name.
-
-    Args:
-        config: A dataclass.
-        prefix: What the names begin with.
-
-    Returns:
-        Values by "prefix.field", of nested dataclasses too.
-    """
-    facts: dict[str, Any] = {}
-    for own in dataclasses.fields(config):
-        value = getattr(config, own.name)
-        name = f"{prefix}.{own.name}"
-        if dataclasses.is_dataclass(value):
-            facts |= flat_facts(value, name)
-        else:
-            facts[name] = value.value if isinstance(value, enum.Enum) else value
-    return facts

@@ -37,8 +37,7 @@ from ep_moe.layer_parts import LayerParts
 from ep_moe.parallel.rank_group import NO_GRADIENTS
 from ep_moe.parallel.token_flow import Share
 from ep_moe.router import Router
-from ep_moe.runtime.devices import elsewhere, on_device
-from ep_moe.runtime.launch_cache import aligned
+from ep_moe.runtime.devices import aligned, elsewhere, on_device
 from ep_moe.runtime.profiling import stage
 from ep_moe.selection.backend_table import TableEntry
 from ep_moe.selection.tuned import Kernel

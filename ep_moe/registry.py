@@ -30,7 +30,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "deepep_static": "ep_moe.all2all.deepep:DeepEPStaticDispatcher",
         "flashinfer_nvlink": "ep_moe.all2all.flashinfer_nvlink:FlashInferNVLinkDispatcher",
         "hierarchical": "ep_moe.all2all.hierarchical:HierarchicalDispatcher",
-        "hierarchical_nvlink": "ep_moe.all2all.hierarchical_nvlink:HierarchicalNVLinkDispatcher",
+        "hierarchical_nvlink": "ep_moe.all2all.hierarchical_static:HierarchicalNVLinkDispatcher",
         "hierarchical_static": "ep_moe.all2all.hierarchical_static:HierarchicalStaticDispatcher",
         "nvlink_p2p": "ep_moe.all2all.nvlink_p2p.dispatcher:NVLinkP2PDispatcher",
         "pplx": "ep_moe.all2all.pplx:PplxDispatcher",
@@ -188,7 +188,8 @@ def _class_problem(backend: Any, base: Any) -> str | None:
         return f"is no subclass of {base.__module__}.{base.__name__}"
     if missing := sorted(getattr(backend, "__abstractmethods__", ())):
         return f"does not define {', '.join(missing)}"
-    wanted = base.__annotations__["capabilities"].removeprefix("ClassVar[").removesuffix("]")
+    declared = next(hint for kind in base.__mro__ if (hint := inspect.get_annotations(kind).get("capabilities")))
+    wanted = declared.removeprefix("ClassVar[").removesuffix("]")
     found = getattr(backend, "capabilities", None)
     extended: Any = next((kind for kind in type(found).__mro__ if kind.__name__ == wanted), None)
     if extended is None:

@@ -11,22 +11,22 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from ep_moe.all2all.buffer_slots import RecordableCall
+from ep_moe.all2all.capabilities import DeclaredTransport, capturable
 from ep_moe.all2all.capabilities import DispatcherCapabilities as DispatcherCapabilities
+from ep_moe.all2all.dispatch_shape import DispatchShape as DispatchShape
+from ep_moe.all2all.dispatch_shape import whole_bound
 from ep_moe.checks import INT32
-from ep_moe.config import PLAIN_WIRE, Wire, flat_facts
+from ep_moe.config import PLAIN_WIRE
 from ep_moe.errors import InputError
-from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.placement.deferred import given_ids
-from ep_moe.quant.row_format import ROW_FORMATS, RowFormat
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
 from ep_moe.runtime.devices import SideStream
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing, dtype_name
@@ -34,105 +34,7 @@ from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DispatchShape:
-    """The shape of what travels. Equal layers of a context share the dispatcher of their shape.
-
-    Args:
-        hidden_size: H.
-        top_k: K.
-        slots_per_rank: L, slots of a rank.
-        num_ranks: R, ranks of the EP group.
-        dtype: Of the layer.
-        max_tokens: The most tokens that a rank dispatches in one call. None: any number, on transports that are not
-            static, or that grow.
-        wire: How rows are written while they travel.
-    """
-
-    hidden_size: int
-    top_k: int
-    slots_per_rank: int
-    num_ranks: int
-    dtype: torch.dtype
-    max_tokens: int | None = None
-    wire: Wire = PLAIN_WIRE
-
-    @cached_property
-    def described(self) -> str:
-        """Its fields, as ranks compare them: "name=value, name=value"."""
-        facts = flat_facts(self, "layer") | {"layer.dtype": dtype_name(self.dtype)}
-        return ", ".join(f"{name.removeprefix('layer.')}={value}" for name, value in facts.items())
-
-    @property
-    def num_physical(self) -> int:
-        """P, physical experts."""
-        return self.num_ranks * self.slots_per_rank
-
-    @property
-    def row_format(self) -> RowFormat:
-        """How a dispatched row is written."""
-        return ROW_FORMATS[self.wire.dispatch]
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        """Of dispatched rows."""
-        return self.row_format.number or self.dtype
-
-    @property
-    def scales(self) -> int:
-        """Of a dispatched row."""
-        return self.row_format.scales(self.hidden_size)
-
-    @property
-    def columns(self) -> int:
-        """Elements of a dispatched row."""
-        return self.row_format.columns(self.hidden_size)
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a dispatched row, without scales."""
-        return self.columns * self.row_dtype.itemsize
-
-    @property
-    def scale_bytes(self) -> int:
-        """Of a dispatched row's scales."""
-        return self.scales * self.row_format.scale.itemsize
-
-    def no_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Make the rows of a call without tokens.
-
-        Args:
-            device: Where.
-
-        Returns:
-            x [0, columns], and x_scale [0, scales] or None where the format has no scales.
-        """
-        x = torch.empty(0, self.columns, dtype=self.row_dtype, device=device)
-        scale = torch.empty(0, self.scales, dtype=self.row_format.scale, device=device)
-        return x, scale if self.scales else None
-
-
-class _Rows(NamedTuple):
-    """How rows in one format are stored."""
-
-    format: str
-    columns: int
-    dtype: torch.dtype
-    scales: int
-    scale_dtype: torch.dtype
-
-    @classmethod
-    def of(cls, shape: DispatchShape, name: str) -> _Rows:
-        form, hidden = ROW_FORMATS[name], shape.hidden_size
-        return cls(name, form.columns(hidden), form.number or shape.dtype, form.scales(hidden), form.scale)
-
-
-def whole_bound(tokens: int) -> int:
-    """A power of two that holds so many tokens: kernels that are launched for any number meet few sizes."""
-    return 1 << max(tokens - 1, 0).bit_length()
-
-
-class Dispatcher(ABC):
+class Dispatcher(DeclaredTransport, ABC):
     """One transport for one dispatch shape on one EP group. `EPContext` makes it, and equal layers share it.
 
     A subclass defines `name`, `capabilities`, `_dispatch` and `_combine`. `run_on` names the machines that it was run
@@ -142,11 +44,6 @@ class Dispatcher(ABC):
         dispatch_shape: The shape of what travels.
         rank_group: The EP group.
     """
-
-    name: ClassVar[str]
-    capabilities: ClassVar[DispatcherCapabilities]
-    run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
-    once_per_node: ClassVar[bool] = False  # a token goes once to each node that has an expert of it
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -158,100 +55,15 @@ class Dispatcher(ABC):
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         self.dispatch_shape = dispatch_shape
         self.rank_group = rank_group
-        self._rows = _Rows.of(dispatch_shape, dispatch_shape.wire.dispatch)  # as `dispatch` takes them: so, or
-        rounds = dispatch_shape.wire.dispatch in self.capabilities.rounds
-        self._plain = _Rows.of(dispatch_shape, "plain") if rounds else self._rows
+        rounds = dispatch_shape.wire.dispatch in self.capabilities.rounds  # `dispatch` takes plain rows too
+        self._plain = dataclasses.replace(dispatch_shape, wire=PLAIN_WIRE) if rounds else dispatch_shape
         self.newest_bound: int | None = None  # `max_tokens` of the newest call
         self._side: SideStream | None = None
-
-    @classmethod
-    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
-        """The transport's place in "auto", and why.
-
-        Args:
-            top_k: Experts of a token.
-            layout: Of the ranks.
-
-        Returns:
-            A number, of which the smallest comes first, and the reason that `explain` prints.
-        """
-        return 80, "it states no place"
-
-    @classmethod
-    def available(cls) -> str | None:
-        """Say why the transport cannot run in this installation. Touches no device and no group.
-
-        Returns:
-            None if it can run, else the reason.
-        """
-        return None
-
-    @classmethod
-    def unsupported_reason(
-        cls,
-        hidden_size: int,
-        top_k: int,
-        ranks: int,
-        dtype: torch.dtype,
-        max_tokens: int | None,
-        wire: Wire = PLAIN_WIRE,
-    ) -> str | None:
-        """Say why the transport cannot carry rows of a shape.
-
-        Args:
-            hidden_size: H.
-            top_k: K.
-            ranks: R, ranks of the EP group.
-            dtype: Of the layer.
-            max_tokens: The most tokens of a rank in one call, None for any number.
-            wire: How rows are written.
-
-        Returns:
-            None if it can, else the reason.
-        """
-        return cls.capabilities.unsupported_reason(cls.name, hidden_size, top_k, ranks, dtype, max_tokens, wire)
-
-    @classmethod
-    def unsupported_platform(cls, layout: RankLayout) -> str | None:
-        """Say why the transport cannot run on this machine with these ranks. Asks the driver at most; not collective.
-
-        Args:
-            layout: Of the ranks.
-
-        Returns:
-            None if it can, else the reason.
-        """
-        return None
-
-    @classmethod
-    def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """Count the rows that the transport keeps room for between calls, for one call in flight. A library's own
-        bookkeeping is not counted.
-
-        Args:
-            dispatch_shape: The shape of what travels.
-
-        Returns:
-            Bytes.
-        """
-        return 0
 
     @property
     def grows(self) -> bool:
         """Whether its buffers grow with the calls, whose ranks agree on how many tokens they have at most."""
         return self.capabilities.grows and self.dispatch_shape.max_tokens is None
-
-    @classmethod
-    def room_for(cls, bound: int) -> int:
-        """Say for how many tokens growing buffers are made.
-
-        Args:
-            bound: The bound of a call.
-
-        Returns:
-            Tokens, at least `bound`.
-        """
-        return bound
 
     def held_bytes(self) -> int:
         """Count the buffers of a transport that grows, as they are now.
@@ -285,18 +97,6 @@ class Dispatcher(ABC):
             )
         most = self.rank_group.most_tokens(tokens, problem, device, self.name, gradients=gradients)
         return whole_bound(most)
-
-    @classmethod
-    def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
-        """Say how many calls are in flight when a layer call travels in parts.
-
-        Args:
-            dispatch_shape: The shape of what travels.
-
-        Returns:
-            Calls in flight.
-        """
-        return 2
 
     def dispatch(
         self, x: Tensor, routing: PhysicalRouting, x_scale: Tensor | None = None, *, max_tokens: int | None = None
@@ -392,9 +192,7 @@ class Dispatcher(ABC):
     ) -> Pending[Received]:
         bound = self.dispatch_shape.max_tokens if max_tokens is None else max_tokens
         if not self.capabilities.cuda_graph and capturing(x.device):
-            raise InputError(
-                f"{self.name} waits for the device and cannot be captured in a CUDA graph; {_capturable()}"
-            )
+            raise InputError(f"{self.name} waits for the device and cannot be captured in a CUDA graph; {capturable()}")
         agrees = self.grows and bound is None
         problem = problem or self._problem(x, x_scale, routing, bound)
         if agrees:
@@ -470,18 +268,18 @@ class Dispatcher(ABC):
         return routing_problem(given_ids(routing), routing.weights, x, g.top_k)
 
     def _rows_problem(self, x: Tensor, x_scale: Tensor | None) -> str | None:
-        rows = self._plain if x.dtype == self._plain.dtype else self._rows
-        if x.dim() != 2 or x.shape[1] != rows.columns:
-            return f"x must be [T, {rows.columns}], got {list(x.shape)}"
-        if x.dtype != rows.dtype:
-            found, wanted = dtype_name(x.dtype), dtype_name(rows.dtype)
+        shape = self._plain if x.dtype == self._plain.row_dtype else self.dispatch_shape
+        if x.dim() != 2 or x.shape[1] != shape.columns:
+            return f"x must be [T, {shape.columns}], got {list(x.shape)}"
+        if x.dtype != shape.row_dtype:
+            found, wanted = dtype_name(x.dtype), dtype_name(shape.row_dtype)
             return f"x must be {wanted}, got {found}; convert it or build the layer in {found}"
-        if x_scale is None and not rows.scales:
+        if x_scale is None and not shape.scales:
             return None
         scales = None if x_scale is None else (x_scale.dtype, list(x_scale.shape))
-        if scales != ((rows.scale_dtype, [len(x), rows.scales]) if rows.scales else None):
-            wanted = f"{dtype_name(rows.scale_dtype)} [{len(x)}, {rows.scales}]" if rows.scales else "None"
-            return f"x_scale must be {wanted} with rows in {rows.format}, got {scales}"
+        if scales != ((shape.row_format.scale, [len(x), shape.scales]) if shape.scales else None):
+            wanted = f"{dtype_name(shape.row_format.scale)} [{len(x)}, {shape.scales}]" if shape.scales else "None"
+            return f"x_scale must be {wanted} with rows in {shape.wire.dispatch}, got {scales}"
         return None
 
     def refuse(self, problem: str) -> NoReturn:
@@ -542,19 +340,6 @@ def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
 
 def _placed(out: Tensor | None, found: Tensor) -> Tensor:
     return found if out is None or out is found else out.copy_(found)
-
-
-def _capturable() -> str:
-    from ep_moe import registry
-
-    names = [
-        name
-        for name in registry.targets("dispatchers")
-        if registry.unsupported_reason("dispatchers", name) is None
-        and registry.load("dispatchers", name).capabilities.cuda_graph
-    ]
-    where = "with EPContext.from_torchrun(max_tokens=...) where buffers are fixed"
-    return f"of those available here {', '.join(names)} can ({where})"
 
 
 if not TYPE_CHECKING:  # checkers know the new names alone

@@ -1,14 +1,18 @@
-"""What a transport can do (`DispatcherCapabilities`), and the shapes and hosts that this excludes."""
+"""What a transport says of itself before one is made: what it can do (`DispatcherCapabilities`), which shapes and hosts
+this excludes, its place in "auto", the bytes that it will hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import gcd
+from typing import ClassVar
 
 import torch
 
+from ep_moe import registry
+from ep_moe.all2all.dispatch_shape import DispatchShape
 from ep_moe.checks import check_count, check_fields
-from ep_moe.config import Wire
+from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.quant.row_format import ROW_FORMATS, WHOLE_ROW
 from ep_moe.types import RowLayout, Weighting, dtype_name
@@ -142,6 +146,111 @@ class DispatcherCapabilities:
         return None
 
 
+class DeclaredTransport:
+    """What a transport's class says before one is made: no device and no peer takes part."""
+
+    name: ClassVar[str]
+    capabilities: ClassVar[DispatcherCapabilities]
+    run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
+    once_per_node: ClassVar[bool] = False  # a token goes once to each node that has an expert of it
+
+    @classmethod
+    def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
+        """The transport's place in "auto", and why.
+
+        Args:
+            top_k: Experts of a token.
+            layout: Of the ranks.
+
+        Returns:
+            A number, of which the smallest comes first, and the reason that `explain` prints.
+        """
+        return 80, "it states no place"
+
+    @classmethod
+    def available(cls) -> str | None:
+        """Say why the transport cannot run in this installation. Touches no device and no group.
+
+        Returns:
+            None if it can run, else the reason.
+        """
+        return None
+
+    @classmethod
+    def unsupported_reason(
+        cls,
+        hidden_size: int,
+        top_k: int,
+        ranks: int,
+        dtype: torch.dtype,
+        max_tokens: int | None,
+        wire: Wire = PLAIN_WIRE,
+    ) -> str | None:
+        """Say why the transport cannot carry rows of a shape.
+
+        Args:
+            hidden_size: H.
+            top_k: K.
+            ranks: R, ranks of the EP group.
+            dtype: Of the layer.
+            max_tokens: The most tokens of a rank in one call, None for any number.
+            wire: How rows are written.
+
+        Returns:
+            None if it can, else the reason.
+        """
+        return cls.capabilities.unsupported_reason(cls.name, hidden_size, top_k, ranks, dtype, max_tokens, wire)
+
+    @classmethod
+    def unsupported_platform(cls, layout: RankLayout) -> str | None:
+        """Say why the transport cannot run on this machine with these ranks. Asks the driver at most; not collective.
+
+        Args:
+            layout: Of the ranks.
+
+        Returns:
+            None if it can, else the reason.
+        """
+        return None
+
+    @classmethod
+    def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
+        """Count the rows that the transport keeps room for between calls, for one call in flight. A library's own
+        bookkeeping is not counted.
+
+        Args:
+            dispatch_shape: The shape of what travels.
+
+        Returns:
+            Bytes.
+        """
+        return 0
+
+    @classmethod
+    def room_for(cls, bound: int) -> int:
+        """Say for how many tokens growing buffers are made.
+
+        Args:
+            bound: The bound of a call.
+
+        Returns:
+            Tokens, at least `bound`.
+        """
+        return bound
+
+    @classmethod
+    def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
+        """Say how many calls are in flight when a layer call travels in parts.
+
+        Args:
+            dispatch_shape: The shape of what travels.
+
+        Returns:
+            Calls in flight.
+        """
+        return 2
+
+
 def one_host_problem(name: str, layout: RankLayout) -> str | None:
     """For transports that reach their peers' memory: None, or that the ranks do not fit on this host."""
     if layout.across_nodes is not None:
@@ -151,3 +260,15 @@ def one_host_problem(name: str, layout: RankLayout) -> str | None:
     if here >= ranks:
         return None
     return f"{name} is for one host here: ep * etp is {ranks}, and this host shows {here} GPUs"
+
+
+def capturable() -> str:
+    """Name the transports that a CUDA graph can hold, for an error about one that it cannot."""
+    names = [
+        name
+        for name in registry.targets("dispatchers")
+        if registry.unsupported_reason("dispatchers", name) is None
+        and registry.load("dispatchers", name).capabilities.cuda_graph
+    ]
+    where = "with EPContext.from_torchrun(max_tokens=...) where buffers are fixed"
+    return f"of those available here {', '.join(names)} can ({where})"

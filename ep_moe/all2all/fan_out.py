@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ep_moe.all2all.base import DispatchShape
-from ep_moe.parallel.rank_group import as_rows
+from ep_moe.parallel.collectives import as_rows
 from ep_moe.types import LocalIds, Pending, Received, RowLayout, Weighting
 
 # Rows grouped by destination, and how many go to and come from each rank of a group, to rows grouped by source.

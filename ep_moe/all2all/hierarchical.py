@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
 from ep_moe.all2all.fan_out import Fan, Hop, Rows, wanted_places
+from ep_moe.parallel.collectives import all_to_all_rows, as_bytes
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import Levels, RankGroup, all_to_all_rows, as_bytes
+from ep_moe.parallel.rank_group import Levels, RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting
 

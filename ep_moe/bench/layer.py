@@ -66,8 +66,9 @@ from ep_moe.execution.recorded_calls import CopiedInputs
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.model_name import config_named
 from ep_moe.layer import MoELayer
+from ep_moe.parallel.collectives import all_gather_single
 from ep_moe.parallel.groups import local_device
-from ep_moe.parallel.rank_group import all_gather_single, barrier
+from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.selection.explain import AUTO

@@ -30,7 +30,7 @@ from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, round_ro
 from ep_moe.experts.fused.base import FusedDispatchShape
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.rank_group import all_gather_single, reduce_scatter_single
+from ep_moe.parallel.collectives import all_gather_single, reduce_scatter_single
 from ep_moe.types import Activation, Routing
 from ep_moe.weights.layouts.base import WeightLayout
 

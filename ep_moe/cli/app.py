@@ -1,5 +1,5 @@
 """The command line: `ep-moe run`, `check-exact`, `explain`, `fit`, `tune`, `plan`, `bench`, `doctor`. It only parses,
-prints and sets exit codes; what commands share is in `output` and `model`."""
+prints and sets exit codes; `doctor` and `explain` have files of their own, and what commands share is in `output`."""
 
 from __future__ import annotations
 
@@ -18,29 +18,34 @@ from typer.core import TyperCommand, TyperGroup
 
 from ep_moe._version import __version__
 from ep_moe.checks import check_picture, check_target, did_you_mean
-from ep_moe.cli import cluster_tables
 from ep_moe.cli import doctor as doctor_report
 from ep_moe.cli.check_exact import CheckOptions
 from ep_moe.cli.check_exact import run as run_check_exact
-from ep_moe.cli.cluster import ClusterReport
-from ep_moe.cli.cluster import run as run_cluster
-from ep_moe.cli.explain import grouped, in_order
+from ep_moe.cli.explain import explain
 from ep_moe.cli.fit import FitOptions, print_answer
 from ep_moe.cli.fit import run as run_fit
-from ep_moe.cli.model import ModelArgument, model_named
-from ep_moe.cli.output import DEFAULT_LEVEL, EXIT_CODES, AsJson, LogLevel, Output, Quiet, command, least_level, note
+from ep_moe.cli.output import (
+    DEFAULT_LEVEL,
+    EXIT_CODES,
+    AsJson,
+    LogLevel,
+    ModelArgument,
+    Quiet,
+    command,
+    least_level,
+    model_named,
+    note,
+)
 from ep_moe.cli.reports import print_checked, print_report, print_tuned, write_files
 from ep_moe.cli.run import RunOptions
 from ep_moe.cli.run import run as run_model
 from ep_moe.cli.tune import TuneOptions
 from ep_moe.cli.tune import run as run_tune
-from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.eplb import LoadTrace
 from ep_moe.eplb import report as plan_report
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.model_name import DEMO, FORMS, checkpoint_named, sizes_named
 from ep_moe.parallel.groups import TorchrunEnv
-from ep_moe.selection.explain import explain_model
 
 _ENDED = 128  # and the signal's number: what shells say of a process that a signal ended
 
@@ -165,102 +170,8 @@ def run(
                 raise typer.Exit(1)
 
 
-@app.command()
-def doctor(
-    cluster: Annotated[
-        bool, typer.Option("--cluster", help="Compare all ranks of torchrun or srun, and time their links.")
-    ] = False,
-    deadline: Annotated[float, typer.Option(help="With --cluster: seconds to wait for ranks, and transfers.")] = 120.0,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    log_level: LogLevel = DEFAULT_LEVEL,
-) -> None:
-    """Print versions and how they were run, the NCCL that is loaded, GPUs, and each backend as available or why not.
-
-    With --cluster, all ranks run it. It exits with 0 if the cluster is sound, with 1 if it names something odd.
-    """
-    with command(as_json, quiet, log_level) as out:
-        if cluster:
-            _doctor_cluster(deadline, Output(as_json, quiet, first_alone=False))
-            return
-        versions, runs, gpus = doctor_report.versions(), doctor_report.runs(), doctor_report.gpus()
-        backends = [dict(zip(("kind", "backend", "here"), row, strict=True)) for row in doctor_report.backends()]
-        rows = [[name, version, runs.get(name, "")] for name, version in versions.items()]
-        out.table("", ["what", "version", "run by the tests"], rows)
-        for line in [f"GPU {line}" for line in gpus] or ["no GPU"]:
-            out.line(line)
-        out.table("", ["kind", "backend", "here"], [list(row.values()) for row in backends])
-        out.result({"versions": versions, "runs": runs, "gpus": gpus, "backends": backends})
-
-
-def _doctor_cluster(deadline_s: float, out: Output) -> None:
-    def show(report: ClusterReport) -> None:
-        for title, columns, rows in cluster_tables.tables(report):
-            out.table(title, columns, rows)
-        out.line()
-        for line in cluster_tables.lines(report):
-            out.line(line)
-        rates = [{"ranks": list(pair), "gb_per_s": rate} for pair, rate in report.rates.items()]
-        found = {"odd": report.odd, "facts": report.facts, "backend": report.backend, "rates": rates}
-        out.result(found)
-
-    if run_cluster(deadline_s, show).odd:
-        raise typer.Exit(1)
-
-
-@app.command()
-def explain(
-    model: ModelArgument = None,
-    dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
-    tp: Annotated[int, typer.Option(help="Ranks that hold the same tokens.")] = 1,
-    ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
-    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
-    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to admit.")] = "auto",
-    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to admit.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of a rank in one call; default any number.")
-    ] = None,
-    wire: Annotated[
-        str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4.")
-    ] = "plain",
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all of them.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="A line for each refused pair too.")] = False,
-    gpu: Annotated[
-        str | None, typer.Option(help="A kind of GPU that need not be here, h100, h200 or b200; default this machine.")
-    ] = None,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-    log_level: LogLevel = DEFAULT_LEVEL,
-    old_config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
-) -> None:
-    """Print the pairs of transport and kernel that serve a model on this machine, and why others do not.
-
-    With --gpu: on machines with such GPUs, what ep-moe[gpu] brings installed, and NVLink between the GPUs of a node.
-    """
-    with command(as_json, quiet, log_level) as out:
-        named = model_named("explain", model, config=old_config)
-        parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
-        rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on it
-        rows = explain_model(
-            sizes_named(named),
-            parallel,
-            all2all,
-            experts,
-            quantization,
-            dtype,
-            max_tokens,
-            rows_as,
-            ranks_per_node,
-            gpu,
-        )
-        for line in [str(row) for row in in_order(rows)] if every else grouped(rows):
-            out.line(line)
-        chosen = next((row for row in rows if row.status == "chosen"), None)
-        out.result({"model": named, "chosen": chosen, "pairs": in_order(rows)})
-        if chosen is None:
-            raise typer.Exit(1)
+app.command()(doctor_report.doctor)
+app.command()(explain)
 
 
 @app.command()

@@ -22,7 +22,8 @@ from ep_moe import registry
 from ep_moe.checkpoint.hub import model_folder
 from ep_moe.checkpoint.reader import loading
 from ep_moe.cli.output import log_records
-from ep_moe.cli.run import DEMO, RunOptions, check_options, model_dtype, text_windows
+from ep_moe.cli.perplexity import DEMO, text_windows
+from ep_moe.cli.run import RunOptions, check_options, model_dtype
 from ep_moe.config import ParallelConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
@@ -139,7 +140,8 @@ def run_on_rank(
         if folder is None:
             folder = model_folder(options.model or str(DEMO), context.consensus, revision=options.revision)
         with loading(folder, context.consensus):
-            dtype, windows = model_dtype(asked.dtype, folder), text_windows(asked, folder)
+            dtype = model_dtype(asked.dtype, folder)
+            windows = text_windows(asked.text, asked.text_tokens, asked.window, folder)
         experts = num_experts(folder, context)
         for name, expert_map in _maps(experts, world).items():
             for all2all in _transports(world, device):

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from ep_moe.checks import deadline_problem
-from ep_moe.cli.cluster_facts import rank_facts
-from ep_moe.cli.cluster_verdict import RankFacts, Rates, find_odd, slow_links, transfer_rounds
+from ep_moe.cli.cluster_facts import RankFacts, Rates, find_odd, rank_facts, slow_links, transfer_rounds
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.nodes import NodeLayout, named

@@ -1,18 +1,72 @@
-"""`ep-moe doctor`: what is installed here, and which backends can run, each with its reason."""
+"""`ep-moe doctor`: what is installed here, and which backends can run, each with its reason; with --cluster, the report
+of all ranks as tables and lines."""
 
 from __future__ import annotations
 
 import platform
 import sys
 from pathlib import Path
+from statistics import median
+from typing import Annotated
 
 import torch
+import typer
 
 from ep_moe import registry
 from ep_moe._version import __version__
+from ep_moe.cli.cluster import ClusterReport
+from ep_moe.cli.cluster import run as run_cluster
+from ep_moe.cli.cluster_facts import Rates, by_kind, node_rates, values_of
+from ep_moe.cli.output import DEFAULT_LEVEL, AsJson, LogLevel, Output, Quiet, command
+from ep_moe.parallel.nodes import named
 from ep_moe.runtime.versions import how_run, installed, launcher_known
 
 _PACKAGES = ("transformers", "safetensors", "flashinfer-python", "triton", "numpy")
+_WIDE = 16  # ranks or nodes whose matrix fits a line
+
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def doctor(
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Compare all ranks of torchrun or srun, and time their links.")
+    ] = False,
+    deadline: Annotated[float, typer.Option(help="With --cluster: seconds to wait for ranks, and transfers.")] = 120.0,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
+) -> None:
+    """Print versions and how they were run, the NCCL that is loaded, GPUs, and each backend as available or why not.
+
+    With --cluster, all ranks run it. It exits with 0 if the cluster is sound, with 1 if it names something odd.
+    """
+    with command(as_json, quiet, log_level) as out:
+        if cluster:
+            _show_cluster(deadline, Output(as_json, quiet, first_alone=False))
+            return
+        packages, run_on, cards = versions(), runs(), gpus()
+        here = [dict(zip(("kind", "backend", "here"), row, strict=True)) for row in backends()]
+        rows = [[name, version, run_on.get(name, "")] for name, version in packages.items()]
+        out.table("", ["what", "version", "run by the tests"], rows)
+        for line in [f"GPU {line}" for line in cards] or ["no GPU"]:
+            out.line(line)
+        out.table("", ["kind", "backend", "here"], [list(row.values()) for row in here])
+        out.result({"versions": packages, "runs": run_on, "gpus": cards, "backends": here})
+
+
+def _show_cluster(deadline_s: float, out: Output) -> None:
+    def show(report: ClusterReport) -> None:
+        for title, columns, rows in tables(report):
+            out.table(title, columns, rows)
+        out.line()
+        for line in lines(report):
+            out.line(line)
+        rates = [{"ranks": list(pair), "gb_per_s": rate} for pair, rate in report.rates.items()]
+        found = {"odd": report.odd, "facts": report.facts, "backend": report.backend, "rates": rates}
+        out.result(found)
+
+    if run_cluster(deadline_s, show).odd:
+        raise typer.Exit(1)
 
 
 def versions() -> dict[str, str]:
@@ -65,3 +119,72 @@ def backends() -> list[tuple[str, str, str]]:
         for kind in kinds
         for name in registry.targets(kind)
     ]
+
+
+def tables(report: ClusterReport) -> list[Table]:
+    """Title, columns and rows of each table: facts by value, ranks, and rates between ranks and between hosts.
+
+    Args:
+        report: Of `ep_moe.cli.cluster.run`.
+
+    Returns:
+        Tables. Matrices of more than 16 ranks or hosts are left out; the medians of each rank stay.
+    """
+    nodes = report.nodes
+    if nodes is None:
+        return []
+    kinds = by_kind(report.rates, nodes)
+    moment = list(dict.fromkeys(name for entry in report.facts for name in entry.shown))
+    by_fact: list[list[str]] = []
+    for name, by_value in values_of(report.facts).items():
+        for at, (value, ranks) in enumerate(by_value.items()):
+            whose = f"all {len(ranks)} ranks" if len(by_value) == 1 else named(ranks)
+            by_fact.append(["" if at else name, value, whose])
+    by_rank = [
+        [
+            f"rank {entry.rank}", nodes.host(entry.rank), str(entry.local_rank),
+            *(entry.shown.get(name, "") for name in moment),
+            *(_median([rate for pair, rate in links.items() if entry.rank in pair]) for links in kinds.values()),
+        ]
+        for entry in report.facts
+    ]  # fmt: skip
+    found = [
+        ("", ["fact", "value", "ranks"], by_fact),
+        (
+            "ranks, and the median rates of their links in GB/s each way",
+            ["", "host", "local", *moment, *kinds],
+            by_rank,
+        ),
+    ]
+    if 1 < len(report.facts) <= _WIDE and report.rates:
+        names = [f"rank {entry.rank}" for entry in report.facts]
+        found.append(_matrix(f"GB/s each way over {report.backend}", names, report.rates))
+    if 1 < len(nodes.hosts) <= _WIDE and report.rates:
+        found.append(_matrix("GB/s each way between hosts, all ranks at once", list(nodes.hosts),
+                             node_rates(report.rates, nodes)))  # fmt: skip
+    return found
+
+
+def lines(report: ClusterReport) -> list[str]:
+    """What is odd, or that nothing is."""
+    if report.odd:
+        return [f"odd: {text}" for text in report.odd]
+    ranks, hosts = len(report.facts), 0 if report.nodes is None else len(report.nodes.hosts)
+    return [f"sound: {ranks} rank{'s' * (ranks != 1)} on {hosts} host{'s' * (hosts != 1)}"]
+
+
+def _matrix(title: str, names: list[str], rates: Rates) -> Table:
+    numbers = range(len(names))
+    rows = [
+        [name, *("" if one == other else _rate(rates.get((min(one, other), max(one, other)))) for other in numbers)]
+        for one, name in enumerate(names)
+    ]
+    return title, ["", *names], rows
+
+
+def _median(rates: list[float]) -> str:
+    return _rate(median(rates) if rates else None)
+
+
+def _rate(rate: float | None) -> str:
+    return "-" if rate is None else f"{rate:.3g}"

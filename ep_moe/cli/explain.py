@@ -3,10 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
-from ep_moe.selection.explain import BackendChoice
+import typer
+
+from ep_moe.cli.output import DEFAULT_LEVEL, AsJson, LogLevel, ModelArgument, Quiet, command, model_named
+from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
+from ep_moe.integrations.model_name import sizes_named
+from ep_moe.selection.explain import BackendChoice, explain_model
 
 _ORDER = ("chosen", "possible", "refused")
+
+
+def explain(
+    model: ModelArgument = None,
+    dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
+    tp: Annotated[int, typer.Option(help="Ranks that hold the same tokens.")] = 1,
+    ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
+    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
+    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to admit.")] = "auto",
+    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to admit.")] = "auto",
+    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a rank in one call; default any number.")
+    ] = None,
+    wire: Annotated[
+        str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4.")
+    ] = "plain",
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all of them.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="A line for each refused pair too.")] = False,
+    gpu: Annotated[
+        str | None, typer.Option(help="A kind of GPU that need not be here, h100, h200 or b200; default this machine.")
+    ] = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    log_level: LogLevel = DEFAULT_LEVEL,
+    old_config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
+) -> None:
+    """Print the pairs of transport and kernel that serve a model on this machine, and why others do not.
+
+    With --gpu: on machines with such GPUs, what ep-moe[gpu] brings installed, and NVLink between the GPUs of a node.
+    """
+    with command(as_json, quiet, log_level) as out:
+        named = model_named("explain", model, config=old_config)
+        parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
+        rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on it
+        rows = explain_model(
+            sizes_named(named),
+            parallel,
+            all2all,
+            experts,
+            quantization,
+            dtype,
+            max_tokens,
+            rows_as,
+            ranks_per_node,
+            gpu,
+        )
+        for line in [str(row) for row in in_order(rows)] if every else grouped(rows):
+            out.line(line)
+        chosen = next((row for row in rows if row.status == "chosen"), None)
+        out.result({"model": named, "chosen": chosen, "pairs": in_order(rows)})
+        if chosen is None:
+            raise typer.Exit(1)
 
 
 def in_order(rows: Sequence[BackendChoice]) -> list[BackendChoice]:

@@ -1,4 +1,4 @@
-"""What all commands share: the result as text or JSON, log records, exit codes, and how a user's error ends."""
+"""What all commands share: the model, the result as text or JSON, log records, exit codes, how a user's error ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from rich.table import Table
 
 from ep_moe.bench.harness import json_text
 from ep_moe.checks import did_you_mean
+from ep_moe.config import model_configs
 from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.integrations.model_name import FORMS
 from ep_moe.parallel.local_launch import RanksFailed
 from ep_moe.runtime.progress import beside_bars
 
@@ -38,6 +40,7 @@ LogLevel = Annotated[
     str, typer.Option("--log-level", help=f"Least level of log records on stderr: {', '.join(LEVELS)}.")
 ]
 DEFAULT_LEVEL = "warning"
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{FORMS[0].upper()}{FORMS[1:]}.")]
 
 
 class Output:
@@ -206,3 +209,31 @@ def is_first_rank() -> bool:
         True on rank 0 of a launcher, and without one.
     """
     return os.environ.get("RANK", "0") == "0"
+
+
+def model_named(command: str, model: str | None, default: str | None = None, /, **old: str | None) -> str:
+    """Take the model of a command from its first argument, or from an option of an earlier release.
+
+    Args:
+        command: Its name, for errors.
+        model: The argument.
+        default: Where nothing is given. None: an error.
+        **old: Values of options that an earlier release had, by name.
+
+    Returns:
+        The name.
+
+    Raises:
+        ConfigError: no model, or more than one.
+    """
+    found = [] if model is None else [model]
+    for option, value in old.items():
+        if value is not None:
+            found.append(value)
+            note(f"note: --{option} is deprecated, the next release has none; write ep-moe {command} {value}")
+    if len(found) > 1:
+        raise ConfigError(f"{command} takes one model, got {' and '.join(found)}; leave out one of them")
+    if not found and default is None:
+        known = ", ".join(model_configs())
+        raise ConfigError(f"{command} needs a model as its first argument: {FORMS}; bundled are {known}")
+    return found[0] if found else str(default)

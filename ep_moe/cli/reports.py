@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ep_moe.cli.check_exact import LOGITS, Found
 from ep_moe.cli.output import Output
+from ep_moe.cli.perplexity import Rebalanced
 from ep_moe.cli.run import DIGITS, RunOptions, RunReport
-from ep_moe.cli.run_eplb import Rebalanced
 from ep_moe.errors import ConfigError
 from ep_moe.selection.tuned import Tuned
 

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import registry
@@ -22,7 +21,16 @@ from ep_moe.checkpoint.hub import model_folder
 from ep_moe.checkpoint.reader import loading
 from ep_moe.checks import check_picture, check_target, deadline_problem, did_you_mean
 from ep_moe.cli.output import log_records, note
-from ep_moe.cli.run_eplb import Rebalanced, rebalance
+from ep_moe.cli.perplexity import (
+    DEMO,
+    Reading,
+    Rebalanced,
+    TextReader,
+    over_ranks,
+    rebalance,
+    reference_perplexity,
+    text_windows,
+)
 from ep_moe.config import ONE_SCALE, ParallelConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.eplb.load import LoadRecorder
@@ -31,7 +39,6 @@ from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
 from ep_moe.metrics import stages as watched_stages
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
-from ep_moe.parallel.layout import share
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, SCHEMES
@@ -43,7 +50,6 @@ from ep_moe.selection.tuned import Tuned
 LAPTOP_RANKS = 4
 _MOST_LOCAL_RANKS = 128  # each is a process of a few hundred MiB
 _LOCAL_DEADLINE_S = 900.0  # of a whole run on this machine, however soon a silent peer is lost
-DEMO = resources.files("ep_moe") / "demo"
 DIGITS = 5  # to which the perplexities must agree in float32
 _REFERENCE_BYTES = 32 * 2**30  # of files: what a GPU or a laptop holds beside this rank's own part
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -179,7 +185,7 @@ def run_on_rank(
     if forked and options.log_level is not None:
         with log_records(options.log_level):
             return run_on_rank(options, device, folder)
-    from ep_moe.integrations.transformers import load_pretrained, moe_layers, num_experts
+    from ep_moe.integrations.transformers import moe_layers
 
     assert options.dp is not None
     assert options.tp is not None
@@ -191,87 +197,106 @@ def run_on_rank(
             folder = model_folder(options.model or str(DEMO), context.consensus, revision=options.revision)
         with loading(folder, context.consensus):
             dtype = model_dtype(options.dtype, folder)
-            windows = text_windows(options, folder)
-        expert_map = None
-        if options.redundant:
-            expert_map = ExpertMap.redundant(num_experts(folder, context), context.layout.ep, options.redundant)
-        model = load_pretrained(
-            folder,
-            context,
-            dtype=dtype,
-            expert_map=expert_map,
-            all2all=options.all2all,
-            experts=options.experts,
-            quantization=options.quantization,
-            wire=_wire(options.wire, folder, context),
-            tuned=tuned,
-            progress=not options.quiet,
-        )
+            windows = text_windows(options.text, options.text_tokens, options.window, folder)
+        model = _loaded(options, folder, context, dtype, tuned)
         if int(windows.max()) >= model.config.vocab_size:
             raise ConfigError(
                 f"--text has token {int(windows.max())}, but the model knows {model.config.vocab_size}; without "
                 f"tokenizer files the text is read as bytes"
             )
         layers = moe_layers(model)
-        mine = windows[slice(*share(len(windows), options.dp, context.layout.dp_rank))]
-        most = -(-len(windows) // options.dp)
-        steps = -(-most // options.batch)
-        _step(model, layers, mine[:1])  # warm up, and leave it out of times and loads
-        for layer in layers:
-            layer.placement.reset_load()
-
-        def forward(step: int) -> tuple[float, int]:
-            return _step(model, layers, mine[step * options.batch : (step + 1) * options.batch])
-
-        nll, count = 0.0, 0
-        recorder = None
-        if options.record_load is not None:
-            recorder = LoadRecorder(layers, context.rank_groups["lockstep"], steps=steps)
-        shown = not options.quiet and context.layout.rank == 0
-        with watched_stages(context) as times, Progress(steps, "reading", "forward", shown=shown) as bar:
-            for part_nll, part_count in map(forward, range(steps)):
-                nll, count = nll + part_nll, count + part_count
-                if recorder is not None:
-                    recorder.step()
-                bar.update()
-        stages = times.milliseconds()
-        first_tp = context.layout.tp_rank == 0
-        total = _sum(torch.tensor([nll, count] if first_tp else [0.0, 0.0], dtype=torch.float64), device)
-        loads = _sum(torch.stack([layer.placement.expert_load for layer in layers]), device)
-        rank_loads = _sum(torch.stack([layer.placement.rank_load() for layer in layers]), device)
-        slowest = _slowest(stages, device)
-        recorded = None if recorder is None else recorder.finish(options.model or DEMO.name)
+        reader = TextReader(model, layers, windows, options.batch, context)
+        reading = _read(options, reader, layers, context)
         if options.trace is not None:
-            _trace(options.trace, layers, partial(forward, 0), context)
-        rebalanced = rebalance(layers, context, forward, steps) if options.eplb else None
-        # each member of an etp group places the same routes
-        copies = context.layout.etp
-        reference, problem = None, None
-        left_out = _too_large(folder) if options.reference is None else None
-        if options.reference is not False and left_out is None and context.layout.rank == 0:
-            if shown:
-                note("run: the untouched model reads the text in one process")
-            try:
-                reference = _reference(folder, windows, options.batch, dtype, device)
-            except Exception as error:  # too large for one process, or packed in a way that transformers refuses here
-                problem = ConfigError(f"the untouched model does not run here, pass --no-reference: {error}")
-        context.consensus.healthy("reference", problem)  # the others wait for rank 0 here and not in a collective
+            _trace(options.trace, layers, partial(reader.forward, 0), context)
+        rebalanced = rebalance(layers, context, reader.forward, reader.steps) if options.eplb else None
+        reference, left_out = _compared(options, folder, windows, dtype, context)
         if context.layout.rank != 0:
             return None
         return RunReport(
             title=_title(options, context, layers[0]),
-            tokens=int(total[1]) + len(windows),
-            perplexity=math.exp(total[0] / total[1]),
+            tokens=reading.predicted + len(windows),
+            perplexity=reading.perplexity,
             reference=reference,
             left_out=left_out,
             exact=dtype == torch.float32 and (options.quantization, options.wire) == (PLAIN.name, "plain"),
-            expert_load=(loads // copies).tolist(),
-            rank_load=(rank_loads // copies).tolist(),
-            stages=slowest,
-            forwards=steps * len(layers),
+            expert_load=reading.expert_load,
+            rank_load=reading.rank_load,
+            stages=reading.stages,
+            forwards=reader.steps * len(layers),
             rebalanced=rebalanced,
-            recorded=recorded,
+            recorded=reading.recorded,
         )
+
+
+def _loaded(options: RunOptions, folder: Path, context: EPContext, dtype: torch.dtype, tuned: Tuned | None) -> Any:
+    """The model, with its experts spread over the ranks."""
+    from ep_moe.integrations.transformers import load_pretrained, num_experts
+
+    expert_map = None
+    if options.redundant:
+        expert_map = ExpertMap.redundant(num_experts(folder, context), context.layout.ep, options.redundant)
+    return load_pretrained(
+        folder,
+        context,
+        dtype=dtype,
+        expert_map=expert_map,
+        all2all=options.all2all,
+        experts=options.experts,
+        quantization=options.quantization,
+        wire=_wire(options.wire, folder, context),
+        tuned=tuned,
+        progress=not options.quiet,
+    )
+
+
+def _read(options: RunOptions, reader: TextReader, layers: Sequence[MoELayer], context: EPContext) -> Reading:
+    """Read the text, with the load counted and stages timed. On all ranks."""
+    recorder = None
+    if options.record_load is not None:
+        recorder = LoadRecorder(layers, context.rank_groups["lockstep"], steps=reader.steps)
+    nll, count = 0.0, 0
+    shown = not options.quiet and context.layout.rank == 0
+    with watched_stages(context) as times, Progress(reader.steps, "reading", "forward", shown=shown) as bar:
+        for part_nll, part_count in map(reader.forward, range(reader.steps)):
+            nll, count = nll + part_nll, count + part_count
+            if recorder is not None:
+                recorder.step()
+            bar.update()
+    stages = times.milliseconds()
+    facts = torch.tensor([nll, count], dtype=torch.float64)
+    if context.layout.tp_rank:
+        facts[:] = 0  # the same text as tp rank 0's
+    total = over_ranks(facts, context)
+    copies = context.layout.etp  # each member of an etp group places the same routes
+    loads = over_ranks(torch.stack([layer.placement.expert_load for layer in layers]), context) // copies
+    rank_loads = over_ranks(torch.stack([layer.placement.rank_load() for layer in layers]), context) // copies
+    slowest = over_ranks(torch.tensor(list(stages.values()), dtype=torch.float64), context, dist.ReduceOp.MAX)
+    return Reading(
+        predicted=int(total[1]),
+        perplexity=math.exp(total[0] / total[1]),
+        expert_load=loads.tolist(),
+        rank_load=rank_loads.tolist(),
+        stages=dict(zip(stages, slowest.tolist(), strict=True)),
+        recorded=None if recorder is None else recorder.finish(options.model or DEMO.name),
+    )
+
+
+def _compared(
+    options: RunOptions, folder: Path, windows: Tensor, dtype: torch.dtype, context: EPContext
+) -> tuple[float | None, str | None]:
+    """The untouched model's perplexity, on rank 0, or why it was left out where nobody asked. On all ranks."""
+    reference, problem = None, None
+    left_out = _too_large(folder) if options.reference is None else None
+    if options.reference is not False and left_out is None and context.layout.rank == 0:
+        if not options.quiet:
+            note("run: the untouched model reads the text in one process")
+        try:
+            reference = reference_perplexity(folder, windows, options.batch, dtype, context.device)
+        except Exception as error:  # too large for one process, or packed in a way that transformers refuses here
+            problem = ConfigError(f"the untouched model does not run here, pass --no-reference: {error}")
+    context.consensus.healthy("reference", problem)  # the others wait for rank 0 here and not in a collective
+    return reference, left_out
 
 
 def check_options(options: RunOptions) -> None:
@@ -343,82 +368,12 @@ def model_dtype(name: str | None, folder: Path) -> torch.dtype:
     return _DTYPES[name or "float32"]
 
 
-def text_windows(options: RunOptions, folder: Path) -> Tensor:
-    """int64 [windows, window]: the text's tokens, what does not fill a window left out."""
-    path = Path(options.text) if options.text else Path(str(DEMO / "heldout.txt"))
-    raw = path.read_bytes()
-    if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
-        ids = torch.tensor(_tokenizer(folder)(raw.decode("utf-8", "replace"))["input_ids"])
-    else:
-        ids = torch.tensor(list(raw))  # byte-level, as the demo is
-    ids = ids[: options.text_tokens]
-    if len(ids) < options.window:
-        raise ConfigError(
-            f"{path} gives {len(ids)} tokens (at most --text-tokens), fewer than one --window of {options.window}"
-        )
-    return ids[: len(ids) // options.window * options.window].view(-1, options.window)
-
-
-def _tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # broken files, or a class of the repository's own code, which is not run
-        raise ConfigError(
-            f"{folder} has a tokenizer that transformers cannot make without code of its repository, or cannot read: "
-            f"{type(error).__name__}: {error}; remove its files to read the text as bytes"
-        ) from error
-
-
-@torch.no_grad()
-def _step(model: Any, layers: Sequence[MoELayer], windows: Tensor) -> tuple[float, int]:
-    """Summed negative log likelihood and predicted tokens. A rank without windows still serves its experts."""
-    if not len(windows):
-        for layer in layers:
-            layer(torch.empty(0, layer.config.hidden_size, dtype=layer.dtype, device=layer.device))
-        return 0.0, 0
-    return _nll(model, windows)
-
-
-def _nll(model: Any, windows: Tensor) -> tuple[float, int]:
-    ids = windows.to(model.device)
-    logits = model(input_ids=ids).logits[:, :-1].double()
-    targets = ids[:, 1:]
-    loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return float(loss), targets.numel()
-
-
 def _too_large(folder: Path) -> str | None:
     """None, or why the untouched model is not run where it was not asked for."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if size <= _REFERENCE_BYTES:
         return None
     return f"its weights have {size / 2**30:.0f} GiB, all of them in one process; --reference runs it all the same"
-
-
-@torch.no_grad()
-def _reference(folder: Path, windows: Tensor, batch: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The untouched model's perplexity, in this process alone."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).to(device).eval()
-    parts = [_nll(model, part) for part in windows.split(batch)]
-    return math.exp(sum(nll for nll, _ in parts) / sum(count for _, count in parts))
-
-
-def _sum(values: Tensor, device: torch.device) -> Tensor:
-    values = values.to(device)
-    dist.all_reduce(values)
-    return values.cpu()
-
-
-def _slowest(stages: dict[str, float], device: torch.device) -> dict[str, float]:
-    values = torch.tensor(list(stages.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return dict(zip(stages, values.tolist(), strict=True))
 
 
 def _title(options: RunOptions, context: EPContext, layer: MoELayer) -> str:

@@ -40,7 +40,7 @@ from ep_moe.execution.recorded_calls import (
     slots_of,
 )
 from ep_moe.experts.base import Experts
-from ep_moe.parallel.flight_recorder import Step
+from ep_moe.parallel.heartbeats import Step
 from ep_moe.placement.deferred import NO_ID, Placing
 from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream, on_device_of

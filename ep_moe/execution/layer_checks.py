@@ -1,17 +1,13 @@
 """What is checked of a layer's call: its arguments, and what must be alike on ranks (`RankChecks`), looked at once.
 
-What is wrong is returned, not raised: all ranks must raise together. Ranks that hold different numbers where they
-should hold the same compute without an error, and wrongly. The usual ways there: another seed on each rank, a wrapper
-that broadcasts rank 0's experts, a checkpoint that one rank did not load.
+What is wrong is returned, not raised: all ranks must raise together.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -21,39 +17,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.all2all.base import Dispatcher, routing_problem
-from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
+from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.context import EPContext
-from ep_moe.errors import InputError
+from ep_moe.execution.rank_comparison import ComparedLayer, compare_ranks, drifted
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
-from ep_moe.parallel.rank_group import RankGroup, checksum
-from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import with_index
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
-from ep_moe.weights.expert_weights import ExpertWeights
-
-_SAMPLE = 1 << 14  # numbers of a slot's tensor that tell experts apart
 
 _WRAPPED = (
     "DistributedDataParallel has overwritten the experts of each rank with rank 0's, and would average gradients of "
     "different experts; wrap DistributedDataParallel(ep_moe.training.exclude_experts(model)), and load the weights anew"
 )
-
-
-class ComparedLayer(Protocol):
-    """What `RankChecks` asks of a MoELayer."""
-
-    name: str
-    _fixed: bool
-    config: MoEConfig
-    context: EPContext
-    placement: Placement
-    router: Any
-    shared_experts: nn.Module | None
-    expert_weights: ExpertWeights
-
-    def _carried(self) -> str: ...
 
 
 class RankChecks:
@@ -115,29 +91,10 @@ class RankChecks:
         the device, and so not inside a graph capture."""
         if self._done:
             return
-        device = layer.context.device
-        if torch.compiler.is_compiling() or capturing(device):
+        if torch.compiler.is_compiling() or capturing(layer.context.device):
             return
         with layer.context._entered(layer.name, layer._carried()), torch.no_grad():
-            whole = layer.context.rank_groups["lockstep"]
-            dense = dict(_dense(layer))
-            text = zlib.crc32(layer.placement.expert_map.to_json().encode())
-            sums = [checksum(tensor, device) for tensor in dense.values()]
-            total = checksum(torch.stack(sums), device) if sums else 0
-            with whole.flight_recorder.step("first call"):
-                rows = whole.agree([len(dense), text, total], self.wrapper_problem(layer), device)
-            if len({(row[0], row[2]) for row in rows}) > 1:
-                raise InputError(
-                    f"{layer.name}: all ranks must hold the same router and shared experts, and "
-                    f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with "
-                    f"one seed on all ranks before the model is made, or load a checkpoint on all"
-                )
-            if len({row[1] for row in rows}) > 1:
-                raise InputError(
-                    f"{layer.name}: the ranks have different expert maps in force; load state_dict, and call "
-                    f"Placement.update, on all ranks alike"
-                )
-            _compare_experts(layer, layer.context.rank_groups["ep"], device)
+            compare_ranks(layer, self.wrapper_problem(layer))
         self._done = True
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 
@@ -152,14 +109,9 @@ class RankChecks:
         number = self._backwards[kind]
         if number < 2 or number & (number - 1):
             return
-        rank_group, device = layer.context.rank_groups[kind], layer.context.device
-        dense = dict(_dense(layer))
-        sums = [checksum(tensor, device) for tensor in dense.values()]
-        total = checksum(torch.stack(sums), device) if sums else torch.zeros((), dtype=torch.int64, device=device)
-        with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
-            if len({row[0] for row in rank_group.exchange(total.reshape(1))}) == 1:
-                return
-            name = _name_dense(rank_group, dense, sums, device)
+        name = drifted(layer, layer.context.rank_groups[kind])
+        if name is None:
+            return
         if kind == "lockstep":  # the other group may find nothing, and goes on
             layer.expert_weights.each_backward = None
         else:
@@ -174,75 +126,6 @@ class RankChecks:
             UserWarning,
             stacklevel=2,
         )
-
-
-def _dense(layer: ComparedLayer) -> Iterable[tuple[str, Tensor]]:
-    """Parameters and buffers that all ranks hold alike; not what a wrapper has cut."""
-    for part in ("router", "shared_experts"):
-        module = getattr(layer, part)
-        if isinstance(module, nn.Module):
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if not (tensor.is_meta or hasattr(tensor, "placements")):
-                    yield f"{part}.{name}", tensor
-
-
-def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:
-    """What differs, and on which ranks: the same words on all of them."""
-    counts = {row[0] for row in rank_group.exchange(torch.tensor([len(dense)], device=device))}
-    name = "router or shared_experts"
-    if len(counts) == 1:
-        rows = rank_group.exchange(torch.stack(sums))
-        column = next(at for at, found in enumerate(zip(*rows, strict=True)) if len(set(found)) > 1)
-        name = list(dense)[column]
-        groups = Counter(row[column] for row in rows)
-        odd = [
-            rank for rank, row in zip(rank_group.ranks, rows, strict=True) if row[column] != groups.most_common(1)[0][0]
-        ]
-        name = f"{name} on rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
-    return name
-
-
-def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device) -> None:
-    """Copies of an expert must be equal; whole ranks must not be."""
-    weights, expert_map = layer.expert_weights, layer.placement.expert_map
-    if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
-        return
-    slots_per_rank = expert_map.slots_per_rank
-    facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)
-    many = set(expert_map.replicated)
-    for slot, expert in enumerate(weights.local_experts):
-        if expert >= 0 and not weights.is_meta:
-            tensors = [tensor[slot].detach() for tensor in weights.stored_tensors().values()]
-            facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
-            facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
-    with rank_group.flight_recorder.step("first call"):
-        rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
-    for expert in many:
-        found = {
-            rows[slot // slots_per_rank][slot % slots_per_rank][1] for slot in expert_map.logical_to_physical[expert]
-        }
-        if len(found) > 1:
-            ranks = sorted(
-                {rank_group.ranks[slot // slots_per_rank] for slot in expert_map.logical_to_physical[expert]}
-            )
-            raise InputError(
-                f"{layer.name}: copies of expert {expert} on ranks {', '.join(map(str, ranks))} differ; write "
-                f"experts with update_expert on all ranks, or load a checkpoint on all"
-            )
-    for rank in range(1, rank_group.size):
-        first, own = [row[0] for row in rows[0]], [row[0] for row in rows[rank]]
-        other = expert_map.local(0) != expert_map.local(rank)
-        if other and first == own and len(set(own)) == slots_per_rank > 1:
-            raise InputError(
-                f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
-                f"{rank_group.ranks[0]}'s: "
-                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, a loop). "
-                f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew"
-            )
-
-
-def _of_all(tensors: list[Tensor], device: torch.device) -> Tensor:
-    return checksum(torch.stack([checksum(tensor, device) for tensor in tensors]), device)
 
 
 # --- fresh numbers ----------------------------------------------------------------------------------------------------

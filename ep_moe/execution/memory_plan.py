@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, DispatchShape, whole_bound
+from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.dispatch_shape import DispatchShape, whole_bound
 from ep_moe.checks import check_count
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError

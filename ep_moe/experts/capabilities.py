@@ -1,4 +1,4 @@
-"""What an expert kernel can do (`ExpertsCapabilities`), and what a user may ask of it (`ExpertsOptions`)."""
+"""What expert kernels and fused ones can do (their capabilities), and what a user may ask (`ExpertsOptions`)."""
 
 from __future__ import annotations
 
@@ -160,6 +160,65 @@ class ExpertsCapabilities(KernelCapabilities):
         """
         check_fields(self, ExpertsCapabilities)
         check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedCapabilities(KernelCapabilities):
+    """What a fused kernel can do; one constant per class.
+
+    Args:
+        activations: What stands between the two expert matrices.
+        dtypes: Of the layer.
+        biases: Experts may have biases.
+        etp: Experts may be cut over ranks.
+        cuda_graph: A CUDA graph can hold a call.
+        host_sync: A call waits for the device.
+        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
+        exact: With `ExpertsOptions.exact` it keeps the promise made there.
+        differentiable: A call has a backward.
+        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
+        spare_sms: It heeds `ExpertsOptions.spare_sms`.
+        float8: It heeds `ExpertsOptions.float8`.
+        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
+        max_compute_capability: Highest of a GPU; None for any.
+        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
+            without naming it warns.
+        devices: Device types.
+        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
+            name it comes last.
+        travels: Dispatch and combine are inside. Without, it serves one EP rank.
+        routes: It routes inside, from the logits of the layer's own `Router`. No load is counted, and there is no
+            placement.
+        any_map: It takes any expert map with as many slots on every rank, replicas too. Without, the linear map alone.
+        static: Its buffers are made once, for `EPContext(max_tokens=...)`.
+        top_ks: Values of K, None for any.
+        hidden_unit: H must be a multiple of this.
+        inner_unit: I (its etp shard) must be a multiple of this.
+        min_ranks: The fewest ranks of the EP group.
+        max_ranks: The most ranks of the EP group, None for no limit.
+    """
+
+    travels: bool
+    routes: bool
+    any_map: bool
+    static: bool
+    top_ks: frozenset[int] | None = None
+    hidden_unit: int = 1
+    inner_unit: int = 1
+    min_ranks: int = 1
+    max_ranks: int | None = None
+    devices: frozenset[str] = frozenset({"cuda"})
+
+    def check(self) -> None:
+        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
+        leaves the others usable.
+
+        Raises:
+            ConfigError: A field is of a wrong kind or out of range.
+        """
+        check_fields(self, FusedCapabilities)
+        for name in ("hidden_unit", "inner_unit", "min_ranks", *(() if self.max_ranks is None else ("max_ranks",))):
+            check_count(f"FusedCapabilities.{name}", getattr(self, name), at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from ep_moe.integrations.find_experts import TOP_K, config_of, numbers_of
 from ep_moe.integrations.generic import routed_by_model, routing_of
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import DEADLINE_S, local_device
-from ep_moe.runtime.launch_cache import aligned
+from ep_moe.runtime.devices import aligned
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Kernel
 from ep_moe.weights.borrowed import BorrowedWeights

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
-from ep_moe.errors import EPMoEError
+from ep_moe.errors import EPMoEError, OutOfMemory, RankFailed
 from ep_moe.runtime.devices import memory_left
 
 _TEXT = 400  # characters of an exception's own words
@@ -74,6 +75,14 @@ def failure_text(
         f"rank {rank} ran out of memory on {device} {place} (it {_was(step)}){_left(device)}: {_shortened(error)}. "
         f"{_REMEDY}. The EPContext cannot be used again on any rank"
     )
+
+
+def published_failure(entry: bytes) -> EPMoEError | None:
+    """Read what `FlightRecorder.fail` published."""
+    found = json.loads(entry or b"null")
+    if found is None:
+        return None
+    return (OutOfMemory if found["memory"] else RankFailed)(found["text"])
 
 
 def _was(step: object) -> str:

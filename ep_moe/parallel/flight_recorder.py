@@ -1,10 +1,9 @@
 """The flight recorder: what step each rank is in, so that a lost peer has a name and a phase.
 
 Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest one as a
-heartbeat. When a step fails or outlasts its deadline, the heartbeats of all ranks are compared: one that
-stopped is a dead process, one that is behind hangs elsewhere, one with another phase went another way. A rank that
-leaves a call by an exception of its own publishes what happened, and its peers raise that. There is no collective in
-this and nothing on the hot path but filling in a record.
+heartbeat (`heartbeats`). When a step fails or outlasts its deadline, the heartbeats of all ranks are compared. A rank
+that leaves a call by an exception of its own publishes what happened, and its peers raise that. There is no collective
+in this and nothing on the hot path but filling in a record.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +25,8 @@ from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
-from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, with_cause
+from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, published_failure, with_cause
+from ep_moe.parallel.heartbeats import Heartbeats, Step
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.parallel.step_board import DeviceMark, HostExchange, PeerBoard, StepBoard
 from ep_moe.types import capturing
@@ -36,28 +34,7 @@ from ep_moe.types import capturing
 _log = logging.getLogger("ep_moe.parallel")
 
 _PATIENCE_S = 5.0  # before a rank that waits for others says so
-_FEWER_CALLS = (
-    "Did a rank make fewer calls, because its batches or its generate ended earlier? Then keep it in step: "
-    "layer(x[:0]), or for models of transformers idle_step(model) and generate without synced_gpus=False."
-)
 COMPILING_S = 600.0  # beyond the deadline, where a library may compile kernels first
-
-
-class Step(NamedTuple):
-    """One collective step. number: running; where: layer; phase: stage; detail: backend; done: left again.
-
-    A tuple, since each call of a layer makes some eight."""
-
-    number: int
-    where: str
-    phase: str
-    detail: str
-    done: bool
-
-    def __str__(self) -> str:
-        verb = "finished" if self.done else "in"
-        place = f" of {self.where}" if self.where else ""
-        return f"{verb} {self.phase}{place} (step {self.number})"
 
 
 class _Inside:
@@ -74,7 +51,6 @@ class _Inside:
 
 
 _UNSEEN = nullcontext()
-_NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class FlightRecorder:
@@ -103,7 +79,6 @@ class FlightRecorder:
         self._inside = _Inside(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
-        self._nodes = nodes
         self._step = Step(0, "", "start", "", True)
         self._started = time.monotonic()
         self._failure: EPMoEError | None = None
@@ -115,11 +90,10 @@ class FlightRecorder:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._period = min(5.0, max(0.05, deadline_s / 8))
-        self._beats = 0
         self._board: StepBoard | None = None  # of this rank, and those of its peers on this host
         self._boards: dict[int, PeerBoard] = {}
+        self._heartbeats = Heartbeats(self._ranks, rank, lambda: self._step, self._boards, nodes)
         self._exchanging = False  # whether a group has what they exchange
-        self._heard: dict[int, float] = {}  # when a rank's newest heartbeat was, by its clock
         self._mark: DeviceMark | None = None
         self._aborted: Tensor | None = None  # bool [1] that the device reads
         self._marked = 0.0
@@ -244,14 +218,14 @@ class FlightRecorder:
             with suppress(StoreLost):  # the peers find that out too
                 entry = json.dumps({"memory": memory, "text": text})
                 # of two ranks that fail the first one is the cause
-                failure = _failure(self._store.first("failed", entry)) or failure
+                failure = published_failure(self._store.first("failed", entry)) or failure
             self._failure = failure
         return failure
 
     def _failed_elsewhere(self, store: AnsweringStore) -> EPMoEError | None:
         if not store.has("failed"):
             return None
-        return _failure(store.get("failed"))
+        return published_failure(store.get("failed"))
 
     def mark(self, device: torch.device) -> None:
         """Let the watch see when a GPU has come this far: for steps that the host leaves before the device does. Now
@@ -327,9 +301,10 @@ class FlightRecorder:
         if wait and self._thread is not None:
             self._thread.join(timeout=5)
             self._thread = None
-        board, self._board = self._board, None
-        boards, self._boards = self._boards, {}
-        for one in (board, *boards.values()):
+        boards = [self._board, *self._boards.values()]
+        self._board = None
+        self._boards.clear()
+        for one in boards:
             if one is not None:
                 one.close()
 
@@ -340,7 +315,7 @@ class FlightRecorder:
         the store is gone is no failure by itself, because the rank that holds it may end its part of the job first."""
         while not self._stop.wait(self._period):
             try:
-                self._beat(store)
+                self._heartbeats.beat(store)
                 self._hear(store)
                 self._watched = True
             except StoreLost as lost:
@@ -420,27 +395,6 @@ class FlightRecorder:
         sys.stderr.flush()
         os._exit(1)
 
-    def _beat(self, store: AnsweringStore) -> None:
-        self._beats += 1
-        store.set(f"beat/{self._rank}", json.dumps({"beat": self._beats, "at": time.time(), **self._step._asdict()}))
-
-    def _read(self, store: AnsweringStore) -> dict[int, tuple[int, Step] | None]:
-        found: dict[int, tuple[int, Step] | None] = {}
-        for rank in self._ranks:
-            key = f"beat/{rank}"
-            if not store.has(key):
-                found[rank] = None
-                continue
-            entry = json.loads(store.get(key))
-            self._heard[rank] = entry.pop("at")
-            found[rank] = (entry.pop("beat"), Step(**entry))
-        return found
-
-    def _exact(self) -> dict[int, Step]:
-        """The newest steps of peers on this host, whether they live or not."""
-        found = {rank: board.read() for rank, board in list(self._boards.items())}
-        return {rank: Step(one[0], *one[1], one[2]) for rank, one in found.items() if one is not None}
-
     def _diagnose(self, cause: str, store: AnsweringStore | None = None) -> EPMoEError:
         """What a rank that failed says of itself; else compare two readings of all heartbeats. The first rank to reach
         a verdict publishes it, because its own exit is what the others see next. A later failure, of ranks that went on
@@ -453,64 +407,10 @@ class FlightRecorder:
         try:
             if (failed := self._failed_elsewhere(store)) is not None:
                 return failed
-            self._beat(store)
-            before = self._read(store)
-            time.sleep(2.5 * self._period)
-            self._beat(store)
-            after = self._read(store)
+            verdict, behind = self._heartbeats.compared(store, step, 2.5 * self._period)
             if (failed := self._failed_elsewhere(store)) is not None:
                 return failed
-            verdict = _compare(step, self._rank, before, after, self._exact(), self._heard, self._nodes)
-            behind = min([step.number, *(entry[1].number for entry in after.values() if entry is not None)])
             verdict = store.first(f"verdict/{behind}", verdict).decode() or verdict
         except StoreLost as lost:
             return PeerTimeout(f"{text} {lost}")
         return PeerTimeout(f"{text} {verdict} Raise deadline_s (now {self.deadline_s:g} s) if it was only slow.")
-
-
-def _compare(
-    mine: Step,
-    rank: int,
-    before: dict[int, tuple[int, Step] | None],
-    after: dict[int, tuple[int, Step] | None],
-    exact: Mapping[int, Step] = _NONE,
-    heard: Mapping[int, float] = _NONE,
-    nodes: NodeLayout | None = None,
-) -> str:
-    """exact: steps that are known as they are, of ranks on this host; heard: when a rank's heartbeat was; nodes: of all
-    ranks"""
-    findings = []
-    silent = [peer for peer, entry in after.items() if peer != rank and (entry is None or entry == before[peer])]
-    for peer, entry in after.items():
-        if peer == rank:
-            continue
-        if entry is None or peer in silent:
-            last = f", last seen {exact[peer]}" if peer in exact else _by_heartbeat(entry, heard.get(peer))
-            findings.append(f"Rank {peer} shows no sign of life{last}.")
-            continue
-        step = exact.get(peer, entry[1])
-        if step.number < mine.number:
-            findings.append(f"Rank {peer} is alive but behind: {step}.")
-        elif step.number == mine.number and (step.where, step.phase) != (mine.where, mine.phase):
-            findings.append(f"Rank {peer} went another way: {step}.")
-    if nodes is not None:
-        findings += nodes.lost(silent, list(after))
-    if any(entry is not None and entry[1].done and entry[1].number < mine.number for entry in after.values()):
-        findings.append(_FEWER_CALLS)
-    return " ".join(findings) or "Every peer is alive and in the same step."
-
-
-def _by_heartbeat(entry: tuple[int, Step] | None, at: float | None) -> str:
-    """What a heartbeat says of a process that is gone: where it was then. It may have come further."""
-    if entry is None:
-        return ""
-    ago = "" if at is None else f" {max(time.time() - at, 0):.0f} s ago, from where it may have come further"
-    return f", last seen {entry[1]}{ago}"
-
-
-def _failure(entry: bytes) -> EPMoEError | None:
-    """What `FlightRecorder.fail` published."""
-    found = json.loads(entry or b"null")
-    if found is None:
-        return None
-    return (OutOfMemory if found["memory"] else RankFailed)(found["text"])

@@ -1,8 +1,4 @@
-"""A group of ranks and the flight recorder that watches it, which every transport is handed; and the few collectives
-on rows that the layer needs: differentiable, with uneven counts and an async start.
-
-Counts are host integers that every rank of the group knows. A collective without rows is skipped on all ranks.
-"""
+"""A group of ranks and the flight recorder that watches it, which every transport is handed."""
 
 from __future__ import annotations
 
@@ -11,26 +7,21 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Function
 from torch.distributed import ProcessGroup
-from torch.nn.functional import pad
 
 from ep_moe.errors import InputError
+from ep_moe.parallel.collectives import all_gather_single
+from ep_moe.parallel.collectives import all_to_all_rows as all_to_all_rows
+from ep_moe.parallel.collectives import gather_rows as gather_rows
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.step_board import HostExchange
-from ep_moe.types import Pending
 
 _log = logging.getLogger("ep_moe.parallel")
-
-# torch 2.13 renamed it; 2.11 has the old name only
-all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
@@ -332,186 +323,3 @@ def checksum(tensor: Tensor, device: torch.device, ready: Tensor | None = None) 
         part = (words * (place_factors(len(words), tensor.device) if place is None else place)).sum()
         total = part if total is None else total * _STEP + part
     return torch.zeros((), dtype=torch.int64, device=device) if total is None else total.to(device)
-
-
-# torch 2.13 renamed both; 2.11 has the old names only
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-# a started collective: what it will fill, and the work to wait for
-Collective: TypeAlias = "partial[tuple[Tensor, dist.Work | None]]"
-
-
-def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
-    """Start an all-to-all of rows. Differentiable.
-
-    Args:
-        x: [sum(send), ...], grouped by destination.
-        send: Rows for each rank.
-        receive: Rows of each rank.
-        rank_group: Who takes part.
-
-    Returns:
-        [sum(receive), ...], grouped by source, pending.
-    """
-    if rank_group.size == 1:
-        return Pending(lambda: x)
-    there = partial(_all_to_all, send=list(send), receive=list(receive), rank_group=rank_group)
-    back = partial(_all_to_all, send=list(receive), receive=list(send), rank_group=rank_group)
-    return _start(x, there, back, rank_group)
-
-
-def gather_rows(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
-    """Start an all-gather of rows. In backward each rank's gradient is the sum of what all ranks did with its rows.
-
-    Args:
-        x: [counts[rank], ...], this rank's rows.
-        counts: Rows of each rank.
-        rank_group: Who takes part.
-
-    Returns:
-        [sum(counts), ...], in rank order, pending.
-    """
-    if rank_group.size == 1 or max(counts) == 0:
-        return Pending(lambda: x)
-    padded = _padded(x, max(counts))
-    pending = _start(
-        padded, partial(_all_gather, rank_group=rank_group), partial(_reduce_scatter, rank_group=rank_group), rank_group
-    )
-    return Pending(lambda: _trimmed(pending.wait(), counts))
-
-
-def reduce_scatter_rows(y: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
-    """Everybody's partial rows [sum(counts), ...] to the sum of this rank's rows [counts[rank], ...]."""
-    if rank_group.size == 1 or max(counts) == 0:
-        return Pending(lambda: y)
-    most = max(counts)
-    parts = [_padded(part, most) for part in y.split(list(counts))]
-    padded = y if min(counts) == most else torch.cat(parts)
-    pending = _start(
-        padded, partial(_reduce_scatter, rank_group=rank_group), partial(_all_gather, rank_group=rank_group), rank_group
-    )
-    return Pending(lambda: pending.wait()[: counts[rank_group.rank]])
-
-
-def gather_replicated(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """As `gather_rows`, for a result that every rank goes on to use alike: backward takes this rank's rows of the
-    (replicated) gradient instead of summing copies of it."""
-    if rank_group.size == 1 or max(counts) == 0:
-        return x
-    out: Tensor = _GatherReplicated.apply(x, list(counts), rank_group)
-    return out
-
-
-def sum_gradients(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """The identity; backward sums the gradient over the group. For a value that all ranks hold alike and each uses
-    for a part of the work."""
-    if rank_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
-        return x
-    out: Tensor = _SumGradients.apply(x, rank_group)
-    return out
-
-
-def as_bytes(x: Tensor) -> Tensor:
-    """Rows of a dtype that gloo does not move, E4M3, as uint8 [.., H]; others as they are."""
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
-
-
-def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `as_bytes`; a view by dtype has no gradient, and so there is none where nothing changes."""
-    return x if x.dtype == dtype else x.view(dtype)
-
-
-def _start(x: Tensor, there: Collective, back: Collective, rank_group: RankGroup) -> Pending[Tensor]:
-    works: list[dist.Work] = []
-    out: Tensor = _Collective.apply(x, there, back, rank_group, works)
-
-    def finish() -> Tensor:
-        with torch.no_grad():  # gloo's wait may copy into `out`, which autograd would take for its origin
-            for work in works:
-                work.wait()
-                rank_group.nan_if_aborted(out)
-        return out
-
-    return Pending(finish)
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    missing = rows - x.shape[0]
-    return pad(x, [0, 0] * (x.dim() - 1) + [0, missing]) if missing else x.contiguous()
-
-
-def _trimmed(x: Tensor, counts: Sequence[int]) -> Tensor:
-    most = max(counts)
-    if min(counts) == most:
-        return x
-    return torch.cat([x[i * most : i * most + count] for i, count in enumerate(counts)])
-
-
-def _all_to_all(
-    x: Tensor, *, send: list[int], receive: list[int], rank_group: RankGroup
-) -> tuple[Tensor, dist.Work | None]:
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=rank_group.group, async_op=True)
-    return out, work
-
-
-def _all_gather(x: Tensor, *, rank_group: RankGroup) -> tuple[Tensor, dist.Work | None]:
-    out = x.new_empty(rank_group.size * x.shape[0], *x.shape[1:])
-    return out, all_gather_single(out, x.contiguous(), group=rank_group.group, async_op=True)
-
-
-def _reduce_scatter(x: Tensor, *, rank_group: RankGroup) -> tuple[Tensor, dist.Work | None]:
-    out = x.new_empty(x.shape[0] // rank_group.size, *x.shape[1:])
-    return out, reduce_scatter_single(out, x.contiguous(), group=rank_group.group, async_op=True)
-
-
-class _Collective(Function):
-    """A collective, and as its backward the collective that is its adjoint."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, there: Collective, back: Collective, rank_group: RankGroup, works: list[dist.Work]
-    ) -> Tensor:
-        ctx.back, ctx.rank_group = back, rank_group
-        out, work = there(x)
-        if work is not None:
-            works.append(work)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        with ctx.rank_group.flight_recorder.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
-            out, work = ctx.back(grad)
-            if work is not None:
-                work.wait()
-                ctx.rank_group.nan_if_aborted(out)
-        return out, None, None, None, None
-
-
-class _GatherReplicated(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: list[int], rank_group: RankGroup) -> Tensor:
-        ctx.counts, ctx.rank = counts, rank_group.rank
-        out, work = _all_gather(_padded(x, max(counts)), rank_group=rank_group)
-        if work is not None:
-            work.wait()
-            rank_group.nan_if_aborted(out)
-        return _trimmed(out, counts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad.split(ctx.counts)[ctx.rank], None, None
-
-
-class _SumGradients(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rank_group: RankGroup) -> Tensor:
-        ctx.rank_group = rank_group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        total = grad.contiguous().clone()
-        with ctx.rank_group.flight_recorder.step("backward of the token split"):
-            ctx.rank_group.all_reduce(total)
-        return total, None

@@ -22,20 +22,15 @@ from torch import Tensor
 
 from ep_moe.config import Tokens
 from ep_moe.errors import InputError
-from ep_moe.parallel.layout import RankLayout, share
-from ep_moe.parallel.rank_group import (
-    NO_GRADIENTS,
-    WORDS,
-    Gradients,
-    RankGroup,
+from ep_moe.parallel.collectives import (
     all_gather_single,
-    checksum,
     gather_replicated,
     gather_rows,
-    place_factors,
     reduce_scatter_rows,
     sum_gradients,
 )
+from ep_moe.parallel.layout import RankLayout, share
+from ep_moe.parallel.rank_group import NO_GRADIENTS, WORDS, Gradients, RankGroup, checksum, place_factors
 from ep_moe.types import TokenMask, capturing
 
 

@@ -1,4 +1,5 @@
-"""What a device can do, asked once; the device and the stream that are current, and work beside that stream.
+"""What a device can do, asked once; what its kernels can read; the device and the stream that are current, and work
+beside that stream.
 
 Torch's own operations run where their tensors are. Triton, the driver, FlashInfer, pinned memory, graph captures and
 events run on the device that is current, which is 0 until it is set. Each entry point of the package enters
@@ -15,12 +16,14 @@ from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.types import Pending
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
+ALIGNED = 16  # bytes: what Triton's binaries are compiled for, and what libraries' kernels read at once
 
 
 @cache
@@ -155,6 +158,12 @@ def memory_left(device: torch.device) -> tuple[int, int]:
         return torch.cuda.mem_get_info(device)
     except RuntimeError:
         return 0, 0
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or a copy where it begins between two multiples of 16 bytes, which some kernels cannot read. An empty tensor
+    reports address 0 and still cannot be viewed as words, so it is copied."""
+    return x.clone() if x.data_ptr() % ALIGNED or not x.numel() else x
 
 
 class SideStream:

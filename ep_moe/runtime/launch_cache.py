@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.runtime import devices
+from ep_moe.runtime.devices import ALIGNED
 from ep_moe.runtime.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 from ep_moe.runtime.versions import LAUNCHERS, launcher_known
 
@@ -35,13 +36,6 @@ Grid = tuple[int, ...]
 Launch = Callable[..., None]  # kernel, grid, arguments, and by name constants and options
 
 _FORMS = 64  # that are kept at once
-_ALIGNED = 16  # bytes: what Triton's binaries are compiled for, and what libraries' kernels read at once
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where it begins between two multiples of 16 bytes, which some kernels cannot read. Nothing has no
-    address that says so, and still cannot be seen as words then."""
-    return x.clone() if x.data_ptr() % _ALIGNED or not x.numel() else x
 
 
 def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
@@ -92,11 +86,11 @@ class LaunchCache:
                 bits |= argument
             given.append(argument)
         made = self._made.get(form)
-        if made is not None and bits % _ALIGNED == 0:
+        if made is not None and bits % ALIGNED == 0:
             made(*given)
             return
         launch = first()
-        if bits % _ALIGNED:
+        if bits % ALIGNED:
             at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
             return
         if len(self._made) == _FORMS:

@@ -5,7 +5,6 @@ A fused kernel stands under `experts`, its all2all is "inside". It runs where it
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from ep_moe.checks import check_count, did_you_mean
 from ep_moe.config import PLAIN_WIRE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.fused.base import INSIDE, FusedExperts
+from ep_moe.experts.fused.base import INSIDE
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.placement.expert_map import ExpertMap
@@ -25,7 +24,8 @@ from ep_moe.placement.node_limit import NodeLimit
 from ep_moe.quant.schemes import PLAIN, Scheme, scheme_of
 from ep_moe.runtime.devices import as_device
 from ep_moe.runtime.gpus import GPU, compute_capability, gpu_named
-from ep_moe.types import RowLayout, Weighting, dtype_name
+from ep_moe.selection.refusals import Backends, Refusals
+from ep_moe.types import dtype_name
 
 AUTO = "auto"
 _MOST_RANKS = 1_000_000  # of a layout on paper: all of them are listed
@@ -52,23 +52,6 @@ class BackendChoice:
     def __str__(self) -> str:
         trains = "trains" if self.trains else ""
         return f"{self.status:8}  {self.all2all:17}  {self.experts:20}  {trains:6}  {self.reason}"
-
-
-class _Backends:
-    """The registry within one table: each backend is imported, checked and asked whether it can run once, not for each
-    of its pairs."""
-
-    def __init__(self, device: torch.device | GPU) -> None:
-        self.load = functools.cache(registry.load)
-        self._on_paper = isinstance(device, GPU)
-        self.unsupported_reason = functools.cache(self._unsupported_reason)
-
-    def _unsupported_reason(self, kind: registry.Kind, name: str) -> str | None:
-        """A GPU that is not here has what `ep-moe[gpu]` and a CUDA build of torch bring. Libraries that are built
-        apart, and other packages, are asked here."""
-        if self._on_paper and not registry.is_plugin(kind, name) and name not in registry.BUILT_APART:
-            return None
-        return registry.unsupported_reason(kind, name)
 
 
 def explain(
@@ -111,37 +94,14 @@ def explain(
     if not isinstance(device, torch.device | GPU):  # one of a kind that is not here is explained too
         device = as_device(device)
     _check_names(all2all, experts)
-    backends = _Backends(device)
-    ours, others = _ranked(backends, config, layout)
-    limit = NodeLimit.of(config, layout, expert_map)
-    kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
-
-    def pairs(transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
-        for transport, why in transports:
-            for kernel, stated in kernels.items():
-                reason = _refusal(
-                    backends, config, layout, device, dtype, transport, kernel, scheme, options, max_tokens, wire
-                )
-                text = f"{why}; {kernel} is {stated}" if stated else why
-                if reason is None and limit is not None and backends.load("dispatchers", transport).once_per_node:
-                    text = f"{text}; {limit}"
-                if reason is None and max_tokens is None and backends.load("dispatchers", transport).capabilities.grows:
-                    text = f"{text}; its buffers grow with the calls, and max_tokens makes them once, for CUDA graphs"
-                yield transport, kernel, text, reason
-
+    asked = Refusals(Backends(device), config, layout, device, dtype, scheme, options, max_tokens, wire, expert_map)
+    ours, others = _ranked(asked.backends, config, layout)
     fused = [
-        (
-            INSIDE,
-            kernel,
-            f"all in one, where experts={kernel!r} is asked for",
-            _fused_refusal(
-                backends, config, layout, device, dtype, kernel, scheme, options, max_tokens, wire, expert_map
-            ),
-        )
+        (INSIDE, kernel, f"all in one, where experts={kernel!r} is asked for", asked.of_fused(kernel))
         for kernel in registry.targets("fused")
     ]
     table: list[BackendChoice] = []
-    for transport, kernel, why, reason in [*pairs(ours), *fused, *pairs(others)]:
+    for transport, kernel, why, reason in [*_pairs(asked, ours), *fused, *_pairs(asked, others)]:
         if reason is None and all2all not in (AUTO, transport):
             reason = f"all2all={all2all!r} was asked for"
         if reason is None and experts not in (AUTO, kernel):
@@ -150,21 +110,25 @@ def explain(
         if reason is None and (doubt := untried(kernel, device)) is not None:
             why = f"{why}; {doubt}"
         status = "refused" if reason else "possible" if taken else "chosen"
-        trains = wire == PLAIN_WIRE and _trains(backends, transport, kernel)
-        table.append(BackendChoice(transport, kernel, status, reason or why, trains))
+        table.append(BackendChoice(transport, kernel, status, reason or why, asked.trains(transport, kernel)))
     return table
 
 
-def _trains(backends: _Backends, transport: str, kernel: str) -> bool:
-    if transport == INSIDE:
-        return False
-    try:
-        can = backends.load("dispatchers", transport).capabilities
-        return bool(
-            backends.load("experts", kernel).capabilities.differentiable and (can.differentiable or can.adjoint)
-        )
-    except BackendUnavailable:  # which is the reason that the pair is refused
-        return False
+def _pairs(asked: Refusals, transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
+    """Of these transports with each kernel: names, what speaks for the pair, and why it is refused, or None."""
+    limit = NodeLimit.of(asked.config, asked.layout, asked.expert_map)
+    kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
+    for transport, why in transports:
+        for kernel, stated in kernels.items():
+            reason = asked.of_pair(transport, kernel)
+            text = f"{why}; {kernel} is {stated}" if stated else why
+            if reason is None:
+                sender = asked.backends.load("dispatchers", transport)
+                if limit is not None and sender.once_per_node:
+                    text = f"{text}; {limit}"
+                if asked.max_tokens is None and sender.capabilities.grows:
+                    text = f"{text}; its buffers grow with the calls, and max_tokens makes them once, for CUDA graphs"
+            yield transport, kernel, text, reason
 
 
 def choose(
@@ -319,7 +283,7 @@ def _check_names(all2all: str, experts: str) -> None:
 
 
 def _ranked(
-    backends: _Backends, config: MoEConfig, layout: RankLayout
+    backends: Backends, config: MoEConfig, layout: RankLayout
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Transports, best first, each with the reason for its place: ours, with those of other packages that state a
     place among them, and the rest of these."""
@@ -349,80 +313,6 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
             names.insert(names.index(first), name)
             reasons[name] = f"of another package, by its own word ahead of {', '.join(sorted(named))}"
     return {name: reasons[name] for name in names}
-
-
-def _refusal(
-    backends: _Backends, config: MoEConfig, layout: RankLayout, device: torch.device | GPU, dtype: torch.dtype,
-    transport: str, kernel: str, scheme: Scheme, options: ExpertsOptions, max_tokens: int | None, wire: Wire,
-) -> str | None:  # fmt: skip
-    problem = scheme.problem(config, layout.etp)
-    if problem is not None:
-        return problem
-    for kind, name in (("dispatchers", transport), ("experts", kernel)):
-        reason = backends.unsupported_reason(kind, name)
-        if reason is not None:
-            return f"{name}: {reason}"
-    sender, computer = backends.load("dispatchers", transport), backends.load("experts", kernel)
-    can, able = sender.capabilities, computer.capabilities
-    for name, devices in ((transport, can.devices), (kernel, able.devices)):
-        if device.type not in devices:
-            return f"{name} runs on {', '.join(sorted(devices))}, not on {device.type}"
-    reason = registry.asked(
-        "dispatchers",
-        transport,
-        lambda: (
-            sender.unsupported_reason(config.hidden_size, config.top_k, layout.ep, dtype, max_tokens, wire)
-            or sender.unsupported_platform(layout)
-        ),
-    )
-    if reason is not None:
-        return reason
-    if not able.layouts & {can.layout, RowLayout.RANK_MAJOR}:  # any layout can be seen as RANK_MAJOR
-        accepted = ", ".join(sorted(layout.value for layout in able.layouts))
-        return f"{transport} delivers {can.layout.value} rows, {kernel} takes {accepted}"
-    if can.layout is RowLayout.RANK_MAJOR and can.weighting is Weighting.COMBINE:
-        return f"{transport} delivers rows of several experts each and leaves their weights to combine"
-    if can.weighting not in able.weightings:
-        return f"{transport} leaves the routing weights to {can.weighting.value}, {kernel} does not work that way"
-    if options.deterministic and not can.deterministic:
-        return f"{transport} is not deterministic"
-    if options.exact and not can.exact:
-        return f"{transport} does not promise that single rows travel in order and unchanged (exact=True)"
-    if options.exact and wire.combine != "plain":
-        return f"rows that come back in {wire.combine} are rounded where they travel, which exact=True forbids"
-    return registry.asked(
-        "experts",
-        kernel,
-        lambda: (
-            computer.unsupported_platform(scheme, device)
-            or computer.unsupported_reason(config, dtype, layout.etp, scheme, options)
-        ),
-    )
-
-
-def _fused_refusal(
-    backends: _Backends, config: MoEConfig, layout: RankLayout, device: torch.device | GPU, dtype: torch.dtype,
-    kernel: str, scheme: Scheme, options: ExpertsOptions, max_tokens: int | None, wire: Wire,
-    expert_map: ExpertMap | None,
-) -> str | None:  # fmt: skip
-    problem = scheme.problem(config, layout.etp)
-    if problem is not None:
-        return problem
-    if (reason := backends.unsupported_reason("fused", kernel)) is not None:
-        return f"{kernel}: {reason}"
-    kind: type[FusedExperts] = registry.load("fused", kernel)
-    if wire != PLAIN_WIRE:
-        return f"{kernel} has its own rows on the wire, not {wire}"
-    return registry.asked(
-        "fused",
-        kernel,
-        lambda: (
-            kind.unsupported_platform(layout, device)
-            or kind.unsupported_reason(
-                config, layout, dtype, scheme, expert_map=expert_map, max_tokens=max_tokens, options=options
-            )
-        ),
-    )
 
 
 def untried(kernel: str, device: torch.device | GPU) -> str | None:

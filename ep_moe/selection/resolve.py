@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ep_moe import registry
-from ep_moe.checks import check_kind, shown
-from ep_moe.config import MoEConfig, Wire, flat_facts
+from ep_moe.checks import check_kind, flat_facts, shown
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.execution.exchange import check_pipeline
@@ -125,7 +125,20 @@ def agree(
             table = BackendTable([TableEntry(most, choice, asked.pipeline, asked.pipeline or most)])
     except EPMoEError as error:
         problem = error
-    facts = {
+    context.consensus.same(f"MoELayer {name}", _facts(name, config, asked, expert_map, table), problem)
+    assert expert_map is not None
+    _warn(context, asked, table.last.choice.experts)
+    if context.layout.rank == 0:
+        choice = table.last.choice
+        _log.info("%s: all2all %s, experts %s: %s", name, choice.all2all, choice.experts, choice.reason)
+    return table, expert_map, keywords
+
+
+def _facts(
+    name: str, config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None, table: BackendTable
+) -> dict[str, Any]:
+    """What ranks compare of a layer."""
+    return {
         "layer": name,
         **flat_facts(config, "MoEConfig"),
         "expert_map": "" if expert_map is None else expert_map.to_json(),
@@ -139,13 +152,6 @@ def agree(
         "experts": table.last.choice.experts,
         "tuned": None if asked.tuned is None else str(table),
     }
-    context.consensus.same(f"MoELayer {name}", facts, problem)
-    assert expert_map is not None
-    _warn(context, asked, table.last.choice.experts)
-    if context.layout.rank == 0:
-        choice = table.last.choice
-        _log.info("%s: all2all %s, experts %s: %s", name, choice.all2all, choice.experts, choice.reason)
-    return table, expert_map, keywords
 
 
 def _wrong_kind(config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None, name: str) -> ConfigError | None:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ep_moe._version import __version__
-from ep_moe.checks import check_path
-from ep_moe.config import MoEConfig, Wire, flat_facts, from_table
+from ep_moe.checks import check_path, flat_facts, from_table
+from ep_moe.config import MoEConfig, Wire
 from ep_moe.context import TUNING_S, EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts

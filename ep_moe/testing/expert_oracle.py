@@ -160,36 +160,13 @@ def expected_and_limit(
             torch.ones(len(at), 1, device=x.device) if weights is None else weights[at, column].unsqueeze(1).double()
         )
         w13, w2 = numbers[slot] if numbers is not None else numbers_of(scheme, tensors)
-        inputs = rows[at]
-        match rounding:
-            case Rounding.NONE:
-                step = torch.zeros_like(inputs)
-            case Rounding.NVFP4 | Rounding.MXFP8:
-                inputs = rounded(inputs, rounding, max(static, default=1.0))
-                step = torch.zeros_like(inputs)
-            case Rounding.FP8_STATIC:
-                step = half_step(inputs, max(static), rounding, dtype)
-            case Rounding.FP8_DYNAMIC:
-                step = half_step(inputs, power_of_two(largest / FP8_MAX, dtype), rounding, dtype)
-            case _:
-                step = half_step(inputs, scale_of_rows(inputs, rounding), rounding, dtype)
+        inputs, step = _as_read(rows[at], rounding, static, largest, dtype)
         h = inputs @ w13.T
         h_variance = step.square() @ w13.square().T + (half * h).square() + summing(inputs, w13)
         if config.expert_bias:
             h = h + tensors["w13_bias"].double()
         a, a_variance = through_activation(config, h, h_variance)
-        match rounding:
-            case Rounding.NONE:
-                step = half_step(a, 0.0, Rounding.NONE, dtype)
-            case Rounding.FP8_STATIC:
-                step = half_step(a, tensors["w2_input_scale"], rounding, dtype)
-            case Rounding.FP8_DYNAMIC:
-                step = half_step(a, power_of_two(bounds[slot], dtype), rounding, dtype)
-            case Rounding.NVFP4:
-                own = scale_of_rows(a, rounding, float(tensors["w2_input_scale"]))
-                step = half_step(a, own, rounding, dtype) / 3**0.5
-            case _:
-                step = half_step(a, scale_of_rows(a, rounding), rounding, dtype)
+        step = _step_between(a, rounding, tensors, bounds[slot] if bounds else None, dtype)
         # to the dtype once on the way (some schemes), and inside the activation
         a_variance = a_variance + step.square() + 4 * (half * a).square()
         y = a @ w2.T
@@ -202,6 +179,46 @@ def expected_and_limit(
         routes.index_add_(0, at, torch.ones_like(routes[at]))
     # a fused finalize adds route by route in the output's dtype: every addition rounds
     return value, Z * variance.sqrt() + half * (routes + 1) * size
+
+
+def _as_read(
+    inputs: Tensor, rounding: Rounding, static: list[float], largest: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Rows [n, H] as the first product reads them, and half a step of each number's rounding.
+
+    static: calibrated scales of the experts; largest: magnitude of any expert's row
+    """
+    match rounding:
+        case Rounding.NONE:
+            return inputs, torch.zeros_like(inputs)
+        case Rounding.NVFP4 | Rounding.MXFP8:
+            inputs = rounded(inputs, rounding, max(static, default=1.0))
+            return inputs, torch.zeros_like(inputs)
+        case Rounding.FP8_STATIC:
+            return inputs, half_step(inputs, max(static), rounding, dtype)
+        case Rounding.FP8_DYNAMIC:
+            return inputs, half_step(inputs, power_of_two(largest / FP8_MAX, dtype), rounding, dtype)
+        case _:
+            return inputs, half_step(inputs, scale_of_rows(inputs, rounding), rounding, dtype)
+
+
+def _step_between(
+    a: Tensor, rounding: Rounding, tensors: dict[str, Tensor], bound: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Half a step of the second product's input a [n, I]. bound: of `dynamic_scales`, where it has some."""
+    match rounding:
+        case Rounding.NONE:
+            return half_step(a, 0.0, Rounding.NONE, dtype)
+        case Rounding.FP8_STATIC:
+            return half_step(a, tensors["w2_input_scale"], rounding, dtype)
+        case Rounding.FP8_DYNAMIC:
+            assert bound is not None
+            return half_step(a, power_of_two(bound, dtype), rounding, dtype)
+        case Rounding.NVFP4:
+            own = scale_of_rows(a, rounding, float(tensors["w2_input_scale"]))
+            return half_step(a, own, rounding, dtype) / 3**0.5
+        case _:
+            return half_step(a, scale_of_rows(a, rounding), rounding, dtype)
 
 
 def summing(a: Tensor, w: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
-from ep_moe.parallel.rank_group import sum_gradients
+from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import cut
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere

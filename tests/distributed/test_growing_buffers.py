@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, Tokens
 from ep_moe.all2all import base
+from ep_moe.all2all.nvlink_p2p import buffers
 from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
-from ep_moe.all2all.nvlink_p2p import peer_memory
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.bench.harness import host
 from ep_moe.errors import BackendUnavailable, InputError, PeerTimeout
@@ -365,7 +365,7 @@ def test_no_memory_on_one_rank(world_size):
         symmetric.rendezvous.side_effect = AssertionError("a rank that has none does not come here")
         x = torch.zeros(900, 16, device=context.device)
         with (
-            mock.patch.object(nvlink_p2p, "make_memory", peer_memory.PeerMemory),
+            mock.patch.object(nvlink_p2p, "make_memory", buffers.PeerMemory),
             mock.patch.dict("sys.modules", {"torch.distributed._symmetric_memory": symmetric}),
             mock.patch.object(torch.distributed, "_symmetric_memory", symmetric, create=True),
         ):

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.hierarchical import HierarchicalDispatcher
-from ep_moe.all2all.hierarchical_nvlink import HierarchicalNVLinkDispatcher
-from ep_moe.all2all.hierarchical_static import HierarchicalStaticDispatcher
+from ep_moe.all2all.hierarchical_static import HierarchicalNVLinkDispatcher, HierarchicalStaticDispatcher
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.quant.row_format import ROW_FORMATS

@@ -26,7 +26,8 @@ from ep_moe import (
 )
 from ep_moe.parallel import flight_recorder as recorder_module
 from ep_moe.parallel.consensus import StoreConsensus
-from ep_moe.parallel.flight_recorder import _FEWER_CALLS, FlightRecorder, Step, _compare
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.heartbeats import _FEWER_CALLS, Step, compare
 from ep_moe.parallel.step_board import DeviceMark, PeerBoard, StepBoard
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import check_call
@@ -197,12 +198,12 @@ def test_a_board_that_is_not_here_is_not_read(change):
 
 def test_what_a_heartbeat_does_not_know_is_said():
     dead, mine = (5, step(7)), (9, step(9))
-    text = _compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {}, {1: time.time() - 3})
+    text = compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {}, {1: time.time() - 3})
     assert text == (
         "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7) 3 s ago, from where it may have come "
         "further."
     )
-    text = _compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {1: step(8)}, {1: 0.0})
+    text = compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {1: step(8)}, {1: 0.0})
     assert text == "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 8)."
 
 
@@ -331,14 +332,14 @@ def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool =
 )
 def test_comparison_of_heartbeats(before, after, sentence):
     mine = (1, step(7))
-    assert _compare(step(7), 0, {0: mine, 1: before}, {0: mine, 1: after}) == sentence
+    assert compare(step(7), 0, {0: mine, 1: before}, {0: mine, 1: after}) == sentence
 
 
 def test_comparison_names_every_rank():
     before = {0: (1, step(7)), 1: (1, step(7)), 2: None, 3: (4, step(5))}
     after = {0: (2, step(7)), 1: (2, step(7)), 2: None, 3: (9, step(5))}
     sentence = "Rank 2 shows no sign of life. Rank 3 is alive but behind: in dispatch of moe3 (step 5)."
-    assert _compare(step(7), 0, before, after) == sentence
+    assert compare(step(7), 0, before, after) == sentence
 
 
 def test_a_flight_recorder_turns_communication_failures_only():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ep_moe.parallel.rank_group import as_bytes
+from ep_moe.parallel.collectives import as_bytes
 from tests.emulations.exchange import exchanged
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from ep_moe.all2all.base import DispatchShape
-from ep_moe.parallel.rank_group import RankGroup, as_bytes
+from ep_moe.parallel.collectives import as_bytes
+from ep_moe.parallel.rank_group import RankGroup
 from tests.emulations.exchange import exchanged
 
 

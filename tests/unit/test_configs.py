@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from ep_moe import Activation, ConfigError, ModelConfig, MoEConfig, ParallelConfig, RoutingConfig, RoutingMethod, Tokens
 from ep_moe.checkpoint.model_names import names_of
-from ep_moe.config import from_table, load_model_config, model_configs
+from ep_moe.checks import from_table
+from ep_moe.config import load_model_config, model_configs
 
 # what a field holds where a row of PUBLISHED says nothing of it
 USUAL = {

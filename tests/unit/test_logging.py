@@ -12,7 +12,8 @@ import torch
 import ep_moe
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Routing
 from ep_moe.parallel import flight_recorder
-from ep_moe.parallel.flight_recorder import FlightRecorder, Step
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.heartbeats import Step
 
 PACKAGE = Path(ep_moe.__file__).parent
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)

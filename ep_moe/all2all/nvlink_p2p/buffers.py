@@ -1,4 +1,4 @@
-"""The memory of `nvlink_p2p`: what lies where on each rank, and what of it belongs to a call."""
+"""The memory of `nvlink_p2p`: how ranks share it, what lies where on each rank, and what of it belongs to a call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import DispatchShape
+from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.runtime.launch_cache import LaunchCache
 from ep_moe.runtime.workspace import Shapes, carve
 from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
@@ -62,6 +63,39 @@ def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
 def _even(packets: int) -> int:
     """Two packets are stored at once."""
     return packets + packets % 2
+
+
+class PeerMemory:
+    """Memory of equal layout on all ranks of one host, each of which reads and writes its peers' over NVLink.
+
+    local: uint8 [size], zero; peers: those of all ranks. addresses: int64 [R] on the device, where each begins in
+    this rank's view.
+
+    Torch's symmetric memory in its own form (`CUDA`), without NVSHMEM and without multicast. Collective; raises
+    InputError on all ranks where one gets none.
+    """
+
+    def __init__(self, rank_group: RankGroup, device: torch.device, size: int) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        if rank_group.group is None:  # one rank, its own peer
+            self.local = torch.zeros(size, dtype=torch.uint8, device=device)
+            self.peers = [self.local]
+            self.addresses = torch.tensor([self.local.data_ptr()], dtype=torch.int64, device=device)
+            return
+        problem = None
+        try:
+            self.local = symm_mem.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:  # no memory, as a rule
+            problem = f"{size / 2**20:.0f} MiB on {device}: {error}"
+        # the others would wait for this rank in what follows
+        rank_group.agree([], problem, device)
+        handle = symm_mem.rendezvous(self.local, rank_group.group.group_name)
+        self.peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(rank_group.size)]
+        self.addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
+        self._handle = handle  # it holds the mapping
+        self.local.zero_()
+        barrier(device, rank_group.group)  # no peer writes here before it is zero
 
 
 class Workspace:

@@ -14,7 +14,8 @@ from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invali
 from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime import devices
-from ep_moe.runtime.launch_cache import LaunchSpec, aligned, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.devices import aligned
+from ep_moe.runtime.launch_cache import LaunchSpec, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.runtime.waiting import Waiting
 from ep_moe.types import PhysicalRouting

@@ -1,6 +1,6 @@
 """`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
 experts' last kernel writes its answers straight back, which makes two kernels in all; where it cannot, a third does.
-Few tokens, and their answers, go by LL packets, which need no flag (`packets`); beside other work, large
+Few tokens, and their answers, go by LL packets, which need no flag; beside other work, large
 calls go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
@@ -31,7 +31,7 @@ from torch import Tensor
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
 from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
 from ep_moe.all2all.capabilities import one_host_problem
-from ep_moe.all2all.nvlink_p2p.buffers import Workspace, pieces, place_shapes
+from ep_moe.all2all.nvlink_p2p.buffers import PeerMemory, Workspace, pieces, place_shapes
 from ep_moe.all2all.nvlink_p2p.reference import give_copies, receive, send, send_copies, tell_given
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
@@ -43,6 +43,7 @@ from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Receiv
 
 _log = logging.getLogger("ep_moe.all2all")
 
+make_memory: Any = PeerMemory  # collective; where ranks have no GPU another one stands here
 BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
 
 
@@ -264,10 +265,3 @@ class NVLinkP2PDispatcher(Dispatcher):
             found.agreed_by = self
             raise found from error
         return Workspace(shape, self.rank_group.rank, shapes, memory)
-
-
-def make_memory(rank_group: RankGroup, device: torch.device, size: int) -> Any:
-    """A `PeerMemory`. Collective."""
-    from ep_moe.all2all.nvlink_p2p.peer_memory import PeerMemory
-
-    return PeerMemory(rank_group, device, size)

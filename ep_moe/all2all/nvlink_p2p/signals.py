@@ -1,8 +1,10 @@
-"""Flags in the peers' memory: numbers of calls, set by one rank and awaited by another.
+"""What ranks tell each other through the peers' memory: flags, and the numbers within packets.
 
-Order in memory (PTX's model): a program's stores to peers, a barrier of the program, its release of a count; the last
-one to count has acquired all of them and releases its number to each peer; a peer that acquires the number sees the
-stores. Numbers may overflow."""
+A flag holds the number of a call, set by one rank and awaited by another. Order in memory (PTX's model): a program's
+stores to peers, a barrier of the program, its release of a count; the last one to count has acquired all of them and
+releases its number to each peer; a peer that acquires the number sees the stores. Numbers may overflow.
+
+A packet has 8 bytes: 4 of data and the number of a call. It arrives whole, and needs no flag."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -51,3 +53,32 @@ def wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
     while missing > 0:
         seen = tl.atomic_add(flags + buffer_slot, 0, mask=buffer_slot < RANKS, sem="acquire", scope="sys")
         missing = tl.sum(((seen != number) & (buffer_slot < RANKS)).to(tl.int32), axis=0)
+
+
+@triton.jit
+def put_packets(at, value, number, mask):
+    """value: 32 bits each"""
+    packet = (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    tl.store(at, packet, mask=mask, cache_modifier=".wt")  # to the peer, past caches
+
+
+@triton.jit
+def late_packets(packet, number, mask):
+    """Which are of another call."""
+    return ((packet >> 32).to(tl.int32) != number) & mask
+
+
+@triton.jit
+def any_of(late):
+    """Whether any is; of few, which each warp has for itself, it may be another answer in each."""
+    return tl.max(late.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def still_missing(late, others):
+    """Above 0 while a program that awaits packets has to go on: the same in all its warps, since one sum goes through
+    all of them. Warps with different answers would leave the loop one by one, and meet at different barriers from then
+    on.
+
+    late: of all that the program awaits, the many; others: whether any of the few is late, as a warp has it"""
+    return tl.sum((late | others).to(tl.int32))

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore, ProcessGroup
 
-from ep_moe.config import flat_facts
+from ep_moe.checks import flat_facts
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
 from ep_moe.eplb.migration.transfer import BalancedLayer, Mover, Room, Staging
 from ep_moe.errors import ConfigError, EPMoEError
+from ep_moe.parallel.collectives import all_gather_single
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import RankGroups, default_store, make_group, numbered
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import RankGroup, all_gather_single
+from ep_moe.parallel.rank_group import RankGroup
 
 
 class State(enum.IntEnum):

@@ -140,14 +140,7 @@ def cutedsl_moe(
     kernel = Kernel(slots, top_k, hidden, inner, out.dtype, activation, alpha, beta, limit, fused_finalize)
     own = carve(workspace, own_shapes(min(rows, chunk), hidden, slots, top_k))
     stored = dict(zip(SCALES, scales, strict=True))
-    # one scale for the rows whatever expert they go to, and the kernel has one for the second product's input too
-    torch.amax(stored["w13_input_scale"], 0, out=own["input1"])
-    torch.amax(stored["w2_input_scale"], 0, out=own["input2"])
-    if input_scale is not None:
-        own["input1"].fill_(input_scale)
-    torch.reciprocal(own["input2"], out=own["quant2"][0])
-    torch.mul(stored["w13_global_scale"], own["input1"], out=own["alpha1"])
-    torch.mul(stored["w2_global_scale"], own["input2"], out=own["alpha2"])
+    _scale_call(own, stored, input_scale)
     moe = wrapper(kernel, x.device)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
@@ -177,6 +170,18 @@ def cutedsl_moe(
             w2_alpha=own["alpha2"],
         )
         out[part].copy_(y)
+
+
+def _scale_call(own: dict[str, Tensor], stored: dict[str, Tensor], input_scale: float | None) -> None:
+    """Fill in the scales of one call."""
+    # one scale for the rows whatever expert they go to, and the kernel has one for the second product's input too
+    torch.amax(stored["w13_input_scale"], 0, out=own["input1"])
+    torch.amax(stored["w2_input_scale"], 0, out=own["input2"])
+    if input_scale is not None:
+        own["input1"].fill_(input_scale)
+    torch.reciprocal(own["input2"], out=own["quant2"][0])
+    torch.mul(stored["w13_global_scale"], own["input1"], out=own["alpha1"])
+    torch.mul(stored["w2_global_scale"], own["input2"], out=own["alpha2"])
 
 
 def send_elsewhere(ids: Tensor, slots: int) -> None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import DispatchShape, routing_problem, too_many_tokens
-from ep_moe.checks import check_count, check_fields
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
-from ep_moe.experts.base import ExpertsOptions, KernelCapabilities
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.capabilities import FusedCapabilities as FusedCapabilities
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.deferred import given_ids
@@ -33,65 +33,6 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
 
 INSIDE = "inside"  # the all2all of a fused kernel, wherever a name stands for one
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusedCapabilities(KernelCapabilities):
-    """What a fused kernel can do; one constant per class.
-
-    Args:
-        activations: What stands between the two expert matrices.
-        dtypes: Of the layer.
-        biases: Experts may have biases.
-        etp: Experts may be cut over ranks.
-        cuda_graph: A CUDA graph can hold a call.
-        host_sync: A call waits for the device.
-        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
-        exact: With `ExpertsOptions.exact` it keeps the promise made there.
-        differentiable: A call has a backward.
-        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
-        spare_sms: It heeds `ExpertsOptions.spare_sms`.
-        float8: It heeds `ExpertsOptions.float8`.
-        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
-        max_compute_capability: Highest of a GPU; None for any.
-        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
-            without naming it warns.
-        devices: Device types.
-        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
-            name it comes last.
-        travels: Dispatch and combine are inside. Without, it serves one EP rank.
-        routes: It routes inside, from the logits of the layer's own `Router`. No load is counted, and there is no
-            placement.
-        any_map: It takes any expert map with as many slots on every rank, replicas too. Without, the linear map alone.
-        static: Its buffers are made once, for `EPContext(max_tokens=...)`.
-        top_ks: Values of K, None for any.
-        hidden_unit: H must be a multiple of this.
-        inner_unit: I (its etp shard) must be a multiple of this.
-        min_ranks: The fewest ranks of the EP group.
-        max_ranks: The most ranks of the EP group, None for no limit.
-    """
-
-    travels: bool
-    routes: bool
-    any_map: bool
-    static: bool
-    top_ks: frozenset[int] | None = None
-    hidden_unit: int = 1
-    inner_unit: int = 1
-    min_ranks: int = 1
-    max_ranks: int | None = None
-    devices: frozenset[str] = frozenset({"cuda"})
-
-    def check(self) -> None:
-        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
-        leaves the others usable.
-
-        Raises:
-            ConfigError: A field is of a wrong kind or out of range.
-        """
-        check_fields(self, FusedCapabilities)
-        for name in ("hidden_unit", "inner_unit", "min_ranks", *(() if self.max_ranks is None else ("max_ranks",))):
-            check_count(f"FusedCapabilities.{name}", getattr(self, name), at_least=1)
 
 
 @dataclass(frozen=True, kw_only=True)

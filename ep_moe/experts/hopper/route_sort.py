@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.nvlink_p2p.packets import put_packets
-from ep_moe.all2all.nvlink_p2p.signals import grid_barrier, wait
+from ep_moe.all2all.nvlink_p2p.signals import grid_barrier, put_packets, wait
 from ep_moe.quant.fp8 import to_e4m3
 from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import BackendUnavailable, MoEConfig, ParallelConfig, RankLayout, registry
-from ep_moe.all2all.hierarchical_nvlink import HierarchicalNVLinkDispatcher
+from ep_moe.all2all.hierarchical_static import HierarchicalNVLinkDispatcher
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.selection.explain import BackendChoice, choose, explain
 
@@ -102,7 +102,7 @@ def on_gpus(monkeypatch, count: int = 8) -> None:
 
 
 def test_where_nvlink_can_carry_rows_within_nodes(monkeypatch):
-    module = "ep_moe.all2all.hierarchical_nvlink"
+    module = "ep_moe.all2all.hierarchical_static"
     monkeypatch.setattr(HierarchicalNVLinkDispatcher, "available", classmethod(lambda cls: None))
     asked = []
     monkeypatch.setattr(f"{module}.without_peer_atomics", lambda gpus: asked.append(gpus))

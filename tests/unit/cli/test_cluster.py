@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ep_moe.cli import cluster, cluster_tables
-from ep_moe.cli.cluster_facts import rank_facts
-from ep_moe.cli.cluster_verdict import RankFacts, find_odd, node_rates, slow_links, transfer_rounds, values_of
+from ep_moe.cli import cluster, doctor
+from ep_moe.cli.cluster_facts import RankFacts, find_odd, node_rates, rank_facts, slow_links, transfer_rounds, values_of
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.nodes import NodeLayout
 
@@ -188,15 +187,15 @@ def test_the_tables_show_each_value_and_rate():
     facts = sound(TWO)
     facts[3] = replace(facts[3], compared={"torch": "2.10", "GPUs visible": "2"})
     report = cluster.ClusterReport(["rank 3"], facts, TWO, "gloo", rates_of(TWO))
-    by_value, ranks, matrix, hosts = (rows for _, _, rows in cluster_tables.tables(report))
+    by_value, ranks, matrix, hosts = (rows for _, _, rows in doctor.tables(report))
     assert by_value[:2] == [["torch", "2.11", "ranks 0, 1, 2"], ["", "2.10", "rank 3"]]
     assert ranks[3] == ["rank 3", "b", "0", "300", "40"]
     assert matrix[1] == ["rank 1", "300", "", "40", "40"]
     assert hosts == [["a", "", "80"], ["b", "80", ""]]
-    assert cluster_tables.lines(report) == ["odd: rank 3"]
-    assert cluster_tables.lines(replace(report, odd=[])) == ["sound: 4 ranks on 2 hosts"]
+    assert doctor.lines(report) == ["odd: rank 3"]
+    assert doctor.lines(replace(report, odd=[])) == ["sound: 4 ranks on 2 hosts"]
     alone = cluster.ClusterReport([], facts[:1], nodes_of("a"))
-    assert cluster_tables.lines(alone) == ["sound: 1 rank on 1 host"]
+    assert doctor.lines(alone) == ["sound: 1 rank on 1 host"]
     assert values_of(facts)["GPUs visible"] == {"2": [0, 1, 2, 3]}
 
 

@@ -18,8 +18,7 @@ from ep_moe.bench import planner
 from ep_moe.bench.harness import json_text
 from ep_moe.cli import app as cli
 from ep_moe.cli import explain as explain_module
-from ep_moe.cli.model import model_named
-from ep_moe.cli.output import EXIT_CODES, LEVELS, log_records
+from ep_moe.cli.output import EXIT_CODES, LEVELS, log_records, model_named
 from ep_moe.cli.run import DEMO
 from ep_moe.config import load_model_config
 from ep_moe.eplb import LoadTrace
@@ -415,7 +414,7 @@ def test_benchmarks_take_models_as_all_commands_do():
 ENDLESS = {
     "run": ("cli.app.run_model", ()),
     "doctor": ("cli.doctor.versions", ()),
-    "explain": ("cli.app.explain_model", ("demo",)),
+    "explain": ("cli.explain.explain_model", ("demo",)),
     "fit": ("cli.app.run_fit", ("demo", "--gpus", "8")),
     "check-exact": ("cli.app.run_check_exact", ()),
     "plan": ("eplb.trace.LoadTrace.load", ("trace.npz", "--ranks", "2")),

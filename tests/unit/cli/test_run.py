@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from ep_moe import registry
 from ep_moe.checkpoint.source import SINGLE
+from ep_moe.cli import perplexity
 from ep_moe.cli import run as run_module
 from ep_moe.cli.app import app
 from ep_moe.cli.run import DEMO, RunOptions, run
@@ -170,8 +171,8 @@ def critical_path(loads: list[list[int]]) -> float:
 
 def planted(**kwargs):
     """run_on_rank with a reference that is wrong in the fourth digit."""
-    honest = run_module._reference
-    run_module._reference = lambda *args: 1.001 * honest(*args)
+    honest = run_module.reference_perplexity
+    run_module.reference_perplexity = lambda *args: 1.001 * honest(*args)
     return run_module.run_on_rank(**kwargs)
 
 
@@ -197,7 +198,7 @@ def without_memory(**kwargs):
     def reference(*_):
         raise torch.OutOfMemoryError("no room for the whole model")
 
-    run_module._reference = reference
+    run_module.reference_perplexity = reference
     return run_module.run_on_rank(**kwargs)
 
 
@@ -273,8 +274,9 @@ def test_a_large_reference_is_left_out(monkeypatch):
 
 def test_the_reference_keeps_no_graph(monkeypatch):
     modes = []
-    monkeypatch.setattr(run_module, "_nll", lambda *_: modes.append(torch.is_grad_enabled()) or (0.0, 1))
-    run_module._reference(Path(str(DEMO)), torch.zeros(2, 8, dtype=torch.int64), 1, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(perplexity, "_nll", lambda *_: modes.append(torch.is_grad_enabled()) or (0.0, 1))
+    windows = torch.zeros(2, 8, dtype=torch.int64)
+    perplexity.reference_perplexity(Path(str(DEMO)), windows, 1, torch.float32, torch.device("cpu"))
     assert modes == [False, False]
 
 

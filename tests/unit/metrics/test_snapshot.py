@@ -23,7 +23,8 @@ from ep_moe import (
     metrics,
 )
 from ep_moe.metrics import source as module
-from ep_moe.parallel.flight_recorder import FlightRecorder, Step
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.heartbeats import Step
 from tests.emulations.captured import layer, rows  # noqa: F401 (a fixture)
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)

@@ -10,18 +10,19 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from ep_moe import PeerTimeout
+from ep_moe.parallel import collectives
 from ep_moe.parallel import flight_recorder as recorder_module
 from ep_moe.parallel import rank_group as rank_group_module
-from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import RankGroups
-from ep_moe.parallel.rank_group import (
-    RankGroup,
+from ep_moe.parallel.collectives import (
     all_to_all_rows,
     gather_replicated,
     gather_rows,
     reduce_scatter_rows,
     sum_gradients,
 )
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import RankGroups
+from ep_moe.parallel.rank_group import RankGroup
 
 CPU = torch.device("cpu")
 
@@ -51,7 +52,7 @@ def rank_group(monkeypatch):
     monkeypatch.setattr(dist, "all_to_all_single", started)
     monkeypatch.setattr(dist, "all_reduce", started)
     for name in ("all_gather_single", "reduce_scatter_single"):
-        monkeypatch.setattr(rank_group_module, name, started)
+        monkeypatch.setattr(collectives, name, started)
     yield RankGroup(None, (0, 1), 0, flight_recorder)
     flight_recorder.close()
 

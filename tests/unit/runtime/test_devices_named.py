@@ -14,7 +14,7 @@ FACTORIES = {
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 }  # fmt: skip
 # a program's own process, and data that contracts make under `made_on_the_host`
-ELSEWHERE = ("testing/", "bench/", "cli/run.py", "cli/run_eplb.py")
+ELSEWHERE = ("testing/", "bench/", "cli/run.py", "cli/perplexity.py")
 # a module's buffers are made where its parameters are; a place that holds nothing
 MEANT = {
     "placement/placement.py": ["torch.zeros(shape, dtype=torch.int64)"],

@@ -27,7 +27,7 @@ from triton.runtime import driver
 import ep_moe
 from ep_moe import Wire
 from ep_moe.all2all.nvlink_p2p import bulk, low_latency
-from ep_moe.all2all.nvlink_p2p.packets import any_of, late_packets, still_missing
+from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, still_missing
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime import waiting

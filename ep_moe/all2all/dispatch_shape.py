@@ -1,0 +1,103 @@
+"""The shape of what a transport carries, and the sizes that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ep_moe.checks import flat_facts
+from ep_moe.config import PLAIN_WIRE, Wire
+from ep_moe.quant.row_format import ROW_FORMATS, RowFormat
+from ep_moe.types import dtype_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchShape:
+    """The shape of what travels. Equal layers of a context share the dispatcher of their shape.
+
+    What each call asks is computed once, at construction: a property costs the host one call of Python.
+
+    Args:
+        hidden_size: H.
+        top_k: K.
+        slots_per_rank: L, slots of a rank.
+        num_ranks: R, ranks of the EP group.
+        dtype: Of the layer.
+        max_tokens: The most tokens that a rank dispatches in one call. None: any number, on transports that are not
+            static, or that grow.
+        wire: How rows are written while they travel.
+    """
+
+    hidden_size: int
+    top_k: int
+    slots_per_rank: int
+    num_ranks: int
+    dtype: torch.dtype
+    max_tokens: int | None = None
+    wire: Wire = PLAIN_WIRE
+
+    def __post_init__(self) -> None:
+        for name in ("num_physical", "row_format", "row_dtype", "scales", "columns"):
+            getattr(self, name)  # torch.compile traces no cached_property, and reads what one has left
+
+    @cached_property
+    def described(self) -> str:
+        """Its fields, as ranks compare them: "name=value, name=value"."""
+        facts = flat_facts(self, "layer") | {"layer.dtype": dtype_name(self.dtype)}
+        return ", ".join(f"{name.removeprefix('layer.')}={value}" for name, value in facts.items())
+
+    @cached_property
+    def num_physical(self) -> int:
+        """P, physical experts."""
+        return self.num_ranks * self.slots_per_rank
+
+    @cached_property
+    def row_format(self) -> RowFormat:
+        """How a dispatched row is written."""
+        return ROW_FORMATS[self.wire.dispatch]
+
+    @cached_property
+    def row_dtype(self) -> torch.dtype:
+        """Of dispatched rows."""
+        return self.row_format.number or self.dtype
+
+    @cached_property
+    def scales(self) -> int:
+        """Of a dispatched row."""
+        return self.row_format.scales(self.hidden_size)
+
+    @cached_property
+    def columns(self) -> int:
+        """Elements of a dispatched row."""
+        return self.row_format.columns(self.hidden_size)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a dispatched row, without scales."""
+        return self.columns * self.row_dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a dispatched row's scales."""
+        return self.scales * self.row_format.scale.itemsize
+
+    def no_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
+        """Make the rows of a call without tokens.
+
+        Args:
+            device: Where.
+
+        Returns:
+            x [0, columns], and x_scale [0, scales] or None where the format has no scales.
+        """
+        x = torch.empty(0, self.columns, dtype=self.row_dtype, device=device)
+        scale = torch.empty(0, self.scales, dtype=self.row_format.scale, device=device)
+        return x, scale if self.scales else None
+
+
+def whole_bound(tokens: int) -> int:
+    """A power of two that holds so many tokens: kernels that are launched for any number meet few sizes."""
+    return 1 << max(tokens - 1, 0).bit_length()

@@ -1,0 +1,359 @@
+"""A balancer's turns: what one rank does between two forwards, and what all of them do at agreed ones.
+
+In a turn a rank looks at what has come, sets the next batch going and, at agreed turns, at what the others say. What is
+decided is a function of that alone (`consensus.reach_verdict`). Whether a layer's new map comes into force is decided
+by the first word in the store: also a rank that has lost the others then learns what they did."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from ep_moe.eplb.config import EPLBConfig
+from ep_moe.eplb.cost import Price
+from ep_moe.eplb.load import LoadWindow
+from ep_moe.eplb.migration.background import Background, Decision, Planner, decide, default_planner, laid_out, loads
+from ep_moe.eplb.migration.consensus import (
+    Call,
+    Connections,
+    Context,
+    RankStatus,
+    State,
+    Trouble,
+    Verdict,
+    connect,
+    on_found_nodes,
+    reach_verdict,
+    with_routers_groups,
+)
+from ep_moe.eplb.migration.schedule import TransferSchedule
+from ep_moe.eplb.migration.transfer import BalancedLayer, Migration
+from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
+from ep_moe.placement.placement import LayerStats
+from ep_moe.runtime.devices import on_device_of
+
+_log = logging.getLogger("ep_moe.eplb")
+
+_GO, _BACK = "go", "back"  # what can be said of a commit
+
+
+class BalancerTurns:
+    """An ExpertBalancer without what a user calls."""
+
+    @on_device_of(lambda self, layers, context, *_, **__: context.device)
+    def __init__(
+        self,
+        layers: nn.Module | Sequence[BalancedLayer],
+        context: Context,
+        config: EPLBConfig | None = None,
+        *,
+        planner: Planner | None = None,
+    ) -> None:
+        """Connect with the other ranks' balancers. Arguments: see `ExpertBalancer`."""
+        self.config = on_found_nodes(EPLBConfig() if config is None else config, context)
+        self._context = context
+        self._connection: Connections = connect(layers, context, self.config)
+        self.layers = self._connection.layers
+        self._mover, self._status_exchange = self._connection.mover, self._connection.status_exchange
+        self.config = with_routers_groups(self.config, self.layers)
+        self._planner = planner or default_planner(self.config, [layer.placement.slots for layer in self.layers])
+        self._load = LoadWindow(self.layers, self.config.interval, self.config.window)
+        self._state, self._since = State.IDLE, 0.0
+        self._steps = self._number = 0  # calls of `step`; turns, those of `settle` too
+        self._due = 0  # the turn of the next exchange
+        self._background: Background | None = None
+        self._decision: Decision | None = None
+        self._queue: list[tuple[BalancedLayer, TransferSchedule]] = []
+        self._migration: Migration | None = None
+        self._problem, self._trouble = "", Trouble.NONE
+        self._end: EPMoEError | None = None
+        self._epoch = 0
+        self._counts = dict.fromkeys(("rebalances", "commits", "rollbacks", "skipped", "restarts", "received_bytes"), 0)
+        self._window: Callable[[], tuple[LayerStats, ...]] = tuple
+        self._price: Price | None = None
+        self._error = ""
+        for layer in self.layers:
+            layer.placement.choose(self.config.replicas, ranks_per_node=self._per_node)
+
+    # --- this rank's part --------------------------------------------------------------------------------------
+
+    def _check_on(self, call: str) -> None:
+        if self._end is not None:
+            raise type(self._end)(str(self._end)) from self._end
+        if self._connection.closed:
+            raise InputError(f"ExpertBalancer.{call}: this balancer is closed; make another one")
+        if self._state is State.IDLE:  # else what is under way comes to its own end
+            self._context.flight_recorder.check()
+
+    def _turn(self) -> None:
+        self._number += 1
+        if self._state is not State.IDLE:
+            self._work()
+            if self._number == self._due:
+                self._agree()
+
+    def _watch_window(self) -> None:
+        if self._end is not None:
+            return
+        if self._load.ends(self._steps):
+            if self._state is State.IDLE:
+                self._load.close()
+                self._enter(State.GATHERING)
+                self._tell()
+            else:
+                self._counts["skipped"] += 1
+        self._load.opens(self._steps)
+
+    def _enter(self, state: State) -> None:
+        self._state, self._since = state, time.monotonic()
+
+    def _work(self) -> None:
+        """What goes wrong here reaches the others at the next exchange, and all ranks raise it after that."""
+        if self._trouble is Trouble.LOST:
+            return
+        try:
+            if self._state is State.MOVING:
+                assert self._migration is not None
+                self._migration.advance()
+                if self._migration.done and not self._problem:
+                    self._trouble_here(self._migration.damage())
+            elif self._state is State.PLANNING and self._decision is None and not self._problem:
+                self._look_at_plan()
+            if not self._done and time.monotonic() - self._since > self._connection.deadline_s:
+                self._overdue()
+        except Exception as error:
+            moving = self._state is State.MOVING  # peers may wait for bytes that will not come
+            self._problem = str(error) if isinstance(error, EPMoEError) else f"{type(error).__name__}: {error}"
+            self._trouble = Trouble.LOST if moving else Trouble.HERE
+
+    def _trouble_here(self, problem: str) -> None:
+        if problem:
+            self._problem, self._trouble = problem, Trouble.HERE
+
+    def _overdue(self) -> None:
+        """Batches have a deadline of their own."""
+        if self._state is not State.MOVING:
+            self._trouble_here(f"{self._state.name} took longer than {self._connection.deadline_s:g} s")
+
+    @property
+    def _done(self) -> bool:
+        if self._trouble is Trouble.HERE and self._state is not State.MOVING:
+            return True
+        if self._state is State.GATHERING:
+            return self._load.copied
+        if self._state is State.PLANNING:
+            return self._decision is not None
+        return self._migration is None or self._migration.done
+
+    def _plan(self, call: Any) -> None:
+        rest = {
+            "rank": self._mover.rank_group.rank,
+            "budget": self.config.bytes_per_step,
+            "commit": self.config.bytes_per_commit,
+            "ranks_per_node": self._per_node,
+        }
+        layers = [
+            (layer.placement, layer.placement.expert_map, self._mover.store(layer).row_bytes) for layer in self.layers
+        ]
+        self._decision, self._background = None, Background(partial(laid_out, call, layers, **rest))
+        self._enter(State.PLANNING)
+
+    def _look_at_plan(self) -> None:
+        assert self._background is not None
+        if not self._background.done:
+            return
+        decision: Decision = self._background.result()
+        if self._mover.staging.reserve(decision.room):
+            self._decision = decision
+
+    def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, TransferSchedule]]:
+        pairs = zip(self.layers, decision.schedules, strict=True)
+        return [(layer, part) for layer, parts in pairs for part in parts]
+
+    @property
+    def _per_node(self) -> int:
+        return self._mover.rank_group.size // (self.config.nodes or 1)
+
+    # --- all ranks together ------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        digest = 0 if self._decision is None or self._state is not State.PLANNING else self._decision.digest
+        forward = self._context.flight_recorder.number
+        self._status_exchange.tell(
+            RankStatus(self._number, forward, self._state, self._epoch, self._done, self._trouble, digest)
+        )
+        self._due = self._number + self.config.sync_every
+
+    def _agree(self) -> None:
+        try:
+            verdict = reach_verdict(self._status_exchange.hear(), self._status_exchange.rank_group.ranks)
+            words = self._words(verdict)
+            sums = (
+                self._status_exchange.sums() if verdict.call is Call.COMMIT and self._state is State.SUMMING else None
+            )
+        except EPMoEError as error:
+            self._lose(error)
+        if verdict.call is Call.ABORT:
+            self._lose((PeerTimeout if verdict.explained_by is not None else RebalanceError)(words))
+        if verdict.call is Call.ROLLBACK:
+            self._go_back(words)
+        if verdict.call is Call.COMMIT:
+            self._go(sums)
+        if self._state is not State.IDLE:
+            self._tell()
+
+    def _words(self, verdict: Verdict) -> str:
+        if verdict.explained_by is None:
+            return verdict.text
+        ranks = self._status_exchange.rank_group.ranks
+        owner = ranks[verdict.explained_by]
+        return f"rank {owner}: {self._context.flight_recorder.share(self._problem, owner=owner, group=ranks)}"
+
+    def _go(self, sums: Tensor | None) -> None:
+        if self._state is State.GATHERING:
+            self._status_exchange.add(self._load.take())
+            self._enter(State.SUMMING)
+        elif self._state is State.SUMMING:
+            assert sums is not None
+            self._sums_are_in(sums)
+        elif self._state is State.PLANNING:
+            assert self._decision is not None
+            self._price = self._decision.price
+            self._queue = self._changes(self._decision)
+            self._counts["rebalances"] += bool(self._queue)
+            self._say(
+                "step %d: rebalance %s; %d moves of layers", self._steps, self._price or "planned", len(self._queue)
+            )
+            self._decision = self._background = None  # freed piece by piece: all at once would take a millisecond
+            self._next_layer()
+        else:
+            self._commit()
+
+    def _sums_are_in(self, sums: Tensor) -> None:
+        etp = self.layers[0].expert_weights.etp.size  # whose members count the same rows
+        load = (sums // etp).numpy()
+        current = [layer.placement.expert_map for layer in self.layers]
+        # for who asks: milliseconds of a large model's; a copy, for a planner may do with its load what it likes
+        self._window = cache(partial(loads, [layer.name for layer in self.layers], load.copy(), current))
+        moe, size = self.layers[0].expert_weights.config, self._mover.store(self.layers[0]).row_bytes * etp
+        self._plan(partial(decide, load, current, self._planner, self.config, moe, size))
+
+    def _next_layer(self) -> None:
+        if not self._queue:
+            self._finish()
+            return
+        self._begin(*self._queue.pop(0))
+
+    def _begin(self, layer: BalancedLayer, part: TransferSchedule) -> None:
+        self._epoch += 1
+        self._enter(State.MOVING)
+        self._migration = Migration(layer, part, self._mover)  # sets out in the next step: this one may have a commit
+
+    def _commit(self) -> None:
+        """All ranks have all bytes of a layer. What was done to it in the steps since then is the same on all ranks, if
+        their callers did alike; the store says what is done if not."""
+        migration = self._migration
+        assert migration is not None
+        outdated, name = migration.outdated(), migration.layer.name
+        forward = self._context.flight_recorder.number
+        try:
+            word, theirs = self._vote(_BACK if outdated else _GO, forward)
+        except PeerTimeout as error:
+            self._lose(error, "is undecided")
+        fate = "was rolled back"
+        if word == _GO:
+            self._put_in_force(migration)
+            fate = "was put in force"
+        if (word == _GO) == bool(outdated):
+            self._lose(
+                RebalanceError(
+                    f"some ranks, and not all, had their {outdated or 'weights or map'} changed, or lost the others; "
+                    f"call update_expert on all ranks alike"
+                ),
+                fate,
+            )
+        if word == _GO and forward != theirs:
+            self._lose(
+                RebalanceError(
+                    f"the ranks are not in step: forward is {forward} here and {theirs} elsewhere, and outputs since "
+                    f"then may be wrong; call ExpertBalancer.step() after every forward, on all ranks alike"
+                ),
+                fate,
+            )
+        if word == _GO:
+            self._next_layer()
+        elif outdated == "weights":
+            self._counts["restarts"] += 1
+            self._begin(migration.layer, migration.transfer_schedule)
+        else:
+            self._go_back(f"layer {name}: another map was put in force while its experts were moved")
+
+    def _vote(self, word: str, forward: int) -> tuple[str, int]:
+        """The first word of any rank about the layer under way, and the number of the flight recorder's step then."""
+        what = f"eplb {self._connection.name} epoch {self._epoch}"
+        word, number = self._context.consensus.first(what, f"{word} {forward}").split()
+        return word, int(number)
+
+    def _put_in_force(self, migration: Migration) -> None:
+        migration.commit()
+        self._counts["commits"] += 1
+        self._say("step %d: experts of %s moved", self._steps, migration.layer.name)
+        self._counts["received_bytes"] += migration.received_bytes
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        self._enter(State.IDLE)
+        self._decision = self._background = self._migration = None
+        self._problem, self._trouble = "", Trouble.NONE
+        self._queue = []
+        self._mover.staging.release()
+
+    def _go_back(self, words: str) -> NoReturn:
+        """On all ranks alike, nothing under way between any of them."""
+        where = self._place()
+        self._finish()
+        self._counts["rollbacks"] += 1
+        self._error = f"{where} was rolled back: {words}. The balancer goes on"
+        self._say("%s", self._error, level=logging.WARNING)
+        raise RebalanceError(self._error)
+
+    def _lose(self, error: EPMoEError, fate: str = "") -> NoReturn:
+        """The balancer's end: here, and on the other ranks as soon as they miss this one. fate: of the layer under way,
+        if that is known."""
+        where = self._place()
+        fate = fate or self._fate()
+        self._counts["rollbacks"] += 1
+        self._enter(State.OFF)  # what is under way keeps its memory
+        self._mover.abort()
+        self._error = f"{where} {fate}, and the balancer is off: {error}"
+        self._end = type(error)(self._error)
+        _log.warning("%s", self._error)  # on each rank, which may be alone
+        raise self._end from error
+
+    def _say(self, text: str, *values: Any, level: int = logging.INFO) -> None:
+        """Log what all ranks do alike, on the first of them."""
+        if self._mover.rank_group.rank == 0:
+            _log.log(level, text, *values)
+
+    def _fate(self) -> str:
+        """Of the layer under way: the others may have put it in force just before they were lost."""
+        word = _BACK
+        if self._state is State.MOVING:
+            assert self._migration is not None
+            try:
+                word, _ = self._vote(_BACK, 0)
+            except PeerTimeout:
+                return "is undecided"
+            if word == _GO:
+                self._put_in_force(self._migration)
+        return "was put in force" if word == _GO else "was rolled back"
+
+    def _place(self) -> str:
+        layer = "" if self._migration is None else f" of {self._migration.layer.name}"
+        return f"rebalance in {self._state.name}{layer} (step {self._number})"

@@ -1,0 +1,151 @@
+"""What must be alike on ranks: the router and shared experts, the expert map, copies of an expert.
+
+Ranks that hold different numbers where they should hold the same compute without an error, and wrongly. The usual ways
+there: another seed on each rank, a wrapper that broadcasts rank 0's experts, a checkpoint that one rank did not load.
+All comparisons are collective, and wait for the device.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ep_moe.config import MoEConfig
+from ep_moe.context import EPContext
+from ep_moe.errors import InputError
+from ep_moe.parallel.rank_group import RankGroup, checksum
+from ep_moe.placement.placement import Placement
+from ep_moe.weights.expert_weights import ExpertWeights
+
+_SAMPLE = 1 << 14  # numbers of a slot's tensor that tell experts apart
+
+
+class ComparedLayer(Protocol):
+    """What a comparison asks of a MoELayer."""
+
+    name: str
+    _fixed: bool
+    config: MoEConfig
+    context: EPContext
+    placement: Placement
+    router: Any
+    shared_experts: nn.Module | None
+    expert_weights: ExpertWeights
+
+    def _carried(self) -> str: ...
+
+
+def compare_ranks(layer: ComparedLayer, problem: str | None) -> None:
+    """Raise InputError on all ranks of a layer's call unless they hold alike what they should.
+
+    problem: a fault found on this rank
+    """
+    device, whole = layer.context.device, layer.context.rank_groups["lockstep"]
+    dense = dict(_dense(layer))
+    text = zlib.crc32(layer.placement.expert_map.to_json().encode())
+    sums, total = _sums(dense, device)
+    with whole.flight_recorder.step("first call"):
+        rows = whole.agree([len(dense), text, total], problem, device)
+    if len({(row[0], row[2]) for row in rows}) > 1:
+        raise InputError(
+            f"{layer.name}: all ranks must hold the same router and shared experts, and "
+            f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with one seed "
+            f"on all ranks before the model is made, or load a checkpoint on all"
+        )
+    if len({row[1] for row in rows}) > 1:
+        raise InputError(
+            f"{layer.name}: the ranks have different expert maps in force; load state_dict, and call Placement.update, "
+            f"on all ranks alike"
+        )
+    _compare_experts(layer, layer.context.rank_groups["ep"], device)
+
+
+def drifted(layer: ComparedLayer, rank_group: RankGroup) -> str | None:
+    """Name what of the router and shared experts differs on ranks of a group, within a backward; None for nothing."""
+    device, dense = layer.context.device, dict(_dense(layer))
+    sums, total = _sums(dense, device)
+    with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
+        if len({row[0] for row in rank_group.exchange(total.reshape(1))}) == 1:
+            return None
+        return _name_dense(rank_group, dense, sums, device)
+
+
+def _sums(dense: dict[str, Tensor], device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Checksums: of each, and of all together."""
+    sums = [checksum(tensor, device) for tensor in dense.values()]
+    total = checksum(torch.stack(sums), device) if sums else torch.zeros((), dtype=torch.int64, device=device)
+    return sums, total
+
+
+def _dense(layer: ComparedLayer) -> Iterable[tuple[str, Tensor]]:
+    """Parameters and buffers that all ranks hold alike; not what a wrapper has cut."""
+    for part in ("router", "shared_experts"):
+        module = getattr(layer, part)
+        if isinstance(module, nn.Module):
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if not (tensor.is_meta or hasattr(tensor, "placements")):
+                    yield f"{part}.{name}", tensor
+
+
+def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:
+    """What differs, and on which ranks: the same words on all of them."""
+    counts = {row[0] for row in rank_group.exchange(torch.tensor([len(dense)], device=device))}
+    name = "router or shared_experts"
+    if len(counts) == 1:
+        rows = rank_group.exchange(torch.stack(sums))
+        column = next(at for at, found in enumerate(zip(*rows, strict=True)) if len(set(found)) > 1)
+        name = list(dense)[column]
+        groups = Counter(row[column] for row in rows)
+        odd = [
+            rank for rank, row in zip(rank_group.ranks, rows, strict=True) if row[column] != groups.most_common(1)[0][0]
+        ]
+        name = f"{name} on rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
+    return name
+
+
+def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device) -> None:
+    """Copies of an expert must be equal; whole ranks must not be."""
+    weights, expert_map = layer.expert_weights, layer.placement.expert_map
+    if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
+        return
+    slots_per_rank = expert_map.slots_per_rank
+    facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)
+    many = set(expert_map.replicated)
+    for slot, expert in enumerate(weights.local_experts):
+        if expert >= 0 and not weights.is_meta:
+            tensors = [tensor[slot].detach() for tensor in weights.stored_tensors().values()]
+            facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
+            facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
+    with rank_group.flight_recorder.step("first call"):
+        rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
+    for expert in many:
+        found = {
+            rows[slot // slots_per_rank][slot % slots_per_rank][1] for slot in expert_map.logical_to_physical[expert]
+        }
+        if len(found) > 1:
+            ranks = sorted(
+                {rank_group.ranks[slot // slots_per_rank] for slot in expert_map.logical_to_physical[expert]}
+            )
+            raise InputError(
+                f"{layer.name}: copies of expert {expert} on ranks {', '.join(map(str, ranks))} differ; write "
+                f"experts with update_expert on all ranks, or load a checkpoint on all"
+            )
+    for rank in range(1, rank_group.size):
+        first, own = [row[0] for row in rows[0]], [row[0] for row in rows[rank]]
+        other = expert_map.local(0) != expert_map.local(rank)
+        if other and first == own and len(set(own)) == slots_per_rank > 1:
+            raise InputError(
+                f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
+                f"{rank_group.ranks[0]}'s: "
+                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, a loop). "
+                f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew"
+            )
+
+
+def _of_all(tensors: list[Tensor], device: torch.device) -> Tensor:
+    return checksum(torch.stack([checksum(tensor, device) for tensor in tensors]), device)
