@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.all2all.base import Dispatcher, routing_problem
@@ -301,6 +302,8 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
+        problem = _transform_problem(layer)
+    if problem is None and not torch.compiler.is_compiling():
         problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
         problem = problem or _inference_problem(layer, x)
     if problem is not None:
@@ -336,6 +339,18 @@ def _router_problem(router: Any, x: Tensor) -> str | None:
     return (
         f"router.weight must be {dtype_name(x.dtype)} as the layer is, got {dtype_name(router.weight.dtype)}; convert "
         f"the layer as a whole, or set RoutingConfig.float32_logits=True, which computes logits in float32"
+    )
+
+
+def _transform_problem(layer: Layer) -> str | None:
+    """None, or that the call is within a transform of torch.func, whose tensors have no memory to send, or in forward
+    mode."""
+    forward_mode = forward_ad._current_level >= 0 and layer.context.layout.lockstep > 1
+    if torch._C._functorch.peek_interpreter_stack() is None and not forward_mode:
+        return None
+    return (
+        "transforms of torch.func (grad, vjp, jvp, vmap) and forward-mode AD do not go through the layer; use "
+        "torch.autograd.grad, and a batch for vmap"
     )
 
 

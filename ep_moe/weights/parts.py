@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe.config import MoEConfig
@@ -142,9 +143,9 @@ class Joined(Function):
         return tuple(tensor.view_as(tensor) for tensor in stored)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        with torch.no_grad():
-            return (None, None, *ctx.back(list(gradients)))
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return (None, None, *ctx.back(list(gradients)))
 
 
 # --- cutting over etp -------------------------------------------------------------------------------------------------

@@ -116,6 +116,19 @@ def test_rows_that_backward_cannot_keep_are_refused(context):
     assert torch.equal(layer.requires_grad_(False)(x), wanted), "nothing of it is kept"
 
 
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transforms_of_torch_func_are_refused(context, transform):
+    layer, x = MoELayer(shape(), context), torch.ones(2, 3, HIDDEN)
+    calls = {
+        "grad": lambda: torch.func.grad(lambda rows: layer(rows).sum())(x),
+        "vmap": lambda: torch.func.vmap(layer)(x),
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+    }
+    with pytest.raises(InputError, match=r"transforms of torch\.func .* do not go through the layer"):
+        calls[transform]()
+    layer(x)
+
+
 def test_a_router_that_was_converted_alone_is_refused(context):
     layer, x = MoELayer(shape(), context).bfloat16(), torch.ones(3, HIDDEN).bfloat16()
     layer.router.float()
