@@ -342,6 +342,21 @@ def _router_problem(router: Any, x: Tensor) -> str | None:
     )
 
 
+def refuse_tracing(layer: Layer) -> None:
+    """Raise InputError where operations are recorded instead of run: peers would be sent nothing. Exchanges nothing."""
+    modes = torch._C._TorchDispatchModeKey
+    if layer.context.layout.lockstep == 1 or not (
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY))
+    ):
+        return
+    raise InputError(
+        f"{layer.name}: torch.export, torch.jit.trace and fake tensors record no expert-parallel layer, whose sizes "
+        f"depend on what its peers send; record the model on EPContext.local(), where one process holds all experts"
+    )
+
+
 def _transform_problem(layer: Layer) -> str | None:
     """None, or that the call is within a transform of torch.func, whose tensors have no memory to send, or in forward
     mode."""
