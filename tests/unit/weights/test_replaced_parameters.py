@@ -100,6 +100,17 @@ def test_another_layers_experts_are_not_assigned(context):
     assert same_bits(layer(x).detach(), other(x).detach()), "tied by parameter"
 
 
+def test_a_parameter_on_another_device_is_refused(context):
+    """Such as accelerate's cpu_offload leaves, whose hooks wait for a call of the expert's module."""
+    layer, x = made(context), rows_of(9)
+    wanted, parameters = layer(x).detach(), layer.expert_weights.get_submodule("3")._parameters
+    own, parameters["w1"] = parameters["w1"], nn.Parameter(parameters["w1"].to("meta"))
+    with pytest.raises(InputError, match=r"expert_weights\.3\.w1 is on meta and its layer on .*cpu_offload"):
+        layer(x)
+    parameters["w1"] = own
+    assert same_bits(layer(x).detach(), wanted)
+
+
 def test_an_assigned_parameter_of_another_shape_is_refused(context):
     expert = made(context).expert_weights.get_submodule("3")
     with pytest.raises(InputError, match=r"w2 of an expert must be replaced by a parameter of its shape \[16, 8\]"):
