@@ -319,6 +319,10 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     inside = f"experts={layer.choice.experts} routes inside"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
         return f"{inside}: call forward, under the map of construction"
+    if layer.placement.expert_map is not held.expert_map and not torch.compiler.is_compiling():
+        problem = _map_problem(layer)
+        if problem is not None:
+            return problem
     if layer._routes is not None and not torch.compiler.is_compiling():  # calls that record are no part of a graph
         problem = layer._routes.problem(layer, x.numel() // layer.config.hidden_size, routed=routing is not None)
         if problem is not None:
@@ -366,6 +370,16 @@ def _transform_problem(layer: Layer) -> str | None:
     return (
         "transforms of torch.func (grad, vjp, jvp, vmap) and forward-mode AD do not go through the layer; use "
         "torch.autograd.grad, and a batch for vmap"
+    )
+
+
+def _map_problem(layer: Layer) -> str | None:
+    """None, or that tokens go by another map than that of the weights."""
+    if layer.placement.expert_map == layer.expert_weights.expert_map:
+        return None
+    return (
+        "Placement.update put another expert map in force than that of the expert weights, which it does not move; let "
+        "ep_moe.ExpertBalancer move experts, or build the layer with expert_map="
     )
 
 
