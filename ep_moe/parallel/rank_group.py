@@ -202,11 +202,33 @@ class RankGroup:
             ]
             raise InputError(
                 f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
-                f"{names[1]!r}; call the layers in the same order on all ranks"
+                f"{names[1]!r}; call the layers in the same order on all ranks, and backward equally often"
             )
         self._same_rows([row[2] for row in rows])
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - count :] for row in rows]
+
+    def meet_in_backward(self, where: str, device: torch.device) -> None:
+        """Find out that a peer is elsewhere, ahead of a collective of backward: gloo ends a process where sizes differ.
+
+        Collective on CPUs. Nothing on GPUs, where it would wait for the device.
+
+        Args:
+            where: The layer, as the flight recorder had it in forward.
+            device: Of the gradient.
+
+        Raises:
+            InputError: On all ranks, where one is in a call, or in the backward of another layer.
+        """
+        if device.type != "cpu":
+            return
+        recorder = self.flight_recorder
+        before = recorder.where, recorder.carried
+        recorder.where, recorder.carried = f"the backward of {where}", ""
+        try:
+            self.agree([], None, device)
+        finally:
+            recorder.where, recorder.carried = before
 
     def most_tokens(
         self,
@@ -473,7 +495,7 @@ class _Collective(Function):
     def forward(
         ctx: Any, x: Tensor, there: Collective, back: Collective, rank_group: RankGroup, works: list[dist.Work]
     ) -> Tensor:
-        ctx.back, ctx.rank_group = back, rank_group
+        ctx.back, ctx.rank_group, ctx.where = back, rank_group, rank_group.flight_recorder.where
         out, work = there(x)
         if work is not None:
             works.append(work)
@@ -483,6 +505,7 @@ class _Collective(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         with ctx.rank_group.flight_recorder.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
+            ctx.rank_group.meet_in_backward(ctx.where, grad.device)
             out, work = ctx.back(grad)
             if work is not None:
                 work.wait()
