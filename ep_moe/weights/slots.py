@@ -332,6 +332,7 @@ class ExpertSlots(nn.Module):
         if self.lora is None:
             return
         self._reattach()
+        self.lora.enabled = True
         for name, tensor in self.lora(self._slots).items():
             self._slots[name].copy_(tensor)
         self.lora = None
