@@ -23,6 +23,7 @@ from ep_moe.execution.layer_checks import (
     call_problem,
     chosen_problem,
     mask_problem,
+    refuse_tracing,
 )
 from ep_moe.execution.routing_replay import Replay
 from ep_moe.experts.base import Experts
@@ -140,6 +141,8 @@ class MoELayer(LayerParts):
 
     def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call within a graph that is compiled: part of it, or a step between two graphs."""
+        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+            refuse_tracing(self)
         hidden = self.exact or (self._routes is not None and self._routes.active)  # from a graph
         if not hidden and _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
             return self._call(x, routing, mask)
@@ -149,6 +152,8 @@ class MoELayer(LayerParts):
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
         self._checks.forwards += 1  # an attribute of a Module takes the host three calls of Python
+        if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+            refuse_tracing(self)
         try:
             return self._call(x, routing, mask)
         except BaseException as error:

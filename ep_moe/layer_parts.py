@@ -134,6 +134,14 @@ class LayerParts(nn.Module):
             for name in self._table.kernels[1:]
         }
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("expert_weights", "placement") and name in self._modules:
+            raise ConfigError(
+                f"{self.name}: {name} cannot be replaced: its kernels keep the one that they were made with; call one "
+                f"layer in both places, or assign single parameters"
+            )
+        super().__setattr__(name, value)
+
     def __reduce__(self) -> Any:
         raise ConfigError(
             f"{self.name} is neither copied nor pickled: its context's groups and buffers are not; build another "

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.all2all.base import Dispatcher, routing_problem
@@ -184,6 +185,8 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
+        problem = _transform_problem(layer) or held.replaced_problem()
+    if problem is None and not torch.compiler.is_compiling():
         problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
         problem = problem or _inference_problem(layer, x)
     if problem is not None:
@@ -199,6 +202,10 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     inside = f"experts={layer.choice.experts} routes inside"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
         return f"{inside}: call forward, under the map of construction"
+    if layer.placement.expert_map is not held.expert_map and not torch.compiler.is_compiling():
+        problem = _map_problem(layer)
+        if problem is not None:
+            return problem
     if layer._routes is not None and not torch.compiler.is_compiling():  # calls that record are no part of a graph
         problem = layer._routes.problem(layer, x.numel() // layer.config.hidden_size, routed=routing is not None)
         if problem is not None:
@@ -219,6 +226,43 @@ def _router_problem(router: Any, x: Tensor) -> str | None:
     return (
         f"router.weight must be {dtype_name(x.dtype)} as the layer is, got {dtype_name(router.weight.dtype)}; convert "
         f"the layer as a whole, or set RoutingConfig.float32_logits=True, which computes logits in float32"
+    )
+
+
+def refuse_tracing(layer: Layer) -> None:
+    """Raise InputError where operations are recorded instead of run: peers would be sent nothing. Exchanges nothing."""
+    modes = torch._C._TorchDispatchModeKey
+    if layer.context.layout.lockstep == 1 or not (
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state() is not None
+        or any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.FAKE, modes.PROXY))
+    ):
+        return
+    raise InputError(
+        f"{layer.name}: torch.export, torch.jit.trace and fake tensors record no expert-parallel layer, whose sizes "
+        f"depend on what its peers send; record the model on EPContext.local(), where one process holds all experts"
+    )
+
+
+def _transform_problem(layer: Layer) -> str | None:
+    """None, or that the call is within a transform of torch.func, whose tensors have no memory to send, or in forward
+    mode."""
+    forward_mode = forward_ad._current_level >= 0 and layer.context.layout.lockstep > 1
+    if torch._C._functorch.peek_interpreter_stack() is None and not forward_mode:
+        return None
+    return (
+        "transforms of torch.func (grad, vjp, jvp, vmap) and forward-mode AD do not go through the layer; use "
+        "torch.autograd.grad, and a batch for vmap"
+    )
+
+
+def _map_problem(layer: Layer) -> str | None:
+    """None, or that tokens go by another map than that of the weights."""
+    if layer.placement.expert_map == layer.expert_weights.expert_map:
+        return None
+    return (
+        "Placement.update put another expert map in force than that of the expert weights, which it does not move; let "
+        "ep_moe.ExpertBalancer move experts, or build the layer with expert_map="
     )
 
 

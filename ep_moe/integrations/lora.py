@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,6 +27,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
 from ep_moe.integrations.save import SavedExperts
 from ep_moe.training.wrappers import exclude_experts
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.trained import ExpertLora, LowRank
 
 _FILE = "adapter_model.safetensors"
@@ -113,7 +115,38 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     model.ep_moe_lora = config
     if targets:
         setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
+        if isinstance(model, peft.PeftModel):
+            _join_adapters(model, [one.layer.expert_weights for one in layers])
     return model
+
+
+def _join_adapters(model: Any, experts: list[ExpertWeights]) -> None:
+    """Let methods of PEFT that are about adapters reach experts' factors, or be refused while there are any."""
+    base = model.base_model
+    for name, enabled in (("disable_adapter_layers", False), ("enable_adapter_layers", True)):
+        setattr(base, name, partial(_switch, getattr(base, name), experts, enabled))
+    merging = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload")
+    for owner, names in ((base, merging), (model, ("add_adapter", "load_adapter", "delete_adapter"))):
+        for name in names:
+            setattr(owner, name, partial(_unless_factors, getattr(owner, name), name, experts))
+
+
+def _switch(peft_method: Callable[[], None], experts: list[ExpertWeights], enabled: bool) -> None:
+    peft_method()
+    for weights in experts:
+        if weights.lora is not None:
+            weights.lora.enabled = enabled
+
+
+def _unless_factors(
+    peft_method: Callable[..., Any], name: str, experts: list[ExpertWeights], *args: Any, **options: Any
+) -> Any:
+    if any(weights.lora is not None for weights in experts):
+        raise ConfigError(
+            f"{name} of PEFT would leave out the factors of experts; call ep_moe.integrations.lora.merge_lora(model), "
+            f"or load_lora on a model without factors"
+        )
+    return peft_method(*args, **options)
 
 
 def merge_lora(model: Any) -> nn.Module:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from ep_moe.types import Pending
@@ -159,15 +160,17 @@ class _Collective(Function):
     def forward(
         ctx: Any, x: Tensor, there: Collective, back: Collective, rank_group: RankGroup, works: list[dist.Work]
     ) -> Tensor:
-        ctx.back, ctx.rank_group = back, rank_group
+        ctx.back, ctx.rank_group, ctx.where = back, rank_group, rank_group.flight_recorder.where
         out, work = there(x)
         if work is not None:
             works.append(work)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         with ctx.rank_group.flight_recorder.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
+            ctx.rank_group.meet_in_backward(ctx.where, grad.device)
             out, work = ctx.back(grad)
             if work is not None:
                 work.wait()
@@ -186,7 +189,8 @@ class _GatherReplicated(Function):
         return _trimmed(out, counts)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return grad.split(ctx.counts)[ctx.rank], None, None
 
 
@@ -197,7 +201,8 @@ class _SumGradients(Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.contiguous().clone()
         with ctx.rank_group.flight_recorder.step("backward of the token split"):
             ctx.rank_group.all_reduce(total)

@@ -192,11 +192,33 @@ class RankGroup:
             ]
             raise InputError(
                 f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
-                f"{names[1]!r}; call the layers in the same order on all ranks"
+                f"{names[1]!r}; call the layers in the same order on all ranks, and backward equally often"
             )
         self._same_rows([row[2] for row in rows])
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - count :] for row in rows]
+
+    def meet_in_backward(self, where: str, device: torch.device) -> None:
+        """Find out that a peer is elsewhere, ahead of a collective of backward: gloo ends a process where sizes differ.
+
+        Collective on CPUs. Nothing on GPUs, where it would wait for the device.
+
+        Args:
+            where: The layer, as the flight recorder had it in forward.
+            device: Of the gradient.
+
+        Raises:
+            InputError: On all ranks, where one is in a call, or in the backward of another layer.
+        """
+        if device.type != "cpu":
+            return
+        recorder = self.flight_recorder
+        before = recorder.where, recorder.carried
+        recorder.where, recorder.carried = f"the backward of {where}", ""
+        try:
+            self.agree([], None, device)
+        finally:
+            recorder.where, recorder.carried = before
 
     def most_tokens(
         self,

@@ -203,6 +203,8 @@ class Placement(nn.Module):
     def update(self, expert_map: ExpertMap) -> None:
         """Put another map in force, in place: captured graphs and held references see it.
 
+        Weights are not moved, and a layer refuses calls until they are (`ep_moe.eplb` does both).
+
         Args:
             expert_map: As `check` takes it.
 

@@ -64,14 +64,20 @@ def fully_shard(
         The same model, an `FSDPModule` now.
 
     Raises:
-        ConfigError: the mesh is none of these, routers are float32 and the model is not, or another device than the
-            context's is current, on which torch's FSDP2 would work.
+        ConfigError: the mesh is none of these, `mp_policy` casts parameters, routers are float32 and the model is not,
+            or another device than the context's is current, on which torch's FSDP2 would work.
         InputError: ranks hold different numbers in a parameter that they should hold alike; on all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
 
     layout = context.layout
+    param_dtype = getattr(options.get("mp_policy"), "param_dtype", None)
+    if param_dtype is not None and any(weights.dtype != param_dtype for weights in expert_weights_of(model)):
+        raise ConfigError(
+            f"fully_shard: mp_policy.param_dtype={param_dtype} would cast a layer's router and rows and not its "
+            f"experts; leave param_dtype out, and compute in 16 bits under torch.autocast"
+        )
     if elsewhere(context._gpu):
         raise ConfigError(
             f"fully_shard: FSDP2 works on the device that is current, cuda:{torch.cuda.current_device()}, and the "

@@ -302,6 +302,10 @@ class ExpertWeights(ExpertSlots):
             assert module is not None
             for name, parameter in module.named_parameters():
                 if name in parts:
+                    if parts[name].shape != parameter.shape:  # `copy_` would broadcast
+                        raise InputError(
+                            f"expert {expert}: {name} must be {list(parameter.shape)}, got {list(parts[name].shape)}"
+                        )
                     _copy_into(parameter, parts[name])
             return
         whole, specs = {}, PLAIN.expert(self.config, self._dtype)
@@ -309,15 +313,28 @@ class ExpertWeights(ExpertSlots):
             parts_here = parts_of(name, self.config.activation.gated) if name in specs else ()
             if name in found:
                 whole[name] = full(found[name])
-            elif parts_here and all(part in found for part in parts_here):
-                tensors = {part: full(found[part]) for part in parts_here}
+            elif any(part in found for part in parts_here):
                 rows, *columns = specs[name].shape
                 shape = [rows // len(parts_here), *columns]
-                for part, tensor in tensors.items():
-                    if list(tensor.shape) != shape:
-                        raise InputError(f"expert {expert}: {part} must be {shape}, got {list(tensor.shape)}")
-                whole[name] = torch.cat(list(tensors.values()))
+                halves = []
+                for part in parts_here:
+                    half = full(found[part]) if part in found else self._own_half(expert, name, part, shape)
+                    if list(half.shape) != shape:
+                        raise InputError(f"expert {expert}: {part} must be {shape}, got {list(half.shape)}")
+                    halves.append(half.to(self.device))
+                whole[name] = torch.cat(halves)
         self.update_expert(expert, whole)
+
+    def _own_half(self, expert: int, name: str, part: str, shape: list[int]) -> Tensor:
+        """What stays of a matrix where a dict has its other half alone: this etp rank's rows in a whole half."""
+        if not self.scheme.plain and not name.endswith("_bias"):
+            raise InputError(
+                f"expert {expert}: {part} is missing, and {name} is quantized as a whole; give both halves"
+            )
+        kept = split_parts(name, self.slot(self.held[expert][0])[name], self.config.activation.gated)[part]
+        half = kept.new_zeros(shape)
+        half.chunk(self.etp.size)[self.etp.rank].copy_(kept)
+        return half
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.extra_repr()})"  # a line for each expert would tell no more

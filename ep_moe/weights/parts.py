@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe.config import MoEConfig
@@ -43,6 +44,14 @@ def split_parts(name: str, tensor: Tensor, gated: bool) -> dict[str, Tensor]:
     return dict(zip(names, tensor.chunk(len(names)), strict=True))
 
 
+_TAKEN = (
+    "{name} of an expert cannot be taken away or put beside another, as FullyShardedDataParallel, pruning and "
+    "parametrizations do: kernels read all experts as one tensor; shard with "
+    "ep_moe.training.fully_shard(model, context), and write other numbers into the parameter"
+)
+_NAMES = frozenset(part for name in ("w13", "w2", "w13_bias", "w2_bias") for part in parts_of(name, gated=True))
+
+
 class Changes:
     """How often a layer's experts got other parameters. Each call looks at one number instead of at all of them."""
 
@@ -58,8 +67,13 @@ class _Watched(dict[str, Any]):
         self._changes = changes
 
     def __setitem__(self, name: str, value: Any) -> None:
+        if name not in _NAMES:
+            raise ConfigError(_TAKEN.format(name=name))
         self._changes.count += 1
         super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise ConfigError(_TAKEN.format(name=name))
 
 
 class Expert(nn.Module):
@@ -88,11 +102,6 @@ class Expert(nn.Module):
                 )
             self.replaced.add(name)
         super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        if name in self._parameters:  # FSDP1 takes parameters away, to flatten them
-            raise ConfigError(WRAP.format(what="FullyShardedDataParallel"))
-        super().__delattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         return
@@ -142,9 +151,9 @@ class Joined(Function):
         return tuple(tensor.view_as(tensor) for tensor in stored)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        with torch.no_grad():
-            return (None, None, *ctx.back(list(gradients)))
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return (None, None, *ctx.back(list(gradients)))
 
 
 # --- cutting over etp -------------------------------------------------------------------------------------------------

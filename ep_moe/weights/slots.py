@@ -256,6 +256,20 @@ class ExpertSlots(nn.Module):
         if not own:
             self._seen -= 1
 
+    def replaced_problem(self) -> str | None:
+        """None, or that a parameter was replaced by one that kernels cannot read, as by hooks that offload it and bring
+        it back for a call of its own module."""
+        if not self._slots or self._changes.count == self._seen:
+            return None
+        for name, parameter in self._of_experts():
+            if parameter.device != self.device:
+                return (
+                    f"expert_weights.{name} is on {parameter.device} and its layer on {self.device}; leave expert "
+                    f"parameters out of offloading (accelerate's cpu_offload, disk_offload, device_map), or move the "
+                    f"layer as a whole"
+                )
+        return None
+
     def _set_views(self, views: list[tuple[nn.Parameter, Tensor]]) -> None:
         self._views = views
         self._on_views = [parameter for parameter, _ in views]
@@ -318,6 +332,7 @@ class ExpertSlots(nn.Module):
         if self.lora is None:
             return
         self._reattach()
+        self.lora.enabled = True
         for name, tensor in self.lora(self._slots).items():
             self._slots[name].copy_(tensor)
         self.lora = None

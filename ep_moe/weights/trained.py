@@ -182,7 +182,7 @@ class ExpertLora(nn.Module):
 
     def __init__(self, matrices: Mapping[str, Tensor], ranks: Mapping[str, LowRank], seeds: list[int]) -> None:
         super().__init__()
-        self.ranks = dict(ranks)
+        self.ranks, self.enabled = dict(ranks), True
         for name, one in ranks.items():
             matrix, rank = matrices[name], one.rank
             slots, rows, columns = matrix.shape
@@ -200,9 +200,9 @@ class ExpertLora(nn.Module):
         return self.get_parameter(f"lora_A_{name}"), self.get_parameter(f"lora_B_{name}")
 
     def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored tensors [L, ...], updated: new memory for each matrix that has factors."""
+        """Return the stored tensors [L, ...], updated where `enabled`: new memory for each matrix that has factors."""
         found = dict(stored)
-        for name, one in self.ranks.items():
+        for name, one in self.ranks.items() if self.enabled else ():
             a, b = (factor.to(found[name].dtype) for factor in self.factors(name))
             with torch.autocast(found[name].device.type, enabled=False):
                 found[name] = torch.baddbmm(found[name], b, a, alpha=one.scaling)

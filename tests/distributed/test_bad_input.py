@@ -218,6 +218,23 @@ def test_gradients_that_one_rank_alone_wants(all2all, world_size):
         assert x.grad is not None
 
 
+@distributed(2)
+@pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
+def test_a_backward_that_one_rank_leaves_out(all2all, world_size):
+    """As a loop does that skips a batch whose loss is not finite. gloo would end the process of a rank."""
+    if rank_device().type != "cpu":
+        pytest.skip("compared on CPUs alone")
+    with made(ParallelConfig(dp=2)) as context:
+        layer, rank = fill(MoELayer(CONFIG, context, all2all=all2all)), dist.get_rank()
+        x = torch.ones(3 + rank, 16)
+        loss = layer(x).sum()
+        text = same_error(InputError, lambda: layer(x) if rank else loss.backward())
+        name = layer.name
+        assert f"rank 0 is in 'the backward of {name}', rank 1 in '{name}'" in text, text
+        assert "backward equally often" in text, text
+        layer(x).sum().backward()
+
+
 CONVERTED = {
     "bfloat16": lambda layer: layer.to(torch.bfloat16),
     "half": lambda layer: layer.half(),

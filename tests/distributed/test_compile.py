@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe import EPContext, InputError, MoEConfig, MoELayer
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.helpers import fill
 
@@ -84,8 +86,6 @@ def test_a_full_graph_is_refused_in_words(what):
 
 @distributed(2)
 def test_a_wrong_call_is_refused_on_all_ranks():
-    from ep_moe import InputError
-
     context = EPContext.from_torchrun(device=rank_device())
     block = made(context, torch.float32, all2all="allgather", experts="reference")
     compiled = torch.compile(block.layer, backend="eager")
@@ -93,3 +93,25 @@ def test_a_wrong_call_is_refused_on_all_ranks():
     with pytest.raises(InputError, match=r"rank 1: x must be \[..., 16\]"):
         compiled(x)
     context.destroy()
+
+
+@distributed(2, deadline_s=120.0)
+def test_what_records_operations_is_refused_and_breaks_nothing():
+    def under(mode, model, x):
+        with mode:
+            model(x)
+
+    recorders = {
+        "export": lambda model, x: torch.export.export(model, (x,)),
+        "jit": lambda model, x: torch.jit.trace(model, (x,), check_trace=False),
+        "make_fx": lambda model, x: make_fx(model)(x),
+        "fake": lambda model, x: under(FakeTensorMode(allow_non_fake_inputs=True), model, x),
+    }
+    with EPContext.from_groups(device=rank_device(), deadline_s=30) as context, torch.no_grad():
+        block = made(context, torch.float32)
+        x = rows(context.layout.rank, 0, block)
+        wanted = block(x)
+        for name, record in recorders.items():
+            with pytest.raises(InputError, match=r"torch\.export, torch\.jit\.trace and fake tensors record no"):
+                record(block, x)
+            assert torch.equal(block(x), wanted), name

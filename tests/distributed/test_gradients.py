@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
+from ep_moe import Activation, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
 from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import cut, local
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 
@@ -216,3 +217,30 @@ def test_a_sum_of_gradients_leaves_what_it_is_given(world_size):
         (sum_gradients(x, context.rank_groups["tp"]) + x).backward(given)
         assert_same(given, torch.full_like(given, 1.0 + rank), "what was given")
         assert_same(x.grad, torch.full_like(given, 3.0 + 1.0 + rank), "both branches")
+
+
+@distributed(2)
+@pytest.mark.parametrize("of", ["x", "parameters"])
+def test_gradients_of_gradients_are_refused(of, world_size):
+    """They would lack what a collective's or a sum's backward does."""
+    for parallel in LAYOUTS[2]:
+        with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
+            if of == "x" and context.layout.lockstep == 1:
+                continue  # rows meet no collective
+            layer = make(FLOAT, context, "torch_a2a")
+            x = data(FLOAT, dist.get_rank() // context.layout.tp, 4)[0].to(context.device)
+            wanted = [x.requires_grad_()] if of == "x" else list(layer.expert_weights.parameters())
+            first = torch.autograd.grad(layer(x).square().sum(), wanted, create_graph=True)
+            with pytest.raises(RuntimeError, match="differentiate twice"):
+                sum(local(gradient).square().sum() for gradient in first).backward()
+            layer(x).sum().backward()
+
+
+@distributed(2)
+def test_forward_mode_is_refused(world_size):
+    with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
+        layer = make(FLOAT, context)
+        x = data(FLOAT, dist.get_rank(), 4)[0].to(context.device)
+        with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode AD"):
+            layer(forward_ad.make_dual(x, x))
+        layer(x)

@@ -257,6 +257,33 @@ def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models
 
 
 @distributed(2)
+def test_disabled_adapters_are_those_of_experts_too(models, world_size):
+    """As preference optimization uses them, whose reference is the model without its adapter."""
+    quiet()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context, torch.no_grad():
+        model = load_pretrained(models / "olmoe", context, experts="reference", progress=False)
+        ids = batches(2)[context.layout.rank].to(rank_device())
+        plain = model(input_ids=ids).logits
+        model = add_lora(model, lora_config("olmoe"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+        adapted = model(input_ids=ids).logits
+        assert apart(adapted, plain) > 0.01
+        with model.disable_adapter():
+            assert torch.equal(model(input_ids=ids).logits, plain)
+        assert torch.equal(model(input_ids=ids).logits, adapted)
+        for name in ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload"):
+            with pytest.raises(ConfigError, match=rf"{name} of PEFT would leave out the factors.*merge_lora\(model\)"):
+                getattr(model, name)()
+        for name, arguments in (("add_adapter", ("b", None)), ("load_adapter", ("a", "b")), ("delete_adapter", ("a",))):
+            with pytest.raises(ConfigError, match=f"{name} of PEFT would leave out the factors"):
+                getattr(model, name)(*arguments)
+        model.base_model.disable_adapter_layers()
+        assert apart(merge_lora(model)(input_ids=ids).logits, adapted) < TOLERANCE
+
+
+@distributed(2)
 def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:

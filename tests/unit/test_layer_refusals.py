@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from ep_moe import InputError, MoELayer, Routing
+from ep_moe import ExpertMap, InputError, MoELayer, Routing
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
@@ -114,6 +114,30 @@ def test_rows_that_backward_cannot_keep_are_refused(context):
     with torch.no_grad():
         assert torch.equal(layer(x), wanted)
     assert torch.equal(layer.requires_grad_(False)(x), wanted), "nothing of it is kept"
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transforms_of_torch_func_are_refused(context, transform):
+    layer, x = MoELayer(shape(), context), torch.ones(2, 3, HIDDEN)
+    calls = {
+        "grad": lambda: torch.func.grad(lambda rows: layer(rows).sum())(x),
+        "vmap": lambda: torch.func.vmap(layer)(x),
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+    }
+    with pytest.raises(InputError, match=r"transforms of torch\.func .* do not go through the layer"):
+        calls[transform]()
+    layer(x)
+
+
+def test_a_map_that_moved_no_weights_is_refused(context):
+    layer, x = MoELayer(shape(), context), torch.ones(3, HIDDEN)
+    wanted, before = layer(x).detach(), layer.placement.expert_map
+    moved = ExpertMap.from_ranks([[*reversed(range(before.num_experts))]], before.num_experts)
+    layer.placement.update(moved)
+    with pytest.raises(InputError, match=r"Placement\.update put another expert map in force.*ExpertBalancer"):
+        layer(x)
+    layer.placement.update(ExpertMap.linear(before.num_experts, 1))
+    assert torch.equal(layer(x), wanted)
 
 
 def test_a_router_that_was_converted_alone_is_refused(context):

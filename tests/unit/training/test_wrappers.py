@@ -1,10 +1,12 @@
 """What a model is told about data-parallel wrappers, in one process."""
 
+import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.training import exclude_experts
+from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer
+from ep_moe.training import exclude_experts, fully_shard
 
 CONFIG = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
 
@@ -17,3 +19,11 @@ def test_what_a_wrapper_shall_ignore_is_added_to_what_it_ignores():
         ignored = set(model._ddp_params_and_buffers_to_ignore)
         assert {"a.bias", "moe.expert_weights.0.w1", "moe.placement.expert_load"} <= ignored
         assert not {"a.weight", "moe.router.weight"} & ignored
+
+
+def test_parameters_that_fsdp_would_cast_are_refused():
+    """Experts that it does not cut would stay as they are, and the router would not."""
+    context = EPContext.local(torch.device("cpu"))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"mp_policy\.param_dtype=torch\.bfloat16 .* under torch\.autocast"):
+        fully_shard(MoELayer(CONFIG, context), context, mp_policy=policy)

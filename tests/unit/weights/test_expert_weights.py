@@ -566,6 +566,38 @@ def test_missing_keys_are_reported():
     assert sorted(weights.load_state_dict(state, strict=False).missing_keys) == ["0.w3", "4.w2"]
 
 
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("given", [("w1", "w3_bias"), ("w3",)])
+def test_a_state_with_one_half_leaves_the_other(given, etp):
+    config = shape()
+    state = {f"0.{name}": torch.full_like(saved_expert(config, 0)[name], 7.0) for name in given}
+    expected = saved_expert(config, 0) | {key.removeprefix("0."): tensor for key, tensor in state.items()}
+    for rank in range(etp):
+        weights = filled(config, REDUNDANT, ep_rank=0, etp=etp_link(etp, rank))
+        weights.load_state_dict(state, strict=False)
+        for name in ("w13", "w13_bias"):
+            half = [expected["w1" + name[3:]], expected["w3" + name[3:]]]
+            slot = weights.held[0][0]
+            assert torch.equal(weights.stored_tensors()[name][slot], cut(config, name, torch.cat(half), etp, rank))
+
+
+def test_half_a_matrix_is_not_quantized():
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=1, top_k=1)
+    weights = ExpertWeights(config, ExpertMap.linear(1, 1), scheme=SCHEMES["fp8_block"])
+    before = {name: tensor.clone() for name, tensor in weights.stored_tensors().items()}
+    with pytest.raises(RuntimeError, match=r"expert 0: w3 is missing, and w13 is quantized as a whole"):
+        weights.load_state_dict({"0.w1": torch.ones(128, 128)}, strict=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights.stored_tensors().items())
+
+
+def test_sharded_parameters_are_not_broadcast_into():
+    config = shape()
+    weights = filled(config, ExpertMap.linear(5, 1))
+    weights.unstack()
+    with pytest.raises(RuntimeError, match=r"expert 0: w1 must be \[16, 8\], got \[8\]"):
+        weights.load_state_dict({"0.w1": torch.ones(8)}, strict=False)
+
+
 def test_misshapen_tensors_are_reported():
     config = shape()
     state = state_of_all_ranks(config, REDUNDANT)

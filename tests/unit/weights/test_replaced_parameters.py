@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
 
-from ep_moe import ExpertMap, InputError, MoELayer
+from ep_moe import ConfigError, ExpertMap, InputError, MoELayer
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
 
@@ -68,6 +69,46 @@ def test_an_assigned_parameter_is_the_layers(context):
     assert torch.equal(expert.w2, numbers.double()), "also where no call came between"
     layer.update_expert(3, w2=numbers * 5)
     torch.testing.assert_close(expert.w2.detach(), (numbers * 5).double())
+
+
+@pytest.mark.parametrize("tool", ["prune", "weight_norm", "spectral_norm", "del"])
+def test_what_takes_a_parameter_away_is_refused(context, tool):
+    layer, x = made(context), rows_of(9)
+    expert, wanted = layer.expert_weights.get_submodule("3"), layer(x).detach()
+    tools = {
+        "prune": lambda: prune.l1_unstructured(expert, "w2", amount=0.5),
+        "weight_norm": lambda: parametrizations.weight_norm(expert, "w2"),
+        "spectral_norm": lambda: spectral_norm(expert, "w2"),
+        "del": lambda: expert.__delattr__("w2"),
+    }
+    with pytest.raises(ConfigError, match=r"w2(_orig)? of an expert cannot be taken away.*fully_shard"):
+        tools[tool]()
+    assert same_bits(layer(x).detach(), wanted)
+
+
+def test_another_layers_experts_are_not_assigned(context):
+    """The kernel would go on with the former ones."""
+    layer, other, x = made(context), made(context), rows_of(9)
+    with pytest.raises(ConfigError, match=r"expert_weights cannot be replaced.*call one layer in both places"):
+        other.expert_weights = layer.expert_weights
+    for name, parameter in layer.expert_weights.named_parameters():
+        expert, _, part = name.partition(".")
+        setattr(other.expert_weights.get_submodule(expert), part, parameter)
+    other.router = layer.router
+    with torch.no_grad():
+        layer.expert_weights.get_submodule("3").w1.mul_(3)
+    assert same_bits(layer(x).detach(), other(x).detach()), "tied by parameter"
+
+
+def test_a_parameter_on_another_device_is_refused(context):
+    """Such as accelerate's cpu_offload leaves, whose hooks wait for a call of the expert's module."""
+    layer, x = made(context), rows_of(9)
+    wanted, parameters = layer(x).detach(), layer.expert_weights.get_submodule("3")._parameters
+    own, parameters["w1"] = parameters["w1"], nn.Parameter(parameters["w1"].to("meta"))
+    with pytest.raises(InputError, match=r"expert_weights\.3\.w1 is on meta and its layer on .*cpu_offload"):
+        layer(x)
+    parameters["w1"] = own
+    assert same_bits(layer(x).detach(), wanted)
 
 
 def test_an_assigned_parameter_of_another_shape_is_refused(context):
