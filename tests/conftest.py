@@ -9,6 +9,10 @@ import pytest
 import torch
 
 from ep_moe import registry
+from ep_moe.parallel import local_launch
+
+# the fork server of this process starts with the first ranks, later than this
+local_launch._PRELOAD = "tests.fixtures.preload"
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Iterable
 from functools import partial
 from unittest import mock
 
@@ -90,21 +92,32 @@ def maps(ranks: int) -> dict[str, ExpertMap]:
     }
 
 
-def check_layer(
-    context: EPContext, expert_map: ExpertMap | None, tokens: int, seed: int, what: object, name: str = "hierarchical"
-) -> None:
-    """One call, and its backward, against one process; all numbers are small integers."""
-    layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all=name))
+@functools.cache
+def of_one_process(tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """Rows, ids and weights of small integers, the layer's answer, and its gradients of rows and weights."""
     x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, CONFIG, seed)
-    given, weights = (t.clone().to(context.device).requires_grad_() for t in (x, routing.weights))
-    y = layer.forward_routed(given, Routing(routing.ids.to(context.device), weights))
-    assert_same(y, oracle(CONFIG, x, routing), what)
-    y.sum().backward()
-    alone, alone_weights = (t.clone().requires_grad_() for t in (x, routing.weights))
+    given, weights = (t.clone().requires_grad_() for t in (x, routing.weights))
     one = fill(MoELayer(CONFIG, EPContext.local(torch.device("cpu"))))
-    one.forward_routed(alone, Routing(routing.ids, alone_weights)).sum().backward()
-    for name, found, wanted in (("x", given, alone), ("weights", weights, alone_weights)):
-        assert_same(found.grad, wanted.grad, f"{what}, gradient of {name}")
+    y = one.forward_routed(given, Routing(routing.ids, weights))
+    y.sum().backward()
+    return x, routing.ids, routing.weights, y.detach(), given.grad, weights.grad
+
+
+def check_layer(
+    context: EPContext, expert_map: ExpertMap | None, calls: Iterable[tuple[int, int]], what: object,
+    name: str = "hierarchical",
+) -> None:  # fmt: skip
+    """Calls of so many tokens and such a seed, and their backward, against one process; all numbers are small
+    integers."""
+    layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all=name))
+    for tokens, seed in calls:
+        x, ids, weights, *wanted = of_one_process(tokens, seed)
+        given, factors = (t.clone().to(context.device).requires_grad_() for t in (x, weights))
+        y = layer.forward_routed(given, Routing(ids.to(context.device), factors))
+        y.sum().backward()
+        found = y, given.grad, factors.grad
+        for part, one, other in zip(("y", "gradient of x", "gradient of weights"), found, wanted, strict=True):
+            assert_same(one, other, f"{what}, {tokens} tokens of seed {seed}, {part}")
 
 
 @distributed(4, 8, deadline_s=120)
@@ -113,8 +126,7 @@ def test_every_map_equals_one_process(ranks_per_node, world_size):
     rank = dist.get_rank()
     with EPContext.from_groups(device=rank_device(), ranks_per_node=ranks_per_node) as context:
         for name, expert_map in maps(world_size).items():
-            for counts in COUNTS:
-                check_layer(context, expert_map, counts[rank], rank, f"{name} T={counts}")
+            check_layer(context, expert_map, [(counts[rank], rank) for counts in COUNTS], name)
 
 
 @distributed(16, deadline_s=240)
@@ -122,8 +134,8 @@ def test_4_nodes_of_4(world_size):
     rank = dist.get_rank()
     with EPContext.from_groups(device=rank_device(), ranks_per_node=4) as context:
         assert (context.rank_groups["ep"].levels.rail.size, context.rank_groups["ep"].levels.node.size) == (4, 4)
-        for seed, counts in enumerate(COUNTS):
-            check_layer(context, ExpertMap.redundant(10, 16, 22), counts[rank % 8], rank + 100 * seed, counts)
+        calls = [(counts[rank % 8], rank + 100 * seed) for seed, counts in enumerate(COUNTS)]
+        check_layer(context, ExpertMap.redundant(10, 16, 22), calls, "redundant")
 
 
 @distributed(4, deadline_s=120)
@@ -155,7 +167,7 @@ def test_ranks_that_are_dealt_out_over_hosts(world_size):
     with EPContext.from_groups(device=rank_device()) as context:
         assert context.rank_groups["ep"].levels.seats == (0, 2, 1, 3)
         for name, expert_map in maps(4).items():
-            check_layer(context, expert_map, COUNTS[0][rank], rank, name)
+            check_layer(context, expert_map, [(COUNTS[0][rank], rank)], name)
     with EPContext.from_groups(device=rank_device()) as context:
         assert chosen(context) == "hierarchical"
 
@@ -191,8 +203,7 @@ def test_the_layer_with_fixed_room(hosts, name, world_size):
     os.environ["NCCL_HOSTID"] = hosts[rank]
     with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), max_tokens=9) as context:
         for what, expert_map in maps(4).items():
-            for counts in COUNTS:
-                check_layer(context, expert_map, counts[rank], rank, f"{what} T={counts}", name)
+            check_layer(context, expert_map, [(counts[rank], rank) for counts in COUNTS], what, name)
 
 
 @distributed(4, deadline_s=120)

@@ -114,7 +114,7 @@ def test_ranks_whose_experts_do_not_learn(way, world_size):
     wanted = {}
     for change in (None, frozen):
         model = made(alone) if change is None else change(made(alone))
-        wanted[change] = run(model, alone, OPTIMIZERS["sgd"](model.parameters()), lambda: None, range(5))
+        wanted[change] = run(model, alone, OPTIMIZERS["sgd"](model.parameters()), lambda: None, range(STEPS))
     for context in contexts([P(dp=2)] if world_size == 2 else [P(dp=4), P(dp=4, ep=2), P(dp=2, tp=2, ep=2)]):
         empty, copies = ExpertMap.uneven([EXPERTS, 0]), ExpertMap.from_ranks([[0, 1, 2, 3], [4, 5, 6, 7, 0]], EXPERTS)
         if context.layout.ep == 4:
@@ -126,7 +126,7 @@ def test_ranks_whose_experts_do_not_learn(way, world_size):
             model = made(context, expert_map)
             model, after = WAYS[way](model if change is None else change(model), context)
             optimizer = OPTIMIZERS["sgd"](training.parameter_groups(model))
-            found = run(model, context, optimizer, after, range(5))
+            found = run(model, context, optimizer, after, range(STEPS))
             assert furthest(found, wanted[change]) <= BOUND, f"{way}, {context.layout}, {expert_map}, {change}"
     alone.destroy()
 

@@ -1,15 +1,12 @@
 """Scripts of examples/ on ranks of gloo, as their own words start them. examples/plugin: `test_plugin_example.py`."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from ep_moe.parallel.groups import TorchrunEnv
+from tests.fixtures.programs import ON_CPU, ROOT, TORCHRUN, ran
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "serve": "rank 1: 16 answers, equal to transformers: True",
     "rl_weight_push": "update 4: loss",
@@ -23,13 +20,10 @@ pytestmark = [
 
 
 def torchrun(name: str, ranks: int, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    ran = subprocess.run(
-        [*command, f"examples/{name}.py", *arguments], cwd=ROOT, text=True, capture_output=True, timeout=220,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout
+    words = (*TORCHRUN, "--standalone", "--nproc-per-node", str(ranks), f"examples/{name}.py", *arguments)
+    code, out, err = ran(*words, env=os.environ | ON_CPU, timeout_s=220)
+    assert code == 0, err[-2000:]
+    return out
 
 
 def test_each_script_is_tried():

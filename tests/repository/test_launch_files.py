@@ -136,7 +136,7 @@ def test_slurm_options_are_before_the_first_command():
 def test_slurm_with_ranks(calls):
     """The step twice, as on two nodes: doctor over 4 ranks, then the program over 4 ranks."""
     (calls.bin / "torchrun").unlink()
-    torchrun = f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+    torchrun = f"{shlex.quote(sys.executable)} -m tests.fixtures.programs"
     calls.stub("scontrol", "echo 127.0.0.1")
     calls.stub("torchrun", LOG + f'exec {torchrun} "$@"')
     calls.stub("srun", STEP + 'NCCL_HOSTID=left "$@" & left=$!\nNCCL_HOSTID=right "$@" & wait $!; wait $left')

@@ -5,13 +5,13 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 
 from ep_moe.parallel.groups import TorchrunEnv
+from tests.fixtures.programs import ON_CPU, ROOT, TORCHRUN, Program
 
-ROOT = Path(__file__).parents[2]
 RANKS = 2  # of an agent
 
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts torchrun itself")
@@ -23,29 +23,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def on_two_hosts(*program: str, ends: int | None = 0) -> str:
-    """What both agents print, which end with so much, or anyhow."""
+def agents(program: tuple[str, ...]) -> list[tuple[list[str], dict[str, str]]]:
+    """Of both hosts: the words after `python`, and the environment."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two agents"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(RANKS)]
-    given = os.environ | {
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    agents = [
-        subprocess.Popen(
-            [*command, *meeting, "--local-addr", "127.0.0.1", *program], cwd=ROOT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=given | {"NCCL_HOSTID": host},
-        )
-        for host in ("left", "right")
-    ]  # fmt: skip
-    try:
-        printed = [agent.communicate(timeout=150)[0] for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
-    if ends is not None:
-        assert [agent.returncode for agent in agents] == [ends, ends], "\n".join(printed)[-3000:]
-    return "\n".join(printed)
+    words = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", str(RANKS), *meeting, "--local-addr", "127.0.0.1"]
+    given = os.environ | ON_CPU | {"PYTHONPATH": str(ROOT)}
+    return [([*words, *program], given | {"NCCL_HOSTID": host}) for host in ("left", "right")]
+
+
+def on_two_hosts(*program: str, ends: int = 0) -> str:
+    """What both agents print, which end with so much."""
+    with ExitStack() as stack:
+        started = [stack.enter_context(Program(*words, env=env)) for words, env in agents(program)]
+        found = [agent.ended(timeout_s=150) for agent in started]
+    printed = "\n".join(out + err for _, out, err in found)
+    assert [code for code, _, _ in found] == [ends, ends], printed[-3000:]
+    return printed
 
 
 @pytest.mark.timeout(240)
@@ -73,7 +66,19 @@ def test_ep_moe_run():
 
 @pytest.mark.timeout(240)
 def test_the_host_of_the_store_is_lost():
-    printed = on_two_hosts("tests/fixtures/lost_agent.py", ends=None)
+    """In interpreters of their own: forks of an agent would hold its connections open after its end."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env
+        )
+        for words, env in agents(("tests/fixtures/lost_agent.py",))
+    ]
+    try:
+        printed = "\n".join(agent.communicate(timeout=150)[0] for agent in started)
+    finally:
+        for agent in started:
+            agent.kill()
+            agent.wait()
     held = r"The store of the job is gone: the agent that started ranks (0, 1|2, 3) on host (left|right) held it, so"
     assert len(re.findall(f"^found: .*{held} this process, its host or the way to it is lost", printed, re.M)) == RANKS
 

@@ -2,11 +2,9 @@
 
 import os
 import socket
-import subprocess
-import sys
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +12,7 @@ from ep_moe.cli import cluster, doctor
 from ep_moe.cli.cluster_facts import RankFacts, find_odd, node_rates, rank_facts, slow_links, transfer_rounds, values_of
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.nodes import NodeLayout
-
-ROOT = Path(__file__).parents[3]
+from tests.fixtures.programs import ON_CPU, Program, ran
 
 
 def nodes_of(*hosts):
@@ -205,24 +202,14 @@ def ranks_of_srun(world, come, *program):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    given = kept | {
-        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_NTASKS": str(world),
-    }  # fmt: skip
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *program], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=given | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-        )
-        for rank in come
-    ]  # fmt: skip
-    try:
-        printed = [process.communicate(timeout=120)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [process.returncode for process in ranks], printed
+    given = kept | ON_CPU | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "SLURM_NTASKS": str(world)}
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(Program(*program, env=given | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}))
+            for rank in come
+        ]
+        found = [process.ended(timeout_s=120) for process in ranks]
+    return [code for code, _, _ in found], [out + err for _, out, err in found]
 
 
 @pytest.mark.parametrize("come", [(0, 2), (1, 2)], ids=["another", "the one that serves the store"])
@@ -246,11 +233,6 @@ def test_a_rank_that_is_lost_in_transfers(plant):
 
 def test_without_a_launcher_it_says_how_to_launch():
     given = {name: value for name, value in os.environ.items() if name != "RANK" and not name.startswith("SLURM")}
-    done = subprocess.run(
-        [sys.executable, "-m", "ep_moe", "doctor", "--cluster"], cwd=ROOT, text=True, capture_output=True,
-        env=given | {"PYTHONPATH": str(ROOT)}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "environment variable RANK must be a number, got ''; launch ep-moe doctor --cluster with torchrun" in (
-        done.stderr
-    )
+    code, _, err = ran("-m", "ep_moe", "doctor", "--cluster", env=given)
+    assert code == 2
+    assert "environment variable RANK must be a number, got ''; launch ep-moe doctor --cluster with torchrun" in err

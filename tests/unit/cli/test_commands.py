@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +27,8 @@ from ep_moe.parallel.local_launch import RanksFailed
 from ep_moe.registry import targets as names
 from ep_moe.selection.explain import BackendChoice
 from ep_moe.selection.tuned import Measured, Tuned
+from tests.fixtures.commands_in_turn import MARK
+from tests.fixtures.programs import ran
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "cli.md").read_text()
 COMMANDS = typer.main.get_command(cli.app).commands
@@ -150,7 +151,6 @@ def test_json_has_no_nan():
 
 def test_what_a_library_prints_is_not_between(monkeypatch):
     def noisy(*_):
-        import sys
 
         sys.stdout.write("hello of a library\n")
         return {}
@@ -348,17 +348,43 @@ def test_ranks_are_named_in_log_records(monkeypatch, capsys):
     assert list(LEVELS) == ["debug", "info", "warning", "error"]
 
 
+RUN = ("run", "--text-tokens", "512", "--dp", "1", "--no-reference")
+RUNS = {
+    "piped": RUN,
+    "info": (*RUN, "--json", "--log-level", "info"),
+    "warning": (*RUN, "--json", "--log-level", "warning"),
+}
+
+
+@pytest.fixture(scope="module")
+def said_by_runs():
+    """What each of RUNS wrote to stdout and to stderr: in a process of its own, whose fork server has its stderr."""
+    pytest.importorskip("transformers")
+    code, *written = ran("tests/fixtures/commands_in_turn.py", json.dumps(list(RUNS.values())))
+    assert code == 0, written
+    out, err = (text.split(f"\n{MARK}\n")[:-1] for text in written)
+    return dict(zip(RUNS, zip(out, err, strict=True), strict=True))
+
+
 @forks
 @pytest.mark.parametrize("level", ["info", "warning"])
-def test_ranks_that_are_forked_log_too(level):
-    """In a process of its own, whose fork server has its stderr."""
-    pytest.importorskip("transformers")
-    words = ("run", "--text-tokens", "512", "--dp", "1", "--no-reference", "--json", "--log-level", level)
-    found = subprocess.run([sys.executable, "-m", "ep_moe", *words], capture_output=True, text=True, check=True)
-    assert json.loads(found.stdout)["tokens"] == 512
-    said = re.findall(r"^INFO ep_moe\.(\w+) \[rank 0\]: ", found.stderr, re.M)
+def test_ranks_that_are_forked_log_too(level, said_by_runs):
+    out, err = said_by_runs[level]
+    assert json.loads(out)["tokens"] == 512
+    said = re.findall(r"^INFO ep_moe\.(\w+) \[rank 0\]: ", err, re.M)
     assert (set(said) >= {"selection", "context", "integrations"}) == (level == "info")
     assert level == "info" or not said
+
+
+@forks
+def test_a_run_that_is_piped(said_by_runs):
+    """Lines at the ends of steps, and no bars."""
+    out, err = said_by_runs["piped"]
+    assert "perplexity" in out
+    assert "\r" not in err
+    lines = [line for line in err.splitlines() if re.match(r"(run|loading|reading): ", line)]
+    wanted = ["run: starting 1 rank on", "loading: 48 of 48 experts", "reading: 1 of 1 forward"]
+    assert [line[: len(want)] for line, want in zip(lines, wanted, strict=True)] == wanted
 
 
 def test_codes_of_ends(monkeypatch):

@@ -26,6 +26,7 @@ from ep_moe.cli.run import DEMO, RunOptions, run
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import run_local_ranks
 from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.programs import ON_CPU, TORCHRUN, ran
 from tests.fixtures.transformers_models import tiny_transformers_model
 
 transformers = pytest.importorskip("transformers")
@@ -554,10 +555,9 @@ def test_module_form():
 
 
 def test_torchrun_form():
-    """About ten seconds: two processes that each import everything."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    result = command(*torchrun, "-m", "ep_moe", "run", "--text-tokens", "512")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("perplexity over 512 tokens") == 1
-    assert result.stdout.count("2 ranks (dp 1, tp 2; ep 2, etp 1)") == 1
-    assert "equal to 5 digits" in result.stdout
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node", "2")
+    code, out, err = ran(*torchrun, "-m", "ep_moe", "run", "--text-tokens", "512", env=os.environ | ON_CPU)
+    assert code == 0, err
+    assert out.count("perplexity over 512 tokens") == 1
+    assert out.count("2 ranks (dp 1, tp 2; ep 2, etp 1)") == 1
+    assert "equal to 5 digits" in out

@@ -3,7 +3,6 @@
 import io
 import os
 import pty
-import re
 import select
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import time
 
 import pytest
 
-from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.runtime.progress import Progress, beside_bars
 
 
@@ -98,16 +96,3 @@ def test_a_benchmark_on_a_terminal():
     said = on_terminal("bench", "planner", "--repeat", "1", seconds=250.0)
     assert "measuring: " in said
     assert "numpy" in said
-
-
-@pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
-def test_a_run_that_is_piped():
-    """With --quiet it says nothing: `test_commands` starts fewer processes for that."""
-    pytest.importorskip("transformers")
-    words = ["run", "--text-tokens", "512", "--dp", "1", "--no-reference"]
-    done = subprocess.run([sys.executable, "-m", "ep_moe", *words], capture_output=True, text=True, check=True)
-    assert "perplexity" in done.stdout
-    assert "\r" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if re.match(r"(run|loading|reading): ", line)]
-    wanted = ["run: starting 1 rank on", "loading: 48 of 48 experts", "reading: 1 of 1 forward"]
-    assert [line[: len(want)] for line, want in zip(lines, wanted, strict=True)] == wanted
