@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_moe.all2all.base import Dispatcher, routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.context import EPContext
+from ep_moe.errors import InputError
 from ep_moe.execution.rank_comparison import ComparedLayer, compare_ranks, drifted
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
