@@ -8,7 +8,7 @@ import torch
 
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
-from ep_moe.experts.hopper.scaling import Products, Rows
+from ep_moe.experts.hopper.scaling import Products, Rows, Unscaled
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -93,7 +93,8 @@ def test_rows_of_slots_that_only_wider_ranks_have_are_none_of_ours(monkeypatch):
 def test_numbers_that_products_are_made_with(monkeypatch):
     assert kernel(monkeypatch, 2).routes == 16384 * CONFIG.top_k, "rows of one pass times the experts of each"
     products = Products(None, None, [], torch.bfloat16, Activation.SWIGLU_CLAMPED, 1.3, 5.0, 0, None)
-    assert products.activated == {"activation": Activation.SWIGLU_CLAMPED, "alpha": 1.3, "limit": 5.0}
+    _, how = Unscaled(products).first_result({"act": None})
+    assert how == {"activation": Activation.SWIGLU_CLAMPED, "alpha": 1.3, "limit": 5.0}
     rows = Rows(torch.arange(6).view(3, 2), torch.arange(3.0)).part(slice(1, 3))
     assert (rows.x.tolist(), rows.scale.tolist()) == ([[2, 3], [4, 5]], [1.0, 2.0])
     assert Rows(rows.x, 0.5).part(slice(0, 1)).scale == 0.5
