@@ -273,7 +273,7 @@ def test_a_rank_keeps_its_own_experts_of_one_layer(world_size, monkeypatch):
     assert held == [4 * expert + 4 * 8 * 32] * 2, "of 8 experts, and the router"
 
 
-@distributed(2)
+@distributed(2, set_device=True)  # torch's own fully_shard takes the current GPU for its mesh's
 def test_shards_of_fsdp_are_gathered(world_size):
     quiet()
     with context_of() as context:
