@@ -19,7 +19,8 @@ from ep_moe.experts.base import Experts, ExpertsCapabilities, StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
-from ep_moe.experts.hopper.scaling import BLOCK, SCALINGS
+from ep_moe.experts.hopper.scaling_fp8 import BLOCK
+from ep_moe.experts.hopper.step import SCALINGS
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
@@ -44,7 +45,7 @@ class HopperExperts(Experts):
     leave them in the same place: the second call there is recorded, later ones launch the same again.
     """
 
-    scaling: str  # of `SCALINGS`
+    scaling: str  # of `step.SCALINGS`
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

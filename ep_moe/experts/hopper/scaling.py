@@ -18,7 +18,6 @@ Scratch memory is the caller's. Nothing allocates or waits for the device.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,18 +26,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_fp8_block, gemm_grouped, gemm_skinny, gemm_streaming, gradients_triton
+from ep_moe.experts.hopper import gemm_4bit, gemm_grouped, gemm_skinny, gemm_streaming, gradients_triton
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring, ring_for
-from ep_moe.experts.hopper.route_sort import Lists, copy_rows
-from ep_moe.quant.fp8 import FP8
-from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales, round_rows, round_rows_by_tensor
+from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes
 from ep_moe.types import Activation
 
 BF16 = torch.bfloat16
-BLOCK = 128  # columns, and rows of weights, of a scale of the `block` scaling
 
 
 @dataclass(frozen=True)
@@ -220,217 +216,6 @@ class Trained(Unscaled):
         return Rows(act)
 
 
-def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:
-    """E4M3 [rows, H] in the room of y, which is written after they are read."""
-    y = own["y"]
-    return y.view(FP8).view(-1, y.shape[1])[:rows]
-
-
-class MatrixScaled(Scaling):
-    """`fp8_static`: weights and rows in E4M3 by calibrated scales, float32 [L]. Rows come in bf16 and are rounded by
-    the largest of the experts' input scales, or in E4M3 with `Rows.scale` as the number that they were rounded by."""
-
-    names = ("w13_scale", "w13_input_scale", "w2_scale", "w2_input_scale")
-
-    @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
-        return {"scale": ((1,), torch.float32), "act": ((routes, inner), FP8), "y": ((routes, hidden), BF16)}
-
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
-        return TileConfig.of_matrices(routes, each)
-
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
-        return rows if rows.scale is not None else self._round(rows, _numbers(own, len(rows.x)), own)
-
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        out = _numbers(own, lists.slots.numel())
-        if rows.scale is None:
-            return self._round(rows, out, own, lists.slots)
-        copy_rows(rows.x, lists.slots, out, launch=self.products.launch)
-        return Rows(out, rows.scale)
-
-    def _round(self, rows: Rows, out: Tensor, own: Mapping[str, Tensor], slots: Tensor | None = None) -> Rows:
-
-        round_rows_by_tensor(rows.x, self.products.scales[1], out, own["scale"], slots, launch=self.products.launch)
-        return Rows(out, own["scale"])
-
-    def of_first(self, rows: Rows) -> dict[str, Any]:
-        assert rows.scale is not None
-        w13_scale, _, _, w2_input_scale = self.products.scales
-        return {"scales": MatrixScales(rows.scale, w13_scale, w2_input_scale)}
-
-    def of_second(self, rows: Rows) -> dict[str, Any]:
-        _, _, w2_scale, w2_input_scale = self.products.scales
-        return {"scales": MatrixScales(w2_input_scale, w2_scale)}
-
-
-class RowScaled(Scaling):
-    """`fp8_dynamic`: one scale an expert's matrix and one a row, float32 [M], found here or come with the rows.
-
-    Scales of weights: float32 [L, rows / 128, columns / 128], of which a matrix's are all the same.
-    """
-
-    names = ("w13_scale", "w2_scale")
-
-    @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
-        return {
-            "row_scale": ((routes,), torch.float32),
-            "act": ((routes, inner), BF16),
-            "act_numbers": ((routes, inner), FP8),
-            "act_scale": ((routes,), torch.float32),
-            "y": ((routes, hidden), BF16),
-        }
-
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
-        return TileConfig.of_rows(routes, each)
-
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
-        if rows.scale is not None:
-            return rows
-        count = len(rows.x)
-        return self._round(rows, Rows(_numbers(own, count), own["row_scale"][:count]))
-
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        out = Rows(_numbers(own, lists.slots.numel()), own["row_scale"])
-        return self._round(rows, out, x_scale=rows.scale, slots=lists.slots)
-
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
-        return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]), counts=counts, soon=soon)
-
-    def _round(self, rows: Rows, to: Rows, **how: Any) -> Rows:
-        assert isinstance(to.scale, Tensor)
-        round_rows(rows.x, to.x, to.scale, **how, launch=self.products.launch)
-        return to
-
-    def of_first(self, rows: Rows) -> dict[str, Any]:
-        return self._scales(rows, 0)
-
-    def of_second(self, rows: Rows) -> dict[str, Any]:
-        if rows.scale is None:  # `gemm_skinny` rounds its own, by blocks
-            return {"w2_scale": self.products.scales[1]}
-        return self._scales(rows, 1)
-
-    def _scales(self, rows: Rows, which: int) -> dict[str, Any]:
-        assert isinstance(rows.scale, Tensor)
-        return {"scales": RowScales(rows.scale, self._of_weights(self.products.scales[which]))}
-
-    def _of_weights(self, scales: Tensor) -> Tensor:
-        """As `RowScales.weights`."""
-        return scales[:, 0, 0]
-
-
-class ChannelScaled(RowScaled):
-    """`fp8_channel`: one scale a row of weights, an output channel, float32 [L, rows]; rows as `RowScaled`."""
-
-    def _of_weights(self, scales: Tensor) -> Tensor:
-        return scales
-
-    def of_first(self, rows: Rows) -> dict[str, Any]:
-        return super().of_first(rows) | {"bias": self.products.bias(0)}
-
-    def of_second(self, rows: Rows) -> dict[str, Any]:
-        return super().of_second(rows) | {"bias": self.products.bias(1)}
-
-
-class BlockScaled(Scaling):
-    """`fp8_block`, as DeepSeek-V3's: float32 scales [L, rows / 128, columns / 128] of weights and [M, H / 128] of rows,
-    found here or come with the rows. In fp16 too, and for rows that are grouped already."""
-
-    names = ("w13_scale", "w2_scale")
-
-    @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
-        return {
-            "rows": ((routes, hidden), FP8),
-            "row_scale": ((routes, hidden // BLOCK), torch.float32),
-            "h": ((routes, inner * (1 + gated)), dtype),
-            "act_numbers": ((routes, inner), FP8),
-            "act_scale": ((routes, inner // BLOCK), torch.float32),
-            "y": ((routes, hidden), dtype),
-        }
-
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
-        return TileConfig.of_blocks(routes, each)
-
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
-        if rows.scale is not None:
-            return rows
-        count = len(rows.x)
-        gemm_fp8_block.quantize_rows(rows.x, own["rows"][:count], own["row_scale"][:count], launch=self.products.launch)
-        return Rows(own["rows"][:count], own["row_scale"][:count])
-
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        out, scale = own["rows"], own["row_scale"]
-        if rows.scale is None:
-            gemm_fp8_block.quantize_pairs(rows.x, lists.slots, out, scale, launch=self.products.launch)
-        else:
-            assert isinstance(rows.scale, Tensor)
-            gemm_fp8_block.copy_pairs(rows.x, rows.scale, lists.slots, out, scale, launch=self.products.launch)
-        return Rows(out, scale)
-
-    def ring(self, each: float) -> Ring | None:
-        w13 = self.products.w13
-        return ring_for(each, w13, blocks=True) if gemm_fp8_block.has_hopper(w13.device) else None
-
-    def few(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
-        own: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        super().few(rows, found, cut, lists, self._plain(own))
-
-    def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
-        super().streamed(rows, lists, ring, self._plain(own))
-
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
-        out, scale = own["act_numbers"], own["act_scale"]
-        gemm_fp8_block.quantize_rows(own["act"], out, scale, counts=counts, soon=soon, launch=self.products.launch)
-        return Rows(out, scale)
-
-    def _plain(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """With room for activations that are not rounded yet."""
-        inner = self.products.w2.shape[2]
-        return {**own, "act": own["h"].view(-1)[: len(own["h"]) * inner].view(-1, inner)}
-
-    def of_first(self, rows: Rows) -> dict[str, Any]:
-        assert isinstance(rows.scale, Tensor)
-        return {"scales": BlockScales(rows.scale, self.products.scales[0])}
-
-    def of_second(self, rows: Rows) -> dict[str, Any]:
-        if rows.scale is None:  # `gemm_skinny` rounds its own
-            return {"w2_scale": self.products.scales[1]}
-        assert isinstance(rows.scale, Tensor)
-        return {"scales": BlockScales(rows.scale, self.products.scales[1])}
-
-    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
-        self.multiply(rows, None, lists.ends, lists.ends[-1:], own["y"], expected, own)
-
-    def multiply(
-        self, rows: Rows, starts: Tensor | None, ends: Tensor, counts: Tensor | None, out: Tensor, expected: float,
-        own: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        """Both products of rows that are grouped by expert, into out.
-
-        starts, ends: int32 [L], each expert's rows, without starts one's begin where the last one's end
-        """
-        p, (w13_scale, w2_scale), routes = self.products, self.products.scales, max(1, int(expected))
-        hopper, slots, launch = gemm_fp8_block.has_hopper(out.device), len(p.w2), p.launch
-        config = gemm_fp8_block.config_for(routes, slots, *p.w13.shape[1:], hopper=hopper, activated=hopper)
-        config = dataclasses.replace(config, spare_sms=p.spare_sms)
-        assert isinstance(rows.scale, Tensor)
-        first = (rows.x, rows.scale, p.w13, w13_scale, ends)
-        act = (own["act_numbers"], own["act_scale"])
-        how: dict[str, Any] = {"alpha": p.alpha, "limit": p.limit, "launch": launch}
-        if hopper:
-            gemm_fp8_block.grouped_gemm_activate(*first, *act, p.activation, starts=starts, config=config, **how)
-        else:
-            gemm_fp8_block.grouped_gemm(*first, own["h"], starts=starts, config=config, launch=launch)
-            gemm_fp8_block.activate_and_quantize(own["h"], *act, p.activation, counts=counts, **how)
-        config = gemm_fp8_block.config_for(routes, slots, *p.w2.shape[1:], hopper=hopper)
-        config = dataclasses.replace(config, spare_sms=p.spare_sms)
-        gemm_fp8_block.grouped_gemm(*act, p.w2, w2_scale, ends, out, starts=starts, config=config, launch=launch)
-
-
 class FourBits(Unscaled):
     """Weights of 4 bits, with a scale for each `group` columns of a row; rows in bf16."""
 
@@ -490,17 +275,3 @@ class Mxint4(Int4):
     """`mxint4`: the same with more scales."""
 
     group = 32
-
-
-SCALINGS: dict[str, type[Scaling]] = {
-    "none": Unscaled,
-    "trained": Trained,
-    "matrix": MatrixScaled,
-    "row": RowScaled,
-    "channel": ChannelScaled,
-    "block": BlockScaled,
-    "mxfp4": Mxfp4,
-    "nvfp4a16": Nvfp4,
-    "int4": Int4,
-    "mxint4": Mxint4,
-}

@@ -14,10 +14,34 @@ from torch import Tensor
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.operator import launching_operator
 from ep_moe.experts.hopper.route_sort import Home, IdsReady, list_shapes, passes
-from ep_moe.experts.hopper.scaling import SCALINGS, BlockScaled, Products, Rows, Scaling
+from ep_moe.experts.hopper.scaling import (
+    Int4,
+    Mxfp4,
+    Mxint4,
+    Nvfp4,
+    Products,
+    Rows,
+    Scaling,
+    Trained,
+    Unscaled,
+)
+from ep_moe.experts.hopper.scaling_fp8 import BlockScaled, ChannelScaled, MatrixScaled, RowScaled
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 from ep_moe.types import Activation
+
+SCALINGS: dict[str, type[Scaling]] = {
+    "none": Unscaled,
+    "trained": Trained,
+    "matrix": MatrixScaled,
+    "row": RowScaled,
+    "channel": ChannelScaled,
+    "block": BlockScaled,
+    "mxfp4": Mxfp4,
+    "nvfp4a16": Nvfp4,
+    "int4": Int4,
+    "mxint4": Mxint4,
+}
 
 
 def shapes(
@@ -85,7 +109,7 @@ def hopper_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """scaling: of `SCALINGS`; scales: of its `names`; biases: as `Products`, if the scaling has any
+    """scaling: of `SCALINGS` above; scales: of its `names`; biases: as `Products`, if the scaling has any
     x: [N, H], plain or in E4M3 with the scaling's x_scale or input_scale; out: [N, H]; dtype: of the layer
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; of 4 bits as `scaling.Products` says
 

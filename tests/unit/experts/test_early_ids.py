@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.scaling import SCALINGS, FourBits
-from ep_moe.experts.hopper.step import hopper_moe
+from ep_moe.experts.hopper.scaling import FourBits
+from ep_moe.experts.hopper.step import SCALINGS, hopper_moe
 
 ROWS, TOP_K, SLOTS, HIDDEN, INNER = 160, 4, 8, 256, 256
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

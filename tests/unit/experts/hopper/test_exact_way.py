@@ -10,8 +10,7 @@ import torch
 from ep_moe import ExpertsOptions, MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
-from ep_moe.experts.hopper.scaling import SCALINGS
-from ep_moe.experts.hopper.step import hopper_moe
+from ep_moe.experts.hopper.step import SCALINGS, hopper_moe
 
 SLOTS, HIDDEN, INNER = 8, 128, 128
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
