@@ -89,7 +89,9 @@ def environment(folder: Path, gpus: int) -> dict[str, str]:
     modules = [str(packages), str(ROOT), os.environ.get("PYTHONPATH", "")]
     pip = {"PIP_TARGET": str(packages), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: without isolation
     own = {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, modules)), **pip}
-    return os.environ | own | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    # unbuffered, a line of several words is several writes, between which other ranks' come
+    given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return given | own | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def run_commands(
