@@ -207,5 +207,5 @@ def test_the_map_in_force(layer, driver):
     assert list(driver.found[-5][6:12]) == [*tables, layer.placement.invalid_ids.address]
     layer.placement.update(layer.placement.expert_map)
     assert repeats(layer, x, routing)
-    layer.placement = Placement(layer.placement.expert_map, ep_rank=1)  # which chooses other replicas
+    layer._modules["placement"] = Placement(layer.placement.expert_map, ep_rank=1)  # which chooses other replicas
     assert [repeats(layer, x, routing) for _ in range(2)] == [False, True]
