@@ -285,7 +285,7 @@ def _read(options: RunOptions, reader: TextReader, layers: Sequence[MoELayer], c
 def _compared(
     options: RunOptions, folder: Path, windows: Tensor, dtype: torch.dtype, context: EPContext
 ) -> tuple[float | None, str | None]:
-    """The untouched model's perplexity, on rank 0, or why it was left out where nobody asked. On all ranks."""
+    """The untouched model's perplexity, on rank 0, or why it was left out where it was not asked for. On all ranks."""
     reference, problem = None, None
     left_out = _too_large(folder) if options.reference is None else None
     if options.reference is not False and left_out is None and context.layout.rank == 0:

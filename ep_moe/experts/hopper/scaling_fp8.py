@@ -17,6 +17,7 @@ from ep_moe.experts.hopper.scaling import BF16, Rows, Scaling
 from ep_moe.quant.fp8 import FP8
 from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales, round_rows, round_rows_by_tensor
 from ep_moe.runtime.workspace import Shapes
+from ep_moe.types import Activation
 
 BLOCK = 128  # columns, and rows of weights, of a scale of the `block` scaling
 
@@ -27,7 +28,15 @@ def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:
     return y.view(FP8).view(-1, y.shape[1])[:rows]
 
 
-class MatrixScaled(Scaling):
+class SameOrder(Scaling):
+    """Those whose products `gemm_streaming` and `gemm_grouped` both sum in blocks of 128 bytes, in order."""
+
+    @property
+    def same_bits(self) -> bool:
+        return self.products.activation is not Activation.GEGLU  # which their compilers contract otherwise
+
+
+class MatrixScaled(SameOrder):
     """`fp8_static`: weights and rows in E4M3 by calibrated scales, float32 [L]. Rows come in bf16 and are rounded by
     the largest of the experts' input scales, or in E4M3 with `Rows.scale` as the number that they were rounded by."""
 
@@ -51,7 +60,6 @@ class MatrixScaled(Scaling):
         return Rows(out, rows.scale)
 
     def _round(self, rows: Rows, out: Tensor, own: Mapping[str, Tensor], slots: Tensor | None = None) -> Rows:
-
         round_rows_by_tensor(rows.x, self.products.scales[1], out, own["scale"], slots, launch=self.products.launch)
         return Rows(out, own["scale"])
 
@@ -65,7 +73,7 @@ class MatrixScaled(Scaling):
         return {"scales": MatrixScales(w2_input_scale, w2_scale)}
 
 
-class RowScaled(Scaling):
+class RowScaled(SameOrder):
     """`fp8_dynamic`: one scale an expert's matrix and one a row, float32 [M], found here or come with the rows.
 
     Scales of weights: float32 [L, rows / 128, columns / 128], of which a matrix's are all the same.

@@ -109,7 +109,7 @@ def hopper_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """scaling: of `SCALINGS` above; scales: of its `names`; biases: as `Products`, if the scaling has any
+    """scaling: of `SCALINGS`; scales: of its `names`; biases: as `Products`, if the scaling has any
     x: [N, H], plain or in E4M3 with the scaling's x_scale or input_scale; out: [N, H]; dtype: of the layer
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; of 4 bits as `scaling.Products` says
 

@@ -92,7 +92,8 @@ def test_transports_of_one_host_refuse_several(name, monkeypatch):
             found = row(layout("aabb", rank), name, GPU, max_tokens=max_tokens)
             sentence = "is for one host, and the ranks of an EP group are on several: a (ranks 0, 1), b (ranks 2, 3)"
             assert (found.status, found.reason) == ("refused", f"{name} {sentence}")
-            assert row(layout("aabb", rank), "hierarchical", GPU, max_tokens=max_tokens).status == "chosen"
+            lines = explain(CONFIG, layout("aabb", rank), GPU, BF16, max_tokens=max_tokens)
+            assert [line.all2all for line in lines if line.status == "chosen"] == ["hierarchical"]
         assert "on several" not in row(layout("aabb", rank, ep=2), name, GPU).reason
 
 
