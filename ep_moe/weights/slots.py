@@ -143,6 +143,8 @@ class ExpertSlots(nn.Module):
             self._joined = before
 
     def _join(self) -> dict[str, Tensor]:
+        if not self.named:  # nothing here is trained
+            return self._held
         if not self._slots or torch.compiler.is_compiling():
             stacked = self._stacked()
             return self._summed(stacked if self.lora is None else self.lora(stacked))
