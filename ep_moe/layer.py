@@ -40,7 +40,7 @@ from ep_moe.parallel.token_flow import Share
 from ep_moe.router import Router
 from ep_moe.runtime.devices import aligned, elsewhere, on_device
 from ep_moe.runtime.profiling import stage
-from ep_moe.selection.backend_table import TableEntry
+from ep_moe.selection.backend_table import TableEntry, returns_routes
 from ep_moe.selection.tuned import Kernel
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing
 
@@ -373,32 +373,39 @@ class MoELayer(LayerParts):
         use; a fused kernel has none."""
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
-        entry = self._entry
-        key = (entry.choice.all2all, entry.room, self._call_dtype)
+        entry, repeats = self._entry, self._repeats
+        key = (entry.choice.all2all, entry.room, self._call_dtype, repeats)
         found = self._dispatchers.get(key)
         if found is None:
-            found = self._dispatchers[key] = self.context._dispatcher(key[0], self._shape_of(entry))
+            found = self._dispatchers[key] = self.context._dispatcher(key[0], self._shape_of(entry, repeats=repeats))
         return found
 
     def _dispatch_shape(self) -> DispatchShape:
         """Under the bound in force."""
-        return self._shape_of(self._entry)
+        return self._shape_of(self._entry, repeats=self._repeats)
 
-    def _shape_of(self, entry: TableEntry) -> DispatchShape:
+    @property
+    def _repeats(self) -> bool:
+        """Whether a call of an exact layer sends a row for each route, as backward takes them back."""
+        return self.exact and torch.is_grad_enabled() and self._kernel.capabilities.differentiable
+
+    def _shape_of(self, entry: TableEntry, *, repeats: bool = False) -> DispatchShape:
         if isinstance(self.experts, FusedExperts):
             return self.experts.dispatch_shape
-        key = (entry.room, self._call_dtype)
+        key = (entry.choice.all2all, entry.choice.experts, entry.room, self._call_dtype, repeats)
         if key not in self._shapes:
             expert_map = self.placement.expert_map  # its slots_per_rank and num_ranks stay, whatever map is in force
-            rows = self.config.top_k if self.exact else 1  # of a token
+            per_route = self.exact and not repeats and returns_routes(entry.choice)
+            rows = self.config.top_k if self.exact and not per_route else 1  # of a token
             self._shapes[key] = DispatchShape(
                 hidden_size=self.config.hidden_size,
                 top_k=self.config.top_k // rows,
                 slots_per_rank=expert_map.slots_per_rank,
                 num_ranks=expert_map.num_ranks,
-                dtype=key[1],
+                dtype=self._call_dtype,
                 max_tokens=None if entry.room is None else entry.room * rows,
                 wire=self.wire,
+                per_route=per_route,
             )
         return self._shapes[key]
 
@@ -446,7 +453,7 @@ class MoELayer(LayerParts):
             return FusedCall(self.experts, x, routed, self.context._current_limit, self._stage)
         assert isinstance(routed, PhysicalRouting)
         context, dispatcher, kernel = self.context, self._dispatcher(), cast("Experts", self._kernel)
-        if self.exact:
+        if self.exact and not dispatcher.dispatch_shape.per_route:
             return ExactExchange(context, dispatcher, kernel, x, routed)
         return Exchange(context, dispatcher, kernel, x, routed)
 

@@ -242,6 +242,8 @@ class Received:
         input_scale: Of fp8_tensor and nvfp4 rows: `Wire.input_scale`.
         out: [..., H] as x, where the transport would have the experts' rows, to spare a copy.
         peer_out: RANK_MAJOR: rather there; then no rank fetches them.
+        per_route: RANK_MAJOR under Weighting.COMBINE: the experts' rows are [N * K, H], one for each id in its order,
+            zero where it is no local expert's. `out` and `peer_out` have as many.
     """
 
     x: Tensor
@@ -258,6 +260,7 @@ class Received:
     input_scale: float | None = None
     out: Tensor | None = None
     peer_out: PeerRows | None = None
+    per_route: bool = False
 
     def dense(self) -> Received:
         """Make every tensor contiguous, for kernels that read from bare pointers.

@@ -48,6 +48,7 @@ class DispatcherCapabilities:
         static: Its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come.
         grows: It is static, and without `max_tokens` its buffers grow. The ranks agree on the most tokens of each call.
         peer_out: Experts can write their rows straight to the ranks that wait for them (`Received.peer_out`).
+        per_route: It takes `DispatchShape.per_route`, and such rows from experts (`Received.per_route`).
         places: It takes a `DeferredRouting`, and places it while it sends.
         ahead_of: For transports of other packages: names of transports that it goes before where "auto" chooses.
             Without a name it comes last.
@@ -75,6 +76,7 @@ class DispatcherCapabilities:
     static: bool = False
     grows: bool = False
     peer_out: bool = False
+    per_route: bool = False
     places: bool = False
     ahead_of: frozenset[str] = frozenset()
 

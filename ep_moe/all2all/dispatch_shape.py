@@ -29,6 +29,8 @@ class DispatchShape:
         max_tokens: The most tokens that a rank dispatches in one call. None: any number, on transports that are not
             static, or that grow.
         wire: How rows are written while they travel.
+        per_route: What an expert computes for a route comes back as a row of its own. The token's rank multiplies its K
+            rows by their weights and adds them in the order of routes, in float32, each product and sum rounded.
     """
 
     hidden_size: int
@@ -38,6 +40,7 @@ class DispatchShape:
     dtype: torch.dtype
     max_tokens: int | None = None
     wire: Wire = PLAIN_WIRE
+    per_route: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_physical", "row_format", "row_dtype", "scales", "columns"):
@@ -73,6 +76,11 @@ class DispatchShape:
     def columns(self) -> int:
         """Elements of a dispatched row."""
         return self.row_format.columns(self.hidden_size)
+
+    @property
+    def returned(self) -> int:
+        """Rows that come back for a dispatched one."""
+        return self.top_k if self.per_route else 1
 
     @property
     def row_bytes(self) -> int:

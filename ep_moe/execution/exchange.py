@@ -125,6 +125,8 @@ class Exchange:
             return out.fill_(torch.nan)
         g = self.dispatcher.dispatch_shape
         shape = (*received.x.shape[:-1], g.hidden_size)
+        if received.per_route:
+            shape = (len(received.x) * g.returned, g.hidden_size)
         return torch.full(shape, torch.nan, dtype=g.dtype, device=received.x.device)
 
     def _stage(self, name: str) -> AbstractContextManager[None]:

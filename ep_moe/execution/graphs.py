@@ -231,7 +231,9 @@ class CallGraphs:
     def note(self, layer: Layer, routing: Routing | None, mask: TokenMask | None) -> None:
         """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
         bound, device = self._context._current_limit, self._context.device
-        if torch.compiler.is_compiling() or not self._automatic or layer.exact:  # which adds steps to its transport's
+        if torch.compiler.is_compiling() or not self._automatic:
+            return
+        if layer.exact and not layer._dispatcher().dispatch_shape.per_route:  # steps are added to its transport's
             return
         if bound is None and (bound := layer._dispatcher().newest_bound) is None:
             return

@@ -11,6 +11,7 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.dispatch_shape import DispatchShape, whole_bound
 from ep_moe.checks import check_count
+from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.execution.exchange import narrow
@@ -26,6 +27,7 @@ _ID_BYTES, _WEIGHT_BYTES = 4, 4
 class Layer(Protocol):
     """What is asked of a MoELayer."""
 
+    config: MoEConfig
     context: EPContext
     experts: Any
     expert_weights: ExpertWeights
@@ -35,7 +37,7 @@ class Layer(Protocol):
     def _kernels(self) -> tuple[Experts | FusedExperts, ...]: ...
     @property
     def _kernel(self) -> Experts | FusedExperts: ...
-    def _shape_of(self, entry: Any) -> DispatchShape: ...
+    def _shape_of(self, entry: Any, *, repeats: bool = False) -> DispatchShape: ...
     def parameters(self) -> Any: ...
 
 
@@ -93,21 +95,22 @@ def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
 
 
 def _trained(layer: Layer, train_tokens: int) -> tuple[type[Dispatcher], DispatchShape, int]:
-    """The transport, its shape, and the tokens of each rank that rows of a training call have room for."""
+    """The transport, its shape, and the rows of each rank that a training call has room for."""
     context = layer.context
     entry = layer._table.at(context._current_limit)
     kind: type[Dispatcher] = registry.load("dispatchers", entry.choice.all2all)
-    shape, tokens = layer._shape_of(entry), _dispatched(layer, train_tokens)
+    shape, tokens = layer._shape_of(entry, repeats=True), _dispatched(layer, train_tokens)
+    rows = layer.config.top_k // shape.top_k  # of a token
     if not kind.capabilities.static:
-        return kind, shape, tokens
+        return kind, shape, tokens * rows
     if context._current_limit is None:
-        return kind, shape, whole_bound(tokens)
+        return kind, shape, whole_bound(tokens * rows)
     if tokens > context._current_limit:
         raise ConfigError(
             f"train_tokens={train_tokens} is more than the bound in force, max_tokens={context.max_tokens}; make "
             f"EPContext with a larger one"
         )
-    return kind, shape, context._current_limit
+    return kind, shape, context._current_limit * rows
 
 
 def _dispatched(layer: Layer, train_tokens: int) -> int:
@@ -129,5 +132,5 @@ def _saved_bytes(layer: Layer, train_tokens: int) -> int:
     rows = shape.num_ranks * bound
     routes = shape.top_k * (_ID_BYTES + _WEIGHT_BYTES)
     # ids and weights of the tokens that left
-    own = _dispatched(layer, train_tokens) * shape.top_k * (8 + _WEIGHT_BYTES) if adjoint else 0
+    own = _dispatched(layer, train_tokens) * layer.config.top_k * (8 + _WEIGHT_BYTES) if adjoint else 0
     return rows * (shape.hidden_size * shape.dtype.itemsize + routes) + kernel.saved_bytes(rows) + own

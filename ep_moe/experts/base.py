@@ -245,7 +245,8 @@ class Experts(ABC):
         """Compute the experts, for the layouts that the capabilities name. All tensors are contiguous.
 
         Under `Weighting.EXPERTS` a row's output is multiplied by the weights and summed over the row's local experts.
-        It is exactly zero where the row has no local expert. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are
+        It is exactly zero where the row has no local expert. With `Received.per_route` each of its K ids has a row of
+        its own instead, which nothing is multiplied with. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are
         undefined. Inputs stay as they were.
 
         Args:

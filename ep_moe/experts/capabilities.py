@@ -142,6 +142,7 @@ class ExpertsCapabilities(KernelCapabilities):
         row_formats: Values of `Wire.dispatch` that it reads. Any kernel takes the others, widened to the layer's dtype.
         wire_ids: It reads `Received.wire_ids`. Any kernel takes them as local ids.
         peer_out: It writes to `Received.peer_out`, for RANK_MAJOR rows.
+        per_route: It takes `Received.per_route`.
     """
 
     layouts: frozenset[RowLayout] = frozenset({RowLayout.RANK_MAJOR})
@@ -150,6 +151,7 @@ class ExpertsCapabilities(KernelCapabilities):
     row_formats: frozenset[str] = frozenset({"plain"})
     wire_ids: bool = False
     peer_out: bool = False
+    per_route: bool = False
 
     def check(self) -> None:
         """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module

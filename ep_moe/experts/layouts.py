@@ -54,10 +54,11 @@ def localized(received: Received, num_slots: int) -> Received:
     """Local ids in place of wire ids."""
     if received.wire_ids is None:
         return received
-    wire = received.wire_ids
-    assert received.weights is not None
+    wire, weights = received.wire_ids, received.weights
+    if weights is None:  # then no route has a weight of 0
+        weights = torch.ones_like(wire.ids, dtype=torch.float32)
     local = torch.empty_like(wire.ids)
-    to_local(wire.ids, received.weights, wire.base, num_slots, local)
+    to_local(wire.ids, weights, wire.base, num_slots, local)
     return dataclasses.replace(received, local_ids=cast("LocalIds", local), wire_ids=None)
 
 

@@ -8,6 +8,7 @@ although it computes float32 and float16 too. In a compiled graph there may also
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ class ReferenceExperts(Experts):
         deterministic=True,
         differentiable=True,
         exact=True,
+        per_route=True,
     )
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
@@ -90,6 +92,8 @@ class ReferenceExperts(Experts):
     def _compute(self, received: Received) -> Tensor:
         weights = self.weights
         grouped = group_rows(received, weights.num_slots)
+        if received.per_route:
+            grouped = replace(grouped, slots=grouped.slots.view(-1, 1))
         if not torch.compiler.is_compiling() and not len(grouped.expert):
             return reduce_rows(grouped.x, grouped)
         w13_bias, w2_bias = weights.stored("w13_bias"), weights.stored("w2_bias")

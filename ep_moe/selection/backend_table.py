@@ -42,6 +42,12 @@ class TableEntry:
         return f"{self.choice.all2all} with {self.choice.experts} {_described(self)}"
 
 
+def returns_routes(choice: explain.BackendChoice) -> bool:
+    """Whether a pair brings back what each route of a token gave, as a row of its own (`DispatchShape.per_route`)."""
+    transport, kernel = registry.load("dispatchers", choice.all2all), registry.load("experts", choice.experts)
+    return bool(transport.capabilities.per_route and kernel.capabilities.per_route)
+
+
 class BackendTable:
     """What serves a layer's calls, by the bound on their tokens.
 

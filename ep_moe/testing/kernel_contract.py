@@ -107,6 +107,8 @@ def _check_layer(layer: Layer) -> None:
         _rank_major(layer, layer.rows(count))
     if Weighting.COMBINE in layer.kind.capabilities.weightings:
         _rank_major(layer, layer.rows(ROWS[0], Weighting.COMBINE))
+    if layer.kind.capabilities.per_route:
+        _a_row_for_each_route(layer)
     _rows_without_expert(layer)
     _as_it_travelled(layer)
     _slots_of_wider_ranks(layer)
@@ -146,6 +148,19 @@ def _rank_major(layer: Layer, received: Received) -> None:
     assert received.local_ids is not None
     without = (received.local_ids < 0).all(1)
     that((y[without] == 0).all(), layer, f"{what}: rows without an expert must be zero")
+
+
+def _a_row_for_each_route(layer: Layer) -> None:
+    received, top_k = layer.rows(ROWS[0], Weighting.COMBINE), layer.config.top_k
+    assert received.local_ids is not None
+    single = dataclasses.replace(
+        received, x=received.x.repeat_interleave(top_k, 0), local_ids=LocalIds(received.local_ids.view(-1, 1))
+    )
+    y = layer.run(dataclasses.replace(received, per_route=True))
+    that(y.shape == single.x.shape, layer, f"with per_route rows must be {list(single.x.shape)}, got {list(y.shape)}")
+    found = worst(y, *layer.wanted(single))
+    that(found <= 1, layer, f"with per_route: off by {found:.3g} times what rounding may cause")
+    that((y[(received.local_ids < 0).flatten()] == 0).all(), layer, "a route without an expert must have a zero row")
 
 
 def _rows_without_expert(layer: Layer) -> None:

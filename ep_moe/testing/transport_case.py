@@ -226,13 +226,16 @@ def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
 
 def identity(received: Received, dtype: torch.dtype, *, to_peers: bool = False) -> Tensor | PeerRows:
     """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
-    without any. Written where the transport would have it; to_peers: to `peer_out`, if it offers that."""
+    without any, and one row for each id where the transport wants that. Written where the transport would have it;
+    to_peers: to `peer_out`, if it offers that."""
     received = widened(localized(received, CAP), dtype)
     x = received.x
     match received.layout:
         case RowLayout.RANK_MAJOR:
             assert received.local_ids is not None
             mine = received.local_ids >= 0
+            if received.per_route:
+                x, mine = x.repeat_interleave(mine.shape[1], 0), mine.view(-1, 1)
             valid = mine.any(1)
             factor: Tensor | None = None
             if received.weighting is Weighting.EXPERTS:

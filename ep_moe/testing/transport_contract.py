@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -99,6 +100,9 @@ def check_dispatcher(
                 context.rank_groups["ep"],
                 device,
             )
+        if can.per_route:
+            shape = replace(dispatch_shape(context.layout.ep, top_ks[-1], dtypes[0]), per_route=True)
+            _check_shape(factory, shape, context.rank_groups["ep"], device)
     last = dispatch_shape(dist.get_world_size(), top_ks[-1], dtypes[0])
     if (can.host_sync or grows) and dist.get_world_size() > 1:
         a_peer_that_never_comes(factory, last, device, ranks_per_node)

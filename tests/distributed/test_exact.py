@@ -150,6 +150,9 @@ def differences(world_size: int, examples: int, config: MoEConfig, dtype: torch.
         problem = None if same_bits(y, outs[mine]) else "out"
         if not same_bits(leaf.grad, gradients[mine]):
             problem = f"{problem}, gradient of x"
+        with torch.no_grad():  # the transport itself may return a row for each route, and add them
+            if not same_bits(layer(leaf), outs[mine]):
+                problem = f"{problem}, out without gradients"
         if any(found := everywhere(problem)):
             wrong.append(f"{found}: {context.layout}, {layer.choice}, {layer.placement.expert_map}, {drawn}")
 
@@ -272,3 +275,34 @@ def test_given_routes_without_an_expert_add_nothing(world_size):
     assert same_bits(outs[0], outs[1])
     assert same_bits(outs[0], outs[2])
     assert same_bits(outs[0][1], shared[1] + 0.0)
+
+
+# --- on GPUs ----------------------------------------------------------------------------------------------------------
+
+ON_HOPPER = {"bf16_triton": "none", "fp8_channel_triton": "fp8_channel"}
+
+
+@distributed(2, 4)
+@torch.no_grad()
+def test_hopper_kernels_over_transports_in_eager_calls_and_replays(world_size):
+    """Tokens of few and of many rows, eagerly and as the graphs that repeated calls become, to one process's bits."""
+    device = rank_device()
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("Hopper's kernels need compute capability 9.0")
+    config = dataclasses.replace(SOFTMAX, hidden_size=1024, intermediate_size=256, num_experts=16, top_k=6)
+    x = torch.randn(600, 1024, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    for experts, scheme in ON_HOPPER.items():
+        options = {"experts": experts, "quantization": scheme, "dtype": torch.bfloat16}
+        with EPContext.local(device) as context:
+            wanted = build(config, context, **options)(x)
+        for most, all2all in ((None, "nvlink_p2p"), (600, "nvlink_p2p"), (64, "nvlink_p2p"), (None, "torch_a2a")):
+            with EPContext.from_groups(P(dp=world_size), device=device, deadline_s=60, max_tokens=most) as context:
+                layer = build(config, context, all2all=all2all, **options)
+                for count in (1, 9, 64, 200, 600):
+                    if count > (most or count):
+                        continue
+                    part = slice(dist.get_rank() % 2 * (600 - count), dist.get_rank() % 2 * (600 - count) + count)
+                    equal = [same_bits(layer(x[part]), wanted[part]) for _ in range(4)]
+                    assert everywhere(equal) == [[True] * 4] * world_size, (experts, most, all2all, count)
+                if all2all == "nvlink_p2p":
+                    assert layer._graphs._calls, "repeated calls are replayed"

@@ -57,7 +57,12 @@ def given(layer, tokens, seed):
     weights = routing.weights.to(device)
     if tokens:
         weights[0, 0] = 0.0
-    return x, routing.ids.to(device), weights.requires_grad_(), integer_rows(tokens, layer.config.hidden_size, seed + 50).to(device)
+    return (
+        x,
+        routing.ids.to(device),
+        weights.requires_grad_(),
+        integer_rows(tokens, layer.config.hidden_size, seed + 50).to(device),
+    )
 
 
 def run(layer, ids, x, weights):

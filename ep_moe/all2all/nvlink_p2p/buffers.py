@@ -38,12 +38,14 @@ def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
-    row_packets, answer_packets [R, few, packets of a token]: written by peers, for calls of at most `few` tokens
+    row_packets, answer_packets [R, few, packets of a row]: written by peers, for calls of at most `few` tokens
+    Of a shape with `per_route` there are K answers for each place, one after the other.
     flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer set last
     """
     g = dispatch_shape
     assert g.max_tokens is not None
     places, few = g.num_ranks * g.max_tokens, min(few, g.max_tokens)
+    answers = places * g.returned
     row = 2 * g.top_k + (g.row_bytes + g.scale_bytes) // 4
     answer = answer_bytes(g) // 4 + 1
     return {
@@ -51,11 +53,11 @@ def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
         "scales": ((places, g.scales), g.row_format.scale),
         "ids": ((places, g.top_k), torch.int32),
         "weights": ((places, g.top_k), torch.float32),
-        "answers": ((places, g.hidden_size), g.dtype),
-        "arrived": ((places, g.hidden_size), answer_dtype(g)),
-        "rounded": ((0 if answer_dtype(g) == g.dtype else places, g.hidden_size), answer_dtype(g)),
+        "answers": ((answers, g.hidden_size), g.dtype),
+        "arrived": ((answers, g.hidden_size), answer_dtype(g)),
+        "rounded": ((0 if answer_dtype(g) == g.dtype else answers, g.hidden_size), answer_dtype(g)),
         "row_packets": ((g.num_ranks, few, _even(row)), torch.int64),
-        "answer_packets": ((g.num_ranks, few, _even(answer)), torch.int64),
+        "answer_packets": ((g.num_ranks, few * g.returned, _even(answer)), torch.int64),
         "flags": ((3, g.num_ranks), torch.int32),
     }
 
@@ -105,6 +107,7 @@ class Workspace:
     places: this rank's tensors by name; peers: those of all ranks; offsets: bytes from the beginning, equal on all
     sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
         which peers lay out by another bound
+    sent_weights: float32 [max_tokens, K], 0 where `sent` is below 0; None unless this rank multiplies by them
     forms: of this memory's launches
     calls: int32 [5], the number of the call under way; blocks of its dispatch that have written; the number of the last
         call, and what `WireIds.sequence` has behind it; blocks that have written ids. Dispatch makes the first out of
@@ -120,6 +123,7 @@ class Workspace:
         start = memory.local.data_ptr()
         self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
         self.sent = torch.empty(self.room, dispatch_shape.top_k, dtype=torch.int32, device=memory.local.device)
+        self.sent_weights = torch.zeros_like(self.sent, dtype=torch.float32) if dispatch_shape.per_route else None
         self.sequence = torch.zeros(5, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
         self._received: dict[tuple[int, bool, bool], dict[str, Any]] = {}
@@ -128,7 +132,8 @@ class Workspace:
     def peer_out(self, bound: int, *, packets: bool = False) -> PeerRows:
         """Where the peers await this rank's answers. packets: by which they go on GPUs"""
         if (bound, packets) not in self._peer_out:
-            part = slice(self.rank * bound, (self.rank + 1) * bound)
+            rows = bound * self.dispatch_shape.returned
+            part = slice(self.rank * rows, (self.rank + 1) * rows)
             blocks = tuple(peer["arrived"][part] for peer in self.peers)
             start = self.offsets["arrived"] + part.start * answer_bytes(self.dispatch_shape)
             made = PeerRows(blocks, self.memory.addresses, start, self.rank)
@@ -145,18 +150,19 @@ class Workspace:
     def _rows_received(self, bound: int, packets: bool, alone: bool) -> dict[str, Any]:
         g, rows = self.dispatch_shape, slice(0, self.dispatch_shape.num_ranks * bound)
         ids_ready = self._ids_signals() if alone and not packets else ()  # beside other work nothing starts early
-        at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights", "answers")}
+        at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights")}
         return {
             "x": at["rows"],
             "x_scale": at["scales"] if g.scales else None,
             "format": g.wire.dispatch,
             "input_scale": g.wire.input_scale,
             "layout": RowLayout.RANK_MAJOR,
-            "weighting": Weighting.EXPERTS,
+            "weighting": Weighting.COMBINE if g.per_route else Weighting.EXPERTS,
             "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.slots_per_rank, *ids_ready),
-            "weights": at["weights"],
-            "out": at["answers"],
+            "weights": None if g.per_route else at["weights"],
+            "out": self.places["answers"][: rows.stop * g.returned],
             "peer_out": self.peer_out(bound, packets=packets),
+            "per_route": g.per_route,
         }
 
     def _ids_signals(self) -> tuple[Tensor, ...]:

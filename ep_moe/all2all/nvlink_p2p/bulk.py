@@ -51,6 +51,7 @@ def _first_send(
         workspace.places["flags"],
         workspace.sequence,
         workspace.sent,
+        workspace.sent_weights,
         at["rows"],
         at["scales"],
         at["ids"],
@@ -88,8 +89,8 @@ def _first_send(
 @triton.jit(do_not_specialize=["invalid", "tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts,
-    input_scale, peers, flags, sequence, sent, rows_at, scales_at, ids_at, weights_at, flags_at, bound, num_physical,
-    slots_per_rank,
+    input_scale, peers, flags, sequence, sent, sent_weights, rows_at, scales_at, ids_at, weights_at, flags_at, bound,
+    num_physical, slots_per_rank,
     MOST: tl.constexpr, CHOOSERS: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr,
     LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, ELEMENTS: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
@@ -104,8 +105,8 @@ def _send(
     if program < CHOOSERS:
         _send_ids(
             ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts, peers,
-            sequence, sent, ids_at, weights_at, flags_at, bound, num_physical, CHOOSERS, MOST, TILE, RANK, RANKS,
-            LANES, TOP_K, WIDTH,
+            sequence, sent, sent_weights, ids_at, weights_at, flags_at, bound, num_physical, CHOOSERS, MOST, TILE,
+            RANK, RANKS, LANES, TOP_K, WIDTH,
         )  # fmt: skip
     else:
         _send_rows(
@@ -120,7 +121,7 @@ def _send(
 @triton.jit
 def _send_ids(
     ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts, peers, sequence,
-    sent, ids_at, weights_at, flags_at, bound, num_physical, programs,
+    sent, sent_weights, ids_at, weights_at, flags_at, bound, num_physical, programs,
     MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -138,6 +139,8 @@ def _send_ids(
             id = tl.where(known, id, -1)  # noqa: A001
         valid = (id >= 0) & (id < num_physical)
         tl.store(sent + token * TOP_K + route, tl.where(valid, id, -1).to(tl.int32), mask=inside)
+        if sent_weights is not None:
+            tl.store(sent_weights + token * TOP_K + route, tl.where(valid, weight, 0.0), mask=inside)
         for turn in tl.static_range(RANKS):
             base = tl.multiple_of(tl.load(peers + (RANK + turn) % RANKS), 16)
             their_ids = (base + ids_at).to(tl.pointer_type(tl.int32))
@@ -205,6 +208,7 @@ def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) ->
         workspace.places["flags"],
         workspace.sequence,
         workspace.sent,
+        workspace.sent_weights,
         at["scales"],
         at["ids"],
         at["weights"],
@@ -228,15 +232,15 @@ def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) ->
 @Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _announce(
-    x_scale, ids, weights, tokens, peers, flags, sequence, sent, scales_at, ids_at, weights_at, flags_at,
+    x_scale, ids, weights, tokens, peers, flags, sequence, sent, sent_weights, scales_at, ids_at, weights_at, flags_at,
     bound, num_physical,
     RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.num_programs(0)
     _send_ids(
-        ids, weights, None, None, None, None, None, None, tokens, None, None, peers, sequence, sent, ids_at,
-        weights_at, flags_at, bound, num_physical, blocks, 0, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
+        ids, weights, None, None, None, None, None, None, tokens, None, None, peers, sequence, sent, sent_weights,
+        ids_at, weights_at, flags_at, bound, num_physical, blocks, 0, TILE, RANK, RANKS, LANES, TOP_K, WIDTH,
     )  # fmt: skip
     if SCALES:
         step = tl.arange(0, SCALE_BLOCK)[None]
@@ -290,20 +294,20 @@ def _first_give(workspace: Workspace, bound: int) -> LaunchSpec:
         places["ids"],
         workspace.memory.addresses,
         workspace.offsets["arrived"],
-        bound,
+        bound * g.returned,
         g.slots_per_rank,
     )
     constants = {
         "RANK": workspace.rank,
         "RANKS": g.num_ranks,
-        "TOP_K": g.top_k,
-        "WIDTH": next_power_of_2(g.top_k),
+        "TOP_K": g.top_k // g.returned,
+        "WIDTH": next_power_of_2(g.top_k // g.returned),
         "NUMBERS": numbers,
         "BLOCK": next_power_of_2(numbers),
         "ROUNDS": rounds,
         "num_warps": 8 if answer_bytes(g) > 4096 else 4,
     }
-    return LaunchSpec(_give, (g.num_ranks * bound,), (), fixed, constants)
+    return LaunchSpec(_give, (g.num_ranks * bound * g.returned,), (), fixed, constants)
 
 
 @triton.jit
@@ -337,6 +341,7 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) ->
     fixed = (
         arrived if answer_dtype(g) == g.dtype else arrived.view(torch.uint8),
         workspace.sent,
+        workspace.sent_weights,
         workspace.memory.addresses,
         workspace.places["flags"][1],
         workspace.sequence,
@@ -354,6 +359,7 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) ->
         "HIDDEN": g.hidden_size,
         "BLOCK": next_power_of_2(g.hidden_size),
         "num_warps": 8 if g.hidden_size > 2048 else 4,
+        **({"enable_fp_fusion": False} if g.per_route else {}),  # products are rounded before they are added
         **pdl_launch(out.device),
     }
     return LaunchSpec(_receive, (min(bound, _BLOCKS),), (out, len(out)), fixed, constants)
@@ -362,7 +368,7 @@ def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) ->
 @Waiting
 @triton.jit(do_not_specialize=["tokens"])
 def _receive(
-    out, tokens, arrived, sent, peers, flags, sequence, flags_at, bound, slots_per_rank,
+    out, tokens, arrived, sent, sent_weights, peers, flags, sequence, flags_at, bound, slots_per_rank,
     TELL: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -376,12 +382,20 @@ def _receive(
     route, column = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         at = tl.cast(token, tl.int64)
-        id = tl.load(sent + at * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
-        owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
         total = tl.zeros([BLOCK], tl.float32)
-        for peer in tl.static_range(RANKS):
-            wanted = tl.max((owner == peer).to(tl.int32), axis=0) > 0
-            row = peer * tl.cast(bound, tl.int64) + token
-            answer = tl.load(arrived + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0)
-            total += of_e4m3(answer) if arrived.dtype.element_ty == tl.uint8 else answer.to(tl.float32)
+        if sent_weights is None:
+            id = tl.load(sent + at * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
+            owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
+            for peer in tl.static_range(RANKS):
+                wanted = tl.max((owner == peer).to(tl.int32), axis=0) > 0
+                row = peer * tl.cast(bound, tl.int64) + token
+                answer = tl.load(arrived + row * HIDDEN + column, mask=(column < HIDDEN) & wanted, other=0)
+                total += of_e4m3(answer) if arrived.dtype.element_ty == tl.uint8 else answer.to(tl.float32)
+        else:  # a row for each route
+            for k in tl.static_range(TOP_K):
+                place = at * TOP_K + k
+                id = tl.load(sent + place)  # noqa: A001
+                row = tl.maximum(id, 0) // slots_per_rank * tl.cast(bound, tl.int64) * TOP_K + place
+                answer = tl.load(arrived + row * HIDDEN + column, mask=(column < HIDDEN) & (id >= 0), other=0)
+                total += answer.to(tl.float32) * tl.load(sent_weights + place)
         tl.store(out + at * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)

@@ -79,6 +79,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         static=True,
         grows=True,
         peer_out=True,
+        per_route=True,
         places=True,
     )
 
@@ -238,8 +239,8 @@ class NVLinkP2PDispatcher(Dispatcher):
     @classmethod
     def _few(cls, dispatch_shape: DispatchShape) -> int:
         """Tokens of a rank that go by packets: twice the bytes, so that with many the links are what takes time."""
-        row = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize
-        return min(cls.few_bytes // row, cls.few_programs // (dispatch_shape.num_ranks * pieces(row)))
+        row, returned = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize, dispatch_shape.returned
+        return min(cls.few_bytes // row, cls.few_programs // (dispatch_shape.num_ranks * pieces(row) * returned))
 
     @classmethod
     def _copies(cls, dispatch_shape: DispatchShape) -> bool:

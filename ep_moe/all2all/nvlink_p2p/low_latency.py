@@ -1,5 +1,5 @@
-"""Few tokens by packets: the Triton forms of `nvlink_p2p.reference.send` and `receive` without fences, flags or
-counters.
+"""Few tokens by packets: the Triton form of `nvlink_p2p.reference.send` without fences, flags or counters. The way back
+is in `low_latency_answers`.
 
 A packet is 8 bytes, which arrive whole: 4 of the data and the number of the call. The receiver reads the packets of a
 row until all have this call's number, so that no flag follows. Twice the bytes, and two journeys less.
@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace, answer_bytes, answer_dtype
-from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, put_packets, still_missing
+from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace
+from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, packets_of, put_packets, still_missing
 from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
-from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under, of_e4m3, to_e4m3
+from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under
 from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime import devices
 from ep_moe.runtime.devices import aligned
-from ep_moe.runtime.launch_cache import LaunchSpec, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import LaunchSpec, cdiv, next_power_of_2, pdl_trigger
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.runtime.waiting import Waiting
 from ep_moe.types import PhysicalRouting
@@ -54,7 +54,7 @@ def _first_send(
     words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
     x, x_scale, *rest = given
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
-    block = _block(words)
+    block = piece_of(words)
     grid = (bound, g.num_ranks, cdiv(words, block))
     # what starts early takes room, and these programs must all run at once: one a multiprocessor does beside it
     leads = alone and math.prod(grid) <= devices.multiprocessors(x.device)
@@ -66,6 +66,7 @@ def _first_send(
         workspace.memory.addresses,
         workspace.sequence,
         workspace.sent,
+        workspace.sent_weights,
         places["row_packets"],
         places["rows"].view(torch.int32),
         places["scales"].view(torch.int32),
@@ -97,7 +98,8 @@ def _first_send(
     return LaunchSpec(_send, grid, changing, fixed, constants)
 
 
-def _block(words: int) -> int:
+def piece_of(words: int) -> int:
+    """Words of a row that one program has."""
     # at least one for each thread of 4 warps: of fewer, several warps would have the same ones, and only one be asked
     return max(128, min(PIECE, next_power_of_2(words)))
 
@@ -106,8 +108,8 @@ def _block(words: int) -> int:
 @triton.jit(do_not_specialize=["invalid", "tokens"])
 def _send(
     x, x_scale, ids, weights, replicas, counts, expert_load, slot_load, counting, invalid, tokens, seed, experts,
-    input_scale, peers, sequence, sent, packets, rows, scales, got_ids, got_weights, packets_at, bound, num_physical,
-    slots_per_rank,
+    input_scale, peers, sequence, sent, sent_weights, packets, rows, scales, got_ids, got_weights, packets_at, bound,
+    num_physical, slots_per_rank,
     MOST: tl.constexpr, RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
@@ -143,7 +145,10 @@ def _send(
         id = tl.where(valid, id, -1).to(tl.int32)  # noqa: A001
         first = (route < TOP_K) & (piece == 0)
         tl.store(sent + token * TOP_K + route, id, mask=first & (peer == RANK))
-        theirs = _packets(peers, peer, packets_at, RANK * FEW + token, PACKETS)
+        if sent_weights is not None:
+            own = tl.where(valid, weight, 0.0)
+            tl.store(sent_weights + token * TOP_K + route, own, mask=first & (peer == RANK))
+        theirs = packets_of(peers, peer, packets_at, RANK * FEW + token, PACKETS)
         put_packets(theirs + route, id, number, first)
         put_packets(theirs + TOP_K + route, tl.where(valid, weight, 0.0).to(tl.int32, bitcast=True), number, first)
         wanted = tl.max((valid & (id // slots_per_rank == peer)).to(tl.int32), axis=0) > 0
@@ -181,27 +186,27 @@ def _row(
             every = tl.arange(0, WHOLE)
             whole = tl.load(plain + every, mask=(every < WORDS * 4) & (token < tokens), other=0.0).to(tl.float32)
             scale = e4m3_step(tl.max(tl.abs(whole), 0), SMALLEST)
-            row = _words(e4m3_under(_fours(plain, word, inside), scale).to(tl.uint8, bitcast=True))
+            row = words_of(e4m3_under(fours(plain, word, inside), scale).to(tl.uint8, bitcast=True))
             scale = tl.broadcast_to(scale, step.shape).to(tl.int32, bitcast=True)
         elif ROUNDS == "fp8_block":
-            value = _fours(plain, word, inside)
+            value = fours(plain, word, inside)
             value, scale = e4m3_blocks(tl.reshape(value, [step.shape[0], 128]), SMALLEST)
-            row = _words(tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4]))
+            row = words_of(tl.reshape(value.to(tl.uint8, bitcast=True), [word.shape[0], 4]))
             scale = scale.to(tl.int32, bitcast=True)
         else:
-            row = _words(e4m3_by(_fours(plain, word, inside), input_scale))
+            row = words_of(e4m3_by(fours(plain, word, inside), input_scale))
     return row, scale
 
 
 @triton.jit
-def _fours(plain, word, inside):
+def fours(plain, word, inside):
     """Float32 [words, 4]."""
     four = plain + word[:, None] * 4 + tl.arange(0, 4)[None, :]
     return tl.load(four, mask=inside[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _words(byte):
+def words_of(byte):
     """byte: uint8 [words, 4]"""
     return tl.sum(byte.to(tl.int32) << (tl.arange(0, 4) * 8)[None, :], axis=1)
 
@@ -238,122 +243,3 @@ def _take(
     tl.store(rows + place * WORDS + word, row_packet.to(tl.int32), mask=(word < WORDS) & here)
     if SCALES:
         tl.store(scales + place * SCALES + step, scale_packet.to(tl.int32), mask=scaled & here)
-
-
-def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
-    form = ("receive by packets", bound, put, take)
-    workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, put, take))
-
-
-def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> LaunchSpec:
-    g, places = workspace.dispatch_shape, workspace.places
-    words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
-    block = _block(words)
-    changing = (out if rounds else out.view(torch.int32), len(out))
-    fixed = (
-        places["answers"] if rounds else places["answers"].view(torch.int32),
-        places["ids"],
-        workspace.sent,
-        workspace.memory.addresses,
-        workspace.sequence,
-        places["answer_packets"],
-        workspace.offsets["answer_packets"],
-        bound,
-        g.slots_per_rank,
-    )
-    constants = {
-        "RANK": workspace.rank,
-        "RANKS": g.num_ranks,
-        "TOP_K": g.top_k,
-        "WIDTH": next_power_of_2(g.top_k),
-        "WORDS": words,
-        "BLOCK": block,
-        "PART": next_power_of_2(cdiv(block, g.num_ranks)),
-        "LANES": next_power_of_2(g.num_ranks),
-        "DTYPE": getattr(tl, str(g.dtype).removeprefix("torch.")),
-        "ROUNDS": rounds,
-        "FEW": places["answer_packets"].shape[1],
-        "PACKETS": places["answer_packets"].shape[2],
-        "PUT": put,
-        "TAKE": take,
-        **pdl_launch(out.device),
-    }
-    return LaunchSpec(_receive, (bound, g.num_ranks, cdiv(words, block)), changing, fixed, constants)
-
-
-@Waiting
-@triton.jit(do_not_specialize=["tokens"])
-def _receive(
-    out, tokens, answers, got_ids, sent, peers, sequence, packets, packets_at, bound, slots_per_rank,
-    RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr,
-    FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A token's packets: the words of its answer, where there is one, and one packet that always comes, by which a rank
-    knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
-    its own token's."""
-    pdl_wait(PDL)
-    token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    route, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
-    number = tl.load(sequence)
-    if PUT:
-        place = peer * tl.cast(bound, tl.int64) + token
-        id = tl.load(got_ids + place * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
-        if ROUNDS:
-            answer = _words(to_e4m3(_fours(answers + place * WORDS * 4, word, word < WORDS)))
-        else:
-            answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
-        theirs = _packets(peers, peer, packets_at, RANK * FEW + token, PACKETS)
-        wanted = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0
-        put_packets(theirs + word, answer, number, (word < WORDS) & wanted)
-        put_packets(theirs + WORDS, number * 0, number, piece == 0)
-    if TAKE:
-        tl.store(sequence + 2, number)
-        buffer_slot, within = tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
-        part = piece * BLOCK + within
-        inside = (within < BLOCK) & (part < WORDS)
-        id = tl.load(sent + token * TOP_K + route, mask=(route < TOP_K) & (token < tokens), other=-1)  # noqa: A001
-        owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
-        mine = packets + token * PACKETS
-        # all ranks at once, and again one by one, since they are summed in their order
-        every = mine + buffer_slot[:, None] * (FEW * PACKETS) + part[None, :]
-        asked = tl.max((owner[None, :] == buffer_slot[:, None]).to(tl.int32), axis=1) > 0
-        asked = (asked & (buffer_slot < RANKS))[:, None] & inside[None, :]
-        missing = 1
-        while missing > 0:
-            packet = tl.load(every, mask=asked, other=0, volatile=True)
-            ready = tl.load(
-                mine + buffer_slot * (FEW * PACKETS) + WORDS, mask=buffer_slot < RANKS, other=0, volatile=True
-            )
-            missing = still_missing(
-                late_packets(packet, number, asked), any_of(late_packets(ready, number, buffer_slot < RANKS))
-            )
-        byte = tl.arange(0, 4)[None, :]
-        low, high, four = tl.zeros([PART], tl.float32), tl.zeros([PART], tl.float32), tl.zeros([PART, 4], tl.float32)
-        for source in tl.static_range(RANKS):
-            wanted = (tl.max((owner == source).to(tl.int32), axis=0) > 0) & inside
-            packet = tl.load(mine + source * (FEW * PACKETS) + part, mask=wanted, other=0, volatile=True)
-            bits = packet.to(tl.int32)
-            if ROUNDS:
-                four += tl.where(wanted[:, None], of_e4m3(bits[:, None] >> (8 * byte)), 0.0)
-            elif tl.float32 == DTYPE:
-                low += tl.where(wanted, bits.to(tl.float32, bitcast=True), 0.0)
-            else:
-                low += tl.where(wanted, bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
-                high += tl.where(wanted, (bits >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32), 0.0)
-        inside = inside & (token < tokens)
-        if ROUNDS:
-            tl.store(out + (token * WORDS + part[:, None]) * 4 + byte, four.to(DTYPE), mask=inside[:, None])
-        elif tl.float32 == DTYPE:
-            tl.store(out + token * WORDS + part, low.to(tl.int32, bitcast=True), mask=inside)
-        else:
-            bits = low.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            bits |= high.to(DTYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16
-            tl.store(out + token * WORDS + part, bits, mask=inside)
-
-
-@triton.jit
-def _packets(peers, peer, packets_at, first, PACKETS: tl.constexpr):
-    """Of a peer, from row `first` on: two packets are stored at once, and rows have an even number."""
-    start = tl.load(peers + peer) + packets_at + first * (8 * PACKETS)
-    return tl.multiple_of(start.to(tl.pointer_type(tl.int64)), 16)

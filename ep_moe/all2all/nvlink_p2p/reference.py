@@ -10,6 +10,7 @@ and may be written by the experts' own last kernel. Few rows, and their answers,
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -81,6 +82,8 @@ def _announce(
     weights = routing.weights.new_zeros(bound, g.top_k)
     ids[:tokens], weights[:tokens] = torch.where(valid, routing.ids, -1).int(), routing.weights.where(valid, 0.0)
     workspace.sent[:bound] = ids
+    if workspace.sent_weights is not None:
+        workspace.sent_weights[:bound] = weights
     for peer in workspace.peers:
         peer["ids"][first : first + bound], peer["weights"][first : first + bound] = ids, weights
         if x_scale is not None:
@@ -97,19 +100,21 @@ def give(workspace: Workspace, bound: int) -> None:
     if workspace.sequence.is_cuda:
         _triton().give(workspace, bound)
         return
+    g, rows = workspace.dispatch_shape, bound * workspace.dispatch_shape.returned
     ids, answers = workspace.places["ids"], _as_they_travel(workspace, len(workspace.places["answers"]))
-    wanted = ((ids >= 0) & (ids // workspace.dispatch_shape.slots_per_rank == workspace.rank)).any(1)
+    ids = ids.view(-1, g.top_k // g.returned)
+    wanted = ((ids >= 0) & (ids // g.slots_per_rank == workspace.rank)).any(1)
     for rank, block in enumerate(workspace.peer_out(bound).blocks):
-        part = slice(rank * bound, (rank + 1) * bound)
+        part = slice(rank * rows, (rank + 1) * rows)
         block[wanted[part]] = answers[part][wanted[part]]
 
 
 def give_copies(workspace: Workspace, bound: int) -> None:
     """Copy the answers to where the peers await them, by copy engines."""
-    blocks = workspace.peer_out(bound).blocks
-    answers = _as_they_travel(workspace, len(blocks) * bound)
+    blocks, rows = workspace.peer_out(bound).blocks, bound * workspace.dispatch_shape.returned
+    answers = _as_they_travel(workspace, len(blocks) * rows)
     for rank in _turn(workspace):
-        blocks[rank].copy_(answers[rank * bound : (rank + 1) * bound])
+        blocks[rank].copy_(answers[rank * rows : (rank + 1) * rows])
 
 
 def _as_they_travel(workspace: Workspace, rows: int) -> Tensor:
@@ -130,7 +135,8 @@ def receive(
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Wait until the peers' answers are here, and sum those of this rank's tokens in the order of ranks, in float32:
-    [T, H]. out: where to, contiguous; default a new tensor
+    [T, H]; of a shape with `per_route` in the order of routes, times their weights. out: where to, contiguous; default
+    a new tensor
 
     tell: do what `tell_given` does first; packets tell by themselves
     giving: do what `give` does before, which by packets is part of the same launch
@@ -138,7 +144,7 @@ def receive(
     out = workspace.sums(tokens) if out is None else out
     assert out.is_contiguous(), "kernels write it as they would a new one"
     if workspace.sequence.is_cuda and packets:
-        _low_latency().receive(workspace, out, bound, put=giving)
+        _low_latency_answers().receive(workspace, out, bound, put=giving)
         return out
     if giving:
         give(workspace, bound)
@@ -153,13 +159,32 @@ def receive(
 
 def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
     g, tokens = workspace.dispatch_shape, len(out)
-    ids, total = workspace.sent[:tokens], out.new_zeros(tokens, g.hidden_size, dtype=torch.float32)
+    total = out.new_zeros(tokens, g.hidden_size, dtype=torch.float32)
+    for rows, weight in _routes(workspace, tokens, bound) if g.per_route else _ranks(workspace, tokens, bound):
+        total += rows if weight is None else rows * weight
+    workspace.sequence[2] = workspace.sequence[0]
+    return out.copy_(total)
+
+
+def _ranks(workspace: Workspace, tokens: int, bound: int) -> Iterator[tuple[Tensor, None]]:
+    """What each rank answered: float32 [T, H]."""
+    g, ids = workspace.dispatch_shape, workspace.sent[:tokens]
     for rank in range(g.num_ranks):
         here = ((ids // g.slots_per_rank == rank) & (ids >= 0)).any(1, keepdim=True)
         rows = workspace.places["arrived"][rank * bound : rank * bound + tokens]
-        total += rows.float().where(here, 0.0)
-    workspace.sequence[2] = workspace.sequence[0]
-    return out.copy_(total)
+        yield rows.float().where(here, 0.0), None
+
+
+def _routes(workspace: Workspace, tokens: int, bound: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What came for each route, and its weight: float32 [T, H] and [T, 1]."""
+    g, ids = workspace.dispatch_shape, workspace.sent[:tokens]
+    assert workspace.sent_weights is not None
+    first = torch.arange(tokens, device=ids.device) * g.top_k
+    for route in range(g.top_k):
+        id = ids[:, route].long()  # noqa: A001
+        place = (id.clamp_min(0) // g.slots_per_rank) * bound * g.top_k + first + route
+        rows = workspace.places["arrived"][place].float().where((id >= 0).unsqueeze(1), 0.0)
+        yield rows, workspace.sent_weights[:tokens, route : route + 1]
 
 
 def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
@@ -188,6 +213,12 @@ def _low_latency():  # type: ignore[no-untyped-def]
     from ep_moe.all2all.nvlink_p2p import low_latency
 
     return low_latency
+
+
+def _low_latency_answers():  # type: ignore[no-untyped-def]
+    from ep_moe.all2all.nvlink_p2p import low_latency_answers
+
+    return low_latency_answers
 
 
 def _triton():  # type: ignore[no-untyped-def]

@@ -82,3 +82,10 @@ def still_missing(late, others):
 
     late: of all that the program awaits, the many; others: whether any of the few is late, as a warp has it"""
     return tl.sum((late | others).to(tl.int32))
+
+
+@triton.jit
+def packets_of(peers, peer, packets_at, first, PACKETS: tl.constexpr):
+    """Of a peer, from row `first` on: two packets are stored at once, and rows have an even number."""
+    start = tl.load(peers + peer) + packets_at + first * (8 * PACKETS)
+    return tl.multiple_of(start.to(tl.pointer_type(tl.int64)), 16)

@@ -74,7 +74,11 @@ class HopperExperts(Experts):
         )
 
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        out = torch.empty_like(received.x, dtype=self.weights.dtype) if out is None else out
+        if out is None:
+            shape = (*received.x.shape[:-1], self.config.hidden_size)
+            if received.per_route:
+                shape = (len(received.x) * self.config.top_k, self.config.hidden_size)
+            out = received.x.new_empty(shape, dtype=self.weights.dtype)
         if received.x.numel() == 0 or self.weights.num_slots == 0:
             return out.zero_()
         self._step(received, out, None)
@@ -124,6 +128,7 @@ class HopperExperts(Experts):
             0 if wire is None or wire.sequence is None else wire.sequence.data_ptr(),
             0 if weights is None else weights.data_ptr(),
             received.weighting,
+            received.per_route,
             out.data_ptr(),
             self.workspace().data_ptr(),
             None if peers is None else peers.place,
@@ -164,6 +169,7 @@ class HopperExperts(Experts):
             self.routes,
             self.options.spare_sms,
             self.options.exact,
+            received.per_route,
             *home_of(peers),
             launch=launch,
         )
@@ -217,6 +223,7 @@ _HOPPER = ExpertsCapabilities(
     wire_ids=True,
     spare_sms=True,
     peer_out=True,
+    per_route=True,
 )
 
 

@@ -61,19 +61,20 @@ class Lists:
     ends: Tensor
 
 
-def passes(rows: int, most: int, home: Home | None) -> list[tuple[slice, Home | None]]:
+def passes(rows: int, most: int, home: Home | None, returned: int = 1) -> list[tuple[slice, Home | None]]:
     """Received rows in parts of at most so many, and the home of each. The first one has this rank's own rows, so that
-    not all ranks write to the same few at once."""
+    not all ranks write to the same few at once. returned: rows that go home for a received one"""
     parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
     if home is None:
         return [(part, None) for part in parts]
-    turn = home.rank * home.bound // most
-    return [(part, replace(home, first=part.start)) for part in parts[turn:] + parts[:turn]]
+    turn = home.rank * (home.bound // returned) // most
+    return [(part, replace(home, first=part.start * returned)) for part in parts[turn:] + parts[:turn]]
 
 
 def reduce(
     y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
-    slots: Tensor | None = None, home: Home | None = None, soon: bool = False, launch: Launch = at_once,
+    slots: Tensor | None = None, home: Home | None = None, soon: bool = False, per_route: bool = False,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the routes whose
     expert ids[n, k] - base is in 0 .. L - 1; zero where row n has none.
@@ -83,8 +84,9 @@ def reduce(
     out: [N, H]; with a `home` only its dtype counts, E4M3 for sums that are rounded so, saturating at 448, and rows
         without any expert here are left as they are, but for the cell that comes for each
     soon: start before the kernel ahead has ended, and let the next one
+    per_route: each of the K is a row of its own: out is [N * K, H]
     """
-    rows, top_k = ids.shape
+    rows, top_k = (ids.numel(), 1) if per_route else ids.shape
     size = out.shape[-1]
     if not rows:
         return

@@ -102,6 +102,7 @@ def hopper_moe(
     chunk: int,
     spare_sms: int,
     exact: bool,
+    per_route: bool,
     peers: Tensor | None,
     offset: int,
     bound: int,
@@ -111,6 +112,7 @@ def hopper_moe(
 ) -> None:
     """scaling: of `SCALINGS`; scales: of its `names`; biases: as `Products`, if the scaling has any
     x: [N, H], plain or in E4M3 with the scaling's x_scale or input_scale; out: [N, H]; dtype: of the layer
+    per_route: as `types.Received` has it; out: [N * K, H] then
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; of 4 bits as `scaling.Products` says
 
     Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
@@ -138,15 +140,18 @@ def hopper_moe(
         return
     home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
     coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
-    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home):
+    returned = ids.shape[1] if per_route else 1
+    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home, returned):
         found = (ids[part], None if weights is None else weights[part], base)
-        _pass(step, scaling, workspace, rows.part(part), found, coming, out if to else out[part], to, expected, exact)
+        own = out if to else out[part.start * returned : part.stop * returned]
+        _pass(step, scaling, workspace, rows.part(part), found, coming, own, to, expected, exact, per_route)
         coming = None  # what comes later is here by then
 
 
 def _pass(
     step: Scaling, scaling: str, workspace: Tensor, rows: Rows, found: tuple[Tensor, Tensor | None, int],
     coming: IdsReady | None, out: Tensor, home: Home | None, expected: float, exact: bool,
+    per_route: bool,
 ) -> None:  # fmt: skip
     """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
     p, (count, top_k) = step.products, found[0].shape
@@ -160,7 +165,7 @@ def _pass(
     )
     if cut is not None and not cut.sort:
         step.few(step.rounded(rows, own), found, cut, None, own)
-        route_sort.reduce(own["y"], *found, slots, out, home=home, launch=launch)
+        route_sort.reduce(own["y"], *found, slots, out, home=home, per_route=per_route, launch=launch)
         return
     soon = ring is not None  # weights are fetched while routes are sorted
     if soon:
@@ -172,7 +177,9 @@ def _pass(
         step.streamed(rows, lists, ring, own)
     else:
         step.grouped(step.sorted(rows, lists, own), lists, each, total, own)
-    route_sort.reduce(own["y"], *found, slots, out, slots=lists.slots, home=home, soon=soon, launch=launch)
+    route_sort.reduce(
+        own["y"], *found, slots, out, slots=lists.slots, home=home, soon=soon, per_route=per_route, launch=launch
+    )
 
 
 def _grouped(

@@ -21,7 +21,7 @@ from tests.fixtures.fp8_block_kernels import DEVICE
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers
 from ep_moe.quant import fp8
 from tests.fixtures.p2p_kernels import FEW, signal_all_others, workspaces
 
@@ -198,16 +198,89 @@ def test_by_cells_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
                 travelling = rows if wire.combine == "plain" else round_by(rows, 1.0)
                 ours._by_packets(ours.peer_out(bound)).write(travelling)
             else:
-                low_latency.receive(ours, out, bound, take=False)
+                low_latency_answers.receive(ours, out, bound, take=False)
             results.append(out)
             assert bool((results[-1] == 9).all())
         for rank, ours in enumerate(found):
             signal_all_others(wanted, rank, 1)
             expected = reference.receive(wanted[rank], len(results[rank]), bound, tell=True)
             out = results[rank]
-            low_latency.receive(ours, out, bound, put=False)
+            low_latency_answers.receive(ours, out, bound, put=False)
             assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
             assert ours.sequence.tolist() == [8 + call, 0, 8 + call, 0, 0]
+
+
+PER_ROUTE = [
+    (2, 1, 128, torch.bfloat16), (3, 3, 256, torch.float16), (2, 4, 128, torch.float32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["written", "given", "packets", "packets given"])
+@pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), PER_ROUTE)
+def test_a_row_for_each_route(ranks, top_k, hidden, dtype, way):
+    """Rows that come back one for a route, which the token's rank weights and adds. In float32 numbers whose products
+    and sums are rounded, each by itself; else small ones, since the interpreter rounds to few bits in its own way."""
+    shape = DispatchShape(
+        hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, per_route=True
+    )
+    found, wanted, packets = workspaces(shape, DEVICE), workspaces(shape, "cpu"), "packets" in way
+    counts, bound = (3, 0, 2)[:ranks], 3
+    sent = [batch(shape, rank, tokens, torch.int64) for rank, tokens in enumerate(counts)]
+    if dtype != torch.float32:
+        for _, _, routing in sent:
+            routing.weights.mul_(3).floor_().exp2_()
+    for half in ("put", "take") if packets else ("both",):
+        for rank, (x, _, routing) in enumerate(sent):
+            there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
+            for made in (found, wanted):
+                signal_all_others(made, rank, 0)
+            if half != "take":
+                reference.send(wanted[rank], x, None, routing, bound, 4)
+            if packets:
+                low_latency.send(found[rank], x.to(DEVICE), None, there, bound, put=half == "put", take=half == "take")
+            else:
+                bulk.send(found[rank], x.to(DEVICE), None, there, bound, 4)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(ours.sent.cpu()[:bound], theirs.sent[:bound])
+        assert torch.equal(ours.sent_weights.cpu()[:bound], theirs.sent_weights[:bound])
+        answers = theirs.places["answers"]
+        assert len(answers) == 9 * ranks * top_k
+        made = torch.randn(answers.shape, generator=torch.Generator().manual_seed(theirs.rank))
+        made = made.round().clamp(-4, 4).to(dtype) if dtype != torch.float32 else made
+        answers.copy_(made)
+        ours.places["answers"].copy_(made)
+        assert theirs.received(bound)["out"].shape == (bound * ranks * top_k, hidden)
+        assert theirs.received(bound)["per_route"]
+    for ours, theirs in zip(found, wanted, strict=True):
+        reference.give(theirs, bound)
+        if way == "given":
+            bulk.give(ours, bound)
+        elif way == "written":
+            reference.give(ours, bound) if DEVICE == "cpu" else bulk.give(ours, bound)
+        elif way == "packets":
+            rows = ours.places["answers"][: ranks * bound * top_k]
+            ours._by_packets(ours.peer_out(bound)).write(rows)
+    outs = [torch.full((tokens, hidden), 9.0, dtype=dtype, device=DEVICE) for tokens in counts]
+    if way == "packets given":
+        for ours, out in zip(found, outs, strict=True):
+            low_latency_answers.receive(ours, out, bound, take=False)
+    for rank, tokens in enumerate(counts):
+        for made in (found, wanted):
+            signal_all_others(made, rank, 1)
+        expected = reference.receive(wanted[rank], tokens, bound, tell=True)
+        if packets:
+            low_latency_answers.receive(found[rank], outs[rank], bound, put=False)
+        else:
+            bulk.receive(found[rank], outs[rank], bound, tell=True)
+        assert torch.equal(outs[rank].cpu(), expected)
+        x, _, routing = sent[rank]
+        total = torch.zeros(tokens, hidden)
+        for k in range(top_k):
+            for token, place in enumerate(routing.ids[:, k].tolist()):
+                if 0 <= place < shape.num_physical:
+                    owner = wanted[place // 3].places["answers"].float()
+                    total[token] += owner[(rank * bound + token) * top_k + k] * routing.weights[token, k]
+        assert torch.equal(expected, total.to(dtype))
 
 
 FP8_WIRES = [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from ep_moe import ExpertMap, MoELayer, RoutingConfig, RoutingMethod, Wire
+from ep_moe import ExpertMap, ExpertsOptions, MoELayer, RoutingConfig, RoutingMethod, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.execution import recorded_calls
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
@@ -52,6 +52,10 @@ KINDS = {
     "fp8 per channel": {
         "experts": "fp8_channel_triton", "quantization": "fp8_channel", "wire": Wire(dispatch="fp8_row"),
     },
+    "exact": {"options": ExpertsOptions(exact=True)},
+    "exact, fp8 per channel": {
+        "experts": "fp8_channel_triton", "quantization": "fp8_channel", "options": ExpertsOptions(exact=True),
+    },
     "4 bits": {"experts": "w4a16_triton", "quantization": "mxfp4"},
     "fp8 per tensor": {
         "experts": "fp8_tensor_triton", "quantization": "fp8_static",
@@ -70,7 +74,8 @@ def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, conte
         able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
         monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
     layer = built(context, **KINDS[experts])
-    more = {"answers given": few_bytes == 0, "fp8 without calibration": True}  # to send; to round
+    # to send; to round; to sort and to activate; to sort, and to round twice
+    more = {"answers given": few_bytes == 0, "fp8 without calibration": True, "exact": 2, "exact, fp8 per channel": 3}
     for _ in range(2):
         forward(layer, *given(MOST, dtype=ids))
     for tokens in (1, MOST, 0, 2):

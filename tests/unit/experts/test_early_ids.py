@@ -47,7 +47,8 @@ def step(scaling: str, launch: Any, given: tuple, space: torch.Tensor, chunk: in
     input_scale = 0.1 if scaling == "matrix" else None
     hopper_moe(
         out, space, scaling, x, x_scale, input_scale, BF16, *given, None, None, None, *weights, scales, [],
-        "swiglu", 0.0, 0.0, 1.0, chunk, 0, False, None, 0, 1, 0, None, 0, launch=launch,
+        "swiglu", 0.0, 0.0, 1.0, chunk, 0, False, False, None, 0, 1, 0, None, 0,
+        launch=launch,
     )  # fmt: skip
 
 

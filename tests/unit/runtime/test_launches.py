@@ -211,7 +211,7 @@ def test_a_launch_at_once(driver):
 def transport_calls(workspace):
     """Of every kernel of `nvlink_p2p`, with all that its launch depends on: [(name, call of a workspace)]."""
     from ep_moe import ExpertMap
-    from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+    from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers
     from ep_moe.placement.deferred import DeferredRouting
     from ep_moe.placement.placement import Placement
     from ep_moe.types import PhysicalRouting
@@ -237,7 +237,7 @@ def transport_calls(workspace):
                     found += [partial(bulk.send, *given, blocks, alone=alone) for blocks in (1, 2)]
         found += [partial(bulk.announce, workspace, scale, routing, bound) for routing in placed]
         for how in (False, True):
-            found.append(partial(low_latency.receive, workspace, plain, bound, put=how))
+            found.append(partial(low_latency_answers.receive, workspace, plain, bound, put=how))
             found.append(partial(bulk.receive, workspace, plain, bound, tell=how))
         found.append(partial(bulk.give, workspace, bound))
         found.append(partial(bulk.tell_given, workspace))

@@ -26,7 +26,7 @@ from triton.runtime import driver
 
 import ep_moe
 from ep_moe import Wire
-from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers
 from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, still_missing
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.hopper import route_sort
@@ -57,17 +57,19 @@ def compiled() -> Iterator[list[str]]:
         yield found
 
 
-@pytest.mark.parametrize("wire", WIRES)
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("hidden", [256, 2048, 7168])
-def test_warps_leave_together(hidden, ranks, wire, compiled):
-    made = workspace(hidden, ranks, WIRES[wire])
+SHAPES = [(hidden, ranks, wire, False) for hidden in (256, 2048, 7168) for ranks in (2, 4, 8) for wire in WIRES]
+SHAPES += [(256, 8, "plain", True), (2048, 2, "plain", True), (7168, 4, "fp8_row", True)]
+
+
+@pytest.mark.parametrize(("hidden", "ranks", "wire", "per_route"), SHAPES)
+def test_warps_leave_together(hidden, ranks, wire, per_route, compiled):
+    made = workspace(hidden, ranks, WIRES[wire], per_route=per_route)
     x, out = torch.zeros(TOKENS, hidden, dtype=BF16), torch.zeros(TOKENS, hidden, dtype=BF16)
     ids = PhysicalIds(torch.zeros(TOKENS, TOP_K, dtype=torch.int64))
     routing = PhysicalRouting(ids, torch.ones(ids.shape))
     low_latency.send(made, x, None, routing, TOKENS)
     for put in (False, True):
-        low_latency.receive(made, out, TOKENS, put=put)
+        low_latency_answers.receive(made, out, TOKENS, put=put)
     bulk.send(made, x, None, routing, TOKENS, 132)
     bulk.receive(made, out, TOKENS, tell=True)
     scales = made.dispatch_shape.scales

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-from ep_moe.all2all.nvlink_p2p import bulk, low_latency
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers
 from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime.waiting import Waiting
 
@@ -33,7 +33,9 @@ PACKETS = {
     "PUT": True,
     "PDL": True,
 }
-TABLES = dict.fromkeys(("replicas", "counts", "expert_load", "slot_load", "counting", "seed", "experts"))
+TABLES = dict.fromkeys(
+    ("replicas", "counts", "expert_load", "slot_load", "counting", "seed", "experts", "sent_weights")
+)
 FLAGS = {
     "RANK": 1,
     "RANKS": 4,
@@ -48,7 +50,16 @@ FLAGS = {
 }
 PLAIN = {"SCALES": 0, "SCALE_BLOCK": 1, "ROUNDS": "", "SMALLEST": 1e-10}
 GIVE = {"RANK": 1, "RANKS": 4, "TOP_K": 8, "WIDTH": 8}
-ANSWERS = {**PACKETS, "RANKS": 4, "PART": 128, "LANES": 4, "DTYPE": None, "TAKE": False}
+ANSWERS = {
+    **PACKETS,
+    "RANKS": 4,
+    "ROUTES": 8,
+    "sent_weights": None,
+    "PART": 128,
+    "LANES": 4,
+    "DTYPE": None,
+    "TAKE": False,
+}
 REDUCE = {"TOP_K": 8, "WEIGHTED": True, "TURNS": 4, "BLOCK": 1024, "PDL": True}
 TYPES = {
     "x": "*i32", "x_scale": "*i32", "input_scale": "fp32", "ids": "*i64", "weights": "*fp32", "peers": "*i64",
@@ -91,8 +102,8 @@ def _even(name: str) -> bool:
     (bulk._give, {**GIVE, "NUMBERS": 1024, "BLOCK": 1024, "ROUNDS": False}, 4, 2),
     (bulk._give, {**GIVE, "NUMBERS": 2048, "BLOCK": 2048, "ROUNDS": True}, 4, 1),
     (low_latency._send, {**PACKETS, **PLAIN, **TABLES, "MOST": 0, "TAKE": False}, 4, 2),
-    (low_latency._receive, {**ANSWERS, "ROUNDS": False}, 4, 2),
-    (low_latency._receive, {**ANSWERS, "ROUNDS": True}, 4, 2),
+    (low_latency_answers._receive, {**ANSWERS, "ROUNDS": False}, 4, 2),
+    (low_latency_answers._receive, {**ANSWERS, "ROUNDS": True}, 4, 2),
     (route_sort._reduce, {**REDUCE, "number": None}, 2, 2),
     (route_sort._reduce, {**REDUCE, "number": None, "rounded": True}, 2, 1),
     (route_sort._reduce, REDUCE, 2, 4),

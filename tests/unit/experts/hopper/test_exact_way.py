@@ -40,8 +40,8 @@ def ways(scaling: str, rows: int, exact: bool, activation: str = "swiglu") -> li
         hopper_moe(
             torch.zeros(rows, HIDDEN).to(BF16), torch.zeros(1 << 24, dtype=torch.uint8), scaling,
             torch.zeros(rows, HIDDEN).to(BF16), None, None, BF16, torch.zeros(rows, 1, dtype=torch.int32), 0, None,
-            None, None, None, None, *weights, SCALES[scaling], [], activation, 0.0, 0.0, 1.0, 1 << 14, 0, exact, None,
-            0, 1, 0, None, 0, launch=lambda *_, **__: None,
+            None, None, None, None, *weights, SCALES[scaling], [], activation, 0.0, 0.0, 1.0, 1 << 14, 0, exact, False,
+            None, 0, 1, 0, None, 0, launch=lambda *_, **__: None,
         )  # fmt: skip
     return taken
 
