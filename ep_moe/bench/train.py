@@ -11,6 +11,7 @@ by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index
 torchtitan   (where it is installed) its layer over MinimalAsyncEP, whose buffers hold all rows that can arrive: none is
              dropped. It is computed again in backward, as its trainer demands, eager and compiled; and "4 buffers":
              nothing again, with more buffers than it has. See train_torchtitan.py
+exact        (--exact) the "auto" pair with ExpertsOptions(exact=True)
 float8       (--float8) products in E4M3, but for the matrices' gradients
 CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
 experts      (--rows) the kernel's own step, without transport, on one rank that holds --slots experts
@@ -283,13 +284,16 @@ def main() -> list[Line]:
     parser.add_argument("--by-hand", nargs="*", choices=list(BY_HAND), default=list(BY_HAND))
     parser.add_argument("--torchtitan", nargs="*", choices=list(WAYS), default=list(WAYS), help="where it is installed")
     parser.add_argument("--float8", action="store_true", help='the "auto" pair with ExpertsOptions(float8=True) too')
+    parser.add_argument("--exact", action="store_true", help='the "auto" pair with ExpertsOptions(exact=True) too')
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--steps", type=positive, default=10, help="that are timed")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.LAUNCHED)
     check(asked)
-    options = Options(asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan)
+    options = Options(
+        asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact
+    )
     console, lines = Console(width=160), list[Line]()
     with EPContext.from_torchrun() as context:
         rates = measure_rates(context.device) if context.device.type == "cuda" else None

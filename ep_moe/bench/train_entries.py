@@ -128,7 +128,8 @@ COMPARED = 8  # experts, spread over the slots: gradients of all of them would t
 @dataclass(frozen=True)
 class Options:
     """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
-    "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`"""
+    "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`; exact: also layers of the "auto" pair
+    with `ExpertsOptions.exact`"""
 
     experts: str = AUTO
     transports: Sequence[str] = ()
@@ -136,6 +137,7 @@ class Options:
     steps: int = 10
     float8: bool = False
     torchtitan: Sequence[str] = ()
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tu
             entries.append(ours(f"{' + '.join(pair)}{', auto' if transport == AUTO else ''}", layer, over(layer)))
     first = next(iter(layers.values()), None)
     if first is not None:
-        entries += float8_entries(context, context, config, options, over)
+        entries += auto_entries(context, context, config, options, over, exact=options.exact)
         entries += by_hand(context, config, context, first, options)
     return entries, first
 
@@ -199,25 +201,28 @@ def experts_entries(context: EPContext, own: EPContext, config: MoEConfig, optio
     if layer is None:
         return []
     entries = [ours(layer.choice.experts, layer, alone(layer))]
-    entries += float8_entries(context, own, config, options, alone)
+    entries += auto_entries(context, own, config, options, alone)
     return [*entries, *by_hand(context, config, own, layer, options)]
 
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def float8_entries(
-    outer: EPContext, context: EPContext, config: MoEConfig, options: Options, call: Callable[[MoELayer], Call]
-) -> list[Entry]:
-    """The "auto" pair by products in E4M3, where that is asked for. outer: of all ranks; context: of the layer"""
-    if not options.float8:
-        return []
-    make = partial(built, context, config, AUTO, options, ExpertsOptions(float8=True))
-    layer = attempt(outer, "a layer in float8", make)
-    if layer is None:
-        return []
-    entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, float8", layer, call(layer))
-    return [replace(entry, allowed=FLOAT8_ERROR)]
+def auto_entries(
+    outer: EPContext, context: EPContext, config: MoEConfig, options: Options, call: Callable[[MoELayer], Call], *,
+    exact: bool = False,
+) -> list[Entry]:  # fmt: skip
+    """The "auto" pair by products in E4M3, and with exact=True, where that is asked for. outer: of all ranks; context:
+    of the layer"""
+    ways = [("float8", ExpertsOptions(float8=True), FLOAT8_ERROR)] if options.float8 else []
+    ways += [("exact", ExpertsOptions(exact=True), ERROR)] if exact else []
+    entries = []
+    for name, how, allowed in ways:
+        layer = attempt(outer, f"a layer with {name}", partial(built, context, config, AUTO, options, how))
+        if layer is not None:
+            entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, {name}", layer, call(layer))
+            entries.append(replace(entry, allowed=allowed))
+    return entries
 
 
 def built(
