@@ -1,12 +1,12 @@
 // The grouped products of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e; with TURNED
 // out[r] = a[r] @ b[e]; with OVER_ROWS out[e] = the sum over its rows r of a[r].T @ b[r], where b is called weights here.
-// With GATHER (not OVER_ROWS) a[source[r]] is read for row r.
+// With GATHER (not OVER_ROWS) a[source[r]] is read for row r; with AWAY row r is written to addresses[r] instead.
 //
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, BIASED, TURNED, OVER_ROWS, GATHER, and the
-// name of the activation, if there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, and
+// the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -162,6 +162,7 @@ struct Out {
   const float* row_scale;
   const float* channel_scale;  // of the expert
   const unsigned short* bias;  // bf16, of the expert
+  const u64* addresses;        // of all rows
 };
 
 // Scales of a tile's rows: a lane has those of row `lane`, `lane` + 32 and so on, and shows them to its warp.
@@ -318,7 +319,10 @@ __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Wal
     each([&](const uint4& v, int row, int box, int part) {
       const int column = (tiles.column * GROUPS + to.group) * COLUMNS + (box * ACROSS + part * 16) / OUT_BYTES;
       const u64 line = (u64)(OVER_ROWS ? tiles.expert * tiles.across : 0) + tiles.row + start + row;
-      if (start + row < tiles.count && column < to.n) *(uint4*)(to.memory + (line * to.n + column) * OUT_BYTES) = v;
+      if (start + row < tiles.count && column < to.n) {
+        char* const own = AWAY ? (char*)__ldg(to.addresses + line) : to.memory + line * to.n * OUT_BYTES;
+        *(uint4*)(own + column * OUT_BYTES) = v;
+      }
     });
   }
 }
@@ -462,12 +466,12 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
 // With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights. bias, with
 // BIASED: of each row of weights, added to the scaled sums.
-// With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a.
+// With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a. With AWAY: addresses: of rows.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
                 char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
                 const unsigned short* bias, float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit,
-                const char* gathered, const int* source, int row_bytes) {
+                const char* gathered, const int* source, int row_bytes, const u64* addresses) {
   extern __shared__ __align__(1024) char memory[];
   const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
   char* chunks = memory + stages * stage_bytes;
@@ -486,7 +490,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
       copy(weights, wide, step, ring, tiles, units, k_blocks, Gathered(gathered, source, row_bytes));
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHER ? 224 : 232));  // 168 of each thread are all there are
-    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale, bias};
+    Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale, bias, addresses};
     while (tiles.next()) {
       float scale = a_factor, factor = 1.0f;
       if (a_scale && !SCALED_ROWS) scale *= a_scale[tiles.expert * a_step];

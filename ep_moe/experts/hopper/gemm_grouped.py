@@ -71,7 +71,8 @@ def _programs(w: Tensor, spare_sms: int) -> int:
 def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | RowScales | None = None,
-    turned: bool = False, source: Tensor | None = None, bias: Tensor | None = None, launch: Launch = at_once,
+    turned: bool = False, source: Tensor | None = None, bias: Tensor | None = None, addresses: Tensor | None = None,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
 
@@ -82,6 +83,7 @@ def grouped_gemm(
     out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
         `scales.out` is given
     bias: bf16, contiguous [L, N], added to the scaled sums of an out in bf16
+    addresses: int64 [M] or None, where row r is written instead, on this GPU or a peer
     spare_sms: multiprocessors that are left free; launch: how it is launched
     """
     experts, rows, k = (len(b), b.shape[2], b.shape[1]) if turned else b.shape
@@ -100,11 +102,12 @@ def grouped_gemm(
         *((number, c_int) for number in (tiles.rows, tiles.stages)),
         *((number, c_float) for number in (alpha, limit)),
         *_gathered(a, source),
+        (0 if addresses is None else addresses.data_ptr(), c_void_p),
     ]
     form = options(
         itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales),
         channels=isinstance(scales, RowScales) and scales.per_channel, biased=bias is not None, turned=turned,
-        gather=source is not None,
+        gather=source is not None, away=addresses is not None,
     )  # fmt: skip
     function = nvrtc.kernel(source_text(itemsize, "turned" if turned else ""), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
@@ -128,6 +131,7 @@ def weight_gradient(
         *((number, c_int) for number in (0, 1, experts, rows, n, across, 0, tiles.rows, tiles.stages)),
         *((0.0, c_float) for _ in range(2)),
         *_gathered(a, None),
+        (0, c_void_p),
     ]
     form = options(2, 2, None, over_rows=True)
     function = nvrtc.kernel(source_text(2, "over_rows"), "gemm_grouped", form, a.device.index)
@@ -155,13 +159,13 @@ def shared_bytes(tiles: Tiles, experts: int) -> int:
 
 def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
-    biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,
+    biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False, away: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """What `source_text` is compiled with."""
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
     given |= {"CHANNELS": int(channels), "BIASED": int(biased)}
-    given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather)}
+    given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather), "AWAY": int(away)}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 

@@ -53,12 +53,13 @@ class Lists:
     """Pairs by expert, as `group_pairs` leaves them.
 
     source: int32 [N * K], the row of each; slots: int32 [N, K], where each route's pair is; ends: int32 [L], one past
-    each expert's last
+    each expert's last; addresses: int64 [N * K], where each goes home, a row for each route, or None
     """
 
     source: Tensor
     slots: Tensor
     ends: Tensor
+    addresses: Tensor | None = None
 
 
 def passes(rows: int, most: int, home: Home | None, returned: int = 1) -> list[tuple[slice, Home | None]]:
@@ -129,6 +130,7 @@ def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
         "slots": ((num_pairs,), torch.int32),
         "ends": ((num_experts,), torch.int32),
         "sorting": ((group_workspace(num_pairs, num_experts),), torch.int32),
+        "addresses": ((num_pairs,), torch.int64),
     }
 
 
@@ -138,13 +140,14 @@ def _pairs_per_program(num_pairs: int, programs: int) -> int:
 
 def list_pairs(
     own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, soon: bool = False,
-    ids_ready: IdsReady | None = None, launch: Launch = at_once,
+    ids_ready: IdsReady | None = None, home: Home | None = None, row_bytes: int = 0, launch: Launch = at_once,
 ) -> Lists:  # fmt: skip
-    """`group_pairs` into tensors of `list_shapes`."""
-    lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"])
+    """`group_pairs` into tensors of `list_shapes`. home: with addresses there, of rows of so many bytes"""
+    addresses = None if home is None else own["addresses"]
+    lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"], addresses)
     group_pairs(
         ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, soon=soon,
-        ids_ready=ids_ready, launch=launch,
+        ids_ready=ids_ready, home=home, addresses=addresses, row_bytes=row_bytes, launch=launch,
     )  # fmt: skip
     return lists
 
@@ -152,7 +155,7 @@ def list_pairs(
 def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
     base: int = 0, weights: Tensor | None = None, soon: bool = False, ids_ready: IdsReady | None = None,
-    launch: Launch = at_once,
+    home: Home | None = None, addresses: Tensor | None = None, row_bytes: int = 0, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
 
@@ -163,13 +166,19 @@ def group_pairs(
     workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
     soon: start before the kernel ahead has ended, and let the next one, where one launch does it all
     ids_ready: of `types.WireIds`, if rows may still travel: one launch does it all, beside them
+    addresses: int64 [N * K] or None, where each sorted pair's row of `row_bytes` belongs, if each has one of its own at
+        `home`
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
         ends.zero_()
         return
     lanes, ranks = next_power_of_2(num_experts), 1 if ids_ready is None else len(ids_ready[0])
-    found, lists = (ids, weights, base), (source_row, slots, ends, pairs, num_experts, top_k)
+    to: tuple[Tensor | int | None, ...] = (None, None, 0, 1, 0, 0)
+    if addresses is not None:
+        assert home is not None
+        to = (addresses, home.addresses, home.offset, home.bound, home.first, row_bytes)
+    found, lists = (ids, weights, base), (source_row, slots, ends, pairs, num_experts, top_k, *to)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     place = given | {"BLOCKS": max(1, min(128, 8192 // lanes)), "RANKS": ranks, "LANES": next_power_of_2(ranks)}
     most = max(16, 16384 // lanes)  # that a program can place at once
@@ -268,7 +277,8 @@ def _sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
 @Waiting
 @triton.jit
 def _place_pairs(
-    ids, weights, base, ids_ready, sequence, counts, totals, source_row, slots, ends, pairs, experts, top_k,
+    ids, weights, base, ids_ready, sequence, counts, totals, source_row, slots, ends, pairs, experts, top_k, addresses,
+    peers, offset, bound, first, row_bytes,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr,
     WEIGHTED: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -307,6 +317,10 @@ def _place_pairs(
         valid = (expert >= 0) & (expert < experts)
         tl.store(slots + pair, tl.where(valid, slot, -1), mask=pair < pairs)
         tl.store(source_row + slot, pair // top_k, mask=valid)
+        if addresses is not None:
+            row = (first + pair).to(tl.int64)
+            start = tl.load(peers + row // bound, mask=valid, other=0) + offset
+            tl.store(addresses + slot, start + row % bound * row_bytes, mask=valid)
         place += tl.sum(mine, 0)
     if ids_ready is not None:
         pdl_wait(PDL)

@@ -83,6 +83,7 @@ class Scaling(ABC):
     """One scheme's part of a step, for one call. `own` is the scratch memory that `scratch` named."""
 
     names: ClassVar[tuple[str, ...]] = ()  # of the parameters that `Products.scales` holds, in order
+    goes_home: ClassVar[bool] = True  # `grouped` heeds `Lists.addresses`
 
     def __init__(self, products: Products) -> None:
         self.products = products
@@ -160,7 +161,8 @@ class Scaling(ABC):
         gemm_streaming.product(act.x, p.w2, lists, own["y"], ring, **self.of_second(act), launch=p.launch)
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
-        """Both products of many rows, sorted ones, into own["y"]. expected: rows of all experts"""
+        """Both products of many rows, sorted ones, into own["y"], or to `lists.addresses`. expected: rows of all
+        experts"""
         p, spare = self.products, self.products.spare_sms
         first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None)
         second = gemm_grouped.tiles_for(each, p.w2, spare)
@@ -169,7 +171,9 @@ class Scaling(ABC):
         given = {**activated, **self.of_first(rows), **how, "source": rows.source}
         gemm_grouped.grouped_gemm(rows.x, p.w13, lists.ends, out, first, **given)
         act = self.between(own, lists.ends[-1:], False)
-        gemm_grouped.grouped_gemm(act.x, p.w2, lists.ends, own["y"], second, **self.of_second(act), **how)
+        gemm_grouped.grouped_gemm(
+            act.x, p.w2, lists.ends, own["y"], second, addresses=lists.addresses, **self.of_second(act), **how
+        )
 
 
 class Unscaled(Scaling):

@@ -147,6 +147,7 @@ class BlockScaled(Scaling):
     found here or come with the rows. In fp16 too, and for rows that are grouped already."""
 
     names = ("w13_scale", "w2_scale")
+    goes_home = False
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:

@@ -170,13 +170,20 @@ def _pass(
     soon = ring is not None  # weights are fetched while routes are sorted
     if soon:
         rows = step.rounded(rows, own)
-    lists = route_sort.list_pairs(own, *found, slots, soon=soon, ids_ready=coming, launch=launch)
+    # a row for each route goes home by the second product itself
+    goes = per_route and step.goes_home and cut is None and not soon and home is not None and home.number is None
+    lists = route_sort.list_pairs(
+        own, *found, slots, soon=soon, ids_ready=coming, home=home if goes else None, row_bytes=hidden * out.itemsize,
+        launch=launch,
+    )  # fmt: skip
     if cut is not None:
         step.few(step.rounded(rows, own), found, cut, lists, own)
     elif ring is not None:
         step.streamed(rows, lists, ring, own)
     else:
         step.grouped(step.sorted(rows, lists, own), lists, each, total, own)
+        if goes:
+            return
     route_sort.reduce(
         own["y"], *found, slots, out, slots=lists.slots, home=home, soon=soon, per_route=per_route, launch=launch
     )

@@ -79,7 +79,7 @@ def in_parts(tokens: int):
     def dispatch(x, *_, **__):
         number = len([event for event in events if event.startswith("send")])
         events.append(f"send {number}")
-        return SimpleNamespace(x=torch.zeros(5, 16), handle=number, out=None, peer_out="peers")
+        return SimpleNamespace(x=torch.zeros(5, 16), handle=number, out=None, peer_out="peers", per_route=False)
 
     def give(y, handle, out):
         events.append(f"give {handle}")

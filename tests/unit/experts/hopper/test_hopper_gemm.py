@@ -83,6 +83,15 @@ def test_products_of_training_compile_for_hopper_without_a_word(mode):
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize(("itemsize", "scaled"), [(2, {}), (2, {"biased": True}), (1, {}), (1, CHANNELS)])
+def test_rows_that_go_home_compile_for_hopper_without_a_word(itemsize, scaled):
+    form = gemm_grouped.options(itemsize, 2, None, away=True, **scaled)
+    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(itemsize), form)
+    assert 0 < len(binary) < 105 * 1024
+    assert words == ""
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 def test_what_does_not_compile_says_where():
     with pytest.raises(RuntimeError, match="undefined"):
         nvrtc.compile_kernels("__global__ void kernel() { undefined(); }")
