@@ -43,7 +43,14 @@ class TableEntry:
 
 
 def returns_routes(choice: explain.BackendChoice) -> bool:
-    """Whether a pair brings back what each route of a token gave, as a row of its own (`DispatchShape.per_route`)."""
+    """Say whether a pair brings back what each route of a token gave, as a row of its own (`DispatchShape.per_route`).
+
+    Args:
+        choice: Transport and kernel.
+
+    Returns:
+        Whether both can.
+    """
     transport, kernel = registry.load("dispatchers", choice.all2all), registry.load("experts", choice.experts)
     return bool(transport.capabilities.per_route and kernel.capabilities.per_route)
 

@@ -282,13 +282,15 @@ def test_given_routes_without_an_expert_add_nothing(world_size):
 ON_HOPPER = {"bf16_triton": "none", "fp8_channel_triton": "fp8_channel"}
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs GPUs of compute capability 9.0",
+)
 @distributed(2, 4)
 @torch.no_grad()
 def test_hopper_kernels_over_transports_in_eager_calls_and_replays(world_size):
     """Tokens of few and of many rows, eagerly and as the graphs that repeated calls become, to one process's bits."""
     device = rank_device()
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("Hopper's kernels need compute capability 9.0")
     config = dataclasses.replace(SOFTMAX, hidden_size=1024, intermediate_size=256, num_experts=16, top_k=6)
     x = torch.randn(600, 1024, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
     for experts, scheme in ON_HOPPER.items():
