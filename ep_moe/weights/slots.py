@@ -17,7 +17,7 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import Changes, Expert, Joined, etp_parameter, local, parts_of, split_parts
+from ep_moe.weights.parts import Changes, Expert, ExpertModules, Joined, etp_parameter, local, parts_of, split_parts
 from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, lora_refusal
 
 Result = TypeVar("Result")
@@ -48,6 +48,7 @@ class ExpertSlots(nn.Module):
         trainable: bool = True,
     ) -> None:
         super().__init__()
+        self.__dict__["_modules"] = ExpertModules()
         self.config = config
         self.ep_rank = ep_rank
         self.etp = etp or RankGroup.alone()
@@ -291,8 +292,7 @@ class ExpertSlots(nn.Module):
             device = self._slots["w13"].device.type
             ranks = torch.tensor(self.etp.ranks, device="cpu")
             self._mesh = DeviceMesh.from_group(self.etp.group, device, mesh=ranks, mesh_dim_names=("etp",))
-        for name in [name for name in self._modules if name.isdigit()]:
-            del self._modules[name]
+        modules: dict[str, Expert] = {}
         for expert, (first, *_) in self.held.items():
             module = Expert(self._changes)
             for name, tensor in self._slots.items():
@@ -302,7 +302,8 @@ class ExpertSlots(nn.Module):
                     if self.gradient_sum.ep.size > 1:
                         guard_optimizers(parameter)
                     views.append((parameter, view))
-            self.add_module(str(expert), module)
+            modules[str(expert)] = module
+        cast("ExpertModules", self._modules).hold(modules)
         self._set_views(views)
 
     def add_lora(self, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
