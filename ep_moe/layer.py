@@ -229,6 +229,9 @@ class MoELayer(LayerParts):
             with self._stage("gather"):
                 out = flow.etp_reduce(out, call)
                 out = flow.tp_gather(out if shared is None else (out + shared).to(out.dtype), call)
+        if out.requires_grad:
+            # no view to autograd: FSDP2's hook on a module's result is lost where a caller writes into a view in place
+            return cast("Tensor", torch.ops.aten._unsafe_view.default(out, shape))
         return out.view(shape)
 
     def _carried(self) -> str:
