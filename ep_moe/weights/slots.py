@@ -17,7 +17,17 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import Changes, Expert, ExpertModules, Joined, etp_parameter, local, parts_of, split_parts
+from ep_moe.weights.parts import (
+    Changes,
+    Expert,
+    ExpertModules,
+    Joined,
+    etp_parameter,
+    local,
+    part_names,
+    parts_of,
+    split_parts,
+)
 from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, lora_refusal
 
 Result = TypeVar("Result")
@@ -374,6 +384,12 @@ class ExpertSlots(nn.Module):
             expert, _, part = name.partition(".")
             cast("Expert", self._modules[expert])._parameters[part] = kept
         self._set_views([(p, view) for (_, p), (_, view) in zip(self._of_experts(), self._views, strict=True)])
+
+    @property
+    def parameter_kinds(self) -> list[str]:
+        """The last part of parameters' names, such as "w1": the same list on all ranks."""
+        kinds = part_names(self.names, self.config.activation.gated) if self.named else list(self.names)
+        return kinds if self.lora is None else [*kinds, *dict(self.lora.named_parameters())]
 
     def _of_experts(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of experts by name, without factors beside them."""
