@@ -28,7 +28,7 @@ from ep_moe.weights.parts import (
     parts_of,
     split_parts,
 )
-from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, lora_refusal
+from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, leave_behind, lora_refusal
 
 Result = TypeVar("Result")
 _VERSION = attrgetter("_version")  # how often a tensor was written
@@ -351,8 +351,14 @@ class ExpertSlots(nn.Module):
     def set_expert_map(self, expert_map: ExpertMap) -> None:
         """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
         assert self.lora is None, "factors do not move"
-        self.expert_map = expert_map
-        self._name_experts(requires_grad=any(p.requires_grad for p in self.parameters()))
+        self.expert_map, before = expert_map, dict(self.named_parameters())
+        learns = {name: parameter.requires_grad for name, parameter in before.items()}
+        self._name_experts(requires_grad=any(learns.values()))
+        if self.named:
+            kinds = {name.partition(".")[2] for name, wanted in learns.items() if wanted}
+            for name, parameter in self.named_parameters():  # an expert that arrives learns as those here did
+                parameter.requires_grad_(learns.get(name, name.partition(".")[2] in kinds))
+            leave_behind(before.values(), self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""
@@ -378,6 +384,8 @@ class ExpertSlots(nn.Module):
             old, kept = before[name], made
             if self._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
                 old.data, kept = view, old  # optimizers hold the parameter itself
+            else:
+                leave_behind([old], self)
             kept.requires_grad_(old.requires_grad)
             if old.grad is not None:
                 kept.grad = fn(old.grad)
