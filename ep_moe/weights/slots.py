@@ -267,6 +267,15 @@ class ExpertSlots(nn.Module):
         if not own:
             self._seen -= 1
 
+    def lora_problem(self) -> str | None:
+        """None, or that a call would leave out gradients that are asked for: with factors, these alone have some."""
+        if self.lora is None or not torch.is_grad_enabled() or not any(p.requires_grad for p in self._on_views):
+            return None
+        return (
+            "expert_weights has LoRA factors, which are trained without the matrices, and some matrices require "
+            "gradients; call requires_grad_(False) on these, or merge_lora of ep_moe.integrations.lora before training"
+        )
+
     def replaced_problem(self) -> str | None:
         """None, or that a parameter was replaced by one that kernels cannot read, as by hooks that offload it and bring
         it back for a call of its own module."""

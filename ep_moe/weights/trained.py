@@ -198,7 +198,10 @@ class ExpertLora(nn.Module):
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """A and B of a stored matrix."""
-        return self.get_parameter(f"lora_A_{name}"), self.get_parameter(f"lora_B_{name}")
+        a, b = (self._parameters[f"lora_{factor}_{name}"] for factor in "AB")  # `functional_call` puts any tensor there
+        assert a is not None
+        assert b is not None
+        return a, b
 
     def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the stored tensors [L, ...], updated where `enabled`: new memory for each matrix that has factors."""
