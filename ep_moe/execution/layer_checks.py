@@ -139,7 +139,8 @@ class RankChecks:
         warnings.warn(
             f"{layer.name}: {name} differs from the other ranks' after {number} backward calls, so that ranks "
             f"train different models; average gradients before each optimizer step with "
-            f"ep_moe.training.sync_gradients(model, context), or wrap the model as docs/how-to/training.md shows",
+            f"ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, or "
+            f"wrap the model as docs/how-to/training.md shows",
             UserWarning,
             stacklevel=2,
         )

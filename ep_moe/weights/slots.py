@@ -99,6 +99,12 @@ class ExpertSlots(nn.Module):
         self._name_experts(requires_grad=True)
         self.reset_parameters()
 
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "expert_weights is neither copied nor pickled: its groups are not; copy its state_dict() or "
+            "named_parameters()"
+        )
+
     def reset_parameters(self) -> None:
         """What fresh experts hold."""
         raise NotImplementedError

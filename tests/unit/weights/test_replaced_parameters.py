@@ -110,6 +110,11 @@ def test_an_experts_module_is_not_replaced(context, way):
     assert list(layer.expert_weights.named_children()) == before
 
 
+def test_expert_weights_are_not_copied(context):
+    with pytest.raises(ConfigError, match=r"neither copied nor pickled.*state_dict"):
+        copy.deepcopy(made(context).expert_weights)
+
+
 def test_a_dict_of_parameters_is_assigned_or_refused(context):
     layer, x = made(context), rows_of(9)
     expert = layer.expert_weights.get_submodule("3")
