@@ -37,6 +37,7 @@ from ep_moe.experts.fused.base import (
 from ep_moe.layer_parts import LayerParts
 from ep_moe.parallel.rank_group import NO_GRADIENTS
 from ep_moe.parallel.token_flow import Share
+from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import aligned, elsewhere, on_device
 from ep_moe.runtime.profiling import stage
@@ -229,12 +230,22 @@ class MoELayer(LayerParts):
             with self._stage("gather"):
                 out = flow.etp_reduce(out, call)
                 out = flow.tp_gather(out if shared is None else (out + shared).to(out.dtype), call)
+        if out.requires_grad:
+            # no view to autograd: FSDP2's hook on a module's result is lost where a caller writes into a view in place
+            return cast("Tensor", torch.ops.aten._unsafe_view.default(out, shape))
         return out.view(shape)
 
     def _carried(self) -> str:
-        """What decides the sizes of all that a call exchanges; the ranks compare it."""
-        alone = torch.compiler.is_compiling() or self.context.flight_recorder.alone
-        return "" if alone else self._dispatch_shape().described
+        """What decides the sizes of all that a call exchanges, and where rows go; the ranks compare it."""
+        if torch.compiler.is_compiling() or self.context.flight_recorder.alone:
+            return ""
+        shape = self._dispatch_shape()
+        expert_map = cast("Placement", self._modules["placement"]).expert_map  # without a module's walk
+        of_shape, of_map, text = self._carried_last
+        if of_shape is not shape or of_map is not expert_map:
+            text = f"{shape.described}, expert_map={expert_map.digest}"
+            self._carried_last = shape, expert_map, text
+        return text
 
     def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
         """What a call is differentiated by, where more ranks than the EP group must go backward together."""

@@ -77,6 +77,7 @@ class LayerParts(nn.Module):
         self._fixed = self._table.fixed
         self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
         self._shapes: dict[Any, DispatchShape] = {}
+        self._carried_last: tuple[DispatchShape | None, ExpertMap | None, str] = None, None, ""
         self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
         kernel = registry.load("fused" if self.choice.all2all == INSIDE else "experts", self.choice.experts)
         self._make_modules(kernel, expert_map, asked)
@@ -154,7 +155,7 @@ class LayerParts(nn.Module):
         return self
 
     def _carried(self) -> str:
-        """What decides the sizes of all that a call exchanges; the ranks compare it."""
+        """What decides the sizes of all that a call exchanges, and where rows go; the ranks compare it."""
         raise NotImplementedError
 
     @property
@@ -230,6 +231,7 @@ class LayerParts(nn.Module):
         except ConfigError:
             return  # keys that are missing are reported
         self.expert_weights.set_expert_map(saved)
+        self._checks.adopted_map(self)
 
     # --- what a user asks ----------------------------------------------------------------------------------------
 

@@ -77,17 +77,15 @@ class Agreeing(NamedTuple):
     """How the bound of a call is found before it is replayed, where ranks agree on it in each call.
 
     like: one that was recorded under any bound: calls that it could serve may be replayed
-    carried: as `MoELayer._carried` has it
     """
 
     like: RecordedCall
     dispatcher: Dispatcher
-    carried: str
 
-    def bound(self, name: str, x: Tensor, tokens: int) -> int:
-        """Of this rank's call of the layer `name`, as `MoELayer.run` finds it on ranks that do not replay."""
+    def bound(self, layer: Layer, x: Tensor, tokens: int) -> int:
+        """Of this rank's call of the layer, as `MoELayer.run` finds it on ranks that do not replay."""
         flight_recorder = self.dispatcher.rank_group.flight_recorder
-        flight_recorder.enter(name, self.carried)
+        flight_recorder.enter(layer.name, layer._carried())
         try:
             return self.dispatcher.call_bound(tokens, x.device, gradients={"x": x, "routing.weights": x})
         finally:
@@ -128,6 +126,10 @@ class CallGraphs:
         Each line of it is host time of an eager call."""
         if torch.compiler.is_compiling() or not self._calls or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
+        modules: Any = layer._modules  # a module's attributes are found by a walk
+        placed, held = modules["placement"].expert_map, modules["expert_weights"].expert_map
+        if layer._checks.due or (placed is not held and placed != held):  # an eager call tells
+            return None
         context, device, routed = self._context, x.device, routing is not None
         bound, stream, tokens = context._current_limit, current_stream(device), x.numel() // self._hidden
         stages = context._stage_times
@@ -151,7 +153,7 @@ class CallGraphs:
             if busy or layer.placement.invalid_ids.word.value != NO_ID:
                 continue
             if agreeing is not None:
-                bound = agreeing.bound(layer.name, x, tokens)
+                bound = agreeing.bound(layer, x, tokens)
                 found = self._calls.get((mode, bound, *key[2:]))
                 if found is None:
                     continue
@@ -253,7 +255,7 @@ class CallGraphs:
             if call is not None and self._context.layout.rank == 0:
                 _log.info("%s: calls of at most %d tokens are replayed as a CUDA graph from now on", layer.name, bound)
             if call is not None and self._context._current_limit is None:
-                self._agreeing[key[2:]] = Agreeing(call, layer._dispatcher(), layer._carried())
+                self._agreeing[key[2:]] = Agreeing(call, layer._dispatcher())
             return
         self._make_room()
         self._calls[key] = None

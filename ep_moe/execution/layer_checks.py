@@ -35,10 +35,14 @@ _WRAPPED = (
 
 
 class RankChecks:
-    """Of one layer. `first_call` looks once; backward looks at its calls number 2, 4, 8 and so on."""
+    """Of one layer. `first_call` looks once; backward looks at its calls number 2, 4, 8 and so on.
+
+    due: whether the next call is to compare ranks
+    """
 
     def __init__(self, layer: ComparedLayer) -> None:
-        self._done = layer.context.layout.lockstep == 1  # nothing to compare
+        self.due = layer.context.layout.lockstep > 1  # else there is nothing to compare
+        self._adopted = False
         self.saw_ids = False  # valid ones, in some call
         self.forwards = 0  # that began, of which some may have ended by an exception
         self.eager = 0  # of these, that no graph served, those too that ended before
@@ -85,19 +89,30 @@ class RankChecks:
 
     def look_again(self, layer: ComparedLayer) -> None:
         """As `first_call`, though the layer was called before: its weights are others now."""
-        self._done = layer.context.layout.lockstep == 1
+        self.due = layer.context.layout.lockstep > 1
         self.first_call(layer)
+
+    def adopted_map(self, layer: ComparedLayer) -> None:
+        """A loaded state has put another map in force, on all ranks or, wrongly, on some. Calls over fixed buffers
+        compare nothing with their peers': the next one is to compare as the first one did."""
+        if layer._fixed and not self.due:
+            self.due = self._adopted = layer.context.layout.lockstep > 1
 
     def first_call(self, layer: ComparedLayer) -> None:
         """Raise InputError on all ranks of the layer's first call unless they hold alike what they should. Waits for
         the device, and so not inside a graph capture."""
-        if self._done:
+        if not self.due:
             return
         if torch.compiler.is_compiling() or capturing(layer.context.device):
             return
+        if self._adopted:  # peers that did not would meet the comparison by a dispatch
+            found, ranks = layer.placement.expert_map.digest, layer.context.rank_groups["lockstep"].ranks
+            what = f"{layer.name}: a call under the expert map of a loaded state_dict"
+            layer.context.flight_recorder.meet(f"{layer.name}/map/{found}", ranks, what)
+            self._adopted = False
         with layer.context._entered(layer.name, layer._carried()), torch.no_grad():
             compare_ranks(layer, self.wrapper_problem(layer))
-        self._done = True
+        self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 
     def after_steps(self, layer: ComparedLayer | None, kind: str) -> None:
@@ -124,7 +139,8 @@ class RankChecks:
         warnings.warn(
             f"{layer.name}: {name} differs from the other ranks' after {number} backward calls, so that ranks "
             f"train different models; average gradients before each optimizer step with "
-            f"ep_moe.training.sync_gradients(model, context), or wrap the model as docs/how-to/training.md shows",
+            f"ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, or "
+            f"wrap the model as docs/how-to/training.md shows",
             UserWarning,
             stacklevel=2,
         )
@@ -186,7 +202,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
-        problem = _transform_problem(layer) or held.replaced_problem()
+        problem = _transform_problem(layer) or held.replaced_problem() or held.lora_problem()
     if problem is None and not torch.compiler.is_compiling():
         problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
         problem = problem or _inference_problem(layer, x)

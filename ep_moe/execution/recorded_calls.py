@@ -22,6 +22,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.execution.cuda_graph import CallGraph, Given, Recorder
 from ep_moe.execution.graph_inputs import CallSignature, InputMemory, Inputs
+from ep_moe.execution.layer_checks import RankChecks
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.experts.shared_experts import SharedExperts
@@ -49,6 +50,7 @@ class Layer(Protocol):
     expert_weights: ExpertWeights
     router: Any
     shared_experts: Any
+    _checks: RankChecks
     _modules: dict[str, nn.Module | None]
 
     @property

@@ -289,6 +289,12 @@ class RankGroup:
             for rank in pair
         ]
         first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
+        if first.startswith("expert_map="):
+            raise InputError(
+                f"{self.flight_recorder.where}: the ranks have different expert maps in force, rank {pair[0]} and rank "
+                f"{pair[1]} at least; load state_dict, and call ExpertBalancer.step and Placement.update, on all ranks "
+                f"alike"
+            )
         raise InputError(
             f"{self.flight_recorder.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build "
             f"the layer "

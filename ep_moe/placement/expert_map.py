@@ -7,6 +7,7 @@ they see `R * slots_per_rank` experts."""
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -282,6 +283,11 @@ class ExpertMap:
         return self.logical_to_physical[expert][0] // self.slots_per_rank
 
     # --- on disk -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def digest(self) -> str:
+        """A few characters that tell maps apart."""
+        return f"{zlib.crc32(self.to_json().encode()):08x}"
 
     def to_json(self) -> str:
         """Write the map as text.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from ep_moe.checks import check_kind, check_not_negative, check_positive
 from ep_moe.context import EPContext
@@ -91,7 +92,8 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     Dense gradients are averaged by all-reduce. Under `DistributedDataParallel` or `fully_shard` the wrapper has
     averaged them, and this function leaves them alone. Expert gradients are sums over ranks already. The first call
     divides them, and from then on backward does. A second call, or one for each micro-batch, changes nothing but
-    rounding. Collective over the stage: all ranks call it.
+    rounding. Where an expert's gradient is not finite on one rank, one number of it is infinite on all ranks
+    afterwards, so that `torch.amp.GradScaler` skips the step on all. Collective over the stage: all ranks call it.
 
     Args:
         model: the model, wrapped or not, after `loss.backward()` of a loss that is a mean over this rank's tokens.
@@ -113,8 +115,14 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
                 if parameter.grad is not None:
                     parameter.grad.mul_(gradients_of.divisor / layout.token_ranks)
             gradients_of.divisor = layout.token_ranks
-    if wrapped:
-        return
+    if not wrapped:
+        _average(model, context)
+    if layout.stage > 1:
+        _share_overflow(model, context)
+
+
+def _average(model: nn.Module, context: EPContext) -> None:
+    """The dense gradients that no wrapper cuts."""
     gradients = []
     for parameter in dense_parameters(model):
         if parameter.requires_grad and not _is_cut(parameter):
@@ -125,9 +133,47 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         with context.flight_recorder.step("sync gradients", counted=False):
             context.rank_groups["stage"].all_reduce(flat)
-        flat /= layout.stage
+        flat /= context.layout.stage
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
+
+
+def _share_overflow(model: nn.Module, context: EPContext) -> None:
+    """Write an infinity into the experts' gradients of all ranks where one rank's are not finite.
+
+    `torch.amp.GradScaler` looks at a rank's own gradients: else that rank alone would skip the step and lower its
+    scale. Each kind of parameter of a layer by itself, since kinds may have optimizers of their own. Where some rank
+    has no gradient of a kind, a dense one says it on all ranks. Does not wait for the device.
+    """
+    kinds: list[dict[str, list[Tensor]]] = []
+    for weights in expert_weights_of(model):
+        found: dict[str, list[Tensor]] = {name: [] for name in weights.parameter_kinds}
+        for name, parameter in weights.named_parameters():
+            if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
+                found[name.rpartition(".")[2]].append(gradient)
+        kinds.append(found)
+    groups = [gradients for found in kinds for gradients in found.values()]
+    if not groups:
+        return
+    device = context.device
+    zero, one = torch.zeros((), device=device), torch.ones((), device=device)
+    overflows = [~get_total_norm(group, math.inf).isfinite().to(device) if group else zero for group in groups]
+    flags = torch.stack([torch.stack(overflows).float(), torch.stack([zero if group else one for group in groups])])
+    with context.flight_recorder.step("share overflows", counted=False):
+        context.rank_groups["stage"].all_reduce(flags, dist.ReduceOp.MAX)
+    for group, flag in zip(groups, flags[0], strict=True):
+        if group:
+            _make_infinite(group[0], flag)
+    dense = (local(p.grad) for p in dense_parameters(model) if p.grad is not None)
+    first = next((gradient for gradient in dense if gradient.numel()), None)
+    if first is not None:
+        _make_infinite(first, (flags[0] * flags[1]).max())
+
+
+def _make_infinite(gradient: Tensor, flag: Tensor) -> None:
+    """Its first number, where the flag is not 0."""
+    first = gradient[(0,) * gradient.dim()]
+    first.copy_(first.masked_fill(flag.to(first.device) > 0, math.inf))
 
 
 @torch.no_grad()

@@ -193,6 +193,14 @@ class ExpertWeights(ExpertSlots):
                     f"expert {logical_id}: {name} must be {dtype_name(dtype)} under quantization={self.scheme.name}, "
                     f"got {dtype_name(tensor.dtype)}; give numbers, which are quantized here, or codes of the scheme"
                 )
+            elif name in ("w13", "w2"):
+                scales = [other for other in (f"{name}_scale", f"{name}_global_scale") if other in specs]
+                missing = [other for other in scales if other not in tensors]
+                if missing:
+                    raise InputError(
+                        f"expert {logical_id}: {name} is codes, and {missing[0]} is missing: these codes belong to "
+                        f"scales of their own; give {' and '.join([name, *scales])} in one call, or numbers"
+                    )
 
     # --- saving and loading ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ logical expert and not the slot: what belongs to an expert has one name on every
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,21 +59,81 @@ class Changes:
         self.count = 0
 
 
-class _Watched(dict[str, Any]):
-    """A module's parameters, of which setattr, `torch.func.functional_call` and others put new ones here."""
+class _Guarded(dict[str, Any]):
+    """What a module holds by name. Each way to write into a dict is `__setitem__` or `__delitem__` here."""
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def __ior__(self, given: Any) -> Self:  # type: ignore[override,misc]
+        self.update(given)
+        return self
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            self[name] = default
+        return self[name]
+
+    def pop(self, name: str, *default: Any) -> Any:
+        if name not in self and default:
+            return default[0]
+        found = self[name]
+        del self[name]
+        return found
+
+    def popitem(self) -> tuple[str, Any]:
+        name = next(reversed(self))
+        return name, self.pop(name)
+
+    def clear(self) -> None:
+        for name in list(self):
+            del self[name]
+
+
+class _Watched(_Guarded):
+    """An expert's parameters, of which setattr, `torch.func.functional_call` and others put new ones here."""
 
     def __init__(self, changes: Changes) -> None:
         super().__init__()
         self._changes = changes
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if name not in _NAMES:
+        if name not in _NAMES or value is None:
             raise ConfigError(_TAKEN.format(name=name))
         self._changes.count += 1
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
         raise ConfigError(_TAKEN.format(name=name))
+
+
+class ExpertModules(_Guarded):
+    """The submodules of a rank's expert weights, of which those named by a number hold an expert's parameters."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._refuse(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._refuse(name)
+        super().__delitem__(name)
+
+    def hold(self, experts: dict[str, Expert]) -> None:
+        """Take these for the experts, and no others."""
+        for name in [name for name in self if name.isdigit()]:
+            super().__delitem__(name)
+        for name, expert in experts.items():
+            super().__setitem__(name, expert)
+
+    @staticmethod
+    def _refuse(name: str) -> None:
+        if name.isdigit():
+            raise ConfigError(
+                f"expert {name} cannot be replaced by another module, added or taken away: kernels read all experts as "
+                f"one tensor; write its numbers with update_expert({name}, w13=..., w2=...) or load_state_dict, or "
+                f"assign single parameters"
+            )
 
 
 class Expert(nn.Module):
@@ -89,6 +149,8 @@ class Expert(nn.Module):
         self.sharded = False  # by `ep_moe.training.fully_shard`, over ranks that hold this same expert
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_parameters":
+            raise ConfigError(_TAKEN.format(name=" and ".join(self._parameters)))
         # FSDP2 replaces each parameter that it shards by a DTensor
         before = self.__dict__.get("_parameters", {}).get(name)
         cut = isinstance(value, nn.Parameter) and hasattr(value, "placements")

@@ -17,8 +17,18 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import Changes, Expert, Joined, etp_parameter, local, parts_of, split_parts
-from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, lora_refusal
+from ep_moe.weights.parts import (
+    Changes,
+    Expert,
+    ExpertModules,
+    Joined,
+    etp_parameter,
+    local,
+    part_names,
+    parts_of,
+    split_parts,
+)
+from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, leave_behind, lora_refusal
 
 Result = TypeVar("Result")
 _VERSION = attrgetter("_version")  # how often a tensor was written
@@ -48,6 +58,7 @@ class ExpertSlots(nn.Module):
         trainable: bool = True,
     ) -> None:
         super().__init__()
+        self.__dict__["_modules"] = ExpertModules()
         self.config = config
         self.ep_rank = ep_rank
         self.etp = etp or RankGroup.alone()
@@ -87,6 +98,12 @@ class ExpertSlots(nn.Module):
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True) if self.named else None
         self._name_experts(requires_grad=True)
         self.reset_parameters()
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "expert_weights is neither copied nor pickled: its groups are not; copy its state_dict() or "
+            "named_parameters()"
+        )
 
     def reset_parameters(self) -> None:
         """What fresh experts hold."""
@@ -258,6 +275,15 @@ class ExpertSlots(nn.Module):
         if not own:
             self._seen -= 1
 
+    def lora_problem(self) -> str | None:
+        """None, or that a call would leave out gradients that are asked for: with factors, these alone have some."""
+        if self.lora is None or not torch.is_grad_enabled() or not any(p.requires_grad for p in self._on_views):
+            return None
+        return (
+            "expert_weights has LoRA factors, which are trained without the matrices, and some matrices require "
+            "gradients; call requires_grad_(False) on these, or merge_lora of ep_moe.integrations.lora before training"
+        )
+
     def replaced_problem(self) -> str | None:
         """None, or that a parameter was replaced by one that kernels cannot read, as by hooks that offload it and bring
         it back for a call of its own module."""
@@ -293,8 +319,7 @@ class ExpertSlots(nn.Module):
             device = self._slots["w13"].device.type
             ranks = torch.tensor(self.etp.ranks, device="cpu")
             self._mesh = DeviceMesh.from_group(self.etp.group, device, mesh=ranks, mesh_dim_names=("etp",))
-        for name in [name for name in self._modules if name.isdigit()]:
-            del self._modules[name]
+        modules: dict[str, Expert] = {}
         for expert, (first, *_) in self.held.items():
             module = Expert(self._changes)
             for name, tensor in self._slots.items():
@@ -304,7 +329,8 @@ class ExpertSlots(nn.Module):
                     if self.gradient_sum.ep.size > 1:
                         guard_optimizers(parameter)
                     views.append((parameter, view))
-            self.add_module(str(expert), module)
+            modules[str(expert)] = module
+        cast("ExpertModules", self._modules).hold(modules)
         self._set_views(views)
 
     def add_lora(self, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
@@ -342,8 +368,14 @@ class ExpertSlots(nn.Module):
     def set_expert_map(self, expert_map: ExpertMap) -> None:
         """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
         assert self.lora is None, "factors do not move"
-        self.expert_map = expert_map
-        self._name_experts(requires_grad=any(p.requires_grad for p in self.parameters()))
+        self.expert_map, before = expert_map, dict(self.named_parameters())
+        learns = {name: parameter.requires_grad for name, parameter in before.items()}
+        self._name_experts(requires_grad=any(learns.values()))
+        if self.named:
+            kinds = {name.partition(".")[2] for name, wanted in learns.items() if wanted}
+            for name, parameter in self.named_parameters():  # an expert that arrives learns as those here did
+                parameter.requires_grad_(learns.get(name, name.partition(".")[2] in kinds))
+            leave_behind(before.values(), self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""
@@ -369,12 +401,20 @@ class ExpertSlots(nn.Module):
             old, kept = before[name], made
             if self._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
                 old.data, kept = view, old  # optimizers hold the parameter itself
+            else:
+                leave_behind([old], self)
             kept.requires_grad_(old.requires_grad)
             if old.grad is not None:
                 kept.grad = fn(old.grad)
             expert, _, part = name.partition(".")
             cast("Expert", self._modules[expert])._parameters[part] = kept
         self._set_views([(p, view) for (_, p), (_, view) in zip(self._of_experts(), self._views, strict=True)])
+
+    @property
+    def parameter_kinds(self) -> list[str]:
+        """The last part of parameters' names, such as "w1": the same list on all ranks."""
+        kinds = part_names(self.names, self.config.activation.gated) if self.named else list(self.names)
+        return kinds if self.lora is None else [*kinds, *dict(self.lora.named_parameters())]
 
     def _of_experts(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of experts by name, without factors beside them."""

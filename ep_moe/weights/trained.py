@@ -16,7 +16,8 @@ a guard of their optimizer's state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.rank_group import RankGroup
@@ -197,7 +198,10 @@ class ExpertLora(nn.Module):
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """A and B of a stored matrix."""
-        return self.get_parameter(f"lora_A_{name}"), self.get_parameter(f"lora_B_{name}")
+        a, b = (self._parameters[f"lora_{factor}_{name}"] for factor in "AB")  # `functional_call` puts any tensor there
+        assert a is not None
+        assert b is not None
+        return a, b
 
     def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the stored tensors [L, ...], updated where `enabled`: new memory for each matrix that has factors."""
@@ -238,6 +242,31 @@ def guard_optimizers(parameter: Parameter) -> None:
     """This parameter is another expert's on other ranks."""
     parameter.differs_between_ranks = True  # type: ignore[attr-defined]
     _install()
+
+
+def leave_behind(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
+    """These are the layer's no more: it made others when experts moved, which no optimizer knows that was made before.
+    From then on such an optimizer's step is refused, unless the layer's experts are frozen."""
+    owner = weakref.ref(weights)
+    for parameter in parameters:
+        parameter.left_behind_by = owner  # type: ignore[attr-defined]
+    _look_before_steps()
+
+
+@cache
+def _look_before_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    owners = {p.left_behind_by for g in optimizer.param_groups for p in g["params"] if hasattr(p, "left_behind_by")}
+    for weights in filter(None, (owner() for owner in owners)):
+        if weights.trained:
+            raise ConfigError(
+                "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
+                "experts moved since (load_state_dict of another expert map, EPLB), and the layer made others; make "
+                "the optimizer after load_state_dict, and load its state then"
+            )
 
 
 @cache

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import ConfigError, ExpertBalancer, PeerTimeout, RebalanceError
+from ep_moe import ConfigError, ExpertBalancer, InputError, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
 from ep_moe.eplb.migration.consensus import RankStatus, State, StatusExchange, Trouble
 from ep_moe.testing import distributed
@@ -43,17 +43,17 @@ def test_a_rank_that_skips_a_step_is_found_before_anything_is_put_in_force(world
 
 @distributed(2)
 def test_a_step_that_is_skipped_just_before_a_commit(world_size):
-    """Too late to be found in time: that rank hears that outputs may be wrong, and has the others' map."""
+    """Too late to be found in time: the call says so, and that rank hears of it and has the others' map."""
     with context_of(10.0) as context:
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
         x = torch.zeros(3, 16, device=context.device)
-        layers[0](x)  # the first call would see that the maps differ
         balancer.move_to([new_map(layers[0])])
         step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
         if dist.get_rank() != LOST:
             balancer.step()
-        layers[0](x)
+        with pytest.raises(InputError, match=r"different expert maps in force.*call ExpertBalancer\.step"):
+            layers[0](x)
         if dist.get_rank() == LOST:
             with pytest.raises(RebalanceError, match="outputs since then may be wrong"):
                 balancer.step()

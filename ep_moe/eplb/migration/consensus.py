@@ -348,6 +348,11 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
                 f"expert weights of layer {layer.name} require gradients, and an optimiser's state does not move with "
                 f"them; call requires_grad_(False) of the model or of layer.expert_weights"
             )
+        if weights.lora is not None:
+            return ConfigError(
+                f"expert weights of layer {layer.name} have LoRA factors, which do not move with them; call merge_lora "
+                f"of ep_moe.integrations.lora first"
+            )
         if weights.device.type == "meta":
             return ConfigError(f"layer {layer.name} is on the meta device; call to_empty(device=...) and load weights")
     return None

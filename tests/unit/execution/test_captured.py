@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ep_moe import InputError, MoELayer
+from ep_moe import ExpertMap, InputError, MoELayer
 from ep_moe.all2all.buffer_slots import BufferSlot
 from ep_moe.execution import graphs
 from ep_moe.runtime.profiling import StageTimes
@@ -260,6 +260,19 @@ def test_bad_routings_raise_as_before(change, sentence, layer):
     with torch.no_grad(), pytest.raises(InputError, match=sentence):
         layer.forward_routed(rows(4), change(integer_routing(4, CONFIG, 0)))
     assert not RecordableCall.replays
+
+
+def test_a_map_that_is_not_the_weights_is_refused_as_before(layer):
+    """A replay would place rows by the one and compute with the experts of the other."""
+    layer.capture([4])
+    own = layer.placement.expert_map
+    layer.placement.update(ExpertMap.from_ranks([[1, 0, 2, 3, 4, 5]], 6))
+    with torch.no_grad(), pytest.raises(InputError, match=r"Placement\.update put another expert map in force"):
+        layer(rows(4))
+    assert not RecordableCall.replays
+    layer.placement.update(ExpertMap.linear(6, 1))
+    assert layer.placement.expert_map == own
+    assert replayed(layer, rows(4))
 
 
 def test_streams_and_workspaces(layer, monkeypatch):

@@ -86,6 +86,50 @@ def test_what_takes_a_parameter_away_is_refused(context, tool):
     assert same_bits(layer(x).detach(), wanted)
 
 
+WAYS = {
+    "setattr": lambda weights, other: setattr(weights, "3", other),
+    "dict": lambda weights, other: weights._modules.update({"3": other}),
+    "swap": lambda weights, other: weights._modules.__setitem__("3", weights.get_submodule("4")),
+    "add_module": lambda weights, other: weights.add_module("3", nn.Linear(4, 4)),
+    "another number": lambda weights, other: weights.add_module("7", other),
+    "delattr": lambda weights, other: delattr(weights, "3"),
+    "pop": lambda weights, other: weights._modules.pop("3"),
+    "clear": lambda weights, other: weights._modules.clear(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_experts_module_is_not_replaced(context, way):
+    """Kernels read one tensor of all experts, and would go on with the former numbers."""
+    layer, other = made(context), made(context)
+    before = list(layer.expert_weights.named_children())
+    with pytest.raises(
+        ConfigError, match=r"expert \d cannot be replaced by another module.*update_expert\(\d, w13=\.\.\."
+    ):
+        WAYS[way](layer.expert_weights, other.expert_weights.get_submodule("3"))
+    assert list(layer.expert_weights.named_children()) == before
+
+
+def test_expert_weights_are_not_copied(context):
+    with pytest.raises(ConfigError, match=r"neither copied nor pickled.*state_dict"):
+        copy.deepcopy(made(context).expert_weights)
+
+
+def test_a_dict_of_parameters_is_assigned_or_refused(context):
+    layer, x = made(context), rows_of(9)
+    expert = layer.expert_weights.get_submodule("3")
+    with torch.no_grad():
+        expert.w1.mul_(3)
+        wanted = layer(x)
+        expert.w1.div_(3)
+    thrice = nn.Parameter(expert.w1.detach() * 3)
+    for refused in (lambda: setattr(expert, "_parameters", {"w1": thrice}), lambda: setattr(expert, "w1", None)):
+        with pytest.raises(ConfigError, match=r"w1.* of an expert cannot be taken away"):
+            refused()
+    expert._parameters.update(w1=thrice)
+    torch.testing.assert_close(layer(x), wanted)
+
+
 def test_another_layers_experts_are_not_assigned(context):
     """The kernel would go on with the former ones."""
     layer, other, x = made(context), made(context), rows_of(9)

@@ -1,0 +1,81 @@
+"""A state dict brings the map under which it was saved: all ranks load it, or the next call says who did not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig
+from ep_moe.errors import PeerTimeout
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.distributed_cases import same_error
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2)
+FIRST = ExpertMap.redundant(8, 2, 4)
+OTHER = ExpertMap.from_ranks([list(FIRST.local(rank)) for rank in (1, 0)], 8)
+
+
+def made(context, expert_map, all2all="allgather"):
+    torch.manual_seed(0)
+    return MoELayer(CONFIG, context, expert_map=expert_map, all2all=all2all)
+
+
+@distributed(2)
+def test_a_map_that_one_rank_alone_adopted(world_size):
+    """Its rows would be computed by other experts than its router chose."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        layer, state = made(context, FIRST), made(context, OTHER).state_dict()
+        x = torch.ones(3, 16, device=context.device)
+        wanted = layer(x)
+        if context.layout.rank == 1:
+            layer.load_state_dict(state)
+        assert "different expert maps in force, rank 0 and rank 1" in same_error(InputError, lambda: layer(x))
+        if context.layout.rank == 0:
+            layer.load_state_dict(state)
+        assert torch.equal(layer(x), wanted)
+
+
+@distributed(2)
+def test_a_map_that_one_rank_alone_adopted_over_fixed_buffers(world_size):
+    """Whose calls exchange nothing on the host: each rank waits for the others to adopt it too."""
+    options = {"device": rank_device(), "ranks_per_node": 1, "max_tokens": 4, "deadline_s": 4}
+    with EPContext.from_groups(ParallelConfig(dp=2), **options) as context:
+        layer, state = (made(context, one, "hierarchical_static") for one in (FIRST, OTHER))
+        x, state = torch.ones(3, 16, device=context.device), state.state_dict()
+        wanted, first = layer(x), layer.state_dict()
+        for rank in range(2):
+            if context.layout.rank == rank:
+                layer.load_state_dict(state)
+            dist.barrier()
+        assert layer.placement.expert_map == OTHER
+        assert torch.equal(layer(x), wanted)
+        if context.layout.rank == 1:
+            layer.load_state_dict(first)
+        sentence = "expert map of a loaded state_dict needs rank 0 too" if context.layout.rank else "lost its peers"
+        with pytest.raises(PeerTimeout, match=sentence):
+            layer(x)
+
+
+@distributed(2)
+def test_an_optimizer_that_was_made_before_experts_moved(world_size):
+    """It holds parameters that are the layer's no more: its steps would leave the experts as they are."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        layer, state = made(context, FIRST), made(context, OTHER).state_dict()
+        for name, parameter in layer.expert_weights.named_parameters():
+            parameter.requires_grad_(not name.endswith("w3"))
+        early = torch.optim.SGD(layer.parameters(), lr=0.1)
+        layer.load_state_dict(state)
+        late = torch.optim.SGD(layer.parameters(), lr=0.1)
+        x = torch.randn(6, 16, generator=torch.Generator().manual_seed(0)).to(context.device)
+        layer(x).square().mean().backward()
+        before = {name: parameter.detach().clone() for name, parameter in layer.expert_weights.named_parameters()}
+        with pytest.raises(
+            ConfigError, match=r"holds expert parameters that are their layer's no more.*make the optim"
+        ):
+            early.step()
+        late.step()
+        moved = {
+            name for name, parameter in layer.expert_weights.named_parameters() if (parameter != before[name]).any()
+        }
+        assert {name.partition(".")[2] for name in moved} == {"w1", "w2"}, "what was frozen stays so"
+        layer.expert_weights.requires_grad_(False)
+        early.step()

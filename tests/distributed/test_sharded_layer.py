@@ -1,0 +1,29 @@
+"""What FSDP2 needs of a layer that is a module of its own there."""
+
+import torch
+from torch import nn
+
+from ep_moe import EPContext, ParallelConfig, training
+from ep_moe.layer import MoELayer
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.training_model import CONFIG, WIDTH
+
+
+@distributed(2, set_device=True)
+def test_a_sharded_layers_result_is_written_in_place():
+    """FSDP2's hook on a module's result gathers its parameters for backward. It is lost with a view that is written."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        found = []
+        for wrapped in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(MoELayer(CONFIG, context), nn.ReLU(inplace=True))
+            if wrapped:
+                for module in (model[0], model):  # the root alone keeps what it gathered
+                    training.fully_shard(module, context)
+            x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(context.device).requires_grad_()
+            model(x).square().mean().backward()
+            if not wrapped:
+                training.sync_gradients(model, context)
+            gradients = [x.grad, *(parameter.grad for parameter in model.parameters())]
+            found.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients])
+        torch.testing.assert_close(found[1], found[0])

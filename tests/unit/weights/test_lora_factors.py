@@ -1,0 +1,52 @@
+"""Experts' factors under tools that take parameters for what they are."""
+
+# ruff: noqa: F811
+
+import pytest
+import torch
+
+from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, InputError, MoELayer
+from ep_moe.weights.trained import LowRank
+from tests.fixtures.helpers import same_bits
+from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
+
+
+@pytest.fixture
+def layer(context):
+    torch.manual_seed(0)
+    layer = MoELayer(full(), context)
+    lora = layer.expert_weights.add_lora({"w13": LowRank(2, 1.5), "w2": LowRank(2, 1.5)}, seed=0)
+    with torch.no_grad():
+        for factor in lora.parameters():
+            factor.uniform_(-1, 1)
+    return layer
+
+
+def test_functional_call_computes_with_given_factors(layer):
+    x, own = rows_of(9), layer(rows_of(9)).detach()
+    given = {name: (2 * parameter.detach()).requires_grad_() for name, parameter in layer.named_parameters()}
+    found = torch.func.functional_call(layer, given, (x,))
+    found.sum().backward()
+    assert given["expert_weights.lora.lora_A_w2"].grad.abs().max() > 0
+    assert same_bits(layer(x).detach(), own)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(2)
+        torch.testing.assert_close(found, layer(x))
+
+
+def test_matrices_that_are_to_learn_beside_factors_are_refused(layer):
+    """They would have no gradient."""
+    layer.requires_grad_(True)
+    with pytest.raises(
+        InputError, match=r"LoRA factors.*some matrices require gradients; call requires_grad_\(False\)"
+    ):
+        layer(rows_of(9))
+    with torch.no_grad():
+        layer(rows_of(9))
+
+
+def test_a_balancer_of_layers_with_factors_is_refused(layer, context):
+    layer.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"have LoRA factors, which do not move with them; call merge_lora"):
+        ExpertBalancer([layer], context, EPLBConfig())
