@@ -44,6 +44,7 @@ from ep_moe.runtime.profiling import stage
 from ep_moe.selection.backend_table import TableEntry, returns_routes
 from ep_moe.selection.tuned import Kernel
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing
+from ep_moe.weights.expert_weights import ExpertWeights
 
 _log = logging.getLogger("ep_moe.layer")
 
@@ -445,7 +446,7 @@ class MoELayer(LayerParts):
     @property
     def _call_dtype(self) -> torch.dtype:
         """Of the rows that the peers expect. Fixed buffers keep that of the first call: no exchange says another."""
-        return self._checks.dtype or self.expert_weights.dtype
+        return self._checks.dtype or cast("ExpertWeights", self._modules["expert_weights"]).dtype  # without a walk
 
     def _refuse(self, problem: str) -> NoReturn:
         """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
