@@ -97,16 +97,18 @@ def check_fields(capabilities: Any, kind: type) -> None:
 
     kind: the class of ep_moe's that they extend
     """
-    hints = _hints(kind)
-    for field in dataclasses.fields(kind):
-        value = getattr(capabilities, field.name)
-        if int not in (hints[field.name], *_taken_apart(hints[field.name])[1]) and not _fits(value, hints[field.name]):
-            raise ConfigError(f"{kind.__name__}.{field.name} must be a {field.type}, got {shown(value)}")
+    for name, annotation, hint in _checked_fields(kind):
+        value = getattr(capabilities, name)
+        if not _fits(value, hint):
+            raise ConfigError(f"{kind.__name__}.{name} must be a {annotation}, got {shown(value)}")
 
 
 @functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _checked_fields(kind: type) -> list[tuple[str, Any, Any]]:
+    """Of a dataclass: name, annotation and type of each field without numbers."""
+    hints = get_type_hints(kind)
+    fields = [(field.name, field.type, hints[field.name]) for field in dataclasses.fields(kind)]
+    return [(name, text, hint) for name, text, hint in fields if int not in (hint, *_taken_apart(hint)[1])]
 
 
 @functools.cache

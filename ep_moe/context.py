@@ -98,6 +98,7 @@ class EPContext(ConnectedRanks):
         self._recorders: list[Any] = []
         self._generation: Any = None
         self._pool: dict[tuple[str, DispatchShape], Any] = {}
+        self._backends: Any = None  # the registry as `selection` read it for the first layer
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
         self._connector = _connector(weakref.ref(self))

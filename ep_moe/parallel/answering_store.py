@@ -8,7 +8,9 @@ waits for ever.
 from __future__ import annotations
 
 import os
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -31,7 +33,7 @@ class StoreLost(PeerTimeout):
 
 
 class AnsweringStore:
-    """A store whose calls end in time. They run on a thread beside the caller's.
+    """A store whose calls end in time. They run on one thread beside the caller's, which starts with the first call.
 
     store: of torch.distributed. patience_s: how long an answer may take. held: what holds the store, in words; default:
     its address
@@ -42,6 +44,8 @@ class AnsweringStore:
         self._patience_s = patience_s
         self._held = held or _address(store)
         self._under_way: threading.Event | None = None  # a call that was given up, until it ends
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._gone = False  # torch makes no second connection, and prints a stack for each call over a broken one
 
     def ask(self, call: Callable[[Store], Answer], more_s: float = 0.0) -> Answer:
@@ -86,15 +90,16 @@ class AnsweringStore:
         done = self._under_way = threading.Event()
         found: list[Any] = []
         failed: list[BaseException] = []
+        store = self._store  # the thread must not hold this object, whose end ends it
 
         def run() -> None:
             try:
-                found.append(call(self._store))
+                found.append(call(store))
             except BaseException as error:  # raised on the thread that asked
                 failed.append(error)
             done.set()
 
-        threading.Thread(target=run, daemon=True, name="ep_moe store").start()
+        self._begin(run)
         if not done.wait(patience_s):
             raise self._lost("does not answer")
         self._under_way = None
@@ -106,8 +111,23 @@ class AnsweringStore:
         answer: Answer = found[0]
         return answer
 
+    def _begin(self, run: Callable[[], None]) -> None:
+        if self._thread is None or not self._thread.is_alive():  # as in a fork, which has the caller's thread alone
+            self._calls = queue.SimpleQueue()
+            self._thread = threading.Thread(target=_run_all, args=(self._calls,), daemon=True, name="ep_moe store")
+            self._thread.start()
+            weakref.finalize(self, self._calls.put, None).atexit = False
+        self._calls.put(run)
+
     def _lost(self, how: str) -> StoreLost:
         return StoreLost(f"The store of the job {how}{self._held and f': {self._held}'}.")
+
+
+def _run_all(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    """Until None."""
+    while (run := calls.get()) is not None:
+        run()
+        del run  # with the store and what was asked
 
 
 def _tcp(store: Store) -> Store:

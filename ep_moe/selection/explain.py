@@ -67,6 +67,7 @@ def explain(
     max_tokens: int | None = None,
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
+    backends: Backends | None = None,
 ) -> list[BackendChoice]:
     """List every pair of transport and kernel with its status.
 
@@ -83,6 +84,7 @@ def explain(
         wire: How rows are written while they travel.
         expert_map: Where experts are. Any fused kernel serves some maps only; the nodes of a token depend on it, which
             `hierarchical` states. Default: not considered, the linear map for the nodes.
+        backends: The registry as another table has read it, for the same device. Default: read anew.
 
     Returns:
         A row per pair, the best first.
@@ -94,7 +96,8 @@ def explain(
     if not isinstance(device, torch.device | GPU):  # one of a kind that is not here is explained too
         device = as_device(device)
     _check_names(all2all, experts)
-    asked = Refusals(Backends(device), config, layout, device, dtype, scheme, options, max_tokens, wire, expert_map)
+    backends = backends or Backends(device)
+    asked = Refusals(backends, config, layout, device, dtype, scheme, options, max_tokens, wire, expert_map)
     ours, others = _ranked(asked.backends, config, layout)
     fused = [
         (INSIDE, kernel, f"all in one, where experts={kernel!r} is asked for", asked.of_fused(kernel))
@@ -144,6 +147,7 @@ def choose(
     max_tokens: int | None = None,
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
+    backends: Backends | None = None,
 ) -> BackendChoice:
     """Choose the best pair of transport and kernel.
 
@@ -159,6 +163,7 @@ def choose(
         max_tokens: The most tokens that a rank sends in one call, None for any number.
         wire: How rows are written while they travel.
         expert_map: Where experts are; any fused kernel serves some maps only. Default: not considered.
+        backends: As for `explain`.
 
     Returns:
         The row whose status is "chosen".
@@ -173,6 +178,7 @@ def choose(
         "max_tokens": max_tokens,
         "wire": wire,
         "expert_map": expert_map,
+        "backends": backends,
     }
     table = explain(config, layout, device, dtype, all2all=all2all, experts=experts, **rest)
     for row in table:

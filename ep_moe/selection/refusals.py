@@ -33,7 +33,11 @@ class Backends:
         apart, and other packages, are asked here."""
         if self._on_paper and not registry.is_plugin(kind, name) and name not in registry.BUILT_APART:
             return None
-        return registry.unsupported_reason(kind, name)
+        try:
+            backend = self.load(kind, name)
+        except BackendUnavailable as error:
+            return str(error)
+        return registry.asked(kind, name, backend.available)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device
 from ep_moe.selection import explain
 from ep_moe.selection.backend_table import BackendTable, TableEntry, tuned_table
+from ep_moe.selection.refusals import Backends
 from ep_moe.selection.tuned import Tuned, layer_facts, machine_facts, versions
 from ep_moe.types import dtype_name
 
@@ -116,7 +117,10 @@ def agree(
             _check_tuned(asked.tuned, context, config, asked)
             table = tuned_table(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
         else:
-            choice = explain.choose(config, context.layout, context.device, asked.dtype, **keywords)
+            if context._backends is None:
+                context._backends = Backends(context.device)
+            backends = context._backends
+            choice = explain.choose(config, context.layout, context.device, asked.dtype, backends=backends, **keywords)
             if choice.all2all == INSIDE:
                 _check_fused(choice.experts, asked)
             else:

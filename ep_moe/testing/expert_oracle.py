@@ -162,15 +162,15 @@ def expected_and_limit(
         w13, w2 = numbers[slot] if numbers is not None else numbers_of(scheme, tensors)
         inputs, step = _as_read(rows[at], rounding, static, largest, dtype)
         h = inputs @ w13.T
-        h_variance = step.square() @ w13.square().T + (half * h).square() + summing(inputs, w13)
+        h_variance = (step.square() + summing(inputs)) @ w13.square().T + (half * h).square()
         if config.expert_bias:
             h = h + tensors["w13_bias"].double()
         a, a_variance = through_activation(config, h, h_variance)
         step = _step_between(a, rounding, tensors, bounds[slot] if bounds else None, dtype)
         # to the dtype once on the way (some schemes), and inside the activation
-        a_variance = a_variance + step.square() + 4 * (half * a).square()
+        a_variance = a_variance + step.square() + 4 * (half * a).square() + summing(a)
         y = a @ w2.T
-        y_variance = a_variance @ w2.square().T + (half * y).square() + summing(a, w2)
+        y_variance = a_variance @ w2.square().T + (half * y).square()
         if config.expert_bias and output_bias:
             y = y + tensors["w2_bias"].double()
         value.index_add_(0, at, weight * y)
@@ -221,10 +221,10 @@ def _step_between(
             return half_step(a, scale_of_rows(a, rounding), rounding, dtype)
 
 
-def summing(a: Tensor, w: Tensor) -> Tensor:
-    """Variance of adding up a product's K terms in float32: each partial sum is rounded by 2**-24 of itself at most,
-    and is itself below z * sqrt(sum of squares)."""
-    sizes: Tensor = a.square() @ w.square().T
+def summing(a: Tensor) -> Tensor:
+    """Variance of a product's K inputs that stands for adding up its terms in float32: each partial sum is rounded by
+    2**-24 of itself at most, and is itself below z * sqrt(sum of squares)."""
+    sizes: Tensor = a.square()
     return a.shape[1] * (Z * 2.0**-24) ** 2 * sizes
 
 

@@ -300,7 +300,7 @@ def _equal_bits(layer: Layer) -> None:
     same = Layer(layer.kind, layer.config, layer.scheme, layer.dtype, layer.device, options=options)
     received = same.rows(ROWS[-1])
     first = same.experts(received).clone()
-    for _ in range(20):
+    for _ in range(20 if layer.device.type == "cuda" else 4):  # a CPU's have no races between programs
         that(torch.equal(same.experts(received), first), layer, "equal calls must give equal bits")
 
 

@@ -1,6 +1,8 @@
 """Layers over FlashInfer's Blackwell kernels on ranks, any placement, with and without etp, against float64 on the
 dequantised weights. On the CPU: the kernels are emulations that compute from the bytes that they are handed."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.types import Routing
 from ep_moe.weights.layouts import cutedsl
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from tests.fixtures.blackwell_layer import on_the_cpu
@@ -39,6 +42,7 @@ MAPS = {
 }
 
 
+@functools.cache
 def experts_of(scheme: str) -> list[dict[str, torch.Tensor]]:
     """With one pair of input scales for all, so that no bound depends on which experts share a rank."""
     tensors = [random_expert(CONFIG, SCHEMES[scheme], expert, BF16) for expert in range(EXPERTS)]
@@ -46,26 +50,34 @@ def experts_of(scheme: str) -> list[dict[str, torch.Tensor]]:
     return [own | scales for own in tensors]
 
 
+@functools.cache
+def answered(scheme: str, tokens: int, rank: int) -> tuple[torch.Tensor, Routing, *tuple[torch.Tensor, ...]]:
+    """A rank's rows, their routes, what the experts must give with its limit, and the sum of all routes' sizes: of any
+    map."""
+    tensors = experts_of(scheme)
+    x = torch.randn(tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(rank)).bfloat16()
+    routing = integer_routing(tokens, CONFIG, rank)
+    expected, limit = expected_and_limit(CONFIG, SCHEMES[scheme], tensors, x, routing.ids, routing.weights, BF16)
+    size = sum(
+        expected_and_limit(CONFIG, SCHEMES[scheme], tensors, x, ids, weights, BF16)[0].abs()
+        for ids, weights in zip(routing.ids.split(1, 1), routing.weights.split(1, 1), strict=True)
+    )
+    return x, routing, expected, limit, size
+
+
 def times_the_limit(
     kernel: str, scheme: str, layer_map: ExpertMap, context: EPContext, tokens: int, wire: Wire | None = None
 ) -> float:
     """The largest error on this rank as a multiple of what rounding may cause."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tensors = experts_of(scheme)
-    x = torch.randn(tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    routing = integer_routing(tokens, CONFIG, rank)
+    tensors, world = experts_of(scheme), dist.get_world_size()
+    x, routing, expected, limit, size = answered(scheme, tokens, dist.get_rank())
     asked = {"experts": kernel, "quantization": scheme, "wire": wire, "dtype": BF16}
     layer = MoELayer(CONFIG, context, expert_map=layer_map, **asked)
     for expert in range(EXPERTS):
         layer.update_expert(expert, **tensors[expert])
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
-    expected, limit = expected_and_limit(CONFIG, SCHEMES[scheme], tensors, x, routing.ids, routing.weights, BF16)
     # ranks' partial sums are added in bf16: each addition rounds a sum that is no larger than all routes together
-    size = sum(
-        expected_and_limit(CONFIG, SCHEMES[scheme], tensors, x, ids, weights, BF16)[0].abs()
-        for ids, weights in zip(routing.ids.split(1, 1), routing.weights.split(1, 1), strict=True)
-    )
     return worst(y, expected, limit + world * torch.finfo(BF16).eps / 2 * (size + limit))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import EPContext, ParallelConfig, registry
+from ep_moe import EPContext, ParallelConfig, Wire, registry
 from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
@@ -18,7 +18,17 @@ from ep_moe.all2all.torch_collectives import LocalDispatcher, TorchAll2AllDispat
 from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.testing import check_dispatcher, distributed, rank_device
-from ep_moe.testing.transport_case import MAX_TOKENS, dispatch_shape, expected, identity, moved, routes, rows, same
+from ep_moe.testing.transport_case import (
+    FP8_TENSOR,
+    MAX_TOKENS,
+    dispatch_shape,
+    expected,
+    identity,
+    moved,
+    routes,
+    rows,
+    same,
+)
 from ep_moe.testing.transport_promises import a_peer_that_never_comes
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 from tests.emulations.deepep import Buffer
@@ -37,10 +47,22 @@ def nvlink(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
     return FlashInferNVLinkDispatcher(shape, rank_group)
 
 
+FEW_WIRES = (Wire(dispatch="fp8_block"), Wire(combine="fp8"))  # rows with scales; rounded on the way back
+
+
+def wires(name: str, *, few: bool) -> list[Wire] | None:
+    """For `check_dispatcher`: some of a transport's formats, or None for all of them."""
+    can = CAPABLE[name]
+    here = [wire for wire in FEW_WIRES if wire.dispatch in can.dispatch_formats and wire.combine in can.combine_formats]
+    return here if few and rank_device().type == "cpu" else None
+
+
 @distributed(4)
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_transports_of_torch(name, world_size):
-    check_dispatcher(registry.load("dispatchers", name), top_ks=(3,))
+    """The hierarchical ones have all formats on several nodes (test_hierarchical)."""
+    few = name.startswith("hierarchical")
+    check_dispatcher(registry.load("dispatchers", name), top_ks=(3,), wires=wires(name, few=few))
 
 
 @distributed(2, 4)
@@ -50,7 +72,9 @@ def test_flashinfer_nvlink(world_size):
     if rank_device().type == "cuda":
         check_dispatcher(nvlink)
     else:
-        check_dispatcher(nvlink, top_ks=(1, 3), dtypes=(torch.bfloat16,))
+        few = world_size == 2
+        formats = wires("flashinfer_nvlink", few=few)
+        check_dispatcher(nvlink, top_ks=(3,) if few else (1, 3), dtypes=(torch.bfloat16,), wires=formats)
 
 
 def deepep_asking(shape: DispatchShape, rank_group: RankGroup, kind=deepep.DeepEPDispatcher) -> Dispatcher:
@@ -146,12 +170,17 @@ def p2p_copies(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
     ids=["packets", "kernels", "copies", "growing", "growing by copies"],
 )
 def test_nvlink_p2p(make, world_size):
+    """On a CPU each way of sending meets all formats on one number of ranks, and `packets` and `kernels`, which differ
+    in how they tell, all dtypes and top-k."""
     if rank_device().type == "cuda" and (why := nvlink_p2p.NVLinkP2PDispatcher.available()):
         pytest.skip(why)
-    if make in (p2p, p2p_many):
+    on_cpu = rank_device().type == "cpu"
+    if make in (p2p, p2p_many) and (not on_cpu or world_size == {p2p: 4, p2p_many: 2}[make]):
         check_dispatcher(make, top_ks=(1, 3))
     else:
-        check_dispatcher(make, top_ks=(3,), dtypes=(torch.bfloat16,))
+        few = make in (p2p, p2p_many) or (make is p2p_copies and world_size != 4)
+        formats = wires("nvlink_p2p", few=few)
+        check_dispatcher(make, top_ks=(3,), dtypes=(torch.bfloat16,), wires=formats)
 
 
 @distributed(4)
@@ -419,8 +448,9 @@ def test_the_suite_sees_what_refusals_lack(world_size):
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_the_suite_sees_it(wrong, sentence, world_size):
+    formats = [FP8_TENSOR] if "fp8_tensor" in sentence else None
     with pytest.raises(Exception, match=sentence):
-        check_dispatcher(wrong, top_ks=(2,), dtypes=(torch.bfloat16,), deadline_s=10)
+        check_dispatcher(wrong, top_ks=(2,), dtypes=(torch.bfloat16,), wires=formats, deadline_s=10)
 
 
 class Alone(LocalDispatcher):

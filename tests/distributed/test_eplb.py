@@ -48,7 +48,7 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
         slots_per_rank = layers[0].placement.expert_map.slots_per_rank
         with ExpertBalancer(layers, context, on_request(bytes_per_step=budget, bytes_per_commit=commit)) as balancer:
             counted, held = 0, balancer.stats().staging_bytes
-            for turn in range(3):
+            for turn in range(2):
                 maps = [random_map(world_size, slots_per_rank, 10 * turn + index) for index in range(2)]
                 addresses = [layer.expert_weights.place for layer in layers]
                 for layer, new in zip(layers, maps, strict=True):
@@ -61,7 +61,7 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
                     assert_slots(layer)
                     check_call(layer, context, what=f"after plan {turn}")
             stats = balancer.stats()
-            assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (counted, 3, 0, "")
+            assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (counted, 2, 0, "")
             assert stats.staging_bytes == held
             assert sum(everywhere(stats.received_bytes)) > 0
 

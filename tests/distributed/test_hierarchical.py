@@ -21,7 +21,20 @@ from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.testing import check_dispatcher, distributed, rank_device
-from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, expected, identity, moved, rounded, routes, rows
+from ep_moe.testing import transport_contract as contract
+from ep_moe.testing.transport_case import (
+    CAP,
+    HIDDEN,
+    NVFP4,
+    dispatch_shape,
+    expected,
+    identity,
+    moved,
+    rounded,
+    routes,
+    rows,
+    run,
+)
 from ep_moe.testing.transport_promises import one_token_too_many
 from ep_moe.types import PhysicalRouting, Routing
 from tests.fixtures.counted_links import counted_links
@@ -48,20 +61,44 @@ FIXED = pytest.mark.parametrize(
 )
 
 
+ON_OTHER_NODES = (
+    contract.uneven_and_empty_ranks,
+    contract.rows_go_where_they_belong,
+    contract.what_is_wrong_on_one_rank_is_raised_on_all,
+    contract.gradients_flow,
+    contract.two_in_flight,
+    contract.random_delays,
+    contract.bounds_that_change,
+)
+# its messages are bytes of any format: rows with scales, and two numbers in a byte
+STATIC_WIRES = (Wire(dispatch="fp8_block"), NVFP4)
+
+
 @distributed(4, deadline_s=120)
 @KINDS
 def test_contract_on_2_nodes_of_2(kind, world_size):
     with p2p_on_cpu():
-        check_dispatcher(kind, top_ks=(1, 3), dtypes=(BF16,), ranks_per_node=2)
+        wires = STATIC_WIRES if kind is HierarchicalStaticDispatcher else None
+        check_dispatcher(kind, top_ks=(1, 3), dtypes=(BF16,), wires=wires, ranks_per_node=2)
 
 
 @distributed(8, deadline_s=240)
 @KINDS
-@pytest.mark.parametrize("ranks_per_node", [2, 4])
-def test_contract_on_8_ranks(ranks_per_node, kind, world_size):
-    wires = [Wire(dispatch="fp8_block")]  # 4 ranks take all
-    with p2p_on_cpu():
-        check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), wires=wires, ranks_per_node=ranks_per_node)
+def test_contract_on_4_nodes_of_2(kind, world_size):
+    with p2p_on_cpu():  # 4 ranks take all wires
+        check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), wires=[], ranks_per_node=2)
+
+
+@distributed(8, deadline_s=240)
+@KINDS
+def test_rows_with_scales_on_2_nodes_of_4(kind, world_size):
+    """What the numbers of nodes and of their ranks change: where rows go, and when they may be read."""
+    with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), ranks_per_node=4) as context:
+        for wire in (Wire(), Wire(dispatch="fp8_block")):
+            dispatcher = kind(dispatch_shape(world_size, 3, BF16, wire), context.rank_groups["ep"])
+            for check in ON_OTHER_NODES:
+                run(check, dispatcher, rank_device())
+            dispatcher.destroy()
 
 
 class GivesNumbers(HierarchicalStaticDispatcher):

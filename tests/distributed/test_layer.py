@@ -30,17 +30,17 @@ def maps(ranks: int) -> dict[str, ExpertMap]:
 
 @distributed(2, 4)
 @pytest.mark.parametrize("all2all", ["allgather", "torch_a2a"])
-@pytest.mark.parametrize("counts", [(7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (9, 0, 2, 8)], ids=str)
-def test_every_map_equals_one_process(all2all, counts, world_size):
+def test_every_map_equals_one_process(all2all, world_size):
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(device=device) as context:
         for name, expert_map in maps(world_size).items():
             layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all=all2all))
-            x = integer_rows(counts[rank], 16, rank)
-            routing = integer_routing(counts[rank], CONFIG, rank)
-            with torch.no_grad():
-                y = layer.forward_routed(x.to(device), moved(routing, device))
-            assert_same(y, oracle(CONFIG, x, routing), name)
+            for counts in ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (9, 0, 2, 8)):
+                x = integer_rows(counts[rank], 16, rank)
+                routing = integer_routing(counts[rank], CONFIG, rank)
+                with torch.no_grad():
+                    y = layer.forward_routed(x.to(device), moved(routing, device))
+                assert_same(y, oracle(CONFIG, x, routing), f"{name}, T={counts}")
 
 
 LAYOUTS = {

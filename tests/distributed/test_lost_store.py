@@ -150,14 +150,18 @@ class Slow:
 
 
 def test_a_store_that_was_slow_is_asked_again():
-    slow = Slow()
+    slow, before = Slow(), set(threading.enumerate())
     store = AnsweringStore(slow, 0.2)
     for _ in range(2):
         with pytest.raises(StoreLost, match=r"^The store of the job does not answer\.$"):
             store.has("x")
-    assert sum(thread.name == "ep_moe store" for thread in threading.enumerate()) == 1
+    (thread,) = set(threading.enumerate()) - before
     slow.let.set()
     assert store.has("x")
+    assert set(threading.enumerate()) - before == {thread}
+    del store
+    thread.join(5)
+    assert not thread.is_alive(), "it ends with the store"
 
 
 def test_a_key_that_does_not_come_is_no_lost_store():

@@ -3,6 +3,7 @@ within an expert, and a weighted sum on the way back. It checks what the real on
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -54,16 +55,18 @@ class AllToAll:
         generator = torch.Generator().manual_seed(self.step * 100 + self.rank_group.rank)
         out_expert_x.copy_(torch.full(out_expert_x.shape, torch.nan))
         self.plan = []
+        every, every_scale = (torch.cat([sent[part] for sent in self.sent]) for part in (0, 1))
+        firsts = [0, *itertools.accumulate(len(sent[0]) for sent in self.sent)]
         for slot in range(self.g.slots_per_rank):
             expert = self.rank_group.rank * self.g.slots_per_rank + slot
             routes = [
                 (r, *where) for r, (*_, ids) in enumerate(self.sent) for where in (ids == expert).nonzero().tolist()
             ]
             routes = [routes[i] for i in torch.randperm(len(routes), generator=generator)]
-            for place, (rank, token, _) in enumerate(routes):
-                as_bytes(out_expert_x)[slot, place] = self.sent[rank][0][token]
-                if out_expert_x_scale is not None:
-                    out_expert_x_scale[slot, place] = self.sent[rank][1][token]
+            chosen = [firsts[rank] + token for rank, token, _ in routes]
+            as_bytes(out_expert_x)[slot, : len(routes)] = every[chosen]
+            if out_expert_x_scale is not None:
+                out_expert_x_scale[slot, : len(routes)] = every_scale[chosen]
             out_expert_num_tokens[slot] = len(routes)
             self.plan.append(routes)
         self.sent = None
@@ -79,10 +82,14 @@ class AllToAll:
             return
         total = torch.zeros(len(indices), self.g.hidden_size)
         for rows, plan in self.sent:
-            for slot, routes in enumerate(plan):
-                for place, (rank, token, route) in enumerate(routes):
-                    if rank == self.rank_group.rank:
-                        total[token] += weights[token, route] * rows[slot, place].float()
+            own = [
+                (slot, place, token, route)
+                for slot, routes in enumerate(plan)
+                for place, (rank, token, route) in enumerate(routes)
+                if rank == self.rank_group.rank
+            ]
+            slots, places, tokens, routes = torch.tensor(own, dtype=torch.int64).view(-1, 4).unbind(1)
+            total.index_add_(0, tokens, weights[tokens, routes].unsqueeze(1) * rows[slots, places].float())
         out_tokens.fill_(torch.nan)
         out_tokens[: len(indices)] = total
         self.sent = self.plan = None

@@ -150,8 +150,8 @@ class Checksum:
     changes the sum, exchanged ones with all but certainty. Equal bytes give equal sums on every device."""
 
     def __init__(self, device: torch.device) -> None:
-        place = torch.arange(_WORDS, dtype=torch.int64, device=device) * -7046029254386353131  # 2**64 / golden ratio
-        self._factors = ((place ^ (place >> 29)) * -4658895280553007687) | 1
+        # a GPU's are read on several streams; on a CPU they grow to the largest part, as all of them take 0.1 s
+        self._factors = _factors(_WORDS if device.type == "cuda" else 0, device)
         self._step = 6364136223846793005  # odd; between blocks
         powers = [pow(self._step, power, 1 << 64) for power in range(_MOST_BLOCKS + 1)]
         signed = [power - (1 << 64) if power >> 63 else power for power in powers]
@@ -165,7 +165,10 @@ class Checksum:
             padded[: data.numel()] = data
             data = padded
         total = torch.ones((), dtype=torch.int64, device=data.device)  # bytes that never came are zeros: not 0 for them
-        for words in data.view(torch.int64).split(_WORDS):
+        blocks = data.view(torch.int64).split(_WORDS)
+        if len(blocks[0]) > len(self._factors):
+            self._factors = _factors(len(blocks[0]), data.device)
+        for words in blocks:
             total = total * self._step + (words * self._factors[: len(words)]).sum()
         return total
 
@@ -177,6 +180,12 @@ class Checksum:
         """The same in few launches, on one stream. parts: as for `Rows`, on this device."""
 
         return Rows(parts, self._factors, self._powers, self._scratch)
+
+
+def _factors(words: int, device: torch.device) -> Tensor:
+    """Odd numbers, of the first words of a block. Each depends on its place alone."""
+    place = torch.arange(words, dtype=torch.int64, device=device) * -7046029254386353131  # 2**64 / golden ratio
+    return ((place ^ (place >> 29)) * -4658895280553007687) | 1
 
 
 class SlotStore:

@@ -3,7 +3,11 @@
 Codes and numbers are made here, entry by entry as the formats define them, and never by the package.
 """
 
+import functools
 import json
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,8 +35,18 @@ SIZES = {
 
 
 def written(folder, kind, form, make, how, **options):
-    """Folders "quantised" and "plain"; of tensors of all experts, one expert after another."""
+    """Folders "quantised" and "plain", the test's own. Returns the tensors of the former."""
+    once, stored = _written(kind, form, make, json.dumps(how), **options)
+    shutil.copytree(once.name, folder, dirs_exist_ok=True)
+    return dict(stored)
+
+
+@functools.cache
+def _written(kind, form, make, how, **options):
+    """A folder that ends with this process, and its tensors: of all experts, one expert after another."""
     quiet()
+    once, how = tempfile.TemporaryDirectory(), json.loads(how)
+    folder = Path(once.name)
     save(interface_model(kind, **SIZES), folder / "source", save_original_format=FORMATS[form])
     generator, stored, plain = torch.Generator().manual_seed(0), {}, {}
     for name, tensor in load_file(folder / "source" / SINGLE).items():
@@ -50,7 +64,7 @@ def written(folder, kind, form, make, how, **options):
             stored[f"{stem}{end if own else end.removeprefix('weight')}"] = whole.contiguous()
     plain = {name: tensor.contiguous() for name, tensor in plain.items()}
     saved_twice(folder, stored, plain, how)
-    return stored
+    return once, stored
 
 
 def loaded(folder, quantization="none"):

@@ -33,6 +33,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
 
 EXPERTS, TOP_K, MOE_LAYERS = 16, 2, 3  # of the demo
+REBALANCED = {"window": 128, "text_tokens": 2048, "batch": 2, "redundant": 4, "eplb": True}
 PRINTED = 1e-5  # half a unit of the fifth digit, to which perplexities are printed and compared
 
 
@@ -66,8 +67,19 @@ def single_process(folder, text, window, tokens):
 # --- the demo ----------------------------------------------------------------------------------------------------
 
 
-def test_demo_rebalanced():
-    result = invoke("run", "--eplb", "--redundant", "4", "--no-reference", "--text-tokens", "2048")
+@functools.cache
+def rebalanced(**options):
+    """The report of a run, for two tests."""
+    return run(RunOptions(**REBALANCED | options))
+
+
+def test_demo_rebalanced(monkeypatch):
+    """The words of the command and its report; `test_rebalanced` has the numbers of the same run."""
+    asked = []
+    monkeypatch.setattr("ep_moe.cli.app.run_model", lambda options: asked.append(options) or rebalanced())
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in REBALANCED.items() if name != "eplb"]
+    result = invoke("run", "--eplb", *flags)
+    assert {name: getattr(asked[0], name) for name in REBALANCED} == REBALANCED
     assert result.exit_code == 0, result.output
     before, after = re.search(r"balancedness +([\d.]+) before, ([\d.]+) after", result.output).groups()
     assert float(after) > float(before)
@@ -147,8 +159,8 @@ def test_report_is_that_of_one_process(options):
     ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default",
 )
 def test_rebalanced(options):
-    options = {"window": 128, "text_tokens": 2048, "batch": 2, "redundant": 4, "eplb": True, **options}
-    report = run(RunOptions(**options))
+    report = rebalanced(**options)
+    options = REBALANCED | options
     found = report.rebalanced
     assert report.agrees, "before, after and in the untouched model"
     assert f"{found.perplexity:#.5g}" == f"{report.perplexity:#.5g}"

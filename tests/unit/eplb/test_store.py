@@ -147,3 +147,14 @@ def test_a_checksum_depends_on_places_over_blocks():
     found = {int(CHECKSUM(part)) for part in (data, blocks, pair.view(torch.uint8), data[:-1], data[:-8])}
     assert len(found) == 5
     assert CHECKSUM(data[3:20]) == CHECKSUM(data[3:20].clone()), "wherever it begins in memory"
+
+
+def test_a_sum_is_the_same_whatever_was_summed_before():
+    """A CPU's factors grow with what is summed."""
+    device = torch.device("cpu")
+    parts = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in (5, 4000, 17, 24_000, 9)]
+    alone = [Checksum(device)(part) for part in parts]
+    one = Checksum(device)
+    assert [one(part) for part in parts] == alone
+    assert [one(part) for part in reversed(parts)] == alone[::-1]
+    assert len(set(map(int, alone))) == len(alone)

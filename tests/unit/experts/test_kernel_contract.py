@@ -20,7 +20,7 @@ from tests.fixtures.flashinfer_cutlass import emulated as emulated  # FlashInfer
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
-FEW_ROWS = (33, 1, 0)  # an emulation in torch has no tiles; the reference has many rows below
+FEW_ROWS = (33, 1, 0)  # an emulation in torch has no tiles; the reference has many rows once
 
 
 @pytest.mark.timeout(400)  # float64 on a CPU that other processes may share
@@ -30,10 +30,14 @@ def test_reference_quantised(scheme, monkeypatch):
     assert check_experts(ReferenceExperts, device="cpu", schemes=[scheme], activations=[Activation.SWIGLU]) == 6
 
 
-def test_reference_with_every_activation():
+@pytest.mark.parametrize("only", [None, [Activation.SWIGLU]], ids=["few rows", "many rows"])
+def test_reference_with_every_activation(only, monkeypatch):
     """An activation is the same for every size."""
-    cases = 6 * len(Activation)  # as many as for one scheme and activation above
-    assert check_experts(ReferenceExperts, device=CPU, schemes=["none"], hidden=128, inner=128) == cases
+    if only is None:
+        monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
+    cases = 6 * len(only or Activation)  # as many as for one scheme and activation above
+    options = {"schemes": ["none"], "activations": only, "hidden": 128, "inner": 128}
+    assert check_experts(ReferenceExperts, device=CPU, **options) == cases
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="emulated, on the CPU")
