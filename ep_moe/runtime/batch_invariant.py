@@ -2,8 +2,8 @@
 how many threads compute.
 
 - **Products** multiply tiles of `ROWS` rows, the last one filled up with zeros. Each tile is the same call: of one
-  shape, one alignment and, on a CPU, one thread, since MKL chooses its kernel by the number of rows and splits sums by
-  the number of threads.
+  shape, one alignment, of each row too, and, on a CPU, one thread. MKL chooses its kernel by the number of rows, splits
+  sums by the number of threads, and on AMD's Zen sums a row by its alignment where there are few columns.
 - **Functions of elements** run on blocks of `BLOCK` elements on a CPU, where torch's kernels compute the last elements
   of a tensor, and of each thread's part, by other instructions than the rest.
 - **Sums over columns** add halves to each other. Sums over rows, which are weights' gradients, add tiles in order.
@@ -196,10 +196,11 @@ class _GroupedLinear(Function):
 
 
 class _Tile:
-    """Memory for `ROWS` rows like those of x."""
+    """Memory for `ROWS` rows like those of x, each aligned as the first."""
 
     def __init__(self, x: Tensor) -> None:
-        self._rows = x.new_zeros(ROWS, x.shape[1])
+        width, unit = x.shape[1], _ALIGNMENT // x.itemsize
+        self._rows = x.new_zeros(ROWS, cdiv(width, unit) * unit)[:, :width]
 
     def of(self, x: Tensor, part: slice) -> Tensor:
         """These rows of x, and zeros behind them."""
