@@ -42,6 +42,7 @@ from ep_moe.execution.recorded_calls import (
 from ep_moe.experts.base import Experts
 from ep_moe.parallel.heartbeats import Step
 from ep_moe.placement.deferred import NO_ID, Placing
+from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.router import Router
 from ep_moe.runtime.devices import current_stream, on_device_of
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
@@ -77,15 +78,18 @@ class Agreeing(NamedTuple):
     """How the bound of a call is found before it is replayed, where ranks agree on it in each call.
 
     like: one that was recorded under any bound: calls that it could serve may be replayed
+    carried: as `MoELayer._carried` has it, under the expert map
     """
 
     like: RecordedCall
     dispatcher: Dispatcher
+    expert_map: ExpertMap
+    carried: str
 
-    def bound(self, layer: Layer, x: Tensor, tokens: int) -> int:
-        """Of this rank's call of the layer, as `MoELayer.run` finds it on ranks that do not replay."""
+    def bound(self, name: str, x: Tensor, tokens: int) -> int:
+        """Of this rank's call of the layer `name`, as `MoELayer.run` finds it on ranks that do not replay."""
         flight_recorder = self.dispatcher.rank_group.flight_recorder
-        flight_recorder.enter(layer.name, layer._carried())
+        flight_recorder.enter(name, self.carried)
         try:
             return self.dispatcher.call_bound(tokens, x.device, gradients={"x": x, "routing.weights": x})
         finally:
@@ -153,7 +157,10 @@ class CallGraphs:
             if busy or layer.placement.invalid_ids.word.value != NO_ID:
                 continue
             if agreeing is not None:
-                bound = agreeing.bound(layer, x, tokens)
+                if agreeing.expert_map is not placed:
+                    agreeing = agreeing._replace(expert_map=placed, carried=layer._carried())
+                    self._agreeing[key[2:]] = agreeing
+                bound = agreeing.bound(layer.name, x, tokens)
                 found = self._calls.get((mode, bound, *key[2:]))
                 if found is None:
                     continue
@@ -255,7 +262,8 @@ class CallGraphs:
             if call is not None and self._context.layout.rank == 0:
                 _log.info("%s: calls of at most %d tokens are replayed as a CUDA graph from now on", layer.name, bound)
             if call is not None and self._context._current_limit is None:
-                self._agreeing[key[2:]] = Agreeing(call, layer._dispatcher())
+                expert_map = layer.placement.expert_map
+                self._agreeing[key[2:]] = Agreeing(call, layer._dispatcher(), expert_map, layer._carried())
             return
         self._make_room()
         self._calls[key] = None

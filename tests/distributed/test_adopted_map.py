@@ -37,6 +37,8 @@ def test_a_map_that_one_rank_alone_adopted(world_size):
 @distributed(2)
 def test_a_map_that_one_rank_alone_adopted_over_fixed_buffers(world_size):
     """Whose calls exchange nothing on the host: each rank waits for the others to adopt it too."""
+    if rank_device().type == "cuda":
+        pytest.skip("the host of a rank that did not goes on there, and hears of it at a later step")
     options = {"device": rank_device(), "ranks_per_node": 1, "max_tokens": 4, "deadline_s": 4}
     with EPContext.from_groups(ParallelConfig(dp=2), **options) as context:
         layer, state = (made(context, one, "hierarchical_static") for one in (FIRST, OTHER))
