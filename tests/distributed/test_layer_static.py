@@ -221,7 +221,8 @@ def test_pipelines_that_cannot_be(world_size):
         ):
             with pytest.raises(ConfigError, match=sentence):
                 MoELayer(CONFIG, context, all2all=all2all, pipeline=pipeline, experts="reference")
-        on_the_cpu(FlashInferNVLinkDispatcher)
+    on_the_cpu(FlashInferNVLinkDispatcher)  # a context reads the registry once
+    with EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=9) as context:
         for pipeline in (0, 10, 2.5):
             with pytest.raises(ConfigError, match=r"pipeline must be an integer in \[1, 9\]"):
                 MoELayer(CONFIG, context, all2all="flashinfer_nvlink", pipeline=pipeline, experts="reference")
