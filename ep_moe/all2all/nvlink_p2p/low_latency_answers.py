@@ -96,19 +96,19 @@ def _receive(
     if TAKE:
         tl.store(sequence + 2, number)
         if sent_weights is None:
-            _sum_ranks(
+            _take_by_rank(
                 out, tokens, sent, packets, number, slots_per_rank, row, peer, piece, RANKS, TOP_K, WIDTH, WORDS, BLOCK,
                 PART, LANES, DTYPE, ROUNDS, FEW, PACKETS,
             )  # fmt: skip
         else:
-            _sum_routes(
+            _take_by_route(
                 out, tokens, sent, sent_weights, packets, number, slots_per_rank, row, peer, piece, RANKS, ROUTES,
                 WORDS, BLOCK, PART, LANES, DTYPE, FEW, PACKETS,
             )  # fmt: skip
 
 
 @triton.jit
-def _sum_ranks(
+def _take_by_rank(
     out, tokens, sent, packets, number, slots_per_rank, token, peer, piece,
     RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr,
@@ -144,7 +144,7 @@ def _sum_ranks(
 
 
 @triton.jit
-def _sum_routes(
+def _take_by_route(
     out, tokens, sent, sent_weights, packets, number, slots_per_rank, row, peer, piece,
     RANKS: tl.constexpr, ROUTES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     LANES: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr,

@@ -169,13 +169,12 @@ def test_every_kernel_that_waits_is_examined():
     waits = {name for name, (tree, _) in functions.items()
              if any(re.search("volatile=True|atomic_", ast.unparse(loop)) for loop in ast.walk(tree)
                     if isinstance(loop, ast.While))}  # fmt: skip
-    assert {name.split(".")[1] for name in waits} == {"wait", "grid_barrier", "_take", "_receive"}
-    reach = {name.split(".")[1] for name in waits} - {"_receive"}  # a kernel, called by none
+    assert {name.split(".")[1] for name in waits} == {"wait", "grid_barrier", "_take", "_await"}
+    reach = {name.split(".")[1] for name in waits}
     while more := {name.split(".")[1] for name, (_, calls) in functions.items() if calls & reach} - reach:
         reach |= more
     called = set().union(*(calls for _, calls in functions.values()))
-    kernels = {name for name in functions if name.split(".")[1] in reach | {"_receive"}
-               and name.split(".")[1] not in called}  # fmt: skip
+    kernels = {name for name in functions if name.split(".")[1] in reach and name.split(".")[1] not in called}
     examined = {name for name, (tree, _) in functions.items()
                 if ast.unparse(tree.decorator_list[0]) == "Waiting"}  # fmt: skip
     assert kernels
