@@ -4,6 +4,9 @@ A transport sums a token's results on each rank before they return, and over ran
 a token's K routes as a row of its own, with one expert and a weight of 1. Such a row is on one rank, and nothing is
 added to what it computes. The token's own rank multiplies the K rows by the weights and adds them in the order of its
 routes, in float32. Gradients of a token's K rows are added likewise.
+
+Transports that return a row for each route by themselves (`DispatchShape.per_route`) need this for calls with
+gradients alone, whose backward sends K rows too.
 """
 
 from __future__ import annotations

@@ -130,7 +130,6 @@ def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
         "slots": ((num_pairs,), torch.int32),
         "ends": ((num_experts,), torch.int32),
         "sorting": ((group_workspace(num_pairs, num_experts),), torch.int32),
-        "addresses": ((num_pairs,), torch.int64),
     }
 
 

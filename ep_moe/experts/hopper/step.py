@@ -58,7 +58,7 @@ def shapes(
     """Scratch of one pass. sort: rows are sorted and summed up; else they are grouped by expert already"""
     found = SCALINGS[scaling].scratch(routes, hidden, inner, gated, dtype)
     if sort:
-        return found | list_shapes(routes, slots)
+        return found | list_shapes(routes, slots) | {"addresses": ((routes,), torch.int64)}
     del found["y"]
     return found | dict.fromkeys(("starts", "ends"), ((slots,), torch.int32))
 
