@@ -178,7 +178,8 @@ class Checksum:
 
     def rows(self, parts: Sequence[tuple[int, int]]) -> Rows:
         """The same in few launches, on one stream. parts: as for `Rows`, on this device."""
-
+        if len(self._factors) < _WORDS:  # kernels read those of a whole block
+            self._factors = _factors(_WORDS, self._powers.device)
         return Rows(parts, self._factors, self._powers, self._scratch)
 
 
