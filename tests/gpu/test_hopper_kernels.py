@@ -4,6 +4,7 @@ scheme): within the bound however a call is cut, allocation-free, captured, dete
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8DynamicTritonExperts,
 )
 from ep_moe.experts.hopper.scaling import Scaling
+from ep_moe.experts.hopper.scaling_fp8 import BlockScaled
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
@@ -49,6 +51,7 @@ class Kernel:
     travelled: rows as they come over the wire in the kernel's own format, None if only plain rows come
     received: rows that show more faults of this kernel than random ones
     scaling: of `SCALINGS`, that calls must go by; None where there is one alone
+    most_by_columns: of `BlockScaled`
     """
 
     build: Callable[..., tuple[Experts, Tensors]]
@@ -56,6 +59,7 @@ class Kernel:
     travelled: Callable[[Received, Tensors], Received] | None = None
     received: Callable[[Received], Received] = lambda received: received
     scaling: str | None = None
+    most_by_columns: float = BlockScaled.most_by_columns
 
 
 def block(config: MoEConfig, slots: int, **options: Any) -> tuple[Experts, Tensors]:
@@ -89,6 +93,8 @@ KERNELS = {
     "bf16_triton": Kernel(bf16_triton.build, PLAIN),
     "fp8_tensor_triton": Kernel(fp8_tensor_triton.build, SCHEMES["fp8_static"], with_the_input_scale),
     "fp8_block_triton": Kernel(block, SCHEMES["fp8_block"], in_blocks),
+    "fp8_block_triton by columns": Kernel(block, SCHEMES["fp8_block"], in_blocks, most_by_columns=math.inf),
+    "fp8_block_triton by rows": Kernel(block, SCHEMES["fp8_block"], in_blocks, most_by_columns=0.0),
     "fp8_dynamic_triton": Kernel(dynamic, fp8_dynamic_triton.BY_ROW, by_row, fp8_dynamic_triton.apart, "row"),
     "fp8_channel_triton": Kernel(channel, SCHEMES["fp8_channel"], by_row, fp8_dynamic_triton.apart),
 }
@@ -113,6 +119,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         run(of, scaling, *arguments)
 
     monkeypatch.setattr(step, "_pass", counted)
+    monkeypatch.setattr(BlockScaled, "most_by_columns", found.most_by_columns)
     yield found
     assert found.scaling is None or found.scaling in scalings, f"calls went by {scalings}"
 

@@ -1,12 +1,13 @@
 // The grouped products of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e; with TURNED
 // out[r] = a[r] @ b[e]; with OVER_ROWS out[e] = the sum over its rows r of a[r].T @ b[r], where b is called weights here.
-// With GATHER (not OVER_ROWS) a[source[r]] is read for row r; with AWAY row r is written to addresses[r] instead.
+// With GATHER (not OVER_ROWS) a[source[r]] is read for row r; with AWAY row r is written to addresses[r] instead. With
+// BLOCKS each 128 numbers along K of a row, and each 128 x 128 of weights, have a scale (E4M3, as they lie).
 //
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, and
-// the name of the activation, if there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER,
+// AWAY, and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -18,7 +19,7 @@ constexpr int LINE = 128;                  // bytes along K of a stage
 constexpr int GROUPS = 2;
 constexpr int WEIGHTS = 128 * GROUPS;      // rows of weights in a tile
 constexpr int STEP = 16;                   // of a tile's width
-constexpr int MOST = 192;                  // of it
+constexpr int MOST = BLOCKS ? 96 : 192;    // of it; a block's sums are kept beside all blocks'
 constexpr int WIDE = 64;                   // rows of a copy, while there are as many: each takes some 60 cycles to start
 constexpr int COLUMNS = GATED ? 64 : 128;  // of a group's results
 constexpr int UNIT = OUT_BYTES == 1 ? 16 : 8;            // columns that a warp's eight rows of threads have
@@ -32,7 +33,7 @@ constexpr int BOX = STEP * ACROSS;
 constexpr int ALONG = 2, ACROSS_K = 16 * LINE / 16;
 constexpr int WEIGHT_STEP = TURNED || OVER_ROWS ? ACROSS_K : ALONG, ROW_STEP = OVER_ROWS ? ACROSS_K : ALONG;
 constexpr int DEEP = 64;  // lines across K of a stage
-constexpr int COPIERS = GATHER ? 128 : 1;  // threads that fill a stage
+constexpr int COPIERS = GATHER || BLOCKS ? 128 : 1;  // threads that fill a stage
 constexpr int CHUNK = 4096;
 constexpr int CHUNK_ROWS = CHUNK / (COLUMNS * OUT_BYTES);
 
@@ -216,6 +217,83 @@ __device__ __forceinline__ void clear_tail(u32 stage, int group, int boxes, int 
   asm volatile("bar.sync %0, 256;" ::"r"(GROUPS + 1) : "memory");
 }
 
+// Scales of a stage's block: of the rows in shared memory, of the weights for the rows that a group has.
+struct Blocks {
+  const float* weights;  // of the group's weights, from the first block along K on
+  int up;                // from there to the scale of a gate's `up`
+  float own[GATED ? 2 : 1], coming[GATED ? 2 : 1];
+
+  __device__ __forceinline__ Blocks(const float* scales, const Walk& tiles, int group, int n, int k_blocks) {
+    const int line = (tiles.column * GROUPS + group) * COLUMNS / 128, lines = (GATED ? 2 * n : n) / 128;
+    weights = scales + ((u64)tiles.expert * lines + min(line, n / 128 - 1)) * k_blocks, up = n / 128 * k_blocks;
+    load(0);
+  }
+  __device__ __forceinline__ void load(int k) {  // for the next `turn`
+#pragma unroll
+    for (int i = 0; i < (GATED ? 2 : 1); i++) coming[i] = __ldg(weights + k + i * up);
+  }
+  __device__ __forceinline__ void turn(int k, int k_blocks) {
+#pragma unroll
+    for (int i = 0; i < (GATED ? 2 : 1); i++) own[i] = coming[i];
+    load(min(k + 1, k_blocks - 1));
+  }
+  // Adds the block's sums of 64 rows of weights. rows: scales of a thread's rows, two of each eight
+  template <int N>
+  __device__ __forceinline__ void add(float (&sum)[MOST / 2], const float (&part)[MOST / 2],
+                                      const float (&rows)[MOST / 4]) const {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) sum[i] += part[i] * (rows[i / 4 * 2 + i % 2] * own[GATED ? i / 2 % 2 : 0]);
+  }
+};
+
+// Begins the products of a stage's block with 64 rows of weights. asm: registers are not read before they are there.
+template <int N>
+__device__ __forceinline__ void begin(float (&part)[MOST / 2], u64 weights, u64 rows) {
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(part[i])::"memory");
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < 4; i++) Multiply<N>::run(part, weights + WEIGHT_STEP * i, rows + ROW_STEP * i, i);
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int N, int LEFT>
+__device__ __forceinline__ void finish(float (&part)[MOST / 2]) {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(part[i])::"memory");
+}
+
+// As `multiply`, of operands whose blocks have scales. While a block's sums of the first 64 rows of weights are scaled
+// and added, the other 64 are multiplied.
+template <int N>
+__device__ __forceinline__ void multiply_blocks(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks, u32 scales,
+                                                Blocks blocks) {
+  float part[2][MOST / 2], row[MOST / 4];
+#pragma unroll
+  for (int i = 0; i < N; i++) sum[i / (N / 2)][i % (N / 2)] = part[i / (N / 2)][i % (N / 2)] = 0.0f;
+#pragma unroll 1
+  for (int k = 0; k < k_blocks; k++) {
+    blocks.turn(k, k_blocks);
+    wait(ring.full + 8 * ring.stage, ring.phase);
+    if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // threads wrote it, tensor cores read it
+    const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group * 128 * LINE);
+    begin<N>(part[0], weights, rows);
+    begin<N>(part[1], weights + (64 * LINE >> 4), rows);
+    const u32 at = scales + (ring.stage * MOST + threadIdx.x % 4 * 2) * 4;
+#pragma unroll
+    for (int j = 0; j < N / 8; j++)
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(row[2 * j]), "=f"(row[2 * j + 1]) : "r"(at + 8 * j * 4));
+    finish<N, 1>(part[0]);
+    blocks.add<N>(sum[0], part[0], row);
+    finish<N, 0>(part[1]);
+    __syncwarp();  // all lanes have read the rows' scales
+    if (threadIdx.x % 32 == 0) arrive(ring.free + 8 * ring.stage);
+    blocks.add<N>(sum[1], part[1], row);
+    ring.next();
+  }
+}
+
 // Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two.
 template <int N>
 __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks, int tail) {
@@ -351,7 +429,8 @@ __device__ __forceinline__ void prepare(const int* ends, int* first, int* limits
   if (lane == 0) {
     first[experts] = before;
     for (int i = 0; i < ring.stages; i++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.full + 8 * i), "r"(GATHER ? COPIERS + 1 : 1));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.full + 8 * i),
+                   "r"((GATHER ? COPIERS : 0) + (BLOCKS ? COPIERS / 32 : 0) + 1));
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.free + 8 * i), "r"(4 * GROUPS));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -418,21 +497,34 @@ struct Gathered {
   }
 };
 
+// scales: of the rows' blocks, `apart` from row to row and `next` from block to block; staged: where a stage has its own
 __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const Map& step, Ring& ring, Walk& tiles,
-                                     int units, int k_blocks, Gathered gathered) {
-  const bool leads = threadIdx.x % 128 == 0;
+                                     int units, int k_blocks, Gathered gathered, const float* scales, int apart,
+                                     int next, u32 staged) {
+  const int me = threadIdx.x % 128;
+  const bool leads = me == 0;
   ring.phase = 1;  // all stages are free
   while (tiles.next()) {
     const int unit = tiles.expert * units + tiles.column * (COLUMNS * GROUPS / UNIT);
     if (OVER_ROWS) k_blocks = tiles.deep();
     if (GATHER) gathered.look_up(tiles);
+    const int line = tiles.row + min(me, tiles.count - 1);
+    const float* const own = scales + (u64)(BLOCKS && GATHER ? __ldg(gathered.source + line) : line) * apart;
+    float scale = BLOCKS ? __ldg(own) : 0.0f;
 #pragma unroll 1
     for (int k = 0; k < k_blocks; k++) {
       wait(ring.free + 8 * ring.stage, ring.phase);
+      if (BLOCKS) {
+        if (me < MOST)
+          asm volatile("st.shared.f32 [%0], %1;" ::"r"(staged + (ring.stage * MOST + me) * 4), "f"(scale) : "memory");
+        __syncwarp();
+        if (me % 32 == 0) arrive(ring.full + 8 * ring.stage);
+        scale = __ldg(own + min(k + 1, k_blocks - 1) * next);
+      }
       const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + WEIGHTS * LINE;
       const int depth = k * (LINE / IN_BYTES);
       if (GATHER) gathered.copy(tiles, to, bar, k);
-      if (GATHER && !leads) {
+      if (COPIERS > 1 && !leads) {
         ring.next();
         continue;
       }
@@ -464,8 +556,9 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // as their map counts them. most: rows of a tile.
 // OVER_ROWS: weights: b, wide: a, in boxes of 64 numbers and DEEP rows; units: columns of a.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
-// With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights. bias, with
-// BIASED: of each row of weights, added to the scaled sums.
+// With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights; with BLOCKS a_scale is of
+// each row of a and block along K, by the strides a_step and b_step, and b_scale [experts, weights / 128, k_blocks].
+// bias, with BIASED: of each row of weights, added to the scaled sums.
 // With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a. With AWAY: addresses: of rows.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
@@ -476,7 +569,8 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
   char* chunks = memory + stages * stage_bytes;
   u64* bars = (u64*)(chunks + GROUPS * 2 * CHUNK);
-  int* first = (int*)(bars + 2 * stages);
+  float* scales = (float*)(bars + 2 * stages);
+  int* first = (int*)(scales + (BLOCKS ? stages * MOST : 0));
   int* limits = first + experts + 1;
   Ring ring{shared(memory), shared(bars), shared(bars + stages), stages, stage_bytes, 0, 0};
   if (threadIdx.x < 32) prepare(ends, first, limits, experts, all_rows, columns, ring, most, units);
@@ -487,29 +581,39 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHER ? 56 : 40));
     if (threadIdx.x < 128 * GROUPS + COPIERS)
-      copy(weights, wide, step, ring, tiles, units, k_blocks, Gathered(gathered, source, row_bytes));
+      copy(weights, wide, step, ring, tiles, units, k_blocks, Gathered(gathered, source, row_bytes), a_scale, a_step,
+           b_step, shared(scales));
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHER ? 224 : 232));  // 168 of each thread are all there are
     Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale, bias, addresses};
     while (tiles.next()) {
       float scale = a_factor, factor = 1.0f;
-      if (a_scale && !SCALED_ROWS) scale *= a_scale[tiles.expert * a_step];
+      if (a_scale && !SCALED_ROWS && !BLOCKS) scale *= a_scale[tiles.expert * a_step];
       if (BIASED) to.bias = bias + tiles.expert * (GATED ? 2 * n : n);
       if (CHANNELS)
         to.channel_scale = b_scale + tiles.expert * b_step;
-      else if (b_scale)
+      else if (b_scale && !BLOCKS)
         scale *= b_scale[tiles.expert * b_step];
       if (out_scale) factor = 1.0f / out_scale[tiles.expert];
       if (OVER_ROWS) k_blocks = tiles.deep();
-      const int tail = OVER_ROWS ? tiles.rows - (k_blocks - 1) * DEEP : DEEP;
       float sum[2][MOST / 2];
+#if BLOCKS
+      const Blocks blocks(b_scale, tiles, group, n, k_blocks);
 #define WIDTH(I) \
   case I: \
-    multiply<I * STEP>(sum, ring, group, k_blocks, tail); \
+    multiply_blocks<I * STEP>(sum, ring, group, k_blocks, shared(scales), blocks); \
     break;
+#else
+#define WIDTH(I) \
+  case I: \
+    multiply<I * STEP>(sum, ring, group, k_blocks, OVER_ROWS ? tiles.rows - (k_blocks - 1) * DEEP : DEEP); \
+    break;
+#endif
       switch (tiles.width / STEP) {
 #if OVER_ROWS
         WIDTH(4) WIDTH(8) WIDTH(12)
+#elif BLOCKS
+        WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6)
 #else
         WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6) WIDTH(7) WIDTH(8) WIDTH(9) WIDTH(10) WIDTH(11) WIDTH(12)
 #endif

@@ -1,5 +1,6 @@
-"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix, or one a row of
-x and one a matrix of weights or a row of it (a channel). For few rows: `gemm_streaming`, `gemm_skinny`.
+"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix, one a row of x
+and one a matrix of weights or a row of it (a channel), or one for each block of 128 along K. For few rows:
+`gemm_streaming`, `gemm_skinny`.
 
 In CUDA C++, with weights as the left operand of the tensor cores, so that a tile is as wide as an expert's rows ask
 for, in steps of 16: Triton's shapes are powers of two.
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ep_moe.quant.kernels import NO_SCALES, MatrixScales, RowScales
+from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.launch_cache import Launch, at_once
@@ -42,13 +43,15 @@ class Tiles:
 
 BOXES = WEIGHTS // 64  # of weights whose lines go across K, in a tile
 CUTS = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
+BLOCKS = Tiles(96)  # where blocks have scales: a block's sums are kept beside all blocks'
 GRADIENT_CUTS = (Tiles(192, stages=3), Tiles(128))
 
 
-def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = False) -> Tiles:
+def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = False, blocks: bool = False) -> Tiles:
     """Those that take the fewest steps.
 
-    rows: of an expert, as many as are expected on average; w: [L, N, K]; gathered: rows are, by `source`
+    rows: of an expert, as many as are expected on average; w: [L, N, K]; gathered: rows are, by `source`; blocks: have
+    scales
     """
     tiles_of_weights, programs = len(w) * -(-w.shape[1] // WEIGHTS), _programs(w, spare_sms)
 
@@ -61,7 +64,7 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
         fewer_stages = 1.10 if gathered else 1.04
         return waves * (width + 56) * (fewer_stages if cut.stages < 4 else 1.0)
 
-    return min(CUTS, key=steps)
+    return BLOCKS if blocks else min(CUTS, key=steps)
 
 
 def _programs(w: Tensor, spare_sms: int) -> int:
@@ -70,13 +73,15 @@ def _programs(w: Tensor, spare_sms: int) -> int:
 
 def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
-    alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0, scales: MatrixScales | RowScales | None = None,
-    turned: bool = False, source: Tensor | None = None, bias: Tensor | None = None, addresses: Tensor | None = None,
-    launch: Launch = at_once,
+    alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0,
+    scales: MatrixScales | RowScales | BlockScales | None = None, turned: bool = False, source: Tensor | None = None,
+    bias: Tensor | None = None, addresses: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
 
     a: [M, K]; b: [L, N, K]; both bf16, K a multiple of 64, or with `scales` E4M3, K a multiple of 128
+    scales: those of blocks want N that is a multiple of 128 (256 with a gated activation), an out in bf16, and tiles
+        of at most as many rows as `BLOCKS` has
     turned: b is [L, K, N], bf16, N a multiple of 64, and no activation follows: out[r] = a[r] @ b[e]
     ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
     source: int32 [M], for a of [any, K]: a[source[r]] is read for row r
@@ -88,9 +93,11 @@ def grouped_gemm(
     """
     experts, rows, k = (len(b), b.shape[2], b.shape[1]) if turned else b.shape
     itemsize, gated = b.element_size(), activation is not None and activation.gated
-    n, depth = rows // 2 if gated else rows, LINE // itemsize
+    n, depth, blocks = rows // 2 if gated else rows, LINE // itemsize, isinstance(scales, BlockScales)
     a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
     b_step = 1 if b_scale is None else b_scale.stride(0)
+    if blocks:
+        a_step, b_step = a_scale.stride()
     weights, unit = (_across(b.view(-1, n), BOXES), 1) if turned else _weights(b, gated, out.element_size())
     read = (out, ends, a_scale, b_scale, out_scale, bias)
     arguments = [
@@ -106,11 +113,12 @@ def grouped_gemm(
     ]
     form = options(
         itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales),
-        channels=isinstance(scales, RowScales) and scales.per_channel, biased=bias is not None, turned=turned,
-        gather=source is not None, away=addresses is not None,
+        channels=isinstance(scales, RowScales) and scales.per_channel, blocks=blocks, biased=bias is not None,
+        turned=turned, gather=source is not None, away=addresses is not None,
     )  # fmt: skip
-    function = nvrtc.kernel(source_text(itemsize, "turned" if turned else ""), "gemm_grouped", form, a.device.index)
-    kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
+    mode = "turned" if turned else "blocks" if blocks else ""
+    function = nvrtc.kernel(source_text(itemsize, mode), "gemm_grouped", form, a.device.index)
+    kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts, blocks=blocks))
     launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
 
 
@@ -152,19 +160,21 @@ def _across(x: Tensor, boxes: int) -> Any:
     return nvrtc.tensor_map(x.data_ptr(), 2, (64, rows, columns // 64), (columns, 64), (64, 64, boxes))
 
 
-def shared_bytes(tiles: Tiles, experts: int) -> int:
-    """The ring, results on their way out, barriers, and where each expert's rows and tiles begin."""
-    return tiles.stages * (WEIGHTS + tiles.rows) * LINE + 16 * 1024 + 16 * tiles.stages + 4 * (2 * experts + 1)
+def shared_bytes(tiles: Tiles, experts: int, *, blocks: bool = False) -> int:
+    """The ring, results on their way out, barriers, scales of blocks, and where each expert's rows and tiles begin."""
+    stage = (WEIGHTS + tiles.rows) * LINE + 16 + (4 * BLOCKS.rows if blocks else 0)
+    return tiles.stages * stage + 16 * 1024 + 4 * (2 * experts + 1)
 
 
 def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
-    biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False, away: bool = False,
+    blocks: bool = False, biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,
+    away: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """What `source_text` is compiled with."""
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
-    given |= {"CHANNELS": int(channels), "BIASED": int(biased)}
+    given |= {"CHANNELS": int(channels), "BLOCKS": int(blocks), "BIASED": int(biased)}
     given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather), "AWAY": int(away)}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
@@ -195,11 +205,11 @@ def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
 def source_text(itemsize: int, mode: str = "") -> str:
     """With the instruction for each width, which has a name and a list of registers of its own.
 
-    mode: "turned" or "over_rows", for operands whose lines go across K
+    mode: "turned" or "over_rows", for operands whose lines go across K; "blocks", with scales of blocks
     """
     kind, depth = ("bf16.bf16", 16) if itemsize == 2 else ("e4m3.e4m3", 32)
     order = {"": ", 0, 0", "turned": ", 1, 0", "over_rows": ", 1, 1"}[mode] if itemsize == 2 else ""
-    most, structs = CUTS[-1].rows, []
+    most, structs = BLOCKS.rows if mode == "blocks" else CUTS[-1].rows, []
     for n in range(STEP, most + 1, STEP):
         numbers = ", ".join(f"%{i}" for i in range(n // 2))
         sums = ", ".join(f'"+f"(sum[{i}])' for i in range(n // 2))

@@ -61,7 +61,7 @@ class Few:
 
 
 MOST = 64  # rows of an expert at once; of more, its weights are read again
-FEW_BLOCKS = 28  # rows up to which it is where blocks have scales, on an H100 and an H200
+FEW_BLOCKS = 28  # rows up to which it is where blocks have scales, on an H100 and an H200; fewer by `large`
 H100, H200 = Few(44, 76, 12), Few(60, 68, 50)
 BETWEEN = 4e12  # bytes a second that an H100's memory does not move, and an H200's does
 LARGE = 16 << 20  # bytes of an expert's w13; measured at 3 to 6 MiB and at 28 to 56
@@ -76,7 +76,7 @@ def ring_for(rows: float, w13: Tensor, *, blocks: bool = False) -> Ring | None:
     few = limits.bf16 if number == 2 else limits.e4m3
     if w13.shape[1] * w13.shape[2] * number > LARGE:
         few = limits.large
-    if rows > (FEW_BLOCKS if blocks else few):
+    if rows > (min(FEW_BLOCKS, few) if blocks else few):
         return None
     if rows <= 10:
         return Ring(16, 12)

@@ -61,6 +61,7 @@ class Products:
     biases: of the rows of w13 and of w2, bf16 [L, 2 * I] and [L, H], as far as there are any
     dtype: of the layer, and of plain rows
     spare_sms: multiprocessors that the large products leave free
+    exact: products of one order of sums, whatever the number of rows
     """
 
     w13: Tensor
@@ -73,6 +74,7 @@ class Products:
     spare_sms: int
     launch: Launch
     biases: Sequence[Tensor] = ()
+    exact: bool = False
 
     def bias(self, which: int) -> Tensor | None:
         """Of the first product (0) or the second (1)."""
@@ -84,6 +86,7 @@ class Scaling(ABC):
 
     names: ClassVar[tuple[str, ...]] = ()  # of the parameters that `Products.scales` holds, in order
     goes_home: ClassVar[bool] = True  # `grouped` heeds `Lists.addresses`
+    blocks: ClassVar[bool] = False  # of 128 along K have scales
 
     def __init__(self, products: Products) -> None:
         self.products = products
@@ -161,11 +164,14 @@ class Scaling(ABC):
         gemm_streaming.product(act.x, p.w2, lists, own["y"], ring, **self.of_second(act), launch=p.launch)
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
-        """Both products of many rows, sorted ones, into own["y"], or to `lists.addresses`. expected: rows of all
-        experts"""
+        """Both products of many rows, into own["y"], or to `lists.addresses`. expected: rows of all experts"""
+        self.by_columns(self.sorted(rows, lists, own), lists, each, own)
+
+    def by_columns(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
+        """By `gemm_grouped`, of rows as `sorted` gives them."""
         p, spare = self.products, self.products.spare_sms
-        first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None)
-        second = gemm_grouped.tiles_for(each, p.w2, spare)
+        first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None, blocks=self.blocks)
+        second = gemm_grouped.tiles_for(each, p.w2, spare, blocks=self.blocks)
         how: dict[str, Any] = {"spare_sms": spare, "launch": p.launch}
         out, activated = self.first_result(own)
         given = {**activated, **self.of_first(rows), **how, "source": rows.source}

@@ -148,6 +148,8 @@ class BlockScaled(Scaling):
 
     names = ("w13_scale", "w2_scale")
     goes_home = False
+    blocks = True
+    most_by_columns = 88.0  # rows of an expert, on average, up to which `gemm_grouped` is ahead of `gemm_fp8_block`
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
@@ -213,7 +215,14 @@ class BlockScaled(Scaling):
         return {"scales": BlockScales(rows.scale, self.products.scales[1])}
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
-        self.multiply(rows, None, lists.ends, lists.ends[-1:], own["y"], expected, own)
+        p, few = self.products, each <= self.most_by_columns
+        if few and p.dtype is BF16 and not p.exact and gemm_fp8_block.has_hopper(p.w2.device):
+            own = self._plain(own)
+            rows = self.rounded(rows, own)
+            self.by_columns(Rows(rows.x, rows.scale, lists.source), lists, each, own)
+        else:
+            rows = self.sorted(rows, lists, own)
+            self.multiply(rows, None, lists.ends, lists.ends[-1:], own["y"], expected, own)
 
     def multiply(
         self, rows: Rows, starts: Tensor | None, ends: Tensor, counts: Tensor | None, out: Tensor, expected: float,

@@ -125,7 +125,7 @@ def hopper_moe(
     ids_ready, sequence: of `types.WireIds`
     peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None; with ids only
     """
-    products = Products(w13, w2, scales, dtype, Activation(activation), alpha, limit, spare_sms, launch, biases)
+    products = Products(w13, w2, scales, dtype, Activation(activation), alpha, limit, spare_sms, launch, biases, exact)
     step = SCALINGS[scaling](products)
     rows = Rows(x, x_scale if input_scale is None else input_scale)
     if ids is None:
@@ -181,7 +181,7 @@ def _pass(
     elif ring is not None:
         step.streamed(rows, lists, ring, own)
     else:
-        step.grouped(step.sorted(rows, lists, own), lists, each, total, own)
+        step.grouped(rows, lists, each, total, own)
         if goes:
             return
     route_sort.reduce(

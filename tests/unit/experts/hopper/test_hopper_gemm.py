@@ -37,7 +37,7 @@ def test_experts_with_few_more_rows_than_average_are_not_cut_again():
 
 @pytest.mark.parametrize("tiles", CUTS, ids=str)
 def test_all_tiles_fit(tiles):
-    assert gemm_grouped.shared_bytes(tiles, 256) <= nvrtc.SHARED
+    assert gemm_grouped.shared_bytes(tiles, 256, blocks=tiles == gemm_grouped.BLOCKS) <= nvrtc.SHARED
     assert tiles.rows % gemm_grouped.STEP == 0
 
 
@@ -53,6 +53,7 @@ def test_all_tiles_fit(tiles):
         (1, 2, ROWS),
         (1, 2, CHANNELS),
         (1, 2, CHANNELS | {"biased": True}),
+        (1, 2, {"blocks": True}),
     ],
     ids=[
         "bf16",
@@ -62,13 +63,15 @@ def test_all_tiles_fit(tiles):
         "e4m3 by row to bf16",
         "e4m3 by channel to bf16",
         "e4m3 with biases to bf16",
+        "e4m3 by block to bf16",
     ],
 )
 def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activation):
     """A word would be of products that wait for each other, for want of registers. Small: instructions of both products
     of a layer stay in a multiprocessor's cache (docs/explanation/performance_log.md)."""
     form = gemm_grouped.options(itemsize, out_bytes, activation, **scaled)
-    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(itemsize), form)
+    text = gemm_grouped.source_text(itemsize, "blocks" if "blocks" in scaled else "")
+    binary, words = nvrtc.compile_kernels(text, form)
     assert 0 < len(binary) < (105 if "biased" in scaled else 104 if scaled else 100) * 1024
     assert words == ""
 
