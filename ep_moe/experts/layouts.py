@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ep_moe.all2all.wire_ids import to_local
 from ep_moe.config import MoEConfig, Wire
-from ep_moe.quant.kernels import widen_arrived
+from ep_moe.quant.row_format import widen_arrived
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 

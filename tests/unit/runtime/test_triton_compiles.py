@@ -35,7 +35,8 @@ from ep_moe.experts.hopper.experts import (
     Fp8TensorTritonExperts,
     W4A16TritonExperts,
 )
-from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, round_to_travel
+from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
+from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.router import kernels
 from ep_moe.runtime import devices
