@@ -27,6 +27,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
 from ep_moe.integrations.save import SavedExperts
 from ep_moe.training.wrappers import exclude_experts
+from ep_moe.weights import trained
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.trained import ExpertLora, LowRank
 
@@ -110,7 +111,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         of_layer = {target.stored: ranks[target] for target in targets if target.of.name == one.name}
         if of_layer:
             own_seed = seed * 2**20 + zlib.crc32(one.name.encode()) % 2**20
-            one.layer.expert_weights.add_lora(of_layer, own_seed)
+            trained.add_lora(one.layer.expert_weights, of_layer, own_seed)
     exclude_experts(model)
     model.ep_moe_lora = config
     if targets:
@@ -159,7 +160,7 @@ def merge_lora(model: Any) -> nn.Module:
         The model without factors, which `ep_moe.integrations.transformers.save_pretrained` writes.
     """
     for one in saved_experts(model):
-        one.layer.expert_weights.merge_lora()
+        trained.merge_lora(one.layer.expert_weights)
     merged: nn.Module = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
     if hasattr(merged, "ep_moe_lora"):
         del merged.ep_moe_lora
