@@ -277,6 +277,17 @@ def _lora_refusal(weights: ExpertSlots) -> str | None:
     return None
 
 
+def gather_factor(weights: ExpertSlots, own: Tensor) -> Tensor:
+    """[E, ...] of a factor [L, ...]. Collective over the EP group."""
+    whole = own.new_zeros(weights.config.num_experts, *own.shape[1:])
+    whole[list(weights.local_experts)] = own.detach()
+    group = weights.gradient_sum.ep
+    if group.size > 1:
+        with group.flight_recorder.step("gather factors", counted=False):
+            group.all_reduce(whole)
+    return whole
+
+
 @torch.no_grad()
 def merge_lora(weights: ExpertSlots) -> None:
     """Write the updated matrices over the experts', which stay frozen, and drop the factors."""
