@@ -104,7 +104,7 @@ class Dispatcher(DeclaredTransport, ABC):
         """Send rows to the ranks of their experts, and receive this rank's rows. Collective.
 
         Args:
-            x: [T, columns] as `quant.kernels.round_to_travel` writes rows for the shape's wire; or [T, H] of the
+            x: [T, columns] as `quant.row_format.round_to_travel` writes rows for the shape's wire; or [T, H] of the
                 layer's dtype where the format is one of `capabilities.rounds`. The same numbers arrive.
             routing: ids and weights [T, K].
             x_scale: [T, scales], scales of `x`; None for formats without scales and for plain rows.

@@ -46,7 +46,7 @@ from ep_moe.bench.harness import (
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.quant.kernels import round_to_travel
+from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import PhysicalIds, PhysicalRouting
 

@@ -1,4 +1,5 @@
-"""What a rank of GPUs that are not here would hold, and how long one MoE layer would take there. For `ep-moe fit`.
+"""What a rank of GPUs that are not here would hold, how long one MoE layer would take there, and the layouts that come
+out best. For `ep-moe fit`.
 
 Bytes of memory are counted on layers without memory (the meta device), by the classes that a real layer is made of.
 Bytes on links are those of `bench.wire_rows`. Times are the floors of `bench.floors` with the rates of `runtime.gpus`,
@@ -10,6 +11,8 @@ Left out of times: router, shared experts (they run while rows travel), launches
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +26,7 @@ from ep_moe.bench.measured_lines import rows_text
 from ep_moe.bench.wire_rows import WAYS, row_bytes
 from ep_moe.checks import check_count, check_positive
 from ep_moe.config import MoEConfig, ParallelConfig, Wire
-from ep_moe.errors import ConfigError
+from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.execution.memory_plan import held_bytes
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE
@@ -347,3 +350,58 @@ def answer(asked: Question, parallel: ParallelConfig) -> Found:
         raise ConfigError(problem)
     choice = asked.choose(layout)
     return Found(layout, choice, memory(asked, layout, choice), layer_time(asked, layout, choice))
+
+
+# --- all layouts ---------------------------------------------------------------------------------------------------
+
+
+def layouts(asked: Question) -> Iterator[ParallelConfig]:
+    """All sizes that divide: tp and etp within a host, EP groups that fill hosts or divide them."""
+    sizes = [size for size in range(1, asked.gpus + 1) if asked.gpus % size == 0]
+    for tp in sizes:
+        for etp in sizes:
+            for ep in sizes:
+                if asked.gpus % (ep * etp) == 0:
+                    yield ParallelConfig(dp=asked.gpus // tp, tp=tp, ep=ep, etp=etp)
+
+
+def best(asked: Question, most: int = 3) -> list[Found]:
+    """The fastest layouts that fit, by the floor in turn, then by bytes of a rank, then by the smallest tp.
+
+    The floor counts and not the expected time: measured and unmeasured layouts could not be compared else.
+
+    Args:
+        asked: The question.
+        most: So many are listed.
+
+    Returns:
+        The layouts, the best first; empty where none fits or none has a time.
+    """
+    timed: list[tuple[float, RankLayout, explain.BackendChoice, LayerTime]] = []
+    chosen: dict[tuple[int, int], explain.BackendChoice | None] = {}
+    for parallel in layouts(asked):
+        try:
+            layout = asked.layout(parallel)
+            if asked.scheme.problem(asked.config, layout.etp) is not None:
+                continue
+            key = (layout.ep, layout.etp)
+            if key not in chosen:
+                chosen[key] = None
+                with suppress(BackendUnavailable):
+                    chosen[key] = asked.choose(layout)
+            choice = chosen[key]
+            time = None if choice is None else layer_time(asked, layout, choice)
+        except ConfigError:
+            continue
+        if choice is not None and time is not None:
+            timed.append((time.floor_us, layout, choice, time))
+    timed.sort(key=lambda one: (one[0], one[1].tp))
+    found: list[Found] = []
+    for us, layout, choice, time in timed:
+        if len(found) >= most and us > found[-1].time.floor_us:  # type: ignore[union-attr]
+            break
+        one = Found(layout, choice, memory(asked, layout, choice), time)
+        if one.fits(asked):
+            found.append(one)
+    found.sort(key=lambda one: (one.time.floor_us, one.memory.total, one.layout.tp))  # type: ignore[union-attr]
+    return found[:most]

@@ -12,6 +12,7 @@ import csv
 import dataclasses
 import enum
 import functools
+import gc
 import json
 import math
 import statistics
@@ -23,15 +24,19 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
+from torch import Tensor
 
 from ep_moe.checks import check_picture, check_target
+from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.integrations.model_name import FORMS, config_named
 from ep_moe.parallel.groups import TorchrunEnv, local_device
 from ep_moe.runtime.progress import Progress, beside_bars
 
 INTERRUPTED = 130  # exit code after Ctrl-C
+Made = TypeVar("Made")
 
 
 class Where(enum.Enum):
@@ -294,6 +299,35 @@ def captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
 
 
 LineT = TypeVar("LineT")
+
+
+def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | None:
+    """What `make` gives; None on all ranks, with the reason on rank 0's output, where it fails on any."""
+    made, reason = None, None
+    try:
+        made = make()
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+    except Exception as error:  # whatever a library raises: the others are still to be measured
+        reason = f"{type(error).__name__}: {error}"
+    reasons: list[str | None] = [None] * context.layout.ep
+    dist.all_gather_object(reasons, reason, group=context.rank_groups["ep"].group)
+    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
+    if failed and context.layout.rank == 0:
+        Console(width=130).print(f"left out: {what}: {failed[0]}", markup=False)
+    return None if failed else made
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """The largest difference over the largest magnitude; infinite where something is no number."""
+    apart = (out.float() - reference.float()).abs().max() / reference.float().abs().max()
+    return float(apart.nan_to_num(torch.inf))
+
+
+def swept() -> None:
+    """Layers and graphs refer to each other; memory without a reference goes back."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def write(lines: Sequence[Any], file: Path) -> None:

@@ -22,14 +22,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
     add_models,
+    attempt,
     captured,
     check_dealt,
     check_measured,
@@ -52,7 +52,9 @@ from ep_moe.bench.harness import (
     own_device,
     parse,
     positive,
+    relative_error,
     show,
+    swept,
     tracked,
     write,
 )
@@ -80,7 +82,6 @@ OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whate
 INPUT_SCALE = 0.02  # of rows of calibrated schemes
 REPLAYS = 15
 PARTS_FROM = 1024  # tokens per rank: below, weights are what takes time, and each part reads them again
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -237,23 +238,6 @@ def ours(variant: Variant, layer: MoELayer, x: Tensor, routing: Routing) -> Entr
     return Entry("ours", variant.name, variant.scheme, weights, f"{out} / {back}", call)
 
 
-def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | None:
-    """What `make` gives; None on all ranks, with the reason on rank 0's output, where it fails on any."""
-    made, reason = None, None
-    try:
-        made = make()
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
-    except Exception as error:  # whatever a library raises: the others are still to be measured
-        reason = f"{type(error).__name__}: {error}"
-    reasons: list[str | None] = [None] * context.layout.ep
-    dist.all_gather_object(reasons, reason, group=context.rank_groups["ep"].group)
-    failed = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-    if failed and context.layout.rank == 0:
-        Console(width=130).print(f"left out: {what}: {failed[0]}", markup=False)
-    return None if failed else made
-
-
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
@@ -293,12 +277,6 @@ def repeated(call: Callable[[], Any], times: int) -> None:
 
 def calls_per_graph(tokens: int) -> int:
     return 10 if tokens <= 128 else 4 if tokens <= 1024 else 2
-
-
-def relative_error(out: Tensor, reference: Tensor) -> float:
-    """The largest difference over the largest magnitude; infinite where something is no number."""
-    apart = (out.float() - reference.float()).abs().max() / reference.float().abs().max()
-    return float(apart.nan_to_num(torch.inf))
 
 
 def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELayer) -> None:
@@ -353,12 +331,6 @@ def machine_of() -> Machine:
         rates, p2p = measure_rates(context.device), p2p_rate(context)
     swept()
     return Machine(rates, p2p)
-
-
-def swept() -> None:
-    """Layers and graphs refer to each other; memory without a reference goes back."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: Sequence[Line]) -> None:

@@ -45,6 +45,7 @@ from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
     add_models,
+    attempt,
     captured,
     check_dealt,
     check_measured,
@@ -54,10 +55,11 @@ from ep_moe.bench.harness import (
     parse,
     positive,
     show,
+    swept,
     tracked,
     write,
 )
-from ep_moe.bench.layer import attempt, load_of, swept
+from ep_moe.bench.layer import load_of
 from ep_moe.bench.train_entries import (
     BY_HAND,
     Batch,

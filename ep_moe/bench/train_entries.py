@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn.functional import grouped_mm, silu
 
 from ep_moe.bench import overlap
-from ep_moe.bench.layer import attempt, relative_error
+from ep_moe.bench.harness import attempt, relative_error
 from ep_moe.bench.train_report import ERROR, FLOAT8_ERROR
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
-from ep_moe.bench.layer import attempt
+from ep_moe.bench.harness import attempt
 from ep_moe.bench.libraries import imported
 from ep_moe.bench.train_entries import Entry, Options
 from ep_moe.config import MoEConfig

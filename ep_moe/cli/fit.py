@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ep_moe.bench.expected_time import FEW_TOKENS, ITSELF, Expected, held_back
-from ep_moe.bench.fit import Found, Question, answer, crossover
-from ep_moe.bench.fit_layouts import best
+from ep_moe.bench.fit import Found, Question, answer, best, crossover
 from ep_moe.bench.floors import SECOND_LEVEL_US, Crossover
 from ep_moe.checks import check_count
 from ep_moe.config import ONE_SCALE, MoEConfig, ParallelConfig, Wire, load_model_config

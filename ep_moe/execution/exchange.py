@@ -29,7 +29,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts, Kept, begin_backward
 from ep_moe.experts.layouts import as_rank_major, localized
-from ep_moe.quant.kernels import round_to_travel
+from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.profiling import stage
 from ep_moe.types import LocalIds, PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
 

@@ -5,7 +5,6 @@ What is wrong is returned, not raised: all ranks must raise together.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from ep_moe.all2all.base import Dispatcher, routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.execution.rank_comparison import ComparedLayer, compare_ranks, drifted
+from ep_moe.execution.rank_comparison import ComparedLayer, compare_ranks, watch_drift
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
@@ -35,7 +34,7 @@ _WRAPPED = (
 
 
 class RankChecks:
-    """Of one layer. `first_call` looks once; backward looks at its calls number 2, 4, 8 and so on.
+    """Of one layer. `first_call` looks once; backward looks too (`watch_drift`).
 
     due: whether the next call is to compare ranks
     """
@@ -49,15 +48,7 @@ class RankChecks:
         self._newest_eager = 0  # its number among `forwards`
         self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
         self._wrapper: weakref.ref[Any] | None = None
-        self._backwards = {"lockstep": 0, "expert_data": 0}
-        self._warned = False
-        layout, weights = layer.context.layout, layer.expert_weights
-        if layout.stage > 1:
-            own = weakref.ref(layer)  # the layer holds what it hands this to
-            if layout.lockstep > 1:
-                weights.each_backward = lambda: self.after_steps(own(), "lockstep")
-            if layout.replicas > 1:
-                weights.gradient_sum.each_sum = lambda: self.after_steps(own(), "expert_data")
+        watch_drift(layer)
 
     def note_eager(self) -> None:
         """Of the newest of `forwards`: it was not replayed. Replays count nothing themselves."""
@@ -114,36 +105,6 @@ class RankChecks:
             compare_ranks(layer, self.wrapper_problem(layer))
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
-
-    def after_steps(self, layer: ComparedLayer | None, kind: str) -> None:
-        """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
-        are of its own tokens until something averages them. Collective within a backward, over one kind of group: the
-        ranks of the call, or those that sum gradients of the same experts. Together they reach the whole stage. Waits
-        for the device, and so not inside a graph capture."""
-        if layer is None or capturing(layer.context.device):
-            return
-        self._backwards[kind] += 1
-        number = self._backwards[kind]
-        if number < 2 or number & (number - 1):
-            return
-        name = drifted(layer, layer.context.rank_groups[kind])
-        if name is None:
-            return
-        if kind == "lockstep":  # the other group may find nothing, and goes on
-            layer.expert_weights.each_backward = None
-        else:
-            layer.expert_weights.gradient_sum.each_sum = None
-        if self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"{layer.name}: {name} differs from the other ranks' after {number} backward calls, so that ranks "
-            f"train different models; average gradients before each optimizer step with "
-            f"ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, or "
-            f"wrap the model as docs/how-to/training.md shows",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 # --- fresh numbers ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ All comparisons are collective, and wait for the device.
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -19,6 +21,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import InputError
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.placement.placement import Placement
+from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _SAMPLE = 1 << 14  # numbers of a slot's tensor that tell experts apart
@@ -58,7 +61,57 @@ def compare_ranks(layer: ComparedLayer, problem: str | None) -> None:
     _compare_experts(layer, layer.context.rank_groups["ep"], device)
 
 
-def drifted(layer: ComparedLayer, rank_group: RankGroup) -> str | None:
+def watch_drift(layer: ComparedLayer) -> None:
+    """Have backward compare dense parameters, in a layer's calls number 2, 4, 8 and so on. Over two kinds of group,
+    which together reach the whole stage: the ranks of the call, and those that sum gradients of the same experts."""
+    layout, weights = layer.context.layout, layer.expert_weights
+    watch = _DriftWatch(layer)
+    if layout.lockstep > 1:
+        weights.each_backward = lambda: watch.look("lockstep")
+    if layout.replicas > 1:
+        weights.gradient_sum.each_sum = lambda: watch.look("expert_data")
+
+
+class _DriftWatch:
+    """Of one layer, which holds what it hands this to."""
+
+    def __init__(self, layer: ComparedLayer) -> None:
+        self._layer = weakref.ref(layer)
+        self._backwards = {"lockstep": 0, "expert_data": 0}
+        self._warned = False
+
+    def look(self, kind: str) -> None:
+        """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
+        are of its own tokens until something averages them. Collective within a backward, over one kind of group. Waits
+        for the device, and so not inside a graph capture."""
+        layer = self._layer()
+        if layer is None or capturing(layer.context.device):
+            return
+        self._backwards[kind] += 1
+        number = self._backwards[kind]
+        if number < 2 or number & (number - 1):
+            return
+        name = _drifted(layer, layer.context.rank_groups[kind])
+        if name is None:
+            return
+        if kind == "lockstep":  # the other group may find nothing, and goes on
+            layer.expert_weights.each_backward = None
+        else:
+            layer.expert_weights.gradient_sum.each_sum = None
+        if self._warned:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{layer.name}: {name} differs from the other ranks' after {number} backward calls, so that ranks "
+            f"train different models; average gradients before each optimizer step with "
+            f"ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, or "
+            f"wrap the model as docs/how-to/training.md shows",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _drifted(layer: ComparedLayer, rank_group: RankGroup) -> str | None:
     """Name what of the router and shared experts differs on ranks of a group, within a backward; None for nothing."""
     device, dense = layer.context.device, dict(_dense(layer))
     sums, total = _sums(dense, device)

@@ -7,8 +7,6 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import gcd
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, overload
 
@@ -26,7 +24,7 @@ from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.gpus import GPU, compute_capability
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import LocalIds, PeerRows, Received, dtype_name
+from ep_moe.types import LocalIds, PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
 
@@ -177,19 +175,7 @@ class Experts(ABC):
         Returns:
             None if it can, else the reason.
         """
-        can = cls.capabilities
-        if (problem := can.problem(config, dtype, etp, scheme, options)) is not None:
-            return problem
-        # the narrowest numbers that products read
-        read = torch.float8_e4m3fn if options is not None and options.float8 else dtype
-        unit = can.alignment_bytes // gcd(can.alignment_bytes, read.itemsize)
-        for name, size in (
-            ("hidden_size", config.hidden_size),
-            ("intermediate_size / etp", config.intermediate_size // etp),
-        ):
-            if size % unit:
-                return f"{name} must be a multiple of {unit} in {dtype_name(read)}, got {size}"
-        return None
+        return cls.capabilities.problem(config, dtype, etp, scheme, options)
 
     @overload
     def __call__(self, received: Received, out: PeerRows) -> PeerRows: ...
@@ -305,7 +291,7 @@ class Experts(ABC):
         assert received.local_ids is not None
         grad = grad.where((received.local_ids >= 0).any(1, keepdim=True), 0.0)
         with torch.enable_grad():
-            y = self.weights.given(leaves, self.compute, replace(received, x=x, weights=weights), None)
+            y = self.weights.given(leaves, self.compute, dataclasses.replace(received, x=x, weights=weights), None)
         given = [x, *([] if weights is None else [weights]), *(leaf for leaf in leaves.values() if leaf.requires_grad)]
         found = dict(zip(map(id, given), torch.autograd.grad(y, given, grad, allow_unused=True), strict=True))
 

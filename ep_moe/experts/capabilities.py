@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -162,6 +163,33 @@ class ExpertsCapabilities(KernelCapabilities):
         """
         check_fields(self, ExpertsCapabilities)
         check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
+
+    def problem(
+        self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
+    ) -> str | None:
+        """Say what of a layer the capabilities do not hold, as `KernelCapabilities.problem`, with the alignment of its
+        sizes.
+
+        Args:
+            config: The layer.
+            dtype: Of the layer.
+            etp: Ranks over which an expert is cut.
+            scheme: Quantization of the experts.
+            options: How the kernel runs, None for the defaults.
+
+        Returns:
+            None if they hold all of it, else the reason.
+        """
+        if (problem := super().problem(config, dtype, etp, scheme, options)) is not None:
+            return problem
+        # the narrowest numbers that products read
+        read = torch.float8_e4m3fn if options is not None and options.float8 else dtype
+        unit = self.alignment_bytes // gcd(self.alignment_bytes, read.itemsize)
+        inner = config.intermediate_size // etp
+        for name, size in (("hidden_size", config.hidden_size), ("intermediate_size / etp", inner)):
+            if size % unit:
+                return f"{name} must be a multiple of {unit} in {dtype_name(read)}, got {size}"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

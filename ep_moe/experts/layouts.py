@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ep_moe.all2all.wire_ids import to_local
 from ep_moe.config import MoEConfig, Wire
-from ep_moe.quant.kernels import widen_arrived
+from ep_moe.quant.fp8 import FP8_BLOCK
+from ep_moe.quant.row_format import widen_arrived
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 
@@ -69,6 +70,32 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
     wire = Wire(dispatch=received.format, input_scale=received.input_scale)
     x = widen_arrived(received.x, received.x_scale, wire, dtype)
     return dataclasses.replace(received, x=x, x_scale=None, format="plain", input_scale=None)
+
+
+def scaled_by_block(received: Received) -> Received:
+    """Rows of fp8_row as rows of fp8_block: a row's one scale for each 128 columns of it, in no memory of its own."""
+    if received.format != "fp8_row":
+        return received
+    assert received.x_scale is not None
+    scale = received.x_scale.expand(*received.x.shape[:-1], received.x.shape[-1] // FP8_BLOCK)
+    return dataclasses.replace(received, x_scale=scale, format="fp8_block")
+
+
+def row_bounds(received: Received, num_slots: int) -> tuple[Tensor | None, Tensor | None]:
+    """The first row of each expert and one past its last, int32 [L], of rows that are grouped; None of RANK_MAJOR ones.
+    Never waits for the device."""
+    match received.layout:
+        case RowLayout.RANK_MAJOR:
+            return None, None
+        case RowLayout.CONTIGUOUS:
+            assert received.expert_offsets is not None
+            offsets = received.expert_offsets[: num_slots + 1].int()  # no rows beyond this rank's slots
+            return offsets[:-1], offsets[1:]
+        case RowLayout.BATCHED:
+            assert received.expert_counts is not None
+            capacity = received.x.shape[1]
+            starts = torch.arange(0, num_slots * capacity, capacity, dtype=torch.int32, device=received.x.device)
+            return starts, starts + received.expert_counts[:num_slots].int()
 
 
 def expected_pairs(config: MoEConfig, num_slots: int, routes: int, *, everyone: bool = False) -> float:

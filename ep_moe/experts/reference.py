@@ -96,7 +96,7 @@ class ReferenceExperts(Experts):
             grouped = replace(grouped, slots=grouped.slots.view(-1, 1))
         if not torch.compiler.is_compiling() and not len(grouped.expert):
             return reduce_rows(grouped.x, grouped)
-        w13_bias, w2_bias = weights.stored("w13_bias"), weights.stored("w2_bias")
+        w13_bias, w2_bias = weights.stored_tensors().get("w13_bias"), weights.stored_tensors().get("w2_bias")
         if self.options.exact:
             return reduce_rows(self._exact(grouped, w13_bias, w2_bias), grouped)
         h = _linear(grouped.x, weights.dense("w13"), grouped.ends)

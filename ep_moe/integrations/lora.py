@@ -27,6 +27,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
 from ep_moe.integrations.save import SavedExperts
 from ep_moe.training.wrappers import exclude_experts
+from ep_moe.weights import trained
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.trained import ExpertLora, LowRank
 
@@ -60,6 +61,14 @@ class _Target:
         assert found is not None
         return found
 
+    def whole_factors(self) -> Iterator[Tensor]:
+        """A and B of all experts. Collective over the EP group."""
+        own = self.lora.factors(self.stored)
+        return (trained.gather_factor(self.of.layer.expert_weights, factor) for factor in own)
+
+    def matches(self, wanted: str) -> bool:
+        return _named(f"{self.of.name}.{self.parameter}", wanted)
+
 
 def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     """Freeze a model and train LoRA factors of what PEFT's `LoraConfig` targets.
@@ -86,7 +95,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     config = _converted(config, model)
     wanted = list(config.target_parameters or [])
     targets = list(_targets(model, wanted))
-    others = [name for name in wanted if not any(_matches(one, name) for one in targets)]
+    others = [name for name in wanted if not any(one.matches(name) for one in targets)]
     names = [name for name, _ in model.named_parameters()]
     if absent := [name for name in others if not any(_named(each, name) for each in names)]:
         raise ConfigError(
@@ -110,7 +119,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         of_layer = {target.stored: ranks[target] for target in targets if target.of.name == one.name}
         if of_layer:
             own_seed = seed * 2**20 + zlib.crc32(one.name.encode()) % 2**20
-            one.layer.expert_weights.add_lora(of_layer, own_seed)
+            trained.add_lora(one.layer.expert_weights, of_layer, own_seed)
     exclude_experts(model)
     model.ep_moe_lora = config
     if targets:
@@ -159,7 +168,7 @@ def merge_lora(model: Any) -> nn.Module:
         The model without factors, which `ep_moe.integrations.transformers.save_pretrained` writes.
     """
     for one in saved_experts(model):
-        one.layer.expert_weights.merge_lora()
+        trained.merge_lora(one.layer.expert_weights)
     merged: nn.Module = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
     if hasattr(merged, "ep_moe_lora"):
         del merged.ep_moe_lora
@@ -185,7 +194,7 @@ def save_lora(model: Any, folder: str | Path) -> None:
     context: EPContext = layers[0].layer.context
     tensors: dict[str, Tensor] = {}
     for target in _targets(model, list(config.target_parameters or [])):
-        tensors |= _in_file(target, *(_of_all(factor, target.of) for factor in target.lora.factors(target.stored)))
+        tensors |= _in_file(target, *target.whole_factors())
     with context.consensus.together("save_lora"):
         if context.layout.place == 0:
             try:
@@ -359,25 +368,9 @@ def _targets(model: Any, wanted: list[str]) -> Iterator[_Target]:
             yield _Target(one, stored, names[stored], len(found) - 1 - at, turned)
 
 
-def _matches(target: _Target, wanted: str) -> bool:
-    return _named(f"{target.of.name}.{target.parameter}", wanted)
-
-
 def _named(name: str, wanted: str) -> bool:
     """As PEFT compares `target_parameters`."""
     return name == wanted or name.endswith(f".{wanted}")
-
-
-def _of_all(own: Tensor, of: SavedExperts) -> Tensor:
-    """[E, ...] of a factor [L, ...]. Collective over the EP group."""
-    layer = of.layer
-    whole = own.new_zeros(layer.config.num_experts, *own.shape[1:])
-    whole[list(layer.expert_weights.local_experts)] = own.detach()
-    group = layer.context.rank_groups["ep"]
-    if group.size > 1:
-        with group.flight_recorder.step("gather factors", counted=False):
-            group.all_reduce(whole)
-    return whole
 
 
 def _in_file(target: _Target, a: Tensor, b: Tensor) -> dict[str, Tensor]:

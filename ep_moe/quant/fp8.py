@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Wire
-from ep_moe.quant.row_format import BLOCK, SMALLEST
 from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
-FP8_BLOCK = 128
+FP8_BLOCK = 128  # columns of a row with a scale of their own, and rows of weights
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # E4M3's largest number
+SMALLEST = 1e-10  # a smaller largest magnitude of a row, or of its 128 columns, counts as this: zeros have a scale
 
 
 def to_fp8(x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
@@ -99,13 +99,13 @@ def round_fp8(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
         float8_e4m3fn [T, H], and scales float32 [T, H / 128], [T, 1] or None.
     """
     if wire.dispatch in ("fp8_block", "fp8_row"):
-        return round_blocks(x, BLOCK if wire.dispatch == "fp8_block" else x.shape[1])
+        return round_blocks(x, FP8_BLOCK if wire.dispatch == "fp8_block" else x.shape[1])
     assert wire.dispatch == "fp8_tensor"
     assert wire.input_scale is not None
     return round_by(x, wire.input_scale), None
 
 
-def round_blocks(x: Tensor, block: int = BLOCK) -> tuple[Tensor, Tensor]:
+def round_blocks(x: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
     """Round to E4M3 with a scale per block: scale = amax / 448 and value = number * scale, as DeepSeek-V3 does.
 
     Numbers and scales are those of `kernels.round_rows`, `gemm_fp8_block.quantize_rows` and

@@ -1,8 +1,7 @@
-"""Rows rounded: to where a kernel wants them, and as they travel (`Wire.dispatch`); and widened on arrival.
+"""Rows rounded to where a kernel wants them: to E4M3 with one scale each or one for all (`fp8_static`), with the scales
+of products of such rows; and to NVFP4 and MXFP8, as Blackwell's kernels take them.
 
-For kernels: to E4M3 with one scale each or one for all (`fp8_static`), with the scales of products of such rows; and to
-NVFP4 and MXFP8, as Blackwell's kernels take them. Nothing of this allocates or waits for the device: the caller brings
-every output. As they travel: rounded before, where the transport does not do it itself, into new memory.
+Nothing of this allocates or waits for the device: the caller brings every output.
 """
 
 from __future__ import annotations
@@ -10,13 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ep_moe.config import Wire
-from ep_moe.quant.fp8 import e4m3_blocks, e4m3_step, e4m3_under, round_fp8, widen_blocks, widen_by
-from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
-from ep_moe.quant.row_format import ROW_FORMATS, SMALLEST
+from ep_moe.quant.fp8 import SMALLEST, e4m3_blocks, e4m3_step, e4m3_under
+from ep_moe.quant.microscale import quantize_mxfp8, quantize_nvfp4
 from ep_moe.runtime.devices import multiprocessors, on_device
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
@@ -387,54 +383,3 @@ def _mxfp8_rows(x, data, scale, blocks, BLOCKS: tl.constexpr):
     scaled = tl.where(exponent[:, None] == 0, 0.0, tl.minimum(tl.maximum(scaled, -_LARGEST), _LARGEST))
     bits = tl.where(values != values, _NAN, scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True))
     tl.store(data.to(tl.pointer_type(tl.uint8), bitcast=True) + at, bits, mask=inside[:, None])
-
-
-def round_to_travel(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
-    """Round rows as they travel (`Wire.dispatch`).
-
-    Args:
-        x: [T, H].
-        wire: The format, and its `input_scale` where it has one.
-
-    Returns:
-        Numbers [T, H / packed], and scales [T, scales per row], None where the format has none.
-    """
-    if wire.dispatch == "plain":
-        return x, None
-    if wire.dispatch in ("fp8_block", "fp8_row", "fp8_tensor"):
-        return round_fp8(x, wire)
-    form, x, hidden = ROW_FORMATS[wire.dispatch], x.detach().contiguous(), x.shape[1]
-    data = torch.empty(len(x), form.columns(hidden), dtype=form.number, device=x.device)
-    scale = torch.empty(len(x), form.scales(hidden), dtype=form.scale, device=x.device)
-    if wire.dispatch == "mxfp8":
-        mxfp8_rows(x, data, scale)
-    else:
-        assert wire.input_scale is not None
-        nvfp4_rows(x, torch.full((), wire.input_scale, device=x.device), data, scale)
-    return data, scale
-
-
-def widen_arrived(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
-    """Undo `round_to_travel`, up to rounding.
-
-    Args:
-        data: [..., H / packed].
-        scale: [..., scales per row], or None.
-        wire: As for `round_to_travel`.
-        dtype: Of the result.
-
-    Returns:
-        [..., H].
-    """
-    if wire.dispatch == "plain":
-        return data
-    if wire.dispatch == "fp8_tensor":
-        assert wire.input_scale is not None
-        return widen_by(data, wire.input_scale, dtype)
-    assert scale is not None
-    if wire.dispatch in ("fp8_block", "fp8_row"):
-        return widen_blocks(data, scale, dtype)
-    if wire.dispatch == "mxfp8":
-        return dequantize_mxfp8(data, scale).to(dtype)
-    assert wire.input_scale is not None
-    return dequantize_nvfp4(data, scale, wire.input_scale).to(dtype)

@@ -7,8 +7,9 @@ fp8_tensor  E4M3, all under `Wire.input_scale`, and nothing beside them (calibra
 mxfp8       E4M3, an E8M0 scale per 32 columns
 nvfp4       E2M1, two to a byte, an E4M3 scale per 16 columns, all under `Wire.input_scale`
 
-Scales are linear. Rows are rounded once, before the wire or as they are written to it, and `Received.format` tells the
-kernel what came: that there are scales beside them does not.
+Scales are linear. Rows are rounded once, before the wire (`round_to_travel`, where the transport does not do it itself)
+or as they are written to it, and `Received.format` tells the kernel what came: that there are scales beside them does
+not.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-BLOCK = 128  # columns with a scale of their own in fp8_block
+from ep_moe.config import Wire
+from ep_moe.quant.fp8 import FP8_BLOCK, round_fp8, widen_blocks, widen_by
+from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
+from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4
+
 WHOLE_ROW = -1  # instead of their number, where all of a row's have one
-SMALLEST = 1e-10  # of fp8_block and fp8_row: a smaller largest magnitude counts as this, so that zeros have a scale
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,60 @@ class RowFormat:
 
 ROW_FORMATS = {
     "plain": RowFormat(),
-    "fp8_block": RowFormat(torch.float8_e4m3fn, block=BLOCK),
+    "fp8_block": RowFormat(torch.float8_e4m3fn, block=FP8_BLOCK),
     "fp8_row": RowFormat(torch.float8_e4m3fn, block=WHOLE_ROW),
     "fp8_tensor": RowFormat(torch.float8_e4m3fn),
     "mxfp8": RowFormat(torch.float8_e4m3fn, block=32, scale=torch.uint8),
     "nvfp4": RowFormat(torch.uint8, packed=2, block=16, scale=torch.float8_e4m3fn),
 }
+
+
+def round_to_travel(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
+    """Round rows as they travel (`Wire.dispatch`).
+
+    Args:
+        x: [T, H].
+        wire: The format, and its `input_scale` where it has one.
+
+    Returns:
+        Numbers [T, H / packed], and scales [T, scales per row], None where the format has none.
+    """
+    if wire.dispatch == "plain":
+        return x, None
+    if wire.dispatch in ("fp8_block", "fp8_row", "fp8_tensor"):
+        return round_fp8(x, wire)
+    form, x, hidden = ROW_FORMATS[wire.dispatch], x.detach().contiguous(), x.shape[1]
+    data = torch.empty(len(x), form.columns(hidden), dtype=form.number, device=x.device)
+    scale = torch.empty(len(x), form.scales(hidden), dtype=form.scale, device=x.device)
+    if wire.dispatch == "mxfp8":
+        mxfp8_rows(x, data, scale)
+    else:
+        assert wire.input_scale is not None
+        nvfp4_rows(x, torch.full((), wire.input_scale, device=x.device), data, scale)
+    return data, scale
+
+
+def widen_arrived(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
+    """Undo `round_to_travel`, up to rounding.
+
+    Args:
+        data: [..., H / packed].
+        scale: [..., scales per row], or None.
+        wire: As for `round_to_travel`.
+        dtype: Of the result.
+
+    Returns:
+        [..., H].
+    """
+    if wire.dispatch == "plain":
+        return data
+    if wire.dispatch == "fp8_tensor":
+        assert wire.input_scale is not None
+        return widen_by(data, wire.input_scale, dtype)
+    assert scale is not None
+    if wire.dispatch in ("fp8_block", "fp8_row"):
+        return widen_blocks(data, scale, dtype)
+    if wire.dispatch == "mxfp8":
+        return dequantize_mxfp8(data, scale).to(dtype)
+    assert wire.input_scale is not None
+    return dequantize_nvfp4(data, scale, wire.input_scale).to(dtype)

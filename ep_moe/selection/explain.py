@@ -20,7 +20,7 @@ from ep_moe.experts.fused.base import INSIDE
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.placement.node_limit import NodeLimit
+from ep_moe.placement.placement import NodeLimit
 from ep_moe.quant.schemes import PLAIN, Scheme, scheme_of
 from ep_moe.runtime.devices import as_device
 from ep_moe.runtime.gpus import GPU, compute_capability, gpu_named

@@ -19,7 +19,7 @@ from ep_moe.config import MoEConfig, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.quant.kernels import round_to_travel, widen_arrived
+from ep_moe.quant.row_format import round_to_travel, widen_arrived
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.testing.distributed import made_on_the_host

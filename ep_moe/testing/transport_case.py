@@ -19,7 +19,7 @@ from ep_moe.experts.layouts import localized, widened
 from ep_moe.parallel.groups import default_store, numbered
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.fp8 import round_by
-from ep_moe.quant.kernels import round_to_travel
+from ep_moe.quant.row_format import round_to_travel
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
 DispatcherFactory = Callable[[DispatchShape, RankGroup], Dispatcher]

@@ -21,14 +21,13 @@ from ep_moe.weights.parts import (
     Changes,
     Expert,
     ExpertModules,
-    Joined,
     etp_parameter,
     local,
     part_names,
     parts_of,
     split_parts,
 )
-from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, leave_behind, lora_refusal
+from ep_moe.weights.trained import ExpertLora, GradientSum, guard_optimizers, leave_behind
 
 Result = TypeVar("Result")
 _VERSION = attrgetter("_version")  # how often a tensor was written
@@ -127,10 +126,6 @@ class ExpertSlots(nn.Module):
         found: dict[str, Any] = self._slots if self.named else self._parameters
         return found
 
-    def stored(self, name: str) -> Tensor | None:
-        """A stored tensor of all slots [L, ...], None where the layer has none of that name."""
-        return self.stored_tensors().get(name)
-
     def get_parameter(self, target: str) -> Any:
         """A stored tensor of all slots, such as "w13", as kernels read it; or a parameter by its path, such as "3.w1".
         Without a module's walk through submodules, which layers would pay for at each call."""
@@ -162,52 +157,17 @@ class ExpertSlots(nn.Module):
     def _join(self) -> dict[str, Tensor]:
         if not self.named:  # nothing here is trained
             return self._held
-        if not self._slots or torch.compiler.is_compiling():
-            stacked = self._stacked()
-            return self._summed(stacked if self.lora is None else self.lora(stacked))
-        self._reattach()
-        if self._changes.count != self._seen:  # others for the time of a call, which leave the slots as they are
-            stacked = self._stacked()
-            return self._summed(stacked if self.lora is None else self.lora(stacked))
-        if self.lora is not None:
-            return self._summed(self.lora(self._slots))
+        apart = not self._slots or torch.compiler.is_compiling()
+        if not apart:
+            self._reattach()
+            apart = self._changes.count != self._seen  # others for a call, which leave the slots as they are
+        if apart or self.lora is not None:
+            tensors = self._stacked() if apart else self._slots
+            return self.gradient_sum.of_tensors(tensors if self.lora is None else self.lora(tensors))
         if not torch.is_grad_enabled() or not self.trained:
             return self._slots
-        self.gradient_sum.check()
         own = self._on_views if self._mesh is None else [local(parameter) for parameter in self._on_views]
-        out = Joined.apply(tuple(self._slots.values()), self._by_parameter, *own)
-        return dict(zip(self._slots, out, strict=True))
-
-    def _summed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same, whose gradients are summed over copies."""
-        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
-        if not needed or self.gradient_sum.alone:
-            return tensors
-        self.gradient_sum.check()
-
-        twice = [slot for slots in self.held.values() for slot in slots[1:]]
-
-        def back(gradients: list[Tensor]) -> list[Tensor]:
-            summed = list(self.gradient_sum(dict(zip(tensors, gradients, strict=True))).values())
-            if not twice:
-                return summed
-            kept = [gradient.clone() for gradient in summed]  # each slot has the sum, of which a parameter wants one
-            for gradient in kept:
-                gradient[twice] = 0
-            return kept
-
-        stored = tuple(tensor.detach() for tensor in tensors.values())
-        return dict(zip(tensors, Joined.apply(stored, back, *tensors.values()), strict=True))
-
-    def _by_parameter(self, gradients: list[Tensor]) -> list[Tensor]:
-        """Of stored tensors [L, ...], summed over all that hold the same expert, to each parameter's."""
-        summed = self.gradient_sum(dict(zip(self._slots, gradients, strict=True)))
-        split = []  # by one call of torch's for each tensor: there may be hundreds of parameters
-        for name, gradient in summed.items():
-            parts = len(parts_of(name, self.config.activation.gated))
-            split.append((parts, gradient.unflatten(1, (parts, -1)).flatten(0, 1).unbind() if len(gradient) else ()))
-        firsts = [slots[0] for slots in self.held.values()]
-        return [pieces[parts * first + i] for first in firsts for parts, pieces in split for i in range(parts)]
+        return self.gradient_sum.of_parameters(self._slots, own)
 
     @property
     def trained(self) -> bool:
@@ -332,38 +292,6 @@ class ExpertSlots(nn.Module):
             modules[str(expert)] = module
         cast("ExpertModules", self._modules).hold(modules)
         self._set_views(views)
-
-    def add_lora(self, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
-        """Freeze the experts, and train low-rank updates of their matrices from now on.
-
-        Args:
-            ranks: By stored name, "w13" and "w2".
-            seed: Of the layer, the same on all ranks.
-
-        Raises:
-            ConfigError: the experts cannot have any here.
-        """
-        why = lora_refusal(self)
-        if why is not None:
-            raise ConfigError(f"low-rank updates cannot be added: {why}")
-        self.requires_grad_(False)
-        experts = self.local_experts
-        self.lora = ExpertLora(self._slots, ranks, [seed * self.config.num_experts + expert for expert in experts])
-        if self.gradient_sum.ep.size > 1:
-            for parameter in self.lora.parameters():
-                guard_optimizers(parameter)
-        return self.lora
-
-    @torch.no_grad()
-    def merge_lora(self) -> None:
-        """Write the updated matrices over the experts', which stay frozen, and drop the factors."""
-        if self.lora is None:
-            return
-        self._reattach()
-        self.lora.enabled = True
-        for name, tensor in self.lora(self._slots).items():
-            self._slots[name].copy_(tensor)
-        self.lora = None
 
     def set_expert_map(self, expert_map: ExpertMap) -> None:
         """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""

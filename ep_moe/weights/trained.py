@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import capturing
+from ep_moe.weights.parts import Joined, parts_of
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
@@ -114,6 +115,43 @@ class GradientSum:
                     self.replicas.all_reduce(total)
         return gradients | {name: self._put_back(gradients[name], shared[name], redundant) for name in shared}
 
+    def of_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """tensors: [L, ...] by stored name, made for a call. Returns the same, whose gradients are summed."""
+        needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
+        if not needed or self.alone:
+            return tensors
+        self.check()
+        twice = [slot for slots in self._weights.held.values() for slot in slots[1:]]
+
+        def back(gradients: list[Tensor]) -> list[Tensor]:
+            summed = list(self(dict(zip(tensors, gradients, strict=True))).values())
+            if not twice:
+                return summed
+            kept = [gradient.clone() for gradient in summed]  # each slot has the sum, of which a parameter wants one
+            for gradient in kept:
+                gradient[twice] = 0
+            return kept
+
+        stored = tuple(tensor.detach() for tensor in tensors.values())
+        return dict(zip(tensors, Joined.apply(stored, back, *tensors.values()), strict=True))
+
+    def of_parameters(self, slots: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The tensors of all slots [L, ...], by stored name, as functions of the parameters that lie in them, which get
+        summed gradients. parameters: by expert, and of each in the order of the tensors' parts"""
+        self.check()
+
+        def back(gradients: list[Tensor]) -> list[Tensor]:
+            summed = self(dict(zip(slots, gradients, strict=True)))
+            split = []  # by one call of torch's for each tensor: there may be hundreds of parameters
+            for name, gradient in summed.items():
+                parts = len(parts_of(name, self._weights.config.activation.gated))
+                pieces = gradient.unflatten(1, (parts, -1)).flatten(0, 1).unbind() if len(gradient) else ()
+                split.append((parts, pieces))
+            firsts = [held[0] for held in self._weights.held.values()]
+            return [pieces[parts * first + i] for first in firsts for parts, pieces in split for i in range(parts)]
+
+        return dict(zip(slots, Joined.apply(tuple(slots.values()), back, *parameters), strict=True))
+
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
         """float32 [len(redundant), ...], summed over all slots of the EP group."""
         total = _zeros(gradient, len(redundant))
@@ -152,21 +190,6 @@ class LowRank:
 
     rank: int
     scaling: float
-
-
-def lora_refusal(weights: ExpertSlots) -> str | None:
-    """None, or why these experts cannot have low-rank updates."""
-    if weights.lora is not None:
-        return "they have factors already; merge these first"
-    if not weights.named:
-        return "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
-    if weights.etp.size > 1:
-        return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
-    if weights.expert_map.replicated:
-        return "the map has redundant experts; choose one without"
-    if weights.is_meta or not weights._slots:
-        return "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
-    return None
 
 
 class ExpertLora(nn.Module):
@@ -211,6 +234,70 @@ class ExpertLora(nn.Module):
             with torch.autocast(found[name].device.type, enabled=False):
                 found[name] = torch.baddbmm(found[name], b, a, alpha=one.scaling)
         return found
+
+
+def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
+    """Freeze a layer's experts, and train low-rank updates of their matrices from now on.
+
+    Args:
+        weights: Of the layer.
+        ranks: By stored name, "w13" and "w2".
+        seed: Of the layer, the same on all ranks.
+
+    Returns:
+        The updates, which `merge_lora` ends.
+
+    Raises:
+        ConfigError: the experts cannot have any here.
+    """
+    why = _lora_refusal(weights)
+    if why is not None:
+        raise ConfigError(f"low-rank updates cannot be added: {why}")
+    weights.requires_grad_(False)
+    seeds = [seed * weights.config.num_experts + expert for expert in weights.local_experts]
+    weights.lora = lora = ExpertLora(weights.stored_tensors(), ranks, seeds)
+    if weights.gradient_sum.ep.size > 1:
+        for parameter in lora.parameters():
+            guard_optimizers(parameter)
+    return lora
+
+
+def _lora_refusal(weights: ExpertSlots) -> str | None:
+    """None, or why these experts cannot have low-rank updates."""
+    if weights.lora is not None:
+        return "they have factors already; merge these first"
+    if not weights.named:
+        return "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
+    if weights.etp.size > 1:
+        return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
+    if weights.expert_map.replicated:
+        return "the map has redundant experts; choose one without"
+    if weights.is_meta or not weights._slots:
+        return "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
+    return None
+
+
+def gather_factor(weights: ExpertSlots, own: Tensor) -> Tensor:
+    """[E, ...] of a factor [L, ...]. Collective over the EP group."""
+    whole = own.new_zeros(weights.config.num_experts, *own.shape[1:])
+    whole[list(weights.local_experts)] = own.detach()
+    group = weights.gradient_sum.ep
+    if group.size > 1:
+        with group.flight_recorder.step("gather factors", counted=False):
+            group.all_reduce(whole)
+    return whole
+
+
+@torch.no_grad()
+def merge_lora(weights: ExpertSlots) -> None:
+    """Write the updated matrices over the experts', which stay frozen, and drop the factors."""
+    if weights.lora is None:
+        return
+    stored = weights.stored_tensors()
+    weights.lora.enabled = True
+    for name, tensor in weights.lora(stored).items():
+        stored[name].copy_(tensor)
+    weights.lora = None
 
 
 KEY = "parameters differ between ranks"

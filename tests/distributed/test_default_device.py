@@ -13,7 +13,7 @@ from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.eplb.load import LoadRecorder
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.fp8 import dequantize_fp8_blocks
-from ep_moe.quant.kernels import round_to_travel, widen_arrived
+from ep_moe.quant.row_format import round_to_travel, widen_arrived
 from ep_moe.testing import check_dispatcher, check_experts, distributed, kernel_contract, rank_device
 from tests.fixtures.eplb_cases import CONFIG, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle

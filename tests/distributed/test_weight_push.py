@@ -18,7 +18,7 @@ from ep_moe.integrations import transformers as models
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.transformers import export_weights
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.trained import LowRank
+from ep_moe.weights.trained import LowRank, add_lora
 from tests.fixtures.checkpoint_files import (
     CONFIGS,
     FAMILIES,
@@ -503,7 +503,7 @@ def test_what_cannot_be_pushed_is_refused(world_size):
         with pytest.raises(InputError, match="at least one layer"):
             load_weights({}, {}, "qwen3_moe")
         tuned = expert_parallel(KINDS["olmoe"](), context, experts="reference")
-        models.moe_layers(tuned)[0].expert_weights.add_lora({"w13": LowRank(2, 1.0)}, 0)
+        add_lora(models.moe_layers(tuned)[0].expert_weights, {"w13": LowRank(2, 1.0)}, 0)
         for call in (lambda: models.load_weights(tuned, published("olmoe")), lambda: next(export_weights(tuned))):
             with pytest.raises(ConfigError, match="have LoRA factors"):
                 call()

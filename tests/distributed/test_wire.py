@@ -12,8 +12,7 @@ from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, W
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.quant.fp8 import round_blocks, round_by, widen_blocks
-from ep_moe.quant.kernels import round_to_travel, widen_arrived
-from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import Wire
-from ep_moe.quant.kernels import round_to_travel, widen_arrived
+from ep_moe.quant.row_format import round_to_travel, widen_arrived
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)

@@ -11,8 +11,7 @@ from torch import Tensor
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace, answer_bytes, answer_dtype
 from ep_moe.all2all.nvlink_p2p.signals import last_to_count, tell, wait
 from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
-from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
-from ep_moe.quant.row_format import SMALLEST
+from ep_moe.quant.fp8 import SMALLEST, e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.runtime import devices
 from ep_moe.runtime.devices import aligned
 from ep_moe.runtime.launch_cache import LaunchSpec, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait

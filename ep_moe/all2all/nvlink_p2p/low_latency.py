@@ -24,8 +24,7 @@ from torch import Tensor
 from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace
 from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, packets_of, put_packets, still_missing
 from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
-from ep_moe.quant.fp8 import e4m3_blocks, e4m3_by, e4m3_step, e4m3_under
-from ep_moe.quant.row_format import SMALLEST
+from ep_moe.quant.fp8 import SMALLEST, e4m3_blocks, e4m3_by, e4m3_step, e4m3_under
 from ep_moe.runtime import devices
 from ep_moe.runtime.devices import aligned
 from ep_moe.runtime.launch_cache import LaunchSpec, cdiv, next_power_of_2, pdl_trigger

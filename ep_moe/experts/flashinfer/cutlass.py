@@ -326,8 +326,8 @@ class FlashInferCutlassExperts(FlashInferExperts):
         weights = self.weights
         cutlass_op.cutlass_moe(
             *given,
-            weights.stored("w13_bias"),
-            weights.stored("w2_bias"),
+            weights.stored_tensors().get("w13_bias"),
+            weights.stored_tensors().get("w2_bias"),
             [weights.get_parameter(name) for name in cutlass_op.scale_names(weights.scheme.name)],
             self._clamp_constants(),
             weights.scheme.name,

@@ -91,8 +91,8 @@ class FlashInferTrtllmExperts(FlashInferExperts):
         weights = self.weights
         trtllm_op.trtllm_moe(
             *given,
-            weights.stored("w13_bias"),
-            weights.stored("w2_bias") if weights.adds_output_bias else None,
+            weights.stored_tensors().get("w13_bias"),
+            weights.stored_tensors().get("w2_bias") if weights.adds_output_bias else None,
             [weights.get_parameter(name) for name in trtllm_op.scale_names(weights.scheme.name)],
             self._clamp_constants(),
             weights.scheme.name,

@@ -92,7 +92,7 @@ class FlashInferTrtllmMonolithic(FusedExperts):
         input_scale = stored["w13_input_scale"].amax(0) if "w13_input_scale" in stored else None
         if self._clamp is None:
             self._clamp = clamp_constants(config, slots, weights.device)
-        matrices = {name: weights.stored(name) for name in ("w13", "w2", "w13_bias", "w2_bias")}
+        matrices = {name: weights.stored_tensors().get(name) for name in ("w13", "w2", "w13_bias", "w2_bias")}
         if not weights.adds_output_bias:
             matrices["w2_bias"] = None
         chunk = min(self.options.chunk_rows, largest_call(config, config.num_experts, weights.etp.size))

@@ -21,7 +21,7 @@ from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.hopper.scaling_fp8 import BLOCK
 from ep_moe.experts.hopper.step import SCALINGS
-from ep_moe.experts.layouts import expected_pairs
+from ep_moe.experts.layouts import expected_pairs, row_bounds, scaled_by_block
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
@@ -157,7 +157,7 @@ class HopperExperts(Experts):
             0 if wire is None else wire.base,
             *ids_ready_of(wire),
             self._routing_weights(received),
-            *self._bounds(received),
+            *row_bounds(received, weights.num_slots),
             weights.get_parameter("w13"),
             weights.get_parameter("w2"),
             [weights.get_parameter(name) for name in SCALINGS[scaling].names],
@@ -180,22 +180,6 @@ class HopperExperts(Experts):
             return []
         names = ("w13_bias", "w2_bias") if self.weights.adds_output_bias else ("w13_bias",)
         return [self.weights.get_parameter(name) for name in names]
-
-    def _bounds(self, received: Received) -> tuple[Tensor | None, Tensor | None]:
-        """First and last row of each expert among rows that are grouped, int32 [L]."""
-        slots = self.weights.num_slots
-        match received.layout:
-            case RowLayout.RANK_MAJOR:
-                return None, None
-            case RowLayout.CONTIGUOUS:
-                assert received.expert_offsets is not None
-                offsets = received.expert_offsets[: slots + 1].int()  # no rows beyond this rank's slots
-                return offsets[:-1], offsets[1:]
-            case RowLayout.BATCHED:
-                assert received.expert_counts is not None
-                capacity = received.x.shape[1]
-                starts = torch.arange(0, slots * capacity, capacity, dtype=torch.int32, device=received.x.device)
-                return starts, starts + received.expert_counts[:slots].int()
 
     def _routing_weights(self, received: Received) -> Tensor | None:
         if received.weighting is Weighting.COMBINE:
@@ -408,18 +392,9 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
         if self._by_row(received):
             self._launch_scaled("row", received, out, peers, launch)
         else:
-            self._launch_scaled("block", _scaled_by_block(received), out, peers, launch)
+            self._launch_scaled("block", scaled_by_block(received), out, peers, launch)
 
     def _by_row(self, received: Received) -> bool:
         if received.layout is not RowLayout.RANK_MAJOR or received.format == "fp8_block":
             return False
         return self.weights.dtype == torch.bfloat16 and self._compiles
-
-
-def _scaled_by_block(received: Received) -> Received:
-    """A row's one scale, if it came with one, for each 128 columns of it: no memory of its own."""
-    if received.format != "fp8_row":
-        return received
-    assert received.x_scale is not None
-    scale = received.x_scale.expand(*received.x.shape[:-1], received.x.shape[-1] // BLOCK)
-    return dataclasses.replace(received, x_scale=scale, format="fp8_block")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ep_moe.experts.hopper import gemm_fp8_block_triton as kernels
 from ep_moe.experts.hopper.gemm_fp8_block_gluon import multiply
-from ep_moe.quant.row_format import SMALLEST
+from ep_moe.quant.fp8 import SMALLEST
 from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch
 from ep_moe.runtime.triton_compat import HAS_GLUON

@@ -195,11 +195,7 @@ def _multiply(
 
 @gluon.jit
 def _store_quantized(to, value, row, end, column, SMALLEST: gl.constexpr, MMA: gl.constexpr):
-    LINES: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]],
-        lane_bases=[[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]],
-        warp_bases=[[16, 0], [32, 0]], block_bases=[], shape=[64, 128],
-    )  # fmt: skip
+    LINES: gl.constexpr = _lines(8)
     out = to[0]
     scale = to[1]
     n = to[2]

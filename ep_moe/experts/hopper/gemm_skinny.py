@@ -22,8 +22,8 @@ from math import gcd
 from torch import Tensor
 
 from ep_moe.experts.hopper.route_sort import Lists, local_experts
+from ep_moe.quant.fp8 import SMALLEST
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, saturated
-from ep_moe.quant.row_format import SMALLEST
 from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import Activation

@@ -18,7 +18,6 @@ others are dealt out when it is known how many rows each expert has.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -60,6 +59,7 @@ class Few:
     large: int
 
 
+LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
 MOST = 64  # rows of an expert at once; of more, its weights are read again
 FEW_BLOCKS = 28  # rows up to which it is where blocks have scales, on an H100 and an H200; fewer by `large`
 H100, H200 = Few(44, 76, 12), Few(60, 68, 50)
@@ -100,44 +100,27 @@ def product(
 
     launch: how it is launched. It starts before the kernel ahead of it has ended, and reads w then: see `pdl_launch`.
     """
-    name = "" if activation is None else activation.value
-    given = NO_SCALES if scales is None else scales.given()
-    source, programs = lists.source if gather else None, multiprocessors(x.device)
-    multiply(
-        x, source, w, lists.ends, out, ring.rows, ring.stages, programs, name, alpha, limit, given,
-        isinstance(scales, RowScales), bias, launch,
+    experts, n, k = w.shape
+    itemsize, gated = w.element_size(), activation is not None and activation.gated
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * itemsize, rank=2)
+    weights = TensorDescriptor(w, [experts * n, k], [k, 1], [64, LINE // itemsize], layout)
+    width = n // 2 if gated else n
+    columns, given = cdiv(width, 64 if gated else 128), NO_SCALES if scales is None else scales.given()
+    w_scale = given[3]
+    steps = scales.rows.stride() if isinstance(scales, BlockScales) else (0, 0)
+    launch(
+        _stream, (min(multiprocessors(x.device), experts * columns),),
+        weights, x, lists.source if gather else None, lists.ends, out, bias, *given,
+        0 if w_scale is None else w_scale.stride(0), *steps, experts, n,
+        n // 2 if gated else 64, width, columns, k * itemsize // LINE,
+        alpha, limit, ROWS=ring.rows, BLOCK_K=LINE // itemsize, STAGES=ring.stages,
+        EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION="" if activation is None else activation.value,
+        SCALED_ROWS=isinstance(scales, RowScales), CHANNELS=isinstance(scales, RowScales) and scales.per_channel,
+        BLOCKS=isinstance(scales, BlockScales), num_warps=4, maxnreg=168, **pdl_launch(x.device),
     )  # fmt: skip
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
-
-LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
-
-
-def multiply(
-    x: Tensor, source: Tensor | None, w: Tensor, ends: Tensor, out: Tensor, rows: int, stages: int,
-    programs: int, activation: str, alpha: float, limit: float, scales: tuple[Any, ...], scaled_rows: bool,
-    bias: Tensor | None = None, launch: Launch = at_once,
-) -> None:  # fmt: skip
-    """See `gemm_streaming.product`; rows, stages: of its `Ring`; scales: as `given` of the scales has them, five None
-    for bf16; scaled_rows: of `RowScales`"""
-    experts, n, k = w.shape
-    block_k = LINE // w.element_size()
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * w.element_size(), rank=2)
-    weights = TensorDescriptor(w, [experts * n, k], [k, 1], [64, block_k], layout)
-    gated = activation not in ("", "relu2")
-    width = n // 2 if gated else n
-    columns, x_scale, w_scale = cdiv(width, 64 if gated else 128), scales[1], scales[3]
-    kind = 0 if w_scale is None else w_scale.dim()  # 2: of channels, 3: of blocks
-    steps = x_scale.stride() if kind == 3 else (0, 0)
-    launch(
-        _stream, (min(programs, experts * columns),),
-        weights, x, source, ends, out, bias, *scales, 0 if w_scale is None else w_scale.stride(0), *steps, experts, n,
-        n // 2 if gated else 64, width, columns, k // block_k,
-        alpha, limit, ROWS=rows, BLOCK_K=block_k, STAGES=stages,
-        EXPERTS=max(32, next_power_of_2(experts)), ACTIVATION=activation, SCALED_ROWS=scaled_rows,
-        CHANNELS=kind == 2, BLOCKS=kind == 3, num_warps=4, maxnreg=168, **pdl_launch(x.device),
-    )  # fmt: skip
 
 
 @gluon.jit

@@ -383,12 +383,9 @@ def activation_bound(config: MoEConfig, scheme: Scheme, tensors: Mapping[str, Te
 
 
 # --- Blackwell --------------------------------------------------------------------------------------------------------
-# The layouts that FlashInfer's CUTLASS MoE reads on Hopper and Blackwell, per scheme.
-#
-# On Blackwell data are as they are, up rows first (`flashinfer.fused_moe.cutlass_fused_moe`: fc1 is [up; gate]), and
-# block scales swizzled as the tensor cores load them, filled up with zeros to whole tiles of 128 rows x 4 blocks. The
-# binding reads data of 4 bits as int64 and scales as int32 (flashinfer_cutlass_fused_moe_binding.cu of 0.7.2,
-# getQuantParams): views, made at the call.
+# Data are as they are, and block scales swizzled as the tensor cores load them, filled up with zeros to whole tiles of
+# 128 rows x 4 blocks. The binding reads data of 4 bits as int64 and scales as int32
+# (flashinfer_cutlass_fused_moe_binding.cu of 0.7.2, getQuantParams): views, made at the call.
 
 SM100_SCHEMES = ("nvfp4", "mxfp4_mxfp8", "mxfp8")
 

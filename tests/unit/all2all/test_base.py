@@ -8,8 +8,7 @@ from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import ONE_SCALE
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.quant.kernels import round_to_travel, widen_arrived
-from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
 from ep_moe.types import PhysicalRouting
 
 

@@ -13,8 +13,7 @@ from ep_moe.all2all.nvlink_p2p import reference
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.config import Wire
 from ep_moe.quant.fp8 import round_by
-from ep_moe.quant.kernels import round_to_travel
-from ep_moe.quant.row_format import ROW_FORMATS
+from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel
 from ep_moe.testing.transport_case import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.fp8_block_kernels import DEVICE

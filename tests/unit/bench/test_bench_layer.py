@@ -244,9 +244,9 @@ def test_lines_that_differ_in_what_travels_alone_are_told_apart(tmp_path, monkey
 
 def test_relative_error():
     one = torch.tensor([[1.0, -4.0]])
-    assert layer.relative_error(one, one) == 0
-    assert layer.relative_error(torch.tensor([[1.0, -3.0]]), one) == 0.25
-    assert layer.relative_error(torch.tensor([[1.0, torch.nan]]), one) > 1e30
+    assert harness.relative_error(one, one) == 0
+    assert harness.relative_error(torch.tensor([[1.0, -3.0]]), one) == 0.25
+    assert harness.relative_error(torch.tensor([[1.0, torch.nan]]), one) > 1e30
 
 
 @pytest.mark.parametrize(("tokens", "calls"), [(1, 10), (128, 10), (1024, 4), (8192, 2)])

@@ -20,7 +20,7 @@ from ep_moe import (
     load_model_config,
     registry,
 )
-from ep_moe.bench import fit, fit_layouts
+from ep_moe.bench import fit
 from ep_moe.bench.expected_time import ITSELF, RANKS, held_back
 from ep_moe.bench.measured_lines import measured
 from ep_moe.bench.wire_rows import two_level
@@ -269,9 +269,9 @@ def test_crossover_needs_two_hosts():
 
 def test_best_layout_is_the_least_floor_that_fits():
     asked = question(config=load_model_config("qwen3-30b-a3b").moe, layers=48, tokens=64, all2all="auto")
-    found = fit_layouts.best(asked)
+    found = fit.best(asked)
     every = []
-    for parallel in fit_layouts.layouts(asked):
+    for parallel in fit.layouts(asked):
         try:
             one = fit.answer(asked, parallel)
         except ConfigError:
@@ -287,8 +287,8 @@ def test_layouts_that_do_not_fit_are_left_out():
     asked = question(
         config=load_model_config("deepseek-v3").moe, layers=58, scheme=scheme_of("fp8_block"), all2all="auto"
     )
-    assert fit_layouts.best(asked) == []
-    found = fit_layouts.best(dataclasses.replace(asked, gpus=8))
+    assert fit.best(asked) == []
+    found = fit.best(dataclasses.replace(asked, gpus=8))
     assert found
     assert all(one.layout.ep * one.layout.etp == 8 for one in found)
 

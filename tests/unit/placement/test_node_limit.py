@@ -10,7 +10,7 @@ from ep_moe.bench.wire_rows import deduplicated, reached, two_level, within_grou
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migration.consensus import with_routers_groups
 from ep_moe.parallel.nodes import NodeLayout
-from ep_moe.placement.node_limit import NodeLimit
+from ep_moe.placement.placement import NodeLimit
 from ep_moe.router import sigmoid_topk
 from ep_moe.selection.explain import explain
 

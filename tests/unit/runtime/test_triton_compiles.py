@@ -35,14 +35,16 @@ from ep_moe.experts.hopper.experts import (
     Fp8TensorTritonExperts,
     W4A16TritonExperts,
 )
-from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, round_to_travel
+from ep_moe.experts.hopper.route_sort import Lists
+from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales
+from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.router import kernels
 from ep_moe.runtime import devices
 from ep_moe.runtime.launch_cache import at_once
 from ep_moe.runtime.nvrtc import SHARED
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import LocalIds, PeerRows, Received, Routing, RowLayout, Weighting
+from ep_moe.types import Activation, LocalIds, PeerRows, Received, Routing, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.fixtures.triton_compiles import Hopper
 
@@ -84,20 +86,21 @@ def operands(dtype: torch.dtype):
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_streamed_products_fit(activation, rows, kind, biased):
     x, w13, act, w2, y, *scales = operands(BF16 if kind == "bf16" else FP8)
-    scaled_rows, to = kind.startswith("e4m3 by row"), act
+    to = act
     if kind == "e4m3 by block":
         blocks = [torch.ones(w.shape[0], w.shape[1] // 128, w.shape[2] // 128) for w in (w13, w2)]
         scales = [
             BlockScales(torch.ones(ROWS, w.shape[2] // 128), own) for w, own in zip((w13, w2), blocks, strict=True)
         ]
         to = act.bfloat16()
-    if scaled_rows:
+    if kind.startswith("e4m3 by row"):
         of_weights = [torch.ones(EXPERTS, 2, 3)[:, 0, 0]] * 2
         if kind.endswith("channel"):
             of_weights = [torch.ones(w.shape[:2]) for w in (w13 if activation == "swiglu" else w13[:, :INNER], w2)]
         scales, to = [RowScales(torch.ones(ROWS), own) for own in of_weights], act.bfloat16()
-    first, second = (NO_SCALES if own is None else own.given() for own in scales)
+    first, second = scales
     ring, ends = gemm_streaming.ring_for(rows, w13), torch.zeros(EXPERTS, dtype=torch.int32)
+    lists = Lists(ends, ends, ends)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
     of_first, of_second = (torch.zeros(w.shape[:2], dtype=BF16) if biased else None for w in (w13, w2))
     compiled = Compiled(gemm_streaming._stream)
@@ -105,10 +108,11 @@ def test_streamed_products_fit(activation, rows, kind, biased):
     with (
         mock.patch.object(gemm_streaming, "_stream", compiled),
         mock.patch.object(gemm_streaming, "pdl_launch", return_value=early),
+        mock.patch.object(gemm_streaming, "multiprocessors", return_value=132),
     ):
-        how = (ring.rows, ring.stages, 132)
-        gemm_streaming.multiply(x, ends, w13, ends, to, *how, activation, 0.0, 0.0, first, scaled_rows, of_first)
-        gemm_streaming.multiply(act, None, w2, ends, y, *how, "", 0.0, 0.0, second, scaled_rows, of_second)
+        between = {"gather": True, "activation": Activation(activation), "scales": first, "bias": of_first}
+        gemm_streaming.product(x, w13, lists, to, ring, **between)
+        gemm_streaming.product(act, w2, lists, y, ring, scales=second, bias=of_second)
     assert len(compiled.shared) == 2
     assert max(compiled.shared) <= SHARED
 

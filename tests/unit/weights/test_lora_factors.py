@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, InputError, MoELayer
-from ep_moe.weights.trained import LowRank
+from ep_moe.weights.trained import LowRank, add_lora
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
 
@@ -15,7 +15,7 @@ from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a 
 def layer(context):
     torch.manual_seed(0)
     layer = MoELayer(full(), context)
-    lora = layer.expert_weights.add_lora({"w13": LowRank(2, 1.5), "w2": LowRank(2, 1.5)}, seed=0)
+    lora = add_lora(layer.expert_weights, {"w13": LowRank(2, 1.5), "w2": LowRank(2, 1.5)}, seed=0)
     with torch.no_grad():
         for factor in lora.parameters():
             factor.uniform_(-1, 1)

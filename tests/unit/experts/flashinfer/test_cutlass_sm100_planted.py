@@ -14,7 +14,7 @@ from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExpe
 from ep_moe.experts.layouts import widened
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.quant.kernels import round_to_travel
+from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import explain
 from ep_moe.testing.expert_oracle import random_expert

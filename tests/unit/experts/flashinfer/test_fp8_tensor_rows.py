@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe import Wire
 from ep_moe.experts.flashinfer import call_scales
 from ep_moe.quant import fp8
-from ep_moe.quant.kernels import round_to_travel, widen_arrived
+from ep_moe.quant.row_format import round_to_travel, widen_arrived
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds

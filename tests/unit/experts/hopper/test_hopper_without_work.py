@@ -9,6 +9,7 @@ import torch
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.experts.hopper.scaling import Products, Rows, Unscaled
+from ep_moe.experts.layouts import row_bounds
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -78,16 +79,16 @@ def test_all_that_launches_are_made_of_tells_calls_apart(monkeypatch):
     assert experts._place(given, out, None) in places
 
 
-def test_rows_of_slots_that_only_wider_ranks_have_are_none_of_ours(monkeypatch):
-    experts, given = kernel(monkeypatch, 2), received(12)
+def test_rows_of_slots_that_only_wider_ranks_have_are_none_of_ours():
+    given = received(12)
     offsets = torch.tensor([0, 3, 5, 9, 12])  # of 4 slots, and this rank has 2
     grouped = dataclasses.replace(given, layout=RowLayout.CONTIGUOUS, expert_offsets=offsets)
-    assert [bound.tolist() for bound in experts._bounds(grouped)] == [[0, 3], [3, 5]]
+    assert [bound.tolist() for bound in row_bounds(grouped, 2)] == [[0, 3], [3, 5]]
     batched = dataclasses.replace(
         given, x=given.x.view(4, 3, -1), layout=RowLayout.BATCHED, expert_counts=torch.tensor([1, 0, 3, 2])
     )
-    assert [bound.tolist() for bound in experts._bounds(batched)] == [[0, 3], [1, 3]]
-    assert experts._bounds(given) == (None, None)
+    assert [bound.tolist() for bound in row_bounds(batched, 2)] == [[0, 3], [1, 3]]
+    assert row_bounds(given, 2) == (None, None)
 
 
 def test_numbers_that_products_are_made_with(monkeypatch):
