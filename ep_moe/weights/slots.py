@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -31,7 +30,6 @@ from ep_moe.weights.parts import (
 from ep_moe.weights.trained import ExpertLora, GradientSum, LowRank, guard_optimizers, leave_behind, lora_refusal
 
 Result = TypeVar("Result")
-_VERSION = attrgetter("_version")  # how often a tensor was written
 
 
 class ExpertSlots(nn.Module):
@@ -86,7 +84,6 @@ class ExpertSlots(nn.Module):
         self._seen = 0  # of these
         self._joined: dict[str, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
-        self._copied = -1
         self.lora: ExpertLora | None = None
         for name, spec in self.weight_layout.specs().items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
@@ -185,7 +182,7 @@ class ExpertSlots(nn.Module):
             return tensors
         self.gradient_sum.check()
 
-        twice = [slot for slots in self.held.values() for slot in slots[1:]]
+        twice = [slot for _, slot in self._twice]
 
         def back(gradients: list[Tensor]) -> list[Tensor]:
             summed = list(self.gradient_sum(dict(zip(tensors, gradients, strict=True))).values())
@@ -246,13 +243,9 @@ class ExpertSlots(nn.Module):
                 if own.data_ptr() != view.data_ptr():
                     view.copy_(own)
                     parameter.data = view
-        versions = sum(tensor._version for tensor in self._slots.values())
-        if versions != self._copied:
-            for first, *others in self.held.values():
-                for tensor in self._slots.values():
-                    for other in others:
-                        tensor[other].copy_(tensor[first])
-            self._copied = sum(tensor._version for tensor in self._slots.values())
+        for first, other in self._twice:
+            for tensor in self._slots.values():  # `data`: what an earlier call keeps for backward is as it was
+                tensor.data[other].copy_(tensor.data[first])
 
     @torch.no_grad()
     def _take_replaced(self) -> None:
@@ -310,6 +303,8 @@ class ExpertSlots(nn.Module):
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
                 self.held.setdefault(expert, []).append(slot)
+        # copied before each call: fused optimizers and writes through `data` leave tensors' versions as they were
+        self._twice = [(first, other) for first, *others in self.held.values() for other in others]
         views: list[tuple[nn.Parameter, Tensor]] = []
         self._set_views(views)
         if not self.named:
@@ -474,9 +469,9 @@ class ExpertSlots(nn.Module):
             return True
         if self._changes.count != self._seen:
             return False
-        if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
+        if self._mesh is not None or self._twice:
             return False
-        return bool(sum(map(_VERSION, self._slots.values())) == self._copied)
+        return list(map(Tensor.data_ptr, self._on_views)) == self._view_places
 
     def settle(self) -> tuple[int, ...]:
         """Write the numbers of parameters that were replaced, and of an expert's copies, to where kernels read them.
