@@ -21,7 +21,7 @@ from ep_moe.all2all.base import Dispatcher, routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.execution.rank_comparison import ComparedLayer, compare_ranks, drifted
+from ep_moe.execution.rank_comparison import ComparedLayer, compare_ranks, drifted, mixed
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
@@ -51,6 +51,7 @@ class RankChecks:
         self._wrapper: weakref.ref[Any] | None = None
         self._backwards = {"lockstep": 0, "expert_data": 0}
         self._warned = False
+        self._mixed: tuple[str, int] | None = None  # a problem of the experts, and their `updates` then
         layout, weights = layer.context.layout, layer.expert_weights
         if layout.stage > 1:
             own = weakref.ref(layer)  # the layer holds what it hands this to
@@ -86,6 +87,12 @@ class RankChecks:
         layer.expert_weights.gradient_sum.divisor = layout.token_ranks  # as it does with dense ones
         self._wrapper = weakref.ref(wrapper)
         return None
+
+    def mixed_problem(self, layer: ComparedLayer) -> str | None:
+        """None, or what backward found to have put ranks' experts into one another since their weights were loaded."""
+        if self._mixed is None or self._mixed[1] != layer.expert_weights.updates:
+            return None
+        return self._mixed[0]
 
     def look_again(self, layer: ComparedLayer) -> None:
         """As `first_call`, though the layer was called before: its weights are others now."""
@@ -126,6 +133,8 @@ class RankChecks:
         number = self._backwards[kind]
         if number < 2 or number & (number - 1):
             return
+        if kind == "lockstep" and (problem := mixed(layer)) is not None:  # the next call is refused, on all ranks
+            self._mixed = problem, layer.expert_weights.updates
         name = drifted(layer, layer.context.rank_groups[kind])
         if name is None:
             return
@@ -198,7 +207,7 @@ class Layer(ComparedLayer, Protocol):
 
 def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> str | None:
     """None, or what is wrong with the arguments of this rank."""
-    problem = layer._checks.wrapper_problem(layer) or _dtype_problem(layer)
+    problem = layer._checks.wrapper_problem(layer) or layer._checks.mixed_problem(layer) or _dtype_problem(layer)
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs

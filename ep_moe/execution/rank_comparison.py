@@ -55,7 +55,7 @@ def compare_ranks(layer: ComparedLayer, problem: str | None) -> None:
             f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with one seed "
             f"on all ranks before the model is made, or load a checkpoint on all"
         )
-    _compare_experts(layer, layer.context.rank_groups["ep"], device)
+    _compare_experts(layer, layer.context.rank_groups["ep"], device, "first call")
 
 
 def drifted(layer: ComparedLayer, rank_group: RankGroup) -> str | None:
@@ -66,6 +66,34 @@ def drifted(layer: ComparedLayer, rank_group: RankGroup) -> str | None:
         if len({row[0] for row in rank_group.exchange(total.reshape(1))}) == 1:
             return None
         return _name_dense(rank_group, dense, sums, device)
+
+
+def mixed(layer: ComparedLayer) -> str | None:
+    """Say, within a backward, what has put ranks' experts or their gradients into one another; None for nothing."""
+    weights, rank_group, device = layer.expert_weights, layer.context.rank_groups["ep"], layer.context.device
+    if rank_group.size == 1 or weights.sharded or not weights.named:
+        return None
+    try:
+        _compare_experts(layer, rank_group, device, "backward by the comparison of ranks")
+    except InputError as error:
+        return str(error)
+    stepped = weights.gradient_sum.stepped
+    if stepped is None:
+        stepped = torch.zeros((), dtype=torch.int64, device=device)
+    firsts = [slots[0] for slots in weights.held.values()]  # in the order of gradients
+    held = _of_all([tensor[firsts, :1].detach() for tensor in weights.stored_tensors().values()], device)
+    facts = torch.stack([held, stepped.to(device)])
+    with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
+        rows = rank_group.exchange(facts)
+    for rank, (numbers, gradients) in zip(rank_group.ranks, rows, strict=True):
+        if gradients and gradients == rows[0][1] and numbers != rows[0][0]:
+            return (
+                f"{layer.name}: an optimizer's step on rank {rank} had the gradients of rank {rank_group.ranks[0]}'s "
+                f"experts for its own: something has averaged or summed gradients of different experts (all_reduce in "
+                f"a loop over model.parameters(), a wrapper). Leave ep_moe.training.expert_parameters(model) out of "
+                f"it, as sync_gradients of ep_moe.training does, and load the weights anew"
+            )
+    return None
 
 
 def _sums(dense: dict[str, Tensor], device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -101,7 +129,7 @@ def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tens
     return name
 
 
-def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device) -> None:
+def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device, step: str) -> None:
     """Copies of an expert must be equal; whole ranks must not be."""
     weights, expert_map = layer.expert_weights, layer.placement.expert_map
     if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
@@ -114,7 +142,7 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
             tensors = [tensor[slot].detach() for tensor in weights.stored_tensors().values()]
             facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
             facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
-    with rank_group.flight_recorder.step("first call"):
+    with rank_group.flight_recorder.step(step, counted=step == "first call"):
         rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
     for expert in many:
         found = {
@@ -135,7 +163,8 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
             raise InputError(
                 f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
                 f"{rank_group.ranks[0]}'s: "
-                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, a loop). "
+                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, "
+                f"ZeroRedundancyOptimizer, a loop). "
                 f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew"
             )
 

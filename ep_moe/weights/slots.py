@@ -260,7 +260,7 @@ class ExpertSlots(nn.Module):
                 view.copy_(local(found))
                 found.data, kept = view if self._mesh is None else parameter.data, found
                 if self.gradient_sum.ep.size > 1:
-                    guard_optimizers(kept)
+                    guard_optimizers(kept, self)
             module.replaced.discard(part)
             own = own and found is kept
             views.append((kept, view))
@@ -322,7 +322,7 @@ class ExpertSlots(nn.Module):
                     parameter = etp_parameter(view, part, self._mesh, requires_grad)
                     module.register_parameter(part, parameter)
                     if self.gradient_sum.ep.size > 1:
-                        guard_optimizers(parameter)
+                        guard_optimizers(parameter, self)
                     views.append((parameter, view))
             modules[str(expert)] = module
         cast("ExpertModules", self._modules).hold(modules)
@@ -346,7 +346,7 @@ class ExpertSlots(nn.Module):
         self.lora = ExpertLora(self._slots, ranks, [seed * self.config.num_experts + expert for expert in experts])
         if self.gradient_sum.ep.size > 1:
             for parameter in self.lora.parameters():
-                guard_optimizers(parameter)
+                guard_optimizers(parameter, self)
         return self.lora
 
     @torch.no_grad()

@@ -29,11 +29,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.types import capturing
+from ep_moe.weights.parts import local
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
+
+
+_NOTED = 1 << 12  # numbers of a parameter's gradient that tell ranks apart
 
 
 class GradientSum:
@@ -45,6 +49,7 @@ class GradientSum:
     sharded: FSDP cuts the experts over `replicas` and averages over them
     compared: `ep_moe.training` has compared what ranks hold alike
     each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
+    stepped: a checksum of the gradients that an optimizer's step took, int64 []; 0 where they were zero or not finite
     """
 
     def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
@@ -54,6 +59,7 @@ class GradientSum:
         self.sharded = False
         self.compared = False
         self.each_sum: Callable[[], None] | None = None
+        self.stepped: Tensor | None = None
         self._learns_somewhere: bool | None = None  # in the EP group, as of the first backward
 
     @property
@@ -113,6 +119,16 @@ class GradientSum:
                     # the same places in the same buffer on all ranks: copies get the same bits in whatever slot
                     self.replicas.all_reduce(total)
         return gradients | {name: self._put_back(gradients[name], shared[name], redundant) for name in shared}
+
+    @torch.no_grad()
+    def note_step(self) -> None:
+        """Take the checksum of the gradients, of a part of each."""
+        device = self._weights.device
+        found = [local(p.grad).flatten()[:_NOTED].float() for p in self._weights.parameters() if p.grad is not None]
+        if found and not capturing(device):
+            flat = torch.cat(found)
+            told = flat.isfinite().all() & flat.any()
+            self.stepped = checksum(flat, flat.device) * told
 
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
         """float32 [len(redundant), ...], summed over all slots of the EP group."""
@@ -238,16 +254,35 @@ class _Refused:
         return set, ()
 
 
-def guard_optimizers(parameter: Parameter) -> None:
+class _Owner:
+    """The expert weights of a parameter, held weakly. A file of torch.save keeps a plain empty set in its place."""
+
+    def __init__(self, weights: ExpertSlots) -> None:
+        self._weights = weakref.ref(weights)
+
+    def __call__(self) -> ExpertSlots | None:
+        return self._weights()
+
+    def __reduce__(self) -> Any:
+        return set, ()
+
+
+def _owners(optimizer: Optimizer, attribute: str) -> set[ExpertSlots]:
+    """Those that an optimizer's parameters name."""
+    named = (getattr(p, attribute, None) for group in optimizer.param_groups for p in group["params"])
+    return {weights for owner in named if isinstance(owner, _Owner) and (weights := owner()) is not None}
+
+
+def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
     """This parameter is another expert's on other ranks."""
-    parameter.differs_between_ranks = True  # type: ignore[attr-defined]
+    parameter.differs_between_ranks = _Owner(weights)  # type: ignore[attr-defined]
     _install()
 
 
 def leave_behind(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
     """These are the layer's no more: it made others when experts moved, which no optimizer knows that was made before.
     From then on such an optimizer's step is refused, unless the layer's experts are frozen."""
-    owner = weakref.ref(weights)
+    owner = _Owner(weights)
     for parameter in parameters:
         parameter.left_behind_by = owner  # type: ignore[attr-defined]
     _look_before_steps()
@@ -259,8 +294,7 @@ def _look_before_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    owners = {p.left_behind_by for g in optimizer.param_groups for p in g["params"] if hasattr(p, "left_behind_by")}
-    for weights in filter(None, (owner() for owner in owners)):
+    for weights in _owners(optimizer, "left_behind_by"):
         if weights.trained:
             raise ConfigError(
                 "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
@@ -271,7 +305,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @cache
 def _install() -> None:
+    register_optimizer_step_pre_hook(_note_gradients)
     register_optimizer_step_post_hook(_after_step)
+
+
+def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """In an optimizer's steps 1, 2, 4, 8 and so on, for a comparison of ranks in a later backward."""
+    steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
+    optimizer._steps_noted_by_ep_moe = steps  # type: ignore[attr-defined]
+    if not steps & (steps - 1):
+        for weights in _owners(optimizer, "differs_between_ranks"):
+            weights.gradient_sum.note_step()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
