@@ -34,6 +34,8 @@ from ep_moe.selection.tuned import Kernel, Tuned, tuned_on_one_rank
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 
+_FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes of a layer, once it is made
+
 
 class LayerParts(nn.Module):
     """A MoELayer without its call: construction, weights and files, tuning, statistics."""
@@ -140,6 +142,11 @@ class LayerParts(nn.Module):
             raise ConfigError(
                 f"{self.name}: {name} cannot be replaced: its kernels keep the one that they were made with; call one "
                 f"layer in both places, or assign single parameters"
+            )
+        if name in _FIXED and name in self.__dict__:
+            raise ConfigError(
+                f"{self.name}: {name} cannot be replaced: the layer's router, kernels and buffers keep the one that "
+                f"they were made with; build another MoELayer, and give it this one's state_dict()"
             )
         super().__setattr__(name, value)
 
