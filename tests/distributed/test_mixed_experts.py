@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import SGD, Adam
 
-from ep_moe import EPContext, ExpertMap, InputError, MoELayer, ParallelConfig, training
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, ParallelConfig, training
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.training_model import CONFIG, EXPERTS, WIDTH
@@ -75,3 +75,25 @@ def test_right_loops_are_not_refused():
             file.seek(0)
             loaded = torch.load(file, weights_only=True)
             SGD(loaded.values(), lr=0.1).step()
+
+
+@distributed(2)
+def test_a_context_of_other_ranks_is_refused():
+    """It would average nothing, and clip by a norm of each rank's own."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        model = nn.Sequential(MoELayer(CONFIG, context))
+        model(torch.ones(2, WIDTH, device=context.device)).sum().backward()
+        for other in (
+            EPContext.local(rank_device()),
+            EPContext.from_groups(ParallelConfig(tp=2), device=rank_device()),
+        ):
+            with other:
+                for call in (
+                    lambda c: training.sync_gradients(model, c),
+                    lambda c: training.clip_grad_norm_(model, c, 1.0),
+                    lambda c: training.fully_shard(model, c),
+                ):
+                    with pytest.raises(ConfigError, match="context must have the layout of moe0's"):
+                        call(other)
+        with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as twin:
+            training.sync_gradients(model, twin)
