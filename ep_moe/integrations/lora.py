@@ -26,6 +26,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
 from ep_moe.integrations.save import SavedExperts
+from ep_moe.placement.expert_map import EMPTY
 from ep_moe.training.wrappers import exclude_experts
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.trained import ExpertLora, LowRank
@@ -59,6 +60,10 @@ class _Target:
         found = self.of.layer.expert_weights.lora
         assert found is not None
         return found
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Of the experts in this rank's slots."""
+        return self.lora.factors(self.stored, self.of.layer.expert_weights.stored_tensors()[self.stored])
 
 
 def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
@@ -185,7 +190,7 @@ def save_lora(model: Any, folder: str | Path) -> None:
     context: EPContext = layers[0].layer.context
     tensors: dict[str, Tensor] = {}
     for target in _targets(model, list(config.target_parameters or [])):
-        tensors |= _in_file(target, *(_of_all(factor, target.of) for factor in target.lora.factors(target.stored)))
+        tensors |= _in_file(target, *(_of_all(factor, target.of) for factor in target.factors()))
     with context.consensus.together("save_lora"):
         if context.layout.place == 0:
             try:
@@ -243,15 +248,13 @@ def _load_experts(model: nn.Module, config: Any, tensors: dict[str, Tensor], fol
         if absent := [key for key in keys if key not in left]:
             raise CheckpointError(f"{folder}: {absent[0]} is missing")
         a, b = (left.pop(key) for key in keys)
-        found, own = _from_file(target, a, b), target.lora.factors(target.stored)
+        found, own = _from_file(target, a, b), target.factors()
         if found is None or any(one.shape[1:] != mine.shape[1:] for one, mine in zip(found, own, strict=True)):
             raise CheckpointError(
                 f"{folder}: {' and '.join(keys)} must be of {list(own[0].shape[1:])} and {list(own[1].shape[1:])} for "
                 f"each expert, got {list(a.shape)} and {list(b.shape)} in all"
             )
-        local = list(target.of.layer.expert_weights.local_experts)
-        for one, mine in zip(found, own, strict=True):
-            mine.copy_(one[local])
+        target.lora.write(target.stored, *found)
     return left
 
 
@@ -372,7 +375,9 @@ def _of_all(own: Tensor, of: SavedExperts) -> Tensor:
     """[E, ...] of a factor [L, ...]. Collective over the EP group."""
     layer = of.layer
     whole = own.new_zeros(layer.config.num_experts, *own.shape[1:])
-    whole[list(layer.expert_weights.local_experts)] = own.detach()
+    for slot, expert in enumerate(layer.expert_weights.local_experts):
+        if expert != EMPTY:
+            whole[expert] = own[slot].detach()
     group = layer.context.rank_groups["ep"]
     if group.size > 1:
         with group.flight_recorder.step("gather factors", counted=False):

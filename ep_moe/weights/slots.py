@@ -342,8 +342,7 @@ class ExpertSlots(nn.Module):
         if why is not None:
             raise ConfigError(f"low-rank updates cannot be added: {why}")
         self.requires_grad_(False)
-        experts = self.local_experts
-        self.lora = ExpertLora(self._slots, ranks, [seed * self.config.num_experts + expert for expert in experts])
+        self.lora = ExpertLora(self._slots, ranks, self.local_experts, seed, self.config.num_experts)
         if self.gradient_sum.ep.size > 1:
             for parameter in self.lora.parameters():
                 guard_optimizers(parameter, self)
@@ -409,7 +408,7 @@ class ExpertSlots(nn.Module):
     def parameter_kinds(self) -> list[str]:
         """The last part of parameters' names, such as "w1": the same list on all ranks."""
         kinds = part_names(self.names, self.config.activation.gated) if self.named else list(self.names)
-        return kinds if self.lora is None else [*kinds, *dict(self.lora.named_parameters())]
+        return kinds if self.lora is None else [*kinds, *self.lora.kinds]
 
     def _of_experts(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of experts by name, without factors beside them."""

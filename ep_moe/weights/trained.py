@@ -30,6 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.rank_group import RankGroup, checksum
+from ep_moe.placement.expert_map import EMPTY
 from ep_moe.types import capturing
 from ep_moe.weights.parts import local
 
@@ -185,45 +186,81 @@ def lora_refusal(weights: ExpertSlots) -> str | None:
     return None
 
 
+def _factor_dtype(matrix: Tensor) -> torch.dtype:
+    return matrix.dtype if matrix.dtype == torch.float64 else torch.float32
+
+
 class ExpertLora(nn.Module):
     """The factors of the experts in a rank's slots, as functions of which a kernel reads the matrices.
 
-    `lora_A_w13` [L, r, H] and `lora_B_w13` [L, 2I, r], `lora_A_w2` [L, r, I] and `lora_B_w2` [L, H, r]. They are
+    Of each expert `lora_A_w13` [r, H] and `lora_B_w13` [2I, r], `lora_A_w2` [r, I] and `lora_B_w2` [H, r], whose names
+    begin with its logical id, as its matrices' do: a distributed checkpoint keeps what has one name once. They are
     float32 where the matrices have 16 bits. A is drawn as `nn.Linear` draws its weight, B is zero.
 
     Args:
         matrices: [L, out, in] by stored name, of which those in `ranks` get factors.
         ranks: By stored name.
-        seeds: Of the experts in the slots: copies of an expert get equal numbers.
+        experts: The logical expert in each slot, -1 for an empty one.
+        seed: Of the layer; an expert's numbers depend on it and on the logical id.
+        num_experts: E.
     """
 
-    def __init__(self, matrices: Mapping[str, Tensor], ranks: Mapping[str, LowRank], seeds: list[int]) -> None:
+    def __init__(
+        self,
+        matrices: Mapping[str, Tensor],
+        ranks: Mapping[str, LowRank],
+        experts: tuple[int, ...],
+        seed: int,
+        num_experts: int,
+    ) -> None:
         super().__init__()
-        self.ranks, self.enabled = dict(ranks), True
-        for name, one in ranks.items():
-            matrix, rank = matrices[name], one.rank
-            slots, rows, columns = matrix.shape
-            dtype = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
-            a = torch.empty(slots, rank, columns, dtype=dtype, device="cpu")
-            for slot, seed in enumerate(seeds):
-                generator = torch.Generator("cpu").manual_seed(seed)
-                a[slot].uniform_(-1 / math.sqrt(columns), 1 / math.sqrt(columns), generator=generator)
-            self.register_parameter(f"lora_A_{name}", nn.Parameter(a.to(matrix.device)))
-            b = torch.zeros(slots, rows, rank, dtype=dtype, device=matrix.device)
-            self.register_parameter(f"lora_B_{name}", nn.Parameter(b))
+        self.ranks, self.enabled, self._experts = dict(ranks), True, experts
+        for expert in sorted({*experts} - {EMPTY}):
+            module = nn.Module()
+            for name, one in ranks.items():
+                _, rows, columns = matrices[name].shape
+                device, dtype = matrices[name].device, _factor_dtype(matrices[name])
+                a = torch.empty(one.rank, columns, dtype=dtype, device="cpu")
+                generator = torch.Generator("cpu").manual_seed(seed * num_experts + expert)
+                a.uniform_(-1 / math.sqrt(columns), 1 / math.sqrt(columns), generator=generator)
+                module.register_parameter(f"lora_A_{name}", nn.Parameter(a.to(device)))
+                b = torch.zeros(rows, one.rank, dtype=dtype, device=device)
+                module.register_parameter(f"lora_B_{name}", nn.Parameter(b))
+            self.add_module(str(expert), module)
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B of a stored matrix."""
-        a, b = (self._parameters[f"lora_{factor}_{name}"] for factor in "AB")  # `functional_call` puts any tensor there
-        assert a is not None
-        assert b is not None
-        return a, b
+    @property
+    def kinds(self) -> list[str]:
+        """Of an expert's factors, by name: the same list on all ranks."""
+        return [f"lora_{factor}_{name}" for name in self.ranks for factor in "AB"]
+
+    def factors(self, name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """A [L, r, in] and B [L, out, r] of a stored matrix [L, out, in], stacked: zeros for an empty slot."""
+        (slots, rows, columns), rank = matrix.shape, self.ranks[name].rank
+        dtype = _factor_dtype(matrix)
+        stacked = []
+        for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            none = torch.zeros(shape, dtype=dtype, device=matrix.device)
+            own = [
+                none if expert == EMPTY else getattr(self._modules[str(expert)], f"lora_{factor}_{name}")
+                for expert in self._experts
+            ]
+            stacked.append(torch.stack(own) if own else none.expand(slots, *shape))
+        return stacked[0], stacked[1]
+
+    def write(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Copy factors of all experts, [E, r, in] and [E, out, r], into those of the experts here."""
+        for expert, module in self.named_children():
+            for factor, tensor in (("A", a), ("B", b)):
+                module.get_parameter(f"lora_{factor}_{name}").copy_(tensor[int(expert)])
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        """Each expert loads its own; a dict may have other ranks' too."""
 
     def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the stored tensors [L, ...], updated where `enabled`: new memory for each matrix that has factors."""
         found = dict(stored)
         for name, one in self.ranks.items() if self.enabled else ():
-            a, b = (factor.to(found[name].dtype) for factor in self.factors(name))
+            a, b = (factor.to(found[name].dtype) for factor in self.factors(name, found[name]))
             with torch.autocast(found[name].device.type, enabled=False):
                 found[name] = torch.baddbmm(found[name], b, a, alpha=one.scaling)
         return found
