@@ -32,6 +32,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.types import capturing
+from ep_moe.weights.full_state import refuse_full_state
 from ep_moe.weights.parts import local
 
 if TYPE_CHECKING:
@@ -364,4 +365,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    for weights in _owners(optimizer, "differs_between_ranks"):
+        refuse_full_state(weights.expert_map)
     state_dict[KEY] = _Refused()
