@@ -273,6 +273,10 @@ class ExpertWeights(ExpertSlots):
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         for expert in self.held:
             own = {name: state_dict[key] for name in names if (key := f"{prefix}{expert}.{name}") in state_dict}
+            odd = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+            error_msgs += [f"{prefix}{expert}.{n} must be a Tensor, got {type(v).__name__}" for n, v in odd.items()]
+            if odd:
+                continue
             missing_keys += [f"{prefix}{expert}.{name}" for name in self._missing(own)]
             try:
                 self._load_expert(expert, own)

@@ -227,6 +227,14 @@ def test_copies_of_an_expert_follow_changes_that_bump_no_version(change: Callabl
     assert [tensor._version for tensor in weights.stored_tensors().values()] == versions
 
 
+def test_what_is_no_tensor_is_named_when_loaded():
+    weights = filled(shape(bias=False), ExpertMap.linear(5, 1))
+    saved_state = weights.state_dict()
+    saved_state["3.w1"] = saved_state["3.w1"].numpy()
+    with pytest.raises(RuntimeError, match=r"3\.w1 must be a Tensor, got ndarray"):
+        weights.load_state_dict(saved_state)
+
+
 def test_what_parameters_carry_goes_with_them():
     """Gradients and frozen ones, to another dtype; frozen ones to another map too."""
     weights = filled(shape(bias=False), ExpertMap.linear(5, 1))
