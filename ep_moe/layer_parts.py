@@ -33,6 +33,9 @@ from ep_moe.selection.resolve import LayerRequest, SlowTraining, agree, device_o
 from ep_moe.selection.tuned import Kernel, Tuned, tuned_on_one_rank
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.full_state import refuse_full_state
+
+_FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes of a layer, once it is made
 
 
 class LayerParts(nn.Module):
@@ -141,6 +144,11 @@ class LayerParts(nn.Module):
                 f"{self.name}: {name} cannot be replaced: its kernels keep the one that they were made with; call one "
                 f"layer in both places, or assign single parameters"
             )
+        if name in _FIXED and name in self.__dict__:
+            raise ConfigError(
+                f"{self.name}: {name} cannot be replaced: the layer's router, kernels and buffers keep the one that "
+                f"they were made with; build another MoELayer, and give it this one's state_dict()"
+            )
         super().__setattr__(name, value)
 
     def __reduce__(self) -> Any:
@@ -206,6 +214,7 @@ class LayerParts(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """The map goes with the experts that it chose, beside the tensors: in a file that torch.save wrote a rank finds
         its own experts again, wherever they were moved before; what is put together of several ranks has none."""
+        refuse_full_state(self.placement.expert_map)
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if (metadata := getattr(destination, "_metadata", None)) is not None:
             metadata[prefix[:-1]]["expert_map"] = self.placement.expert_map.to_json()

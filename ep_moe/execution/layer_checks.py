@@ -20,7 +20,7 @@ from ep_moe.all2all.base import Dispatcher, routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.execution.rank_comparison import ComparedLayer, compare_ranks, watch_drift
+from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
@@ -34,7 +34,7 @@ _WRAPPED = (
 
 
 class RankChecks:
-    """Of one layer. `first_call` looks once; backward looks too (`watch_drift`).
+    """Of one layer. `first_call` looks once; backward looks too (`watch`).
 
     due: whether the next call is to compare ranks
     """
@@ -48,7 +48,7 @@ class RankChecks:
         self._newest_eager = 0  # its number among `forwards`
         self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
         self._wrapper: weakref.ref[Any] | None = None
-        watch_drift(layer)
+        self.watch = Watch(layer)
 
     def note_eager(self) -> None:
         """Of the newest of `forwards`: it was not replayed. Replays count nothing themselves."""
@@ -159,7 +159,7 @@ class Layer(ComparedLayer, Protocol):
 
 def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> str | None:
     """None, or what is wrong with the arguments of this rank."""
-    problem = layer._checks.wrapper_problem(layer) or _dtype_problem(layer)
+    problem = layer._checks.wrapper_problem(layer) or _mixed_problem(layer) or _dtype_problem(layer)
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
@@ -270,6 +270,12 @@ def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
     if problem is None and layer._logit_taps:
         problem = logits_problem(routing, len(rows), layer.config.num_experts)
     return problem
+
+
+def _mixed_problem(layer: Layer) -> str | None:
+    """What backward found to have put ranks' experts into one another since their weights were loaded."""
+    found = layer._checks.watch.mixed
+    return None if found is None or found[1] != layer.expert_weights.updates else found[0]
 
 
 def _dtype_problem(layer: Layer) -> str | None:

@@ -58,27 +58,23 @@ def compare_ranks(layer: ComparedLayer, problem: str | None) -> None:
             f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with one seed "
             f"on all ranks before the model is made, or load a checkpoint on all"
         )
-    _compare_experts(layer, layer.context.rank_groups["ep"], device)
+    _compare_experts(layer, layer.context.rank_groups["ep"], device, "first call")
 
 
-def watch_drift(layer: ComparedLayer) -> None:
-    """Have backward compare dense parameters, in a layer's calls number 2, 4, 8 and so on. Over two kinds of group,
-    which together reach the whole stage: the ranks of the call, and those that sum gradients of the same experts."""
-    layout, weights = layer.context.layout, layer.expert_weights
-    watch = _DriftWatch(layer)
-    if layout.lockstep > 1:
-        weights.each_backward = lambda: watch.look("lockstep")
-    if layout.replicas > 1:
-        weights.gradient_sum.each_sum = lambda: watch.look("expert_data")
-
-
-class _DriftWatch:
-    """Of one layer, which holds what it hands this to."""
+class Watch:
+    """Has backward compare ranks, in a layer's calls number 2, 4, 8 and so on. Over two kinds of group, which together
+    reach the whole stage: the ranks of the call, and those that sum gradients of the same experts."""
 
     def __init__(self, layer: ComparedLayer) -> None:
-        self._layer = weakref.ref(layer)
+        self._layer = weakref.ref(layer)  # which holds what it hands this to
         self._backwards = {"lockstep": 0, "expert_data": 0}
         self._warned = False
+        self.mixed: tuple[str, int] | None = None  # a problem of the experts, and their `updates` then
+        layout, weights = layer.context.layout, layer.expert_weights
+        if layout.lockstep > 1:
+            weights.each_backward = lambda: self.look("lockstep")
+        if layout.replicas > 1:
+            weights.gradient_sum.each_sum = lambda: self.look("expert_data")
 
     def look(self, kind: str) -> None:
         """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
@@ -91,6 +87,8 @@ class _DriftWatch:
         number = self._backwards[kind]
         if number < 2 or number & (number - 1):
             return
+        if kind == "lockstep" and (problem := _mixed(layer)) is not None:  # the next call is refused, on all ranks
+            self.mixed = problem, layer.expert_weights.updates
         name = _drifted(layer, layer.context.rank_groups[kind])
         if name is None:
             return
@@ -119,6 +117,34 @@ def _drifted(layer: ComparedLayer, rank_group: RankGroup) -> str | None:
         if len({row[0] for row in rank_group.exchange(total.reshape(1))}) == 1:
             return None
         return _name_dense(rank_group, dense, sums, device)
+
+
+def _mixed(layer: ComparedLayer) -> str | None:
+    """Say, within a backward, what has put ranks' experts or their gradients into one another; None for nothing."""
+    weights, rank_group, device = layer.expert_weights, layer.context.rank_groups["ep"], layer.context.device
+    if rank_group.size == 1 or weights.sharded or not weights.named:
+        return None
+    try:
+        _compare_experts(layer, rank_group, device, "backward by the comparison of ranks")
+    except InputError as error:
+        return str(error)
+    stepped = weights.gradient_sum.stepped
+    if stepped is None:
+        stepped = torch.zeros((), dtype=torch.int64, device=device)
+    firsts = [slots[0] for slots in weights.held.values()]  # in the order of gradients
+    held = _of_all([tensor[firsts, :1].detach() for tensor in weights.stored_tensors().values()], device)
+    facts = torch.stack([held, stepped.to(device)])
+    with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
+        rows = rank_group.exchange(facts)
+    for rank, (numbers, gradients) in zip(rank_group.ranks, rows, strict=True):
+        if gradients and gradients == rows[0][1] and numbers != rows[0][0]:
+            return (
+                f"{layer.name}: an optimizer's step on rank {rank} had the gradients of rank {rank_group.ranks[0]}'s "
+                f"experts for its own: something has averaged or summed gradients of different experts (all_reduce in "
+                f"a loop over model.parameters(), a wrapper). Leave ep_moe.training.expert_parameters(model) out of "
+                f"it, as sync_gradients of ep_moe.training does, and load the weights anew"
+            )
+    return None
 
 
 def _sums(dense: dict[str, Tensor], device: torch.device) -> tuple[list[Tensor], Tensor]:
@@ -154,7 +180,7 @@ def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tens
     return name
 
 
-def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device) -> None:
+def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device, step: str) -> None:
     """Copies of an expert must be equal; whole ranks must not be."""
     weights, expert_map = layer.expert_weights, layer.placement.expert_map
     if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
@@ -167,7 +193,7 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
             tensors = [tensor[slot].detach() for tensor in weights.stored_tensors().values()]
             facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
             facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
-    with rank_group.flight_recorder.step("first call"):
+    with rank_group.flight_recorder.step(step, counted=step == "first call"):
         rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
     for expert in many:
         found = {
@@ -188,7 +214,8 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
             raise InputError(
                 f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
                 f"{rank_group.ranks[0]}'s: "
-                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, a loop). "
+                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, "
+                f"ZeroRedundancyOptimizer, a loop). "
                 f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew"
             )
 

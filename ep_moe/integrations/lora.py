@@ -27,9 +27,9 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
 from ep_moe.integrations.save import SavedExperts
 from ep_moe.training.wrappers import exclude_experts
-from ep_moe.weights import trained
+from ep_moe.weights import lora
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.trained import ExpertLora, LowRank
+from ep_moe.weights.lora import ExpertLora, LowRank
 
 _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -61,10 +61,13 @@ class _Target:
         assert found is not None
         return found
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Of the experts in this rank's slots."""
+        return self.lora.factors(self.stored, self.of.layer.expert_weights.stored_tensors()[self.stored])
+
     def whole_factors(self) -> Iterator[Tensor]:
         """A and B of all experts. Collective over the EP group."""
-        own = self.lora.factors(self.stored)
-        return (trained.gather_factor(self.of.layer.expert_weights, factor) for factor in own)
+        return (lora.gather_factor(self.of.layer.expert_weights, factor) for factor in self.factors())
 
     def matches(self, wanted: str) -> bool:
         return _named(f"{self.of.name}.{self.parameter}", wanted)
@@ -119,7 +122,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         of_layer = {target.stored: ranks[target] for target in targets if target.of.name == one.name}
         if of_layer:
             own_seed = seed * 2**20 + zlib.crc32(one.name.encode()) % 2**20
-            trained.add_lora(one.layer.expert_weights, of_layer, own_seed)
+            lora.add_lora(one.layer.expert_weights, of_layer, own_seed)
     exclude_experts(model)
     model.ep_moe_lora = config
     if targets:
@@ -168,7 +171,7 @@ def merge_lora(model: Any) -> nn.Module:
         The model without factors, which `ep_moe.integrations.transformers.save_pretrained` writes.
     """
     for one in saved_experts(model):
-        trained.merge_lora(one.layer.expert_weights)
+        lora.merge_lora(one.layer.expert_weights)
     merged: nn.Module = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
     if hasattr(merged, "ep_moe_lora"):
         del merged.ep_moe_lora
@@ -252,15 +255,13 @@ def _load_experts(model: nn.Module, config: Any, tensors: dict[str, Tensor], fol
         if absent := [key for key in keys if key not in left]:
             raise CheckpointError(f"{folder}: {absent[0]} is missing")
         a, b = (left.pop(key) for key in keys)
-        found, own = _from_file(target, a, b), target.lora.factors(target.stored)
+        found, own = _from_file(target, a, b), target.factors()
         if found is None or any(one.shape[1:] != mine.shape[1:] for one, mine in zip(found, own, strict=True)):
             raise CheckpointError(
                 f"{folder}: {' and '.join(keys)} must be of {list(own[0].shape[1:])} and {list(own[1].shape[1:])} for "
                 f"each expert, got {list(a.shape)} and {list(b.shape)} in all"
             )
-        local = list(target.of.layer.expert_weights.local_experts)
-        for one, mine in zip(found, own, strict=True):
-            mine.copy_(one[local])
+        target.lora.write(target.stored, *found)
     return left
 
 

@@ -20,7 +20,8 @@ from torch.nn.utils import get_total_norm
 
 from ep_moe.checks import check_kind, check_not_negative, check_positive
 from ep_moe.context import EPContext
-from ep_moe.errors import InputError
+from ep_moe.errors import ConfigError, InputError
+from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local
@@ -54,6 +55,24 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
         The parameters, in the order of `model.parameters()`. All others are the same on every rank.
     """
     return [parameter for weights in expert_weights_of(model) for parameter in weights.parameters()]
+
+
+def check_context(what: str, model: nn.Module, context: EPContext) -> None:
+    """Raise ConfigError unless a context has the ranks of all layers of a model, in their layout.
+
+    Args:
+        what: What errors call the caller.
+        model: Any module.
+        context: What the caller was given.
+    """
+    check_kind(f"{what}: context", context, EPContext)
+    check_kind(f"{what}: model", model, nn.Module)
+    for layer in model.modules():
+        if isinstance(layer, MoELayer) and layer.context.layout != context.layout:
+            raise ConfigError(
+                f"{what}: context must have the layout of {layer.name}'s, {layer.context.layout}, got "
+                f"{context.layout}; pass the EPContext that the model's layers were made with"
+            )
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -100,10 +119,11 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         context: of its layers.
 
     Raises:
+        ConfigError: the model's layers have a context of another layout.
         InputError: at the first call, where ranks hold different numbers in a parameter that they should hold alike; on
             all ranks. No gradient is changed then.
     """
-    check_kind("sync_gradients: context", context, EPContext)
+    check_context("sync_gradients", model, context)
     layout = context.layout
     wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
     if not wrapped:
@@ -195,10 +215,11 @@ def clip_grad_norm_(
         The norm before clipping, float32 [] on the context's device.
 
     Raises:
-        ConfigError: norm_type is not a positive number, or max_norm not one of at least 0.
+        ConfigError: norm_type is not a positive number, or max_norm not one of at least 0, or the model's layers have
+            a context of another layout.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on all ranks alike.
     """
-    check_kind("clip_grad_norm_: context", context, EPContext)
+    check_context("clip_grad_norm_", model, context)
     if max_norm != math.inf:
         max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
     if norm_type != math.inf:

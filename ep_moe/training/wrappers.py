@@ -14,7 +14,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import elsewhere
-from ep_moe.training.gradients import compare_ranks, expert_parameters, expert_weights_of
+from ep_moe.training.gradients import check_context, compare_ranks, expert_parameters, expert_weights_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -64,13 +64,15 @@ def fully_shard(
         The same model, an `FSDPModule` now.
 
     Raises:
-        ConfigError: the mesh is none of these, `mp_policy` casts parameters, routers are float32 and the model is not,
-            or another device than the context's is current, on which torch's FSDP2 would work.
+        ConfigError: the layers have a context of another layout, the mesh is none of these, `mp_policy` casts
+            parameters, routers are float32 and the model is not, or another device than the context's is current, on
+            which torch's FSDP2 would work.
         InputError: ranks hold different numbers in a parameter that they should hold alike; on all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
 
+    check_context("fully_shard", model, context)
     layout = context.layout
     param_dtype = getattr(options.get("mp_policy"), "param_dtype", None)
     if param_dtype is not None and any(weights.dtype != param_dtype for weights in expert_weights_of(model)):

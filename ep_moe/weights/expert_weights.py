@@ -268,10 +268,15 @@ class ExpertWeights(ExpertSlots):
         self.updates += 1  # also where this rank has no experts
         names = {*self.saved_names, *self.names, *self._number_names}
         known = {f"{prefix}{e}.{name}" for e in range(self.config.num_experts) for name in names}
-        known |= {f"{prefix}lora.{name}" for name in ({} if self.lora is None else self.lora.state_dict())}
+        factors = () if self.lora is None else self.lora.kinds
+        known |= {f"{prefix}lora.{e}.{name}" for e in range(self.config.num_experts) for name in factors}
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         for expert in self.held:
             own = {name: state_dict[key] for name in names if (key := f"{prefix}{expert}.{name}") in state_dict}
+            odd = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+            error_msgs += [f"{prefix}{expert}.{n} must be a Tensor, got {type(v).__name__}" for n, v in odd.items()]
+            if odd:
+                continue
             missing_keys += [f"{prefix}{expert}.{name}" for name in self._missing(own)]
             try:
                 self._load_expert(expert, own)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
-from typing import Any, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +26,12 @@ from ep_moe.weights.parts import (
     parts_of,
     split_parts,
 )
-from ep_moe.weights.trained import ExpertLora, GradientSum, guard_optimizers, leave_behind
+from ep_moe.weights.trained import GradientSum, guard_optimizers, leave_behind
+
+if TYPE_CHECKING:
+    from ep_moe.weights.lora import ExpertLora
 
 Result = TypeVar("Result")
-_VERSION = attrgetter("_version")  # how often a tensor was written
 
 
 class ExpertSlots(nn.Module):
@@ -85,7 +86,6 @@ class ExpertSlots(nn.Module):
         self._seen = 0  # of these
         self._joined: dict[str, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
-        self._copied = -1
         self.lora: ExpertLora | None = None
         for name, spec in self.weight_layout.specs().items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
@@ -206,13 +206,9 @@ class ExpertSlots(nn.Module):
                 if own.data_ptr() != view.data_ptr():
                     view.copy_(own)
                     parameter.data = view
-        versions = sum(tensor._version for tensor in self._slots.values())
-        if versions != self._copied:
-            for first, *others in self.held.values():
-                for tensor in self._slots.values():
-                    for other in others:
-                        tensor[other].copy_(tensor[first])
-            self._copied = sum(tensor._version for tensor in self._slots.values())
+        for first, other in self.twice:
+            for tensor in self._slots.values():  # `data`: what an earlier call keeps for backward is as it was
+                tensor.data[other].copy_(tensor.data[first])
 
     @torch.no_grad()
     def _take_replaced(self) -> None:
@@ -227,7 +223,7 @@ class ExpertSlots(nn.Module):
                 view.copy_(local(found))
                 found.data, kept = view if self._mesh is None else parameter.data, found
                 if self.gradient_sum.ep.size > 1:
-                    guard_optimizers(kept)
+                    guard_optimizers(kept, self)
             module.replaced.discard(part)
             own = own and found is kept
             views.append((kept, view))
@@ -270,6 +266,8 @@ class ExpertSlots(nn.Module):
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
                 self.held.setdefault(expert, []).append(slot)
+        # copied before each call: fused optimizers and writes through `data` leave tensors' versions as they were
+        self.twice = [(first, other) for first, *others in self.held.values() for other in others]
         views: list[tuple[nn.Parameter, Tensor]] = []
         self._set_views(views)
         if not self.named:
@@ -287,7 +285,7 @@ class ExpertSlots(nn.Module):
                     parameter = etp_parameter(view, part, self._mesh, requires_grad)
                     module.register_parameter(part, parameter)
                     if self.gradient_sum.ep.size > 1:
-                        guard_optimizers(parameter)
+                        guard_optimizers(parameter, self)
                     views.append((parameter, view))
             modules[str(expert)] = module
         cast("ExpertModules", self._modules).hold(modules)
@@ -342,7 +340,7 @@ class ExpertSlots(nn.Module):
     def parameter_kinds(self) -> list[str]:
         """The last part of parameters' names, such as "w1": the same list on all ranks."""
         kinds = part_names(self.names, self.config.activation.gated) if self.named else list(self.names)
-        return kinds if self.lora is None else [*kinds, *dict(self.lora.named_parameters())]
+        return kinds if self.lora is None else [*kinds, *self.lora.kinds]
 
     def _of_experts(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of experts by name, without factors beside them."""
@@ -402,9 +400,9 @@ class ExpertSlots(nn.Module):
             return True
         if self._changes.count != self._seen:
             return False
-        if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
+        if self._mesh is not None or self.twice:
             return False
-        return bool(sum(map(_VERSION, self._slots.values())) == self._copied)
+        return list(map(Tensor.data_ptr, self._on_views)) == self._view_places
 
     def settle(self) -> tuple[int, ...]:
         """Write the numbers of parameters that were replaced, and of an expert's copies, to where kernels read them.

@@ -15,26 +15,28 @@ a guard of their optimizer's state.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.types import capturing
-from ep_moe.weights.parts import Joined, parts_of
+from ep_moe.weights.full_state import refuse_full_state
+from ep_moe.weights.parts import Joined, local, parts_of
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
+
+
+_NOTED = 1 << 12  # numbers of a parameter's gradient that tell ranks apart
 
 
 class GradientSum:
@@ -46,6 +48,7 @@ class GradientSum:
     sharded: FSDP cuts the experts over `replicas` and averages over them
     compared: `ep_moe.training` has compared what ranks hold alike
     each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
+    stepped: a checksum of the gradients that an optimizer's step took, int64 []; 0 where they were zero or not finite
     """
 
     def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
@@ -55,6 +58,7 @@ class GradientSum:
         self.sharded = False
         self.compared = False
         self.each_sum: Callable[[], None] | None = None
+        self.stepped: Tensor | None = None
         self._learns_somewhere: bool | None = None  # in the EP group, as of the first backward
 
     @property
@@ -121,7 +125,7 @@ class GradientSum:
         if not needed or self.alone:
             return tensors
         self.check()
-        twice = [slot for slots in self._weights.held.values() for slot in slots[1:]]
+        twice = [slot for _, slot in self._weights.twice]
 
         def back(gradients: list[Tensor]) -> list[Tensor]:
             summed = list(self(dict(zip(tensors, gradients, strict=True))).values())
@@ -152,6 +156,16 @@ class GradientSum:
 
         return dict(zip(slots, Joined.apply(tuple(slots.values()), back, *parameters), strict=True))
 
+    @torch.no_grad()
+    def note_step(self) -> None:
+        """Take the checksum of the gradients, of a part of each."""
+        device = self._weights.device
+        found = [local(p.grad).flatten()[:_NOTED].float() for p in self._weights.parameters() if p.grad is not None]
+        if found and not capturing(device):
+            flat = torch.cat(found)
+            told = flat.isfinite().all() & flat.any()
+            self.stepped = checksum(flat, flat.device) * told
+
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
         """float32 [len(redundant), ...], summed over all slots of the EP group."""
         total = _zeros(gradient, len(redundant))
@@ -179,127 +193,6 @@ def _zeros(stored: Tensor, experts: int) -> Tensor:
     return torch.zeros(experts, *stored.shape[1:], dtype=torch.float32, device=stored.device)
 
 
-@dataclass(frozen=True)
-class LowRank:
-    """Of one stored matrix: W + scaling * B @ A.
-
-    Args:
-        rank: Rows of A and columns of B.
-        scaling: alpha / rank.
-    """
-
-    rank: int
-    scaling: float
-
-
-class ExpertLora(nn.Module):
-    """The factors of the experts in a rank's slots, as functions of which a kernel reads the matrices.
-
-    `lora_A_w13` [L, r, H] and `lora_B_w13` [L, 2I, r], `lora_A_w2` [L, r, I] and `lora_B_w2` [L, H, r]. They are
-    float32 where the matrices have 16 bits. A is drawn as `nn.Linear` draws its weight, B is zero.
-
-    Args:
-        matrices: [L, out, in] by stored name, of which those in `ranks` get factors.
-        ranks: By stored name.
-        seeds: Of the experts in the slots: copies of an expert get equal numbers.
-    """
-
-    def __init__(self, matrices: Mapping[str, Tensor], ranks: Mapping[str, LowRank], seeds: list[int]) -> None:
-        super().__init__()
-        self.ranks, self.enabled = dict(ranks), True
-        for name, one in ranks.items():
-            matrix, rank = matrices[name], one.rank
-            slots, rows, columns = matrix.shape
-            dtype = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
-            a = torch.empty(slots, rank, columns, dtype=dtype, device="cpu")
-            for slot, seed in enumerate(seeds):
-                generator = torch.Generator("cpu").manual_seed(seed)
-                a[slot].uniform_(-1 / math.sqrt(columns), 1 / math.sqrt(columns), generator=generator)
-            self.register_parameter(f"lora_A_{name}", nn.Parameter(a.to(matrix.device)))
-            b = torch.zeros(slots, rows, rank, dtype=dtype, device=matrix.device)
-            self.register_parameter(f"lora_B_{name}", nn.Parameter(b))
-
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B of a stored matrix."""
-        a, b = (self._parameters[f"lora_{factor}_{name}"] for factor in "AB")  # `functional_call` puts any tensor there
-        assert a is not None
-        assert b is not None
-        return a, b
-
-    def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored tensors [L, ...], updated where `enabled`: new memory for each matrix that has factors."""
-        found = dict(stored)
-        for name, one in self.ranks.items() if self.enabled else ():
-            a, b = (factor.to(found[name].dtype) for factor in self.factors(name))
-            with torch.autocast(found[name].device.type, enabled=False):
-                found[name] = torch.baddbmm(found[name], b, a, alpha=one.scaling)
-        return found
-
-
-def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
-    """Freeze a layer's experts, and train low-rank updates of their matrices from now on.
-
-    Args:
-        weights: Of the layer.
-        ranks: By stored name, "w13" and "w2".
-        seed: Of the layer, the same on all ranks.
-
-    Returns:
-        The updates, which `merge_lora` ends.
-
-    Raises:
-        ConfigError: the experts cannot have any here.
-    """
-    why = _lora_refusal(weights)
-    if why is not None:
-        raise ConfigError(f"low-rank updates cannot be added: {why}")
-    weights.requires_grad_(False)
-    seeds = [seed * weights.config.num_experts + expert for expert in weights.local_experts]
-    weights.lora = lora = ExpertLora(weights.stored_tensors(), ranks, seeds)
-    if weights.gradient_sum.ep.size > 1:
-        for parameter in lora.parameters():
-            guard_optimizers(parameter)
-    return lora
-
-
-def _lora_refusal(weights: ExpertSlots) -> str | None:
-    """None, or why these experts cannot have low-rank updates."""
-    if weights.lora is not None:
-        return "they have factors already; merge these first"
-    if not weights.named:
-        return "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
-    if weights.etp.size > 1:
-        return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
-    if weights.expert_map.replicated:
-        return "the map has redundant experts; choose one without"
-    if weights.is_meta or not weights._slots:
-        return "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
-    return None
-
-
-def gather_factor(weights: ExpertSlots, own: Tensor) -> Tensor:
-    """[E, ...] of a factor [L, ...]. Collective over the EP group."""
-    whole = own.new_zeros(weights.config.num_experts, *own.shape[1:])
-    whole[list(weights.local_experts)] = own.detach()
-    group = weights.gradient_sum.ep
-    if group.size > 1:
-        with group.flight_recorder.step("gather factors", counted=False):
-            group.all_reduce(whole)
-    return whole
-
-
-@torch.no_grad()
-def merge_lora(weights: ExpertSlots) -> None:
-    """Write the updated matrices over the experts', which stay frozen, and drop the factors."""
-    if weights.lora is None:
-        return
-    stored = weights.stored_tensors()
-    weights.lora.enabled = True
-    for name, tensor in weights.lora(stored).items():
-        stored[name].copy_(tensor)
-    weights.lora = None
-
-
 KEY = "parameters differ between ranks"
 _REFUSAL = (
     "optimizer.state_dict() numbers parameters, and ranks hold different experts under one number: a checkpoint would "
@@ -325,16 +218,35 @@ class _Refused:
         return set, ()
 
 
-def guard_optimizers(parameter: Parameter) -> None:
+class _Owner:
+    """The expert weights of a parameter, held weakly. A file of torch.save keeps a plain empty set in its place."""
+
+    def __init__(self, weights: ExpertSlots) -> None:
+        self._weights = weakref.ref(weights)
+
+    def __call__(self) -> ExpertSlots | None:
+        return self._weights()
+
+    def __reduce__(self) -> Any:
+        return set, ()
+
+
+def _owners(optimizer: Optimizer, attribute: str) -> set[ExpertSlots]:
+    """Those that an optimizer's parameters name."""
+    named = (getattr(p, attribute, None) for group in optimizer.param_groups for p in group["params"])
+    return {weights for owner in named if isinstance(owner, _Owner) and (weights := owner()) is not None}
+
+
+def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
     """This parameter is another expert's on other ranks."""
-    parameter.differs_between_ranks = True  # type: ignore[attr-defined]
+    parameter.differs_between_ranks = _Owner(weights)  # type: ignore[attr-defined]
     _install()
 
 
 def leave_behind(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
     """These are the layer's no more: it made others when experts moved, which no optimizer knows that was made before.
     From then on such an optimizer's step is refused, unless the layer's experts are frozen."""
-    owner = weakref.ref(weights)
+    owner = _Owner(weights)
     for parameter in parameters:
         parameter.left_behind_by = owner  # type: ignore[attr-defined]
     _look_before_steps()
@@ -346,8 +258,7 @@ def _look_before_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    owners = {p.left_behind_by for g in optimizer.param_groups for p in g["params"] if hasattr(p, "left_behind_by")}
-    for weights in filter(None, (owner() for owner in owners)):
+    for weights in _owners(optimizer, "left_behind_by"):
         if weights.trained:
             raise ConfigError(
                 "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
@@ -358,7 +269,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @cache
 def _install() -> None:
+    register_optimizer_step_pre_hook(_note_gradients)
     register_optimizer_step_post_hook(_after_step)
+
+
+def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """In an optimizer's steps 1, 2, 4, 8 and so on, for a comparison of ranks in a later backward."""
+    steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
+    optimizer._steps_noted_by_ep_moe = steps  # type: ignore[attr-defined]
+    if not steps & (steps - 1):
+        for weights in _owners(optimizer, "differs_between_ranks"):
+            weights.gradient_sum.note_step()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -370,4 +291,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    for weights in _owners(optimizer, "differs_between_ranks"):
+        refuse_full_state(weights.expert_map)
     state_dict[KEY] = _Refused()

@@ -10,7 +10,7 @@ from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 from ep_moe.integrations.transformers import idle_step, load_pretrained, moe_layers, save_pretrained
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
-from ep_moe.weights import trained
+from ep_moe.weights import lora
 from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.interface_models import interface_model
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
@@ -233,7 +233,8 @@ def test_layers_begin_with_numbers_of_their_own(models):
         with EPContext.local(torch.device("cpu")) as context:
             model = load_pretrained(models / "olmoe", context, progress=False)
             add_lora(model, lora_config("olmoe", target_modules=[]), seed=seed)
-            return [layer.expert_weights.lora.factors("w2")[0].detach() for layer in moe_layers(model)]
+            weights = [layer.expert_weights for layer in moe_layers(model)]
+            return [held.lora.factors("w2", held.stored_tensors()["w2"])[0].detach() for held in weights]
 
     first, again, other = factors(0), factors(0), factors(1)
     assert len(first) == 2
@@ -315,7 +316,7 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
         with pytest.raises(ConfigError, match="the experts have LoRA factors"):
             save_pretrained(model, tmp_path)
         with pytest.raises(ConfigError, match="have factors already"):
-            trained.add_lora(moe_layers(model)[0].expert_weights, {}, 0)
+            lora.add_lora(moe_layers(model)[0].expert_weights, {}, 0)
         etp = EPContext.from_groups(ParallelConfig(tp=2, ep=1, etp=2), device=rank_device())
         model = load_pretrained(models / "olmoe", etp, experts="reference", progress=False)
         with pytest.raises(ConfigError, match="each expert is cut over 2 ranks"):

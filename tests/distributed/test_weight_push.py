@@ -18,7 +18,7 @@ from ep_moe.integrations import transformers as models
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.transformers import export_weights
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.trained import LowRank, add_lora
+from ep_moe.weights.lora import LowRank, add_lora
 from tests.fixtures.checkpoint_files import (
     CONFIGS,
     FAMILIES,

@@ -143,6 +143,14 @@ def test_a_layer_is_not_copied(context):
     other.load_state_dict(layer.state_dict())
 
 
+def test_what_a_layer_was_made_with_is_not_replaced(context):
+    """It would reach a part of the layer alone, such as the routing of a new config, which the router does not read."""
+    layer = MoELayer(shape(), context, name="block")
+    for field in ("config", "context", "wire", "tuned", "exact"):
+        with pytest.raises(ConfigError, match=rf"block: {field} cannot be replaced: .* build another MoELayer"):
+            setattr(layer, field, getattr(layer, field))
+
+
 def test_parameters_of_a_kernel_without_backward_require_no_gradients(context, monkeypatch):
     able = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
     monkeypatch.setattr(ReferenceExperts, "capabilities", able)

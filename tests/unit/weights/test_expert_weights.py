@@ -1,5 +1,7 @@
 """Expert weights: cutting over etp, updates, and state dicts that know no placement."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -198,20 +200,39 @@ def test_an_expert_that_is_here_twice_has_one_parameter():
     assert (weights.get_submodule("0").w1.grad == 101).all(), "and its gradient counts"
 
 
-def test_copies_of_an_expert_are_written_once_for_each_change():
-    """Not by every call: what reads the tensors would find them changed."""
+def change_data(weights: ExpertWeights) -> None:
+    weights.get_submodule("0").w1.data.fill_(3)
+
+
+def fused_step(weights: ExpertWeights) -> None:
+    first = weights.get_submodule("0").w1
+    first.grad = torch.ones_like(first)
+    torch.optim.SGD([first], lr=1.0, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [change_data, fused_step])
+def test_copies_of_an_expert_follow_changes_that_bump_no_version(change: Callable[[ExpertWeights], None]) -> None:
+    """And nothing that reads the tensors finds them changed where they were not."""
     weights = filled(
         shape(Activation.RELU2, bias=False), ExpertMap.from_ranks([[0, 1, 0, 2, 3, 4]], 5, allow_duplicates=True)
     )
-    for number in range(2):
-        with torch.no_grad():
-            weights.get_submodule("0").w1.fill_(number)
-        assert not weights.settled
-        weights.settle()
-        assert weights.settled
-        before = [tensor._version for tensor in weights.stored_tensors().values()]
-        assert (weights.w13[2] == number).all()
-        assert [tensor._version for tensor in weights.stored_tensors().values()] == before
+    weights.settle()
+    versions = [tensor._version for tensor in weights.stored_tensors().values()]
+    before = weights.w13[0].clone()
+    change(weights)
+    assert not weights.settled
+    weights.settle()
+    assert not torch.equal(weights.w13[0], before)
+    assert torch.equal(weights.w13[2], weights.w13[0])
+    assert [tensor._version for tensor in weights.stored_tensors().values()] == versions
+
+
+def test_what_is_no_tensor_is_named_when_loaded():
+    weights = filled(shape(bias=False), ExpertMap.linear(5, 1))
+    saved_state = weights.state_dict()
+    saved_state["3.w1"] = saved_state["3.w1"].numpy()
+    with pytest.raises(RuntimeError, match=r"3\.w1 must be a Tensor, got ndarray"):
+        weights.load_state_dict(saved_state)
 
 
 def test_what_parameters_carry_goes_with_them():

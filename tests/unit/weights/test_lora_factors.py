@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, InputError, MoELayer
-from ep_moe.weights.trained import LowRank, add_lora
+from ep_moe.weights.lora import LowRank, add_lora
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
 
@@ -27,7 +27,7 @@ def test_functional_call_computes_with_given_factors(layer):
     given = {name: (2 * parameter.detach()).requires_grad_() for name, parameter in layer.named_parameters()}
     found = torch.func.functional_call(layer, given, (x,))
     found.sum().backward()
-    assert given["expert_weights.lora.lora_A_w2"].grad.abs().max() > 0
+    assert given["expert_weights.lora.0.lora_A_w2"].grad.abs().max() > 0
     assert same_bits(layer(x).detach(), own)
     with torch.no_grad():
         for parameter in layer.parameters():

@@ -1,0 +1,177 @@
+"""Low-rank updates of frozen experts (LoRA): the factors of those in a rank's slots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ep_moe.errors import ConfigError
+from ep_moe.placement.expert_map import EMPTY
+from ep_moe.weights.trained import guard_optimizers
+
+if TYPE_CHECKING:
+    from ep_moe.weights.slots import ExpertSlots
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Of one stored matrix: W + scaling * B @ A.
+
+    Args:
+        rank: Rows of A and columns of B.
+        scaling: alpha / rank.
+    """
+
+    rank: int
+    scaling: float
+
+
+def _factor_dtype(matrix: Tensor) -> torch.dtype:
+    return matrix.dtype if matrix.dtype == torch.float64 else torch.float32
+
+
+class ExpertLora(nn.Module):
+    """The factors of the experts in a rank's slots, as functions of which a kernel reads the matrices.
+
+    Of each expert `lora_A_w13` [r, H] and `lora_B_w13` [2I, r], `lora_A_w2` [r, I] and `lora_B_w2` [H, r], whose names
+    begin with its logical id, as its matrices' do: a distributed checkpoint keeps what has one name once. They are
+    float32 where the matrices have 16 bits. A is drawn as `nn.Linear` draws its weight, B is zero.
+
+    Args:
+        matrices: [L, out, in] by stored name, of which those in `ranks` get factors.
+        ranks: By stored name.
+        experts: The logical expert in each slot, -1 for an empty one.
+        seed: Of the layer; an expert's numbers depend on it and on the logical id.
+        num_experts: E.
+    """
+
+    def __init__(
+        self,
+        matrices: Mapping[str, Tensor],
+        ranks: Mapping[str, LowRank],
+        experts: tuple[int, ...],
+        seed: int,
+        num_experts: int,
+    ) -> None:
+        super().__init__()
+        self.ranks, self.enabled, self._experts = dict(ranks), True, experts
+        for expert in sorted({*experts} - {EMPTY}):
+            module = nn.Module()
+            for name, one in ranks.items():
+                _, rows, columns = matrices[name].shape
+                device, dtype = matrices[name].device, _factor_dtype(matrices[name])
+                a = torch.empty(one.rank, columns, dtype=dtype, device="cpu")
+                generator = torch.Generator("cpu").manual_seed(seed * num_experts + expert)
+                a.uniform_(-1 / math.sqrt(columns), 1 / math.sqrt(columns), generator=generator)
+                module.register_parameter(f"lora_A_{name}", nn.Parameter(a.to(device)))
+                b = torch.zeros(rows, one.rank, dtype=dtype, device=device)
+                module.register_parameter(f"lora_B_{name}", nn.Parameter(b))
+            self.add_module(str(expert), module)
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of an expert's factors, by name: the same list on all ranks."""
+        return [f"lora_{factor}_{name}" for name in self.ranks for factor in "AB"]
+
+    def factors(self, name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
+        """A [L, r, in] and B [L, out, r] of a stored matrix [L, out, in], stacked: zeros for an empty slot."""
+        (slots, rows, columns), rank = matrix.shape, self.ranks[name].rank
+        dtype = _factor_dtype(matrix)
+        stacked = []
+        for factor, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+            none = torch.zeros(shape, dtype=dtype, device=matrix.device)
+            own = [
+                none if expert == EMPTY else getattr(self._modules[str(expert)], f"lora_{factor}_{name}")
+                for expert in self._experts
+            ]
+            stacked.append(torch.stack(own) if own else none.expand(slots, *shape))
+        return stacked[0], stacked[1]
+
+    def write(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Copy factors of all experts, [E, r, in] and [E, out, r], into those of the experts here."""
+        for expert, module in self.named_children():
+            for factor, tensor in (("A", a), ("B", b)):
+                module.get_parameter(f"lora_{factor}_{name}").copy_(tensor[int(expert)])
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
+        """Each expert loads its own; a dict may have other ranks' too."""
+
+    def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the stored tensors [L, ...], updated where `enabled`: new memory for each matrix that has factors."""
+        found = dict(stored)
+        for name, one in self.ranks.items() if self.enabled else ():
+            a, b = (factor.to(found[name].dtype) for factor in self.factors(name, found[name]))
+            with torch.autocast(found[name].device.type, enabled=False):
+                found[name] = torch.baddbmm(found[name], b, a, alpha=one.scaling)
+        return found
+
+
+def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
+    """Freeze a layer's experts, and train low-rank updates of their matrices from now on.
+
+    Args:
+        weights: Of the layer.
+        ranks: By stored name, "w13" and "w2".
+        seed: Of the layer, the same on all ranks.
+
+    Returns:
+        The updates, which `merge_lora` ends.
+
+    Raises:
+        ConfigError: the experts cannot have any here.
+    """
+    why = _lora_refusal(weights)
+    if why is not None:
+        raise ConfigError(f"low-rank updates cannot be added: {why}")
+    weights.requires_grad_(False)
+    num_experts = weights.config.num_experts
+    weights.lora = lora = ExpertLora(weights.stored_tensors(), ranks, weights.local_experts, seed, num_experts)
+    if weights.gradient_sum.ep.size > 1:
+        for parameter in lora.parameters():
+            guard_optimizers(parameter, weights)
+    return lora
+
+
+def _lora_refusal(weights: ExpertSlots) -> str | None:
+    """None, or why these experts cannot have low-rank updates."""
+    if weights.lora is not None:
+        return "they have factors already; merge these first"
+    if not weights.named:
+        return "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
+    if weights.etp.size > 1:
+        return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
+    if weights.expert_map.replicated:
+        return "the map has redundant experts; choose one without"
+    if weights.is_meta or not weights._slots:
+        return "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
+    return None
+
+
+def gather_factor(weights: ExpertSlots, own: Tensor) -> Tensor:
+    """[E, ...] of a factor [L, ...]. Collective over the EP group."""
+    whole = own.new_zeros(weights.config.num_experts, *own.shape[1:])
+    for slot, expert in enumerate(weights.local_experts):
+        if expert != EMPTY:
+            whole[expert] = own[slot].detach()
+    group = weights.gradient_sum.ep
+    if group.size > 1:
+        with group.flight_recorder.step("gather factors", counted=False):
+            group.all_reduce(whole)
+    return whole
+
+
+@torch.no_grad()
+def merge_lora(weights: ExpertSlots) -> None:
+    """Write the updated matrices over the experts', which stay frozen, and drop the factors."""
+    if weights.lora is None:
+        return
+    stored = weights.stored_tensors()
+    weights.lora.enabled = True
+    for name, tensor in weights.lora(stored).items():
+        stored[name].copy_(tensor)
+    weights.lora = None

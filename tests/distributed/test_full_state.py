@@ -1,0 +1,53 @@
+"""State dicts that torch.distributed.checkpoint is to make whole: refused, with a way that is right."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.optim import SGD
+
+from ep_moe import ConfigError, EPContext, MoELayer, ParallelConfig, training
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.training_model import CONFIG, WIDTH
+
+
+@distributed(2)
+def test_a_full_state_is_refused_and_one_file_is_made_of_a_distributed_checkpoint(tmp_path):
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        optimizer = SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        layer(torch.ones(2, WIDTH, device=context.device)).sum().backward()
+        training.sync_gradients(layer, context)
+        optimizer.step()
+        for ask in (
+            lambda: get_model_state_dict(layer, options=full),
+            lambda: get_optimizer_state_dict(layer, optimizer, options=full),
+        ):
+            with pytest.raises(ConfigError, match=r"full_state_dict=True would give one rank's experts.*dcp_to_torch"):
+                ask()
+        dcp.save({"model": get_model_state_dict(layer)}, checkpoint_id=tmp_path / "parts")
+        if context.layout.rank == 0:
+            dcp_to_torch_save(tmp_path / "parts", tmp_path / "whole.pt")
+        dist.barrier()
+        whole = torch.load(tmp_path / "whole.pt")["model"]
+        other = MoELayer(CONFIG, context)
+        set_model_state_dict(other, whole, options=StateDictOptions(full_state_dict=True, strict=False))
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(other.get_parameter(name), parameter)
+
+
+@distributed(2)
+def test_ranks_that_hold_all_experts_have_a_full_state():
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(CONFIG, context)
+        found = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
+        assert len(found) == len(layer.state_dict())

@@ -1,0 +1,99 @@
+"""Training loops that put ranks' experts, or their gradients, into one another: a later call is refused."""
+
+from collections.abc import Callable
+from io import BytesIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import SGD, Adam
+
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, ParallelConfig, training
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.distributed_cases import same_error
+from tests.fixtures.training_model import CONFIG, EXPERTS, WIDTH
+
+
+def average_all(model: nn.Module, context: EPContext) -> None:
+    """The loop of data-parallel scripts."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def average_twice(model: nn.Module, context: EPContext) -> None:
+    training.sync_gradients(model, context)
+    average_all(model, context)
+
+
+def train(layer: MoELayer, context: EPContext, optimizer, after: Callable[[nn.Module, EPContext], None]) -> None:
+    for step in range(5):
+        generator = torch.Generator().manual_seed(2 * step + context.layout.rank)
+        layer(torch.randn(12, WIDTH, generator=generator).to(context.device)).square().mean().backward()
+        after(layer, context)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+GRADIENTS, NUMBERS = "an optimizer's step on rank 1 had the gradients of rank 0's experts", "ZeroRedundancyOptimizer"
+WAYS = {
+    "averaged": (lambda p: SGD(p, lr=0.1), average_all, GRADIENTS),
+    "averaged for Adam": (lambda p: Adam(p, lr=0.1), average_all, GRADIENTS),
+    "averaged after sync_gradients": (lambda p: SGD(p, lr=0.1), average_twice, GRADIENTS),
+    "ZeRO": (lambda p: ZeroRedundancyOptimizer(p, SGD, lr=0.1), training.sync_gradients, NUMBERS),
+}
+
+
+@distributed(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_experts_that_are_mixed_are_found(way):
+    make, after, text = WAYS[way]
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        fresh = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        found = same_error(InputError, lambda: train(layer, context, make(layer.parameters()), after))
+        assert text in found
+        assert "expert_parameters(model)" in found
+        layer.load_state_dict(fresh)
+        train(layer, context, SGD(layer.parameters(), lr=0.1), training.sync_gradients)
+
+
+@distributed(2)
+def test_right_loops_are_not_refused():
+    """Ranks that hold the same experts, in other slots, have equal gradients. Parameters of ranks can be saved."""
+    maps = [ExpertMap.redundant(EXPERTS, 2, 2), ExpertMap.from_ranks([range(EXPERTS), range(EXPERTS)[::-1]], EXPERTS)]
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        for expert_map in maps:
+            torch.manual_seed(0)
+            layer = MoELayer(CONFIG, context, expert_map=expert_map)
+            train(layer, context, SGD(layer.parameters(), lr=0.1), training.sync_gradients)
+            file = BytesIO()
+            torch.save(dict(layer.named_parameters()), file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=True)
+            SGD(loaded.values(), lr=0.1).step()
+
+
+@distributed(2)
+def test_a_context_of_other_ranks_is_refused():
+    """It would average nothing, and clip by a norm of each rank's own."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        model = nn.Sequential(MoELayer(CONFIG, context))
+        model(torch.ones(2, WIDTH, device=context.device)).sum().backward()
+        for other in (
+            EPContext.local(rank_device()),
+            EPContext.from_groups(ParallelConfig(tp=2), device=rank_device()),
+        ):
+            with other:
+                for call in (
+                    lambda c: training.sync_gradients(model, c),
+                    lambda c: training.clip_grad_norm_(model, c, 1.0),
+                    lambda c: training.fully_shard(model, c),
+                ):
+                    with pytest.raises(ConfigError, match="context must have the layout of moe0's"):
+                        call(other)
+        with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as twin:
+            training.sync_gradients(model, twin)
