@@ -1,7 +1,10 @@
 """Fixtures for all tests."""
 
 import os
+import signal
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # nohup, and `&` in a script: what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; read as torch is imported
 
