@@ -1,7 +1,11 @@
 """Fixtures for all tests."""
 
+import gc
 import os
+import signal
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # nohup, and `&` in a script: what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if os.environ.get("PYTEST_XDIST_WORKER"):
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # workers share the cores; read as torch is imported
 
@@ -13,6 +17,17 @@ from ep_moe.parallel import local_launch
 
 # the fork server of this process starts with the first ranks, later than this
 local_launch._PRELOAD = "tests.fixtures.preload"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Nothing of what is collected ends before the session: collections of garbage need not walk through it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True)

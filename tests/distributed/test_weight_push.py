@@ -1,5 +1,7 @@
 """Weights that a trainer pushes into serving models and layers of other layouts, maps and schemes."""
 
+import copy
+import functools
 import random
 from dataclasses import replace
 
@@ -65,6 +67,16 @@ LAYOUTS = {
 }
 
 
+@functools.cache
+def first(kind):
+    """A model as it is made: to be read, and copied."""
+    return KINDS[kind]()
+
+
+def made(kind):
+    return copy.deepcopy(first(kind))
+
+
 def context_of(**sizes):
     if not sizes and dist.get_world_size() > 1:
         sizes = {"dp": dist.get_world_size()}
@@ -78,7 +90,7 @@ def expert_parallel(model, context, **options):
 
 def serving_model(kind, context, **options):
     """As if it was loaded from another checkpoint."""
-    model = expert_parallel(KINDS[kind](), context, experts="reference", **options)
+    model = expert_parallel(made(kind), context, experts="reference", **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "expert_weights" not in name:
@@ -109,17 +121,17 @@ def test_a_server_has_what_the_trainer_has(world_size):
     for trains, serves, expert_map in LAYOUTS[world_size]:
         with context_of(**trains) as ours, context_of(**serves) as theirs:
             for at, kind in enumerate(KINDS):
-                trainer = expert_parallel(KINDS[kind](), ours, experts="reference")
+                trainer = expert_parallel(made(kind), ours, experts="reference")
                 for scheme in SCHEMES if world_size == 1 else ("none", list(SCHEMES)[1 + at % 3]):
                     options = {"expert_map": expert_map, "quantization": scheme}
                     server, where = serving_model(kind, theirs, **options), (trains, serves, kind, scheme)
-                    wanted = expert_parallel(KINDS[kind](), theirs, experts="reference", **options)
+                    wanted = expert_parallel(made(kind), theirs, experts="reference", **options)
                     before = addresses(server)
                     loaded = models.load_weights(server, export_weights(trainer, save_original_format=at % 2 == 0))
                     check_model(server, wanted, where)
                     assert addresses(server) == before, "graphs that were captured read them"
                     assert loaded >= {"model.norm.weight", "model.embed_tokens.weight"}
-                    check_numbers(server, KINDS[kind](), scheme, where)
+                    check_numbers(server, first(kind), scheme, where)
 
 
 @torch.no_grad()
@@ -138,8 +150,9 @@ def check_numbers(server, trained, scheme, where):
             etp = layer.expert_weights.etp
             for name in ("w13", "w2"):
                 pieces = piece(name, whole[name], etp.size, etp.rank)
+                dense = layer.expert_weights.dense(name).cpu()
                 for slot, expert in enumerate(layer.expert_weights.local_experts):
-                    error = (layer.expert_weights.dense(name)[slot].cpu() - pieces[expert]).abs().max()
+                    error = (dense[slot] - pieces[expert]).abs().max()
                     assert error <= SCHEMES[scheme] * whole[name][expert].abs().max(), (where, name, expert)
 
 
