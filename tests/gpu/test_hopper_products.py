@@ -1,5 +1,5 @@
 """The products of this project's Hopper kernels, grouped and streamed, against float64: in bf16, and in E4M3 with one
-scale a matrix or one a row, of weights too."""
+scale a matrix, one a row, of weights too, or one a block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep_moe.experts.hopper.gemm_grouped import Tiles
 from ep_moe.experts.hopper.gemm_streaming import Ring, product
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.quant.fp8 import FP8
-from ep_moe.quant.kernels import MatrixScales, RowScales
+from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales
 from tests.fixtures.bf16_triton import BF16
 from tests.fixtures.hopper_gpu import COUNTS, FORMS, exact_sums, operands
 
@@ -83,6 +83,65 @@ def test_grouped_in_e4m3(tiles, spare, made):
         # float32: the scales, and one rounding to bf16
         limit = own * (lost + 2.0**-8 * (expected.abs() + lost) + 2.0**-20 * expected.abs())
         assert bool(((out[part].double() - own * expected).abs() <= limit).all())
+    assert bool(out[len(a) :].isnan().all())
+
+
+def block_scales(rows: int, experts: int, n: int, k: int) -> BlockScales:
+    """Far apart from block to block, along K and across, of rows and of weights."""
+    row, block = torch.arange(rows, device="cuda").unsqueeze(1), torch.arange(k // 128, device="cuda")
+    scale = (
+        torch.rand(experts, n // 128, k // 128, generator=torch.Generator("cuda").manual_seed(3), device="cuda") + 0.5
+    )
+    across = torch.arange(n // 128, device="cuda").unsqueeze(1)
+    return BlockScales(
+        2.0 ** ((row * 7 + block * 3) % 11 - 5).float(), scale * 2.0 ** ((across * 5 + block * 3) % 7 - 3)
+    )
+
+
+def sums_of_blocks(a: Tensor, b: Tensor, scales: BlockScales, expert: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """Of some rows: products in float64 [r, n], and what tensor cores and sums of blocks in float32 may lose."""
+    rows, weights = scales.rows.double()[part], scales.weights.double()[expert[part]].repeat_interleave(128, 1)
+    left, right = a[part].double().split(128, 1), b.double()[expert[part]].split(128, 2)
+    expected, limit = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
+    for block, (one, other) in enumerate(zip(left, right, strict=True)):
+        own, lost = exact_sums(one, other)
+        factor = rows[:, block].unsqueeze(1) * weights[:, :, block]
+        expected, limit = expected + factor * own, limit + factor * (lost + 2.0**-20 * (own.abs() + lost))
+    return expected, limit
+
+
+@pytest.mark.parametrize("tiles", [Tiles(16), kernels.BLOCKS], ids=str)
+@pytest.mark.parametrize("activation", [None, Activation.SWIGLU], ids=["plain", "activated"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
+@pytest.mark.parametrize("spare", [0, 120], ids=["every multiprocessor", "a few"])
+def test_grouped_with_scales_of_blocks(tiles, activation, gathered, spare):
+    """Gathered: from rows that lie elsewhere, whose scales have another stride along K."""
+    n, k = 768, 384
+    a, b, ends, expert = operands(n, k, FP8)
+    scales = block_scales(len(a), len(b), n, k)
+    given, of_rows, source = a, scales.rows, None
+    if gathered:
+        place = torch.randperm(len(a), generator=torch.Generator().manual_seed(1)).cuda()
+        source = place.int()
+        given = torch.empty_like(a)
+        given.view(torch.uint8)[place] = a.view(torch.uint8)
+        of_rows = torch.empty(k // 128, len(a), device="cuda").mT
+        of_rows[place] = scales.rows
+    columns = n if activation is None else n // 2
+    out = torch.full((len(a) + SPARE_ROWS, columns), torch.nan, dtype=BF16, device="cuda")
+    kernels.grouped_gemm(
+        given, b, ends, out, tiles, activation=activation, spare_sms=spare, source=source,
+        scales=BlockScales(of_rows, scales.weights),
+    )  # fmt: skip
+    for part in torch.arange(len(a), device="cuda").split(64):
+        expected, limit = sums_of_blocks(a, b, scales, expert, part)
+        if activation is not None:  # the derivative of silu is at most 1.1
+            (gate, up), (gate_limit, up_limit) = expected.chunk(2, 1), limit.chunk(2, 1)
+            silu = torch.nn.functional.silu(gate)
+            expected = silu * up
+            limit = 1.1 * gate_limit * (up.abs() + up_limit) + silu.abs() * up_limit + 2.0**-16 * expected.abs()
+        limit = limit + 2.0**-8 * (expected.abs() + limit)
+        assert bool(((out[part].double() - expected).abs() <= limit).all())
     assert bool(out[len(a) :].isnan().all())
 
 
