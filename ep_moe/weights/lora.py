@@ -1,4 +1,4 @@
-"""Low-rank updates of frozen experts (LoRA): the factors of those in a rank's slots."""
+"""Low-rank updates of frozen experts (LoRA, Hu et al. 2021): the factors of those in a rank's slots."""
 
 from __future__ import annotations
 

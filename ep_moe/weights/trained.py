@@ -1,16 +1,14 @@
-"""What training adds to a rank's experts: sums of their copies' gradients, low-rank updates (LoRA, Hu et al. 2021), and
-a guard of their optimizer's state.
+"""What training adds to a rank's experts: sums of their copies' gradients, and a guard of their optimizers.
 
 - Gradients: every copy of an expert gets that of all tokens, and so copies that are equal stay equal. Copies are in
   other slots of the EP group (a redundant map), and in the same slots of other EP groups (ep < dp). Both sums are part
   of backward. All ranks that share an expert must therefore run backward equally often.
-- Low-rank updates are trained while the matrices stay as they are.
 - An optimizer's own `state_dict()` is refused in a distributed checkpoint. That dict numbers parameters, and ranks with
   different experts give one number to different ones: the checkpoint would keep one rank's state under it and give it
   to all, without a word. `get_optimizer_state_dict` goes by names, which is right on any ranks and under any map. The
   layer is not given the optimizer, and parameters do not know it. What sees it is torch's hook on every optimizer's
   step (`register_optimizer_step_post_hook`); it is installed with the first expert parameters that differ between
-  ranks.
+  ranks. Another one notes gradients before steps, from which a later backward tells that ranks' experts were mixed.
 """
 
 from __future__ import annotations
