@@ -103,6 +103,11 @@ class KernelCapabilities:
             return "it has no expert biases (expert_bias=True)"
         if etp > 1 and not self.etp:
             return f"it cannot cut experts over ranks (etp={etp})"
+        return self._size_problem(config, dtype, etp, options)
+
+    def _size_problem(
+        self, config: MoEConfig, dtype: torch.dtype, etp: int, options: ExpertsOptions | None
+    ) -> str | None:
         return None
 
     def _inexact(self, etp: int) -> str | None:
@@ -164,24 +169,9 @@ class ExpertsCapabilities(KernelCapabilities):
         check_fields(self, ExpertsCapabilities)
         check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
 
-    def problem(
-        self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
+    def _size_problem(
+        self, config: MoEConfig, dtype: torch.dtype, etp: int, options: ExpertsOptions | None
     ) -> str | None:
-        """Say what of a layer the capabilities do not hold, as `KernelCapabilities.problem`, with the alignment of its
-        sizes.
-
-        Args:
-            config: The layer.
-            dtype: Of the layer.
-            etp: Ranks over which an expert is cut.
-            scheme: Quantization of the experts.
-            options: How the kernel runs, None for the defaults.
-
-        Returns:
-            None if they hold all of it, else the reason.
-        """
-        if (problem := super().problem(config, dtype, etp, scheme, options)) is not None:
-            return problem
         # the narrowest numbers that products read
         read = torch.float8_e4m3fn if options is not None and options.float8 else dtype
         unit = self.alignment_bytes // gcd(self.alignment_bytes, read.itemsize)

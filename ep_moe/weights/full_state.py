@@ -16,7 +16,7 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
     """Raise ConfigError in a state_dict() that torch makes a full one of.
 
     torch gathers DTensors for it, and takes plain tensors for whole ones; rank 0's experts would be all that is saved.
-    Modules and optimizers are not told what their state_dict() is for, so that the callers' frames say it.
+    Modules and optimizers do not learn what their state_dict() is for: the callers' frames alone say it.
 
     Args:
         expert_map: Of the layer; a rank that holds all experts has a full state.

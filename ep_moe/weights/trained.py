@@ -161,8 +161,8 @@ class GradientSum:
         found = [local(p.grad).flatten()[:_NOTED].float() for p in self._weights.parameters() if p.grad is not None]
         if found and not capturing(device):
             flat = torch.cat(found)
-            told = flat.isfinite().all() & flat.any()
-            self.stepped = checksum(flat, flat.device) * told
+            sound = flat.isfinite().all() & flat.any()
+            self.stepped = checksum(flat, flat.device) * sound
 
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
         """float32 [len(redundant), ...], summed over all slots of the EP group."""

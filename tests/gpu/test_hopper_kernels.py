@@ -51,7 +51,7 @@ class Kernel:
     travelled: rows as they come over the wire in the kernel's own format, None if only plain rows come
     received: rows that show more faults of this kernel than random ones
     scaling: of `SCALINGS`, that calls must go by; None where there is one alone
-    most_by_columns: of `BlockScaled`
+    gemm_grouped_up_to: of `BlockScaled`
     """
 
     build: Callable[..., tuple[Experts, Tensors]]
@@ -59,7 +59,7 @@ class Kernel:
     travelled: Callable[[Received, Tensors], Received] | None = None
     received: Callable[[Received], Received] = lambda received: received
     scaling: str | None = None
-    most_by_columns: float = BlockScaled.most_by_columns
+    gemm_grouped_up_to: float = BlockScaled.gemm_grouped_up_to
 
 
 def block(config: MoEConfig, slots: int, **options: Any) -> tuple[Experts, Tensors]:
@@ -93,8 +93,8 @@ KERNELS = {
     "bf16_triton": Kernel(bf16_triton.build, PLAIN),
     "fp8_tensor_triton": Kernel(fp8_tensor_triton.build, SCHEMES["fp8_static"], with_the_input_scale),
     "fp8_block_triton": Kernel(block, SCHEMES["fp8_block"], in_blocks),
-    "fp8_block_triton by columns": Kernel(block, SCHEMES["fp8_block"], in_blocks, most_by_columns=math.inf),
-    "fp8_block_triton by rows": Kernel(block, SCHEMES["fp8_block"], in_blocks, most_by_columns=0.0),
+    "fp8_block_triton by gemm_grouped": Kernel(block, SCHEMES["fp8_block"], in_blocks, gemm_grouped_up_to=math.inf),
+    "fp8_block_triton by gemm_fp8_block": Kernel(block, SCHEMES["fp8_block"], in_blocks, gemm_grouped_up_to=0.0),
     "fp8_dynamic_triton": Kernel(dynamic, fp8_dynamic_triton.BY_ROW, by_row, fp8_dynamic_triton.apart, "row"),
     "fp8_channel_triton": Kernel(channel, SCHEMES["fp8_channel"], by_row, fp8_dynamic_triton.apart),
 }
@@ -119,7 +119,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         run(of, scaling, *arguments)
 
     monkeypatch.setattr(step, "_pass", counted)
-    monkeypatch.setattr(BlockScaled, "most_by_columns", found.most_by_columns)
+    monkeypatch.setattr(BlockScaled, "gemm_grouped_up_to", found.gemm_grouped_up_to)
     yield found
     assert found.scaling is None or found.scaling in scalings, f"calls went by {scalings}"
 

@@ -96,7 +96,7 @@ def grouped_gemm(
     n, depth, blocks = rows // 2 if gated else rows, LINE // itemsize, isinstance(scales, BlockScales)
     a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
     b_step = 1 if b_scale is None else b_scale.stride(0)
-    if blocks:
+    if blocks:  # of the rows' scales, along the rows and along K; the weights' are contiguous
         a_step, b_step = a_scale.stride()
     weights, unit = (_across(b.view(-1, n), BOXES), 1) if turned else _weights(b, gated, out.element_size())
     read = (out, ends, a_scale, b_scale, out_scale, bias)

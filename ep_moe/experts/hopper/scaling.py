@@ -165,10 +165,10 @@ class Scaling(ABC):
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
         """Both products of many rows, into own["y"], or to `lists.addresses`. expected: rows of all experts"""
-        self.by_columns(self.sorted(rows, lists, own), lists, each, own)
+        self.by_gemm_grouped(self.sorted(rows, lists, own), lists, each, own)
 
-    def by_columns(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
-        """By `gemm_grouped`, of rows as `sorted` gives them."""
+    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
+        """Both products of rows as `sorted` gives them."""
         p, spare = self.products, self.products.spare_sms
         first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None, blocks=self.blocks)
         second = gemm_grouped.tiles_for(each, p.w2, spare, blocks=self.blocks)

@@ -149,7 +149,7 @@ class BlockScaled(Scaling):
     names = ("w13_scale", "w2_scale")
     goes_home = False
     blocks = True
-    most_by_columns = 88.0  # rows of an expert, on average, up to which `gemm_grouped` is ahead of `gemm_fp8_block`
+    gemm_grouped_up_to = 88.0  # rows of an expert, on average: `gemm_fp8_block` is ahead with more
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
@@ -215,11 +215,11 @@ class BlockScaled(Scaling):
         return {"scales": BlockScales(rows.scale, self.products.scales[1])}
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
-        p, few = self.products, each <= self.most_by_columns
+        p, few = self.products, each <= self.gemm_grouped_up_to
         if few and p.dtype is BF16 and not p.exact and gemm_fp8_block.has_hopper(p.w2.device):
             own = self._plain(own)
             rows = self.rounded(rows, own)
-            self.by_columns(Rows(rows.x, rows.scale, lists.source), lists, each, own)
+            self.by_gemm_grouped(Rows(rows.x, rows.scale, lists.source), lists, each, own)
         else:
             rows = self.sorted(rows, lists, own)
             self.multiply(rows, None, lists.ends, lists.ends[-1:], own["y"], expected, own)

@@ -7,10 +7,14 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.experts.hopper import gemm_grouped
+from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import CUTS, Tiles, tiles_for
+from ep_moe.experts.hopper.scaling import Products, Rows
+from ep_moe.experts.hopper.scaling_fp8 import BlockScaled
 from ep_moe.runtime import nvrtc
+from ep_moe.runtime.launch_cache import at_once
+from ep_moe.types import Activation
 
 ROWS = {"scaled_rows": True}
 CHANNELS = ROWS | {"channels": True}
@@ -39,6 +43,28 @@ def test_experts_with_few_more_rows_than_average_are_not_cut_again():
 def test_all_tiles_fit(tiles):
     assert gemm_grouped.shared_bytes(tiles, 256, blocks=tiles == gemm_grouped.BLOCKS) <= nvrtc.SHARED
     assert tiles.rows % gemm_grouped.STEP == 0
+
+
+@pytest.mark.parametrize(
+    ("each", "exact", "dtype", "expected"),
+    [
+        (60, False, torch.bfloat16, "by_gemm_grouped"),
+        (100, False, torch.bfloat16, "multiply"),
+        (60, True, torch.bfloat16, "multiply"),
+        (60, False, torch.float16, "multiply"),
+    ],
+)
+def test_which_kernel_multiplies_with_scales_of_blocks(each, exact, dtype, expected):
+    """Exact layers have one order of sums, whatever the number of rows."""
+    w = torch.empty(2, 128, 128, device="meta")
+    products = Products(w, w, [], dtype, Activation.SWIGLU, 0.0, 0.0, 0, at_once, exact=exact)
+    ways = dict.fromkeys(("by_gemm_grouped", "multiply", "rounded", "sorted", "_plain"), mock.DEFAULT)
+    with (
+        mock.patch.object(gemm_fp8_block, "has_hopper", return_value=True),
+        mock.patch.multiple(BlockScaled, **ways) as called,
+    ):
+        BlockScaled(products).grouped(Rows(w), mock.MagicMock(), each, 2.0 * each, mock.MagicMock())
+    assert [way for way in ("by_gemm_grouped", "multiply") if called[way].called] == [expected]
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
