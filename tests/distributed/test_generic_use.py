@@ -5,10 +5,10 @@ import copy
 import pytest
 import torch
 
-from ep_moe import EPContext, ParallelConfig
+from ep_moe import EPContext, ExpertsOptions, ParallelConfig
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.checkpoint_files import quiet
+from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
 from tests.fixtures.interface_models import interface_model
 from tests.fixtures.transformers_models import tiny_transformers_model
 
@@ -48,6 +48,52 @@ def test_generate_equals_transformers(kind, world_size):
                 given = {"max_new_tokens": 4 + 2 * rank, "pad_token_id": 0, "eos_token_id": None}
                 found.append(one.generate(**batch(rank), **given, **options).tolist())
             assert found[0] == found[1], way
+
+
+WIDE = {"hidden_size": 128, "head_dim": 32}  # what kernels of GPUs take
+BFLOAT16 = {
+    "olmoe": WIDE | {"intermediate_size": 128},
+    "qwen3_moe": WIDE | {"moe_intermediate_size": 128},  # a family whose router is ours too
+    "granitemoe": WIDE | {"intermediate_size": 128, "attention_multiplier": 0.125},
+}
+
+
+@distributed(2, deadline_s=120)
+@pytest.mark.parametrize("kind", BFLOAT16)
+def test_generate_in_bfloat16_equals_one_process(kind, world_size):
+    """Exact layers give one process's tokens. Others give those of transformers where no rounding decides."""
+    quiet()
+    made = tiny_model if kind in FAMILIES else interface_model
+    plain = made(kind, **BFLOAT16[kind]).to(rank_device()).eval()
+    for parameter in plain.parameters():
+        if parameter.dim() > 1:  # attention and routers that few roundings decide
+            parameter.data.mul_(0.4)
+    plain = plain.to(torch.bfloat16)
+    single = copy.deepcopy(plain).float()
+    rank = torch.distributed.get_rank()
+    given = batch(rank) | {"max_new_tokens": 8 + 2 * rank, "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context, torch.no_grad():
+        if kind in FAMILIES:  # exactness is a promise of the router too
+            options = ExpertsOptions(exact=True)
+            with EPContext.local(device=rank_device()) as alone:
+                expected = expert_parallel(copy.deepcopy(plain), alone, options=options).generate(**given)
+            found = expert_parallel(copy.deepcopy(plain), context, options=options).generate(**given)
+            assert torch.equal(found, expected), "exact layers"
+        model = expert_parallel(copy.deepcopy(plain), context)
+        told = {"output_logits": True, "return_dict_in_generate": True}
+        theirs, ours = plain.generate(**given, **told), model.generate(**given, **told)
+        start = given["input_ids"].shape[1]
+        mask = torch.cat([given["attention_mask"], torch.ones_like(theirs.sequences[:, start:])], 1)
+        in_float32 = single(input_ids=theirs.sequences, attention_mask=mask).logits[:, start - 1 : -1]
+        their_logits, our_logits = (torch.stack(one.logits, 1).float() for one in (theirs, ours))
+        error, apart = ((their_logits - one).abs().amax(-1) for one in (in_float32, our_logits))
+        differs = (theirs.sequences != ours.sequences)[:, start:]
+        followed = differs.cumsum(1) - differs.int() == 0  # steps behind equal tokens
+        first, second = their_logits.topk(2).values.unbind(-1)
+        assert (first - second)[differs & followed].le(4 * error.max()).all(), "no rounding is so large"
+        # a router that stands at a tie may send a token elsewhere: the middle of all errors counts
+        assert apart[followed].median() <= 2 * error.median(), f"{apart}, transformers' rounding {error}"
+        assert followed.float().mean() > 0.25, f"few steps followed equal tokens: {followed}"
 
 
 @distributed(1, 2, deadline_s=120)
