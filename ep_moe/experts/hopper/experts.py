@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, StepGradients
+from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions, StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of
@@ -25,6 +25,7 @@ from ep_moe.experts.layouts import expected_pairs, row_bounds, scaled_by_block
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
+from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import PerBlock
@@ -227,10 +228,16 @@ class Bf16TritonExperts(HopperExperts):
         alignment_bytes=LINE,  # sizes are multiples of 64, as GPT-OSS's
     )
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if self.options.exact:
-            self.scaling = "trained"
+    def __init__(
+        self,
+        config: MoEConfig,
+        weights: ExpertWeights,
+        workspaces: Workspaces | None = None,
+        options: ExpertsOptions | None = None,
+    ) -> None:
+        if options is not None and options.exact:
+            self.scaling = "trained"  # before scratch memory is counted
+        super().__init__(config, weights, workspaces, options)
 
     @classmethod
     def available(cls) -> str | None:

@@ -64,6 +64,8 @@ def test_bf16_computes_as_it_is_trained():
     assert (exact.scaling, plain.scaling) == ("trained", "none")
     rounded = exact.workspace_bytes() - plain.workspace_bytes()
     assert rounded == exact.routes * 2 * INNER * BF16.itemsize, "the first product's results are in plan()"
+    for kernel in (exact, plain):
+        assert kernel.workspaces.reserved == kernel.workspace_bytes(), "a call of the most rows has room"
 
 
 def test_float8_is_refused():
