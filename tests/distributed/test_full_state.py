@@ -18,7 +18,7 @@ from ep_moe.testing import distributed, rank_device
 from tests.fixtures.training_model import CONFIG, WIDTH
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 def test_a_full_state_is_refused_and_one_file_is_made_of_a_distributed_checkpoint(tmp_path):
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
@@ -45,7 +45,7 @@ def test_a_full_state_is_refused_and_one_file_is_made_of_a_distributed_checkpoin
             assert torch.equal(other.get_parameter(name), parameter)
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 def test_ranks_that_hold_all_experts_have_a_full_state():
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(CONFIG, context)

@@ -46,7 +46,7 @@ def state(layer: MoELayer, optimizer: torch.optim.Optimizer) -> dict:
     }
 
 
-@distributed(2)
+@distributed(2, set_device=True)
 @pytest.mark.parametrize("case", MAPS)
 def test_factors_and_their_optimizer_go_on_after_a_distributed_checkpoint(case, tmp_path):
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
