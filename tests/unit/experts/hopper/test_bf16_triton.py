@@ -18,9 +18,7 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import Activation
-from ep_moe.experts.hopper import gemm_skinny
 from ep_moe.experts.hopper.experts import ACTIVATIONS, Bf16TritonExperts, Fp8BlockTritonExperts
-from ep_moe.experts.hopper.gemm_streaming import FEW_BLOCKS, H100, H200, Ring, ring_for
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime.workspace import Workspaces
@@ -203,33 +201,6 @@ def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
     data, scale = round_blocks(received.x)
     y = experts(dataclasses.replace(received, x=data, x_scale=scale, format="fp8_block"))
     assert torch.equal(y, experts(received))
-
-
-def test_how_a_call_is_cut(monkeypatch):
-    of, of_blocks = gemm_skinny.TileConfig.of, gemm_skinny.TileConfig.of_blocks
-    assert [of(count, 0).first.stages for count in (gemm_skinny.FEWEST, gemm_skinny.FEWEST + 1)] == [6, 4]
-    assert [of_blocks(count, 0).first.block_n for count in (gemm_skinny.FEWEST, gemm_skinny.FEWEST + 1)] == [64, 128]
-    assert of_blocks(gemm_skinny.FEWEST + 1, gemm_skinny.DENSE_BLOCKS) is None
-    assert of_blocks(gemm_skinny.UNSORTED + 1, 0) is None
-    assert of(gemm_skinny.FEWEST, 1000) is not None
-    assert of(gemm_skinny.FEWEST + 1, gemm_skinny.DENSE) is None
-    assert of(gemm_skinny.UNSORTED, 0) is not None
-    assert of(gemm_skinny.UNSORTED + 1, 0) is None
-    qwen, deepseek = (1, 1536, 2048), (1, 4096, 7168)
-    fp8, rate = torch.float8_e4m3fn, "ep_moe.experts.hopper.gemm_streaming.memory_rate"
-    for memory, limits in ((3.35e12, H100), (4.8e12, H200), (0, H200)):
-        monkeypatch.setattr(rate, lambda device, memory=memory: memory)
-        for shape, dtype, few in (
-            (qwen, BF16, limits.bf16), (qwen, fp8, limits.e4m3), (deepseek, BF16, limits.large),
-            (deepseek, fp8, limits.large),
-        ):  # fmt: skip
-            w13 = torch.empty(shape, dtype=dtype, device="meta")
-            rings = [ring_for(count, w13) for count in (10, 22, 23, few, few + 1)]
-            assert [None if ring is None else ring.rows for ring in rings] == [
-                16, 32 if few >= 22 else None, 64 if few >= 23 else None, 64 if few >= 23 else 32, None
-            ]  # fmt: skip
-            of_blocks = [ring_for(count, w13, blocks=True) for count in (10, FEW_BLOCKS, FEW_BLOCKS + 1)]
-            assert of_blocks == [Ring(16, 12), Ring(32, 11), None]
 
 
 @pytest.mark.parametrize(
