@@ -1,7 +1,7 @@
 """Local experts alone, one GPU holding one rank's share of four: every kernel and scheme, beside FlashInfer's own call
 and kernels of other libraries where they are installed.
 
-    python -m ep_moe.bench.experts [--models NAME ...] [--schemes NAME ...] [--no-peers] [--csv FILE]
+    python -m ep_moe.bench.experts [--models NAME ...] [--schemes NAME ...] [--rows N ...] [--no-peers] [--csv FILE]
 
 Medians of CUDA-graph replays in microseconds (of eager calls for torch's `reference`, which cannot be captured), and
 two ratios of one run: to the floor (the larger of weight bytes touched at the measured copy rate and operations at the
@@ -29,7 +29,18 @@ from torch import Tensor
 from ep_moe import registry
 from ep_moe.bench import floors, libraries
 from ep_moe.bench.floors import Rates
-from ep_moe.bench.harness import Where, add_models, check_measured, eager, one_sentence, parse, replayed, show, write
+from ep_moe.bench.harness import (
+    Where,
+    add_models,
+    check_measured,
+    eager,
+    one_sentence,
+    parse,
+    positive,
+    replayed,
+    show,
+    write,
+)
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
@@ -97,6 +108,15 @@ def measure_rates(device: torch.device) -> Rates:
     return Rates(2e6 * source.nbytes / copy_us, operations / bf16_us, operations / fp8_us)
 
 
+def unsupported_reason(kernel: str, scheme: str, config: MoEConfig) -> str | None:
+    """Why the kernel cannot run here, or not with these experts; None if it can."""
+    if (why := registry.unsupported_reason("experts", kernel)) is not None:
+        return why
+    kind: type[Experts] = registry.load("experts", kernel)
+    found = SCHEMES[scheme]
+    return found.problem(config, 1) or kind.unsupported_reason(config, torch.bfloat16, 1, found)
+
+
 def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chunk_rows: int) -> Experts:
     kind: type[Experts] = registry.load("experts", kernel)
     weights = ExpertWeights(
@@ -115,6 +135,8 @@ def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chun
         "w13_input_scale": torch.tensor(0.02, device=device),
         "w2_input_scale": torch.tensor(0.1, device=device),
     }
+    if config.expert_bias:
+        tensors |= {"w13_bias": tensors["w13"][:, 0], "w2_bias": tensors["w2"][:, 0]}
     if scheme != "fp8_static":
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
     for expert in weights.local_experts:
@@ -281,8 +303,8 @@ def run(
                 bar.update()
             if scheme not in schemes:
                 continue
-            if (why := registry.unsupported_reason("experts", kernel)) is not None:
-                console.print(f"{kernel}: {why}")
+            if (why := unsupported_reason(kernel, scheme, config)) is not None:
+                console.print(f"{kernel}, {scheme}: {why}")
                 continue
             experts = make(kernel, scheme, config, device, max(rows))
             untuned = {count: _untuned(experts, config, count, device) for count in rows}
@@ -344,12 +366,13 @@ def main() -> list[Line]:
     parser = argparse.ArgumentParser(description=__doc__)
     add_models(parser, MODELS)
     parser.add_argument("--schemes", nargs="+", choices=list(floors.WEIGHTS), default=list(floors.WEIGHTS))
+    parser.add_argument("--rows", nargs="+", type=positive, default=list(ROWS), help="received rows")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--csv", type=Path)
     asked = parse(parser, Where.GPU)
     kernels = len(asked.models) * len(VARIANTS)
     with Progress(kernels, "measuring", "kernel", shown=not asked.quiet) as bar:
-        lines = run(asked.models, asked.schemes, peers=not asked.no_peers, bar=bar)
+        lines = run(asked.models, asked.schemes, tuple(asked.rows), peers=not asked.no_peers, bar=bar)
     check_measured(lines)
     if asked.csv is not None:
         write(lines, asked.csv)
