@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -105,8 +105,7 @@ def _launched(first: LaunchSpec) -> Callable[..., None]:
     kernel, grid, changing, fixed, constants = first
     made = kernel[grid](*changing, *fixed, **constants)
     if made is not None:
-        # a binary takes all that its kernel's signature has, constants too, but no options of the launch
-        rest = [constants[name] for name in kernel.arg_names[len(changing) + len(fixed) :]]
+        rest = _constants(kernel, len(changing) + len(fixed), constants)
         return _Binary(made, grid, tuple(map(_kept, (*fixed, *rest))))
 
     def interpreted(*given: Any) -> None:  # Triton's interpreter leaves none
@@ -115,22 +114,64 @@ def _launched(first: LaunchSpec) -> Callable[..., None]:
     return interpreted
 
 
+class KeptLaunches:
+    """A `Launch` that keeps the binary of each call, for calls with the same kernel, constants and kinds of arguments.
+
+    Kinds are what Triton compiles a kernel for: the dtype and alignment of a tensor; whether an integer is 1, a
+    multiple of 16, or of more than 32 bits. Grids may differ. Used on one device.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def __call__(self, kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
+        form: list[Any] = [id(kernel), *constants.items()]  # a kernel's hash is of its source, and slow
+        given = []
+        for argument in args:
+            if isinstance(argument, Tensor):
+                kind, argument = argument.dtype, argument.data_ptr()
+                form.append((kind, argument % ALIGNED == 0))
+            elif type(argument) is int:
+                form.append((argument == 1, argument % ALIGNED == 0, -1 << 31 <= argument < 1 << 31))
+            else:
+                form.append(float if type(argument) is float else argument)
+            given.append(argument)
+        key = tuple(form)
+        kept = self._made.get(key)
+        if kept is not None:
+            run, rest = kept
+            run((*grid, 1, 1)[:3], *given, *rest)
+            return
+        made = kernel[grid](*args, **constants)
+        if made is None or not hasattr(made, "packed_metadata"):  # of the interpreter, or of NVRTC
+            return
+        if len(self._made) == _FORMS:
+            self._made.clear()
+        run = _short(made) or (lambda grid, *given: made[grid](*given))
+        self._made[key] = run, tuple(map(_kept, _constants(kernel, len(args), constants)))
+
+
 class _Binary:
     """A launch of a compiled kernel."""
 
     __slots__ = ("_fixed", "_run")
 
     def __init__(self, made: Any, grid: Grid, fixed: tuple[Any, ...]) -> None:
-        grid = (*grid, 1, 1)[:3]
-        self._run, self._fixed = _short(made, grid) or made[grid], fixed
+        short, grid = _short(made), (*grid, 1, 1)[:3]
+        self._run, self._fixed = made[grid] if short is None else partial(short, grid), fixed
 
     def __call__(self, *changing: Any) -> None:
         self._run(*changing, *self._fixed)
 
 
-def _short(made: Any, grid: Grid) -> Callable[..., None] | None:
-    """What `made[grid]` does, for half of the host's time while no profiler listens; None where it is a Triton whose
-    launcher is not known, or none of its kernels."""
+def _constants(kernel: Any, given: int, constants: dict[str, Any]) -> list[Any]:
+    """A binary takes all that its kernel's signature has, constants too, but no options of the launch."""
+    return [constants[name] for name in kernel.arg_names[given:]]
+
+
+def _short(made: Any) -> Callable[..., None] | None:
+    """What `made[grid](*args)` does, of grid and args, for half of the host's time while no profiler listens; None
+    where it is a Triton whose launcher is not known, or none of its kernels."""
     if not hasattr(made, "packed_metadata"):
         return None
     import triton
@@ -138,14 +179,14 @@ def _short(made: Any, grid: Grid) -> Callable[..., None] | None:
     if not launcher_known(triton.__version__):
         _say_slow(triton.__version__)
         return None
-    run, function, packed, full = made.run, made.function, made.packed_metadata, made[grid]
+    run, function, packed = made.run, made.function, made.packed_metadata
     knobs, active = triton.knobs.runtime, triton.runtime.driver.active
     current, device = active.get_current_stream, active.get_current_device()
 
-    def launch(*args: Any) -> None:
+    def launch(grid: Grid, *args: Any) -> None:
         enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
-            full(*args)
+            made[grid](*args)
         else:
             run(*grid, current(device), function, packed, None, None, None, *args)
 

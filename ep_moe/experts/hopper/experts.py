@@ -24,7 +24,7 @@ from ep_moe.experts.hopper.step import SCALINGS
 from ep_moe.experts.layouts import expected_pairs, row_bounds, scaled_by_block
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
-from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
+from ep_moe.runtime.launch_cache import KeptLaunches, Launch, RecordedLaunches, at_once
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -238,6 +238,7 @@ class Bf16TritonExperts(HopperExperts):
         if options is not None and options.exact:
             self.scaling = "trained"  # before scratch memory is counted
         super().__init__(config, weights, workspaces, options)
+        self._launch_trained = KeptLaunches()
 
     @classmethod
     def available(cls) -> str | None:
@@ -256,7 +257,7 @@ class Bf16TritonExperts(HopperExperts):
         adds = self.weights.adds_output_bias
         return gradients.TrainedStep(
             self.config, stored["w13"], stored["w2"], stored.get("w13_bias"), stored.get("w2_bias") if adds else None,
-            self.options.spare_sms, self.options.float8,
+            self.options.spare_sms, self.options.float8, self._launch_trained,
         )  # fmt: skip
 
     def saved_bytes(self, rows: int) -> int:
@@ -280,7 +281,7 @@ class Bf16TritonExperts(HopperExperts):
 
         kept, slots, ends, source = saved
         assert received.local_ids is not None
-        routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept))
+        routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept), self._launch_trained)
         weights = self._routing_weights(received)
         found = self._trained(stored).backward(
             grad, received.x, weights, routes, kept if kept.shape[1] else None, wanted

@@ -166,6 +166,7 @@ def shared_bytes(tiles: Tiles, experts: int, *, blocks: bool = False) -> int:
     return tiles.stages * stage + 16 * 1024 + 4 * (2 * experts + 1)
 
 
+@cache
 def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
     blocks: bool = False, biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,

@@ -32,7 +32,7 @@ from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
-from ep_moe.runtime.launch_cache import next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2
 from ep_moe.types import capturing
 
 _ROUTES = 1024  # that a program numbers
@@ -46,6 +46,7 @@ class Routes:
     ids: int32 [N, K], local, -1 for none; slots: int32 [N, K], where each pair is; ends: int32 [L]
     source: int32 [at least count], the row of each pair
     count: of the pairs, or where the host does not wait for it the most that there could be
+    launch: how kernels are launched
     """
 
     ids: Tensor
@@ -53,37 +54,38 @@ class Routes:
     ends: Tensor
     source: Tensor
     count: int
+    launch: Launch = at_once
 
     @classmethod
-    def sort(cls, ids: Tensor, num_experts: int, pair_bytes: int) -> Routes:
+    def sort(cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once) -> Routes:
         """Waits for the device, for the number of pairs, where room for all that could be would cost much memory.
         pair_bytes: of what is kept for each"""
         pairs = ids.numel()
         if not pairs or not num_experts:
             none = torch.full_like(ids, -1)
-            return cls(ids, none, ids.new_zeros(num_experts, dtype=torch.int32), none, 0)
+            return cls(ids, none, ids.new_zeros(num_experts, dtype=torch.int32), none, 0, launch)
         own = {
             name: torch.empty(shape, dtype=dtype, device=ids.device)
             for name, (shape, dtype) in route_sort.list_shapes(pairs, num_experts).items()
         }
-        lists = route_sort.list_pairs(own, ids, None, 0, num_experts)
+        lists = route_sort.list_pairs(own, ids, None, 0, num_experts, launch=launch)
         uncounted = pairs * pair_bytes <= _UNCOUNTED or capturing(ids.device)
         count = pairs if uncounted else int(lists.ends[-1])
-        return cls(ids, lists.slots, lists.ends, lists.source, count)
+        return cls(ids, lists.slots, lists.ends, lists.source, count, launch)
 
     def numbers(self) -> Tensor:
         """Of each pair, which of the N * K routes it is: int32 [count]."""
         found = self.slots.new_empty(self.count)
         routes = self.slots.numel()
-        kernels.number_routes[(-(-routes // _ROUTES),)](self.slots, found, routes, BLOCK=_ROUTES)
+        self.launch(kernels.number_routes, (-(-routes // _ROUTES),), self.slots, found, routes, BLOCK=_ROUTES)
         return found
 
     def gather(self, x: Tensor, out: Tensor) -> Tensor:
-        route_sort.copy_rows(x, self.slots, out)
+        route_sort.copy_rows(x, self.slots, out, launch=self.launch)
         return out
 
     def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor) -> Tensor:
-        route_sort.reduce(pairs, self.ids, weights, 0, len(self.ends), out, slots=self.slots)
+        route_sort.reduce(pairs, self.ids, weights, 0, len(self.ends), out, slots=self.slots, launch=self.launch)
         return out
 
 
@@ -103,6 +105,7 @@ class TrainedStep:
     w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; their biases: [L, 2 * I] and [L, H], None
         for none
     spare_sms: multiprocessors that products leave free; float8: they multiply E4M3, but for gradients of matrices
+    launch: how kernels are launched
     """
 
     config: MoEConfig
@@ -112,6 +115,7 @@ class TrainedStep:
     w2_bias: Tensor | None = None
     spare_sms: int = 0
     float8: bool = False
+    launch: Launch = at_once
 
     def forward(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> tuple[Tensor, Routes, Tensor]:
         """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
@@ -119,12 +123,15 @@ class TrainedStep:
         x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
         """
         slots, _, inner = self.w2.shape
-        routes, y = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize), torch.empty_like(x)
+        routes = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize, self.launch)
+        y = torch.empty_like(x)
         if routes.count == 0:
             return y.zero_(), routes, x.new_empty(0, self.w13.shape[1])
         h = self._first(x, routes)
         act = x.new_empty(routes.count, inner)
-        kernels.activate_rows(h, act, routes.ends[-1:], self.config.activation, *_parameters(self.config))
+        kernels.activate_rows(
+            h, act, routes.ends[-1:], self.config.activation, *_parameters(self.config), launch=self.launch
+        )
         return routes.sum(self._product(act, self.w2, routes, bias=self.w2_bias), weights, y), routes, h
 
     def backward(
@@ -145,19 +152,19 @@ class TrainedStep:
         rows, numbers = routes.gather(grad, x.new_empty(routes.count, hidden)), routes.numbers()
         da = self._product(rows, self.w2, routes, turned=True)
         dh = torch.empty_like(h)
-        kernels.differentiate[(routes.count,)](
-            h, da, numbers, weights, dh, dweights, routes.ends, slots, inner, *_parameters(self.config),
-            **_form(self.config), BLOCK=min(1024, next_power_of_2(inner)),
+        self.launch(
+            kernels.differentiate, (routes.count,), h, da, numbers, weights, dh, dweights, routes.ends, slots, inner,
+            *_parameters(self.config), **_form(self.config), BLOCK=min(1024, next_power_of_2(inner)),
         )  # fmt: skip
         if self.w2_bias is not None:
-            kernels.add_dots(rows, self.w2_bias, numbers, dweights, routes.ends)
+            kernels.add_dots(rows, self.w2_bias, numbers, dweights, routes.ends, launch=self.launch)
         if (out := found.get("w2_bias")) is not None:
-            kernels.sum_rows(rows, routes.ends, out, numbers, weights)
+            kernels.sum_rows(rows, routes.ends, out, numbers, weights, launch=self.launch)
         if (out := found["w2"]) is not None:
             weight_gradient(rows, da, routes.ends, out, spare_sms=self.spare_sms)
         del da, rows
         if (out := found.get("w13_bias")) is not None:
-            kernels.sum_rows(dh, routes.ends, out)
+            kernels.sum_rows(dh, routes.ends, out, launch=self.launch)
         rows = self._product(dh, self.w13, routes, turned=True)
         routes.sum(rows, None, dx)
         if (out := found["w13"]) is not None:

@@ -121,8 +121,9 @@ def activate_rows(
 
 
 def sum_rows(
-    rows: Tensor, ends: Tensor, out: Tensor, routes: Tensor | None = None, weights: Tensor | None = None
-) -> None:
+    rows: Tensor, ends: Tensor, out: Tensor, routes: Tensor | None = None, weights: Tensor | None = None, *,
+    launch: Launch = at_once,
+) -> None:  # fmt: skip
     """out[e] = the sum of expert e's rows, each times its route's weight, in their order.
 
     rows: bf16 [M, N], sorted by expert; ends: int32 [L]; out: bf16 [L, N], zeros for an expert without rows
@@ -130,13 +131,16 @@ def sum_rows(
     """
     experts, size = out.shape
     given: tuple[Any, ...] = (rows, ends, out, None if weights is None else routes, weights, size)
-    _sum_rows[(experts, cdiv(size, _COLUMNS))](*given, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    launch(_sum_rows, (experts, cdiv(size, _COLUMNS)), *given, ROWS=_ROWS, COLUMNS=_COLUMNS)
 
 
-def add_dots(rows: Tensor, bias: Tensor, routes: Tensor, out: Tensor, ends: Tensor) -> None:
+def add_dots(
+    rows: Tensor, bias: Tensor, routes: Tensor, out: Tensor, ends: Tensor, *, launch: Launch = at_once
+) -> None:
     """To out, of all routes, <bias of its expert, its row>. rows: bf16 [M, N], sorted by expert; bias: [L, N]"""
     experts, size = bias.shape
-    _add_dots[(experts, _SHARES)](rows, ends, bias, routes, out, size, SHARES=_SHARES, ROWS=_ROWS, COLUMNS=_COLUMNS)
+    given = (rows, ends, bias, routes, out, size)
+    launch(_add_dots, (experts, _SHARES), *given, SHARES=_SHARES, ROWS=_ROWS, COLUMNS=_COLUMNS)
 
 
 _SHARES = 8  # of an expert's rows

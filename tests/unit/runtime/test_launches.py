@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.runtime import devices, launch_cache
-from ep_moe.runtime.launch_cache import LaunchCache, LaunchSpec, RecordedLaunches, at_once
+from ep_moe.runtime.launch_cache import KeptLaunches, LaunchCache, LaunchSpec, RecordedLaunches, at_once
 from ep_moe.runtime.versions import launcher_known
 from tests.fixtures.launches import INTERPRETED, Driver
 
@@ -180,6 +180,39 @@ def test_what_begins_elsewhere_is_looked_at_each_time(driver, looked):
     assert len(looked) == 3
     forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
     assert len(looked) == 3
+
+
+@compiled
+def test_calls_of_one_kind_are_looked_at_once(driver, looked):
+    """A kind is what Triton compiles for: alignment, 1, multiples of 16, dtypes, None, constants. Grids may differ."""
+    x, y, out = tensors()
+    kept, constants = KeptLaunches(), {"SIZE": 8, "TWICE": True, "num_warps": 1}
+    for grid, given, size in (((1,), x, 8), ((3, 2), y, 7), ((1,), x, 3)):
+        kept(_add, grid, given, None, 5, out, size, 3, **constants)
+        assert driver.found[-1][0] == (*grid, 1, 1)[:3]
+        assert driver.found[-1][2:] == (given.data_ptr(), None, 5, out.data_ptr(), size, 3, 8, True)
+    assert len(looked) == 1
+    others = [
+        ((x[1:], None, 5, out, 8, 3), {}),
+        ((x.float(), y, 5, out, 32, 3), {}),
+        ((x, None, 5, out, 1, 3), {}),
+        ((x, None, 5, out, 1 << 33, 3), {}),
+        ((x, None, 5, out, 8, 3), {"TWICE": False}),
+    ]
+    for count, (given, changes) in enumerate(others, 2):
+        for _ in range(2):
+            kept(_add, (1,), *given, **(constants | changes))
+            assert driver.found[-1][2] == given[0].data_ptr()
+        assert len(looked) == count, given
+    assert len({id(function) for function in driver.functions}) >= len(others), "binaries of other kinds"
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+def test_calls_of_one_kind_in_the_interpreter():
+    kept, out = KeptLaunches(), torch.zeros(8, dtype=torch.int64)
+    for x in (torch.arange(8), torch.ones(8, dtype=torch.int64)):
+        kept(_add, (1,), x, None, 8, out, 8, 3, SIZE=8, TWICE=False)
+        assert torch.equal(out, x + 3)
 
 
 @compiled
