@@ -145,6 +145,46 @@ def test_rows_of_the_next_expert_have_no_part():
     assert errors([out[0]], [product(0, 38)])[0] > 2**-9
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("across", "columns"), [(64, 64), (128, 320), (320, 192), (1536, 256)])
+def test_weight_gradients_into_a_buffer(across, columns, dtype, accumulate, factor):
+    """Experts without rows, at both ends too, keep what is there, or are zeros where the buffer is written anew."""
+    generator = torch.Generator(DEVICE).manual_seed(across + columns)
+    a, b = (torch.randn(200, n, device=DEVICE, generator=generator).bfloat16() for n in (across, columns))
+    ends = [0, 37, 37, 101, 200, 200]
+    before = torch.randn(len(ends), across, columns, device=DEVICE, generator=generator).to(dtype)
+    out = before.clone() if accumulate else torch.full_like(before, torch.nan)
+    weight_gradient(
+        a, b, torch.tensor(ends, dtype=torch.int32, device=DEVICE), out, accumulate=accumulate, factor=factor
+    )
+    rounding = 2**-9 if dtype == torch.bfloat16 else 2**-24
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        own, old = out[expert].double(), before[expert].double()
+        if begin == end:
+            assert torch.equal(own, old) if accumulate else not own.any(), expert
+            continue
+        rows, others = a[begin:end].double(), b[begin:end].double()
+        new = factor * (rows.T @ others)
+        wanted = old + new if accumulate else new
+        # float32 sums, whose steps tensor cores may cut off; what is added is rounded, and the sum
+        summed = (end - begin + 1) * 2**-22 * factor * (rows.abs().T @ others.abs())
+        allowed = summed + rounding * (1 + rounding) * (2 * new.abs() + wanted.abs())
+        assert ((own - wanted).abs() <= allowed).all(), (expert, float(((own - wanted).abs() / allowed).max()))
+
+
+def test_a_sum_in_bf16_has_the_bits_of_torchs():
+    a, b = (torch.randn(100, 192, device=DEVICE).bfloat16() for _ in range(2))
+    ends = torch.tensor([37, 100], dtype=torch.int32, device=DEVICE)
+    before = torch.randn(2, 192, 192, device=DEVICE).bfloat16()
+    new = torch.empty_like(before)
+    weight_gradient(a, b, ends, new)
+    found = before.clone()
+    weight_gradient(a, b, ends, found, accumulate=True)
+    assert torch.equal(found, before + new)
+
+
 def e4m3(rows):
     """Rounded with a scale for each row, in float64."""
     scale = rows.double().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
