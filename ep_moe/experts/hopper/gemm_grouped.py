@@ -123,7 +123,7 @@ def grouped_gemm(
 
 
 def weight_gradient(
-    a: Tensor, b: Tensor, ends: Tensor, out: Tensor, *, accumulate: bool = False, factor: float = 1.0,
+    a: Tensor, b: Tensor, ends: Tensor, out: Tensor, accumulate: bool = False, factor: float = 1.0, *,
     spare_sms: int = 0, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[e] = factor * the sum over expert e's rows r of a[r].T @ b[r], in float32; zeros for an expert without rows.
