@@ -26,10 +26,9 @@ UNTRACED = (
 
 def traced(layer: Any, x: Tensor) -> bool:
     """Whether a compiled graph holds the layer's call itself: one process, rows as they are, and no gradients by a
-    kernel's own backward, which waits for the number of rows, or in buffers (`use_main_grads`)."""
-    held = layer.expert_weights
-    own = torch.is_grad_enabled() and (held.main_grads is not None or getattr(layer._kernel, "own_backward", False))
-    if own and (x.requires_grad or any(parameter.requires_grad for parameter in held.parameters())):
+    kernel's own backward, which waits for the number of rows."""
+    own = torch.is_grad_enabled() and getattr(layer._kernel, "own_backward", False)
+    if own and (x.requires_grad or any(parameter.requires_grad for parameter in layer.expert_weights.parameters())):
         return False
     plain = layer.wire.dispatch == "plain"  # `local` combines no others
     return bool(plain and layer.choice.all2all == "local" and layer.context._tokens.whole)

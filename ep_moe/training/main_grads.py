@@ -27,10 +27,10 @@ def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     skip such parameters is refused. Gradients that ranks sum (ep < dp, redundant experts), and those of
     `reference`, are rounded to the parameters' dtype before they are added.
 
-    Hooks of expert parameters, LoRA factors and FSDP2 over experts are refused. `torch.compile` leaves such layers out
-    of its graphs. `torch.autograd.grad` of expert parameters raises an error, or gives None with `allow_unused=True`.
-    `backward(inputs=...)` takes all expert parameters of a layer, or none. Each replay of a CUDA graph
-    overwrites or adds, as its capture did.
+    Hooks of expert parameters, LoRA factors and FSDP2 over experts are refused. Where a graph of `torch.compile` holds
+    the layer, on one process, autograd brings its gradients, which are taken over. `torch.autograd.grad` of expert
+    parameters raises an error, or gives None with `allow_unused=True`. `backward(inputs=...)` takes all expert
+    parameters of a layer, or none. Each replay of a CUDA graph overwrites or adds, as its capture did.
 
     Args:
         model: Any module with `MoELayer`s in it.

@@ -108,7 +108,7 @@ class MainGrads:
     def _hooked(self) -> str | None:
         for parameter in self._weights._on_views:
             later = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-            if parameter._backward_hooks or (later and any(hook is not _fold for hook in later.values())):
+            if parameter._backward_hooks or (later and (len(later) > 1 or next(iter(later.values())) is not _fold)):
                 return (
                     "an expert parameter has a hook (register_hook, register_post_accumulate_grad_hook), which "
                     "use_main_grads would not call; remove it, and do its work after backward, or register it on a "
