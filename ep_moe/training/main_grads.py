@@ -11,6 +11,7 @@ from ep_moe.types import dtype_name
 from ep_moe.weights.main_grads import MainGrads
 
 
+@torch.inference_mode(False)  # backward could not write what is made within one
 def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Have backward write the experts' gradients into buffers of which each parameter's gradient is a view.
 
@@ -23,9 +24,10 @@ def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     `torch.amp.GradScaler` work as ever. A gradient that is None begins anew: the buffer is overwritten.
 
     With `dtype`, `parameter.main_grad` is the view, or None until a backward, and `parameter.grad` stays None.
-    `zero_main_grads` begins anew; `zero_grad` does not. Read `main_grad` in the optimizer: a step of torch's that would
-    skip such parameters is refused. Gradients that ranks sum (ep < dp, redundant experts), and those of
-    `reference`, are rounded to the parameters' dtype before they are added.
+    `zero_main_grads` begins anew; `zero_grad` does not. Read `main_grad` in the optimizer, which says so by an
+    attribute `reads_main_grad = True`: a step of another that would skip such parameters is refused. Gradients that
+    ranks sum (ep < dp, redundant experts), and those of `reference`, are rounded to the parameters' dtype before they
+    are added.
 
     Hooks of expert parameters, LoRA factors and FSDP2 over experts are refused. Where a graph of `torch.compile` holds
     the layer, on one process, autograd brings its gradients, which are taken over. `torch.autograd.grad` of expert

@@ -190,8 +190,8 @@ class MainGrads:
         for parameter in self._weights._on_views:
             setattr(parameter, self.attribute, None)
 
-    def drop(self) -> None:
-        """Experts move: what their parameters have is lost with these."""
+    def warn_of_move(self) -> None:
+        """Where experts move while parameters have gradients, which are lost with these."""
         if self.begun:
             warnings.warn(
                 "experts moved (load_state_dict of another expert map, EPLB) while their parameters had gradients of "

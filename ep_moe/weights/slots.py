@@ -181,7 +181,8 @@ class ExpertSlots(nn.Module):
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """That of one of the parameters, wherever it is kept."""
-        found: Tensor | None = getattr(parameter, "grad" if self.main_grads is None else self.main_grads.attribute)
+        name = "grad" if self.main_grads is None else self.main_grads.attribute
+        found: Tensor | None = getattr(parameter, name, None)
         return found
 
     def _stacked(self) -> dict[str, Tensor]:
@@ -305,7 +306,7 @@ class ExpertSlots(nn.Module):
         assert self.lora is None, "factors do not move"
         self.expert_map, before = expert_map, dict(self.named_parameters())
         if self.main_grads is not None:
-            self.main_grads.drop()
+            self.main_grads.warn_of_move()
         learns = {name: parameter.requires_grad for name, parameter in before.items()}
         self._name_experts(requires_grad=any(learns.values()))
         if self.named:
@@ -313,6 +314,8 @@ class ExpertSlots(nn.Module):
             for name, parameter in self.named_parameters():  # an expert that arrives learns as those here did
                 parameter.requires_grad_(learns.get(name, name.partition(".")[2] in kinds))
             leave_behind(before.values(), self)
+        if self.main_grads is not None:
+            self.main_grads.lay_out()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""

@@ -229,6 +229,47 @@ def test_float32_sums_of_bf16_gradients(kernel, world_size):
         assert abs(float(clip_grad_norm_(layers[1], context, 1.0)) - 1e-3) <= 1e-5, "main_grad is clipped"
 
 
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs GPUs of compute capability 9.0")
+@distributed(2)
+@pytest.mark.parametrize("main_dtype", [None, torch.float32])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"exact": True}], ids=str)
+def test_bf16_triton_adds_by_itself(options, main_dtype, world_size):
+    """In bf16 it gives the bits of torch's sum; in float32 it rounds nothing, where the ordinary gradients are rounded
+    to bf16 once. The divisor, 2, is exact."""
+    config = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4)
+    with EPContext.from_groups(P(dp=2), device=rank_device(), max_tokens=64, deadline_s=30) as context:
+        layers = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            own = ExpertsOptions(**options)
+            layers.append(MoELayer(config, context, experts="bf16_triton", dtype=torch.bfloat16, options=own))
+        use_main_grads(layers[1], main_dtype)
+        total = dict.fromkeys(grads(layers[0]), 0.0)
+        rounded = dict.fromkeys(total, 0.0)
+        for step in range(2):  # the first sync_gradients divides, from then on backward does
+            for micro in range(3):
+                generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+                x = torch.randn(48, 256, generator=generator).to(context.device, torch.bfloat16)
+                backward(layers, x)
+                if main_dtype is None:
+                    same(layers, f"step {step}, call {micro}")
+                    continue
+                for name, gradient in grads(layers[0]).items():
+                    total[name] = total[name] + gradient.float()
+                    rounded[name] = rounded[name] + 2**-8 * gradient.float().abs()
+                layers[0].zero_grad()
+                for name, found in grads(layers[1], "main_grad").items():
+                    assert ((found - total[name]).abs() <= rounded[name]).all(), f"step {step}, call {micro}: {name}"
+            for layer in layers:
+                sync_gradients(layer, context)
+                layer.zero_grad()
+                zero_main_grads(layer)
+            total, rounded = dict.fromkeys(total, 0.0), dict.fromkeys(total, 0.0)
+
+
 @distributed(2)
 def test_a_rank_whose_experts_do_not_learn(world_size):
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer
-from ep_moe.training import expert_parameters, use_main_grads, zero_main_grads
+from ep_moe.training import clip_grad_norm_, expert_parameters, use_main_grads, zero_main_grads
 from ep_moe.weights.lora import LowRank, add_lora
 from tests.fixtures.main_grads import writing_kernel
 
@@ -309,11 +309,15 @@ def test_what_is_refused(context):
         layer(rows())
 
 
-def test_moves_without_gradients_say_nothing(context):
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_moves_without_gradients_say_nothing(context, dtype):
     layer = layer_of(context)
-    use_main_grads(layer)
+    use_main_grads(layer, dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         layer.expert_weights.set_expert_map(ExpertMap.linear(4, 1))
+    assert float(clip_grad_norm_(layer, context, 1.0)) == 0, "before the next backward"
+    attribute = "grad" if dtype is None else "main_grad"
+    assert all(getattr(p, attribute) is None for p in expert_parameters(layer))
     loss_of(layer, rows()).backward()
-    assert all(p.grad is not None for p in expert_parameters(layer))
+    assert all(getattr(p, attribute) is not None for p in expert_parameters(layer))
