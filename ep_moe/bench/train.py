@@ -11,6 +11,7 @@ by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index
 torchtitan   (where it is installed) its layer over MinimalAsyncEP, whose buffers hold all rows that can arrive: none is
              dropped. It is computed again in backward, as its trainer demands, eager and compiled; and "4 buffers":
              nothing again, with more buffers than it has. See train_torchtitan.py
+main_grad    (--main-grad) the "auto" pair after `use_main_grads`: each step overwrites the experts' gradients in place
 exact        (--exact) the "auto" pair with ExpertsOptions(exact=True)
 float8       (--float8) products in E4M3, but for the matrices' gradients
 CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
@@ -287,6 +288,7 @@ def main() -> list[Line]:
     parser.add_argument("--torchtitan", nargs="*", choices=list(WAYS), default=list(WAYS), help="where it is installed")
     parser.add_argument("--float8", action="store_true", help='the "auto" pair with ExpertsOptions(float8=True) too')
     parser.add_argument("--exact", action="store_true", help='the "auto" pair with ExpertsOptions(exact=True) too')
+    parser.add_argument("--main-grad", action="store_true", help='the "auto" pair after use_main_grads too')
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--steps", type=positive, default=10, help="that are timed")
     parser.add_argument("--csv", type=Path)
@@ -294,8 +296,9 @@ def main() -> list[Line]:
     asked = parse(parser, Where.LAUNCHED)
     check(asked)
     options = Options(
-        asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact
-    )
+        asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact,
+        asked.main_grad,
+    )  # fmt: skip
     console, lines = Console(width=160), list[Line]()
     with EPContext.from_torchrun() as context:
         rates = measure_rates(context.device) if context.device.type == "cuda" else None

@@ -28,6 +28,7 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.selection.explain import AUTO
+from ep_moe.training.main_grads import use_main_grads
 from ep_moe.types import Activation, LocalIds, Received, Routing, RowLayout, Weighting
 
 
@@ -129,7 +130,7 @@ COMPARED = 8  # experts, spread over the slots: gradients of all of them would t
 class Options:
     """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
     "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`; exact: also layers of the "auto" pair
-    with `ExpertsOptions.exact`"""
+    with `ExpertsOptions.exact`; main_grad: also that pair after `use_main_grads`"""
 
     experts: str = AUTO
     transports: Sequence[str] = ()
@@ -138,6 +139,7 @@ class Options:
     float8: bool = False
     torchtitan: Sequence[str] = ()
     exact: bool = False
+    main_grad: bool = False
 
 
 @dataclass(frozen=True)
@@ -212,14 +214,17 @@ def auto_entries(
     outer: EPContext, context: EPContext, config: MoEConfig, options: Options, call: Callable[[MoELayer], Call], *,
     exact: bool = False,
 ) -> list[Entry]:  # fmt: skip
-    """The "auto" pair by products in E4M3, and with exact=True, where that is asked for. outer: of all ranks; context:
-    of the layer"""
-    ways = [("float8", ExpertsOptions(float8=True), FLOAT8_ERROR)] if options.float8 else []
+    """The "auto" pair with main gradients, by products in E4M3, and with exact=True, where these are asked for. outer:
+    of all ranks; context: of the layer"""
+    ways = [("main_grad", ExpertsOptions(), ERROR)] if options.main_grad else []
+    ways += [("float8", ExpertsOptions(float8=True), FLOAT8_ERROR)] if options.float8 else []
     ways += [("exact", ExpertsOptions(exact=True), ERROR)] if exact else []
     entries = []
     for name, how, allowed in ways:
         layer = attempt(outer, f"a layer with {name}", partial(built, context, config, AUTO, options, how))
         if layer is not None:
+            if name == "main_grad":
+                use_main_grads(layer)
             entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, {name}", layer, call(layer))
             entries.append(replace(entry, allowed=allowed))
     return entries
@@ -264,7 +269,8 @@ def ours(name: str, layer: MoELayer, call: Callable[[Tensor, Tensor, Tensor], Te
         return torch.cat([parts["w1"], parts["w3"]]), parts["w2"]
 
     plan = layer.plan()
-    buffers = plan["transport"] + plan["workspace"]
+    own = 0 if held.main_grads is None else held.main_grads.bytes
+    buffers = plan["transport"] + plan["workspace"] + own
     return Entry("ours", name, call, list(layer.parameters()), gradients, held.num_slots, buffers)
 
 

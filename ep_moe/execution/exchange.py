@@ -27,7 +27,7 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.experts.base import Experts, Kept, begin_backward
+from ep_moe.experts.base import Experts, Kept, begin_backward, call_gradients
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.profiling import stage
@@ -286,7 +286,7 @@ class _TrainedExchange(Function):
         y, saved = experts.compute_saving(own)
         out = transports.rows.combine(y, received.handle)
         ctx.transports, ctx.experts, ctx.names = transports, experts, names
-        ctx.kept = Kept(own, saved, dict(zip(names, stored, strict=True)))
+        ctx.kept = Kept(own, saved, dict(zip(names, stored, strict=True)), call_gradients(experts))
         ctx.save_for_backward(ids, weights, *ctx.kept.tensors)
         del ctx.kept.tensors
         return out
@@ -309,7 +309,7 @@ class _TrainedExchange(Function):
         more = shape.hidden_size - found.weights.shape[1]
         rows_back = torch.nn.functional.pad(found.weights, (0, more)) if more else found.weights
         dweights = narrow_rows.combine(rows_back, there.handle)[:, : ids.shape[1]]
-        return (None, None, None, None, None, dx, dweights, *(found.stored[name] for name in ctx.names))
+        return (None, None, None, None, None, dx, dweights, *(found.stored.get(name) for name in ctx.names))
 
 
 def _own(received: Received, num_slots: int) -> Received:

@@ -164,6 +164,8 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
         problem = _transform_problem(layer) or held.replaced_problem() or held.lora_problem()
+        if problem is None and held.main_grads is not None:
+            problem = held.main_grads.problem()
     if problem is None and not torch.compiler.is_compiling():
         problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
         problem = problem or _inference_problem(layer, x)

@@ -50,7 +50,7 @@ def layer_bytes(layer: Layer, train_tokens: int | None) -> dict[str, int]:
     held["workspace"] = max(kernel.workspace_bytes() for kernel in layer._kernels)
     held["transport"] = sum(transport_bytes(layer, train_tokens).values())
     if train_tokens is not None:
-        held["gradients"] = sum(_local_bytes(p) for p in layer.parameters() if p.requires_grad)
+        held["gradients"] = _gradient_bytes(layer)
         held["saved"] = _saved_bytes(layer, train_tokens)
     return held
 
@@ -69,6 +69,14 @@ def held_bytes(**parts: Any) -> dict[str, int]:
         for kind, module in parts.items()
         if isinstance(module, nn.Module)
     }
+
+
+def _gradient_bytes(layer: Layer) -> int:
+    experts = layer.expert_weights
+    apart = [] if experts.main_grads is None else list(experts.parameters())
+    buffered = {id(parameter) for parameter in apart}
+    rest = sum(_local_bytes(p) for p in layer.parameters() if p.requires_grad and id(p) not in buffered)
+    return rest + (0 if experts.main_grads is None else experts.main_grads.bytes)
 
 
 def _local_bytes(tensor: Tensor) -> int:

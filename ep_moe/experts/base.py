@@ -27,6 +27,7 @@ from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import LocalIds, PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
+from ep_moe.weights.main_grads import CallGradients, Stored
 
 
 class Experts(ABC):
@@ -47,6 +48,7 @@ class Experts(ABC):
     run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
     own_backward: ClassVar[bool] = False  # it has `compute_saving` and `gradients`; else autograd follows `compute`
+    writes_gradients: ClassVar[bool] = False  # `gradients` takes `into`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -282,6 +284,9 @@ class Experts(ABC):
             grad: [N, H]. Rows without a local expert hold no meaningful number.
             wanted: Of which stored tensors gradients are wanted, by name.
 
+        A kernel with `writes_gradients` may be given `into`, a `GradientOut` by stored name: where it writes these
+        tensors' gradients, for which it returns None.
+
         Returns:
             Gradients of the rows, of the routing weights and of the stored tensors.
         """
@@ -370,8 +375,11 @@ def differentiable_step(experts: Experts, received: Received) -> Tensor:
 class Kept:
     """What a forward leaves for its backward: tensors, which autograd keeps, and the rest."""
 
-    def __init__(self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], call: CallGradients | None
+    ) -> None:
         assert received.local_ids is not None
+        self._call = call
         self.tensors = (received.x, received.weights, received.local_ids, *stored.values(), *saved)
         self._names = tuple(stored)
         nothing = received.x.new_empty(0)  # a view would keep all of it
@@ -384,7 +392,22 @@ class Kept:
         x, weights, ids, *others = tensors
         stored = dict(zip(self._names, others, strict=False))
         received = dataclasses.replace(self._received, x=x, weights=weights, local_ids=LocalIds(ids))
-        return experts.gradients(received, tuple(others[len(stored) :]), stored, grad, wanted)
+        given = (received, tuple(others[len(stored) :]), stored, grad)
+        if self._call is None:
+            return experts.gradients(*given, wanted)
+        if not self._call.wanted():
+            return experts.gradients(*given, dict.fromkeys(wanted, False))
+        into = self._call.into() if experts.writes_gradients else None
+        if into is None:
+            return experts.gradients(*given, wanted)
+        found: StepGradients = experts.gradients(*given, {name: name in into for name in wanted}, into=into)  # type: ignore[call-arg]
+        return found
+
+
+def call_gradients(experts: Experts) -> CallGradients | None:
+    """What becomes of the weights' gradients, within a call; None where autograd gives them to parameters."""
+    stored = experts.weights.stored_tensors()
+    return stored.call if isinstance(stored, Stored) else None
 
 
 class _DifferentiableStep(Function):
@@ -395,7 +418,7 @@ class _DifferentiableStep(Function):
     ) -> Tensor:  # fmt: skip
         y, saved = experts.compute_saving(received)
         ctx.experts, ctx.names = experts, names
-        ctx.kept = Kept(received, saved, dict(zip(names, stored, strict=True)))
+        ctx.kept = Kept(received, saved, dict(zip(names, stored, strict=True)), call_gradients(experts))
         ctx.save_for_backward(*ctx.kept.tensors)
         del ctx.kept.tensors
         return y
@@ -406,4 +429,4 @@ class _DifferentiableStep(Function):
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
         begin_backward(ctx.experts.weights, learns=any(wanted.values()))
         found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
-        return (None, None, None, None, found.x, found.weights, *(found.stored[name] for name in ctx.names))
+        return (None, None, None, None, found.x, found.weights, *(found.stored.get(name) for name in ctx.names))

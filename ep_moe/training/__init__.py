@@ -15,6 +15,7 @@ from ep_moe.training.gradients import (
     parameter_groups,
     sync_gradients,
 )
+from ep_moe.training.main_grads import use_main_grads, zero_main_grads
 from ep_moe.training.routing import RoutingRecord, load_routing, record_routing, replay_routing
 from ep_moe.training.wrappers import exclude_experts, fully_shard
 
@@ -35,4 +36,6 @@ __all__ = [
     "router_z_loss",
     "sequence_balancing_loss",
     "sync_gradients",
+    "use_main_grads",
+    "zero_main_grads",
 ]

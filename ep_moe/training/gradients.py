@@ -131,9 +131,8 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     for weights in expert_weights_of(model):
         gradients_of = weights.gradient_sum
         if gradients_of.divisor != layout.token_ranks:
-            for parameter in weights.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(gradients_of.divisor / layout.token_ranks)
+            for gradient in expert_gradients(weights):
+                gradient.mul_(gradients_of.divisor / layout.token_ranks)
             gradients_of.divisor = layout.token_ranks
     if not wrapped:
         _average(model, context)
@@ -169,7 +168,8 @@ def _share_overflow(model: nn.Module, context: EPContext) -> None:
     for weights in expert_weights_of(model):
         found: dict[str, list[Tensor]] = {name: [] for name in weights.parameter_kinds}
         for name, parameter in weights.named_parameters():
-            if parameter.grad is not None and (gradient := local(parameter.grad)).numel():
+            given = weights.gradient(parameter)
+            if given is not None and (gradient := local(given)).numel():
                 found[name.rpartition(".")[2]].append(gradient)
         kinds.append(found)
     groups = [gradients for found in kinds for gradients in found.values()]
@@ -243,10 +243,9 @@ def clip_grad_norm_(
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(f"the gradients' norm is {float(norm)}; pass error_if_nonfinite=False to clip all the same")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            gradient = local(parameter.grad)
-            gradient.mul_(scale.to(gradient.device))
+    for given in _gradients(model):
+        gradient = local(given)
+        gradient.mul_(scale.to(gradient.device))
     return norm
 
 
@@ -329,6 +328,17 @@ def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.d
     return None
 
 
+def expert_gradients(weights: ExpertWeights) -> list[Tensor]:
+    """Those that a layer's parameters have, `grad` or `main_grad`."""
+    return [gradient for p in weights.parameters() if (gradient := weights.gradient(p)) is not None]
+
+
+def _gradients(model: nn.Module) -> list[Tensor]:
+    """Of all parameters."""
+    dense = [parameter.grad for parameter in dense_parameters(model) if parameter.grad is not None]
+    return [gradient for weights in expert_weights_of(model) for gradient in expert_gradients(weights)] + dense
+
+
 def _power(gradients: Iterable[tuple[Tensor, float]], p: float, device: torch.device) -> Tensor:
     """Sum of |g|^p, each times a share; the largest |g| where p is infinite."""
     total = torch.zeros((), device=device)
@@ -343,12 +353,13 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
     """This rank's part of the experts' gradients: over an EP group and its etp groups each number comes once."""
     for weights in expert_weights_of(model):
         for name, parameter in weights.named_parameters():
-            if parameter.grad is None:
+            given = weights.gradient(parameter)
+            if given is None:
                 continue
             expert, _, part = name.partition(".")
             if part == "w2_bias" and weights.etp.rank:
                 continue  # all etp ranks hold the whole of it
-            gradient, share = local(parameter.grad), 1.0
+            gradient, share = local(given), 1.0
             if expert.isdigit():
                 owners = {
                     slot // weights.expert_map.slots_per_rank

@@ -15,6 +15,7 @@ from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import elsewhere
 from ep_moe.training.gradients import check_context, compare_ranks, expert_parameters, expert_weights_of
+from ep_moe.weights.expert_weights import ExpertWeights
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -98,12 +99,16 @@ def fully_shard(
             "cuts parameters of one dtype alone; call model.float(), and compute in 16 bits under torch.autocast, or "
             "set float32_logits=False"
         )
+    if shard_experts and any(w.main_grads is not None and _is_to_be_cut(w) for w in expert_weights_of(model)):
+        raise ConfigError(
+            "fully_shard: FSDP2 would cut experts whose gradients use_main_grads has put into buffers, and hold them "
+            "itself; pass shard_experts=False, or leave out use_main_grads"
+        )
     compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
         gradients.divisor = layout.token_ranks
-        cut = shard_experts and gradients.replicas.size > 1 and weights.named and not weights.expert_map.num_redundant
-        if not cut or weights.etp.size > 1:
+        if not shard_experts or not _is_to_be_cut(weights):
             continue
         weights.sharded = True  # on a rank without experts too: what ranks compare depends on it
         if not weights.held:
@@ -117,6 +122,12 @@ def fully_shard(
     kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
     shard(model, mesh=mesh, ignored_params=kept, **options)
     return model
+
+
+def _is_to_be_cut(weights: ExpertWeights) -> bool:
+    """Whether several ranks hold the same experts whole, and nothing else is done with these."""
+    alike = weights.gradient_sum.replicas.size > 1 and not weights.expert_map.num_redundant
+    return alike and weights.named and weights.etp.size == 1
 
 
 def _routers_apart(model: nn.Module) -> list[Router]:

@@ -30,6 +30,7 @@ from ep_moe.weights.trained import GradientSum, guard_optimizers, leave_behind
 
 if TYPE_CHECKING:
     from ep_moe.weights.lora import ExpertLora
+    from ep_moe.weights.main_grads import MainGrads
 
 Result = TypeVar("Result")
 
@@ -87,6 +88,7 @@ class ExpertSlots(nn.Module):
         self._joined: dict[str, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
         self.lora: ExpertLora | None = None
+        self.main_grads: MainGrads | None = None  # of `ep_moe.training.use_main_grads`
         for name, spec in self.weight_layout.specs().items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
             if self.named:
@@ -166,6 +168,8 @@ class ExpertSlots(nn.Module):
             return self.gradient_sum.of_tensors(tensors if self.lora is None else self.lora(tensors))
         if not torch.is_grad_enabled() or not self.trained:
             return self._slots
+        if self.main_grads is not None:
+            return self.main_grads.of_slots(self._slots)
         own = self._on_views if self._mesh is None else [local(parameter) for parameter in self._on_views]
         return self.gradient_sum.of_parameters(self._slots, own)
 
@@ -174,6 +178,12 @@ class ExpertSlots(nn.Module):
         """Whether any parameter wants a gradient."""
         own = self.parameters() if self.lora is not None else self._on_views or self.parameters()
         return any(parameter.requires_grad for parameter in own)
+
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """That of one of the parameters, wherever it is kept."""
+        name = "grad" if self.main_grads is None else self.main_grads.attribute
+        found: Tensor | None = getattr(parameter, name, None)
+        return found
 
     def _stacked(self) -> dict[str, Tensor]:
         """Copies of the parameters, differentiable: where they lie elsewhere than in the slots."""
@@ -295,6 +305,8 @@ class ExpertSlots(nn.Module):
         """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
         assert self.lora is None, "factors do not move"
         self.expert_map, before = expert_map, dict(self.named_parameters())
+        if self.main_grads is not None:
+            self.main_grads.warn_of_move()
         learns = {name: parameter.requires_grad for name, parameter in before.items()}
         self._name_experts(requires_grad=any(learns.values()))
         if self.named:
@@ -302,6 +314,8 @@ class ExpertSlots(nn.Module):
             for name, parameter in self.named_parameters():  # an expert that arrives learns as those here did
                 parameter.requires_grad_(learns.get(name, name.partition(".")[2] in kinds))
             leave_behind(before.values(), self)
+        if self.main_grads is not None:
+            self.main_grads.lay_out()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""
@@ -332,6 +346,8 @@ class ExpertSlots(nn.Module):
             kept.requires_grad_(old.requires_grad)
             if old.grad is not None:
                 kept.grad = fn(old.grad)
+            if hasattr(old, "main_grad"):
+                kept.main_grad = old.main_grad  # type: ignore[attr-defined]
             expert, _, part = name.partition(".")
             cast("Expert", self._modules[expert])._parameters[part] = kept
         self._set_views([(p, view) for (_, p), (_, view) in zip(self._of_experts(), self._views, strict=True)])
@@ -366,6 +382,7 @@ class ExpertSlots(nn.Module):
         hold the same experts."""
         if self.lora is not None:
             raise ConfigError("experts with LoRA factors are not sharded; call fully_shard with shard_experts=False")
+        assert self.main_grads is None, "FSDP2 holds gradients itself"
         for module in self.children():
             assert isinstance(module, Expert)
             module.sharded = True

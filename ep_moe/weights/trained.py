@@ -65,6 +65,12 @@ class GradientSum:
         one = max(self.ep.size, self.etp.size, self.replicas.size) == 1
         return one and self.divisor == 1 and not self._weights.expert_map.replicated
 
+    @property
+    def is_local(self) -> bool:
+        """Whether the gradients of this rank's slots are those of its parameters, but for `divisor`."""
+        shared = self.replicas.size > 1 or self._weights.expert_map.replicated
+        return not shared and not (self.etp.size > 1 and "w2_bias" in self._weights.names)
+
     def check(self) -> None:
         """Raise ConfigError, on all ranks alike, where a sum could not be made."""
         expert_map = self._weights.expert_map
@@ -158,7 +164,8 @@ class GradientSum:
     def note_step(self) -> None:
         """Take the checksum of the gradients, of a part of each."""
         device = self._weights.device
-        found = [local(p.grad).flatten()[:_NOTED].float() for p in self._weights.parameters() if p.grad is not None]
+        gradients = (self._weights.gradient(parameter) for parameter in self._weights.parameters())
+        found = [local(g).flatten()[:_NOTED].float() for g in gradients if g is not None]
         if found and not capturing(device):
             flat = torch.cat(found)
             sound = flat.isfinite().all() & flat.any()

@@ -5,6 +5,7 @@ import torch
 
 from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.testing import distributed, rank_device
+from ep_moe.training import use_main_grads
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -19,9 +20,11 @@ REPLAYS = 12  # beyond the calls in which backward compares the ranks
 class Step:
     """Forward and backward on tensors that stay where they are."""
 
-    def __init__(self, context: EPContext) -> None:
+    def __init__(self, context: EPContext, *, main: bool = False) -> None:
         torch.manual_seed(0)
         self.layer = MoELayer(CONFIG, context, experts="bf16_triton", all2all="nvlink_p2p", dtype=torch.bfloat16)
+        if main:
+            use_main_grads(self.layer)
         self.x = torch.zeros(TOKENS, 256, dtype=torch.bfloat16, device=context.device, requires_grad=True)
         self.behind = torch.zeros(TOKENS, 256, dtype=torch.bfloat16, device=context.device)
 
@@ -45,13 +48,15 @@ class Step:
 
 
 @distributed(2)
-def test_replays_equal_eager_steps(world_size):
+@pytest.mark.parametrize("main", [False, True])
+def test_replays_equal_eager_steps(main, world_size):
+    """main: the captured step writes gradients into buffers, the eager one does not"""
     device = rank_device()
     with (
         EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=TOKENS) as context,
         torch.cuda.device(device),
     ):
-        captured, eager = Step(context), Step(context)
+        captured, eager = Step(context, main=main), Step(context)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

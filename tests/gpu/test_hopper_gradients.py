@@ -16,6 +16,7 @@ from ep_moe.experts.hopper import gradients
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import weight_gradient
 from ep_moe.experts.shared_experts import activate
+from ep_moe.weights.main_grads import GradientOut
 
 # Each number is rounded to bf16 at most five times on its way (for x: h, da, dh, a pair's gradient and their sum), by
 # 2**-9 of itself each. Of random numbers a norm changes by no more than the sum of these.
@@ -143,6 +144,78 @@ def test_rows_of_the_next_expert_have_no_part():
     assert max(errors([out[0], out[2]], [product(0, 37), product(37, 100)])) < 2**-9
     assert not out[1].any()
     assert errors([out[0]], [product(0, 38)])[0] > 2**-9
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 1 / 3])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("across", "columns"), [(64, 64), (128, 320), (320, 192), (1536, 256)])
+def test_weight_gradients_into_a_buffer(across, columns, dtype, accumulate, factor):
+    """Experts without rows, at both ends too, keep what is there, or are zeros where the buffer is written anew."""
+    generator = torch.Generator(DEVICE).manual_seed(across + columns)
+    a, b = (torch.randn(200, n, device=DEVICE, generator=generator).bfloat16() for n in (across, columns))
+    ends = [0, 37, 37, 101, 200, 200]
+    before = torch.randn(len(ends), across, columns, device=DEVICE, generator=generator).to(dtype)
+    out = before.clone() if accumulate else torch.full_like(before, torch.nan)
+    weight_gradient(
+        a, b, torch.tensor(ends, dtype=torch.int32, device=DEVICE), out, accumulate=accumulate, factor=factor
+    )
+    rounding = 2**-9 if dtype == torch.bfloat16 else 2**-24
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        own, old = out[expert].double(), before[expert].double()
+        if begin == end:
+            assert torch.equal(own, old) if accumulate else not own.any(), expert
+            continue
+        rows, others = a[begin:end].double(), b[begin:end].double()
+        new = factor * (rows.T @ others)
+        wanted = old + new if accumulate else new
+        # float32 sums, whose steps tensor cores may cut off; what is added is rounded, and the sum
+        summed = (end - begin + 1) * 2**-22 * factor * (rows.abs().T @ others.abs())
+        allowed = summed + rounding * (1 + rounding) * (2 * new.abs() + wanted.abs())
+        assert ((own - wanted).abs() <= allowed).all(), (expert, float(((own - wanted).abs() / allowed).max()))
+
+
+def test_a_sum_in_bf16_has_the_bits_of_torchs():
+    a, b = (torch.randn(100, 192, device=DEVICE).bfloat16() for _ in range(2))
+    ends = torch.tensor([37, 100], dtype=torch.int32, device=DEVICE)
+    before = torch.randn(2, 192, 192, device=DEVICE).bfloat16()
+    new = torch.empty_like(before)
+    weight_gradient(a, b, ends, new)
+    found = before.clone()
+    weight_gradient(a, b, ends, found, accumulate=True)
+    assert torch.equal(found, before + new)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_step_writes_gradients_where_it_is_told(dtype, biased, float8):
+    """Written, then added to, by halves: those of matrices in bf16 have the bits of what is returned elsewhere."""
+    config, x, ids, weights, w13, w2, grad = case(513, 3, 5, 384, 1152, Activation.SWIGLU, 0.5)
+    biases = [torch.randn(w.shape[:2], device=DEVICE).bfloat16() if biased else None for w in (w13, w2)]
+    step = gradients.TrainedStep(config, w13, w2, *biases, float8=float8)
+    _, routes, h = step.forward(x, weights, ids)
+    names = ("w13", "w2", "w13_bias", "w2_bias")
+    wanted = step.backward(grad, x, weights, routes, h, dict.fromkeys(names, True))
+    buffers = {name: torch.full_like(tensor, torch.nan, dtype=dtype) for name, tensor in wanted.stored.items()}
+    for accumulate in (False, True):
+        into = {name: GradientOut(buffer, accumulate, 0.5) for name, buffer in buffers.items()}
+        found = step.backward(grad, x, weights, routes, h, dict.fromkeys(names, False), into)
+        assert all(tensor is None for tensor in found.stored.values())
+        assert torch.equal(found.x, wanted.x)
+        for name, buffer in buffers.items():
+            expected = wanted.stored[name] * (1.0 if accumulate else 0.5)
+            if dtype == torch.bfloat16 and not name.endswith("bias"):
+                assert torch.equal(buffer, expected), (name, accumulate)
+            # what is returned was rounded to bf16, and a bias in bf16 is rounded after it was added
+            assert ((buffer - expected.float()).abs() <= 2**-8 * expected.float().abs()).all(), (name, accumulate)
+    nowhere = step.forward(x, weights, torch.full_like(ids, -1))[1]
+    for accumulate in (True, False):
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        into = {name: GradientOut(buffer, accumulate, 0.5) for name, buffer in buffers.items()}
+        step.backward(grad, x, weights, nowhere, None, dict.fromkeys(names, False), into)
+        for name, buffer in buffers.items():
+            assert torch.equal(buffer, before[name]) if accumulate else not buffer.any(), (name, accumulate)
 
 
 def e4m3(rows):

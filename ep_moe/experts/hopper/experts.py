@@ -30,6 +30,7 @@ from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import PerBlock
 from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit
+from ep_moe.weights.main_grads import GradientOut
 
 if TYPE_CHECKING:
     from ep_moe.experts.hopper.gradients import TrainedStep
@@ -219,6 +220,7 @@ class Bf16TritonExperts(HopperExperts):
     run_on = "1, 2 and 4 H200"
     scaling = "none"
     own_backward = True
+    writes_gradients = True
     capabilities = dataclasses.replace(
         _HOPPER,
         differentiable=True,
@@ -276,18 +278,21 @@ class Bf16TritonExperts(HopperExperts):
         stored: Mapping[str, Tensor],
         grad: Tensor,
         wanted: Mapping[str, bool],
+        into: Mapping[str, GradientOut] | None = None,
     ) -> StepGradients:
         from ep_moe.experts.hopper import gradients
 
+        into = into or {}
         kept, slots, ends, source = saved
         assert received.local_ids is not None
         routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept), self._launch_trained)
         weights = self._routing_weights(received)
         found = self._trained(stored).backward(
-            grad, received.x, weights, routes, kept if kept.shape[1] else None, wanted
+            grad, received.x, weights, routes, kept if kept.shape[1] else None, wanted, into
         )
         for name, tensor in stored.items():
-            if found.stored.get(name) is None and wanted[name]:  # a bias that another etp rank adds
+            returned = wanted[name] and name not in into
+            if returned and found.stored.get(name) is None:  # a bias that another etp rank adds
                 found.stored[name] = torch.zeros_like(tensor)
         by_weight = None if weights is None else found.weights  # under Weighting.COMBINE they have no part here
         return StepGradients(found.x, by_weight, found.stored)

@@ -1,13 +1,14 @@
 // The grouped products of gemm_grouped.py: out[r] = act(a[r] @ b[e].T) for each row r of expert e; with TURNED
 // out[r] = a[r] @ b[e]; with OVER_ROWS out[e] = the sum over its rows r of a[r].T @ b[r], where b is called weights here.
 // With GATHER (not OVER_ROWS) a[source[r]] is read for row r; with AWAY row r is written to addresses[r] instead. With
-// BLOCKS each 128 numbers along K of a row, and each 128 x 128 of weights, have a scale (E4M3, as they lie).
+// BLOCKS each 128 numbers along K of a row, and each 128 x 128 of weights, have a scale (E4M3, as they lie). With
+// ACCUMULATE (OVER_ROWS) results are added to out.
 //
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
 // Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER,
-// AWAY, and the name of the activation, if there is one.
+// AWAY, ACCUMULATE, FACTOR (sums of bf16 are multiplied by a_factor), and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -24,10 +25,12 @@ constexpr int WIDE = 64;                   // rows of a copy, while there are as
 constexpr int COLUMNS = GATED ? 64 : 128;  // of a group's results
 constexpr int UNIT = OUT_BYTES == 1 ? 16 : 8;            // columns that a warp's eight rows of threads have
 constexpr int PIECES = GATED && OUT_BYTES == 1 ? 2 : 1;  // copies of a stage's weights
-// Results on their way out, in boxes of 16 rows and up to 128 bytes; a group has two chunks of them, in turns.
+// Results on their way out, in boxes of 16 rows (8 of float32) and up to 128 bytes; a group has two chunks of them, in
+// turns.
 constexpr int ACROSS = COLUMNS * OUT_BYTES < 128 ? COLUMNS * OUT_BYTES : 128;
 constexpr int BOXES = COLUMNS * OUT_BYTES / ACROSS;
-constexpr int BOX = STEP * ACROSS;
+constexpr int BOX_ROWS = OUT_BYTES == 4 ? 8 : STEP;
+constexpr int BOX = BOX_ROWS * ACROSS;
 // Operands whose lines go along K have 32 bytes from one instruction to the next; those whose lines go across K, 64
 // numbers each, have 16 lines, and 64 lines from one 64 numbers to the next. In 16 bytes:
 constexpr int ALONG = 2, ACROSS_K = 16 * LINE / 16;
@@ -36,6 +39,8 @@ constexpr int DEEP = 64;  // lines across K of a stage
 constexpr int COPIERS = GATHER || BLOCKS ? 128 : 1;  // threads that fill a stage
 constexpr int CHUNK = 4096;
 constexpr int CHUNK_ROWS = CHUNK / (COLUMNS * OUT_BYTES);
+static_assert(!ACCUMULATE || (OVER_ROWS && OUT_BYTES > 1), "only gradients of weights are accumulated");
+static_assert(OUT_BYTES != 4 || OVER_ROWS, "only gradients of weights are float32");
 
 __device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
 
@@ -322,7 +327,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, 
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i / (N / 2)][i % (N / 2)])::"memory");
 }
 
-// 16 rows of a group's results, from row 8 * j on, into their boxes.
+// BOX_ROWS rows of a group's results, from row 8 * j on, into their boxes.
 __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int j, u32 box, const Out& to,
                                            const RowScales& rows, const Channels& channels, float scale,
                                            float factor) {
@@ -333,7 +338,7 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int 
   // m: 64 rows of weights; next: 8 rows; i: 8 rows of weights, where a gate's `up` is the second; odd: row
   auto value = [&](int m, int next, int i, int odd) {
     const float* own = &sum[m][4 * (j + next) + odd];
-    const float one = IN_BYTES == 1 ? by[next][odd] : 1.0f;
+    const float one = IN_BYTES == 1 || FACTOR ? by[next][odd] : 1.0f;
     const float result =
         activate(channels.of(own[2 * i], one, m, i), channels.of(own[2], one, m, 1), to.alpha, to.limit);
     return OUT_BYTES == 1 ? result * factor : result;
@@ -342,7 +347,17 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int 
   auto four = [&](int m, int n, int next, int i) {
     return four_e4m3(value(m, next, 0, 0), value(n, next, i, 0), value(m, next, 0, 1), value(n, next, i, 1));
   };
-  if constexpr (OUT_BYTES == 2 && !GATED) {
+  if constexpr (OUT_BYTES == 4) {  // a lane has two rows, of columns that are eight apart: no bank is written twice
+    const int column = 16 * warp + threadIdx.x % 32 / 4, row = threadIdx.x % 4 * 2;
+    const u32 first = box + column / 32 * BOX + place(row, column % 32 / 4) + column % 4 * 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const u32 at = (first ^ (i / 2 * 32 + i % 2 * 16)) + i % 2 * ACROSS;  // eight columns on; the row behind
+#pragma unroll
+      for (int m = 0; m < 2; m++)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + 64 / 32 * m * BOX), "f"(value(m, 0, i / 2, i % 2)) : "memory");
+    }
+  } else if constexpr (OUT_BYTES == 2 && !GATED) {
 #pragma unroll
     for (int m = 0; m < 2; m++)
       store_turned(box + m * BOX + place(matrix / 2 * 8 + line, 2 * warp + matrix % 2), two(m, 0, 0), two(m, 0, 1),
@@ -358,6 +373,21 @@ __device__ __forceinline__ void stage_step(const float (&sum)[2][MOST / 2], int 
   }
 }
 
+// Adds 16 bytes to those at `at`, where the memory is: nothing waits for what was there. One program adds to a number,
+// once, so that the order of programs does not matter.
+__device__ __forceinline__ void add(char* at, const uint4& v) {
+#if ACCUMULATE
+  if constexpr (OUT_BYTES == 2)
+    asm volatile("red.relaxed.gpu.global.add.noftz.v4.bf16x2 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+                 "r"(v.w)
+                 : "memory");
+  else
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(__uint_as_float(v.x)),
+                 "f"(__uint_as_float(v.y)), "f"(__uint_as_float(v.z)), "f"(__uint_as_float(v.w))
+                 : "memory");
+#endif
+}
+
 // The same instructions for all widths: each with its own would be more than a multiprocessor's instruction cache keeps
 // while other kernels run, and fetching them took a fifth of a product's time.
 __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Walk& tiles, Out& to, float scale, float factor) {
@@ -367,7 +397,7 @@ __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Wal
   if constexpr (CHANNELS || BIASED) channels.load(to, tiles, scale);
   auto stage = [&](int start) {
 #pragma unroll
-    for (int row = 0; row < CHUNK_ROWS && start + row < MOST; row += STEP)
+    for (int row = 0; row < CHUNK_ROWS && start + row < MOST; row += BOX_ROWS)
       if (start + row < tiles.width)
         stage_step(sum, (start + row) / 8, to.chunks + to.turn * CHUNK + row * COLUMNS * OUT_BYTES, to, rows, channels, scale,
                    factor);
@@ -391,7 +421,7 @@ __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Wal
     each([&](uint4& v, int row, int box, int part) {
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                   : "r"(chunk + (row / STEP * BOXES + box) * BOX + place(row % STEP, part)));
+                   : "r"(chunk + (row / BOX_ROWS * BOXES + box) * BOX + place(row % BOX_ROWS, part)));
     });
     stage(start + CHUNK_ROWS);  // while these are on their way
     each([&](const uint4& v, int row, int box, int part) {
@@ -399,7 +429,10 @@ __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Wal
       const u64 line = (u64)(OVER_ROWS ? tiles.expert * tiles.across : 0) + tiles.row + start + row;
       if (start + row < tiles.count && column < to.n) {
         char* const own = AWAY ? (char*)__ldg(to.addresses + line) : to.memory + line * to.n * OUT_BYTES;
-        *(uint4*)(own + column * OUT_BYTES) = v;
+        if constexpr (ACCUMULATE)
+          add(own + column * OUT_BYTES, v);
+        else
+          *(uint4*)(own + column * OUT_BYTES) = v;
       }
     });
   }
@@ -415,7 +448,8 @@ __device__ __forceinline__ void prepare(const int* ends, int* first, int* limits
     int tiles = 0;
     if (e < experts) {
       limits[e] = min(ends[e], rows);
-      const int all = OVER_ROWS ? across : limits[e] - (e ? min(ends[e - 1], rows) : 0);
+      const int own = limits[e] - (e ? min(ends[e - 1], rows) : 0);
+      const int all = OVER_ROWS && !(ACCUMULATE && own == 0) ? across : own;
       tiles = (all + most - 1) / most * columns;
     }
     int upto = tiles;
@@ -555,6 +589,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // wide, step: a, in boxes of so many rows. ends: of each expert's rows. n: columns of out. units: of an expert's weights,
 // as their map counts them. most: rows of a tile.
 // OVER_ROWS: weights: b, wide: a, in boxes of 64 numbers and DEEP rows; units: columns of a.
+// With FACTOR sums are multiplied by a_factor.
 // Of operands in E4M3: sums are multiplied by a_factor, a_scale and b_scale of the expert, results divided by out_scale.
 // With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights; with BLOCKS a_scale is of
 // each row of a and block along K, by the strides a_step and b_step, and b_scale [experts, weights / 128, k_blocks].

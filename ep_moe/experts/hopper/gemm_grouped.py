@@ -123,25 +123,30 @@ def grouped_gemm(
 
 
 def weight_gradient(
-    a: Tensor, b: Tensor, ends: Tensor, out: Tensor, *, spare_sms: int = 0, launch: Launch = at_once
-) -> None:
-    """out[e] = the sum over expert e's rows r of a[r].T @ b[r], in float32; zeros for an expert without rows.
+    a: Tensor, b: Tensor, ends: Tensor, out: Tensor, accumulate: bool = False, factor: float = 1.0, *,
+    spare_sms: int = 0, launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """out[e] = factor * the sum over expert e's rows r of a[r].T @ b[r], in float32; zeros for an expert without rows.
 
     a: bf16 [M, A]; b: bf16 [M, B]; A and B multiples of 64; ends: int32 [L], one past each expert's last row, M at most
-    out: bf16 [L, A, B]
+    out: bf16 or float32, contiguous [L, A, B]
+    accumulate: add to out. In bf16 what is added is rounded first, and then the sum, as where torch adds two gradients;
+        float32 numbers below 2**-126 become zero
     """
     (rows, across), n, experts = a.shape, b.shape[1], len(out)
     tiles = min(GRADIENT_CUTS, key=lambda cut: math.ceil(across / cut.rows) * (cut.rows + 40))
     arguments = [
         *((map_, None) for map_ in (_across(b, BOXES), _across(a, 1), _across(a, 1))),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, None, None, None, None)),
-        (1.0, c_float),
+        (factor, c_float),
         *((number, c_int) for number in (0, 1, experts, rows, n, across, 0, tiles.rows, tiles.stages)),
         *((0.0, c_float) for _ in range(2)),
         *_gathered(a, None),
         (0, c_void_p),
     ]
-    form = options(2, 2, None, over_rows=True)
+    wide = out.element_size() == 4
+    scaled = accumulate or wide or factor != 1.0  # of those that are written alike, fewer forms
+    form = options(2, out.element_size(), None, over_rows=True, accumulate=accumulate, factor=scaled)
     function = nvrtc.kernel(source_text(2, "over_rows"), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
     launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
@@ -170,13 +175,14 @@ def shared_bytes(tiles: Tiles, experts: int, *, blocks: bool = False) -> int:
 def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
     blocks: bool = False, biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,
-    away: bool = False,
+    away: bool = False, accumulate: bool = False, factor: bool = False,
 ) -> tuple[str, ...]:  # fmt: skip
     """What `source_text` is compiled with."""
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
     given |= {"CHANNELS": int(channels), "BLOCKS": int(blocks), "BIASED": int(biased)}
     given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather), "AWAY": int(away)}
+    given |= {"ACCUMULATE": int(accumulate), "FACTOR": int(factor)}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 

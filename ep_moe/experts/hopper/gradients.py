@@ -34,6 +34,7 @@ from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
 from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2
 from ep_moe.types import capturing
+from ep_moe.weights.main_grads import GradientOut
 
 _ROUTES = 1024  # that a program numbers
 _UNCOUNTED = 64 << 20  # bytes of the first product's results, up to which there is room for all pairs that could be
@@ -91,7 +92,8 @@ class Routes:
 
 @dataclass(frozen=True)
 class Gradients:
-    """x: [N, H]; weights: float32 [N, K]; stored: of matrices and biases by name, None where they were not wanted."""
+    """x: [N, H]; weights: float32 [N, K]; stored: of matrices and biases by name, None where they were not wanted, or
+    written elsewhere."""
 
     x: Tensor
     weights: Tensor
@@ -136,17 +138,23 @@ class TrainedStep:
 
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None,
-        wanted: Mapping[str, bool],
+        wanted: Mapping[str, bool], into: Mapping[str, GradientOut] | None = None,
     ) -> Gradients:  # fmt: skip
         """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again;
-        wanted: by name, whether a matrix or bias learns"""
+        wanted: by name, whether a matrix or bias learns; into: where gradients of some of these are written"""
         slots, hidden, inner = self.w2.shape
         named = {"w13": self.w13, "w2": self.w2, "w13_bias": self.w13_bias, "w2_bias": self.w2_bias}
         stored = {name: tensor for name, tensor in named.items() if tensor is not None}
-        found = {name: torch.empty_like(tensor) if wanted[name] else None for name, tensor in stored.items()}
+        into = into or {}
+        made = {n: torch.empty_like(t) for n, t in stored.items() if wanted[n] and n not in into}
+        outs = {name: GradientOut(out) for name, out in made.items()} | dict(into)
+        found = {name: made.get(name) for name in stored}
         dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
         if routes.count == 0:
-            return Gradients(dx.zero_(), dweights, {n: None if t is None else t.zero_() for n, t in found.items()})
+            for out in outs.values():
+                if not out.accumulate:
+                    out.out.zero_()
+            return Gradients(dx.zero_(), dweights, found)
         if h is None:
             h = self._first(x, routes)
         rows, numbers = routes.gather(grad, x.new_empty(routes.count, hidden)), routes.numbers()
@@ -158,17 +166,17 @@ class TrainedStep:
         )  # fmt: skip
         if self.w2_bias is not None:
             kernels.add_dots(rows, self.w2_bias, numbers, dweights, routes.ends, launch=self.launch)
-        if (out := found.get("w2_bias")) is not None:
-            kernels.sum_rows(rows, routes.ends, out, numbers, weights, launch=self.launch)
-        if (out := found["w2"]) is not None:
-            weight_gradient(rows, da, routes.ends, out, spare_sms=self.spare_sms)
+        if "w2_bias" in outs:
+            _sum_rows(rows, routes, outs["w2_bias"], numbers, weights)
+        if "w2" in outs:
+            weight_gradient(rows, da, routes.ends, *outs["w2"], spare_sms=self.spare_sms)
         del da, rows
-        if (out := found.get("w13_bias")) is not None:
-            kernels.sum_rows(dh, routes.ends, out, launch=self.launch)
+        if "w13_bias" in outs:
+            _sum_rows(dh, routes, outs["w13_bias"])
         rows = self._product(dh, self.w13, routes, turned=True)
         routes.sum(rows, None, dx)
-        if (out := found["w13"]) is not None:
-            weight_gradient(dh, routes.gather(x, rows), routes.ends, out, spare_sms=self.spare_sms)
+        if "w13" in outs:
+            weight_gradient(dh, routes.gather(x, rows), routes.ends, *outs["w13"], spare_sms=self.spare_sms)
         return Gradients(dx, dweights, found)
 
     def _first(self, x: Tensor, routes: Routes) -> Tensor:
@@ -211,6 +219,19 @@ class TrainedStep:
         both = RowScales(row_scales, scales)
         grouped_gemm(rows, numbers, routes.ends, out, tiles, spare_sms=self.spare_sms, scales=both, bias=bias)
         return out
+
+
+def _sum_rows(
+    rows: Tensor, routes: Routes, to: GradientOut, numbers: Tensor | None = None, weights: Tensor | None = None
+) -> None:
+    """`kernels.sum_rows`, for a bias. Biases are small: what is not written as it is takes torch's operators."""
+    out, accumulate, factor = to
+    if not accumulate and factor == 1:
+        kernels.sum_rows(rows, routes.ends, out, numbers, weights, launch=routes.launch)
+        return
+    total = torch.empty_like(out, dtype=torch.float32)
+    kernels.sum_rows(rows, routes.ends, total, numbers, weights, launch=routes.launch)
+    out.add_(total, alpha=factor) if accumulate else out.copy_(total.mul_(factor))
 
 
 def _rounded(x: Tensor, rows: int, slots: Tensor | None, counts: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -27,8 +27,8 @@ RATES = Rates(copy=4e12, bf16=800e12, fp8=1500e12)
 OPTIONS = Options(transports=("nvlink_p2p", "allgather", "torch_a2a", "local"), by_hand=("eager",), steps=1)
 
 
-def layers(context: EPContext, *, tokens: int = 6, config: MoEConfig = CONFIG, exact: bool = False) -> list[Line]:
-    options = dataclasses.replace(OPTIONS, exact=exact)
+def layers(context: EPContext, *, tokens: int = 6, config: MoEConfig = CONFIG, **asked: bool) -> list[Line]:
+    options = dataclasses.replace(OPTIONS, **asked)
     ((_, _, lines, _),) = train.layer_lines(context, "m", config, [tokens], options, RATES)
     return train_report.compared(lines)
 
@@ -87,15 +87,16 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
         p2p_on_cpu(),
         EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=8) as context,
     ):
-        lines = layers(context, exact=True)
+        lines = layers(context, exact=True, main_grad=True)
         alone = train.experts_lines(context, "m", CONFIG, [32], OPTIONS, RATES)
     names = [(line.owner, line.name) for line in lines]
     assert names[0][0] == "ours"
     assert names[0][1].endswith(", auto")
     assert names[-1] == ("by hand", "eager")
     assert names[-2][1].endswith(", exact")
+    assert names[-3][1].endswith(", main_grad")
     for transport in ("nvlink_p2p", "allgather", "torch_a2a"):
-        assert len([name for _, name in names[:-2] if f"+ {transport}" in name]) == 1, "once, as auto or by its name"
+        assert len([name for _, name in names[:-3] if f"+ {transport}" in name]) == 1, "once, as auto or by its name"
     assert not [name for _, name in names if "local" in name], "it cannot serve two ranks, and takes no other with it"
     assert [line.owner for line in alone] == ["ours", "by hand"]
     assert [line.rows for line in alone] == [32, 32]

@@ -112,6 +112,16 @@ def test_products_of_training_compile_for_hopper_without_a_word(mode):
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out_bytes", [2, 4])
+def test_gradients_into_buffers_compile_for_hopper_without_a_word(out_bytes, accumulate):
+    form = gemm_grouped.options(2, out_bytes, None, over_rows=True, accumulate=accumulate, factor=True)
+    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(2, "over_rows"), form)
+    assert 0 < len(binary) < 100 * 1024
+    assert words == ""
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize(("itemsize", "scaled"), [(2, {}), (2, {"biased": True}), (1, {}), (1, CHANNELS)])
 def test_rows_that_go_home_compile_for_hopper_without_a_word(itemsize, scaled):
     form = gemm_grouped.options(itemsize, 2, None, away=True, **scaled)

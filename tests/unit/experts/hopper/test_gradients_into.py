@@ -1,0 +1,85 @@
+"""What the training step tells its kernels of buffers that gradients are written into. What these give: tests/gpu."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+from ep_moe import MoEConfig
+from ep_moe.experts.hopper import gradients
+from ep_moe.experts.hopper.gemm_grouped import weight_gradient
+from ep_moe.experts.hopper.gradients import Routes, TrainedStep
+from ep_moe.weights.main_grads import GradientOut
+
+SLOTS, HIDDEN, INNER, ROWS = 3, 64, 128, 5
+NAMES = ("w13", "w2", "w13_bias", "w2_bias")
+
+
+@contextlib.contextmanager
+def without_kernels():
+    """Yields the products of weights' gradients. Sums of biases' rows are ones."""
+
+    def ones(rows, ends, out, *_):
+        out.fill_(1.0)
+
+    product = mock.create_autospec(weight_gradient)
+    kernels = mock.MagicMock()
+    kernels.sum_rows.side_effect = ones
+    rows = mock.patch.multiple(Routes, gather=lambda _, x, out: out, numbers=mock.DEFAULT, sum=mock.DEFAULT)
+    with (
+        rows,
+        mock.patch.multiple(gradients, kernels=kernels, weight_gradient=product),
+        mock.patch.object(TrainedStep, "_product", lambda _, x, w, *__, **___: x.new_empty(len(x), w.shape[2])),
+    ):
+        yield product
+
+
+def backward(count, wanted, into=None):
+    config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=SLOTS, top_k=1)
+    w13, w2 = torch.zeros(SLOTS, 2 * INNER, HIDDEN), torch.zeros(SLOTS, HIDDEN, INNER)
+    step = TrainedStep(config, w13, w2, torch.zeros(SLOTS, 2 * INNER), torch.zeros(SLOTS, HIDDEN))
+    ids = torch.zeros(ROWS, 1, dtype=torch.int32)
+    routes = Routes(ids, ids, torch.zeros(SLOTS, dtype=torch.int32), ids, count)
+    x, h = torch.zeros(ROWS, HIDDEN), torch.zeros(count, 2 * INNER)
+    return step.backward(x, x, torch.ones(ROWS, 1), routes, h, dict.fromkeys(NAMES, wanted), into)
+
+
+def buffers(accumulate):
+    shapes = {"w13": (2 * INNER, HIDDEN), "w2": (HIDDEN, INNER), "w13_bias": (2 * INNER,), "w2_bias": (HIDDEN,)}
+    return {name: GradientOut(torch.full((SLOTS, *s), 2.0), accumulate, 0.5) for name, s in shapes.items()}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_products_write_into_buffers(accumulate):
+    into = buffers(accumulate)
+    with without_kernels() as product:
+        found = backward(ROWS, False, into)
+    assert found.stored == dict.fromkeys(found.stored)
+    given = {id(call.args[3]): call.args[4:] for call in product.call_args_list}
+    assert given == {id(into[name].out): (accumulate, 0.5) for name in ("w2", "w13")}
+    for name in ("w13_bias", "w2_bias"):
+        assert (into[name].out == (2.5 if accumulate else 0.5)).all(), name
+
+
+def test_products_write_new_tensors_without_buffers():
+    with without_kernels() as product:
+        found = backward(ROWS, True)
+    assert [call.args[4:] for call in product.call_args_list] == [(False, 1.0)] * 2
+    assert {id(call.args[3]) for call in product.call_args_list} == {id(found.stored[name]) for name in ("w2", "w13")}
+    assert (found.stored["w2_bias"] == 1).all()
+    with without_kernels() as product:
+        found = backward(ROWS, False)
+    assert not product.called
+    assert found.stored == dict.fromkeys(found.stored)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_rank_without_rows(accumulate):
+    into = buffers(accumulate)
+    with without_kernels() as product:
+        backward(0, False, into)
+    assert not product.called
+    assert all((out.out == (2.0 if accumulate else 0.0)).all() for out in into.values())
