@@ -285,7 +285,6 @@ class CallGradients:
     def back(self, gradients: list[Tensor | None]) -> None:
         """gradients: by name, None where nothing came, or a kernel has written it"""
         if self._written:
-            self._written = False
             return
         weights = self._main._weights
         self.wanted()

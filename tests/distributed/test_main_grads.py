@@ -204,6 +204,21 @@ def test_what_begins_anew(kernel, parallel, world_size):
 
 
 @distributed(2)
+@pytest.mark.parametrize("main_dtype", [None, torch.float32])
+def test_pieces_of_experts_that_are_converted_keep_their_gradients(main_dtype, world_size):
+    """With etp their parameters are made anew."""
+    with EPContext.from_groups(P(dp=2, ep=1, etp=2), device=rank_device(), deadline_s=30) as context:
+        layers = pair(context, main_dtype, torch.bfloat16)
+        backward(layers, rows(context, 0, torch.bfloat16))
+        for layer in layers:
+            layer.float()
+        backward(layers, rows(context, 1))
+        ordinary, ours = grads(layers[0]), grads(layers[1], "grad" if main_dtype is None else "main_grad")
+        for name, wanted in ordinary.items():
+            assert torch.equal(local(ours[name]), local(wanted)), name
+
+
+@distributed(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_sums_of_bf16_gradients(kernel, world_size):
     """Each call's gradient is rounded to bf16 by `reference`, and nothing after that."""
