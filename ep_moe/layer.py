@@ -217,12 +217,17 @@ class MoELayer(LayerParts):
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
             passed = _passed(rows, routing, mask, self._replayed)
             call = flow.enter(len(rows), None, rows.device, passed, gradients=gradients)
-            local, gathered = flow.local_tokens(rows, call), flow.etp_gather(rows, call)
-            to_router = gathered
+            padding = self._hidden_padding(mask)
+            tokens = rows if padding is None else rows.masked_fill(padding, 0)
+            local, gathered = flow.local_tokens(rows, call), flow.etp_gather(tokens, call)
+            to_router, own = gathered, local if padding is None else flow.local_tokens(tokens, call)
             if self.exact:  # with etp = 1 these are the same rows
                 to_router, gathered, local = three_ways(local)
+                if padding is not None:
+                    cut = flow.local_tokens(padding, call)
+                    to_router, gathered = to_router.masked_fill(cut, 0), gathered.masked_fill(cut, 0)
             with self._stage("route"):
-                routed = self._route(to_router, local, call, routing)
+                routed = self._route(to_router, own, call, routing)
                 gathered, routed = self._weigh_input(gathered, routed)
             with self._stage("place"):
                 placed = self.placement(routed, flow.mask(mask, rows, call)) if isinstance(routed, Routing) else routed
@@ -247,6 +252,13 @@ class MoELayer(LayerParts):
             text = f"{shape.described}, expert_map={expert_map.digest}"
             self._carried_last = shape, expert_map, text
         return text
+
+    def _hidden_padding(self, mask: TokenMask | None) -> Tensor | None:
+        """Rows that router and experts see as zeros, [T, 1]; None where there are none. What padding holds, perhaps NaN,
+        is then in no gradient: autograd multiplies it with zeros."""
+        if mask is None or mask.sent or self._logit_taps or not torch.is_grad_enabled():
+            return None
+        return ~mask.tokens.reshape(-1, 1)
 
     def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
         """What a call is differentiated by, where more ranks than the EP group must go backward together."""

@@ -4,7 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import EPContext, InputError, MoEConfig, MoELayer, ParallelConfig
+from ep_moe import (
+    EPContext,
+    ExpertsOptions,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    RoutingConfig,
+    RoutingMethod,
+)
 from ep_moe.integrations.model_hooks import tokens_of
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
 from ep_moe.testing import distributed, rank_device
@@ -109,6 +118,40 @@ def test_masked_gradients_are_those_of_the_tokens(world_size):
             torch.testing.assert_close(
                 p.grad, q.grad, rtol=BOUND, atol=BOUND * float(q.grad.abs().max()), msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+ROUTINGS = {
+    "own": MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2),
+    "weight_on_input": MoEConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_experts=8,
+        top_k=1,
+        routing=RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True),
+    ),
+}
+
+
+@distributed(1, 2, 4)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_padding_that_is_no_number_is_in_no_gradient(name, world_size):
+    """Against the same call on zeros: the rows of padding reach nothing, and so the same bits are due."""
+    for sizes in LAYOUTS.get(world_size, [{}]):
+        for exact in (False, True) if "etp" not in sizes else (False,):
+            with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+                options = ExpertsOptions(exact=True) if exact else None
+                layer = fill(MoELayer(ROUTINGS[name], context, options=options))
+                x, mask = batch_and_mask(context)
+                padding = torch.zeros(6, dtype=torch.bool, device=x.device) if mask is None else ~mask
+                found = []
+                for number in (0.0, torch.nan):
+                    given = x.masked_fill(padding.unsqueeze(1), number).requires_grad_()
+                    out = layer(given, mask)
+                    out.square().sum().backward()
+                    found.append([out.detach(), given.grad, *(p.grad for p in layer.parameters())])
+                    layer.zero_grad()
+                for wanted, other in zip(*found, strict=True):
+                    assert torch.equal(other, wanted), f"{sizes} exact={exact}"
 
 
 def padded(layout):
