@@ -74,7 +74,8 @@ class RankChecks:
                 f"get gradients of ranks {', '.join(map(str, sorted(layout.group('stage'))))}; give it a process_group "
                 f"of these"
             )
-        layer.expert_weights.gradient_sum.divisor = layout.token_ranks  # as it does with dense ones
+        with torch.no_grad():  # as it does with dense ones, of calls before it too
+            layer.expert_weights.gradient_sum.divide(layout.token_ranks)
         self._wrapper = weakref.ref(wrapper)
         return None
 

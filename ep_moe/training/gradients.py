@@ -129,12 +129,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     if not wrapped:
         compare_ranks(model, context, "sync_gradients")
     for weights in expert_weights_of(model):
-        gradients_of = weights.gradient_sum
-        if gradients_of.divisor != layout.token_ranks:
-            for parameter in weights.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(gradients_of.divisor / layout.token_ranks)
-            gradients_of.divisor = layout.token_ranks
+        weights.gradient_sum.divide(layout.token_ranks)
     if not wrapped:
         _average(model, context)
     if layout.stage > 1:

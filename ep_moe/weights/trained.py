@@ -77,6 +77,14 @@ class GradientSum:
                     f"cannot be summed there; give that rank an expert to train"
                 )
 
+    def divide(self, ranks: int) -> None:
+        """Have backward divide by this from now on, and divide the gradients that are here by the same."""
+        if self.divisor != ranks:
+            for parameter in self._weights.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(self.divisor / ranks)
+            self.divisor = ranks
+
     def meet(self, *, sums: bool) -> None:
         """Take part in the peers' sums over copies where none of this rank's experts learns, and so `__call__` is not
         reached. Collective over the EP group. sums: whether it will be, in the backward that begins"""
