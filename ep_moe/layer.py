@@ -254,8 +254,8 @@ class MoELayer(LayerParts):
         return text
 
     def _hidden_padding(self, mask: TokenMask | None) -> Tensor | None:
-        """Rows that router and experts see as zeros, [T, 1]; None where there are none. What padding holds is then in no
-        gradient: autograd multiplies it with zeros, and it may be NaN."""
+        """Rows that router and experts see as zeros, [T, 1]; None where there are none. What padding holds, perhaps
+        NaN, is then in no gradient: autograd would multiply it with zeros."""
         if mask is None or mask.sent or self._logit_taps or not torch.is_grad_enabled():
             return None
         return ~mask.tokens.reshape(-1, 1)

@@ -380,23 +380,3 @@ def test_a_rank_without_rows_has_zeros(world_size):
         for parameter in layer.expert_weights.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
-
-
-@distributed(2, deadline_s=60)
-def test_a_call_before_the_wrapper_counts_as_those_through_it(world_size):
-    """As DDP averages what a parameter's gradient had before it."""
-    with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=20) as context:
-        found = []
-        for early in (True, False):
-            model = made(context)
-            own = [batch(step).chunk(2)[context.layout.dp_rank].to(context.device) for step in range(2)]
-            if early:
-                loss_of(model, own[0]).backward()
-            wrapped = DistributedDataParallel(training.exclude_experts(model))
-            if not early:
-                with wrapped.no_sync():
-                    loss_of(wrapped, own[0]).backward()
-            loss_of(wrapped, own[1]).backward()
-            found.append([parameter.grad for parameter in model.parameters()])
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other)  # the same sums, divided before or after
