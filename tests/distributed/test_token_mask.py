@@ -198,6 +198,23 @@ def test_padding_of_a_model(family, world_size):
                 assert routes(model, context.layout) == [tokens + 9 * context.layout.dp] * 2, cache
 
 
+@distributed(1, 2)
+def test_generation_goes_on_from_padding_on_the_right_as_transformers_does(world_size):
+    quiet()
+    plain = tiny_model("qwen3_moe").to(rank_device())
+    for sizes in [{"dp": 2}, {"tp": 2}] if world_size == 2 else [{}]:
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context, torch.no_grad():
+            model = expert_parallel(tiny_model("qwen3_moe").to(rank_device()), context)
+            ids, mask = padded(context.layout)
+            mask = mask.flip(1)
+            for more in ({}, {"synced_gpus": False}):
+                how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **more}
+                expected, found = (m.generate(ids, attention_mask=mask, **how) for m in (plain, model))
+                assert torch.equal(found, expected), sizes
+            dp = context.layout.dp
+            assert routes(model, context.layout) == [2 * (21 + 27 * (dp - 1) + 9 * dp)] * 2, "padding is not counted"
+
+
 @distributed(2)
 def test_padding_in_training_is_computed_and_not_counted(world_size):
     """The whole of transformers' numbers, those of padding too; with activation checkpointing once."""
