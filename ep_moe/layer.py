@@ -24,6 +24,7 @@ from ep_moe.execution.layer_checks import (
     chosen_problem,
     mask_problem,
     refuse_tracing,
+    routing_without_class,
 )
 from ep_moe.execution.routing_replay import Replay
 from ep_moe.experts.base import Experts
@@ -39,7 +40,7 @@ from ep_moe.parallel.rank_group import NO_GRADIENTS
 from ep_moe.parallel.token_flow import Share
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.runtime.devices import aligned, elsewhere, on_device
+from ep_moe.runtime.devices import aligned, elsewhere, on_device, without_class
 from ep_moe.runtime.profiling import stage
 from ep_moe.selection.backend_table import TableEntry, returns_routes
 from ep_moe.selection.tuned import Kernel
@@ -154,6 +155,10 @@ class MoELayer(LayerParts):
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
         self._checks.forwards += 1  # an attribute of a Module takes the host three calls of Python
+        if type(x) is not Tensor:
+            x = without_class(x)
+        if routing is not None and type(getattr(routing, "weights", None)) is not Tensor:
+            routing = routing_without_class(routing)
         if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
             refuse_tracing(self)
         try:
