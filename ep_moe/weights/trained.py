@@ -268,8 +268,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if weights.trained:
             raise ConfigError(
                 "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
-                "experts moved since (load_state_dict of another expert map, EPLB), and the layer made others; make "
-                "the optimizer after load_state_dict, and load its state then"
+                "experts moved since (load_state_dict of another expert map, EPLB), or the layer was converted with "
+                "etp > 1 (.to, .half), and made others; make the optimizer afterwards, and load its state then"
             )
 
 
