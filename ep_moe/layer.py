@@ -269,7 +269,7 @@ class MoELayer(LayerParts):
         """What a call is differentiated by, where more ranks than the EP group must go backward together."""
         if routing is not None:
             return {"x": rows, "routing.weights": routing.weights}
-        return {"x": rows, "router.weight": self.router.weight} if isinstance(self.router, Router) else {"x": rows}
+        return {"x": rows, "router.weight": self.router.held_weight} if isinstance(self.router, Router) else {"x": rows}
 
     def _route(self, rows: Tensor, local: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
         """Of the rows of `etp_gather`. Where these come from other ranks, each rank routes its `local` tokens."""

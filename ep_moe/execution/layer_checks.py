@@ -74,8 +74,7 @@ class RankChecks:
                 f"get gradients of ranks {', '.join(map(str, sorted(layout.group('stage'))))}; give it a process_group "
                 f"of these"
             )
-        with torch.no_grad():  # as it does with dense ones, of calls before it too
-            layer.expert_weights.gradient_sum.divide(layout.token_ranks)
+        layer.expert_weights.gradient_sum.divide(layout.token_ranks)  # as it does with dense ones
         self._wrapper = weakref.ref(wrapper)
         return None
 
@@ -200,11 +199,12 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
 
 def _router_problem(router: Any, x: Tensor) -> str | None:
     """None, or that a router of ours was converted without its layer, or the other way round."""
-    if type(router) is not Router or router.config.float32_logits or router.weight.dtype == x.dtype:
+    if type(router) is not Router or router.config.float32_logits or router.held_weight.dtype == x.dtype:
         return None
+    wanted, found = dtype_name(x.dtype), dtype_name(router.held_weight.dtype)
     return (
-        f"router.weight must be {dtype_name(x.dtype)} as the layer is, got {dtype_name(router.weight.dtype)}; convert "
-        f"the layer as a whole, or set RoutingConfig.float32_logits=True, which computes logits in float32"
+        f"router.weight must be {wanted} as the layer is, got {found}; convert the layer as a whole, or set "
+        f"RoutingConfig.float32_logits=True, which computes logits in float32"
     )
 
 

@@ -101,8 +101,7 @@ def fully_shard(
     compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
-        with torch.no_grad():
-            gradients.divide(layout.token_ranks)
+        gradients.divide(layout.token_ranks)
         cut = shard_experts and gradients.replicas.size > 1 and weights.named and not weights.expert_map.num_redundant
         if not cut or weights.etp.size > 1:
             continue

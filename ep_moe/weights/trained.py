@@ -77,6 +77,7 @@ class GradientSum:
                     f"cannot be summed there; give that rank an expert to train"
                 )
 
+    @torch.no_grad()
     def divide(self, ranks: int) -> None:
         """Have backward divide by this from now on, and divide the gradients that are here by the same."""
         if self.divisor != ranks:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
 from ep_moe import (
     Activation,
@@ -278,3 +279,28 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named(world_size):
             assert "rank 0 is in 'sync_gradients', rank 1 in 'moe0'" in text.replace(
                 "clip_grad_norm_", "sync_gradients"
             )
+
+
+class Counted(torch.nn.Module):
+    """A parametrization that is not the same each time it is asked, as spectral_norm's."""
+
+    calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight
+
+
+@distributed(1, 2)
+def test_a_call_runs_the_parametrization_of_a_router_once(world_size):
+    for sizes in [{"dp": 2}, {"tp": 2}] if world_size == 2 else [{}]:
+        with EPContext.from_groups(P(**sizes), device=rank_device(), deadline_s=20) as context:
+            layer, counted = fill(MoELayer(FLOAT, context)), Counted()
+            parametrize.register_parametrization(layer.router, "weight", counted)
+            x = integer_rows(3, 16, 0).to(context.device)
+            layer(x)
+            for number in range(2):
+                counted.calls = 0
+                with torch.set_grad_enabled(bool(number)):
+                    layer(x)
+                assert counted.calls == 1, sizes
