@@ -24,6 +24,7 @@ from ep_moe.execution.layer_checks import (
     chosen_problem,
     mask_problem,
     refuse_tracing,
+    routing_without_class,
 )
 from ep_moe.execution.routing_replay import Replay
 from ep_moe.experts.base import Experts
@@ -39,7 +40,7 @@ from ep_moe.parallel.rank_group import NO_GRADIENTS
 from ep_moe.parallel.token_flow import Share
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.runtime.devices import aligned, elsewhere, on_device
+from ep_moe.runtime.devices import aligned, elsewhere, on_device, without_class
 from ep_moe.runtime.profiling import stage
 from ep_moe.selection.backend_table import TableEntry, returns_routes
 from ep_moe.selection.tuned import Kernel
@@ -154,6 +155,10 @@ class MoELayer(LayerParts):
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
         self._checks.forwards += 1  # an attribute of a Module takes the host three calls of Python
+        if type(x) is not Tensor:
+            x = without_class(x)
+        if routing is not None and type(getattr(routing, "weights", None)) is not Tensor:
+            routing = routing_without_class(routing)
         if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
             refuse_tracing(self)
         try:
@@ -217,12 +222,17 @@ class MoELayer(LayerParts):
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
             passed = _passed(rows, routing, mask, self._replayed)
             call = flow.enter(len(rows), None, rows.device, passed, gradients=gradients)
-            local, gathered = flow.local_tokens(rows, call), flow.etp_gather(rows, call)
-            to_router = gathered
+            padding = self._hidden_padding(mask)
+            tokens = rows if padding is None else rows.masked_fill(padding, 0)
+            local, gathered = flow.local_tokens(rows, call), flow.etp_gather(tokens, call)
+            to_router, own = gathered, local if padding is None else flow.local_tokens(tokens, call)
             if self.exact:  # with etp = 1 these are the same rows
                 to_router, gathered, local = three_ways(local)
+                if padding is not None:
+                    cut = flow.local_tokens(padding, call)
+                    to_router, gathered = to_router.masked_fill(cut, 0), gathered.masked_fill(cut, 0)
             with self._stage("route"):
-                routed = self._route(to_router, local, call, routing)
+                routed = self._route(to_router, own, call, routing)
                 gathered, routed = self._weigh_input(gathered, routed)
             with self._stage("place"):
                 placed = self.placement(routed, flow.mask(mask, rows, call)) if isinstance(routed, Routing) else routed
@@ -248,11 +258,18 @@ class MoELayer(LayerParts):
             self._carried_last = shape, expert_map, text
         return text
 
+    def _hidden_padding(self, mask: TokenMask | None) -> Tensor | None:
+        """Rows that router and experts see as zeros, [T, 1]; None where there are none. What padding holds, perhaps
+        NaN, is then in no gradient: autograd would multiply it with zeros."""
+        if mask is None or mask.sent or self._logit_taps or not torch.is_grad_enabled():
+            return None
+        return ~mask.tokens.reshape(-1, 1)
+
     def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
         """What a call is differentiated by, where more ranks than the EP group must go backward together."""
         if routing is not None:
             return {"x": rows, "routing.weights": routing.weights}
-        return {"x": rows, "router.weight": self.router.weight} if isinstance(self.router, Router) else {"x": rows}
+        return {"x": rows, "router.weight": self.router.held_weight} if isinstance(self.router, Router) else {"x": rows}
 
     def _route(self, rows: Tensor, local: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
         """Of the rows of `etp_gather`. Where these come from other ranks, each rank routes its `local` tokens."""

@@ -313,14 +313,25 @@ class Dispatcher(DeclaredTransport, ABC):
             raise InputError(f"routing.ids must be -1 or {experts} in range, got ids out of range: {found}")
 
 
+def kind_problem(name: str, tensor: Tensor) -> str | None:
+    """None, or that a tensor is of a kind whose memory holds other things than its rows."""
+    if tensor.is_nested:
+        return f"{name} must be dense, got a nested tensor; pass torch.cat({name}.unbind()), the rows of all sequences"
+    if tensor.layout is not torch.strided:
+        return f"{name} must be dense, got {tensor.layout}; pass {name}.to_dense()"
+    if type(tensor) is not Tensor and not torch.compiler.is_compiling() and hasattr(tensor, "placements"):
+        return f"{name} must be this rank's own rows, got a DTensor; pass {name}.to_local()"
+    return None
+
+
 def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str | None:
     """What is wrong with the shapes, dtypes or devices of a routing for x [T, H]."""
     expected = [x.shape[0], top_k]
     for name, tensor in (("ids", ids), ("weights", weights)):
         if not isinstance(tensor, Tensor):
             return f"routing.{name} must be a Tensor, got {type(tensor).__name__}"
-        if tensor.layout is not torch.strided:
-            return f"routing.{name} must be dense, got {tensor.layout}; pass .to_dense()"
+        if (problem := kind_problem(f"routing.{name}", tensor)) is not None:
+            return problem
         if list(tensor.shape) != expected:
             return f"routing.{name} must be [T, K] = {expected}, got {list(tensor.shape)}"
         if tensor.device != x.device:

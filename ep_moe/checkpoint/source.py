@@ -57,6 +57,7 @@ def our_name(name: str, names: Container[str]) -> str:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_POINTER = b"version https://git-lfs"
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -202,7 +203,9 @@ class CheckpointSource(TensorSource):
         elif (self.folder / SINGLE).is_file():
             files = dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
         else:
-            raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; give the folder of a checkpoint")
+            pickled = sorted(path.name for path in self.folder.glob("pytorch_model*.bin*"))
+            remedy = f"save {pickled[0]} as safetensors" if pickled else "give the folder of a checkpoint"
+            raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; {remedy}")
         where = {ours: (files[name], name) for ours, name in renamed(files, self._called, self.origin).items()}
         for file in set(files.values()):
             file_inside(self.folder, file)
@@ -220,7 +223,10 @@ class CheckpointSource(TensorSource):
             try:
                 self._open[file] = safe_open(path, framework="pt")
             except Exception as error:
-                raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from error
+                with path.open("rb") as opened:
+                    pointer = opened.read(len(_POINTER)) == _POINTER
+                why = "it is a pointer of Git LFS; run git lfs pull in the folder" if pointer else error
+                raise CheckpointError(f"{path} is not a readable safetensors file: {why}") from error
             if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
                 warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
         return self._open[file]

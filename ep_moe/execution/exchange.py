@@ -27,7 +27,7 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.experts.base import Experts, Kept, begin_backward, call_gradients
+from ep_moe.experts.base import Experts, Kept, begin_backward, call_gradients, version_of
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.profiling import stage
@@ -286,6 +286,7 @@ class _TrainedExchange(Function):
         y, saved = experts.compute_saving(own)
         out = transports.rows.combine(y, received.handle)
         ctx.transports, ctx.experts, ctx.names = transports, experts, names
+        ctx.version = version_of(experts.weights)
         ctx.kept = Kept(own, saved, dict(zip(names, stored, strict=True)), call_gradients(experts))
         ctx.save_for_backward(ids, weights, *ctx.kept.tensors)
         del ctx.kept.tensors
@@ -298,7 +299,7 @@ class _TrainedExchange(Function):
         rows, narrow_rows, bound = ctx.transports.rows, ctx.transports.weights, ctx.transports.bound
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[7:], strict=True))
-        begin_backward(ctx.experts.weights, learns=any(wanted.values()))
+        begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
         received = rows.dispatch(grad.contiguous(), routing, max_tokens=bound)
         found = ctx.kept.gradients(ctx.experts, tuple(kept), received.x, wanted)
         dx = rows.combine(found.x, received.handle)

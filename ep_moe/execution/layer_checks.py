@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
-from ep_moe.all2all.base import Dispatcher, routing_problem
+from ep_moe.all2all.base import Dispatcher, kind_problem, routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
@@ -24,7 +24,7 @@ from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
-from ep_moe.runtime.devices import with_index
+from ep_moe.runtime.devices import with_index, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 
 _WRAPPED = (
@@ -74,7 +74,7 @@ class RankChecks:
                 f"get gradients of ranks {', '.join(map(str, sorted(layout.group('stage'))))}; give it a process_group "
                 f"of these"
             )
-        layer.expert_weights.gradient_sum.divisor = layout.token_ranks  # as it does with dense ones
+        layer.expert_weights.gradient_sum.divide(layout.token_ranks)  # as it does with dense ones
         self._wrapper = weakref.ref(wrapper)
         return None
 
@@ -201,11 +201,12 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
 
 def _router_problem(router: Any, x: Tensor) -> str | None:
     """None, or that a router of ours was converted without its layer, or the other way round."""
-    if type(router) is not Router or router.config.float32_logits or router.weight.dtype == x.dtype:
+    if type(router) is not Router or router.config.float32_logits or router.held_weight.dtype == x.dtype:
         return None
+    wanted, found = dtype_name(x.dtype), dtype_name(router.held_weight.dtype)
     return (
-        f"router.weight must be {dtype_name(x.dtype)} as the layer is, got {dtype_name(router.weight.dtype)}; convert "
-        f"the layer as a whole, or set RoutingConfig.float32_logits=True, which computes logits in float32"
+        f"router.weight must be {wanted} as the layer is, got {found}; convert the layer as a whole, or set "
+        f"RoutingConfig.float32_logits=True, which computes logits in float32"
     )
 
 
@@ -320,8 +321,8 @@ def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, 
         return "the layer is on the meta device; call to_empty(device=...) and load weights first"
     if device != home:
         return f"the layer is on {device} and its EPContext on {home}; move it there with layer.to({str(home)!r})"
-    if x.layout is not torch.strided:
-        return f"x must be dense, got {x.layout}; pass x.to_dense()"
+    if (problem := kind_problem("x", x)) is not None:
+        return problem
     if x.dim() < 1 or x.shape[-1] != hidden:
         return f"x must be [..., {hidden}] (hidden_size), got {list(x.shape)}"
     if x.dtype != dtype:
@@ -336,6 +337,8 @@ def mask_problem(mask: TokenMask, x: Tensor) -> str | None:
     tokens, sizes = mask.tokens, list(x.shape[:-1])
     if not isinstance(tokens, Tensor):
         return f"mask must be a Tensor, got {type(tokens).__name__}"
+    if (problem := kind_problem("mask", tokens)) is not None:
+        return problem
     if tokens.dtype != torch.bool:
         return f"mask must be bool, True for a token, got {dtype_name(tokens.dtype)}; pass mask != 0"
     if list(tokens.shape) != sizes:
@@ -343,6 +346,12 @@ def mask_problem(mask: TokenMask, x: Tensor) -> str | None:
     if tokens.device != x.device:
         return f"mask must be on {x.device} as x is, got {tokens.device}"
     return None
+
+
+def routing_without_class(routing: Any) -> Any:
+    if not isinstance(routing, Routing):
+        return routing
+    return Routing(without_class(routing.ids), without_class(routing.weights), without_class(routing.logits))
 
 
 def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:

@@ -16,10 +16,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ep_moe.config import MoEConfig
+from ep_moe.errors import InputError
 from ep_moe.experts.capabilities import ExpertsCapabilities as ExpertsCapabilities
 from ep_moe.experts.capabilities import ExpertsOptions as ExpertsOptions
 from ep_moe.experts.capabilities import KernelCapabilities as KernelCapabilities
 from ep_moe.experts.layouts import as_rank_major, localized, widened
+from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.gpus import GPU, compute_capability
@@ -325,17 +327,40 @@ class _Attached(Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: ExpertWeights, learns: bool, *others: Tensor) -> Tensor:
-        ctx.weights, ctx.learns, ctx.others = weights, learns, len(others)
+        ctx.weights, ctx.learns, ctx.others, ctx.version = weights, learns, len(others), version_of(weights)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        begin_backward(ctx.weights, learns=ctx.learns)
+        begin_backward(ctx.weights, ctx.version, learns=ctx.learns)
         return (grad, None, None, *[None] * ctx.others)
 
 
-def begin_backward(weights: ExpertWeights, *, learns: bool) -> None:
-    """First in the backward of a call, in each kind of node that stands for its experts. learns: one of them does"""
+Version = tuple[ExpertMap, int]
+
+
+def version_of(weights: ExpertWeights) -> Version:
+    """Which experts the slots hold, and how often they were written by us: alike on all ranks."""
+    return weights.expert_map, weights.updates
+
+
+def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) -> None:
+    """First in the backward of a call, in each kind of node that stands for its experts.
+
+    version: of the weights in forward. Kernels that write in place leave no trace that autograd looks for
+    learns: one of the experts does
+    """
+    if version != version_of(weights):
+        moved = version[0] != weights.expert_map
+        what = (
+            "experts moved (ExpertBalancer.step, load_state_dict of another expert map)"
+            if moved
+            else ("expert weights were written (update_expert, load_state_dict, load_weights)")
+        )
+        raise InputError(
+            f"{what} between the forward and the backward of a call, whose gradients would be of other experts' "
+            f"numbers; do so after backward, and run the step again"
+        )
     if weights.each_backward is not None:
         weights.each_backward()
     weights.gradient_sum.meet(sums=learns)
@@ -417,7 +442,7 @@ class _DifferentiableStep(Function):
         weights: Tensor | None, *stored: Tensor,
     ) -> Tensor:  # fmt: skip
         y, saved = experts.compute_saving(received)
-        ctx.experts, ctx.names = experts, names
+        ctx.experts, ctx.names, ctx.version = experts, names, version_of(experts.weights)
         ctx.kept = Kept(received, saved, dict(zip(names, stored, strict=True)), call_gradients(experts))
         ctx.save_for_backward(*ctx.kept.tensors)
         del ctx.kept.tensors
@@ -427,6 +452,6 @@ class _DifferentiableStep(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
-        begin_backward(ctx.experts.weights, learns=any(wanted.values()))
+        begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
         found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
         return (None, None, None, None, found.x, found.weights, *(found.stored.get(name) for name in ctx.names))

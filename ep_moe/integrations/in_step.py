@@ -49,15 +49,14 @@ def idle_step(model: nn.Module) -> Tensor:
     Raises:
         ConfigError: The model has no expert-parallel blocks.
     """
-    found = [getattr(module, "masks", None) for module in model.modules()]
-    masks = {id(one): one for one in found if isinstance(one, TokenMasks)}
+    masks = _masks_of(model)
     if not masks:
         raise ConfigError(
             f"idle_step needs a model of load_pretrained or expert_parallel, got {type(model).__name__}; call "
             f"layer(x[:0]) for each MoELayer of another model"
         )
     with ExitStack() as idle:
-        for one in masks.values():
+        for one in masks:
             idle.enter_context(one.idle())
         for module in model.modules():
             if isinstance(module, MoELayer):
@@ -67,6 +66,11 @@ def idle_step(model: nn.Module) -> Tensor:
         out = model(input_ids=row, use_cache=False, return_dict=True)
     logits: Tensor = out[0]
     return (logits * 0.0).sum()
+
+
+def _masks_of(model: nn.Module) -> list[TokenMasks]:
+    found = [getattr(module, "masks", None) for module in model.modules()]
+    return list({id(one): one for one in found if isinstance(one, TokenMasks)}.values())
 
 
 class Generation:
@@ -96,10 +100,13 @@ class Generation:
         @functools.wraps(generate)
         def in_step(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind_partial(model, *args, **kwargs)
-            if self._depth or given.arguments.get("synced_gpus") is False:
-                return generate(*given.args, **given.kwargs)
-            given.arguments["synced_gpus"] = False  # this is what it would be for
-            return self._run(given, lambda: generate(*given.args, **given.kwargs))
+            with ExitStack() as generating:
+                for masks in _masks_of(model):
+                    generating.enter_context(masks.generating())
+                if self._depth or given.arguments.get("synced_gpus") is False:
+                    return generate(*given.args, **given.kwargs)
+                given.arguments["synced_gpus"] = False  # this is what it would be for
+                return self._run(given, lambda: generate(*given.args, **given.kwargs))
 
         setattr(model, "generate", in_step)  # noqa: B010 (a method, of this model alone)
         if self._rank_group.size > 1:

@@ -32,8 +32,9 @@ class TokenMasks:
     """Of one model: finds each call's mask, for the blocks that the call reaches.
 
     Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
-    gradients, labels, or router logits, padding is computed as in the untouched model. What activation checkpointing
-    repeats in backward finds no mask: it counts nothing, and computes padding as the call with gradients did.
+    gradients, labels, or router logits, and where `generate` is given padding on the right, padding is computed as in
+    the untouched model. What activation checkpointing repeats in backward finds no mask: it counts nothing, and
+    computes padding as the call with gradients did.
 
     Args:
         send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence.
@@ -43,7 +44,7 @@ class TokenMasks:
         self.layer: MoELayer | None = None  # the first, which refuses calls
         self.current: TokenMask | None = None  # of the call that is under way, [B, S]
         self._send_padding = send_padding
-        self._labels = self._idle = False
+        self._labels = self._idle = self._generates = False
 
     def attach(self, model: PreTrainedModel, inner: PreTrainedModel, layer: MoELayer) -> None:
         """inner: the model that holds the decoder layers; layer: the first expert-parallel one."""
@@ -70,6 +71,16 @@ class TokenMasks:
         finally:
             self._idle = before
 
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Within, the next token comes from the last position of each sequence, which padding on the right makes a row
+        of padding."""
+        before, self._generates = self._generates, True
+        try:
+            yield
+        finally:
+            self._generates = before
+
     def _look_for_labels(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._labels = kwargs.get("labels") is not None
 
@@ -92,7 +103,13 @@ class TokenMasks:
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
         if tokens is not None:
-            self.current = TokenMask(tokens, sent or self._send_padding)
+            sent = sent or self._send_padding or self._last_is_padding(tokens)
+            self.current = TokenMask(tokens, sent)
+
+    def _last_is_padding(self, tokens: Tensor) -> bool:
+        """Whether `generate` goes on from a row of padding. Waits for the device where a prompt is read, not at each
+        further token, which is none."""
+        return self._generates and tokens.shape[1] > 1 and not bool(tokens[:, -1].all())
 
     def _end(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():

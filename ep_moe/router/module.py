@@ -298,15 +298,15 @@ class Router(nn.Module):
 
     def _by_kernels(self, x: Tensor) -> Routing:
         """With gradients or without, they choose alike: a forward pass without may be run again with them."""
-        kernels, correction = self.kernels, self.e_score_correction_bias
-        few = len(x) <= most_rows(x, self.weight)
+        kernels, correction, weight = self.kernels, self.e_score_correction_bias, self.weight
+        few = len(x) <= most_rows(x, weight)
         assert kernels is not None
         differentiable = torch.is_grad_enabled()
         if few:
-            routing = kernels.route(x, self.weight, self.bias, correction)
+            routing = kernels.route(x, weight, self.bias, correction)
             if not (differentiable or self.keeps_logits):
                 return routing
-        logits = self.logits(x)
+        logits = self._logits(x, weight)
         if not few:
             routing = kernels.choose(logits.detach(), correction)
         weights = weights_of(logits, routing.ids, self.config) if differentiable else routing.weights
@@ -325,11 +325,21 @@ class Router(nn.Module):
             self.kernels is not None
             and x.is_cuda
             and type(x) is Tensor
-            and type(self.weight) in (Tensor, nn.Parameter)  # a sharded one is gathered by torch's operators
-            and (self.config.float32_logits or x.dtype == self.weight.dtype)
+            and type(self.held_weight) in (Tensor, nn.Parameter)  # a sharded one is gathered by torch's operators
+            and (self.config.float32_logits or x.dtype == self.held_weight.dtype)
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled("cuda")
         )
+
+    @property
+    def held_weight(self) -> Tensor:
+        """The parameter that `weight` is made of, which tells its kind and dtype.
+
+        Reading `weight` runs its parametrization, and some take a step each time, as spectral_norm does. A call reads
+        it once, as that of `nn.Linear` does.
+        """
+        found = self._parameters.get("weight")
+        return next(self.parameters()) if found is None else found
 
     @property
     def hooked(self) -> bool:
@@ -345,11 +355,14 @@ class Router(nn.Module):
         Returns:
             [T, E], float32 with `float32_logits`, else of x's dtype.
         """
+        return self._logits(x, self.weight)
+
+    def _logits(self, x: Tensor, weight: Tensor) -> Tensor:
         product = batch_invariant.linear if self.exact else linear
         if not self.config.float32_logits:
-            return product(x, self.weight, self.bias)
+            return product(x, weight, self.bias)
         bias = None if self.bias is None else self.bias.float()
-        return product(x.float(), self.weight.float(), bias)
+        return product(x.float(), weight.float(), bias)
 
     def extra_repr(self) -> str:
         """Describe the router in one line, for `print`."""

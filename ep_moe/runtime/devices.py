@@ -166,6 +166,17 @@ def aligned(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % ALIGNED or not x.numel() else x
 
 
+def without_class(x: Any) -> Any:
+    """A tensor of a class that says no more than what its methods do, as a plain one, with its graph: the class is lost
+    within autograd's functions, and then the graph. What collectives of torch have still under way is waited for. All
+    else as it is."""
+    if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
+        return x
+    if type(x).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return x.as_subclass(Tensor)
+    return x.wait() if hasattr(x, "wait") else x
+
+
 class SideStream:
     """Calls on a stream of their own, in the order they are made.
 

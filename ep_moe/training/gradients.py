@@ -120,24 +120,29 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
 
     Raises:
         ConfigError: the model's layers have a context of another layout.
-        InputError: at the first call, where ranks hold different numbers in a parameter that they should hold alike; on
-            all ranks. No gradient is changed then.
+        InputError: on all ranks, at the first call, where ranks hold different numbers in a parameter that they should
+            hold alike; on CPUs where a rank is in a layer's call or its backward. No gradient is changed then.
     """
     check_context("sync_gradients", model, context)
+    _meet("sync_gradients", context)
     layout = context.layout
     wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
     if not wrapped:
         compare_ranks(model, context, "sync_gradients")
     for weights in expert_weights_of(model):
-        gradients_of = weights.gradient_sum
-        if gradients_of.divisor != layout.token_ranks:
-            for gradient in expert_gradients(weights):
-                gradient.mul_(gradients_of.divisor / layout.token_ranks)
-            gradients_of.divisor = layout.token_ranks
+        weights.gradient_sum.divide(layout.token_ranks)
     if not wrapped:
         _average(model, context)
     if layout.stage > 1:
         _share_overflow(model, context)
+
+
+def _meet(what: str, context: EPContext) -> None:
+    """Raise InputError on all ranks where one is still in a layer's call, as after another number of micro-batches. On
+    CPUs, where gloo would end its process over sizes that differ; on GPUs it would wait for the device."""
+    if context.device.type == "cpu":
+        with context._entered(what), context.flight_recorder.step(what, counted=False):
+            context.rank_groups["lockstep"].agree([], None, context.device)
 
 
 def _average(model: nn.Module, context: EPContext) -> None:
@@ -220,6 +225,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on all ranks alike.
     """
     check_context("clip_grad_norm_", model, context)
+    _meet("clip_grad_norm_", context)
     if max_norm != math.inf:
         max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
     if norm_type != math.inf:
@@ -328,15 +334,10 @@ def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.d
     return None
 
 
-def expert_gradients(weights: ExpertWeights) -> list[Tensor]:
-    """Those that a layer's parameters have, `grad` or `main_grad`."""
-    return [gradient for p in weights.parameters() if (gradient := weights.gradient(p)) is not None]
-
-
 def _gradients(model: nn.Module) -> list[Tensor]:
     """Of all parameters."""
     dense = [parameter.grad for parameter in dense_parameters(model) if parameter.grad is not None]
-    return [gradient for weights in expert_weights_of(model) for gradient in expert_gradients(weights)] + dense
+    return [gradient for weights in expert_weights_of(model) for gradient in weights.gradients()] + dense
 
 
 def _power(gradients: Iterable[tuple[Tensor, float]], p: float, device: torch.device) -> Tensor:

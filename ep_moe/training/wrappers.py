@@ -107,7 +107,7 @@ def fully_shard(
     compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
-        gradients.divisor = layout.token_ranks
+        gradients.divide(layout.token_ranks)
         if not shard_experts or not _is_to_be_cut(weights):
             continue
         weights.sharded = True  # on a rank without experts too: what ranks compare depends on it

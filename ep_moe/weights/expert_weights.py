@@ -27,6 +27,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
+from ep_moe.weights.full_state import laid_apart
 from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.parts import cut, full, join, part_names, parts_of, split_parts
 from ep_moe.weights.slots import ExpertSlots
@@ -247,7 +248,7 @@ class ExpertWeights(ExpertSlots):
                 found: dict[str, Tensor] = dict(module.named_parameters())
             else:
                 found = self._parts(self.whole(slots[0]))
-            for name, tensor in found.items():
+            for name, tensor in found.items() if keep_vars else laid_apart(found).items():
                 destination[f"{prefix}{expert}.{name}"] = tensor if keep_vars else tensor.detach()
 
     def _load_from_state_dict(

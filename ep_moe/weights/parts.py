@@ -162,6 +162,7 @@ class Expert(nn.Module):
                     f"{name} of an expert must be replaced by a parameter of its shape {list(before.shape)} and kind "
                     f"({type(before.data).__name__}), got {list(value.shape)} ({type(value.data).__name__})"
                 )
+            _refuse_shared(name, before, value)
             self.replaced.add(name)
         super().__setattr__(name, value)
 
@@ -170,6 +171,16 @@ class Expert(nn.Module):
 
     def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
         return
+
+
+def _refuse_shared(name: str, before: nn.Parameter, value: nn.Parameter) -> None:
+    """A parameter lies in one layer's memory: two that hold it would each copy it there in the other's backward."""
+    own, other = (getattr(p, "differs_between_ranks", lambda: None)() for p in (before, value))
+    if other is not None and other is not own and any(p is value for p in other.parameters()):
+        raise ConfigError(
+            f"{name} of an expert is a parameter of another layer's expert, and two layers of several ranks cannot "
+            f"share one; call one MoELayer in both places, or assign nn.Parameter(other.detach().clone())"
+        )
 
 
 def etp_parameter(view: Tensor, name: str, mesh: DeviceMesh | None, requires_grad: bool) -> nn.Parameter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -185,6 +186,10 @@ class ExpertSlots(nn.Module):
         found: Tensor | None = getattr(parameter, name, None)
         return found
 
+    def gradients(self) -> list[Tensor]:
+        """Those that parameters have."""
+        return [found for p in self.parameters() if (found := self.gradient(p)) is not None]
+
     def _stacked(self) -> dict[str, Tensor]:
         """Copies of the parameters, differentiable: where they lie elsewhere than in the slots."""
         found, gated = {}, self.config.activation.gated
@@ -208,9 +213,12 @@ class ExpertSlots(nn.Module):
         other slot follows it."""
         if self._place != self.place:
             self._follow(lambda tensor: tensor)
+        moved = list(map(Tensor.data_ptr, self._on_views)) != self._view_places
+        if self._mesh is None and (moved or any(m.replaced for m in self._replaceable())) and self._kept_elsewhere():
+            self._renew()
         if self._changes.count != self._seen:
             self._take_replaced()
-        if self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places:
+        if self._mesh is not None or moved:
             for parameter, view in self._views:
                 own = local(parameter)
                 if own.data_ptr() != view.data_ptr():
@@ -230,6 +238,8 @@ class ExpertSlots(nn.Module):
         for (module, part), (parameter, view) in zip(holders, self._views, strict=True):
             kept, found = parameter, cast("nn.Parameter", module._parameters[part])
             if found is not parameter and part in module.replaced:
+                if self._mesh is None and parameter.data_ptr() == view.data_ptr():
+                    parameter.data = parameter.data.clone()  # who holds it may put it back
                 view.copy_(local(found))
                 found.data, kept = view if self._mesh is None else parameter.data, found
                 if self.gradient_sum.ep.size > 1:
@@ -240,6 +250,43 @@ class ExpertSlots(nn.Module):
         self._set_views(views)
         if not own:
             self._seen -= 1
+
+    def _replaceable(self) -> list[Expert]:
+        """The modules of the experts, where some parameter may have been assigned."""
+        changed = self._changes.count != self._seen
+        return [cast("Expert", self._modules[str(expert)]) for expert in self.held] if changed else []
+
+    def _kept_elsewhere(self) -> bool:
+        """Whether others than parameters hold the memory of the slots, such as `parameter.data` that was kept to be put
+        back, tensors of a state_dict(), or what a call saved for backward."""
+        uses = getattr(torch._C, "_storage_Use_Count", None)
+        held = Counter(view.untyped_storage().data_ptr() for _, view in self._views)
+        held.update(parameter.untyped_storage().data_ptr() for parameter in self._on_views)
+        for tensor in self._slots.values():
+            storage = tensor.untyped_storage()  # counts itself, as does the slots' tensor
+            if uses is None or uses(storage._cdata) > held[storage.data_ptr()] + 2:
+                return True
+        return False
+
+    def _renew(self) -> None:
+        """Lay the slots into new memory, before numbers are written that parameters have elsewhere: the former memory
+        keeps its numbers for those who hold it."""
+        self._slots = {name: tensor.clone() for name, tensor in self._slots.items()}
+        gated = self.config.activation.gated
+        parts = (
+            view
+            for first, *_ in self.held.values()
+            for name, tensor in self._slots.items()
+            for view in split_parts(name, tensor[first], gated).values()
+        )
+        views = []
+        for (parameter, before), view in zip(self._views, parts, strict=True):
+            if parameter.data_ptr() == before.data_ptr():
+                parameter.data = view
+            views.append((parameter, view))
+        seen = self._seen
+        self._set_views(views)
+        self._seen, self._place = seen, self.place
 
     def lora_problem(self) -> str | None:
         """None, or that a call would leave out gradients that are asked for: with factors, these alone have some."""

@@ -83,6 +83,14 @@ class GradientSum:
                     f"cannot be summed there; give that rank an expert to train"
                 )
 
+    @torch.no_grad()
+    def divide(self, ranks: int) -> None:
+        """Have backward divide by this from now on, and divide the gradients that are here by the same."""
+        if self.divisor != ranks:
+            for gradient in self._weights.gradients():
+                gradient.mul_(self.divisor / ranks)
+            self.divisor = ranks
+
     def meet(self, *, sums: bool) -> None:
         """Take part in the peers' sums over copies where none of this rank's experts learns, and so `__call__` is not
         reached. Collective over the EP group. sums: whether it will be, in the backward that begins"""
@@ -164,8 +172,7 @@ class GradientSum:
     def note_step(self) -> None:
         """Take the checksum of the gradients, of a part of each."""
         device = self._weights.device
-        gradients = (self._weights.gradient(parameter) for parameter in self._weights.parameters())
-        found = [local(g).flatten()[:_NOTED].float() for g in gradients if g is not None]
+        found = [local(gradient).flatten()[:_NOTED].float() for gradient in self._weights.gradients()]
         if found and not capturing(device):
             flat = torch.cat(found)
             sound = flat.isfinite().all() & flat.any()
@@ -267,8 +274,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if weights.trained:
             raise ConfigError(
                 "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
-                "experts moved since (load_state_dict of another expert map, EPLB), and the layer made others; make "
-                "the optimizer after load_state_dict, and load its state then"
+                "experts moved since (load_state_dict of another expert map, EPLB), or the layer was converted with "
+                "etp > 1 (.to, .half), and made others; make the optimizer afterwards, and load its state then"
             )
 
 

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, ExpertMap, InputError, RebalanceError
 from ep_moe.testing import distributed
 from tests.fixtures.distributed_cases import same_error
-from tests.fixtures.eplb_cases import context_of, make_layers, on_request, random_map
+from tests.fixtures.eplb_cases import CONFIG, context_of, make_layers, on_request, random_map
+from tests.fixtures.helpers import integer_expert, integer_rows
 
 
 @distributed(2)
@@ -67,3 +68,22 @@ def test_a_close_that_rolls_back_gives_back_its_groups(world_size):
         with ExpertBalancer(layers, context, on_request()) as balancer:
             balancer.move_to([random_map(2, 8, 1)])
         assert layers[0].placement.expert_map == random_map(2, 8, 1)
+
+
+@distributed(2)
+def test_experts_that_move_between_forward_and_backward_are_named(world_size):
+    """Kernels that move rows write past what autograd looks at, and gradients would be of other experts' numbers."""
+    with context_of() as context:
+        (layer,) = make_layers(context)
+        x = integer_rows(3, 16, dist.get_rank()).to(context.device).requires_grad_()
+        with ExpertBalancer([layer], context, on_request()) as balancer:
+            out = layer(x)
+            balancer.move_to([random_map(2, 8, seed=1)])
+            balancer.settle()
+            found = same_error(InputError, lambda: out.sum().backward())
+            assert "experts moved (ExpertBalancer.step" in found
+            assert "between the forward and the backward" in found
+            layer(x).sum().backward()  # the next step is right
+            out = layer(x)
+            layer.update_expert(0, **integer_expert(CONFIG, 0))
+            assert "weights were written (update_expert" in same_error(InputError, lambda: out.sum().backward())

@@ -221,16 +221,6 @@ def test_a_hook_behind_the_call_leaves_the_ranks_in_step(world_size):
 
 
 @distributed(2)
-def test_a_sparse_x_is_refused_and_the_context_goes_on(world_size):
-    with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
-        layer = fill(MoELayer(CONFIG, context))
-        x = torch.ones(4, 16, device=context.device)
-        text = same_error(InputError, lambda: layer(x.to_sparse() if dist.get_rank() == ODD else x))
-        assert text == "rank 1: x must be dense, got torch.sparse_coo; pass x.to_dense()"
-        check_call(layer, context)
-
-
-@distributed(2)
 def test_a_recomputation_that_ends_early_breaks_nothing(world_size):
     """torch ends it by an exception, in the middle of the layer."""
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:

@@ -1,9 +1,12 @@
 """State dicts that torch.distributed.checkpoint is to make whole: refused, with a way that is right."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -51,3 +54,38 @@ def test_ranks_that_hold_all_experts_have_a_full_state():
         layer = MoELayer(CONFIG, context)
         found = get_model_state_dict(layer, options=StateDictOptions(full_state_dict=True))
         assert len(found) == len(layer.state_dict())
+
+
+@distributed(2)
+def test_files_of_one_rank_are_refused_on_all(tmp_path):
+    """accelerate writes what the first process has, and took views of one memory for one tensor."""
+    accelerate = pytest.importorskip("accelerate")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        model = nn.Sequential(MoELayer(CONFIG, context))
+        accelerator = accelerate.Accelerator()
+        model = accelerator.prepare(training.exclude_experts(model))
+        for save in (
+            lambda: accelerator.save_state(str(tmp_path)),
+            lambda: accelerator.save_state(str(tmp_path), safe_serialization=False),
+            lambda: accelerator.save_model(model, str(tmp_path)),
+        ):
+            with pytest.raises(ConfigError, match=r"of accelerate would save one rank's experts.*get_model_state_dict"):
+                save()
+        hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
+        accelerator.save_state(str(tmp_path))  # the user says what is saved
+        hook.remove()
+
+
+@distributed(2)
+def test_an_expert_of_two_layers_is_refused():
+    """Each layer would copy the one parameter into its own memory, also in the other's backward."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        one, other = (MoELayer(CONFIG, context) for _ in range(2))
+        expert = str(one.expert_weights.local_experts[0])
+        shared = one.expert_weights.get_submodule(expert).w2
+        with pytest.raises(ConfigError, match=r"w2 of an expert is a parameter of another layer's expert.*call one"):
+            other.expert_weights.get_submodule(expert).w2 = shared
+        other.expert_weights.get_submodule(expert).w2 = nn.Parameter(shared.detach().clone())
+        rows = torch.ones(2, WIDTH, device=context.device)
+        other(one(rows)).sum().backward()

@@ -11,12 +11,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize
 
-from ep_moe import Activation, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
+from ep_moe import (
+    Activation,
+    EPContext,
+    ExpertMap,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    Routing,
+    Tokens,
+    training,
+)
 from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import cut, local
-from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 
 BOUND = 1e-5
@@ -244,3 +256,51 @@ def test_forward_mode_is_refused(world_size):
         with forward_ad.dual_level(), pytest.raises(InputError, match="forward-mode AD"):
             layer(forward_ad.make_dual(x, x))
         layer(x)
+
+
+@distributed(2)
+def test_ranks_with_other_numbers_of_micro_batches_are_named(world_size):
+    """One averages gradients while the other is in a layer's call: gloo would end a process over sizes that differ."""
+    if rank_device().type != "cpu":
+        pytest.skip("on GPUs the comparison would wait for the device")
+    rank = dist.get_rank()
+    with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=20) as context:
+        layer, x = fill(MoELayer(FLOAT, context)), integer_rows(3, 16, rank)
+        for after in (training.sync_gradients, functools.partial(training.clip_grad_norm_, max_norm=1.0)):
+            layer(x).sum().backward()
+            training.sync_gradients(layer, context)
+
+            def longer_on_one(after=after):
+                if rank:
+                    layer(x).sum().backward()
+                after(layer, context)
+
+            text = same_error(InputError, longer_on_one)
+            assert "rank 0 is in 'sync_gradients', rank 1 in 'moe0'" in text.replace(
+                "clip_grad_norm_", "sync_gradients"
+            )
+
+
+class Counted(torch.nn.Module):
+    """A parametrization that is not the same each time it is asked, as spectral_norm's."""
+
+    calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight
+
+
+@distributed(1, 2)
+def test_a_call_runs_the_parametrization_of_a_router_once(world_size):
+    for sizes in [{"dp": 2}, {"tp": 2}] if world_size == 2 else [{}]:
+        with EPContext.from_groups(P(**sizes), device=rank_device(), deadline_s=20) as context:
+            layer, counted = fill(MoELayer(FLOAT, context)), Counted()
+            parametrize.register_parametrization(layer.router, "weight", counted)
+            x = integer_rows(3, 16, 0).to(context.device)
+            layer(x)
+            for number in range(2):
+                counted.calls = 0
+                with torch.set_grad_enabled(bool(number)):
+                    layer(x)
+                assert counted.calls == 1, sizes

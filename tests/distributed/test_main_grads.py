@@ -11,7 +11,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from ep_moe import ConfigError, EPContext, ExpertMap, ExpertsOptions, MoEConfig, MoELayer, ParallelConfig, Tokens
+from ep_moe import (
+    ConfigError,
+    EPContext,
+    ExpertMap,
+    ExpertsOptions,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    Tokens,
+)
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import (
     clip_grad_norm_,
@@ -353,7 +363,7 @@ def test_experts_that_move_say_that_gradients_are_dropped(world_size):
         with pytest.warns(UserWarning, match="are dropped"):
             held.set_expert_map(swapped)
         layers[0].placement.update(swapped)
-        with pytest.raises(ConfigError, match="between forward and backward"):
+        with pytest.raises(InputError, match="between the forward and the backward"):
             loss.backward()
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:
         layers = []

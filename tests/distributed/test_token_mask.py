@@ -4,7 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import EPContext, InputError, MoEConfig, MoELayer, ParallelConfig
+from ep_moe import (
+    EPContext,
+    ExpertsOptions,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    ParallelConfig,
+    RoutingConfig,
+    RoutingMethod,
+)
 from ep_moe.integrations.model_hooks import tokens_of
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
 from ep_moe.testing import distributed, rank_device
@@ -111,6 +120,40 @@ def test_masked_gradients_are_those_of_the_tokens(world_size):
             )
 
 
+ROUTINGS = {
+    "own": MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2),
+    "weight_on_input": MoEConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_experts=8,
+        top_k=1,
+        routing=RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True),
+    ),
+}
+
+
+@distributed(1, 2, 4)
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_padding_that_is_no_number_is_in_no_gradient(name, world_size):
+    """Against the same call on zeros: the rows of padding reach nothing, and so the same bits are due."""
+    for sizes in LAYOUTS.get(world_size, [{}]):
+        for exact in (False, True) if "etp" not in sizes else (False,):
+            with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
+                options = ExpertsOptions(exact=True) if exact else None
+                layer = fill(MoELayer(ROUTINGS[name], context, options=options))
+                x, mask = batch_and_mask(context)
+                padding = torch.zeros(6, dtype=torch.bool, device=x.device) if mask is None else ~mask
+                found = []
+                for number in (0.0, torch.nan):
+                    given = x.masked_fill(padding.unsqueeze(1), number).requires_grad_()
+                    out = layer(given, mask)
+                    out.square().sum().backward()
+                    found.append([out.detach(), given.grad, *(p.grad for p in layer.parameters())])
+                    layer.zero_grad()
+                for wanted, other in zip(*found, strict=True):
+                    assert torch.equal(other, wanted), f"{sizes} exact={exact}"
+
+
 def padded(layout):
     """Token ids of a dp rank and their mask, with padding on the left; none at all on odd ones."""
     ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(layout.dp_rank)).to(rank_device())
@@ -153,6 +196,23 @@ def test_padding_of_a_model(family, world_size):
                 expected, found = (m.generate(ids, attention_mask=mask, **way) for m in (plain, model))
                 assert torch.equal(found, expected), cache
                 assert routes(model, context.layout) == [tokens + 9 * context.layout.dp] * 2, cache
+
+
+@distributed(1, 2)
+def test_generation_goes_on_from_padding_on_the_right_as_transformers_does(world_size):
+    quiet()
+    plain = tiny_model("qwen3_moe").to(rank_device())
+    for sizes in [{"dp": 2}, {"tp": 2}] if world_size == 2 else [{}]:
+        with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context, torch.no_grad():
+            model = expert_parallel(tiny_model("qwen3_moe").to(rank_device()), context)
+            ids, mask = padded(context.layout)
+            mask = mask.flip(1)
+            for more in ({}, {"synced_gpus": False}):
+                how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **more}
+                expected, found = (m.generate(ids, attention_mask=mask, **how) for m in (plain, model))
+                assert torch.equal(found, expected), sizes
+            dp = context.layout.dp
+            assert routes(model, context.layout) == [2 * (21 + 27 * (dp - 1) + 9 * dp)] * 2, "padding is not counted"
 
 
 @distributed(2)

@@ -89,6 +89,11 @@ def damage(root, checkpoints):
         lambda f: next(f.glob(f"{shard}*")).write_bytes(b""),
         rf"{shard}.*is not a readable safetensors file",
     )
+    spoiled(
+        "pointer of Git LFS",
+        lambda f: next(f.glob(f"{shard}*")).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a"),
+        rf"{shard}.*is a pointer of Git LFS; run git lfs pull",
+    )
     indices = (
         b'{"weight_map": ', b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": ["a"]}', b"\xff\xfe", b"",
         b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": ""}}', b'{"weight_map": {"a": null}}', b"[" * 100_000,
@@ -108,6 +113,13 @@ def damage(root, checkpoints):
         "index names another file", swap, rf"{experts}\.3\.up_proj\.weight is not in .*model-0000.*, though {INDEX}"
     )
     spoiled("no checkpoint", lambda f: [path.unlink() for path in f.iterdir()], f"holds neither {INDEX} nor {SINGLE}")
+
+    def pickled(folder):
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"")
+
+    spoiled("pickled", pickled, rf"holds neither {INDEX} nor {SINGLE}; save pytorch_model.bin as safetensors")
     cases["no folder"] = (str(root / "nothing here"), "qwen3_moe", "there is no folder .*nothing here; give the folder")
     cases["wrong family"] = (
         good.folder,

@@ -9,6 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe import RankLayout
 from ep_moe.execution.layer_checks import RankChecks
+from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.weights.trained import GradientSum
 
 
 class Layer(SimpleNamespace):
@@ -18,7 +20,8 @@ class Layer(SimpleNamespace):
 @pytest.fixture
 def layer():
     weights = nn.Linear(2, 2)
-    weights.gradient_sum = SimpleNamespace(each_sum=None, divisor=1)
+    weights.gradients = list
+    weights.gradient_sum = GradientSum(weights, *[RankGroup.alone()] * 3)
     layout = RankLayout(world=4, rank=0, dp=2, tp=2, ep=4)
     return Layer(context=SimpleNamespace(layout=layout), expert_weights=weights)
 

@@ -680,3 +680,26 @@ def test_state_dict_survives_a_file(tmp_path):
     second = layer(config, ExpertMap.linear(5, 1))
     second.load_state_dict(torch.load(tmp_path / "layer.pt"))
     assert torch.equal(second.expert_weights.w13[3], integer_expert(config, 3)["w13"])
+
+
+def test_safetensors_keeps_all_experts_of_a_model(tmp_path):
+    """It takes tensors of one memory for one tensor, and accelerate then writes one of them."""
+    accelerate, safetensors = pytest.importorskip("accelerate"), pytest.importorskip("safetensors.torch")
+    with EPContext.local(torch.device("cpu")) as context:
+        model = torch.nn.Sequential(MoELayer(shape(), context))
+        wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        accelerator = accelerate.Accelerator(cpu=True)
+        accelerator.prepare(model)
+        accelerator.save_model(model, str(tmp_path))
+        assert set(safetensors.load_file(tmp_path / "model.safetensors")) == set(wanted)
+        accelerator.save_state(str(tmp_path / "state"))
+        for load in (
+            lambda: safetensors.load_model(model, tmp_path / "model.safetensors"),
+            lambda: accelerator.load_state(str(tmp_path / "state")),
+        ):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            load()
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, wanted[name]), name

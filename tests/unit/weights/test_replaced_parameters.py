@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from ep_moe import ConfigError, ExpertMap, InputError, MoELayer
+from ep_moe.weights.parts import Expert
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
 
@@ -172,3 +173,73 @@ def test_an_expert_in_two_slots_of_a_rank_has_one_gradient(compiled, context):
         found.append(layer.expert_weights.get_submodule("0").w2.grad.float())
     assert found[0].abs().max() > 0
     torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.03 * float(found[0].abs().max()))
+
+
+def by_data(layer):
+    """As moving averages are put in for an evaluation."""
+    kept = [parameter.data for parameter in layer.parameters()]
+    for parameter in layer.parameters():
+        parameter.data = 2 * parameter.data
+
+    def back():
+        for parameter, data in zip(layer.parameters(), kept, strict=True):
+            parameter.data = data
+
+    return back
+
+
+def by_assignment(layer):
+    experts = [m for m in layer.expert_weights.children() if isinstance(m, Expert)]
+    kept = [(module, name, parameter) for module in experts for name, parameter in module.named_parameters()]
+    for module, name, parameter in kept:
+        setattr(module, name, nn.Parameter(2 * parameter.detach()))
+
+    def back():
+        for module, name, parameter in kept:
+            setattr(module, name, parameter)
+
+    return back
+
+
+def by_tensors_of_a_state(layer):
+    state = layer.state_dict()
+    for parameter in layer.parameters():
+        parameter.data = 2 * parameter.data
+    return lambda: layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("swap", [by_data, by_assignment, by_tensors_of_a_state])
+@pytest.mark.parametrize("twice", [False, True])
+def test_numbers_that_are_put_back_are_the_former_ones(context, swap, twice):
+    """What is laid into the slots meanwhile goes to other memory than what somebody keeps."""
+    expert_map = ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], 6, allow_duplicates=True) if twice else None
+    layer, x = made(context, expert_map=expert_map), rows_of(9)
+    before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
+    own, early = layer(x).detach(), layer(x)
+    for number in range(2):
+        back = swap(layer)
+        assert not torch.allclose(layer(x), own)
+        if swap is by_data and not number:
+            early.sum().backward()  # of the numbers that it was computed with
+        back()
+        assert same_bits(layer(x).detach(), own)
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter, before[name])
+    if swap is by_data:
+        found = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+        layer.zero_grad()
+        layer(x).sum().backward()
+        for name, parameter in layer.named_parameters():
+            assert torch.equal(parameter.grad, found[name]), name
+
+
+def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context):
+    """Recorded calls hold that place."""
+    layer, x = made(context), rows_of(9)
+    layer(x)
+    place = layer.expert_weights.place
+    for _ in range(3):
+        for parameter in layer.parameters():
+            parameter.data = 0.5 * parameter.data
+        layer(x)
+        assert layer.expert_weights.place == place

@@ -1,0 +1,98 @@
+"""Loops of other libraries around a model whose ranks hold different experts, against one process."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import SequentialSampler
+
+from ep_moe import EPContext, ParallelConfig, training
+from ep_moe.integrations.transformers import expert_parallel
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.training_model import batch, loss_of, made
+
+
+@distributed(2, deadline_s=60)
+def test_a_call_before_the_wrapper_counts_as_those_through_it(world_size):
+    """As DDP averages what a parameter's gradient had before it."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
+        found = []
+        for early in (True, False):
+            model = made(context)
+            own = [batch(step).chunk(2)[context.layout.dp_rank].to(context.device) for step in range(2)]
+            if early:
+                loss_of(model, own[0]).backward()
+            wrapped = DistributedDataParallel(training.exclude_experts(model))
+            if not early:
+                with wrapped.no_sync():
+                    loss_of(wrapped, own[0]).backward()
+            loss_of(wrapped, own[1]).backward()
+            found.append([parameter.grad for parameter in model.parameters()])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other)  # the same sums, divided before or after
+
+
+STEPS, RATE, MAX_NORM = 4, 0.2, 0.3
+
+
+def clipped_losses_of_one_process(ids):
+    model = tiny_model("qwen3_moe").train()
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=RATE), []
+    for rows in ids.split(4):
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM) > 2 * MAX_NORM
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+@distributed(2, deadline_s=120)
+def test_the_trainer_of_transformers_clips_by_the_norm_of_all_ranks(tmp_path, world_size):
+    """By a callback, as docs/how-to/training.md shows: the Trainer's own norm is of one rank's experts."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    # accelerate counts ranks by torchrun's variables; this process ends with the test
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ.setdefault(name, str(dist.get_rank()))
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.setdefault(name, str(world_size))
+    quiet()
+    ids = torch.randint(0, 64, (4 * STEPS, 12), generator=torch.Generator().manual_seed(0))
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *_):
+            return SequentialSampler(self.train_dataset)
+
+    with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
+
+        class Clip(transformers.TrainerCallback):
+            def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+                training.clip_grad_norm_(model, context, MAX_NORM)
+
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=2,
+            max_steps=STEPS,
+            max_grad_norm=0,
+            learning_rate=RATE,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=context.device.type == "cpu",
+            disable_tqdm=True,
+        )
+        model = expert_parallel(tiny_model("qwen3_moe").to(context.device), context)
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        trainer = InOrder(model=model, args=arguments, train_dataset=rows, callbacks=[Clip()])
+        trainer.train()
+        if dist.get_rank() == 0:
+            found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            wanted = clipped_losses_of_one_process(ids)
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-4, atol=1e-4)
