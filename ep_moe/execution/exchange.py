@@ -27,7 +27,8 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.experts.base import Experts, Kept, begin_backward, call_gradients, version_of
+from ep_moe.experts.base import Experts
+from ep_moe.experts.differentiable import Kept, begin_backward, call_gradients, version_of
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.profiling import stage

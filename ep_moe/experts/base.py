@@ -8,28 +8,24 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, overload
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ep_moe.config import MoEConfig
-from ep_moe.errors import InputError
 from ep_moe.experts.capabilities import ExpertsCapabilities as ExpertsCapabilities
 from ep_moe.experts.capabilities import ExpertsOptions as ExpertsOptions
 from ep_moe.experts.capabilities import KernelCapabilities as KernelCapabilities
+from ep_moe.experts.differentiable import Attached, StepGradients, differentiable_step, wants_gradients
 from ep_moe.experts.layouts import as_rank_major, localized, widened
-from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.gpus import GPU, compute_capability
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.types import LocalIds, PeerRows, Received
+from ep_moe.types import PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.main_grads import CallGradients, Stored
 
 
 class Experts(ABC):
@@ -227,7 +223,7 @@ class Experts(ABC):
         stored = [one for one in self.weights.stored_tensors().values() if one.requires_grad]
         others = (received.x, received.weights, self.weights.anchor)
         given = (*stored, *(one for one in others if one is not None and one.requires_grad))
-        joined: Tensor = _Attached.apply(y, self.weights, bool(stored), *given)
+        joined: Tensor = Attached.apply(y, self.weights, bool(stored), *given)
         return joined
 
     @abstractmethod
@@ -320,138 +316,3 @@ class Experts(ABC):
             AssertionError: The kernel states `peer_out` and does not define this.
         """
         raise AssertionError(f"{self.name} writes no rows to peers")
-
-
-class _Attached(Function):
-    """The identity on y, which keeps it in the graph of what no row used."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, weights: ExpertWeights, learns: bool, *others: Tensor) -> Tensor:
-        ctx.weights, ctx.learns, ctx.others, ctx.version = weights, learns, len(others), version_of(weights)
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        begin_backward(ctx.weights, ctx.version, learns=ctx.learns)
-        return (grad, None, None, *[None] * ctx.others)
-
-
-Version = tuple[ExpertMap, int]
-
-
-def version_of(weights: ExpertWeights) -> Version:
-    """Which experts the slots hold, and how often they were written by us: alike on all ranks."""
-    return weights.expert_map, weights.updates
-
-
-def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) -> None:
-    """First in the backward of a call, in each kind of node that stands for its experts.
-
-    version: of the weights in forward. Kernels that write in place leave no trace that autograd looks for
-    learns: one of the experts does
-    """
-    if version != version_of(weights):
-        moved = version[0] != weights.expert_map
-        what = (
-            "experts moved (ExpertBalancer.step, load_state_dict of another expert map)"
-            if moved
-            else ("expert weights were written (update_expert, load_state_dict, load_weights)")
-        )
-        raise InputError(
-            f"{what} between the forward and the backward of a call, whose gradients would be of other experts' "
-            f"numbers; do so after backward, and run the step again"
-        )
-    if weights.each_backward is not None:
-        weights.each_backward()
-    weights.gradient_sum.meet(sums=learns)
-
-
-class StepGradients(NamedTuple):
-    """What a kernel's backward gives.
-
-    x: [N, H]; weights: float32 [N, K], None without weights; stored: as `ExpertWeights.stored_tensors`, None for what
-    was not wanted
-    """
-
-    x: Tensor
-    weights: Tensor | None
-    stored: Mapping[str, Tensor | None]
-
-
-def wants_gradients(experts: Experts, received: Received) -> bool:
-    """Whether a call is part of a graph of autograd's."""
-    if not torch.is_grad_enabled():
-        return False
-    held = experts.weights
-    anchors = [] if held.held else [held.anchor]  # a rank without experts enters what its peers do
-    given = (received.x, received.weights, *anchors, *held.stored_tensors().values())
-    return any(tensor is not None and tensor.requires_grad for tensor in given)
-
-
-def differentiable_step(experts: Experts, received: Received) -> Tensor:
-    """`Experts.compute` of rows of RANK_MAJOR with local ids, with the kernel's own backward."""
-    stored = experts.weights.stored_tensors()
-    out: Tensor = _DifferentiableStep.apply(
-        experts, received, tuple(stored), experts.weights.anchor, received.x, received.weights, *stored.values()
-    )
-    return out
-
-
-class Kept:
-    """What a forward leaves for its backward: tensors, which autograd keeps, and the rest."""
-
-    def __init__(
-        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], call: CallGradients | None
-    ) -> None:
-        assert received.local_ids is not None
-        self._call = call
-        self.tensors = (received.x, received.weights, received.local_ids, *stored.values(), *saved)
-        self._names = tuple(stored)
-        nothing = received.x.new_empty(0)  # a view would keep all of it
-        self._received = Received(nothing, received.layout, received.weighting, handle=None, format=received.format)
-
-    def gradients(
-        self, experts: Experts, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool]
-    ) -> StepGradients:
-        """tensors: `self.tensors`, as autograd gives them back"""
-        x, weights, ids, *others = tensors
-        stored = dict(zip(self._names, others, strict=False))
-        received = dataclasses.replace(self._received, x=x, weights=weights, local_ids=LocalIds(ids))
-        given = (received, tuple(others[len(stored) :]), stored, grad)
-        if self._call is None:
-            return experts.gradients(*given, wanted)
-        if not self._call.wanted():
-            return experts.gradients(*given, dict.fromkeys(wanted, False))
-        into = self._call.into() if experts.writes_gradients else None
-        if into is None:
-            return experts.gradients(*given, wanted)
-        found: StepGradients = experts.gradients(*given, {name: name in into for name in wanted}, into=into)  # type: ignore[call-arg]
-        return found
-
-
-def call_gradients(experts: Experts) -> CallGradients | None:
-    """What becomes of the weights' gradients, within a call; None where autograd gives them to parameters."""
-    stored = experts.weights.stored_tensors()
-    return stored.call if isinstance(stored, Stored) else None
-
-
-class _DifferentiableStep(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, experts: Experts, received: Received, names: tuple[str, ...], anchor: Tensor | None, x: Tensor,
-        weights: Tensor | None, *stored: Tensor,
-    ) -> Tensor:  # fmt: skip
-        y, saved = experts.compute_saving(received)
-        ctx.experts, ctx.names, ctx.version = experts, names, version_of(experts.weights)
-        ctx.kept = Kept(received, saved, dict(zip(names, stored, strict=True)), call_gradients(experts))
-        ctx.save_for_backward(*ctx.kept.tensors)
-        del ctx.kept.tensors
-        return y
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
-        begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
-        found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
-        return (None, None, None, None, found.x, found.weights, *(found.stored.get(name) for name in ctx.names))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions, StepGradients
+from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
+from ep_moe.experts.differentiable import StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.operator import home_of, ids_ready_of

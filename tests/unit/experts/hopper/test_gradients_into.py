@@ -22,7 +22,7 @@ NAMES = ("w13", "w2", "w13_bias", "w2_bias")
 def without_kernels():
     """Yields the products of weights' gradients. Sums of biases' rows are ones."""
 
-    def ones(rows, ends, out, *_):
+    def ones(rows, ends, out, *_, **__):
         out.fill_(1.0)
 
     product = mock.create_autospec(weight_gradient)
