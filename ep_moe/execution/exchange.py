@@ -296,11 +296,12 @@ class _TrainedExchange(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        wanted = dict(zip(ctx.names, ctx.needs_input_grad[7:], strict=True))
+        # ahead of the saved tensors, of which autograd says less where they were written
+        begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
         ids, weights, *kept = ctx.saved_tensors
         rows, narrow_rows, bound = ctx.transports.rows, ctx.transports.weights, ctx.transports.bound
         routing = PhysicalRouting(PhysicalIds(ids), weights)
-        wanted = dict(zip(ctx.names, ctx.needs_input_grad[7:], strict=True))
-        begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
         received = rows.dispatch(grad.contiguous(), routing, max_tokens=bound)
         found = ctx.kept.gradients(ctx.experts, tuple(kept), received.x, wanted)
         dx = rows.combine(found.x, received.handle)

@@ -17,13 +17,15 @@ from ep_moe import (
     EPContext,
     ExpertMap,
     ExpertsOptions,
+    InputError,
     MoEConfig,
     MoELayer,
     ParallelConfig,
     Routing,
 )
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
+from tests.fixtures.distributed_cases import same_error
+from tests.fixtures.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 CONFIG = MoEConfig(
@@ -267,3 +269,14 @@ def test_recomputed_steps_dispatch_once(world_size):
                 x, ids, weights, behind = given(layer, 4, rank)
                 layer.forward_routed(x, Routing(ids, weights)).backward(behind)
             assert dispatched.call_count == 1 + dispatcher.capabilities.adjoint, name
+
+
+@distributed(2)
+def test_weights_that_are_written_between_forward_and_backward_are_named(world_size):
+    """Ahead of autograd's look at what it saved, which says less, and not on all ranks."""
+    with pair({"dp": 2}) as (layer, _):
+        x, ids, weights, grad = given(layer, 3, dist.get_rank())
+        out = run(layer, ids, x, weights)
+        layer.update_expert(0, **integer_expert(CONFIG, 0))
+        found = same_error(InputError, lambda: out.backward(grad))
+        assert "weights were written (update_expert" in found
