@@ -298,7 +298,7 @@ class _TrainedExchange(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[7:], strict=True))
         # ahead of the saved tensors, of which autograd says less where they were written
-        begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
+        absent = begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
         ids, weights, *kept = ctx.saved_tensors
         rows, narrow_rows, bound = ctx.transports.rows, ctx.transports.weights, ctx.transports.bound
         routing = PhysicalRouting(PhysicalIds(ids), weights)
@@ -312,6 +312,8 @@ class _TrainedExchange(Function):
         more = shape.hidden_size - found.weights.shape[1]
         rows_back = torch.nn.functional.pad(found.weights, (0, more)) if more else found.weights
         dweights = narrow_rows.combine(rows_back, there.handle)[:, : ids.shape[1]]
+        if absent:
+            ctx.experts.weights.gradient_sum.take_part()
         return (None, None, None, None, None, dx, dweights, *(found.stored.get(name) for name in ctx.names))
 
 

@@ -31,7 +31,8 @@ class Attached(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        begin_backward(ctx.weights, ctx.version, learns=ctx.learns)
+        if begin_backward(ctx.weights, ctx.version, learns=ctx.learns):
+            ctx.weights.gradient_sum.take_part()
         return (grad, None, None, *[None] * ctx.others)
 
 
@@ -43,11 +44,13 @@ def version_of(weights: ExpertWeights) -> Version:
     return weights.expert_map, weights.updates
 
 
-def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) -> None:
+def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) -> bool:
     """First in the backward of a call, in each kind of node that stands for its experts.
 
     version: of the weights in forward. Kernels that write in place leave no trace that autograd looks for
     learns: one of the experts does
+    Returns whether `gradient_sum.take_part()` is due behind all that the node exchanges: peers sum their gradients in
+    the node after this one.
     """
     if version != version_of(weights):
         moved = version[0] != weights.expert_map
@@ -62,7 +65,7 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
         )
     if weights.each_backward is not None:
         weights.each_backward()
-    weights.gradient_sum.meet(sums=learns)
+    return weights.gradient_sum.meet(sums=learns)
 
 
 class StepGradients(NamedTuple):
@@ -151,6 +154,7 @@ class _DifferentiableStep(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
-        begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
+        if begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values())):
+            ctx.experts.weights.gradient_sum.take_part()
         found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
         return (None, None, None, None, found.x, found.weights, *(found.stored.get(name) for name in ctx.names))

@@ -91,20 +91,25 @@ class GradientSum:
                 gradient.mul_(self.divisor / ranks)
             self.divisor = ranks
 
-    def meet(self, *, sums: bool) -> None:
-        """Take part in the peers' sums over copies where none of this rank's experts learns, and so `__call__` is not
-        reached. Collective over the EP group. sums: whether it will be, in the backward that begins"""
+    def meet(self, *, sums: bool) -> bool:
+        """Learn at the begin of a backward whether peers will sum over copies. Collective over the EP group.
+
+        sums: whether this rank will, in `__call__`, which is not reached where none of its experts learns
+        Returns whether `take_part` is due where the peers' sums are.
+        """
         weights = self._weights
-        redundant = weights.expert_map.replicated
-        if self.ep.size == 1 or not redundant or not weights.named:
-            return
+        if self.ep.size == 1 or not weights.expert_map.replicated or not weights.named:
+            return False
         if self._learns_somewhere is None and not capturing(weights.device):
             with self.ep.flight_recorder.step("backward by what learns", counted=False):
                 rows = self.ep.exchange(torch.tensor([sums], dtype=torch.int64, device=weights.device))
             self._learns_somewhere = any(row[0] for row in rows)
-        if self._learns_somewhere and not sums:
-            for tensor in weights.stored_tensors().values():
-                self._over_copies(_zeros(tensor, len(redundant)))
+        return bool(self._learns_somewhere) and not sums
+
+    def take_part(self) -> None:
+        """Take part with zeros in the peers' sums over copies. Collective over the EP group."""
+        for tensor in self._weights.stored_tensors().values():
+            self._over_copies(_zeros(tensor, len(self._weights.expert_map.replicated)))
 
     def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""

@@ -106,6 +106,18 @@ def test_gradients_are_those_that_autograd_finds(spare, world_size):
 
 
 @distributed(2)
+@pytest.mark.parametrize("options", [{}, {"pipeline": 3}], ids=["whole", "in parts"])
+def test_a_rank_whose_copies_do_not_learn(options, world_size):
+    """It takes part in its peer's sums where the peer sums: behind all that backward exchanges."""
+    with pair({"dp": 2}, 3, **options) as layers:
+        if dist.get_rank():
+            for layer in layers:
+                layer.expert_weights.requires_grad_(False)
+        for seed in range(2):
+            compare(layers, (8, 2)[dist.get_rank()], seed, "frozen on rank 1")
+
+
+@distributed(2)
 def test_gradients_pass_through_quantised_experts(world_size):
     """Of the rows and the routing weights: codes have none. MXFP4 holds these integers as they are."""
     config = dataclasses.replace(CONFIG, hidden_size=32, intermediate_size=32)
