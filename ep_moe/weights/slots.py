@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
@@ -27,6 +26,7 @@ from ep_moe.weights.parts import (
     parts_of,
     split_parts,
 )
+from ep_moe.weights.replaced import offloaded_problem, take_over, take_replaced
 from ep_moe.weights.trained import GradientSum, guard_optimizers, leave_behind
 
 if TYPE_CHECKING:
@@ -213,80 +213,19 @@ class ExpertSlots(nn.Module):
         other slot follows it."""
         if self._place != self.place:
             self._follow(lambda tensor: tensor)
-        moved = list(map(Tensor.data_ptr, self._on_views)) != self._view_places
-        if self._mesh is None and (moved or any(m.replaced for m in self._replaceable())) and self._kept_elsewhere():
-            self._renew()
-        if self._changes.count != self._seen:
-            self._take_replaced()
-        if self._mesh is not None or moved:
-            for parameter, view in self._views:
-                own = local(parameter)
-                if own.data_ptr() != view.data_ptr():
-                    view.copy_(own)
-                    parameter.data = view
+        # a DTensor's address is that of its piece
+        moved = self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places
+        if moved or self._changes.count != self._seen:
+            take_over(self, moved=moved)
         for first, other in self.twice:
             for tensor in self._slots.values():  # `data`: what an earlier call keeps for backward is as it was
                 tensor.data[other].copy_(tensor.data[first])
 
-    @torch.no_grad()
-    def _take_replaced(self) -> None:
-        """Lay parameters that were assigned where the former ones lie. What `functional_call` and others have put in a
-        parameter's place is there for a call: while it is, `_changes` and `_seen` differ."""
-        views, own = [], True
-        modules = [cast("Expert", self._modules[str(expert)]) for expert in self.held]
-        holders = [(module, part) for module in modules for part in module._parameters]
-        for (module, part), (parameter, view) in zip(holders, self._views, strict=True):
-            kept, found = parameter, cast("nn.Parameter", module._parameters[part])
-            if found is not parameter and part in module.replaced:
-                if self._mesh is None and parameter.data_ptr() == view.data_ptr():
-                    parameter.data = parameter.data.clone()  # who holds it may put it back
-                view.copy_(local(found))
-                found.data, kept = view if self._mesh is None else parameter.data, found
-                if self.gradient_sum.ep.size > 1:
-                    guard_optimizers(kept, self)
-            module.replaced.discard(part)
-            own = own and found is kept
-            views.append((kept, view))
-        self._set_views(views)
-        if not own:
-            self._seen -= 1
-
-    def _replaceable(self) -> list[Expert]:
-        """The modules of the experts, where some parameter may have been assigned."""
-        changed = self._changes.count != self._seen
-        return [cast("Expert", self._modules[str(expert)]) for expert in self.held] if changed else []
-
-    def _kept_elsewhere(self) -> bool:
-        """Whether others than parameters hold the memory of the slots, such as `parameter.data` that was kept to be put
-        back, tensors of a state_dict(), or what a call saved for backward."""
-        uses = getattr(torch._C, "_storage_Use_Count", None)
-        held = Counter(view.untyped_storage().data_ptr() for _, view in self._views)
-        held.update(parameter.untyped_storage().data_ptr() for parameter in self._on_views)
-        for tensor in self._slots.values():
-            storage = tensor.untyped_storage()  # counts itself, as does the slots' tensor
-            if uses is None or uses(storage._cdata) > held[storage.data_ptr()] + 2:
-                return True
-        return False
-
-    def _renew(self) -> None:
-        """Lay the slots into new memory, before numbers are written that parameters have elsewhere: the former memory
-        keeps its numbers for those who hold it."""
-        self._slots = {name: tensor.clone() for name, tensor in self._slots.items()}
-        gated = self.config.activation.gated
-        parts = (
-            view
-            for first, *_ in self.held.values()
-            for name, tensor in self._slots.items()
-            for view in split_parts(name, tensor[first], gated).values()
-        )
-        views = []
-        for (parameter, before), view in zip(self._views, parts, strict=True):
-            if parameter.data_ptr() == before.data_ptr():
-                parameter.data = view
-            views.append((parameter, view))
-        seen = self._seen
-        self._set_views(views)
-        self._seen, self._place = seen, self.place
+    def replaced_problem(self) -> str | None:
+        """None, or why a parameter that was replaced cannot be used."""
+        if not self._slots or self._changes.count == self._seen:
+            return None
+        return offloaded_problem(self)
 
     def lora_problem(self) -> str | None:
         """None, or that a call would leave out gradients that are asked for: with factors, these alone have some."""
@@ -296,20 +235,6 @@ class ExpertSlots(nn.Module):
             "expert_weights has LoRA factors, which are trained without the matrices, and some matrices require "
             "gradients; call requires_grad_(False) on these, or merge_lora of ep_moe.integrations.lora before training"
         )
-
-    def replaced_problem(self) -> str | None:
-        """None, or that a parameter was replaced by one that kernels cannot read, as by hooks that offload it and bring
-        it back for a call of its own module."""
-        if not self._slots or self._changes.count == self._seen:
-            return None
-        for name, parameter in self._of_experts():
-            if parameter.device != self.device:
-                return (
-                    f"expert_weights.{name} is on {parameter.device} and its layer on {self.device}; leave expert "
-                    f"parameters out of offloading (accelerate's cpu_offload, disk_offload, device_map), or move the "
-                    f"layer as a whole"
-                )
-        return None
 
     def _set_views(self, views: list[tuple[nn.Parameter, Tensor]]) -> None:
         self._views = views
@@ -372,7 +297,7 @@ class ExpertSlots(nn.Module):
             super()._apply(fn, recurse)
             return self
         if self._changes.count != self._seen:
-            self._take_replaced()
+            take_replaced(self)
         self._slots.update({name: fn(tensor) for name, tensor in self._slots.items()})
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._follow(fn)
