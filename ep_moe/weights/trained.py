@@ -57,7 +57,7 @@ class GradientSum:
         self.compared = False
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
-        self._learns_somewhere: bool | None = None  # in the EP group, as of the first backward
+        self._learns_somewhere = False  # in the EP group; once it does, all ranks sum from then on
 
     @property
     def alone(self) -> bool:
@@ -100,11 +100,11 @@ class GradientSum:
         weights = self._weights
         if self.ep.size == 1 or not weights.expert_map.replicated or not weights.named:
             return False
-        if self._learns_somewhere is None and not capturing(weights.device):
+        if not self._learns_somewhere and not capturing(weights.device):
             with self.ep.flight_recorder.step("backward by what learns", counted=False):
                 rows = self.ep.exchange(torch.tensor([sums], dtype=torch.int64, device=weights.device))
             self._learns_somewhere = any(row[0] for row in rows)
-        return bool(self._learns_somewhere) and not sums
+        return self._learns_somewhere and not sums
 
     def take_part(self) -> None:
         """Take part with zeros in the peers' sums over copies. Collective over the EP group."""

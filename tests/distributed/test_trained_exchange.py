@@ -118,6 +118,16 @@ def test_a_rank_whose_copies_do_not_learn(options, world_size):
 
 
 @distributed(2)
+def test_copies_that_begin_to_learn_later(world_size):
+    """On one rank, and on none after that."""
+    with pair({"dp": 2}, 3) as layers:
+        for learns in (False, dist.get_rank() == 0, False):
+            for layer in layers:
+                layer.expert_weights.requires_grad_(learns)
+            compare(layers, (8, 2)[dist.get_rank()], 0, f"rank {dist.get_rank()} learns: {learns}")
+
+
+@distributed(2)
 def test_gradients_pass_through_quantised_experts(world_size):
     """Of the rows and the routing weights: codes have none. MXFP4 holds these integers as they are."""
     config = dataclasses.replace(CONFIG, hidden_size=32, intermediate_size=32)
