@@ -66,6 +66,8 @@ _DTYPES: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "I32": torch.int32,
     "I8": torch.int8,
+    "I16": torch.int16,
+    "U64": torch.uint64,
     "U32": torch.uint32,
     "U16": torch.uint16,
     "BOOL": torch.bool,
@@ -73,6 +75,9 @@ _DTYPES: dict[str, torch.dtype] = {
     "F8_E8M0": torch.uint8,  # as `raw` gives it
     "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "C64": torch.complex64,
 }
 _CALLED = {dtype: called for called, dtype in _DTYPES.items()} | {torch.uint8: "U8", torch.float8_e8m0fnu: "F8_E8M0"}
 
@@ -194,6 +199,11 @@ class CheckpointSource(TensorSource):
         self._open: dict[str, Any] = {}
         self._listed: dict[str, str] | None = None  # what the index names
         self.declared = read_declared(self.folder)
+        if self.declared.rotated:
+            raise CheckpointError(
+                f"{self.folder / 'config.json'} states {self.declared.rotated}: its weights belong to activations that "
+                f"are rotated while the model runs, which is not supported; take a checkpoint without it"
+            )
         self._where = self._index()
 
     def _index(self) -> dict[str, tuple[str, str]]:

@@ -110,6 +110,11 @@ class StoredMatrix(ABC):
 
     # --- for subclasses ---
 
+    @property
+    def _stated(self) -> Declared:
+        """What config.json states of this matrix."""
+        return self.tensors.declared.of(self.tensors.location(self.data).rpartition(": ")[2])
+
     def _seen(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape of the file as [..., rows, columns]."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
@@ -141,7 +146,8 @@ def beside_of(name: str, end: str) -> list[str]:
 
 _CODES = {
     "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32", "I64": "int64",
-    "F8_E5M2": "float8_e5m2", "F4": "float4_e2m1fn",
+    "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F4": "float4_e2m1fn",
 }  # fmt: skip
 
 

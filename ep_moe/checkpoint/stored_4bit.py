@@ -239,7 +239,7 @@ class Int4Matrix(_Packed):
                     f"{self.tensors.location(self.name + end)} changes what the numbers mean; of compressed-tensors "
                     f"pack-quantized only symmetric groups, in order, can be read"
                 )
-        bits, location = self.tensors.declared.bits, self.tensors.location(self.data)
+        bits, location = self._stated.bits, self.tensors.location(self.data)
         rows, columns = self.shape[-2:]
         shape = f"{self.name}_shape"
         stated = self.tensors.raw(shape).tolist() if self.tensors.holds(shape) and len(self.shape) == 2 else None
@@ -253,9 +253,14 @@ class Int4Matrix(_Packed):
 
     def _wrong_stated(self) -> str | None:
         """What config.json says of the numbers, and the tensors do not."""
-        declared, location = self.tensors.declared, self.tensors.location(self.data)
+        declared, location = self._stated, self.tensors.location(self.data)
         if declared.asymmetric:
             return f"{location} has no zero points, and config.json states symmetric: false; fetch the checkpoint again"
+        if declared.reordered:
+            return (
+                f"{location} has no {self.name}_g_idx, and config.json states an actorder that puts columns in another "
+                f"order; fetch the checkpoint again"
+            )
         groups = {size or self.shape[-1] for size in declared.groups}
         if groups and self.block not in groups:
             return (

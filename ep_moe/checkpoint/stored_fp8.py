@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from ep_moe.quant.microscale import MX_BLOCK
 
 _MATRIX, _ROWS, _BLOCKS = "matrix", "rows", "blocks"
 _DEFAULT = ((FP8_BLOCK, FP8_BLOCK),)
+_OTHER_FLOAT8 = re.compile(r"fnuz|e5m2")
 
 
 class ScaledFp8(StoredMatrix):
@@ -99,6 +102,11 @@ class ScaledFp8(StoredMatrix):
         location = self.tensors.location(self.data)
         if len(self._found) > 1:
             return f"{location} has two sets of factors, {' and '.join(self._found)}; remove the one that is not meant"
+        if _OTHER_FLOAT8.search(self.tensors.declared.float8):
+            return (
+                f"{location} is float8_e4m3fn, and config.json states fmt {self.tensors.declared.float8!r}, of which "
+                f"the same bytes are other numbers; correct config.json, or dequantise the checkpoint to bf16 first"
+            )
         if self._each:
             return wrong_dtype(self.tensors, self.scale)
         *_, rows, columns = (1, 1, *self.shape)

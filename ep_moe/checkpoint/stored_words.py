@@ -55,7 +55,7 @@ class _Words(StoredMatrix):
 
     def _wrong_stated(self) -> str | None:
         """What config.json says of the numbers."""
-        declared, location = self.tensors.declared, self.tensors.location(self.data)
+        declared, location = self._stated, self.tensors.location(self.data)
         if self.method not in declared.method.split():
             if declared.method:
                 return foreign_refusal(self.name, self.data, declared.called("AWQ or GPTQ"))
@@ -66,6 +66,11 @@ class _Words(StoredMatrix):
         if declared.bits != {4}:
             bits = ", ".join(map(str, sorted(declared.bits))) or "no number of"
             return f"{location} is {self.method.upper()} with {bits} bits, and 4 bits alone are read; {_DEQUANTISE}"
+        if " and " in declared.packing:
+            return (
+                f"{location} is {self.method.upper()}, and config.json states the packings {declared.packing}; leave "
+                f"the one that it is in"
+            )
         if declared.packing not in self.packings:
             return (
                 f"{location} is {self.method.upper()} in the packing {declared.packing!r}, which is not read; "
@@ -94,13 +99,13 @@ class _Words(StoredMatrix):
                     f"{self.tensors.location(name)} must have shape {list(shape)} beside {self.data} of shape "
                     f"{list(self._header(self.data))}, got {list(self._header(name))}"
                 )
-        stated = {size or columns for size in self.tensors.declared.groups}
+        stated = {size or columns for size in self._stated.groups}
         if stated and self.group not in stated:
             return (
                 f"{self.tensors.location(self.scale)} has a factor for each {self.group} columns, and config.json "
                 f"states group_size {' and '.join(map(str, sorted(stated)))}; fetch the checkpoint again"
             )
-        if self.tensors.declared.reordered and not self.tensors.holds(self.groups_of):
+        if self._stated.reordered and not self.tensors.holds(self.groups_of):
             return f"{self.groups_of} is missing, and config.json states desc_act: true; fetch the checkpoint again"
         return wrong_dtype(self.tensors, self.scale, exponents=False)
 
@@ -168,7 +173,7 @@ class AwqMatrix(_Words):
 
     def _wrong_stated(self) -> str | None:
         wrong = super()._wrong_stated()
-        if wrong is None and self.tensors.declared.symmetric:
+        if wrong is None and self._stated.symmetric:
             location = self.tensors.location(self.data)
             return f"{location} is AWQ without zero points (zero_point: false), which is not read; {_DEQUANTISE}"
         return wrong
@@ -195,7 +200,7 @@ class GptqMatrix(_Words):
         return (*lead, rows, words * _WORD)
 
     def keeps(self, scheme: str) -> bool:
-        declared = self.tensors.declared
+        declared = self._stated
         return int4_keeps(scheme, self.group) and declared.symmetric is True and not declared.reordered
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
@@ -224,7 +229,7 @@ class GptqMatrix(_Words):
             )
 
     def _offset(self, stored: Tensor) -> Tensor:
-        declared = self.tensors.declared
+        declared = self._stated
         zeros = stored if declared.packing == "gptq_v2" else stored + 1
         if declared.symmetric and (zeros != _MIDDLE).any():
             raise CheckpointError(
