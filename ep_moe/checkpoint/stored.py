@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -262,7 +262,6 @@ def _nvfp4_under(scale: Tensor, half: Parts) -> tuple[Tensor, Tensor]:
     return rescale_nvfp4(half[""], half["_scale"], half[_GLOBAL], scale)
 
 
-ALWAYS_FINITE = torch.finfo(torch.float32).max / FP8_MAX  # times any code
 FLOATS = ("F32", "BF16", "F16", "F64")
 EXPONENTS = "F8_E8M0"
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "F8_E8M0": "float8_e8m0fnu"}
@@ -368,6 +367,17 @@ def check_finite(location: str, numbers: Tensor) -> Tensor:
             f"{numbers.numel()} places that were read; the checkpoint is damaged: fetch or export it again"
         )
     return numbers
+
+
+def check_products(
+    tensors: Tensors, name: str, data: str, scale: Tensor, top: float, numbers: Callable[[], Tensor]
+) -> None:
+    """Raise CheckpointError where codes times factors are not finite in float32.
+
+    name: of the factors; data: of the codes; top: the largest code; numbers: asked for only where a factor is large
+    """
+    if scale.numel() and not scale.amax() <= torch.finfo(torch.float32).max / top:
+        check_finite(f"{tensors.location(data)} times {name}", numbers())
 
 
 def check_fits(location: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.declared import foreign_refusal
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, factors, span, wrong_dtype
-from ep_moe.checkpoint.stored_4bit import int4_keeps, int4_scales
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, check_products, factors, span, wrong_dtype
+from ep_moe.checkpoint.stored_4bit import INT4_MAX, int4_keeps, int4_scales
 from ep_moe.errors import CheckpointError
+from ep_moe.quant.microscale import dequantize_int4
 
 _WORD = 8  # numbers of a word
 _MIDDLE = 8  # the zero point of symmetric codes
@@ -121,7 +123,9 @@ class _Words(StoredMatrix):
         numbers = (codes - zeros[group]).float()
         scale = scale[group]
         self._check_lost(scale, numbers)
-        return (numbers * scale).T.contiguous()
+        made = (numbers * scale).T.contiguous()
+        check_products(self.tensors, self.scale, self.data, scale, 2 * INT4_MAX, lambda: made)
+        return made
 
     def _check_lost(self, scale: Tensor, numbers: Tensor) -> None:
         if (scale == 0).any():
@@ -217,7 +221,10 @@ class GptqMatrix(_Words):
         self._check_lost(scale.repeat_interleave(self.group, 0), numbers)
         nibbles = (numbers & 0xF).T.to(torch.uint8)
         data = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-        return {"": data.contiguous(), "_scale": int4_scales(scale).T.contiguous()}
+        rounded = int4_scales(scale).T.contiguous()
+        made = partial(dequantize_int4, data, rounded)
+        check_products(self.tensors, self.scale, self.data, rounded.float(), INT4_MAX, made)
+        return {"": data.contiguous(), "_scale": rounded}
 
     def _check_order(self, lead: tuple[int, ...], left: int, right: int) -> None:
         """Raise CheckpointError where columns of a group do not lie side by side, against config.json."""

@@ -1,4 +1,4 @@
-"""What config.json states of codes, for all of a checkpoint and for some of its modules."""
+"""What config.json states of codes, for all of a checkpoint and for some of its modules, and what factors make."""
 
 import json
 
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.errors import CheckpointError
-from tests.fixtures.packed_codes import awq, channel, gptq, int4
+from tests.fixtures.packed_codes import E2M1, awq, channel, factors, gptq, int4, nvfp4, random
 
 BLOCK = "model.layers.0.mlp"
 CONFIG = MoEConfig(hidden_size=128, intermediate_size=64, num_experts=2, top_k=2)
@@ -50,8 +50,9 @@ def check_read(folder, numbers):
             assert torch.equal(found, numbers[expert, name]), (expert, name)
 
 
-def check_refused(folder, match):
-    layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), dtype=torch.float32)
+def check_refused(folder, match, quantization="none"):
+    context, dtype = EPContext.local(torch.device("cpu")), torch.float32 if quantization == "none" else torch.bfloat16
+    layer = MoELayer(CONFIG, context, quantization=quantization, dtype=dtype)
     with pytest.raises(CheckpointError, match=match):
         load_layers({0: layer}, folder, "qwen3_moe", progress=False)
 
@@ -193,3 +194,83 @@ def test_quantisations_are_called_by_their_names(method, part, called, tmp_path)
     write(tmp_path, make, {"quant_method": method})
     with pytest.raises(CheckpointError, match=rf"is quantised by {called}, which is not read"):
         load_layers({0: MoELayer(CONFIG, EPContext.local(torch.device("cpu")))}, tmp_path, "qwen3_moe", progress=False)
+
+
+# --- numbers that float32 does not hold -------------------------------------------------------------------------------
+
+
+def mxfp4(rows, columns, generator):
+    codes, scale = random(generator, 0, 16, rows, columns), random(generator, 118, 122, rows, columns // 32)
+    parts = {"weight_packed": (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), "weight_scale": scale.byte()}
+    return parts, E2M1[codes] * torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+
+
+MXFP4 = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+LARGE = {  # format: (maker, its options, config.json, name of the factors, one that is too large, schemes that keep it)
+    "nvfp4": (nvfp4, {"packed": False}, {"quant_method": "modelopt"}, "weight_scale_2", 1e38, "nvfp4a16"),
+    "nvfp4 packed": (nvfp4, {"packed": True}, {"quant_method": "x"}, "weight_global_scale", 1e-40, "nvfp4a16"),
+    "mxfp4": (mxfp4, {}, MXFP4, "weight_scale", 253, "mxfp4"),
+    "int4": (int4, {"group": 32}, groups(("Linear", INT4)), "weight_scale", 1e38, "mxint4"),
+    "gptq": (gptq, {"group": 32}, GPTQ, "scales", 1e38, "mxint4"),
+    "awq": (awq, {"group": 32}, AWQ, "scales", 1e38, None),
+    "channel": (channel, {}, {"quant_method": "fp8"}, "weight_scale", 1e38, "fp8_channel"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*rounded to bfloat16")
+@pytest.mark.parametrize(
+    ("kind", "kept"), [(kind, kept) for kind in LARGE for kept in (False, True) if kind != "awq" or not kept]
+)
+def test_codes_times_factors_that_are_infinite(kind, kept, tmp_path):
+    make, options, how, end, value, scheme = LARGE[kind]
+
+    def large(rows, columns, generator):
+        parts, numbers = make(rows, columns, generator, **options)
+        own = parts[end] if parts[end].dtype == torch.uint8 else parts[end].float()
+        return parts | {end: torch.full_like(own, value)}, numbers
+
+    write(tmp_path, large, how)
+    match = r"gate_proj\.\S+ times \S+gate_proj\.\S+ must be finite, got -?inf at"
+    check_refused(tmp_path, match, scheme if kept else "none")
+
+
+def test_the_largest_numbers_that_are_finite(tmp_path):
+    def large(rows, columns, generator):
+        parts, _ = mxfp4(rows, columns, generator)
+        numbers = E2M1[torch.stack([parts["weight_packed"] & 0xF, parts["weight_packed"] >> 4], -1).flatten(-2).long()]
+        return parts | {"weight_scale": torch.full_like(parts["weight_scale"], 252)}, numbers * 2.0**125
+
+    check_read(tmp_path, write(tmp_path, large, MXFP4))
+
+
+# --- gate and up in one tensor ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("inner", "ambiguous"), [(96, True), (224, True), (64, False), (192, False), (128, False)])
+def test_blocks_over_gate_and_up_that_can_be_two_things(inner, ambiguous, tmp_path):
+    """Blocks of 128 rows begin anew with up, or run on into it: as many where gate fills more than half of its last."""
+    config = MoEConfig(hidden_size=128, intermediate_size=inner, num_experts=1, top_k=1)
+    generator, blocks = torch.Generator().manual_seed(0), 2 * -(-inner // 128)
+    tensors = {f"{BLOCK}.gate.weight": torch.randn(1, 128)}
+    for name, shape, grid in (
+        ("gate_up_proj", (1, 2 * inner, 128), (1, blocks, 1)),
+        ("down_proj", (1, 128, inner), (1, 1, blocks // 2)),
+    ):
+        codes = (torch.randn(shape, generator=generator) * 100).to(torch.float8_e4m3fn)
+        tensors |= {
+            f"{BLOCK}.experts.{name}": codes,
+            f"{BLOCK}.experts.{name}_scale_inv": factors(generator, *grid),
+        }
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = MoELayer(config, EPContext.local(torch.device("cpu")), dtype=torch.float32)
+    if ambiguous:
+        with pytest.raises(CheckpointError, match=rf"has gate and up of {inner} rows each in one tensor, and"):
+            load_layers({0: layer}, tmp_path, "qwen3_moe", progress=False)
+        return
+    load_layers({0: layer}, tmp_path, "qwen3_moe", progress=False)
+    codes, scale = (tensors[f"{BLOCK}.experts.gate_up_proj{end}"][0].float() for end in ("", "_scale_inv"))
+    gate, up = codes.chunk(2)
+    spread = scale.repeat_interleave(128, 0)
+    half = 128 * (blocks // 2)
+    wanted = torch.cat([gate * spread[:inner], up * spread[half : half + inner]])
+    assert torch.equal(layer.expert_weights.whole(0)["w13"], wanted)
