@@ -63,7 +63,7 @@ class _Words(StoredMatrix):
                 return foreign_refusal(self.name, self.data, declared.called("AWQ or GPTQ"))
             return (
                 f"{location} is quantised by AWQ or GPTQ, and config.json does not state which; set quant_method, bits "
-                f"and group_size of its quantization_config"
+                f"and group_size of its quantization_config, or dequantise weights that are pushed"
             )
         if declared.bits != {4}:
             bits = ", ".join(map(str, sorted(declared.bits))) or "no number of"

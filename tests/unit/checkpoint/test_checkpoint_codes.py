@@ -4,9 +4,10 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.checkpoint.push import load_weights
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.errors import CheckpointError
 from tests.fixtures.packed_codes import E2M1, awq, channel, factors, gptq, int4, nvfp4, random
@@ -43,6 +44,10 @@ def write(folder, make, how, *, block=BLOCK, **options):
 def check_read(folder, numbers):
     layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), dtype=torch.float32)
     load_layers({0: layer}, folder, "qwen3_moe", progress=False)
+    check_numbers(layer, numbers)
+
+
+def check_numbers(layer, numbers):
     for expert in range(CONFIG.num_experts):
         weights = layer.expert_weights.whole(layer.expert_weights.held[expert][0])
         gate, up = weights["w13"].chunk(2)
@@ -133,6 +138,25 @@ def test_a_group_that_contradicts_its_tensors(own, match, tmp_path):
 
 def test_an_order_that_is_not_stored_is_no_order(tmp_path):
     check_read(tmp_path, write(tmp_path, int4, groups(("Linear", INT4 | {"actorder": "weight"})), group=32))
+
+
+@pytest.mark.parametrize("given", [dict, lambda tensors: iter(tensors.items())])
+def test_int4_is_pushed_with_the_shape_beside_it(given, tmp_path):
+    numbers = write(tmp_path, int4, groups(("Linear", INT4)), group=32)
+    layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), dtype=torch.float32)
+    load_weights({0: layer}, given(load_file(tmp_path / "model.safetensors")), "qwen3_moe")
+    check_numbers(layer, numbers)
+
+
+def test_a_pushed_shape_that_contradicts_is_refused(tmp_path):
+    write(tmp_path, int4, groups(("Linear", INT4)), group=32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{BLOCK}.experts.1.up_proj.weight_shape"] = torch.tensor([64, 126])
+    layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), dtype=torch.float32)
+    with pytest.raises(
+        CheckpointError, match=r"up_proj\.weight_packed is .* with the shape \[64, 126\], which is not read"
+    ):
+        load_weights({0: layer}, tensors, "qwen3_moe")
 
 
 # --- what the weights are for -----------------------------------------------------------------------------------------
