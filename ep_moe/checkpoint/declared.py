@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,14 @@ _FOREIGN = {
     "scales": "MLX",
 }
 _WORDS = ("qweight", "qzeros", "scales")
-_CALLED = {"awq": "AWQ", "auto-round": "AutoRound", "gptq": "GPTQ"}
+_CALLED = {
+    "auto-round": "AutoRound", "awq": "AWQ", "gptq": "GPTQ", "fp_quant": "FP-Quant", "higgs": "HIGGS", "sinq": "SINQ",
+    "metal": "Metal", "gguf": "GGUF",
+}  # fmt: skip
+_CODES = re.compile(r"(\.q?weight)?(_packed)?$")
 _EXPONENTS = re.compile(r"ue8m0|mxfp[48]")
+_REORDERS = (True, "group", "dynamic")  # of compressed-tensors' actorder: the others store columns in order
+_WHILE_IT_RUNS = ("input", "output")  # places of a rotation that is not a part of the weights
 
 
 @dataclass(frozen=True)
@@ -45,8 +51,11 @@ class Declared:
     asymmetric: every packed integer has a zero point
     symmetric: of AWQ and GPTQ, no zero point differs from the middle; None where it is not stated
     packing: of AWQ and GPTQ, the order of words and numbers, "" where it is not stated
-    reordered: of GPTQ, the columns of a group do not lie side by side
+    reordered: the columns of a group do not lie side by side
+    modules: a pattern of modules' names -> the fields in which they differ, the first that fits; of packed integers
     exponents: a factor stored as a byte is a power of two (E8M0)
+    float8: the format of codes of 8 bits, "" where it is not stated
+    rotated: the field that states rotations of activations, without which weights mean nothing; "" for none
     layers: number of hidden layers, None where it is not stated
     multimodal: the text model is a part of another
     """
@@ -59,9 +68,17 @@ class Declared:
     symmetric: bool | None = None
     packing: str = ""
     reordered: bool = False
+    modules: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     exponents: bool = False
+    float8: str = ""
+    rotated: str = ""
     layers: int | None = None
     multimodal: bool = False
+
+    def of(self, tensor: str) -> Declared:
+        """What is stated of the module of a tensor of codes, by its name in the file."""
+        module = _CODES.sub("", tensor)
+        return next((replace(self, **fields) for pattern, fields in self.modules if _fits(pattern, module)), self)
 
     @property
     def said(self) -> str:
@@ -83,23 +100,27 @@ def read_declared(folder: Path) -> Declared:
     fields = {key: value for one in found for key, value in one.items()}
     names = [str(fields[key]) for key in ("quant_method", "quant_algo", "format") if fields.get(key)]
     layers = next((number for one in reversed(texts) if (number := one.get("num_hidden_layers")) is not None), None)
-    groups = [group for one in found for group in _weight_groups(one)]
+    targets = [pair for one in found for pair in _weight_groups(one)]
+    groups = [group for _, group in targets]
     sizes = [one.get("weight_block_size") for one in found] + [group.get("block_structure") for group in groups]
     stated = [*names, str(fields.get("scale_fmt", "")), *(str(group.get("format", "")) for group in groups)]
-    packed = [group for group in groups if group.get("type", "int") == "int" and "num_bits" in group]
+    packed = [group for group in groups if _is_packed(group)]
     words = _words(fields) if {"awq", "gptq"} & set(names) else {}
     packed += [words] if isinstance(words.get("group_size"), int) else []
     bits = [*(group.get("num_bits") for group in groups), words.get("bits")]
     return Declared(
         method=" ".join(dict.fromkeys(names)),
         blocks=tuple(dict.fromkeys(pair for size in sizes if (pair := _pair(size)) is not None)),
-        bits=frozenset(each for each in bits if isinstance(each, int)),
+        bits=_bits(*bits),
         groups=frozenset(max(0, _whole(group.get("group_size"))) for group in packed),
         asymmetric=bool(packed) and not words and all(group.get("symmetric") is False for group in packed),
         symmetric=words.get("symmetric"),
         packing=words.get("packing", ""),
         reordered=bool(words.get("reordered")),
+        modules=(*(_dynamic(fields) if words else ()), *_targeted(targets)),
         exponents=any(_EXPONENTS.search(one.lower()) for one in stated),
+        float8=str(fields.get("fmt") or "").lower(),
+        rotated=next((field for one in found if (field := _rotated(one))), ""),
         layers=layers if isinstance(layers, int) else None,
         multimodal=len(texts) > 1,
     )
@@ -137,26 +158,88 @@ def _object(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _weight_groups(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The entries `weights` of compressed-tensors' groups, each with its group's format."""
+def _weight_groups(found: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """The targets and the entries `weights` of compressed-tensors' groups, each with its group's format."""
     groups = found.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and isinstance(group.get("weights"), dict):
-            yield group["weights"] | {"format": group.get("format") or ""}
+            targets = group.get("targets")
+            names = [one for one in targets if isinstance(one, str)] if isinstance(targets, list) else []
+            yield names, group["weights"] | {"format": group.get("format") or ""}
+
+
+def _is_packed(weights: dict[str, Any]) -> bool:
+    return weights.get("type", "int") == "int" and "num_bits" in weights
+
+
+def _targeted(groups: list[tuple[list[str], dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Groups that name modules come before those that name a class, such as Linear."""
+    pairs = [(target, weights) for targets, weights in groups for target in targets if _is_packed(weights)]
+    for target, weights in sorted(pairs, key=lambda pair: not _names_modules(pair[0])):
+        pattern = target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$"
+        yield (
+            pattern if _names_modules(target) else "",
+            {
+                "bits": _bits(weights["num_bits"]),
+                "groups": frozenset([max(0, _whole(weights.get("group_size")))]),
+                "asymmetric": weights.get("symmetric") is False,
+                "reordered": weights.get("actorder") in _REORDERS,
+            },
+        )
+
+
+def _names_modules(target: str) -> bool:
+    return target.startswith("re:") or "." in target
+
+
+def _dynamic(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """GPTQModel's `dynamic`: a pattern, behind "-:" one of modules that are not quantised -> their own fields."""
+    dynamic = fields.get("dynamic")
+    for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
+        whole = _words(fields | own) if isinstance(own, dict) else _words(fields)
+        size = whole.pop("group_size")
+        changed = {"bits": _bits(whole.pop("bits")), "groups": frozenset([max(0, _whole(size))])}
+        yield pattern.removeprefix("-:").removeprefix("+:"), whole | changed
+
+
+def _fits(pattern: str, module: str) -> bool:
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        return False
+
+
+def _rotated(found: dict[str, Any]) -> str:
+    """Transforms of compressed-tensors, rotation of GPTQModel. One that lies in weights alone is there already."""
+    if found.get("rotation"):
+        return f"rotation: {found['rotation']!r}"
+    transforms = found.get("transform_config")
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    for group in groups.values() if isinstance(groups, dict) else ():
+        applied = group.get("apply") if isinstance(group, dict) else None
+        places = [one.get("location") for one in applied or () if isinstance(one, dict)]
+        if any(place in _WHILE_IT_RUNS for place in places):
+            return f"transform_config with location {' and '.join(map(repr, places))}"
+    return ""
 
 
 def _words(fields: dict[str, Any]) -> dict[str, Any]:
     """What AWQ and GPTQ state, under the names that their writers use."""
-    marlin = "marlin" if fields.get("is_marlin_format") else ""
-    packing = marlin or str(fields.get("checkpoint_format") or fields.get("version") or "").lower()
+    packings = {str(fields[key]).lower() for key in ("checkpoint_format", "format", "version") if fields.get(key)}
+    packings |= {"marlin"} if fields.get("is_marlin_format") else set()
+    packings |= {"llm-awq"} if fields.get("backend") == "llm-awq" else set()
     zero_point = fields.get("zero_point")
     return {
         "bits": fields.get("bits", fields.get("w_bit")),
         "group_size": fields.get("group_size", fields.get("q_group_size")),
         "symmetric": fields.get("sym", None if zero_point is None else not zero_point),
-        "packing": packing,
+        "packing": " and ".join(sorted(packings)),
         "reordered": bool(fields.get("desc_act")),
     }
+
+
+def _bits(*found: Any) -> frozenset[int]:
+    return frozenset(each for each in found if isinstance(each, int))
 
 
 def _whole(size: Any) -> int:

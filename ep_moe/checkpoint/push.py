@@ -27,6 +27,7 @@ from ep_moe.weights.parts import full
 
 ORIGIN = "the pushed weights"
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+_OF_HEADERS = "weight_shape"  # numbers that are looked at together with shapes and dtypes
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
@@ -136,7 +137,8 @@ def _check(weights: Mapping[str, Tensor], target: Target) -> None:
     for name, value in weights.items():
         part = target.part(_checked_name(name))
         if part is not None:
-            parts.setdefault(part, {})[name] = _header(_checked_tensor(name, value))
+            tensor = _checked_tensor(name, value)
+            parts.setdefault(part, {})[name] = tensor if name.endswith(_OF_HEADERS) else _header(tensor)
     staged = [target.stage(tensors, headers=True) for tensors in parts.values()]
     target.check_whole(frozenset().union(*(one.covers for one in staged)))
 

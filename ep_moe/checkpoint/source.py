@@ -19,7 +19,7 @@ from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, Tensors, beside_
 from ep_moe.checkpoint.stored_4bit import Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 from ep_moe.checkpoint.stored_fp8 import ScaledFp8
 from ep_moe.checkpoint.stored_words import AwqMatrix, GptqMatrix
-from ep_moe.checkpoint.unread import listed
+from ep_moe.checkpoint.unread import unused_in_shard
 from ep_moe.errors import CheckpointError
 
 # --- names ------------------------------------------------------------------------------------------------------------
@@ -57,23 +57,16 @@ def our_name(name: str, names: Container[str]) -> str:
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_ROTATED = "its weights belong to activations that are rotated, which is not supported; take a checkpoint without it"
 _POINTER = b"version https://git-lfs"
 _DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I8": torch.int8,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "U8": torch.uint8,
     "F8_E8M0": torch.uint8,  # as `raw` gives it
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+    "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+}  # fmt: skip
 _CALLED = {dtype: called for called, dtype in _DTYPES.items()} | {torch.uint8: "U8", torch.float8_e8m0fnu: "F8_E8M0"}
 
 
@@ -194,6 +187,8 @@ class CheckpointSource(TensorSource):
         self._open: dict[str, Any] = {}
         self._listed: dict[str, str] | None = None  # what the index names
         self.declared = read_declared(self.folder)
+        if self.declared.rotated:
+            raise CheckpointError(f"{self.folder / 'config.json'} states {self.declared.rotated}: {_ROTATED}")
         self._where = self._index()
 
     def _index(self) -> dict[str, tuple[str, str]]:
@@ -227,8 +222,8 @@ class CheckpointSource(TensorSource):
                     pointer = opened.read(len(_POINTER)) == _POINTER
                 why = "it is a pointer of Git LFS; run git lfs pull in the folder" if pointer else error
                 raise CheckpointError(f"{path} is not a readable safetensors file: {why}") from error
-            if extra := [] if self._listed is None else sorted(set(self._open[file].keys()) - self._listed.keys()):
-                warnings.warn(f"{path}: {listed(extra)} is not loaded: {INDEX} does not name it", stacklevel=2)
+            for said in unused_in_shard(self._open[file].keys(), file, self._listed or {}, INDEX):
+                warnings.warn(f"{path}: {said}", stacklevel=2)
         return self._open[file]
 
     def names(self) -> Collection[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -110,6 +110,11 @@ class StoredMatrix(ABC):
 
     # --- for subclasses ---
 
+    @property
+    def _stated(self) -> Declared:
+        """What config.json states of this matrix."""
+        return self.tensors.declared.of(self.tensors.location(self.data).rpartition(": ")[2])
+
     def _seen(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """A shape of the file as [..., rows, columns]."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
@@ -141,7 +146,8 @@ def beside_of(name: str, end: str) -> list[str]:
 
 _CODES = {
     "I8": "int8", "U8": "uint8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32", "I64": "int64",
-    "F8_E5M2": "float8_e5m2", "F4": "float4_e2m1fn",
+    "F8_E5M2": "float8_e5m2", "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F4": "float4_e2m1fn",
 }  # fmt: skip
 
 
@@ -256,7 +262,6 @@ def _nvfp4_under(scale: Tensor, half: Parts) -> tuple[Tensor, Tensor]:
     return rescale_nvfp4(half[""], half["_scale"], half[_GLOBAL], scale)
 
 
-ALWAYS_FINITE = torch.finfo(torch.float32).max / FP8_MAX  # times any code
 FLOATS = ("F32", "BF16", "F16", "F64")
 EXPONENTS = "F8_E8M0"
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "F8_E8M0": "float8_e8m0fnu"}
@@ -362,6 +367,17 @@ def check_finite(location: str, numbers: Tensor) -> Tensor:
             f"{numbers.numel()} places that were read; the checkpoint is damaged: fetch or export it again"
         )
     return numbers
+
+
+def check_products(
+    tensors: Tensors, name: str, data: str, scale: Tensor, top: float, numbers: Callable[[], Tensor]
+) -> None:
+    """Raise CheckpointError where codes times factors are not finite in float32.
+
+    name: of the factors; data: of the codes; top: the largest code; numbers: asked for only where a factor is large
+    """
+    if scale.numel() and not scale.amax() <= torch.finfo(torch.float32).max / top:
+        check_finite(f"{tensors.location(data)} times {name}", numbers())
 
 
 def check_fits(location: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,12 +15,14 @@ from ep_moe.checkpoint.stored import (
     beside_of,
     check_factors,
     check_lost,
+    check_products,
     scalar_factor,
     span,
     wrong_dtype,
 )
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import (
+    E2M1_MAX,
     INT4_GROUP,
     MX_BLOCK,
     NVFP4_BLOCK,
@@ -27,8 +30,10 @@ from ep_moe.quant.microscale import (
     dequantize_int4,
     dequantize_mxfp4,
     dequantize_nvfp4,
+    e8m0_values,
 )
 
+INT4_MAX = 8  # without the sign
 _WORD = 8  # INT4 numbers of an int32
 _GROUPS = {"int4_fp8": INT4_GROUP, "int4": INT4_GROUP, "mxint4": MX_BLOCK}
 _SCALES_ROUNDED = (
@@ -128,10 +133,12 @@ class Nvfp4Matrix(_Packed):
         return scheme in ("nvfp4", "nvfp4a16")
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
-        found = self._found(rows, columns, expert)
-        if self.reciprocal:  # as compressed-tensors divides, and not by a product with the rounded reciprocal
-            return dequantize_nvfp4(found[0], found[1].float() / found[2], 1.0)
-        return dequantize_nvfp4(*found)
+        data, scale, number = self._found(rows, columns, expert)
+        return dequantize_nvfp4(data, self._factor(scale, number), 1.0)
+
+    def _factor(self, scale: Tensor, number: Tensor) -> Tensor:
+        """As compressed-tensors divides, and not by a product with the rounded reciprocal."""
+        return scale.float() / number if self.reciprocal else scale.float() * number
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
         data, scale, number = self._found(rows, columns, expert)
@@ -146,6 +153,9 @@ class Nvfp4Matrix(_Packed):
         if number == 0 or not scale.float().any():
             lost = int((dequantize_nvfp4(data, torch.ones_like(scale), 1.0) != 0).sum())
             check_lost(self.tensors, self.global_scale if number == 0 else self.scale, self.data, lost)
+        factor = self._factor(scale, number)
+        made = partial(dequantize_nvfp4, data, factor, 1.0)
+        check_products(self.tensors, self.global_scale, self.data, factor, E2M1_MAX, made)
         return data, scale, number
 
 
@@ -200,7 +210,10 @@ class Mxfp4Matrix(_Packed):
                 f"{self.tensors.location(self.scale)} has the exponent 255 (NaN) at {int((scale == 0xFF).sum())} of "
                 f"{scale.numel()} places that were read; the checkpoint is damaged: fetch or export it again"
             )
-        return {"": self._data(rows, columns, expert), "_scale": scale}
+        data = self._data(rows, columns, expert)
+        made = partial(dequantize_mxfp4, data, scale)
+        check_products(self.tensors, self.scale, self.data, e8m0_values(scale), E2M1_MAX, made)
+        return {"": data, "_scale": scale}
 
     def _data(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
         if not self.blocks:
@@ -239,7 +252,7 @@ class Int4Matrix(_Packed):
                     f"{self.tensors.location(self.name + end)} changes what the numbers mean; of compressed-tensors "
                     f"pack-quantized only symmetric groups, in order, can be read"
                 )
-        bits, location = self.tensors.declared.bits, self.tensors.location(self.data)
+        bits, location = self._stated.bits, self.tensors.location(self.data)
         rows, columns = self.shape[-2:]
         shape = f"{self.name}_shape"
         stated = self.tensors.raw(shape).tolist() if self.tensors.holds(shape) and len(self.shape) == 2 else None
@@ -253,9 +266,14 @@ class Int4Matrix(_Packed):
 
     def _wrong_stated(self) -> str | None:
         """What config.json says of the numbers, and the tensors do not."""
-        declared, location = self.tensors.declared, self.tensors.location(self.data)
+        declared, location = self._stated, self.tensors.location(self.data)
         if declared.asymmetric:
             return f"{location} has no zero points, and config.json states symmetric: false; fetch the checkpoint again"
+        if declared.reordered:
+            return (
+                f"{location} has no {self.name}_g_idx, and config.json states an actorder that puts columns in another "
+                f"order; fetch the checkpoint again"
+            )
         groups = {size or self.shape[-1] for size in declared.groups}
         if groups and self.block not in groups:
             return (
@@ -272,7 +290,10 @@ class Int4Matrix(_Packed):
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
         data, scale = self._found(rows, columns, expert)
-        return {"": data, "_scale": int4_scales(scale)}
+        rounded = int4_scales(scale)
+        made = partial(dequantize_int4, data, rounded)
+        check_products(self.tensors, self.scale, self.data, rounded.float(), INT4_MAX, made)
+        return {"": data, "_scale": rounded}
 
     def _found(self, rows: slice, columns: slice, expert: int | None) -> tuple[Tensor, Tensor]:
         """Two's complement nibbles, and the file's scales."""
@@ -281,6 +302,8 @@ class Int4Matrix(_Packed):
         data = self._data(rows, columns, expert).view(torch.uint8) ^ 0x88
         if (scale == 0).any():
             check_lost(self.tensors, self.scale, self.data, int((dequantize_int4(data, scale == 0) != 0).sum()))
+        made = partial(dequantize_int4, data, scale)
+        check_products(self.tensors, self.scale, self.data, scale.float(), INT4_MAX, made)
         return data, scale
 
 

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.stored import (
     ALL,
-    ALWAYS_FINITE,
     EXPONENTS,
     StoredMatrix,
     Tensors,
     beside_of,
     check_codes,
-    check_finite,
     check_lost,
+    check_products,
     factors,
     scalar_factor,
     span,
     wrong_dtype,
 )
-from ep_moe.quant.fp8 import FP8_BLOCK, dequantize_fp8_blocks, dequantize_fp8_rows
+from ep_moe.quant.fp8 import FP8_BLOCK, FP8_MAX, dequantize_fp8_blocks, dequantize_fp8_rows
 from ep_moe.quant.microscale import MX_BLOCK
 
 _MATRIX, _ROWS, _BLOCKS = "matrix", "rows", "blocks"
 _DEFAULT = ((FP8_BLOCK, FP8_BLOCK),)
+_OTHER_FLOAT8 = re.compile(r"fnuz|e5m2")
 
 
 class ScaledFp8(StoredMatrix):
@@ -41,6 +44,7 @@ class ScaledFp8(StoredMatrix):
         self.scale = self._found[0] if self._found else ""
         self._block = (0, 0)
         self._apart = False  # stacked matrices whose blocks do not continue from one to the next
+        self._either = False  # or do: there would be as many
         self._each = self._layout() if self.scale else ""
 
     @property
@@ -87,8 +91,10 @@ class ScaledFp8(StoredMatrix):
         blocks = [*(self.tensors.declared.blocks or _DEFAULT), *([(1, MX_BLOCK)] if self._exponents else [])]
         for row, column in blocks:
             apart = (self.stacked * -(-each // row), -(-columns // column))
-            if grid in (apart, (-(-rows // row), apart[1])):
+            together = (-(-rows // row), apart[1])
+            if grid in (apart, together):
                 self._block, self._apart = (row, column), grid == apart and each % row != 0
+                self._either = self._apart and self.stacked > 1 and apart == together
                 return True
         # transformers: one factor for each of gate and up
         if self.stacked > 1 and grid == (self.stacked, 1):
@@ -99,6 +105,18 @@ class ScaledFp8(StoredMatrix):
         location = self.tensors.location(self.data)
         if len(self._found) > 1:
             return f"{location} has two sets of factors, {' and '.join(self._found)}; remove the one that is not meant"
+        if _OTHER_FLOAT8.search(self.tensors.declared.float8):
+            return (
+                f"{location} is float8_e4m3fn, and config.json states fmt {self.tensors.declared.float8!r}, of which "
+                f"the same bytes are other numbers; correct config.json, or dequantise the checkpoint to bf16 first"
+            )
+        if self._either:
+            each, row = self.shape[-2] // self.stacked, self._block[0]
+            return (
+                f"{location} has gate and up of {each} rows each in one tensor, and {self.scale} has as many "
+                f"factors as blocks of {row} rows that begin anew with up, and as blocks that run on into it; store "
+                f"gate and up in tensors of their own, or dequantise the checkpoint to bf16 first"
+            )
         if self._each:
             return wrong_dtype(self.tensors, self.scale)
         *_, rows, columns = (1, 1, *self.shape)
@@ -133,14 +151,15 @@ class ScaledFp8(StoredMatrix):
         scale = self._scale(rows, columns, expert)
         self._check_zeros(codes, scale, rows, columns)
         numbers = self._spread(codes, scale, rows, columns)
-        if (scale > ALWAYS_FINITE).any():
-            check_finite(f"{self.tensors.location(self.data)} times {self.scale}", numbers)
+        check_products(self.tensors, self.scale, self.data, scale, FP8_MAX, lambda: numbers)
         return numbers
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
         codes, scale = self._raw(self.data, rows, columns, expert), self._scale(rows, columns, expert)
         check_codes(self.tensors, self.data, codes)
         self._check_zeros(codes, scale, rows, columns)
+        made = partial(self._spread, codes, scale, rows, columns)
+        check_products(self.tensors, self.scale, self.data, scale, FP8_MAX, made)
         if self._block == (1, MX_BLOCK):  # a power of two is its exponent, exactly
             scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
         return {"": codes, "_scale": scale}

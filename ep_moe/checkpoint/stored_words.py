@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.declared import foreign_refusal
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, factors, span, wrong_dtype
-from ep_moe.checkpoint.stored_4bit import int4_keeps, int4_scales
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, check_products, factors, span, wrong_dtype
+from ep_moe.checkpoint.stored_4bit import INT4_MAX, int4_keeps, int4_scales
 from ep_moe.errors import CheckpointError
+from ep_moe.quant.microscale import dequantize_int4
 
 _WORD = 8  # numbers of a word
 _MIDDLE = 8  # the zero point of symmetric codes
@@ -55,17 +57,22 @@ class _Words(StoredMatrix):
 
     def _wrong_stated(self) -> str | None:
         """What config.json says of the numbers."""
-        declared, location = self.tensors.declared, self.tensors.location(self.data)
+        declared, location = self._stated, self.tensors.location(self.data)
         if self.method not in declared.method.split():
             if declared.method:
                 return foreign_refusal(self.name, self.data, declared.called("AWQ or GPTQ"))
             return (
                 f"{location} is quantised by AWQ or GPTQ, and config.json does not state which; set quant_method, bits "
-                f"and group_size of its quantization_config"
+                f"and group_size of its quantization_config, or dequantise weights that are pushed"
             )
         if declared.bits != {4}:
             bits = ", ".join(map(str, sorted(declared.bits))) or "no number of"
             return f"{location} is {self.method.upper()} with {bits} bits, and 4 bits alone are read; {_DEQUANTISE}"
+        if " and " in declared.packing:
+            return (
+                f"{location} is {self.method.upper()}, and config.json states the packings {declared.packing}; leave "
+                f"the one that it is in"
+            )
         if declared.packing not in self.packings:
             return (
                 f"{location} is {self.method.upper()} in the packing {declared.packing!r}, which is not read; "
@@ -94,13 +101,13 @@ class _Words(StoredMatrix):
                     f"{self.tensors.location(name)} must have shape {list(shape)} beside {self.data} of shape "
                     f"{list(self._header(self.data))}, got {list(self._header(name))}"
                 )
-        stated = {size or columns for size in self.tensors.declared.groups}
+        stated = {size or columns for size in self._stated.groups}
         if stated and self.group not in stated:
             return (
                 f"{self.tensors.location(self.scale)} has a factor for each {self.group} columns, and config.json "
                 f"states group_size {' and '.join(map(str, sorted(stated)))}; fetch the checkpoint again"
             )
-        if self.tensors.declared.reordered and not self.tensors.holds(self.groups_of):
+        if self._stated.reordered and not self.tensors.holds(self.groups_of):
             return f"{self.groups_of} is missing, and config.json states desc_act: true; fetch the checkpoint again"
         return wrong_dtype(self.tensors, self.scale, exponents=False)
 
@@ -116,7 +123,9 @@ class _Words(StoredMatrix):
         numbers = (codes - zeros[group]).float()
         scale = scale[group]
         self._check_lost(scale, numbers)
-        return (numbers * scale).T.contiguous()
+        made = (numbers * scale).T.contiguous()
+        check_products(self.tensors, self.scale, self.data, scale, 2 * INT4_MAX, lambda: made)
+        return made
 
     def _check_lost(self, scale: Tensor, numbers: Tensor) -> None:
         if (scale == 0).any():
@@ -168,7 +177,7 @@ class AwqMatrix(_Words):
 
     def _wrong_stated(self) -> str | None:
         wrong = super()._wrong_stated()
-        if wrong is None and self.tensors.declared.symmetric:
+        if wrong is None and self._stated.symmetric:
             location = self.tensors.location(self.data)
             return f"{location} is AWQ without zero points (zero_point: false), which is not read; {_DEQUANTISE}"
         return wrong
@@ -195,7 +204,7 @@ class GptqMatrix(_Words):
         return (*lead, rows, words * _WORD)
 
     def keeps(self, scheme: str) -> bool:
-        declared = self.tensors.declared
+        declared = self._stated
         return int4_keeps(scheme, self.group) and declared.symmetric is True and not declared.reordered
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
@@ -212,7 +221,10 @@ class GptqMatrix(_Words):
         self._check_lost(scale.repeat_interleave(self.group, 0), numbers)
         nibbles = (numbers & 0xF).T.to(torch.uint8)
         data = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-        return {"": data.contiguous(), "_scale": int4_scales(scale).T.contiguous()}
+        rounded = int4_scales(scale).T.contiguous()
+        made = partial(dequantize_int4, data, rounded)
+        check_products(self.tensors, self.scale, self.data, rounded.float(), INT4_MAX, made)
+        return {"": data.contiguous(), "_scale": rounded}
 
     def _check_order(self, lead: tuple[int, ...], left: int, right: int) -> None:
         """Raise CheckpointError where columns of a group do not lie side by side, against config.json."""
@@ -224,7 +236,7 @@ class GptqMatrix(_Words):
             )
 
     def _offset(self, stored: Tensor) -> Tensor:
-        declared = self.tensors.declared
+        declared = self._stated
         zeros = stored if declared.packing == "gptq_v2" else stored + 1
         if declared.symmetric and (zeros != _MIDDLE).any():
             raise CheckpointError(

@@ -6,7 +6,7 @@ Outputs are wrong without a shared expert, a gate, a bias, or an expert. What is
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,6 +86,20 @@ def listed(names: Iterable[str]) -> str:
     parts = [found[0] if len(found) == 1 else f"{kind} ({len(found)} tensors)" for kind, found in kinds.items()]
     more = [f"{len(parts) - _SHOWN} more kinds"] if len(parts) > _SHOWN else []
     return ", ".join(parts[:_SHOWN] + more)
+
+
+def unused_in_shard(here: Iterable[str], file: str, where: Mapping[str, str], index: str) -> list[str]:
+    """Sentences about tensors of a shard that are not read: transformers goes by the shards, whatever the index says.
+
+    here: the tensors of `file`; where: tensor -> file, of the index, empty without one
+    """
+    if not where:
+        return []
+    unnamed = sorted(name for name in here if name not in where)
+    twice = sorted(name for name in here if where.get(name, file) != file)
+    said = [f"{listed(unnamed)} is not loaded: {index} does not name it"] if unnamed else []
+    others = ", ".join(sorted({where[name] for name in twice}))
+    return said + ([f"{listed(twice)} is not loaded: {index} has it in {others}"] if twice else [])
 
 
 def left_out(leaves: Iterable[tuple[str, str]]) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ep_moe.checks import as_id, shown
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
+from ep_moe.quant.damaged import damaged
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.full_state import laid_apart
@@ -202,6 +203,8 @@ class ExpertWeights(ExpertSlots):
                         f"expert {logical_id}: {name} is codes, and {missing[0]} is missing: these codes belong to "
                         f"scales of their own; give {' and '.join([name, *scales])} in one call, or numbers"
                     )
+            if not self.scheme.plain and not numbers and (wrong := damaged(name, tensor)) is not None:
+                raise InputError(f"expert {logical_id}: {wrong}")
 
     # --- saving and loading ------------------------------------------------------------------------------------
 

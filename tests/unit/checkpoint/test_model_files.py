@@ -366,6 +366,23 @@ def test_tensors_that_the_index_does_not_name(checkpoints, tmp_path):
         load(tmp_path)
 
 
+def test_a_tensor_in_two_shards(checkpoints, tmp_path):
+    """transformers takes the one of the last shard, whatever the index names."""
+    shutil.copytree(checkpoints["qwen3_moe single"].folder, tmp_path, dirs_exist_ok=True)
+    indexed(tmp_path)
+    tensors = load_file(tmp_path / "one.safetensors")
+    norm, bias = "model.norm.weight", "model.layers.0.self_attn.q_proj.bias"
+    save_file({norm: tensors.pop(norm)}, tmp_path / "a.safetensors")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != bias} | {norm: torch.ones(32)},
+        tmp_path / "b.safetensors",
+    )
+    files = dict.fromkeys(tensors.keys() - {bias}, "b.safetensors") | {norm: "a.safetensors"}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    with pytest.warns(UserWarning, match=rf"b\.safetensors: model\.norm\.weight is not loaded: {INDEX} has it in a\.s"):
+        load(tmp_path)
+
+
 def test_a_single_file_beside_shards_is_refused(checkpoints, tmp_path):
     """transformers reads the single file, and the shards were read here."""
     shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)

@@ -119,7 +119,7 @@ def test_scales_that_the_kernel_would_take_for_others_are_refused(scheme, value,
     given = random_expert(CONFIG, SCHEMES[scheme], 0, BF16, CPU)
     given["w13_scale"].view(torch.uint8)[3, 1:3] = value
     with pytest.raises(InputError, match=match):
-        made(scheme, CONFIG).update_expert(0, given)
+        made(scheme, CONFIG).write([0], given)
     if value == 161:
         given["w13_scale"][3, 1:3] = 160
-        made(scheme, CONFIG).update_expert(0, given)
+        made(scheme, CONFIG).write([0], given)
