@@ -80,8 +80,8 @@ def test_generate_in_bfloat16_equals_one_process(kind, world_size):
             found = expert_parallel(copy.deepcopy(plain), context, options=options).generate(**given)
             assert torch.equal(found, expected), "exact layers"
         model = expert_parallel(copy.deepcopy(plain), context)
-        told = {"output_logits": True, "return_dict_in_generate": True}
-        theirs, ours = plain.generate(**given, **told), model.generate(**given, **told)
+        with_logits = {"output_logits": True, "return_dict_in_generate": True}
+        theirs, ours = plain.generate(**given, **with_logits), model.generate(**given, **with_logits)
         start = given["input_ids"].shape[1]
         mask = torch.cat([given["attention_mask"], torch.ones_like(theirs.sequences[:, start:])], 1)
         in_float32 = single(input_ids=theirs.sequences, attention_mask=mask).logits[:, start - 1 : -1]

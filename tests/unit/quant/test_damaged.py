@@ -61,4 +61,7 @@ def test_zeros_are_whole(quantization):
     layer.load_state_dict(layer.state_dict())
     zeros = SCHEMES[quantization].quantize({"w13": torch.zeros(256, 256), "w2": torch.zeros(256, 128)}, torch.bfloat16)
     layer.update_expert(0, **zeros)
-    layer.load_state_dict(layer.state_dict())
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.load_state_dict(before)
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), before[name].view(-1).view(torch.uint8)), name
