@@ -11,7 +11,9 @@ by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index
 torchtitan   (where it is installed) its layer over MinimalAsyncEP, whose buffers hold all rows that can arrive: none is
              dropped. It is computed again in backward, as its trainer demands, eager and compiled; and "4 buffers":
              nothing again, with more buffers than it has. See train_torchtitan.py
-main_grad    (--main-grad) the "auto" pair after `use_main_grads`: each step overwrites the experts' gradients in place
+main_grad    (--main-grad) the "auto" pair after `use_main_grads`: each step overwrites the experts' gradients in place,
+             in bf16, and in float32
+accumulate   (--accumulate) a timed step of every line adds to the gradients of the step before; without CUDA graphs
 exact        (--exact) the "auto" pair with ExpertsOptions(exact=True)
 float8       (--float8) products in E4M3, but for the matrices' gradients
 CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
@@ -151,7 +153,7 @@ def captured_line(
     layer = attempt(context, "a layer to capture", partial(built, context, config, AUTO, options))
     if layer is None:
         return None
-    entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, CUDA graph", layer, over(layer))
+    entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, CUDA graph", layer, over(layer), options)
     found: dict[str, Tensor] = {}
 
     def call() -> None:
@@ -233,7 +235,7 @@ def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: 
     swept()
     for batch, point, found, reference in points:
         lines += found
-        if batch.x.device.type != "cuda" or reference is None or asked.no_graph:
+        if batch.x.device.type != "cuda" or reference is None or asked.no_graph or asked.accumulate:
             continue
         with EPContext.from_torchrun(max_tokens=point.tokens) as context:
             line = captured_line(context, config, batch, point, options, reference)
@@ -289,6 +291,7 @@ def main() -> list[Line]:
     parser.add_argument("--float8", action="store_true", help='the "auto" pair with ExpertsOptions(float8=True) too')
     parser.add_argument("--exact", action="store_true", help='the "auto" pair with ExpertsOptions(exact=True) too')
     parser.add_argument("--main-grad", action="store_true", help='the "auto" pair after use_main_grads too')
+    parser.add_argument("--accumulate", action="store_true", help="add to gradients, and capture no CUDA graph")
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--steps", type=positive, default=10, help="that are timed")
     parser.add_argument("--csv", type=Path)
@@ -297,7 +300,7 @@ def main() -> list[Line]:
     check(asked)
     options = Options(
         asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact,
-        asked.main_grad,
+        asked.main_grad, asked.accumulate,
     )  # fmt: skip
     console, lines = Console(width=160), list[Line]()
     with EPContext.from_torchrun() as context:

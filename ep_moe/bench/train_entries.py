@@ -123,6 +123,7 @@ def by_one_rank(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
 
 
 BY_HAND = {"eager": False, "compiled": True}
+MAIN_GRADS = {"main_grad": None, "main_grad float32": torch.float32}
 COMPARED = 8  # experts, spread over the slots: gradients of all of them would take a second copy
 
 
@@ -130,7 +131,8 @@ COMPARED = 8  # experts, spread over the slots: gradients of all of them would t
 class Options:
     """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
     "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`; exact: also layers of the "auto" pair
-    with `ExpertsOptions.exact`; main_grad: also that pair after `use_main_grads`"""
+    with `ExpertsOptions.exact`; main_grad: also that pair after `use_main_grads`, in bf16 and in float32; accumulate: a
+    timed step adds to the gradients of the step before"""
 
     experts: str = AUTO
     transports: Sequence[str] = ()
@@ -140,6 +142,7 @@ class Options:
     torchtitan: Sequence[str] = ()
     exact: bool = False
     main_grad: bool = False
+    accumulate: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,7 @@ class Entry:
 
     call: from x, ids and weights to rows [T, H]; parameters: all that a step leaves gradients in
     gradients: of a slot's w13 [2 * I, H] and w2 [H, I], after a step; buffers: bytes; allowed: as `Line` has it
+    adds: timed steps add to the gradients that are there
     """
 
     owner: str
@@ -175,6 +179,7 @@ class Entry:
     slots: int
     buffers: int = 0
     allowed: float = ERROR
+    adds: bool = False
 
 
 def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tuple[list[Entry], MoELayer | None]:
@@ -189,7 +194,9 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tu
         pair = (layer.choice.experts, layer.choice.all2all)
         if pair not in layers:
             layers[pair] = layer
-            entries.append(ours(f"{' + '.join(pair)}{', auto' if transport == AUTO else ''}", layer, over(layer)))
+            entries.append(
+                ours(f"{' + '.join(pair)}{', auto' if transport == AUTO else ''}", layer, over(layer), options)
+            )
     first = next(iter(layers.values()), None)
     if first is not None:
         entries += auto_entries(context, context, config, options, over, exact=options.exact)
@@ -202,7 +209,7 @@ def experts_entries(context: EPContext, own: EPContext, config: MoEConfig, optio
     layer = attempt(context, "a layer of one rank", partial(built, own, config, AUTO, options))
     if layer is None:
         return []
-    entries = [ours(layer.choice.experts, layer, alone(layer))]
+    entries = [ours(layer.choice.experts, layer, alone(layer), options)]
     entries += auto_entries(context, own, config, options, alone)
     return [*entries, *by_hand(context, config, own, layer, options)]
 
@@ -216,16 +223,16 @@ def auto_entries(
 ) -> list[Entry]:  # fmt: skip
     """The "auto" pair with main gradients, by products in E4M3, and with exact=True, where these are asked for. outer:
     of all ranks; context: of the layer"""
-    ways = [("main_grad", ExpertsOptions(), ERROR)] if options.main_grad else []
+    ways = [(name, ExpertsOptions(), ERROR) for name in MAIN_GRADS] if options.main_grad else []
     ways += [("float8", ExpertsOptions(float8=True), FLOAT8_ERROR)] if options.float8 else []
     ways += [("exact", ExpertsOptions(exact=True), ERROR)] if exact else []
     entries = []
     for name, how, allowed in ways:
         layer = attempt(outer, f"a layer with {name}", partial(built, context, config, AUTO, options, how))
         if layer is not None:
-            if name == "main_grad":
-                use_main_grads(layer)
-            entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, {name}", layer, call(layer))
+            if name in MAIN_GRADS:
+                use_main_grads(layer, MAIN_GRADS[name])
+            entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, {name}", layer, call(layer), options)
             entries.append(replace(entry, allowed=allowed))
     return entries
 
@@ -258,12 +265,12 @@ def alone(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return call
 
 
-def ours(name: str, layer: MoELayer, call: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Entry:
+def ours(name: str, layer: MoELayer, call: Call, options: Options) -> Entry:
     held = layer.expert_weights
 
     def gradients(slot: int) -> tuple[Tensor, Tensor]:
         expert = held.get_submodule(str(held.local_experts[slot]))
-        parts: dict[str, Any] = {name: parameter.grad for name, parameter in expert.named_parameters()}
+        parts: dict[str, Any] = {name: gradient_of(parameter) for name, parameter in expert.named_parameters()}
         if any(part is None for part in parts.values()):
             raise ConfigError(f"{name} leaves expert {held.local_experts[slot]} without a gradient")
         return torch.cat([parts["w1"], parts["w3"]]), parts["w2"]
@@ -271,7 +278,12 @@ def ours(name: str, layer: MoELayer, call: Callable[[Tensor, Tensor, Tensor], Te
     plan = layer.plan()
     own = 0 if held.main_grads is None else held.main_grads.bytes
     buffers = plan["transport"] + plan["workspace"] + own
-    return Entry("ours", name, call, list(layer.parameters()), gradients, held.num_slots, buffers)
+    parameters = list(layer.parameters())
+    return Entry("ours", name, call, parameters, gradients, held.num_slots, buffers, adds=options.accumulate)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    return getattr(parameter, "main_grad", parameter.grad)
 
 
 def by_hand(outer: EPContext, config: MoEConfig, context: EPContext, layer: MoELayer, options: Options) -> list[Entry]:
@@ -284,7 +296,8 @@ def by_hand(outer: EPContext, config: MoEConfig, context: EPContext, layer: MoEL
         )  # fmt: skip
         peer = attempt(outer, f"by hand, {name}", make)
         if peer is not None:
-            entries.append(Entry("by hand", name, peer, (peer.w13, peer.w2), peer.gradients, len(peer.w2)))
+            both, slots = (peer.w13, peer.w2), len(peer.w2)
+            entries.append(Entry("by hand", name, peer, both, peer.gradients, slots, adds=options.accumulate))
     return entries
 
 
@@ -300,7 +313,8 @@ def trained(entry: Entry, batch: Batch) -> dict[str, Tensor]:
 
 def step(entry: Entry, batch: Batch) -> None:
     trained(entry, batch)
-    dropped(entry)
+    if not entry.adds:
+        dropped(entry)
 
 
 def forward(entry: Entry, batch: Batch) -> None:
@@ -311,6 +325,8 @@ def forward(entry: Entry, batch: Batch) -> None:
 def dropped(entry: Entry) -> None:
     for parameter in entry.parameters:
         parameter.grad = None
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad = None
 
 
 def results(entry: Entry, batch: Batch) -> dict[str, Tensor]:

@@ -78,6 +78,24 @@ def test_by_hand_refuses_what_it_does_not_compute(changed):
         train_entries.ByHand(config, torch.empty(8, 32, 32), torch.empty(8, 32, 16), None, compiled=False)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_timed_steps_add_to_gradients_where_they_are_asked_to(monkeypatch, accumulate):
+    monkeypatch.setattr(train_entries, "attempt", lambda context, what, make: make())  # without ranks
+    options = dataclasses.replace(OPTIONS, accumulate=accumulate)
+    with EPContext.local("cpu") as context:
+        entries = train_entries.experts_entries(context, context, CONFIG, options)
+        batch = Batch.make(context, CONFIG, 24)
+        for entry in entries:
+            once = train_entries.results(entry, batch)["w13"]
+            for _ in range(3):
+                train_entries.step(entry, batch)
+            if accumulate:
+                torch.testing.assert_close(entry.gradients(0)[0], 3 * once[0], rtol=1e-5, atol=1e-5)
+            else:
+                assert all(parameter.grad is None for parameter in entry.parameters)
+    assert [entry.owner for entry in entries] == ["ours", "by hand"]
+
+
 # --- lines ---------------------------------------------------------------------------------------------------------
 
 
@@ -94,9 +112,10 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
     assert names[0][1].endswith(", auto")
     assert names[-1] == ("by hand", "eager")
     assert names[-2][1].endswith(", exact")
-    assert names[-3][1].endswith(", main_grad")
+    assert names[-3][1].endswith(", main_grad float32")
+    assert names[-4][1].endswith(", main_grad")
     for transport in ("nvlink_p2p", "allgather", "torch_a2a"):
-        assert len([name for _, name in names[:-3] if f"+ {transport}" in name]) == 1, "once, as auto or by its name"
+        assert len([name for _, name in names[:-4] if f"+ {transport}" in name]) == 1, "once, as auto or by its name"
     assert not [name for _, name in names if "local" in name], "it cannot serve two ranks, and takes no other with it"
     assert [line.owner for line in alone] == ["ours", "by hand"]
     assert [line.rows for line in alone] == [32, 32]
