@@ -4,6 +4,7 @@ every tile, rows to peers, and what the layout refuses."""
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts.hopper import gemm_4bit
+from ep_moe.experts.hopper import gemm_4bit, gemm_grouped_4bit
 from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.gemm_grouped import Tiles
 from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
+from ep_moe.experts.hopper.step import SCALINGS
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, WireIds
@@ -78,14 +81,29 @@ def test_half_a_block_of_columns(model, scheme):
 )  # fmt: skip
 def test_each_tile(tile, sort, scheme, monkeypatch):
     monkeypatch.setattr(gemm_4bit, "tiles_for", lambda *_, **__: TileConfig(sort, tile, tile))
+    monkeypatch.setattr(SCALINGS[scheme], "few_up_to", math.inf)
     experts, tensors = build(*SMALL, scheme)
     for count in (3, 60, 500) if sort else (3, 60):
         check(experts, tensors, rows(*SMALL, count))
 
 
 @each_scheme
+@pytest.mark.parametrize("cut", gemm_grouped_4bit.CUTS)
+def test_each_tile_of_many_rows(cut, scheme, monkeypatch):
+    """Of experts with one row, with part of a tile and with several tiles, and half a block of columns."""
+    monkeypatch.setattr(gemm_grouped_4bit, "tiles_for", lambda *_: Tiles(cut))
+    monkeypatch.setattr(SCALINGS[scheme], "few_up_to", 0.0)
+    model = SMALL if SCHEMES[scheme].weights.unit[1] > 32 else UNEVEN
+    experts, tensors = build(*model, scheme)
+    for count in (1, 3, 60, 500, 1500):
+        check(experts, tensors, rows(*model, count))
+
+
+@each_scheme
+@pytest.mark.parametrize("many", [False, True], ids=["few at once", "many at once"])
 @pytest.mark.parametrize("count", [4, 40, 500])
-def test_written_to_peers(count, scheme):
+def test_written_to_peers(count, many, scheme, monkeypatch):
+    monkeypatch.setattr(SCALINGS[scheme], "few_up_to", 0.0 if many else math.inf)
     experts, _ = build(*SMALL, scheme)
     received = rows(*SMALL, count)
     received.weights[::3] = 0.0

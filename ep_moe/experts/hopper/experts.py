@@ -349,6 +349,10 @@ class W4A16TritonExperts(HopperExperts):
         alignment_bytes=LINE,
     )
 
+    @classmethod
+    def available(cls) -> str | None:
+        return super().available() or nvrtc.missing()
+
     def __init__(self, config: MoEConfig, weights: ExpertWeights, *args: Any, **options: Any) -> None:
         self.scaling = weights.scheme.name
         super().__init__(config, weights, *args, **options)

@@ -7,7 +7,8 @@
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
-// Given: IN_BYTES and OUT_BYTES of a number, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER,
+// With FOUR_BITS weights are of 4 bits (gemm_grouped_4bit.cu), and sums of E2M1 in units of a_factor.
+// Given: IN_BYTES and OUT_BYTES of a number, MOST rows of a tile, of which there are a multiple of ROUND, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER,
 // AWAY, ACCUMULATE, FACTOR (sums of bf16 are multiplied by a_factor), and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -20,7 +21,6 @@ constexpr int LINE = 128;                  // bytes along K of a stage
 constexpr int GROUPS = 2;
 constexpr int WEIGHTS = 128 * GROUPS;      // rows of weights in a tile
 constexpr int STEP = 16;                   // of a tile's width
-constexpr int MOST = BLOCKS ? 96 : 192;    // of it; a block's sums are kept beside all blocks'
 constexpr int WIDE = 64;                   // rows of a copy, while there are as many: each takes some 60 cycles to start
 constexpr int COLUMNS = GATED ? 64 : 128;  // of a group's results
 constexpr int UNIT = OUT_BYTES == 1 ? 16 : 8;            // columns that a warp's eight rows of threads have
@@ -34,7 +34,7 @@ constexpr int BOX = BOX_ROWS * ACROSS;
 // Operands whose lines go along K have 32 bytes from one instruction to the next; those whose lines go across K, 64
 // numbers each, have 16 lines, and 64 lines from one 64 numbers to the next. In 16 bytes:
 constexpr int ALONG = 2, ACROSS_K = 16 * LINE / 16;
-constexpr int WEIGHT_STEP = TURNED || OVER_ROWS ? ACROSS_K : ALONG, ROW_STEP = OVER_ROWS ? ACROSS_K : ALONG;
+[[maybe_unused]] constexpr int WEIGHT_STEP = TURNED || OVER_ROWS ? ACROSS_K : ALONG, ROW_STEP = OVER_ROWS ? ACROSS_K : ALONG;
 constexpr int DEEP = 64;  // lines across K of a stage
 constexpr int COPIERS = GATHER || BLOCKS ? 128 : 1;  // threads that fill a stage
 constexpr int CHUNK = 4096;
@@ -91,7 +91,7 @@ struct Walk {
       return true;
     }
     const int cuts = (rows + most - 1) / most;
-    width = ((rows + cuts - 1) / cuts + STEP - 1) / STEP * STEP;
+    width = ((rows + cuts - 1) / cuts + ROUND - 1) / ROUND * ROUND;
     const int own = tile - first[expert];
     column = own / cuts;
     row = start + own % cuts * width;
@@ -519,14 +519,16 @@ struct Gathered {
     for (int i = 0; i < MOST / STEP; i++)
       if (i * STEP < tiles.width) rows[i] = __ldg(source + tiles.row + min(line + STEP * i, tiles.count - 1));
   }
-  // Of each row the 128 bytes of block k, into a stage whose barrier is told when they are there.
-  __device__ __forceinline__ void copy(const Walk& tiles, u32 to, u32 bar, int k) const {
+  // Of each row the 128 bytes of block k.
+  __device__ __forceinline__ void load(const Walk& tiles, u32 to, int k) const {
 #pragma unroll
     for (int i = 0; i < MOST / STEP; i++)
       if (i * STEP < tiles.width)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + place + i * STEP * LINE),
                      "l"(memory + ((u64)rows[i] * row_bytes + k * LINE))
                      : "memory");
+  }
+  __device__ __forceinline__ void arrive(u32 bar) const {  // the barrier is told when they are there
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
   }
 };
@@ -557,7 +559,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
       }
       const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + WEIGHTS * LINE;
       const int depth = k * (LINE / IN_BYTES);
-      if (GATHER) gathered.copy(tiles, to, bar, k);
+      if (GATHER) gathered.load(tiles, to, k), gathered.arrive(bar);
       if (COPIERS > 1 && !leads) {
         ring.next();
         continue;
@@ -586,6 +588,10 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
   }
 }
 
+#if FOUR_BITS
+// gemm_grouped_4bit.cu
+#endif
+
 // wide, step: a, in boxes of so many rows. ends: of each expert's rows. n: columns of out. units: of an expert's weights,
 // as their map counts them. most: rows of a tile.
 // OVER_ROWS: weights: b, wide: a, in boxes of 64 numbers and DEEP rows; units: columns of a.
@@ -594,14 +600,21 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights; with BLOCKS a_scale is of
 // each row of a and block along K, by the strides a_step and b_step, and b_scale [experts, weights / 128, k_blocks].
 // bias, with BIASED: of each row of weights, added to the scaled sums.
+// With FOUR_BITS: codes and code_scales instead of weights; k_blocks: boxes of 64 columns.
 // With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a. With AWAY: addresses: of rows.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
                 char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
                 const unsigned short* bias, float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit,
-                const char* gathered, const int* source, int row_bytes, const u64* addresses) {
+                const char* gathered, const int* source, int row_bytes, const u64* addresses, const char* codes,
+                const char* code_scales) {
   extern __shared__ __align__(1024) char memory[];
-  const int stage_bytes = (WEIGHTS + most) * LINE, columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
+#if FOUR_BITS
+  const int stage_bytes = 2 * most * LINE + WEIGHTS * (PACKED + 4 * WORDS);
+#else
+  const int stage_bytes = (WEIGHTS + most) * LINE;
+#endif
+  const int columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
   char* chunks = memory + stages * stage_bytes;
   u64* bars = (u64*)(chunks + GROUPS * 2 * CHUNK);
   float* scales = (float*)(bars + 2 * stages);
@@ -615,9 +628,14 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   const int group = threadIdx.x / 128;
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHER ? 56 : 40));
+#if FOUR_BITS
+    if (threadIdx.x < 128 * GROUPS + COPIERS)
+      copy_packed(wide, step, ring, tiles, most, k_blocks, n, Gathered(gathered, source, row_bytes), codes, code_scales);
+#else
     if (threadIdx.x < 128 * GROUPS + COPIERS)
       copy(weights, wide, step, ring, tiles, units, k_blocks, Gathered(gathered, source, row_bytes), a_scale, a_step,
            b_step, shared(scales));
+#endif
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHER ? 224 : 232));  // 168 of each thread are all there are
     Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale, bias, addresses};
@@ -638,6 +656,16 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   case I: \
     multiply_blocks<I * STEP>(sum, ring, group, k_blocks, shared(scales), blocks); \
     break;
+#elif FOUR_BITS
+#if INT4
+#define MULTIPLY multiply_scaled
+#else
+#define MULTIPLY multiply_packed
+#endif
+#define WIDTH(I) \
+  case I: \
+    MULTIPLY<(I) * STEP>(sum, ring, most, group, k_blocks); \
+    break;
 #else
 #define WIDTH(I) \
   case I: \
@@ -649,6 +677,11 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         WIDTH(4) WIDTH(8) WIDTH(12)
 #elif BLOCKS
         WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6)
+#elif FOUR_BITS
+        WIDTH(ROUND / STEP) WIDTH(2 * ROUND / STEP)
+#if MOST / ROUND > 2
+        WIDTH(3 * ROUND / STEP)
+#endif
 #else
         WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6) WIDTH(7) WIDTH(8) WIDTH(9) WIDTH(10) WIDTH(11) WIDTH(12)
 #endif

@@ -42,6 +42,7 @@ class Tiles:
 
 
 BOXES = WEIGHTS // 64  # of weights whose lines go across K, in a tile
+_NO_CODES = ((0, c_void_p), (0, c_void_p))
 CUTS = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
 BLOCKS = Tiles(96)  # where blocks have scales: a block's sums are kept beside all blocks'
 GRADIENT_CUTS = (Tiles(192, stages=3), Tiles(128))
@@ -53,12 +54,12 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
     rows: of an expert, as many as are expected on average; w: [L, N, K]; gathered: rows are, by `source`; blocks: have
     scales
     """
-    tiles_of_weights, programs = len(w) * -(-w.shape[1] // WEIGHTS), _programs(w, spare_sms)
+    tiles_of_weights, waves_of = len(w) * -(-w.shape[1] // WEIGHTS), programs(w, spare_sms)
 
     def steps(cut: Tiles) -> float:
         tiles = math.ceil((rows + math.sqrt(rows)) / cut.rows)  # most experts have not much more than the average
         width = math.ceil(rows / tiles / STEP) * STEP
-        waves = math.ceil(tiles_of_weights * tiles / programs)
+        waves = math.ceil(tiles_of_weights * tiles / waves_of)
         # 56: what a tile takes besides, as rows; three stages are 4 % slower than four (both fitted to an H200), and
         # 10 % where threads gather rows (fitted to an H100)
         fewer_stages = 1.10 if gathered else 1.04
@@ -67,7 +68,7 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
     return BLOCKS if blocks else min(CUTS, key=steps)
 
 
-def _programs(w: Tensor, spare_sms: int) -> int:
+def programs(w: Tensor, spare_sms: int) -> int:
     return max(1, multiprocessors(w.device) - spare_sms)
 
 
@@ -110,6 +111,7 @@ def grouped_gemm(
         *((number, c_float) for number in (alpha, limit)),
         *_gathered(a, source),
         (0 if addresses is None else addresses.data_ptr(), c_void_p),
+        *_NO_CODES,
     ]
     form = options(
         itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales),
@@ -119,7 +121,7 @@ def grouped_gemm(
     mode = "turned" if turned else "blocks" if blocks else ""
     function = nvrtc.kernel(source_text(itemsize, mode), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts, blocks=blocks))
-    launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
+    launch(kernel, (programs(a, spare_sms),), nvrtc.Arguments(arguments))
 
 
 def weight_gradient(
@@ -143,13 +145,14 @@ def weight_gradient(
         *((0.0, c_float) for _ in range(2)),
         *_gathered(a, None),
         (0, c_void_p),
+        *_NO_CODES,
     ]
     wide = out.element_size() == 4
     scaled = accumulate or wide or factor != 1.0  # of those that are written alike, fewer forms
     form = options(2, out.element_size(), None, over_rows=True, accumulate=accumulate, factor=scaled)
     function = nvrtc.kernel(source_text(2, "over_rows"), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
-    launch(kernel, (_programs(a, spare_sms),), nvrtc.Arguments(arguments))
+    launch(kernel, (programs(a, spare_sms),), nvrtc.Arguments(arguments))
 
 
 def _gathered(x: Tensor, source: Tensor | None) -> list[tuple[Any, Any]]:
@@ -175,14 +178,19 @@ def shared_bytes(tiles: Tiles, experts: int, *, blocks: bool = False) -> int:
 def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
     blocks: bool = False, biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,
-    away: bool = False, accumulate: bool = False, factor: bool = False,
+    away: bool = False, accumulate: bool = False, factor: bool = False, four_bits: bool = False,
+    most: int = 0, apart: int = STEP,
 ) -> tuple[str, ...]:  # fmt: skip
-    """What `source_text` is compiled with."""
+    """What `source_text` is compiled with.
+
+    most: the largest width of a tile, 0 for that of bf16 or of blocks; apart: from one width to the next
+    """
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
     given |= {"CHANNELS": int(channels), "BLOCKS": int(blocks), "BIASED": int(biased)}
     given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather), "AWAY": int(away)}
-    given |= {"ACCUMULATE": int(accumulate), "FACTOR": int(factor)}
+    given |= {"ACCUMULATE": int(accumulate), "FACTOR": int(factor), "FOUR_BITS": int(four_bits)}
+    given |= {"MOST": most or (BLOCKS if blocks else CUTS[-1]).rows, "ROUND": apart}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 
@@ -210,24 +218,42 @@ def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
 
 @cache
 def source_text(itemsize: int, mode: str = "") -> str:
-    """With the instruction for each width, which has a name and a list of registers of its own.
+    """With the instruction for each width.
 
     mode: "turned" or "over_rows", for operands whose lines go across K; "blocks", with scales of blocks
     """
     kind, depth = ("bf16.bf16", 16) if itemsize == 2 else ("e4m3.e4m3", 32)
     order = {"": ", 0, 0", "turned": ", 1, 0", "over_rows": ", 1, 1"}[mode] if itemsize == 2 else ""
-    most, structs = BLOCKS.rows if mode == "blocks" else CUTS[-1].rows, []
+    most = BLOCKS.rows if mode == "blocks" else CUTS[-1].rows
+    return kernel_text().replace(
+        "// Multiply<STEP> to Multiply<MOST>\n", multiplies("Multiply", most, depth, kind, order)
+    )
+
+
+def kernel_text(name: str = "gemm_grouped.cu") -> str:
+    return files("ep_moe.experts.hopper").joinpath(name).read_text()
+
+
+def multiplies(name: str, most: int, depth: int, kind: str, order: str, *, registers: bool = False) -> str:
+    """Structs of the tensor cores' instruction, which has a name and a list of registers of its own for each width.
+
+    most: the largest width; depth: of K in an instruction; registers: weights are in four, not in shared memory
+    """
+    structs, left = [], [f"a{i}" for i in range(4)] if registers else ["a"]
+    kind_of, constraint = ("u32", "r") if registers else ("u64", "l")
+    read = ", ".join(f'"{constraint}"({one})' for one in left)
     for n in range(STEP, most + 1, STEP):
         numbers = ", ".join(f"%{i}" for i in range(n // 2))
         sums = ", ".join(f'"+f"(sum[{i}])' for i in range(n // 2))
-        left, right, more = (f"%{n // 2 + i}" for i in range(3))
+        given = [f"%{n // 2 + i}" for i in range(len(left) + 2)]
+        weights = f"{{{', '.join(given[:4])}}}" if registers else given[0]
         structs.append(
-            f"template <> struct Multiply<{n}> {{\n"
-            f"  static __device__ __forceinline__ void run(float (&sum)[{most // 2}], u64 a, u64 b, int more) {{\n"
-            f'    asm volatile("{{.reg .pred more; setp.ne.b32 more, {more}, 0; "\n'
+            f"template <> struct {name}<{n}> {{\n"
+            f"  static __device__ __forceinline__ void run(float (&sum)[{most // 2}], "
+            f"{', '.join(f'{kind_of} {one}' for one in left)}, u64 b, int more) {{\n"
+            f'    asm volatile("{{.reg .pred more; setp.ne.b32 more, {given[-1]}, 0; "\n'
             f'                 "wgmma.mma_async.sync.aligned.m64n{n}k{depth}.f32.{kind} '
-            f'{{{numbers}}}, {left}, {right}, more, 1, 1{order};}}"\n'
-            f'                 : {sums} : "l"(a), "l"(b), "r"(more));\n  }}\n}};\n'
+            f'{{{numbers}}}, {weights}, {given[-2]}, more, 1, 1{order};}}"\n'
+            f'                 : {sums} : {read}, "l"(b), "r"(more));\n  }}\n}};\n'
         )
-    text = files("ep_moe.experts.hopper").joinpath("gemm_grouped.cu").read_text()
-    return text.replace("// Multiply<STEP> to Multiply<MOST>\n", "".join(structs))
+    return "".join(structs)

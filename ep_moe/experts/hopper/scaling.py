@@ -26,7 +26,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_grouped, gemm_skinny, gemm_streaming, gradients_triton
+from ep_moe.experts.hopper import (
+    gemm_4bit,
+    gemm_grouped,
+    gemm_grouped_4bit,
+    gemm_skinny,
+    gemm_streaming,
+    gradients_triton,
+)
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring, ring_for
 from ep_moe.experts.hopper.route_sort import Lists
@@ -229,17 +236,22 @@ class FourBits(Unscaled):
     """Weights of 4 bits, with a scale for each `group` columns of a row; rows in bf16."""
 
     names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
-    streams = False
     format: ClassVar[str]  # of `gemm_4bit.Weights`
     group: ClassVar[int]
+    few_up_to: ClassVar[float] = 32.0  # rows of an expert, by `gemm_4bit` (H100 and H200)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         p = self.products
         return len(p.w2), p.w2.shape[2], p.w13.shape[2] // (1 + p.activation.gated)
 
-    def skinny(self, routes: int, each: float) -> TileConfig:
+    def skinny(self, routes: int, each: float) -> TileConfig | None:
+        if each > self.few_up_to:
+            return None
         return gemm_4bit.tiles_for(routes, each, self.sizes[0], scaled_sums=self.format == "int4")
+
+    def ring(self, each: float) -> Ring | None:
+        return None
 
     def few(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
@@ -251,6 +263,14 @@ class FourBits(Unscaled):
             limit=p.limit, lists=lists, launch=p.launch,
         )  # fmt: skip
         gemm_4bit.product(act, *found, self._weights(1), own["y"], cut.second, lists=lists, launch=p.launch)
+
+    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
+        p, (out, activated), (first, second) = self.products, self.first_result(own), map(self._weights, (0, 1))
+        how: dict[str, Any] = {"spare_sms": p.spare_sms, "launch": p.launch}
+        tiles = gemm_grouped_4bit.tiles_for(each, first, p.spare_sms)
+        gemm_grouped_4bit.product(rows.x, first, lists.ends, out, tiles, source=rows.source, **activated, **how)
+        tiles = gemm_grouped_4bit.tiles_for(each, second, p.spare_sms)
+        gemm_grouped_4bit.product(own["act"], second, lists.ends, own["y"], tiles, addresses=lists.addresses, **how)
 
     def _weights(self, which: int) -> gemm_4bit.Weights:
         p = self.products
@@ -277,7 +297,7 @@ class Nvfp4(FourBits):
 class Int4(FourBits):
     """`int4`: two's complement with a bf16 scale."""
 
-    format, group = "int4", 128
+    format, group, few_up_to = "int4", 128, 60.0
 
 
 class Mxint4(Int4):

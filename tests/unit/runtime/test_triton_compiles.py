@@ -25,6 +25,7 @@ from ep_moe.experts.hopper import (
     gemm_fp8_block,
     gemm_fp8_block_gluon,
     gemm_grouped,
+    gemm_grouped_4bit,
     gemm_streaming,
 )
 from ep_moe.experts.hopper.experts import (
@@ -187,6 +188,8 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(CompiledKernel, "__getitem__", return_value=mock.Mock()),  # of those that wait
         mock.patch.object(devices, "starts_early", return_value=True),
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
+        mock.patch.object(gemm_grouped_4bit, "product", products),
+        mock.patch.object(gemm_grouped_4bit, "programs", return_value=132),
     ):
         built(kind, scheme, config)(received, out)
     assert names[-1] == "_reduce"

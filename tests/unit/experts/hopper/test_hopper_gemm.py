@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped
+from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, step
 from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.gemm_4bit import Weights
 from ep_moe.experts.hopper.gemm_grouped import CUTS, Tiles, tiles_for
 from ep_moe.experts.hopper.scaling import Products, Rows
 from ep_moe.experts.hopper.scaling_fp8 import BlockScaled
@@ -100,6 +101,39 @@ def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activat
     binary, words = nvrtc.compile_kernels(text, form)
     assert 0 < len(binary) < (105 if "biased" in scaled else 104 if scaled else 100) * 1024
     assert words == ""
+
+
+def four_bits(scheme: str, slots: int = 2, rows: int = 256, *, biased: bool = False) -> Weights:
+    scaling, words = step.SCALINGS[scheme], 2 if scheme in ("nvfp4a16", "mxint4") else 1
+    data, scale = (torch.empty(slots, 2, *last, dtype=torch.int32) for last in ((rows, 16), (words, rows)))
+    bias = torch.empty(slots, rows) if biased else None
+    return Weights(data, scale, scaling.format, scaling.group, None, bias)
+
+
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4"])
+@pytest.mark.parametrize("rows", gemm_grouped_4bit.CUTS)
+@pytest.mark.parametrize(
+    ("activation", "how"),
+    [(Activation.SWIGLU_CLAMPED, {"gather": True, "away": False}), (None, {"gather": False, "away": True})],
+    ids=["first", "second"],
+)
+def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, how, rows, scheme):
+    w, text = four_bits(scheme, biased=True), gemm_grouped_4bit.source_text(rows)
+    binary, words = nvrtc.compile_kernels(text, gemm_grouped_4bit.form_of(w, Tiles(rows), activation, **how))
+    assert 0 < len(binary) < 100 * 1024
+    assert words == ""
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4"])
+@pytest.mark.parametrize(("rows", "expected"), [(40, 96), (128, 96), (250, 128), (512, 128), (2000, 128)])
+def test_tiles_of_four_bits_hold_an_experts_rows(rows, expected, scheme):
+    w = four_bits(scheme, 32, 1536)
+    with mock.patch.object(gemm_grouped_4bit, "programs", return_value=132):
+        tiles = gemm_grouped_4bit.tiles_for(rows, w)
+    assert tiles.rows == expected
+    assert gemm_grouped_4bit.shared_bytes(tiles, 256, w.scale.shape[2]) <= nvrtc.SHARED
+    assert tiles.stages >= 4
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
