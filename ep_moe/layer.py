@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -14,7 +13,6 @@ from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
-from ep_moe.execution import memory_plan
 from ep_moe.execution.exact_exchange import ExactExchange, three_ways
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
@@ -35,7 +33,7 @@ from ep_moe.experts.fused.base import (
     RouterLogits,
     router_logits,
 )
-from ep_moe.layer_parts import LayerParts
+from ep_moe.layer_tools import LayerTools
 from ep_moe.parallel.rank_group import NO_GRADIENTS
 from ep_moe.parallel.token_flow import Share
 from ep_moe.placement.placement import Placement
@@ -50,7 +48,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 _log = logging.getLogger("ep_moe.layer")
 
 
-class MoELayer(LayerParts):
+class MoELayer(LayerTools):
     """An expert-parallel Mixture-of-Experts block: [..., H] in, [..., H] out.
 
     Made by all ranks of the context in the same order, also under `torch.device("meta")`. Makes no process group.
@@ -351,40 +349,6 @@ class MoELayer(LayerParts):
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(name, self.context._stage_times)
 
-    def capture(self, tokens: Sequence[int]) -> None:
-        """Record `forward` for some numbers of tokens as CUDA graphs.
-
-        A call without gradients then replays the smallest graph that has room for its tokens. A replay costs the host
-        one launch and two copies. Results are bitwise equal to an eager call. Exception: with `local`, and in the
-        router and shared experts, GEMMs run at the recorded size and equal an eager call of that size.
-
-        Collective, after `tune`, on the current stream, for calls under the bound in force (`EPContext.token_limit`).
-        Maps may change and weights may be rewritten in place. After `tune`, or with other tensors or modules in their
-        place, calls run eagerly. A user's router or shared experts are recorded as they run once: nothing random, no
-        wait for the device. `plan` does not count the rows between kernels, in memory that all graphs of the context
-        share.
-
-        Args:
-            tokens: Numbers of tokens, the same list on all ranks. Larger calls run eagerly.
-
-        Raises:
-            ConfigError: on all ranks, where the layer cannot be captured.
-        """
-        self._checks.first_call(self)  # what is replayed looks at nothing
-        self._graphs.capture(self, tokens, routed=False)
-
-    def capture_routed(self, tokens: Sequence[int]) -> None:
-        """As `capture`, for `forward_routed`.
-
-        Args:
-            tokens: Numbers of tokens, the same list on all ranks.
-
-        Raises:
-            ConfigError: on all ranks, where the layer cannot be captured.
-        """
-        self._checks.first_call(self)
-        self._graphs.capture(self, tokens, routed=True)
-
     @property
     def _kernel(self) -> Kernel:
         """That of `kernels` which serves calls under the bound in force."""
@@ -437,26 +401,6 @@ class MoELayer(LayerParts):
                 per_route=per_route,
             )
         return self._shapes[key]
-
-    # --- what a user asks --------------------------------------------------------------------------------------
-
-    def plan(self, train_tokens: int | None = None) -> dict[str, int]:
-        """Count this rank's bytes by kind, from shapes alone.
-
-        The result is the same before and after anything is allocated. Exception: buffers that grow (a transport with
-        fixed buffers in a context without `max_tokens`) count as they are now.
-
-        Args:
-            train_tokens: The most tokens of a rank in a training step, which is counted too.
-
-        Returns:
-            Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The workspace and
-            the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once. With
-            `train_tokens` also "gradients", and "saved": what forward keeps for backward, with a uniform router."""
-        return memory_plan.layer_bytes(self, train_tokens)
-
-    def _transport_bytes(self, train_tokens: int | None = None) -> memory_plan.Buffers:
-        return memory_plan.transport_bytes(self, train_tokens)
 
     # --- checks ------------------------------------------------------------------------------------------------
 
