@@ -35,12 +35,12 @@ from ep_moe.experts.fused.base import (
 )
 from ep_moe.layer_tools import LayerTools
 from ep_moe.parallel.rank_group import NO_GRADIENTS
-from ep_moe.parallel.token_flow import Share
+from ep_moe.parallel.token_flow import Share, passed_alike
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import aligned, elsewhere, on_device, without_class
 from ep_moe.runtime.profiling import stage
-from ep_moe.selection.backend_table import TableEntry, returns_routes
+from ep_moe.selection.backend_table import TableEntry
 from ep_moe.selection.tuned import Kernel
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -218,7 +218,8 @@ class MoELayer(LayerTools):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
-            passed = _passed(rows, routing, mask, self._replayed)
+            replayed = self._replayed
+            passed = passed_alike(rows, routing, mask, None if replayed is None else replayed.ids)
             call = flow.enter(len(rows), None, rows.device, passed, gradients=gradients)
             padding = self._hidden_padding(mask)
             tokens = rows if padding is None else rows.masked_fill(padding, 0)
@@ -387,18 +388,8 @@ class MoELayer(LayerTools):
             return self.experts.dispatch_shape
         key = (entry.choice.all2all, entry.choice.experts, entry.room, self._call_dtype, repeats)
         if key not in self._shapes:
-            expert_map = self.placement.expert_map  # its slots_per_rank and num_ranks stay, whatever map is in force
-            per_route = self.exact and not repeats and returns_routes(entry.choice)
-            rows = self.config.top_k if self.exact and not per_route else 1  # of a token
-            self._shapes[key] = DispatchShape(
-                hidden_size=self.config.hidden_size,
-                top_k=self.config.top_k // rows,
-                slots_per_rank=expert_map.slots_per_rank,
-                num_ranks=expert_map.num_ranks,
-                dtype=self._call_dtype,
-                max_tokens=None if entry.room is None else entry.room * rows,
-                wire=self.wire,
-                per_route=per_route,
+            self._shapes[key] = entry.dispatch_shape(
+                self.config, self.placement.expert_map, self._call_dtype, self.wire, exact=self.exact, repeats=repeats
             )
         return self._shapes[key]
 
@@ -432,20 +423,6 @@ class MoELayer(LayerTools):
 
     def _nothing(self) -> Tensor:
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
-
-
-def _passed(
-    rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed: Replay | None
-) -> dict[str, Tensor]:
-    """What tp ranks must pass alike."""
-    passed = {"x": rows}
-    if replayed is not None:
-        passed |= {"routing.ids": replayed.ids}
-    if routing is not None:
-        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
-    if mask is not None:
-        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
-    return passed
 
 
 def _compiled() -> Any:

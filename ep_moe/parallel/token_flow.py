@@ -31,7 +31,7 @@ from ep_moe.parallel.collectives import (
 )
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.rank_group import NO_GRADIENTS, WORDS, Gradients, RankGroup, checksum, place_factors
-from ep_moe.types import TokenMask, capturing
+from ep_moe.types import Routing, TokenMask, capturing
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,18 @@ _REMEDY = (
 )
 
 Passed = Mapping[str, Tensor]  # by a name of NAMES
+
+
+def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None) -> Passed:
+    """What tp ranks must pass alike in a call of a layer. replayed_ids: of a router whose choice is replayed"""
+    passed = {"x": rows}
+    if replayed_ids is not None:
+        passed |= {"routing.ids": replayed_ids}
+    if routing is not None:
+        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
+    if mask is not None:
+        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
+    return passed
 
 
 def argument_bits(passed: Passed) -> int:
