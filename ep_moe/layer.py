@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -115,8 +116,10 @@ class MoELayer(LayerTools):
             InputError: on all ranks, where any of them passes a wrong x or mask.
             CheckpointError: on all ranks, where the layer's weights were loaded in part.
         """
-        call = self._traced if torch.compiler.is_compiling() else self._guarded
-        return call(x, None, None if mask is None else TokenMask(mask, send_masked))
+        token_mask = None if mask is None else TokenMask(mask, send_masked)
+        if torch.compiler.is_compiling():
+            return _compiled_call()(self, x, None, token_mask)
+        return self._guarded(x, None, token_mask)
 
     def forward_routed(
         self, x: Tensor, routing: Routing, mask: Tensor | None = None, *, send_masked: bool = False
@@ -136,19 +139,11 @@ class MoELayer(LayerTools):
         Raises:
             InputError: on all ranks, where any of them passes a wrong x, routing or mask.
         """
-        call = self._traced if torch.compiler.is_compiling() else self._guarded
         token_mask = None if mask is None else TokenMask(mask, send_masked)
-        return call(x, NO_ROUTING if routing is None else routing, token_mask)
-
-    def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-        """A call within a graph that is compiled: part of it, or a step between two graphs."""
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            refuse_tracing(self)
-        hidden = self.exact or (self._routes is not None and self._routes.active)  # from a graph
-        if not hidden and _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
-            return self._call(x, routing, mask)
-        out: Tensor = _compiled().between_graphs(self, x, routing, mask)
-        return out
+        routing = NO_ROUTING if routing is None else routing
+        if torch.compiler.is_compiling():
+            return _compiled_call()(self, x, routing, token_mask)
+        return self._guarded(x, routing, token_mask)
 
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
@@ -425,8 +420,8 @@ class MoELayer(LayerTools):
         return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
 
 
-def _compiled() -> Any:
+def _compiled_call() -> Callable[..., Tensor]:
     """Imported for compiled graphs alone: it brings all of torch's compiler."""
-    from ep_moe.execution import compiled
+    from ep_moe.execution.compiled import call
 
-    return compiled
+    return call
