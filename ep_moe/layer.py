@@ -295,10 +295,8 @@ class MoELayer(LayerTools):
         if tapped:
             assert chosen.logits is not None
             self._tap(flow.whole_input(chosen.logits, call))
-        if self._routes is not None and self._routes.buffer is not None and not recomputing():
-            with torch.no_grad():  # float32 holds ids exactly
-                both = flow.whole_input(torch.cat([chosen.ids.float(), chosen.weights], 1), call)
-            self._routes.record(*both.chunk(2, dim=1))
+        if self._routes is not None:
+            self._routes.record_whole(chosen, partial(flow.whole_input, call=call))
         if not flow.etp_rows_are_local:
             return Routing(*flow.etp_gather_routing(chosen.ids, chosen.weights, call))
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
@@ -403,7 +401,7 @@ class MoELayer(LayerTools):
             self._refuse_dispatch(problem)
 
     def _refuse_dispatch(self, problem: str) -> NoReturn:
-        x = self._nothing()
+        x = torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
         ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
         self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
 
@@ -415,9 +413,6 @@ class MoELayer(LayerTools):
         if self.exact and not dispatcher.dispatch_shape.per_route:
             return ExactExchange(context, dispatcher, kernel, x, routed)
         return Exchange(context, dispatcher, kernel, x, routed)
-
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
 
 
 def _compiled_call() -> Callable[..., Tensor]:
