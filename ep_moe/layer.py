@@ -221,10 +221,8 @@ class MoELayer(LayerTools):
             local, gathered = flow.local_tokens(rows, call), flow.etp_gather(tokens, call)
             to_router, own = gathered, local if padding is None else flow.local_tokens(tokens, call)
             if self.exact:  # with etp = 1 these are the same rows
-                to_router, gathered, local = three_ways(local)
-                if padding is not None:
-                    cut = flow.local_tokens(padding, call)
-                    to_router, gathered = to_router.masked_fill(cut, 0), gathered.masked_fill(cut, 0)
+                hidden = None if padding is None else flow.local_tokens(padding, call)
+                to_router, gathered, local = three_ways(local, hidden)
             with self._stage("route"):
                 routed = self._route(to_router, own, call, routing)
                 gathered, routed = self._weigh_input(gathered, routed)
