@@ -277,12 +277,7 @@ class MoELayer(LayerTools):
                 self._tap(routing.logits)
             if self._routes is not None:
                 self._routes.record(routing.ids, routing.weights)
-            ids, weights = routing.ids, flow.shared_gradients(routing.weights)
-            if flow.etp_rows_are_local:
-                return Routing(flow.etp_gather(ids, call), flow.etp_gather(weights, call))
-            return Routing(
-                *flow.etp_gather_routing(flow.local_tokens(ids, call), flow.local_tokens(weights, call), call)
-            )
+            return flow.etp_gather_given(routing, call)
         rows = rows if flow.etp_rows_are_local else local
         chosen = self._chosen(rows, call)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):

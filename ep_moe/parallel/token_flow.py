@@ -154,6 +154,13 @@ class TokenFlow:
         with self._etp.flight_recorder.step("etp gather"):
             return gather_rows(self.local_tokens(x, call), call.etp_counts, self._etp).wait()
 
+    def etp_gather_given(self, routing: Routing, call: Share) -> Routing:
+        """Of the rows of `etp_gather`, the routes that the caller gave for the rows of x."""
+        ids, weights = routing.ids, self.shared_gradients(routing.weights)
+        if self.etp_rows_are_local:
+            return Routing(self.etp_gather(ids, call), self.etp_gather(weights, call))
+        return Routing(*self.etp_gather_routing(self.local_tokens(ids, call), self.local_tokens(weights, call), call))
+
     def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[Tensor, Tensor]:
         """The routing of the gathered rows from that of the local tokens, where the others lie on other ranks. Each
         rank thereby routes its local tokens alone, and its router has their gradient.
