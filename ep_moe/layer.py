@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, cast
@@ -14,7 +14,6 @@ from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
-from ep_moe.execution import memory_plan
 from ep_moe.execution.exact_exchange import ExactExchange, three_ways
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
@@ -35,14 +34,14 @@ from ep_moe.experts.fused.base import (
     RouterLogits,
     router_logits,
 )
-from ep_moe.layer_parts import LayerParts
+from ep_moe.layer_tools import LayerTools
 from ep_moe.parallel.rank_group import NO_GRADIENTS
-from ep_moe.parallel.token_flow import Share
+from ep_moe.parallel.token_flow import Share, passed_alike
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import aligned, elsewhere, on_device, without_class
 from ep_moe.runtime.profiling import stage
-from ep_moe.selection.backend_table import TableEntry, returns_routes
+from ep_moe.selection.backend_table import TableEntry
 from ep_moe.selection.tuned import Kernel
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -50,7 +49,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 _log = logging.getLogger("ep_moe.layer")
 
 
-class MoELayer(LayerParts):
+class MoELayer(LayerTools):
     """An expert-parallel Mixture-of-Experts block: [..., H] in, [..., H] out.
 
     Made by all ranks of the context in the same order, also under `torch.device("meta")`. Makes no process group.
@@ -117,8 +116,10 @@ class MoELayer(LayerParts):
             InputError: on all ranks, where any of them passes a wrong x or mask.
             CheckpointError: on all ranks, where the layer's weights were loaded in part.
         """
-        call = self._traced if torch.compiler.is_compiling() else self._guarded
-        return call(x, None, None if mask is None else TokenMask(mask, send_masked))
+        token_mask = None if mask is None else TokenMask(mask, send_masked)
+        if torch.compiler.is_compiling():
+            return _compiled_call()(self, x, None, token_mask)
+        return self._guarded(x, None, token_mask)
 
     def forward_routed(
         self, x: Tensor, routing: Routing, mask: Tensor | None = None, *, send_masked: bool = False
@@ -138,19 +139,11 @@ class MoELayer(LayerParts):
         Raises:
             InputError: on all ranks, where any of them passes a wrong x, routing or mask.
         """
-        call = self._traced if torch.compiler.is_compiling() else self._guarded
         token_mask = None if mask is None else TokenMask(mask, send_masked)
-        return call(x, NO_ROUTING if routing is None else routing, token_mask)
-
-    def _traced(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-        """A call within a graph that is compiled: part of it, or a step between two graphs."""
-        if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
-            refuse_tracing(self)
-        hidden = self.exact or (self._routes is not None and self._routes.active)  # from a graph
-        if not hidden and _compiled().traced(self, x) and _compiled().connected(self.context._connector, self.name):
-            return self._call(x, routing, mask)
-        out: Tensor = _compiled().between_graphs(self, x, routing, mask)
-        return out
+        routing = NO_ROUTING if routing is None else routing
+        if torch.compiler.is_compiling():
+            return _compiled_call()(self, x, routing, token_mask)
+        return self._guarded(x, routing, token_mask)
 
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
@@ -220,17 +213,16 @@ class MoELayer(LayerParts):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
-            passed = _passed(rows, routing, mask, self._replayed)
+            replayed = self._replayed
+            passed = passed_alike(rows, routing, mask, None if replayed is None else replayed.ids)
             call = flow.enter(len(rows), None, rows.device, passed, gradients=gradients)
             padding = self._hidden_padding(mask)
             tokens = rows if padding is None else rows.masked_fill(padding, 0)
             local, gathered = flow.local_tokens(rows, call), flow.etp_gather(tokens, call)
             to_router, own = gathered, local if padding is None else flow.local_tokens(tokens, call)
             if self.exact:  # with etp = 1 these are the same rows
-                to_router, gathered, local = three_ways(local)
-                if padding is not None:
-                    cut = flow.local_tokens(padding, call)
-                    to_router, gathered = to_router.masked_fill(cut, 0), gathered.masked_fill(cut, 0)
+                hidden = None if padding is None else flow.local_tokens(padding, call)
+                to_router, gathered, local = three_ways(local, hidden)
             with self._stage("route"):
                 routed = self._route(to_router, own, call, routing)
                 gathered, routed = self._weigh_input(gathered, routed)
@@ -285,12 +277,7 @@ class MoELayer(LayerParts):
                 self._tap(routing.logits)
             if self._routes is not None:
                 self._routes.record(routing.ids, routing.weights)
-            ids, weights = routing.ids, flow.shared_gradients(routing.weights)
-            if flow.etp_rows_are_local:
-                return Routing(flow.etp_gather(ids, call), flow.etp_gather(weights, call))
-            return Routing(
-                *flow.etp_gather_routing(flow.local_tokens(ids, call), flow.local_tokens(weights, call), call)
-            )
+            return flow.etp_gather_given(routing, call)
         rows = rows if flow.etp_rows_are_local else local
         chosen = self._chosen(rows, call)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
@@ -301,10 +288,8 @@ class MoELayer(LayerParts):
         if tapped:
             assert chosen.logits is not None
             self._tap(flow.whole_input(chosen.logits, call))
-        if self._routes is not None and self._routes.buffer is not None and not recomputing():
-            with torch.no_grad():  # float32 holds ids exactly
-                both = flow.whole_input(torch.cat([chosen.ids.float(), chosen.weights], 1), call)
-            self._routes.record(*both.chunk(2, dim=1))
+        if self._routes is not None:
+            self._routes.record_whole(chosen, partial(flow.whole_input, call=call))
         if not flow.etp_rows_are_local:
             return Routing(*flow.etp_gather_routing(chosen.ids, chosen.weights, call))
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
@@ -351,40 +336,6 @@ class MoELayer(LayerParts):
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(name, self.context._stage_times)
 
-    def capture(self, tokens: Sequence[int]) -> None:
-        """Record `forward` for some numbers of tokens as CUDA graphs.
-
-        A call without gradients then replays the smallest graph that has room for its tokens. A replay costs the host
-        one launch and two copies. Results are bitwise equal to an eager call. Exception: with `local`, and in the
-        router and shared experts, GEMMs run at the recorded size and equal an eager call of that size.
-
-        Collective, after `tune`, on the current stream, for calls under the bound in force (`EPContext.token_limit`).
-        Maps may change and weights may be rewritten in place. After `tune`, or with other tensors or modules in their
-        place, calls run eagerly. A user's router or shared experts are recorded as they run once: nothing random, no
-        wait for the device. `plan` does not count the rows between kernels, in memory that all graphs of the context
-        share.
-
-        Args:
-            tokens: Numbers of tokens, the same list on all ranks. Larger calls run eagerly.
-
-        Raises:
-            ConfigError: on all ranks, where the layer cannot be captured.
-        """
-        self._checks.first_call(self)  # what is replayed looks at nothing
-        self._graphs.capture(self, tokens, routed=False)
-
-    def capture_routed(self, tokens: Sequence[int]) -> None:
-        """As `capture`, for `forward_routed`.
-
-        Args:
-            tokens: Numbers of tokens, the same list on all ranks.
-
-        Raises:
-            ConfigError: on all ranks, where the layer cannot be captured.
-        """
-        self._checks.first_call(self)
-        self._graphs.capture(self, tokens, routed=True)
-
     @property
     def _kernel(self) -> Kernel:
         """That of `kernels` which serves calls under the bound in force."""
@@ -423,40 +374,10 @@ class MoELayer(LayerParts):
             return self.experts.dispatch_shape
         key = (entry.choice.all2all, entry.choice.experts, entry.room, self._call_dtype, repeats)
         if key not in self._shapes:
-            expert_map = self.placement.expert_map  # its slots_per_rank and num_ranks stay, whatever map is in force
-            per_route = self.exact and not repeats and returns_routes(entry.choice)
-            rows = self.config.top_k if self.exact and not per_route else 1  # of a token
-            self._shapes[key] = DispatchShape(
-                hidden_size=self.config.hidden_size,
-                top_k=self.config.top_k // rows,
-                slots_per_rank=expert_map.slots_per_rank,
-                num_ranks=expert_map.num_ranks,
-                dtype=self._call_dtype,
-                max_tokens=None if entry.room is None else entry.room * rows,
-                wire=self.wire,
-                per_route=per_route,
+            self._shapes[key] = entry.dispatch_shape(
+                self.config, self.placement.expert_map, self._call_dtype, self.wire, exact=self.exact, repeats=repeats
             )
         return self._shapes[key]
-
-    # --- what a user asks --------------------------------------------------------------------------------------
-
-    def plan(self, train_tokens: int | None = None) -> dict[str, int]:
-        """Count this rank's bytes by kind, from shapes alone.
-
-        The result is the same before and after anything is allocated. Exception: buffers that grow (a transport with
-        fixed buffers in a context without `max_tokens`) count as they are now.
-
-        Args:
-            train_tokens: The most tokens of a rank in a training step, which is counted too.
-
-        Returns:
-            Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The workspace and
-            the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once. With
-            `train_tokens` also "gradients", and "saved": what forward keeps for backward, with a uniform router."""
-        return memory_plan.layer_bytes(self, train_tokens)
-
-    def _transport_bytes(self, train_tokens: int | None = None) -> memory_plan.Buffers:
-        return memory_plan.transport_bytes(self, train_tokens)
 
     # --- checks ------------------------------------------------------------------------------------------------
 
@@ -473,7 +394,7 @@ class MoELayer(LayerParts):
             self._refuse_dispatch(problem)
 
     def _refuse_dispatch(self, problem: str) -> NoReturn:
-        x = self._nothing()
+        x = torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
         ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
         self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
 
@@ -486,26 +407,9 @@ class MoELayer(LayerParts):
             return ExactExchange(context, dispatcher, kernel, x, routed)
         return Exchange(context, dispatcher, kernel, x, routed)
 
-    def _nothing(self) -> Tensor:
-        return torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
 
-
-def _passed(
-    rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed: Replay | None
-) -> dict[str, Tensor]:
-    """What tp ranks must pass alike."""
-    passed = {"x": rows}
-    if replayed is not None:
-        passed |= {"routing.ids": replayed.ids}
-    if routing is not None:
-        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
-    if mask is not None:
-        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
-    return passed
-
-
-def _compiled() -> Any:
+def _compiled_call() -> Callable[..., Tensor]:
     """Imported for compiled graphs alone: it brings all of torch's compiler."""
-    from ep_moe.execution import compiled
+    from ep_moe.execution.compiled import call
 
-    return compiled
+    return call

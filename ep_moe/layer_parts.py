@@ -1,12 +1,10 @@
-"""What a MoELayer is made of: its backends, weights and state. The call is in `layer.py`."""
+"""What a MoELayer is made of: its backends, weights and state. The call is in `layer.py`, what else a user asks in
+`layer_tools.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,22 +13,22 @@ from torch import Tensor, nn
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
-from ep_moe.context import TUNED_ROWS, EPContext
+from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.execution.graphs import CallGraphs
 from ep_moe.execution.layer_checks import RankChecks, fresh_numbers
-from ep_moe.execution.routing_replay import Replay, RoutingBuffer, RoutingTap
+from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE, fused_dispatch_shape
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
-from ep_moe.placement.placement import LayerStats, Placement, layer_stats
+from ep_moe.placement.placement import Placement
 from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.selection import explain as select
 from ep_moe.selection.resolve import LayerRequest, SlowTraining, agree, device_of
-from ep_moe.selection.tuned import Kernel, Tuned, tuned_on_one_rank
+from ep_moe.selection.tuned import Kernel, Tuned
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.full_state import refuse_full_state
@@ -39,7 +37,7 @@ _FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attribute
 
 
 class LayerParts(nn.Module):
-    """A MoELayer without its call: construction, weights and files, tuning, statistics."""
+    """A MoELayer's construction, weights and state."""
 
     _weights_class: ClassVar[type[ExpertWeights]] = ExpertWeights
 
@@ -242,137 +240,10 @@ class LayerParts(nn.Module):
         self.expert_weights.set_expert_map(saved)
         self._checks.adopted_map(self)
 
-    # --- what a user asks ----------------------------------------------------------------------------------------
-
-    def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> list[int]:
-        """Let the expert kernel find its fastest variant for each number of received rows.
-
-        Collective. Call it once weights are loaded and before any CUDA graph is captured. The rank with the most
-        experts measures, and all ranks use what it found.
-
-        Args:
-            rows: Numbers of received rows to measure.
-            cache: A folder that keeps findings by GPU, versions and shape. The measuring rank reads and writes it.
-                Default: nothing is kept.
-
-        Returns:
-            What was found for `experts`, in the kernel's own terms.
-        """
-        found = [self._tune_kernel(kernel, rows, cache) for kernel in self._kernels]
-        return found[0]
-
-    @on_device_of(lambda self, *_, **__: self.context.device)
-    def _tune_kernel(self, kernel: Kernel, rows: Sequence[int], cache: str | Path | None = None) -> list[int]:
-        """`tune` for one of `kernels`."""
-        found = tuned_on_one_rank(kernel, self.context, self.placement.expert_map, rows, cache, self.name)
-        self._use(kernel, found)
-        return found
-
-    def _use(self, kernel: Kernel, tuned: list[int]) -> None:
-        """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
-        kernel.use(tuned)
-        self._graphs.drop()
-
     def _release_buffers(self) -> None:
         """Of what the context gives back."""
         self._graphs.drop()  # they hold addresses of it
         self._dispatchers.clear()
-
-    @on_device_of(lambda self: self.context.device)
-    def stats(self) -> LayerStats:
-        """Read the load per expert and rank.
-
-        Collective over the EP group. Waits for the device.
-
-        Returns:
-            Routes per logical expert [E] and per EP rank [R], of the whole EP group.
-
-        Raises:
-            ConfigError: where a fused kernel routes inside and counts nothing.
-        """
-        if self._routes_inside:
-            raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
-        return layer_stats(self.name, self.placement, self.context.rank_groups["ep"])
-
-    @contextmanager
-    def record_routing(self, buffer: RoutingBuffer) -> Iterator[RoutingBuffer]:
-        """Write the routes of all calls in a block to device memory, in the order of calls and of their rows.
-
-        Nothing waits for the device. A CUDA graph of the user's that is captured within the block appends rows at each
-        replay. Calls within run without graphs of the layer's own. A call that activation checkpointing repeats in
-        backward is recorded once.
-
-        Args:
-            buffer: Room for the rows. Where tp ranks pass the same tokens, each of them records, and all rows of x.
-
-        Yields:
-            The buffer.
-        """
-        routes = self._routes = self._routes or RoutingTap()
-        before, routes.buffer = routes.buffer, buffer
-        try:
-            yield buffer
-        finally:
-            routes.buffer = before
-
-    @contextmanager
-    def replay_routing(self, ids: Tensor | None, mask: Tensor | None = None) -> Iterator[None]:
-        """Take the experts of each call in a block from recorded ids, and their weights from the router's live logits.
-
-        Weights have gradients as ever. Each call in the block has the ids' number of rows, and takes the same ids: so
-        does a call that activation checkpointing repeats, if backward runs within the block. A wrong argument is an
-        InputError of the first call, on all ranks. Ids are read in each call: within a CUDA graph of the user's, a
-        replay takes what is there then.
-
-        Args:
-            ids: int16, int32 or int64 [..., K] of T rows, logical ids, -1 for no expert, on the layer's device. With
-                None the first call is refused, on all ranks.
-            mask: bool [...] of T elements, True for rows that take these ids. Other rows are routed, such as those of
-                sequences without a record. Default: all rows take them.
-
-        Yields:
-            Nothing.
-        """
-        routes = self._routes = self._routes or RoutingTap()
-        before, routes.replayed = routes.replayed, Replay(ids, mask)
-        try:
-            yield
-        finally:
-            routes.replayed = before
-
-    @contextmanager
-    def _idle(self) -> Iterator[None]:
-        """Within, the rows of calls are no tokens: no routes are recorded or replayed, and logits of no rows."""
-        before = self._logit_taps
-        self._logit_taps = [partial(_tap_nothing, tap) for tap in before]
-        try:
-            with nullcontext() if self._routes is None else self._routes.idle():
-                yield
-        finally:
-            self._logit_taps = before
-
-    def no_stats(self) -> AbstractContextManager[None]:
-        """Count no forward as load within the block: for warm-up and idle steps.
-
-        Returns:
-            A context manager.
-        """
-        return self.placement.no_stats()
-
-    def explain(self) -> list[select.BackendChoice]:
-        """List every pair of transport and kernel.
-
-        Returns:
-            One row a pair, whose status is "chosen", "possible", or the reason why it cannot run here.
-        """
-        table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
-        if self.tuned is not None:
-            return self._table.explained(table)
-        grown = [dispatcher for dispatcher in self._dispatchers.values() if dispatcher.grows]
-        if not grown:
-            return table
-        held = f"; they hold {sum(dispatcher.held_bytes() for dispatcher in grown) / 2**20:.1f} MiB now"
-        return [replace(row, reason=row.reason + held) if row.status == "chosen" else row for row in table]
 
     def extra_repr(self) -> str:
         """Describe the layer in one line, for `print`."""
@@ -384,7 +255,3 @@ class LayerParts(nn.Module):
             f"quantization={self.expert_weights.scheme.name}"
             + ("" if self.tuned is None else f", tuned: {self._table}")
         )
-
-
-def _tap_nothing(tap: Callable[[Tensor], None], logits: Tensor) -> None:
-    tap(logits[:0])

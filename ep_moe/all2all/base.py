@@ -210,7 +210,7 @@ class Dispatcher(DeclaredTransport, ABC):
         with self.rank_group.flight_recorder.step("combine", self.name):
             pending = self._combine_written(handle, to) if isinstance(y, PeerRows) else self._combine(y, handle, to)
         if self.capabilities.static and y.device.type == "cuda":
-            self.rank_group.flight_recorder.mark(y.device)
+            self.rank_group.flight_recorder.device_watch.mark(y.device)
         return self._guarded("combine", pending, partial(_placed, out))
 
     def destroy(self) -> None:

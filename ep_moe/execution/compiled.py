@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ep_moe.execution.layer_checks import refuse_tracing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -22,6 +24,18 @@ UNTRACED = (
     "numbers of rows, which no graph can hold; "
     "compile the model with torch.compile(model), without fullgraph=True: the layer then runs between two graphs"
 )
+
+
+def call(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
+    """A layer's call within a graph that is compiled: part of it, or a step between two graphs."""
+    if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
+        refuse_tracing(layer)
+    hidden = layer.exact or (layer._routes is not None and layer._routes.active)  # from a graph
+    if not hidden and traced(layer, x) and connected(layer.context._connector, layer.name):
+        out: Tensor = layer._call(x, routing, mask)
+    else:
+        out = between_graphs(layer, x, routing, mask)
+    return out
 
 
 def traced(layer: Any, x: Tensor) -> bool:

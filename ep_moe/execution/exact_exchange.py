@@ -85,18 +85,21 @@ def combined(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-def three_ways(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def three_ways(x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Give rows to the router, the experts and the shared experts, whose gradients are added in this order. Autograd
     would add them in an order that follows from how the layout cuts the rows.
 
     Args:
         x: [T, H].
+        padding: bool [T, 1], rows that the router and the experts see as zeros. None where there are none.
 
     Returns:
-        The same rows, three times.
+        The rows, three times.
     """
-    found: tuple[Tensor, Tensor, Tensor] = _ThreeWays.apply(x)
-    return found
+    to_router, to_experts, to_shared = _ThreeWays.apply(x)
+    if padding is not None:
+        to_router, to_experts = to_router.masked_fill(padding, 0), to_experts.masked_fill(padding, 0)
+    return to_router, to_experts, to_shared
 
 
 class _ThreeWays(Function):

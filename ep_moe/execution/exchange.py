@@ -28,7 +28,7 @@ from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
-from ep_moe.experts.differentiable import Kept, begin_backward, call_gradients, version_of
+from ep_moe.experts.differentiable import Kept
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.profiling import stage
@@ -286,24 +286,21 @@ class _TrainedExchange(Function):
         own = _own(received, experts.weights.num_slots)
         y, saved = experts.compute_saving(own)
         out = transports.rows.combine(y, received.handle)
-        ctx.transports, ctx.experts, ctx.names = transports, experts, names
-        ctx.version = version_of(experts.weights)
-        ctx.kept = Kept(own, saved, dict(zip(names, stored, strict=True)), call_gradients(experts))
-        ctx.save_for_backward(ids, weights, *ctx.kept.tensors)
-        del ctx.kept.tensors
+        ctx.transports = transports
+        ctx.kept = Kept(experts, own, saved, dict(zip(names, stored, strict=True)))
+        ctx.save_for_backward(ids, weights, *ctx.kept.give_tensors())
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        wanted = dict(zip(ctx.names, ctx.needs_input_grad[7:], strict=True))
-        # ahead of the saved tensors, of which autograd says less where they were written
-        absent = begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values()))
-        ids, weights, *kept = ctx.saved_tensors
+        kept: Kept = ctx.kept
+        wanted, absent = kept.begin_backward(ctx.needs_input_grad)
+        ids, weights, *tensors = ctx.saved_tensors
         rows, narrow_rows, bound = ctx.transports.rows, ctx.transports.weights, ctx.transports.bound
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         received = rows.dispatch(grad.contiguous(), routing, max_tokens=bound)
-        found = ctx.kept.gradients(ctx.experts, tuple(kept), received.x, wanted)
+        found = kept.gradients(tuple(tensors), received.x, wanted)
         dx = rows.combine(found.x, received.handle)
         assert found.weights is not None
         shape = narrow_rows.dispatch_shape
@@ -313,8 +310,8 @@ class _TrainedExchange(Function):
         rows_back = torch.nn.functional.pad(found.weights, (0, more)) if more else found.weights
         dweights = narrow_rows.combine(rows_back, there.handle)[:, : ids.shape[1]]
         if absent:
-            ctx.experts.weights.gradient_sum.take_part()
-        return (None, None, None, None, None, dx, dweights, *(found.stored.get(name) for name in ctx.names))
+            kept.experts.weights.gradient_sum.take_part()
+        return (None, None, None, None, None, dx, dweights, *kept.of_stored(found))
 
 
 def _own(received: Received, num_slots: int) -> Received:

@@ -182,7 +182,7 @@ class CallGraphs:
                 continue
             # as `MoELayer.run` leaves it: peers that run theirs must find this rank neither behind nor elsewhere
             flight_recorder.leave_at(Step(number + call.steps, *call.left))
-            flight_recorder.mark(device)
+            flight_recorder.device_watch.mark(device)
             return call.result(layer, x, tokens, out)
         if context._current_limit is None:
             context._agreed_limit = bound  # for the call that runs now

@@ -7,7 +7,7 @@ by what it finds, and CUDA graphs hold it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from ep_moe.checks import check_count, check_flag
 from ep_moe.errors import InputError
 from ep_moe.router import LIVE, Router
 from ep_moe.runtime.devices import as_device
-from ep_moe.types import capturing, dtype_name, recomputing
+from ep_moe.types import Routing, capturing, dtype_name, recomputing
 
 
 class RoutingBuffer:
@@ -167,6 +167,13 @@ class RoutingTap:
         """Append a call's routes, once however often backward computes it again."""
         if self.buffer is not None and not recomputing():
             self.buffer.write(ids, weights)
+
+    def record_whole(self, chosen: Routing, whole: Callable[[Tensor], Tensor]) -> None:
+        """Append the routes of all rows of x. chosen: of this rank's; whole: brings together those of tp ranks"""
+        if self.buffer is not None and not recomputing():
+            with torch.no_grad():  # float32 holds ids exactly
+                both = whole(torch.cat([chosen.ids.float(), chosen.weights], 1))
+            self.buffer.write(*both.chunk(2, dim=1))
 
     def seen(self, weights: Tensor) -> Tensor:
         """The same weights of a replayed call, whose graph is known from then on."""

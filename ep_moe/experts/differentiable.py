@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,22 +100,38 @@ def differentiable_step(experts: Experts, received: Received) -> Tensor:
 
 
 class Kept:
-    """What a forward leaves for its backward: tensors, which autograd keeps, and the rest."""
+    """What a forward leaves for its backward: tensors, which autograd keeps, and the rest.
+
+    stored: as `ExpertWeights.stored_tensors`, the last inputs of the node of autograd's graph
+    """
 
     def __init__(
-        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], call: CallGradients | None
+        self, experts: Experts, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor]
     ) -> None:
         assert received.local_ids is not None
-        self._call = call
-        self.tensors = (received.x, received.weights, received.local_ids, *stored.values(), *saved)
+        self.experts, self._version, self._call = experts, version_of(experts.weights), _call_gradients(experts)
+        self._tensors = (received.x, received.weights, received.local_ids, *stored.values(), *saved)
         self._names = tuple(stored)
         nothing = received.x.new_empty(0)  # a view would keep all of it
         self._received = Received(nothing, received.layout, received.weighting, handle=None, format=received.format)
 
-    def gradients(
-        self, experts: Experts, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool]
-    ) -> StepGradients:
-        """tensors: `self.tensors`, as autograd gives them back"""
+    def give_tensors(self) -> tuple[Tensor | None, ...]:
+        """For `save_for_backward`, which checks them: they are not kept here."""
+        tensors, self._tensors = self._tensors, ()
+        return tensors
+
+    def begin_backward(self, needs_input_grad: Sequence[bool]) -> tuple[dict[str, bool], bool]:
+        """As `begin_backward`. Call it ahead of the saved tensors, of which autograd says less where they were written.
+
+        Returns whether each of `stored` is wanted, and whether `gradient_sum.take_part()` is due.
+        """
+        of_stored = needs_input_grad[len(needs_input_grad) - len(self._names) :]
+        wanted = dict(zip(self._names, of_stored, strict=True))
+        return wanted, begin_backward(self.experts.weights, self._version, learns=any(wanted.values()))
+
+    def gradients(self, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool]) -> StepGradients:
+        """tensors: those of `give_tensors`, as autograd gives them back"""
+        experts = self.experts
         x, weights, ids, *others = tensors
         stored = dict(zip(self._names, others, strict=False))
         received = dataclasses.replace(self._received, x=x, weights=weights, local_ids=LocalIds(ids))
@@ -130,8 +146,12 @@ class Kept:
         found: StepGradients = experts.gradients(*given, {name: name in into for name in wanted}, into=into)  # type: ignore[call-arg]
         return found
 
+    def of_stored(self, found: StepGradients) -> Iterator[Tensor | None]:
+        """The gradients of `stored`, in the order of the node's inputs."""
+        return (found.stored.get(name) for name in self._names)
 
-def call_gradients(experts: Experts) -> CallGradients | None:
+
+def _call_gradients(experts: Experts) -> CallGradients | None:
     """What becomes of the weights' gradients, within a call; None where autograd gives them to parameters."""
     stored = experts.weights.stored_tensors()
     return stored.call if isinstance(stored, Stored) else None
@@ -144,17 +164,16 @@ class _DifferentiableStep(Function):
         weights: Tensor | None, *stored: Tensor,
     ) -> Tensor:  # fmt: skip
         y, saved = experts.compute_saving(received)
-        ctx.experts, ctx.names, ctx.version = experts, names, version_of(experts.weights)
-        ctx.kept = Kept(received, saved, dict(zip(names, stored, strict=True)), call_gradients(experts))
-        ctx.save_for_backward(*ctx.kept.tensors)
-        del ctx.kept.tensors
+        ctx.kept = Kept(experts, received, saved, dict(zip(names, stored, strict=True)))
+        ctx.save_for_backward(*ctx.kept.give_tensors())
         return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        wanted = dict(zip(ctx.names, ctx.needs_input_grad[6:], strict=True))
-        if begin_backward(ctx.experts.weights, ctx.version, learns=any(wanted.values())):
-            ctx.experts.weights.gradient_sum.take_part()
-        found = ctx.kept.gradients(ctx.experts, ctx.saved_tensors, grad.contiguous(), wanted)
-        return (None, None, None, None, found.x, found.weights, *(found.stored.get(name) for name in ctx.names))
+        kept: Kept = ctx.kept
+        wanted, absent = kept.begin_backward(ctx.needs_input_grad)
+        if absent:
+            kept.experts.weights.gradient_sum.take_part()
+        found = kept.gradients(ctx.saved_tensors, grad.contiguous(), wanted)
+        return (None, None, None, None, found.x, found.weights, *kept.of_stored(found))

@@ -246,7 +246,7 @@ class ConnectedRanks:
         )
         try:
             if device.type == "cuda":
-                flight_recorder.prepare_mark(device)
+                flight_recorder.device_watch.prepare(device)
             with flight_recorder.step("connect", "process groups", counted=False, more_s=COMPILING_S):
                 made.append(RankGroups(layout, flight_recorder, device, groups, name))
             consensus.healthy("EPContext", None)  # all have their groups before any uses one

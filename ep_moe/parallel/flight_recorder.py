@@ -20,16 +20,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
-from torch import Tensor
 from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
+from ep_moe.parallel.device_watch import DeviceWatch
 from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, published_failure, with_cause
 from ep_moe.parallel.heartbeats import Heartbeats, Step
 from ep_moe.parallel.nodes import NodeLayout
-from ep_moe.parallel.step_board import DeviceMark, HostExchange, PeerBoard, StepBoard
-from ep_moe.types import capturing
+from ep_moe.parallel.step_board import HostExchange, PeerBoard, StepBoard
 
 _log = logging.getLogger("ep_moe.parallel")
 
@@ -94,9 +93,7 @@ class FlightRecorder:
         self._boards: dict[int, PeerBoard] = {}
         self._heartbeats = Heartbeats(self._ranks, rank, lambda: self._step, self._boards, nodes)
         self._exchanging = False  # whether a group has what they exchange
-        self._mark: DeviceMark | None = None
-        self._aborted: Tensor | None = None  # bool [1] that the device reads
-        self._marked = 0.0
+        self.device_watch = DeviceWatch(self._period, abortable=abort is not None)
         self._shared: dict[object, int] = {}  # calls of `share` and `meet`, by what names them
         self._store: AnsweringStore | None = None
         self._watched = True  # whether the store answered the watch the last time
@@ -108,6 +105,7 @@ class FlightRecorder:
             own = AnsweringStore(clone, patience_s, held)
             self._board = StepBoard.made()
             self._store.set(f"board/{rank}", "" if self._board is None else self._board.address)
+            self.device_watch.active = True
             self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True, name="ep_moe flight recorder")
             self._thread.start()
 
@@ -227,29 +225,6 @@ class FlightRecorder:
             return None
         return published_failure(store.get("failed"))
 
-    def mark(self, device: torch.device) -> None:
-        """Let the watch see when a GPU has come this far: for steps that the host leaves before the device does. Now
-        and then one is enough."""
-        if self._thread is None or time.monotonic() - self._marked < self._period or capturing(device):
-            return
-        self.prepare_mark(device)
-        if self._mark is not None and self._mark.reached:
-            self._marked = time.monotonic()
-            self._mark.set()
-
-    def prepare_mark(self, device: torch.device) -> None:
-        """Make what `mark` needs, while no kernel waits for a peer: pinned memory, and a kernel that is loaded, would
-        wait for that one."""
-        if self._thread is not None and self._mark is None:
-            self._mark = DeviceMark(device)
-            if self._abort is not None:
-                self._aborted = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=device.type == "cuda")
-
-    def aborted(self, device: torch.device) -> Tensor | None:
-        """Whether collectives were aborted, when the current stream comes to it: bool [1] on `device`. None where
-        nothing is ever aborted."""
-        return None if self._aborted is None else self._aborted.to(device, non_blocking=True)
-
     def check(self) -> None:
         """Raise what the watch found, if anything: what an aborted collective left in its buffers is noise."""
         if self._failure is not None:
@@ -300,7 +275,7 @@ class FlightRecorder:
         self._stop.set()
         if wait and self._thread is not None:
             self._thread.join(timeout=5)
-            self._thread = None
+            self._thread, self.device_watch.active = None, False
         boards = [self._board, *self._boards.values()]
         self._board = None
         self._boards.clear()
@@ -320,13 +295,13 @@ class FlightRecorder:
                 self._watched = True
             except StoreLost as lost:
                 self._say_unwatched(lost)
-            late = max(self._late_on_host(), self._late_on_device())
+            late = max(self._late_on_host(), self.device_watch.late_s)
             self._note_wait(late)
             self._say_slow(late)
             if late > self.deadline_s and self._failure is None and self._abort is not None:
                 self._failure = self._diagnose(f"no progress for {self.deadline_s:g} s", store)
                 self._free(store)
-            if self._late_on_device() > 2 * self.deadline_s:
+            if self.device_watch.late_s > 2 * self.deadline_s:
                 self._end("The device still waits")
             if self._late_on_host() > 2 * self.deadline_s and self._abort is not None:
                 self._end("The host still waits")
@@ -338,8 +313,8 @@ class FlightRecorder:
         if self._failure is None and (found := self._failed_elsewhere(store)) is not None:
             self._failure = found
             self._free(store)
-        if self._aborted is not None and store.has("aborted"):
-            self._aborted.fill_(True)  # a collective of this rank with those that gave up leaves noise too
+        if self.device_watch.reads_aborts and store.has("aborted"):
+            self.device_watch.note_abort()  # a collective of this rank with those that gave up leaves noise too
 
     def _say_unwatched(self, lost: StoreLost) -> None:
         if self._watched:
@@ -349,8 +324,8 @@ class FlightRecorder:
     def _free(self, store: AnsweringStore) -> None:
         """A thread that waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait
         for the lost peer. Once, with the first failure: there is no other."""
-        if self._aborted is not None:
-            self._aborted.fill_(True)  # before a device can go on
+        if self.device_watch.reads_aborts:
+            self.device_watch.note_abort()  # before a device can go on
             with suppress(StoreLost):
                 store.set("aborted", "")
         if self._abort is not None:
@@ -383,9 +358,6 @@ class FlightRecorder:
         if not self._step.done:
             return time.monotonic() - self._started - self._more_s
         return time.monotonic() - self._started - COMPILING_S if self.where else 0.0
-
-    def _late_on_device(self) -> float:
-        return 0.0 if self._mark is None or self._mark.reached else time.monotonic() - self._marked
 
     def _end(self, why: str) -> None:
         """A kernel that waits for a lost peer cannot be called back, and a thread that waits for the kernel cannot be

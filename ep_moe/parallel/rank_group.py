@@ -130,7 +130,7 @@ class RankGroup:
         Args:
             out: What a collective of torch has written, once the current stream waits for it. Integers stay.
         """
-        aborted = self.flight_recorder.aborted(out.device)
+        aborted = self.flight_recorder.device_watch.aborted(out.device)
         if aborted is not None and out.is_floating_point():
             with torch.no_grad():
                 out.masked_fill_(aborted, torch.nan)

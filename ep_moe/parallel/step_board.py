@@ -5,9 +5,6 @@ A heartbeat is up to seconds old when a process is killed. Here a rank writes on
 its host have mapped that word beforehand. The memory has no name in a file system, so a killed process leaves nothing
 behind. Linux only; elsewhere, and between hosts and containers, heartbeats are all there is.
 
-A host thread reads how far a GPU has come from host memory: a query of the driver from beside breaks a CUDA graph
-capture under way.
-
 Numbers cost a few microseconds of the host, and no wait for a device. Each rank writes two words for its peers to read,
 one pair for exchanges with an even number and one for those with an odd number. A rank writes a pair again two
 exchanges later. By then each peer has written the exchange between, and so has read this one. Each word holds the
@@ -26,7 +23,6 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 _BYTES = 1 << 14
@@ -142,28 +138,6 @@ def _host() -> str:
 
 
 # --- a device's progress ----------------------------------------------------------------------------------------------
-
-
-class DeviceMark:
-    """A number that the device writes into host memory when it gets there; one is under way at a time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._asked = 0
-        self._count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self.set()  # what it runs for the first time is loaded now, while no kernel waits for a peer
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
-    def set(self) -> None:
-        """Behind everything that the current stream has been given."""
-        self._asked += 1
-        self._count.add_(1)
-        self._seen.copy_(self._count, non_blocking=True)
-
-    @property
-    def reached(self) -> bool:
-        return int(self._seen) >= self._asked
 
 
 _BITS = 16  # of a word are the number of the exchange

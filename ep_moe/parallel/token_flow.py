@@ -31,7 +31,7 @@ from ep_moe.parallel.collectives import (
 )
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.rank_group import NO_GRADIENTS, WORDS, Gradients, RankGroup, checksum, place_factors
-from ep_moe.types import TokenMask, capturing
+from ep_moe.types import Routing, TokenMask, capturing
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,13 @@ class TokenFlow:
         with self._etp.flight_recorder.step("etp gather"):
             return gather_rows(self.local_tokens(x, call), call.etp_counts, self._etp).wait()
 
+    def etp_gather_given(self, routing: Routing, call: Share) -> Routing:
+        """Of the rows of `etp_gather`, the routes that the caller gave for the rows of x."""
+        ids, weights = routing.ids, self.shared_gradients(routing.weights)
+        if self.etp_rows_are_local:
+            return Routing(self.etp_gather(ids, call), self.etp_gather(weights, call))
+        return Routing(*self.etp_gather_routing(self.local_tokens(ids, call), self.local_tokens(weights, call), call))
+
     def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[Tensor, Tensor]:
         """The routing of the gathered rows from that of the local tokens, where the others lie on other ranks. Each
         rank thereby routes its local tokens alone, and its router has their gradient.
@@ -224,6 +231,18 @@ _REMEDY = (
 )
 
 Passed = Mapping[str, Tensor]  # by a name of NAMES
+
+
+def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None) -> Passed:
+    """What tp ranks must pass alike in a call of a layer. replayed_ids: of a router whose choice is replayed"""
+    passed = {"x": rows}
+    if replayed_ids is not None:
+        passed |= {"routing.ids": replayed_ids}
+    if routing is not None:
+        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
+    if mask is not None:
+        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
+    return passed
 
 
 def argument_bits(passed: Passed) -> int:

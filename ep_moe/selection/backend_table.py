@@ -17,6 +17,7 @@ from ep_moe.execution.exchange import check_pipeline
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE
 from ep_moe.parallel.layout import RankLayout
+from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import Scheme
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Measured, Tuned, bucket_index
@@ -41,18 +42,41 @@ class TableEntry:
     def __str__(self) -> str:
         return f"{self.choice.all2all} with {self.choice.experts} {_described(self)}"
 
+    def dispatch_shape(
+        self, config: MoEConfig, expert_map: ExpertMap, dtype: torch.dtype, wire: Wire, *, exact: bool, repeats: bool
+    ) -> DispatchShape:
+        """Give the shape that the transport is made for.
 
-def returns_routes(choice: explain.BackendChoice) -> bool:
-    """Say whether a pair brings back what each route of a token gave, as a row of its own (`DispatchShape.per_route`).
+        Args:
+            config: The layer.
+            expert_map: Any of the layer's, whose slots and ranks are those of all.
+            dtype: Of the rows.
+            wire: Of the layer.
+            exact: As `ExpertsOptions` has it.
+            repeats: Whether a call of an exact layer sends a row for each route.
 
-    Args:
-        choice: Transport and kernel.
+        Returns:
+            The shape.
+        """
+        per_route = exact and not repeats and self._returns_routes
+        rows = config.top_k if exact and not per_route else 1  # of a token
+        return DispatchShape(
+            hidden_size=config.hidden_size,
+            top_k=config.top_k // rows,
+            slots_per_rank=expert_map.slots_per_rank,
+            num_ranks=expert_map.num_ranks,
+            dtype=dtype,
+            max_tokens=None if self.room is None else self.room * rows,
+            wire=wire,
+            per_route=per_route,
+        )
 
-    Returns:
-        Whether both can.
-    """
-    transport, kernel = registry.load("dispatchers", choice.all2all), registry.load("experts", choice.experts)
-    return bool(transport.capabilities.per_route and kernel.capabilities.per_route)
+    @property
+    def _returns_routes(self) -> bool:
+        """Whether the pair brings back what each route of a token gave, as a row of its own."""
+        transport = registry.load("dispatchers", self.choice.all2all)
+        kernel = registry.load("experts", self.choice.experts)
+        return bool(transport.capabilities.per_route and kernel.capabilities.per_route)
 
 
 class BackendTable:

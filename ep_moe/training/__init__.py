@@ -8,14 +8,9 @@ from ep_moe.training.balance import (
     router_z_loss,
     sequence_balancing_loss,
 )
-from ep_moe.training.gradients import (
-    clip_grad_norm_,
-    dense_parameters,
-    expert_parameters,
-    parameter_groups,
-    sync_gradients,
-)
+from ep_moe.training.gradients import clip_grad_norm_, sync_gradients
 from ep_moe.training.main_grads import use_main_grads, zero_main_grads
+from ep_moe.training.parameters import dense_parameters, expert_parameters, parameter_groups
 from ep_moe.training.routing import RoutingRecord, load_routing, record_routing, replay_routing
 from ep_moe.training.wrappers import exclude_experts, fully_shard
 

@@ -8,9 +8,7 @@ gradient of one process on the whole batch.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,90 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from ep_moe.checks import check_kind, check_not_negative, check_positive
+from ep_moe.checks import check_not_negative, check_positive
 from ep_moe.context import EPContext
-from ep_moe.errors import ConfigError, InputError
-from ep_moe.layer import MoELayer
-from ep_moe.parallel.rank_group import RankGroup, checksum
-from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.training.parameters import check_context, compare_ranks, dense_parameters, expert_weights_of, is_cut
 from ep_moe.weights.parts import local
 
 _BUCKET = 1 << 24  # numbers of one all-reduce
-
-
-def expert_weights_of(model: nn.Module) -> list[ExpertWeights]:
-    """List the `ExpertWeights` of a model, in order.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        Its expert weights.
-
-    Raises:
-        ConfigError: `model` is no module.
-    """
-    check_kind("model", model, nn.Module)
-    return [module for module in model.modules() if isinstance(module, ExpertWeights)]
-
-
-def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that belong to experts, which differ from rank to rank.
-
-    Args:
-        model: any module with `MoELayer`s in it.
-
-    Returns:
-        The parameters, in the order of `model.parameters()`. All others are the same on every rank.
-    """
-    return [parameter for weights in expert_weights_of(model) for parameter in weights.parameters()]
-
-
-def check_context(what: str, model: nn.Module, context: EPContext) -> None:
-    """Raise ConfigError unless a context has the ranks of all layers of a model, in their layout.
-
-    Args:
-        what: What errors call the caller.
-        model: Any module.
-        context: What the caller was given.
-    """
-    check_kind(f"{what}: context", context, EPContext)
-    check_kind(f"{what}: model", model, nn.Module)
-    for layer in model.modules():
-        if isinstance(layer, MoELayer) and layer.context.layout != context.layout:
-            raise ConfigError(
-                f"{what}: context must have the layout of {layer.name}'s, {layer.context.layout}, got "
-                f"{context.layout}; pass the EPContext that the model's layers were made with"
-            )
-
-
-def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that are the same on every rank: all but `expert_parameters`.
-
-    Args:
-        model: any module with `MoELayer`s in it.
-
-    Returns:
-        The parameters, in the order of `model.parameters()`.
-    """
-    experts = {id(parameter) for parameter in expert_parameters(model)}
-    return [parameter for parameter in model.parameters() if id(parameter) not in experts]
-
-
-def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Give dense and expert parameters a group each, for an optimizer.
-
-    DTensors, which parameters are under FSDP2 and of experts with etp > 1, and plain tensors cannot be in one group on
-    GPUs: torch's optimizers update a group in one call.
-
-    Args:
-        model: any module with `MoELayer`s in it, wrapped or not.
-
-    Returns:
-        What `torch.optim.AdamW(...)` takes; options of a group can be added to each. No group is empty.
-    """
-    groups = [dense_parameters(model), expert_parameters(model)]
-    return [{"params": group} for group in groups if group]
 
 
 @torch.no_grad()
@@ -149,7 +69,7 @@ def _average(model: nn.Module, context: EPContext) -> None:
     """The dense gradients that no wrapper cuts."""
     gradients = []
     for parameter in dense_parameters(model):
-        if parameter.requires_grad and not _is_cut(parameter):
+        if parameter.requires_grad and not is_cut(parameter):
             if parameter.grad is None:  # a rank without use for it takes part all the same
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
@@ -255,85 +175,6 @@ def clip_grad_norm_(
     return norm
 
 
-def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
-    """Compare dense parameters over the stage, and experts' with those of other EP groups, once for a model: gradients
-    keep alike what was alike.
-
-    Args:
-        model: The model.
-        context: Of its layers.
-        what: What errors call the caller.
-
-    Raises:
-        InputError: on all ranks, where a parameter differs.
-    """
-    held = expert_weights_of(model)
-    if not held or held[0].gradient_sum.compared:
-        return
-    experts = {id(parameter) for parameter in expert_parameters(model)}
-    sharded = {id(p) for weights in held if weights.gradient_sum.sharded for p in weights.parameters()}
-    named = {
-        name: local(parameter)
-        for name, parameter in model.named_parameters()
-        if not parameter.is_meta
-        and id(parameter) not in sharded
-        and (id(parameter) in experts or not _is_cut(parameter))
-    }
-    own = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
-    stage, device = context.rank_groups["stage"], context.device
-    with context.flight_recorder.step("compare parameters", counted=False):
-        problem = _difference(stage, {name: p for name, p in named.items() if name not in own}, device)
-        other = _difference(
-            context.rank_groups["expert_data"], {name: p for name, p in named.items() if name in own}, device
-        )
-        found = _first_text(stage, problem or other, device)  # other EP groups may have found nothing
-    if found is not None:
-        raise InputError(f"{what}: {found}")
-    for weights in held:
-        weights.gradient_sum.compared = True
-
-
-def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -> str | None:
-    """The text of the group's first rank that has one, on all ranks. The flight recorder shares texts among ranks of
-    one layer's collectives alone, and a stage may have more."""
-    own = (text or "").encode()
-    sizes = [row[0] for row in rank_group.exchange(torch.tensor([len(own)], device=device))]
-    if not any(sizes):
-        return None
-    padded = list(own) + [0] * (max(sizes) - len(own))
-    rows = rank_group.exchange(torch.tensor(padded, dtype=torch.int64, device=device))
-    first = next(at for at, size in enumerate(sizes) if size)
-    return bytes(rows[first][: sizes[first]]).decode()
-
-
-def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.device) -> str | None:
-    """What the ranks of a group hold otherwise than its first one, None where they hold the same."""
-    if rank_group.size == 1:
-        return None
-    kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named.items()]
-    facts = rank_group.exchange(torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], device=device))
-    odd = [rank for rank, found in zip(rank_group.ranks, facts, strict=True) if found != facts[0]]
-    if odd:
-        return (
-            f"rank {rank_group.ranks[0]} and {', '.join(map(str, odd))} have parameters of other names, shapes, "
-            f"dtypes or "
-            f"requires_grad; make the same model on all ranks"
-        )
-    if not named:
-        return None
-    rows = rank_group.exchange(torch.stack([checksum(parameter, device) for parameter in named.values()]))
-    for name, column in zip(named, zip(*rows, strict=True), strict=True):
-        odd = [rank for rank, found in zip(rank_group.ranks, column, strict=True) if found != column[0]]
-        if odd:
-            return (
-                f"{name} differs between rank {rank_group.ranks[0]} and {', '.join(map(str, odd))}, and all ranks "
-                f"must begin "
-                f"alike; call torch.manual_seed with one seed on all ranks before the model is made, or load a "
-                f"checkpoint on all"
-            )
-    return None
-
-
 def _gradients(model: nn.Module) -> list[Tensor]:
     """Of all parameters."""
     dense = [parameter.grad for parameter in dense_parameters(model) if parameter.grad is not None]
@@ -375,7 +216,7 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 def _dense(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
     for parameter in dense_parameters(model):
-        if parameter.grad is not None and not _is_cut(parameter):
+        if parameter.grad is not None and not is_cut(parameter):
             yield parameter.grad, 1.0
 
 
@@ -383,17 +224,13 @@ def _cut(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
     """Dense parameters that FSDP shards over the stage's `ranks`: this rank's pieces, each divided by how many ranks
     hold it."""
     for parameter in dense_parameters(model):
-        if parameter.grad is not None and _is_cut(parameter):
+        if parameter.grad is not None and is_cut(parameter):
             gradient = parameter.grad
             copies = ranks
             for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
                 if placement.is_shard():
                     copies //= gradient.device_mesh.size(dim)  # type: ignore[attr-defined]
             yield local(gradient), 1.0 / copies
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return hasattr(parameter, "placements")
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ep_moe.errors import ConfigError
-from ep_moe.training.gradients import expert_weights_of
+from ep_moe.training.parameters import expert_weights_of
 from ep_moe.types import dtype_name
 from ep_moe.weights.main_grads import MainGrads
 

@@ -14,7 +14,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import elsewhere
-from ep_moe.training.gradients import check_context, compare_ranks, expert_parameters, expert_weights_of
+from ep_moe.training.parameters import check_context, compare_ranks, expert_parameters, expert_weights_of
 from ep_moe.weights.expert_weights import ExpertWeights
 
 Model = TypeVar("Model", bound=nn.Module)

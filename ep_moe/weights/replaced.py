@@ -1,5 +1,6 @@
-"""Parameters of experts that were assigned, or whose `data` was swapped: their numbers go to where kernels read them,
-and memory that somebody keeps is left as it is."""
+"""Parameters and stored tensors that were replaced. Numbers of parameters that were assigned, or whose `data` was
+swapped, go to where kernels read them, and memory that somebody keeps is left as it is. Of stored tensors that are
+others now, parameters become views again (`follow`)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ep_moe.weights.parts import local, split_parts
-from ep_moe.weights.trained import guard_optimizers
+from ep_moe.weights.trained import guard_optimizers, leave_behind
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
 
     from ep_moe.weights.parts import Expert
     from ep_moe.weights.slots import ExpertSlots
@@ -54,6 +57,26 @@ def take_replaced(weights: ExpertSlots) -> None:
     weights._set_views(views)
     if not own:
         weights._seen -= 1
+
+
+def follow(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
+    """Lay the parameters into the stored tensors, which are others now. fn: made these of the old ones"""
+    before = dict(weights._of_experts())
+    weights._name_experts(requires_grad=True)
+    for (name, made), (_, view) in zip(list(weights._of_experts()), list(weights._views), strict=True):
+        old, kept = before[name], made
+        if weights._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
+            old.data, kept = view, old  # optimizers hold the parameter itself
+        else:
+            leave_behind([old], weights)
+        kept.requires_grad_(old.requires_grad)
+        if old.grad is not None:
+            kept.grad = fn(old.grad)
+        if hasattr(old, "main_grad"):
+            kept.main_grad = old.main_grad  # type: ignore[attr-defined]
+        expert, _, part = name.partition(".")
+        cast("Expert", weights._modules[expert])._parameters[part] = kept
+    weights._set_views([(p, view) for (_, p), (_, view) in zip(weights._of_experts(), weights._views, strict=True)])
 
 
 def _replaceable(weights: ExpertSlots) -> list[Expert]:

@@ -26,7 +26,7 @@ from ep_moe.weights.parts import (
     parts_of,
     split_parts,
 )
-from ep_moe.weights.replaced import offloaded_problem, take_over, take_replaced
+from ep_moe.weights.replaced import follow, offloaded_problem, take_over, take_replaced
 from ep_moe.weights.trained import GradientSum, guard_optimizers, leave_behind
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class ExpertSlots(nn.Module):
         a stored tensor's takes the parameters along. An expert that this rank holds twice has one parameter, and its
         other slot follows it."""
         if self._place != self.place:
-            self._follow(lambda tensor: tensor)
+            follow(self, lambda tensor: tensor)
         # a DTensor's address is that of its piece
         moved = self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places
         if moved or self._changes.count != self._seen:
@@ -300,29 +300,10 @@ class ExpertSlots(nn.Module):
             take_replaced(self)
         self._slots.update({name: fn(tensor) for name, tensor in self._slots.items()})
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        self._follow(fn)
+        follow(self, fn)
         if self.lora is not None:
             self.lora._apply(fn)
         return self
-
-    def _follow(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Lay the parameters into the stored tensors, which are others now. fn: made these of the old ones"""
-        before = dict(self._of_experts())
-        self._name_experts(requires_grad=True)
-        for (name, made), (_, view) in zip(list(self._of_experts()), list(self._views), strict=True):
-            old, kept = before[name], made
-            if self._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
-                old.data, kept = view, old  # optimizers hold the parameter itself
-            else:
-                leave_behind([old], self)
-            kept.requires_grad_(old.requires_grad)
-            if old.grad is not None:
-                kept.grad = fn(old.grad)
-            if hasattr(old, "main_grad"):
-                kept.main_grad = old.main_grad  # type: ignore[attr-defined]
-            expert, _, part = name.partition(".")
-            cast("Expert", self._modules[expert])._parameters[part] = kept
-        self._set_views([(p, view) for (_, p), (_, view) in zip(self._of_experts(), self._views, strict=True)])
 
     @property
     def parameter_kinds(self) -> list[str]:

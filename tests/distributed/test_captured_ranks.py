@@ -145,7 +145,7 @@ def test_a_replay_marks_how_far_the_device_is(world_size):
         layer = built(context)
         layer.capture_routed([4])
         marked = []
-        context.flight_recorder.mark = lambda device: marked.append((device, RecordableCall.replays))
+        context.flight_recorder.device_watch.mark = lambda device: marked.append((device, RecordableCall.replays))
         check(layer, 4, 0, replays=True)
         assert marked == [(CPU, 1)], "behind the replay"
 

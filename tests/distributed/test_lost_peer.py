@@ -24,11 +24,13 @@ from ep_moe import (
     ParallelConfig,
     PeerTimeout,
 )
+from ep_moe.parallel import device_watch as device_watch_module
 from ep_moe.parallel import flight_recorder as recorder_module
 from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.device_watch import DeviceMark
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.heartbeats import _FEWER_CALLS, Step, compare
-from ep_moe.parallel.step_board import DeviceMark, PeerBoard, StepBoard
+from ep_moe.parallel.step_board import PeerBoard, StepBoard
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill
@@ -435,13 +437,13 @@ class Reached:
 
 def device_watch(monkeypatch, deadline_s):
     ended = threading.Event()
-    monkeypatch.setattr(recorder_module, "DeviceMark", Reached)
+    monkeypatch.setattr(device_watch_module, "DeviceMark", Reached)
     monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
     flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=deadline_s, abort=lambda: None)
     time.sleep(flight_recorder._period)  # from one mark to the next
     with flight_recorder.step("combine"):
         pass
-    flight_recorder.mark(torch.device("cpu"))
+    flight_recorder.device_watch.mark(torch.device("cpu"))
     return flight_recorder, ended
 
 
@@ -463,7 +465,7 @@ def test_a_device_that_waits_is_seen_after_the_host_went_on(monkeypatch, capfd):
 def test_a_device_that_comes_to_its_mark_is_not_ended(monkeypatch):
     flight_recorder, ended = device_watch(monkeypatch, 0.3)
     try:
-        flight_recorder._mark.reached = True
+        flight_recorder.device_watch.newest.reached = True
         assert not ended.wait(1)
         flight_recorder.check()
     finally:
@@ -473,9 +475,9 @@ def test_a_device_that_comes_to_its_mark_is_not_ended(monkeypatch):
 def test_marks_are_far_apart(monkeypatch):
     flight_recorder, _ = device_watch(monkeypatch, 40.0)
     try:
-        flight_recorder._mark.reached = True
-        flight_recorder.mark(torch.device("cpu"))
-        assert flight_recorder._mark.reached, "a second mark was set at once"
+        flight_recorder.device_watch.newest.reached = True
+        flight_recorder.device_watch.mark(torch.device("cpu"))
+        assert flight_recorder.device_watch.newest.reached, "a second mark was set at once"
     finally:
         flight_recorder.close()
 

@@ -138,7 +138,7 @@ def check_copies(model, context, what):
         for name, parameter in model.named_parameters()
         if "expert_weights" in name
     }
-    cut = any(weights.gradient_sum.sharded for weights in training.gradients.expert_weights_of(model))
+    cut = any(weights.gradient_sum.sharded for weights in training.parameters.expert_weights_of(model))
     for rank, theirs in enumerate(everywhere(own)):
         if not cut and rank % context.layout.etp == context.layout.etp_rank:
             for name in own.keys() & theirs.keys():

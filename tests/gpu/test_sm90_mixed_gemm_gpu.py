@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe.weights.layouts import cutlass as sm90
+from ep_moe.weights.layouts import cutlass_mixed as sm90
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)

@@ -20,7 +20,7 @@ KINDS = ("dispatchers", "experts", "fused")
 BACKENDS = {target.partition(":")[0] for kind in KINDS for target in registry._BUILT_IN[kind].values()}
 # where libraries of kernels and transports, and of metrics, may be used
 DRIVERS = ("ep_moe.all2all", "ep_moe.experts", "ep_moe.bench", "ep_moe.metrics")
-CHOOSERS = ("ep_moe.layer", "ep_moe.layer_parts", "ep_moe.execution", "ep_moe.selection", "ep_moe.context", "ep_moe.cli.app", "ep_moe.integrations")  # fmt: skip  # noqa: E501
+CHOOSERS = ("ep_moe.layer", "ep_moe.layer_tools", "ep_moe.layer_parts", "ep_moe.execution", "ep_moe.selection", "ep_moe.context", "ep_moe.cli.app", "ep_moe.integrations")  # fmt: skip  # noqa: E501
 # beside pyproject's dependencies: the command's start, what torch and transformers bring, the driver, PEFT, and pytest
 # for `ep_moe.testing`
 OWN = {"ep_moe_command", "torch", "triton", "cuda", "nvidia", "huggingface_hub", "peft", "pytest"}

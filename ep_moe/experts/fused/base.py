@@ -275,7 +275,7 @@ class FusedExperts(ABC):
         with self.rank_group.flight_recorder.step("fused", self.name):
             out = self.compute(x, routed)
         if x.is_cuda and self.capabilities.travels and not capturing(x.device):
-            self.rank_group.flight_recorder.mark(x.device)
+            self.rank_group.flight_recorder.device_watch.mark(x.device)
         return out
 
     def connect(self) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ep_moe.config import MoEConfig
-from ep_moe.experts.base import Experts, ExpertsCapabilities, ExpertsOptions
+from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.differentiable import StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
@@ -26,9 +27,7 @@ from ep_moe.experts.layouts import expected_pairs, row_bounds, scaled_by_block
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import KeptLaunches, Launch, RecordedLaunches, at_once
-from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
-from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import PerBlock
 from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit
 from ep_moe.weights.main_grads import GradientOut
@@ -48,11 +47,14 @@ class HopperExperts(Experts):
     leave them in the same place: the second call there is recorded, later ones launch the same again.
     """
 
-    scaling: str  # of `step.SCALINGS`
-
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._recorded: dict[Any, RecordedLaunches | None] = {}  # None: of a place that was seen once
+
+    @property
+    @abstractmethod
+    def scaling(self) -> str:
+        """Of `step.SCALINGS`. A kernel with several looks at its options or weights."""
 
     @classmethod
     def available(cls) -> str | None:
@@ -219,7 +221,6 @@ class Bf16TritonExperts(HopperExperts):
 
     name = "bf16_triton"
     run_on = "1, 2 and 4 H200"
-    scaling = "none"
     own_backward = True
     writes_gradients = True
     capabilities = dataclasses.replace(
@@ -231,17 +232,13 @@ class Bf16TritonExperts(HopperExperts):
         alignment_bytes=LINE,  # sizes are multiples of 64, as GPT-OSS's
     )
 
-    def __init__(
-        self,
-        config: MoEConfig,
-        weights: ExpertWeights,
-        workspaces: Workspaces | None = None,
-        options: ExpertsOptions | None = None,
-    ) -> None:
-        if options is not None and options.exact:
-            self.scaling = "trained"  # before scratch memory is counted
-        super().__init__(config, weights, workspaces, options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._launch_trained = KeptLaunches()
+
+    @cached_property
+    def scaling(self) -> str:
+        return "trained" if self.options.exact else "none"
 
     @classmethod
     def available(cls) -> str | None:
@@ -353,9 +350,9 @@ class W4A16TritonExperts(HopperExperts):
     def available(cls) -> str | None:
         return super().available() or nvrtc.missing()
 
-    def __init__(self, config: MoEConfig, weights: ExpertWeights, *args: Any, **options: Any) -> None:
-        self.scaling = weights.scheme.name
-        super().__init__(config, weights, *args, **options)
+    @cached_property
+    def scaling(self) -> str:
+        return self.weights.scheme.name
 
 
 class Fp8BlockTritonExperts(HopperExperts):

@@ -238,7 +238,7 @@ class FourBits(Unscaled):
     names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
     format: ClassVar[str]  # of `gemm_4bit.Weights`
     group: ClassVar[int]
-    few_up_to: ClassVar[float] = 32.0  # rows of an expert, by `gemm_4bit` (H100 and H200)
+    few_up_to: ClassVar[float] = 28.0  # rows of an expert, by `gemm_4bit` (H100 and H200)
 
     @property
     def sizes(self) -> tuple[int, int, int]:

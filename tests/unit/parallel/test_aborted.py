@@ -43,7 +43,7 @@ def rank_group(monkeypatch):
     aborted = threading.Event()
     monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # a host slower than two deadlines
     flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.2, abort=aborted.set)
-    flight_recorder.prepare_mark(CPU)
+    flight_recorder.device_watch.prepare(CPU)
 
     def started(*_, async_op=False, **__):
         work = Work(aborted)
@@ -117,13 +117,13 @@ def test_a_rank_that_comes_late_has_heard_of_it(monkeypatch):
     late = FlightRecorder(store, [0, 1], 1, deadline_s=2.0, abort=lambda: None)
 
     def abort():
-        seen.append(bool(late.aborted(CPU)))
+        seen.append(bool(late.device_watch.aborted(CPU)))
         heard.set()
 
     waits = FlightRecorder(store, [0, 1], 0, deadline_s=2.0, abort=abort)
     try:
         for flight_recorder in (late, waits):
-            flight_recorder.prepare_mark(CPU)
+            flight_recorder.device_watch.prepare(CPU)
         with pytest.raises(PeerTimeout), waits.step("combine"):
             assert heard.wait(10)
         assert seen == [True]

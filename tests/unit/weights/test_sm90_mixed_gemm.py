@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ep_moe.quant.microscale import dequantize_mxfp4
-from ep_moe.weights.layouts import cutlass as sm90
+from ep_moe.weights.layouts import cutlass_mixed as sm90
 
 ROWS, COLS = 64, 256  # the smallest with more than one block of columns; 64 rows are one block of scales
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]

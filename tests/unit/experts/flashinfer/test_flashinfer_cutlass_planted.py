@@ -18,6 +18,7 @@ from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
+from ep_moe.weights.layouts import cutlass_mixed
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
 from ep_moe.weights.parts import cut
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
@@ -61,20 +62,20 @@ def test_a_bias_with_gate_first_is_seen(monkeypatch):
 )
 def test_weights_that_are_not_interleaved_are_seen(name, function, monkeypatch):
     assert ratio(SCHEMES[name]) <= 1
-    monkeypatch.setattr(cutlass_layouts, function, lambda data: data.clone())
+    monkeypatch.setattr(cutlass_mixed, function, lambda data: data.clone())
     assert ratio(SCHEMES[name]) > 1
 
 
 def test_another_interleave_is_seen(monkeypatch):
-    monkeypatch.setattr(cutlass_layouts, "interleave_mxfp4_fp8", cutlass_layouts.interleave_int4_fp8)
+    monkeypatch.setattr(cutlass_mixed, "interleave_mxfp4_fp8", cutlass_mixed.interleave_int4_fp8)
     assert ratio(SCHEMES["mxfp4_fp8"]) > 1  # its signs stay where they were
 
 
 @pytest.mark.parametrize(("name", "function"), [("mxfp4", "fold_mxfp4_scale"), ("int4_fp8", "fold_int4_scale")])
 def test_scales_that_are_not_folded_are_seen(name, function, monkeypatch):
-    fold = getattr(cutlass_layouts, function)
+    fold = getattr(cutlass_mixed, function)
     monkeypatch.setattr(
-        cutlass_layouts,
+        cutlass_mixed,
         function,
         lambda scale: scale.contiguous().view(fold(scale).dtype).view(fold(scale).shape),
     )
@@ -101,7 +102,7 @@ def test_an_exponent_that_is_one_more_is_seen(which):
 
 
 @pytest.mark.parametrize("which", ["w13", "w2"])
-@pytest.mark.parametrize("factor", [2.0, 1 / cutlass_layouts.HUMMING_COMPENSATION])
+@pytest.mark.parametrize("factor", [2.0, 1 / cutlass_mixed.HUMMING_COMPENSATION])
 def test_another_residual_is_seen(which, factor):
     experts, tensors = build(shape(), SCHEMES["mxfp4_fp8"])
     experts.weights.get_parameter(f"{which}_residual").mul_(factor)

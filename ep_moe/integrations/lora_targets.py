@@ -1,0 +1,164 @@
+"""What PEFT's `LoraConfig` names in a model with expert-parallel layers, by PEFT's own rules: matrices of experts
+(`Target`), which have a place in an adapter's file, and other modules."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ep_moe.errors import ConfigError
+from ep_moe.integrations.blocks import saved_experts, shared_names
+from ep_moe.integrations.save import SavedExperts
+from ep_moe.weights import lora
+from ep_moe.weights.lora import ExpertLora, LowRank
+
+PREFIX = "base_model.model."  # of names in an adapter's file
+# of LoraConfig: what PEFT refuses for parameters too, or what is not computed here
+_UNSERVED = (
+    "lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora", "layers_to_transform", "layer_replication",
+    "exclude_modules", "modules_to_save",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One matrix of a layer's experts. stored: our name; parameter: transformers'; depth: of PEFT's nested wrappers;
+    turned: PEFT does not know that transformers holds it transposed, so that its A and B are our B and A transposed."""
+
+    of: SavedExperts
+    stored: str
+    parameter: str
+    depth: int
+    turned: bool
+
+    def key(self, factor: str) -> str:
+        """In an adapter's file. factor: "A" or "B"."""
+        return f"{PREFIX}{self.of.name}{'.base_layer' * self.depth}.lora_{factor}.weight"
+
+    @property
+    def lora(self) -> ExpertLora:
+        found = self.of.layer.expert_weights.lora
+        assert found is not None
+        return found
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """Of the experts in this rank's slots."""
+        return self.lora.factors(self.stored, self.of.layer.expert_weights.stored_tensors()[self.stored])
+
+    def whole_factors(self) -> Iterator[Tensor]:
+        """A and B of all experts. Collective over the EP group."""
+        return (lora.gather_factor(self.of.layer.expert_weights, factor) for factor in self.factors())
+
+    def matches(self, wanted: str) -> bool:
+        return is_named(f"{self.of.name}.{self.parameter}", wanted)
+
+    def low_rank(self, config: Any) -> LowRank:
+        """Rank and scaling of its factors."""
+        rank = (config.rank_pattern or {}).get(self.pattern_in(config.rank_pattern), config.r)
+        alpha = (config.alpha_pattern or {}).get(self.pattern_in(config.alpha_pattern), config.lora_alpha)
+        return LowRank(rank, alpha / (rank**0.5 if config.use_rslora else rank))
+
+    def pattern_in(self, patterns: dict[str, Any] | None) -> str | None:
+        """As PEFT finds the first that matches."""
+        name = f"{self.of.name}.{self.parameter}"
+        return next((each for each in patterns or {} if re.match(rf"(.*\.)?({each})$", name)), None)
+
+    def in_file(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        """As PEFT holds factors of all experts: A [E * r, in], B [out, r * E] with E running fastest."""
+        if self.stored == "w13" and self.of.layout.tensors[0].interleaved:
+            b = torch.stack(b.chunk(2, 1), 2).flatten(1, 2)
+        if self.turned:
+            a, b = b.mT, a.mT
+        return {self.key("A"): a.flatten(0, 1), self.key("B"): b.permute(1, 2, 0).flatten(1)}
+
+    def from_file(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
+        """A and B [E, ...] of the tensors of a file; None where these are not of so many experts."""
+        experts = self.of.layer.config.num_experts
+        if a.dim() != 2 or b.dim() != 2 or a.shape[0] % experts or b.shape[1] % experts:
+            return None
+        a, b = a.view(experts, -1, a.shape[1]), b.view(b.shape[0], -1, experts).permute(2, 0, 1)
+        if self.turned:
+            a, b = b.mT, a.mT
+        if self.stored == "w13" and self.of.layout.tensors[0].interleaved:
+            b = torch.cat([b[:, ::2], b[:, 1::2]], 1)
+        return a, b
+
+
+def expert_targets(model: Any, wanted: list[str]) -> Iterator[Target]:
+    """In the order of layers. PEFT's wrapper of the last parameter of a module is the outermost."""
+    layers = saved_experts(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    twin = meta_twin(base) if any(one.layout.tensors[0].transposed for one in layers) else None
+    for one in layers:
+        held = [each for each in one.layout.tensors if each.part in ("w13", "w2") and not each.flat]
+        names = {each.part: each.name for each in held}
+        found = [s for s, p in names.items() if any(is_named(f"{one.name}.{p}", each) for each in wanted)]
+        turned = twin is not None and not getattr(twin.get_submodule(one.name), "is_transposed", False)
+        for at, stored in enumerate(found):
+            yield Target(one, stored, names[stored], len(found) - 1 - at, turned)
+
+
+def is_named(name: str, wanted: str) -> bool:
+    """As PEFT compares `target_parameters`."""
+    return name == wanted or name.endswith(f".{wanted}")
+
+
+def converted(config: Any, model: Any) -> Any:
+    """The configuration with the names that transformers 5 has, as PEFT rewrites it: one parameter for all experts."""
+    config = copy.deepcopy(config)
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older PEFT, which knows no other names
+        return config
+    try:
+        convert_peft_config_for_transformers(config, model=meta_twin(model), conversions=None)
+    except ValueError as error:
+        raise ConfigError(f"LoraConfig.target_modules={config.target_modules!r}: {error}; name all of them") from error
+    return config
+
+
+def moved_modules(targets: Any, model: Any) -> Any:
+    """`target_modules` as our model calls these modules. PEFT leaves out without a word what it does not find."""
+    if not targets or isinstance(targets, str):
+        return targets
+    moved = {}
+    for target in targets:
+        moved[target] = target
+        for _, ours, theirs in shared_names(model):
+            inside = re.sub(rf"\.{theirs}(?=\.|$)", f".{ours}", target)
+            moved[target] = re.sub(rf"^{theirs}(?=\.|$)", ours.rpartition(".")[2], inside)
+    names = [name for name, _ in model.named_modules()]
+    theirs_alone = [name for name, _ in meta_twin(model).named_modules()]
+    for target, ours in moved.items():
+        if any(is_named(each, target) for each in theirs_alone) and not any(is_named(each, ours) for each in names):
+            raise ConfigError(
+                f"LoraConfig.target_modules names {target!r}, which {type(model).__name__} with expert-parallel layers "
+                f"has no more; leave it out, or name another module"
+            )
+    return list(moved.values())
+
+
+def check_config(config: Any) -> None:
+    """Raise ConfigError for a field that factors of experts do not serve."""
+    for name in _UNSERVED:
+        if value := getattr(config, name, None):
+            raise ConfigError(
+                f"LoraConfig.{name}={value!r} is not served with target_parameters of experts; leave it at its default"
+            )
+    if config.init_lora_weights is not True:
+        raise ConfigError(
+            f"LoraConfig.init_lora_weights must be True for experts (A random, B zero), got "
+            f"{config.init_lora_weights!r}"
+        )
+
+
+def meta_twin(model: Any) -> Any:
+    """transformers' own model, on the meta device."""
+    with torch.device("meta"):
+        return type(model)._from_config(copy.deepcopy(model.config))
