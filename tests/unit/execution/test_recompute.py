@@ -1,8 +1,10 @@
 """Activation checkpointing: what backward computes again is no load, and gradients are those of a run without it."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ep_moe import MoELayer
 from ep_moe.placement.deferred import DeferredRouting
@@ -29,6 +31,20 @@ def test_load_is_counted_once_and_gradients_are_equal(reentrant, context):  # no
     loads, gradients = run(layer, None)
     assert loads[0].sum() == 2 * 7 * 2
     again, found = run(layer, {"use_reentrant": reentrant})
+    for actual, expected in zip([*again, *found], [*loads, *gradients], strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_selective_checkpointing_saves_products(context):  # noqa: F811
+    layer = fill(MoELayer(shape(shared_intermediate_size=12), context, dtype=torch.float32))
+    saved = {torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default}
+
+    def policy(_, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    loads, gradients = run(layer, None)
+    how = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    again, found = run(layer, how)
     for actual, expected in zip([*again, *found], [*loads, *gradients], strict=True):
         assert torch.equal(actual, expected)
 
