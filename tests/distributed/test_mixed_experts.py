@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import SGD, Adam
+from torch.optim import LBFGS, SGD, Adam
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, ParallelConfig, training
 from ep_moe.testing import distributed, rank_device
@@ -97,3 +97,25 @@ def test_a_context_of_other_ranks_is_refused():
                         call(other)
         with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as twin:
             training.sync_gradients(model, twin)
+
+
+@distributed(2)
+def test_a_step_of_all_parameters_is_refused():
+    """LBFGS's inner products would be of this rank's experts alone."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        x = torch.randn(12, WIDTH).to(context.device)
+
+        def closure():
+            layer.zero_grad()
+            loss = layer(x).square().mean()
+            loss.backward()
+            training.sync_gradients(layer, context)
+            return loss.detach()
+
+        text = same_error(ConfigError, lambda: LBFGS(layer.parameters()).step(closure))
+        assert "LBFGS takes one step of all its parameters" in text
+        before = layer.router.weight.detach().clone()
+        LBFGS(training.dense_parameters(layer)).step(closure)
+        assert not torch.equal(before, layer.router.weight)
