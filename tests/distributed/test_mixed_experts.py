@@ -1,5 +1,7 @@
 """Training loops that put ranks' experts, or their gradients, into one another: a later call is refused."""
 
+import dataclasses
+import warnings
 from collections.abc import Callable
 from io import BytesIO
 
@@ -119,3 +121,43 @@ def test_a_step_of_all_parameters_is_refused():
         before = layer.router.weight.detach().clone()
         LBFGS(training.dense_parameters(layer)).step(closure)
         assert not torch.equal(before, layer.router.weight)
+
+
+DRAWN = {  # parts of experts, experts, whether the call is refused
+    "all": (("w1", "w3", "w2"), EXPERTS, True),
+    "w2 alone": (("w2",), EXPERTS, False),
+    "of one expert a rank": (("w1", "w3", "w2"), 2, False),
+    "of another number on each rank": (("w1", "w3", "w2"), EXPERTS - 1, False),
+}
+
+
+@distributed(2)
+@pytest.mark.parametrize("case", DRAWN)
+def test_experts_that_ranks_draw_from_one_seed(case):
+    """As a loop of torch.nn.init over parameters does."""
+    parts, experts, refused = DRAWN[case]
+    config = dataclasses.replace(CONFIG, num_experts=experts, top_k=1)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(config, context)
+        x = torch.ones(3, WIDTH).to(context.device)
+        with warnings.catch_warnings(record=True) as none:
+            warnings.simplefilter("always", UserWarning)
+            MoELayer(config, context)(x)
+        assert not any("from one seed" in str(warning.message) for warning in none)
+        torch.manual_seed(1)
+        for name, parameter in layer.expert_weights.named_parameters():
+            if name.partition(".")[2] in parts:
+                nn.init.normal_(parameter, std=0.02)
+        if refused:
+            assert "from one seed on all (torch.nn.init)" in same_error(InputError, lambda: layer(x))
+        else:
+            with pytest.warns(UserWarning, match=rf"{', '.join(parts)} of rank 1's experts have the numbers of rank 0"):
+                layer(x)
+        torch.manual_seed(1)
+        for expert in range(experts):
+            whole = {
+                "w13": torch.randn(2 * config.intermediate_size, WIDTH),
+                "w2": torch.randn(WIDTH, config.intermediate_size),
+            }
+            layer.update_expert(expert, **whole)
+        layer(x)
