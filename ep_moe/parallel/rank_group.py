@@ -23,6 +23,7 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.step_board import HostExchange
 
 _log = logging.getLogger("ep_moe.parallel")
+GIVEN = "layers="  # begins what a call carries that is given a model
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
@@ -296,6 +297,11 @@ class RankGroup:
             for rank in pair
         ]
         first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
+        if self.flight_recorder.carried.startswith(GIVEN):
+            raise InputError(
+                f"{self.flight_recorder.where} is given a model with {first} on rank {pair[0]}, and with {second} on "
+                f"rank {pair[1]}; give it the same models in the same order on all ranks, with requires_grad alike"
+            )
         if first.startswith("expert_map="):
             raise InputError(
                 f"{self.flight_recorder.where}: the ranks have different expert maps in force, rank {pair[0]} and rank "

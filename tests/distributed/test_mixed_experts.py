@@ -1,8 +1,10 @@
 """Training loops that put ranks' experts, or their gradients, into one another: a later call is refused."""
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 
 import pytest
@@ -161,3 +163,34 @@ def test_experts_that_ranks_draw_from_one_seed(case):
             }
             layer.update_expert(expert, **whole)
         layer(x)
+
+
+@distributed(2)
+@pytest.mark.parametrize("after", [training.sync_gradients, partial(training.clip_grad_norm_, max_norm=1.0)])
+@pytest.mark.parametrize("differs", ["order of models", "what learns"])
+def test_gradients_of_other_parameters_are_not_summed(differs, after):
+    """Sizes are equal, so that a sum would be of gradients of different parameters."""
+    if rank_device().type != "cpu":
+        pytest.skip("compared on CPUs alone")
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        models = [nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), MoELayer(CONFIG, context)]) for _ in range(2)]
+
+        def backward():
+            for one, two, layer in models:
+                (layer(torch.ones(3, WIDTH)).sum() + one(torch.ones(4)).sum() + two(torch.ones(4)).sum()).backward()
+
+        backward()
+        for model in models:
+            training.sync_gradients(model, context)
+        if differs == "what learns":
+            models[0][rank].requires_grad_(False)
+            wanted = r"AFTER is given a model with dense parameters that learn=\d+ .* on rank 0"
+        else:
+            wanted = r"AFTER is given a model with layers=moe0 on rank 0, and with layers=moe1 on rank 1"
+        backward()
+        in_order = models[::-1] if rank and differs == "order of models" else models
+        text = same_error(InputError, lambda: [after(model, context) for model in in_order])
+        name = "sync_gradients" if after is training.sync_gradients else "clip_grad_norm_"
+        assert re.search(wanted.replace("AFTER", name), text), text
