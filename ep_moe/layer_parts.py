@@ -137,7 +137,8 @@ class LayerParts(nn.Module):
         }
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("expert_weights", "placement") and name in self._modules:
+        # wrappers of submodules, such as apply_activation_checkpointing, assign those too that they leave as they are
+        if name in ("expert_weights", "placement") and self._modules.get(name, value) is not value:
             raise ConfigError(
                 f"{self.name}: {name} cannot be replaced: its kernels keep the one that they were made with; call one "
                 f"layer in both places, or assign single parameters"

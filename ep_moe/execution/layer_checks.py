@@ -25,6 +25,7 @@ from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
 from ep_moe.runtime.devices import with_index, without_class
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 
 _WRAPPED = (
@@ -101,7 +102,7 @@ class RankChecks:
             what = f"{layer.name}: a call under the expert map of a loaded state_dict"
             layer.context.flight_recorder.meet(f"{layer.name}/map/{found}", ranks, what)
             self._adopted = False
-        with layer.context._entered(layer.name, layer._carried()), torch.no_grad():
+        with layer.context._entered(layer.name, layer._carried()), torch.no_grad(), unseen_by_modes():
             compare_ranks(layer, self.wrapper_problem(layer))
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None

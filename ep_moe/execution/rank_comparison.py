@@ -23,6 +23,7 @@ from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.placement.placement import Placement
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.parts import part_names, split_parts
 
 _SAMPLE = 1 << 14  # numbers of a slot's tensor that tell experts apart
 
@@ -59,6 +60,7 @@ def compare_ranks(layer: ComparedLayer, problem: str | None) -> None:
             f"on all ranks before the model is made, or load a checkpoint on all"
         )
     _compare_experts(layer, layer.context.rank_groups["ep"], device, "first call")
+    _warn_of_twins(layer, layer.context.rank_groups["ep"], device)
 
 
 class Watch:
@@ -215,9 +217,47 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
                 f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
                 f"{rank_group.ranks[0]}'s: "
                 f"something has broadcast one rank's parameters to all (a data-parallel wrapper, "
-                f"ZeroRedundancyOptimizer, a loop). "
-                f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew"
+                f"ZeroRedundancyOptimizer, a loop), or drawn them from one seed on all (torch.nn.init). "
+                f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew, or write each "
+                f"expert with update_expert on all ranks"
             )
+
+
+def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.device) -> None:
+    """Warn, on all ranks, of what `_compare_experts` does not refuse: one kind of matrix alone is equal, as where w2 is
+    drawn anew by a loop over parameters, or ranks hold one expert each, which may be equal on purpose."""
+    weights, expert_map, gated = layer.expert_weights, layer.placement.expert_map, layer.config.activation.gated
+    if rank_group.size == 1 or weights.sharded or not weights.named:
+        return
+    parts = [part for part in part_names(weights.names, gated) if not part.endswith("_bias")]
+    facts = torch.zeros(expert_map.slots_per_rank, len(parts), dtype=torch.int64, device=device)
+    stored = weights.stored_tensors()
+    for slot, expert in enumerate(weights.local_experts):
+        if expert >= 0 and not weights.is_meta:
+            views: dict[str, Tensor] = {}
+            for name, tensor in stored.items():
+                views |= split_parts(name, tensor[slot].detach(), gated)
+            facts[slot] = torch.stack([checksum(views[part].flatten()[:_SAMPLE], device) for part in parts])
+    with rank_group.flight_recorder.step("first call"):
+        rows = rank_group.exchange(facts.flatten())
+    for rank in range(1, rank_group.size):
+        pairs = zip(expert_map.local(0), expert_map.local(rank), strict=True)
+        other = [slot for slot, (first, own) in enumerate(pairs) if min(first, own) >= 0 and first != own]
+        equal = []
+        for at, part in enumerate(parts):
+            found = [(rows[0][slot * len(parts) + at], rows[rank][slot * len(parts) + at]) for slot in other]
+            if all(first == own != 0 for first, own in found) and 0 < len(set(found)) == len(found):
+                equal.append(part)
+        if equal:
+            warnings.warn(
+                f"{layer.name}: {', '.join(equal)} of rank {rank_group.ranks[rank]}'s experts have the numbers of rank "
+                f"{rank_group.ranks[0]}'s. Unless they are equal on purpose, something has drawn them from one seed on "
+                f"all ranks (torch.nn.init in a loop over parameters) or broadcast them; draw every expert's whole "
+                f"tensors on all ranks, and write them with update_expert(expert, w13=..., w2=...)",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
 
 
 def _of_all(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from types import MappingProxyType
 
 import torch
@@ -22,6 +23,7 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.step_board import HostExchange
 
 _log = logging.getLogger("ep_moe.parallel")
+GIVEN = "layers="  # begins what a call carries that is given a model
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
@@ -71,6 +73,9 @@ class RankGroup:
         rank: This rank's place in the group.
         flight_recorder: Numbers the steps of this rank, and finds lost peers.
         levels: Of an EP group on several nodes, None for one node or where ranks lie unevenly.
+
+    Attributes:
+        exchanges: Numbers the differentiable collectives of the group, alike on all ranks.
     """
 
     group: ProcessGroup | None
@@ -79,6 +84,7 @@ class RankGroup:
     flight_recorder: FlightRecorder
     levels: Levels | None = None
     known: _Known = field(default_factory=_Known, init=False, repr=False, compare=False)
+    exchanges: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -170,13 +176,13 @@ class RankGroup:
         integers = [value for value in values if isinstance(value, int)]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
         assert not any(isinstance(value, int) for value in values[len(integers) :]), "integers come first"
-        count = len(integers) + sum(map(len, tensors))
-        if self.size > 1 and count > self.size + 1:
+        numbers = len(integers) + sum(map(len, tensors))
+        if self.size > 1 and numbers > self.size + 1:
             raise ValueError(
-                f"agree exchanges at most R + 1 = {self.size + 1} numbers on {self.size} ranks, got {count}"
+                f"agree exchanges at most R + 1 = {self.size + 1} numbers on {self.size} ranks, got {numbers}"
             )
         # one width whatever the call, so that ranks in different layers still understand each other
-        filler = [0] * (self.size + 1 - count)
+        filler = [0] * (self.size + 1 - numbers)
         header = [problem is not None, where, carried, _asked(gradients), *filler, *integers]
         row = torch.tensor(header, dtype=torch.int64, device=device)
         rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
@@ -196,25 +202,27 @@ class RankGroup:
             )
         self._same_rows([row[2] for row in rows])
         self._same_gradients(gradients, [row[3] for row in rows])
-        return [row[len(row) - count :] for row in rows]
+        return [row[len(row) - numbers :] for row in rows]
 
-    def meet_in_backward(self, where: str, device: torch.device) -> None:
-        """Find out that a peer is elsewhere, ahead of a collective of backward: gloo ends a process where sizes differ.
+    def meet_in_backward(self, where: str, number: int, device: torch.device) -> None:
+        """Find out that a peer is elsewhere, ahead of a collective of backward: gloo ends a process where sizes differ,
+        and takes the gradients of another call where they do not.
 
         Collective on CPUs. Nothing on GPUs, where it would wait for the device.
 
         Args:
             where: The layer, as the flight recorder had it in forward.
+            number: Of the collective in forward, by `exchanges`.
             device: Of the gradient.
 
         Raises:
-            InputError: On all ranks, where one is in a call, or in the backward of another layer.
+            InputError: On all ranks, where one is in a call, or in the backward of another layer or call.
         """
         if device.type != "cpu":
             return
         recorder = self.flight_recorder
         before = recorder.where, recorder.carried
-        recorder.where, recorder.carried = f"the backward of {where}", ""
+        recorder.where, recorder.carried = f"the backward of {where}", f"exchange={number}"
         try:
             self.agree([], None, device)
         finally:
@@ -289,11 +297,22 @@ class RankGroup:
             for rank in pair
         ]
         first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
+        if self.flight_recorder.carried.startswith(GIVEN):
+            raise InputError(
+                f"{self.flight_recorder.where} is given a model with {first} on rank {pair[0]}, and with {second} on "
+                f"rank {pair[1]}; give it the same models in the same order on all ranks, with requires_grad alike"
+            )
         if first.startswith("expert_map="):
             raise InputError(
                 f"{self.flight_recorder.where}: the ranks have different expert maps in force, rank {pair[0]} and rank "
                 f"{pair[1]} at least; load state_dict, and call ExpertBalancer.step and Placement.update, on all ranks "
                 f"alike"
+            )
+        if first.startswith("exchange="):
+            raise InputError(
+                f"{self.flight_recorder.where}: the ranks are not in that of the same call, rank {pair[0]} and rank "
+                f"{pair[1]} at least; run backward of the same losses in the same order on all ranks, and of a sum of "
+                f"losses on all ranks or on none"
             )
         raise InputError(
             f"{self.flight_recorder.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build "

@@ -31,6 +31,7 @@ from ep_moe.parallel.collectives import (
 )
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.rank_group import NO_GRADIENTS, WORDS, Gradients, RankGroup, checksum, place_factors
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 from ep_moe.types import Routing, TokenMask, capturing
 
 
@@ -294,7 +295,8 @@ class RowComparison:
         tokens do not write the 8 MiB of the most words."""
         words = min(WORDS, -(-tensor.numel() * tensor.element_size() // 8))
         if self._factors is None or self._factors.device != device or len(self._factors) < words:
-            self._factors = place_factors(1 << max(words - 1, 0).bit_length(), device)
+            with unseen_by_modes():
+                self._factors = place_factors(1 << max(words - 1, 0).bit_length(), device)
         return self._factors
 
     @torch.no_grad()

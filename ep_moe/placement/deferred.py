@@ -17,6 +17,7 @@ from torch import Tensor
 from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.runtime.devices import on_device
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting, recomputing
@@ -117,7 +118,8 @@ class Tables(NamedTuple):
 
     def counting_nothing(self) -> Tables:
         """The same, for a call that is no load. The device learns it from a zero, without a wait."""
-        return self._replace(counting=torch.zeros_like(self.counting))
+        with unseen_by_modes():
+            return self._replace(counting=torch.zeros_like(self.counting))
 
     def _place(self, ids: Tensor) -> Tensor:
         valid = (ids >= 0) & (ids < len(self.counts))

@@ -8,6 +8,7 @@ gradient of one process on the whole batch.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -18,7 +19,16 @@ from torch.nn.utils import get_total_norm
 
 from ep_moe.checks import check_not_negative, check_positive
 from ep_moe.context import EPContext
-from ep_moe.training.parameters import check_context, compare_ranks, dense_parameters, expert_weights_of, is_cut
+from ep_moe.layer import MoELayer
+from ep_moe.parallel.rank_group import GIVEN
+from ep_moe.training.parameters import (
+    check_context,
+    compare_ranks,
+    dense_parameters,
+    expert_parameters,
+    expert_weights_of,
+    is_cut,
+)
 from ep_moe.weights.parts import local
 
 _BUCKET = 1 << 24  # numbers of one all-reduce
@@ -41,10 +51,11 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     Raises:
         ConfigError: the model's layers have a context of another layout.
         InputError: on all ranks, at the first call, where ranks hold different numbers in a parameter that they should
-            hold alike; on CPUs where a rank is in a layer's call or its backward. No gradient is changed then.
+            hold alike; on CPUs where a rank is in a layer's call or its backward, or gives another model. No gradient
+            is changed then.
     """
     check_context("sync_gradients", model, context)
-    _meet("sync_gradients", context)
+    _meet("sync_gradients", model, context)
     layout = context.layout
     wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
     if not wrapped:
@@ -57,11 +68,17 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         _share_overflow(model, context)
 
 
-def _meet(what: str, context: EPContext) -> None:
-    """Raise InputError on all ranks where one is still in a layer's call, as after another number of micro-batches. On
-    CPUs, where gloo would end its process over sizes that differ; on GPUs it would wait for the device."""
+def _meet(what: str, model: nn.Module, context: EPContext) -> None:
+    """Raise InputError on all ranks where one is still in a layer's call, as after another number of micro-batches, or
+    gives another model, or one that learns otherwise: gradients of different parameters would be summed. On CPUs, where
+    gloo would end its process over sizes that differ; on GPUs it would wait for the device."""
     if context.device.type == "cpu":
-        with context._entered(what), context.flight_recorder.step(what, counted=False):
+        experts = {id(parameter) for parameter in expert_parameters(model)}
+        dense = [p for p in model.named_parameters() if id(p[1]) not in experts and p[1].requires_grad]
+        digest = zlib.crc32(repr([(name, p.shape, p.dtype) for name, p in dense]).encode())
+        layers = " ".join(module.name for module in model.modules() if isinstance(module, MoELayer))
+        given = f"{GIVEN}{layers}, dense parameters that learn={len(dense)} (digest {digest:08x})"
+        with context._entered(what, given), context.flight_recorder.step(what, counted=False):
             context.rank_groups["lockstep"].agree([], None, context.device)
 
 
@@ -145,7 +162,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on all ranks alike.
     """
     check_context("clip_grad_norm_", model, context)
-    _meet("clip_grad_norm_", context)
+    _meet("clip_grad_norm_", model, context)
     if max_norm != math.inf:
         max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
     if norm_type != math.inf:

@@ -112,7 +112,8 @@ class ExpertModules(_Guarded):
     """The submodules of a rank's expert weights, of which those named by a number hold an expert's parameters."""
 
     def __setitem__(self, name: str, value: Any) -> None:
-        self._refuse(name)
+        if self.get(name) is not value:
+            self._refuse(name)
         super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:

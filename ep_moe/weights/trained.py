@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
@@ -286,8 +286,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @cache
 def _install() -> None:
+    register_optimizer_step_pre_hook(_refuse_whole_steps)
     register_optimizer_step_pre_hook(_note_gradients)
     register_optimizer_step_post_hook(_after_step)
+
+
+def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """LBFGS finds one direction and length for all parameters by their inner products, which on a rank would lack other
+    ranks' experts."""
+    if isinstance(optimizer, LBFGS) and _owners(optimizer, "differs_between_ranks"):
+        raise ConfigError(
+            "LBFGS takes one step of all its parameters by their inner products, and this rank's optimizer has the "
+            "experts of this rank alone, so that ranks would train different models; use an optimizer that steps "
+            "each parameter by itself, such as AdamW, or give LBFGS ep_moe.training.dense_parameters(model)"
+        )
 
 
 def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -235,6 +235,28 @@ def test_a_backward_that_one_rank_leaves_out(all2all, world_size):
         layer(x).sum().backward()
 
 
+@distributed(2)
+@pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
+@pytest.mark.parametrize("summed", [False, True])
+def test_backward_of_calls_in_another_order(summed, all2all, world_size):
+    """Calls of equal sizes would be given the gradients of one another."""
+    if rank_device().type != "cpu":
+        pytest.skip("compared on CPUs alone")
+    with made(ParallelConfig(dp=2)) as context:
+        layer, rank = fill(MoELayer(CONFIG, context, all2all=all2all)), dist.get_rank()
+        first, second = layer(torch.ones(3, 16)).sum(), layer(torch.ones(3, 16)).square().sum()
+        in_order = [first, second]
+        other = [first + second] if summed else [second, first]  # autograd begins a sum's backward by the last call
+
+        def backward():
+            for loss in other if rank else in_order:
+                loss.backward()
+
+        text = same_error(InputError, backward)
+        assert "not in that of the same call, rank 0 and rank 1" in text, text
+        layer(torch.ones(3, 16)).sum().backward()
+
+
 CONVERTED = {
     "bfloat16": lambda layer: layer.to(torch.bfloat16),
     "half": lambda layer: layer.half(),

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from ep_moe import (
     Activation,
@@ -304,3 +306,30 @@ def test_a_call_runs_the_parametrization_of_a_router_once(world_size):
                 with torch.set_grad_enabled(bool(number)):
                     layer(x)
                 assert counted.calls == 1, sizes
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the names of operations, as selective checkpointing counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is not torch.ops.aten.detach.default:  # which torch leaves out too
+            self.names.append(str(operator))
+        return operator(*args, **(kwargs or {}))
+
+
+@distributed(1, 2)
+def test_a_repeated_call_has_the_operations_of_the_first_one(world_size):
+    """The first call compares ranks, and selective checkpointing finds what it saved by the number of an operation."""
+    for parallel in LAYOUTS[2] if world_size == 2 else [P()]:
+        with EPContext.from_groups(parallel, device=rank_device(), deadline_s=20) as context:
+            layer = make(FLOAT, context)
+            x = data(FLOAT, dist.get_rank() // context.layout.tp, 4)[0].to(context.device).requires_grad_()
+            forward, again = Operations(), Operations()
+            modes = functools.partial(lambda *both: both, forward, again)
+            checkpoint(layer, x, use_reentrant=False, context_fn=modes).sum().backward()
+            assert again.names, parallel
+            assert again.names == forward.names[: len(again.names)], parallel

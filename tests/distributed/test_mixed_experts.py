@@ -1,6 +1,10 @@
 """Training loops that put ranks' experts, or their gradients, into one another: a later call is refused."""
 
+import dataclasses
+import re
+import warnings
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 
 import pytest
@@ -8,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.optim import SGD, Adam
+from torch.optim import LBFGS, SGD, Adam
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, ParallelConfig, training
 from ep_moe.testing import distributed, rank_device
@@ -97,3 +101,96 @@ def test_a_context_of_other_ranks_is_refused():
                         call(other)
         with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as twin:
             training.sync_gradients(model, twin)
+
+
+@distributed(2)
+def test_a_step_of_all_parameters_is_refused():
+    """LBFGS's inner products would be of this rank's experts alone."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        x = torch.randn(12, WIDTH).to(context.device)
+
+        def closure():
+            layer.zero_grad()
+            loss = layer(x).square().mean()
+            loss.backward()
+            training.sync_gradients(layer, context)
+            return loss.detach()
+
+        text = same_error(ConfigError, lambda: LBFGS(layer.parameters()).step(closure))
+        assert "LBFGS takes one step of all its parameters" in text
+        before = layer.router.weight.detach().clone()
+        LBFGS(training.dense_parameters(layer)).step(closure)
+        assert not torch.equal(before, layer.router.weight)
+
+
+DRAWN = {  # parts of experts, experts, whether the call is refused
+    "all": (("w1", "w3", "w2"), EXPERTS, True),
+    "w2 alone": (("w2",), EXPERTS, False),
+    "of one expert a rank": (("w1", "w3", "w2"), 2, False),
+    "of another number on each rank": (("w1", "w3", "w2"), EXPERTS - 1, False),
+}
+
+
+@distributed(2)
+@pytest.mark.parametrize("case", DRAWN)
+def test_experts_that_ranks_draw_from_one_seed(case):
+    """As a loop of torch.nn.init over parameters does."""
+    parts, experts, refused = DRAWN[case]
+    config = dataclasses.replace(CONFIG, num_experts=experts, top_k=1)
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(config, context)
+        x = torch.ones(3, WIDTH).to(context.device)
+        with warnings.catch_warnings(record=True) as none:
+            warnings.simplefilter("always", UserWarning)
+            MoELayer(config, context)(x)
+        assert not any("from one seed" in str(warning.message) for warning in none)
+        torch.manual_seed(1)
+        for name, parameter in layer.expert_weights.named_parameters():
+            if name.partition(".")[2] in parts:
+                nn.init.normal_(parameter, std=0.02)
+        if refused:
+            assert "from one seed on all (torch.nn.init)" in same_error(InputError, lambda: layer(x))
+        else:
+            with pytest.warns(UserWarning, match=rf"{', '.join(parts)} of rank 1's experts have the numbers of rank 0"):
+                layer(x)
+        torch.manual_seed(1)
+        for expert in range(experts):
+            whole = {
+                "w13": torch.randn(2 * config.intermediate_size, WIDTH),
+                "w2": torch.randn(WIDTH, config.intermediate_size),
+            }
+            layer.update_expert(expert, **whole)
+        layer(x)
+
+
+@distributed(2)
+@pytest.mark.parametrize("after", [training.sync_gradients, partial(training.clip_grad_norm_, max_norm=1.0)])
+@pytest.mark.parametrize("differs", ["order of models", "what learns"])
+def test_gradients_of_other_parameters_are_not_summed(differs, after):
+    """Sizes are equal, so that a sum would be of gradients of different parameters."""
+    if rank_device().type != "cpu":
+        pytest.skip("compared on CPUs alone")
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        rank = dist.get_rank()
+        torch.manual_seed(0)
+        models = [nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), MoELayer(CONFIG, context)]) for _ in range(2)]
+
+        def backward():
+            for one, two, layer in models:
+                (layer(torch.ones(3, WIDTH)).sum() + one(torch.ones(4)).sum() + two(torch.ones(4)).sum()).backward()
+
+        backward()
+        for model in models:
+            training.sync_gradients(model, context)
+        if differs == "what learns":
+            models[0][rank].requires_grad_(False)
+            wanted = r"AFTER is given a model with dense parameters that learn=\d+ .* on rank 0"
+        else:
+            wanted = r"AFTER is given a model with layers=moe0 on rank 0, and with layers=moe1 on rank 1"
+        backward()
+        in_order = models[::-1] if rank and differs == "order of models" else models
+        text = same_error(InputError, lambda: [after(model, context) for model in in_order])
+        name = "sync_gradients" if after is training.sync_gradients else "clip_grad_norm_"
+        assert re.search(wanted.replace("AFTER", name), text), text

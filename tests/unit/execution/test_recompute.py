@@ -1,12 +1,20 @@
 """Activation checkpointing: what backward computes again is no load, and gradients are those of a run without it."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ep_moe import MoELayer
 from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.placement.placement import Placement
+from ep_moe.router import Router
 from tests.fixtures.helpers import fill
 from tests.fixtures.single_layer import context, routing, shape  # noqa: F401  (a fixture)
 
@@ -29,6 +37,33 @@ def test_load_is_counted_once_and_gradients_are_equal(reentrant, context):  # no
     loads, gradients = run(layer, None)
     assert loads[0].sum() == 2 * 7 * 2
     again, found = run(layer, {"use_reentrant": reentrant})
+    for actual, expected in zip([*again, *found], [*loads, *gradients], strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_selective_checkpointing_saves_products(context):  # noqa: F811
+    layer = fill(MoELayer(shape(shared_intermediate_size=12), context, dtype=torch.float32))
+    saved = {torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default}
+
+    def policy(_, operator, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    loads, gradients = run(layer, None)
+    how = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, policy)}
+    again, found = run(layer, how)
+    for actual, expected in zip([*again, *found], [*loads, *gradients], strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", [MoELayer, Router])
+def test_checkpoints_around_submodules(kind, context):  # noqa: F811
+    """torch assigns each submodule again, wrapped or as it is."""
+    layer = fill(MoELayer(shape(), context, dtype=torch.float32))
+    loads, gradients = run(layer, None)
+    model = nn.Sequential(layer)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, kind))
+    assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 1
+    again, found = run(model[0], None)
     for actual, expected in zip([*again, *found], [*loads, *gradients], strict=True):
         assert torch.equal(actual, expected)
 
