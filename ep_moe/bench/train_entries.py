@@ -330,7 +330,8 @@ def dropped(entry: Entry) -> None:
 
 
 def results(entry: Entry, batch: Batch) -> dict[str, Tensor]:
-    """Of a step, those of some experts too."""
+    """Of a step that begins all gradients anew, those of some experts too."""
+    dropped(entry)
     try:
         return with_experts(entry, trained(entry, batch))
     finally:

@@ -75,8 +75,7 @@ def test_half_a_block_of_columns(model, scheme):
 @pytest.mark.parametrize(
     "tile",
     [Tile(16, 32, warps=2), Tile(16, 64), Tile(16, 128, warps=8), Tile(32, 64), Tile(64, 64, stages=3),
-     Tile(128, 64, stages=3), Tile(8, 64, warps=8, split=2), Tile(8, 64, stages=3, warps=16, split=4),
-     Tile(64, 128, stages=3, warps=8), Tile(128, 128, stages=3, warps=8)],
+     Tile(8, 64, warps=8, split=2), Tile(8, 64, stages=3, warps=16, split=4), Tile(64, 128, stages=3, warps=8)],
     ids=str,
 )  # fmt: skip
 def test_each_tile(tile, sort, scheme, monkeypatch):

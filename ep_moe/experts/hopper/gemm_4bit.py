@@ -1,4 +1,5 @@
-"""Products of rows in bf16 with weights of 4 bits, which are read once and become bf16 in registers. In Triton.
+"""Products of few rows in bf16 with weights of 4 bits, which are read once and become bf16 in registers. In Triton. For
+many rows: `gemm_grouped_4bit`.
 
 The weights' layout is `weights.layouts.hopper_4bit`. They are the left operand of the tensor cores, which takes them
 from registers. A thread loads 16 bytes for 32 numbers of a row; shifts and masks, two numbers at a time, leave bf16:
@@ -46,11 +47,10 @@ class Weights:
     bias: Tensor | None = None
 
 
-def tiles_for(routes: int, rows: float, slots: int, *, scaled_sums: bool) -> TileConfig:
+def tiles_for(routes: int, rows: float, slots: int) -> TileConfig:
     """The fastest for GPT-OSS's sizes on an H100, of 32 and 128 experts.
 
     routes: N * K; rows: of an expert, as many as are expected on average; slots: L
-    scaled_sums: scales multiply sums (INT4), not weights
     """
     if routes <= FEWEST:
         first = Tile(8, 64, stages=3, warps=8, split=2) if rows * slots <= 2 else Tile(16, 64, stages=6)
@@ -59,11 +59,7 @@ def tiles_for(routes: int, rows: float, slots: int, *, scaled_sums: bool) -> Til
         return TileConfig(True, Tile(16, 64, stages=3), Tile(16, 64, stages=3))
     if rows <= 16:
         return TileConfig(True, Tile(32, 64, stages=3), Tile(32, 64, stages=3))
-    if rows <= 96:
-        return TileConfig(True, Tile(64, 64, stages=3), Tile(64, 64, stages=3))
-    if scaled_sums:
-        return TileConfig(True, Tile(64, 64, stages=3), Tile(128, 64, stages=3))
-    return TileConfig(True, Tile(128, 128, stages=3, warps=8), Tile(128, 128, stages=3, warps=8))
+    return TileConfig(True, Tile(64, 64, stages=3), Tile(64, 64, stages=3))
 
 
 def product(
@@ -373,24 +369,18 @@ def _product(
 ):  # fmt: skip
     """See `product`. rows: of an expert's weights; width: columns of out; depth: of x; scale_step: words of an expert's
     scales. SORTED, BY_ROUTE, PAIRS: as `gemm_skinny`; a program of SORTED ones has at most BLOCK_M rows, and multiplies
-    half or a quarter as many where it has no more."""
+    half as many where it has no more."""
     columns = tl.cdiv(width, WIDTH)
     if SORTED:
         expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
         left = count - begin
-        SHORT: tl.constexpr = BLOCK_M // 4 if BLOCK_M >= 128 else BLOCK_M // 2
+        SHORT: tl.constexpr = BLOCK_M // 2
         if left > 0:
             if BLOCK_M >= 64 and left <= SHORT:
                 _listed_tile(
                     x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
                     blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, SHORT, WIDTH, STAGES,
                     SPLIT, WHOLE,
-                )  # fmt: skip
-            elif BLOCK_M >= 128 and left <= BLOCK_M // 2:
-                _listed_tile(
-                    x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
-                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M // 2, WIDTH,
-                    STAGES, SPLIT, WHOLE,
                 )  # fmt: skip
             else:
                 _listed_tile(

@@ -248,7 +248,7 @@ class FourBits(Unscaled):
     def skinny(self, routes: int, each: float) -> TileConfig | None:
         if each > self.few_up_to:
             return None
-        return gemm_4bit.tiles_for(routes, each, self.sizes[0], scaled_sums=self.format == "int4")
+        return gemm_4bit.tiles_for(routes, each, self.sizes[0])
 
     def ring(self, each: float) -> Ring | None:
         return None

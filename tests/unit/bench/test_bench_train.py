@@ -91,6 +91,7 @@ def test_timed_steps_add_to_gradients_where_they_are_asked_to(monkeypatch, accum
                 train_entries.step(entry, batch)
             if accumulate:
                 torch.testing.assert_close(entry.gradients(0)[0], 3 * once[0], rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(train_entries.results(entry, batch)["w13"], once)
             else:
                 assert all(parameter.grad is None for parameter in entry.parameters)
     assert [entry.owner for entry in entries] == ["ours", "by hand"]
