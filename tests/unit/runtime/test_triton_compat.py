@@ -32,7 +32,7 @@ WITHOUT = """
         lambda: fp8.launch_round_by(torch.ones(4), 1.0, torch.empty(4)),
         lambda: route_sort._place_pairs[(1,)](1),
         lambda: route_sort.copy_rows(torch.ones(4, 8), ids, torch.ones(4, 8)),
-        lambda: gemm_streaming._stream[(1,)](1),
+        lambda: gemm_streaming.stream[(1,)](1),
     ):
         try:
             launch()

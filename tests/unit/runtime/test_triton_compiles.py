@@ -104,10 +104,10 @@ def test_streamed_products_fit(activation, rows, kind, biased):
     lists = Lists(ends, ends, ends)
     w13 = w13 if activation == "swiglu" else w13[:, :INNER].contiguous()
     of_first, of_second = (torch.zeros(w.shape[:2], dtype=BF16) if biased else None for w in (w13, w2))
-    compiled = Compiled(gemm_streaming._stream)
+    compiled = Compiled(gemm_streaming.stream)
     early = {"PDL": True, "launch_pdl": True}
     with (
-        mock.patch.object(gemm_streaming, "_stream", compiled),
+        mock.patch.object(gemm_streaming, "stream", compiled),
         mock.patch.object(gemm_streaming, "pdl_launch", return_value=early),
         mock.patch.object(gemm_streaming, "multiprocessors", return_value=132),
     ):
