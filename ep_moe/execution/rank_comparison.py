@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.parallel.rank_group import RankGroup, checksum
+from ep_moe.parallel.rank_group import RankGroup, checksum, of_other_calls
 from ep_moe.placement.placement import Placement
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -70,18 +71,31 @@ class Watch:
     def __init__(self, layer: ComparedLayer) -> None:
         self._layer = weakref.ref(layer)  # which holds what it hands this to
         self._backwards = {"lockstep": 0, "expert_data": 0}
+        self._last = 0  # call whose backward it was
         self._warned = False
         self.mixed: tuple[str, int] | None = None  # a problem of the experts, and their `updates` then
         layout, weights = layer.context.layout, layer.expert_weights
         if layout.lockstep > 1:
-            weights.each_backward = lambda: self.look("lockstep")
+            weights.each_backward = self.follow
         if layout.replicas > 1:
-            weights.gradient_sum.each_sum = lambda: self.look("expert_data")
+            weights.gradient_sum.each_sum = partial(self.look, "expert_data")
 
-    def look(self, kind: str) -> None:
+    def follow(self, call: int) -> None:
+        """Look, in the backward of the layer's call of this number. From one backward to the next, all ranks go on by
+        as many calls."""
+        step, self._last = call - self._last, call
+        self.look("lockstep", step)
+
+    def look(self, kind: str, step: int = 0) -> None:
         """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
         are of its own tokens until something averages them. Collective within a backward, over one kind of group. Waits
-        for the device, and so not inside a graph capture."""
+        for the device, and so not inside a graph capture.
+
+        step: equal on all ranks that are in the backward of the same call
+
+        Raises:
+            InputError: on all ranks, where one is in the backward of another call.
+        """
         layer = self._layer()
         if layer is None or capturing(layer.context.device):
             return
@@ -91,7 +105,7 @@ class Watch:
             return
         if kind == "lockstep" and (problem := _mixed(layer)) is not None:  # the next call is refused, on all ranks
             self.mixed = problem, layer.expert_weights.updates
-        name = _drifted(layer, layer.context.rank_groups[kind])
+        name = _drifted(layer, layer.context.rank_groups[kind], step)
         if name is None:
             return
         if kind == "lockstep":  # the other group may find nothing, and goes on
@@ -111,12 +125,17 @@ class Watch:
         )
 
 
-def _drifted(layer: ComparedLayer, rank_group: RankGroup) -> str | None:
-    """Name what of the router and shared experts differs on ranks of a group, within a backward; None for nothing."""
+def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> str | None:
+    """Name what of the router and shared experts differs on ranks of a group, within a backward; None for nothing.
+    Raises InputError where the backward is of another call on one of them. step: as `Watch.look` has it"""
     device, dense = layer.context.device, dict(_dense(layer))
     sums, total = _sums(dense, device)
     with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
-        if len({row[0] for row in rank_group.exchange(total.reshape(1))}) == 1:
+        rows = rank_group.exchange(torch.stack([total, total.new_full((), step)]))
+        for rank, row in zip(rank_group.ranks, rows, strict=True):
+            if row[1] != rows[0][1]:
+                raise of_other_calls(f"the backward of {layer.name}", (rank_group.ranks[0], rank))
+        if len({row[0] for row in rows}) == 1:
             return None
         return _name_dense(rank_group, dense, sums, device)
 

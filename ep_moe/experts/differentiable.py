@@ -36,12 +36,22 @@ class Attached(Function):
         return (grad, None, None, *[None] * ctx.others)
 
 
-Version = tuple[ExpertMap, int]
+class Version(NamedTuple):
+    """What a call began with, alike on all ranks.
+
+    expert_map: which experts the slots hold; updates: how often they were written by us; call: which one it is of
+        those with gradients on
+    """
+
+    expert_map: ExpertMap
+    updates: int
+    call: int
 
 
 def version_of(weights: ExpertWeights) -> Version:
-    """Which experts the slots hold, and how often they were written by us: alike on all ranks."""
-    return weights.expert_map, weights.updates
+    """Of the call under way, once."""
+    weights.calls += 1
+    return Version(weights.expert_map, weights.updates, weights.calls)
 
 
 def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) -> bool:
@@ -52,8 +62,8 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
     Returns whether `gradient_sum.take_part()` is due behind all that the node exchanges: peers sum their gradients in
     the node after this one.
     """
-    if version != version_of(weights):
-        moved = version[0] != weights.expert_map
+    moved = version.expert_map != weights.expert_map
+    if moved or version.updates != weights.updates:
         what = (
             "experts moved (ExpertBalancer.step, load_state_dict of another expert map)"
             if moved
@@ -64,7 +74,7 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
             f"numbers; do so after backward, and run the step again"
         )
     if weights.each_backward is not None:
-        weights.each_backward()
+        weights.each_backward(version.call)
     return weights.gradient_sum.meet(sums=learns)
 
 

@@ -309,11 +309,7 @@ class RankGroup:
                 f"alike"
             )
         if first.startswith("exchange="):
-            raise InputError(
-                f"{self.flight_recorder.where}: the ranks are not in that of the same call, rank {pair[0]} and rank "
-                f"{pair[1]} at least; run backward of the same losses in the same order on all ranks, and of a sum of "
-                f"losses on all ranks or on none"
-            )
+            raise of_other_calls(self.flight_recorder.where, pair)
         raise InputError(
             f"{self.flight_recorder.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build "
             f"the layer "
@@ -341,6 +337,14 @@ def _asked(gradients: Gradients) -> int:
 
 WORDS = 1 << 20  # that are weighed at a time: 8 MiB of scratch memory
 _FACTOR, _STEP = -7046029254386353131, 6364136223846793005  # odd: 2**64 / golden ratio, and Knuth's of MMIX
+
+
+def of_other_calls(where: str, ranks: tuple[int, int]) -> InputError:
+    """where: the backward of a layer, which these ranks are in for different calls"""
+    return InputError(
+        f"{where}: the ranks are not in that of the same call, rank {ranks[0]} and rank {ranks[1]} at least; run "
+        f"backward of the same losses in the same order on all ranks, and of a sum of losses on all ranks or on none"
+    )
 
 
 def place_factors(count: int, device: torch.device) -> Tensor:

@@ -76,12 +76,14 @@ class ExpertSlots(nn.Module):
         self.expert_map = expert_map
         self.num_slots = expert_map.num_slots(ep_rank)
         self.updates = 0  # calls that may have written weights, alike on all ranks
+        self.calls = 0  # of the layer, with gradients on
         self._dtype = dtype or torch.get_default_dtype()
         self.weight_layout = weight_layout(config, scheme, self._dtype, self.etp.size)
         self.names = tuple(self.weight_layout.canonical)
         self.gradient_sum = GradientSum(self, ep or RankGroup.alone(), self.etp, replicas or RankGroup.alone())
-        # called in the backward of every call, on all ranks of the call alike: whether or not a rank's experts learn
-        self.each_backward: Callable[[], None] | None = None
+        # called in the backward of every call, with its number, on all ranks of the call alike: whether or not a rank's
+        # experts learn
+        self.each_backward: Callable[[int], None] | None = None
         self.named = trainable and scheme.plain and type(self.weight_layout) is WeightLayout
         self._slots: dict[str, Tensor] = {}
         self._changes = Changes()

@@ -26,6 +26,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.distributed_cases import batch_of, check_call, no_payload, same_error
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, moved
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
 BAD = 1  # the rank that passes it
@@ -236,15 +237,14 @@ def test_a_backward_that_one_rank_leaves_out(all2all, world_size):
 
 
 @distributed(2)
-@pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
+@pytest.mark.parametrize("all2all", ["torch_a2a", "allgather", "nvlink_p2p"])
 @pytest.mark.parametrize("summed", [False, True])
 def test_backward_of_calls_in_another_order(summed, all2all, world_size):
-    """Calls of equal sizes would be given the gradients of one another."""
-    if rank_device().type != "cpu":
-        pytest.skip("compared on CPUs alone")
-    with made(ParallelConfig(dp=2)) as context:
+    """Calls of equal sizes would be given the gradients of one another. Found at the latest in the second backward."""
+    with p2p_on_cpu(), made(ParallelConfig(dp=2)) as context:
         layer, rank = fill(MoELayer(CONFIG, context, all2all=all2all)), dist.get_rank()
-        first, second = layer(torch.ones(3, 16)).sum(), layer(torch.ones(3, 16)).square().sum()
+        x = torch.ones(3, 16, device=context.device)
+        first, second = layer(x).sum(), layer(x).square().sum()
         in_order = [first, second]
         other = [first + second] if summed else [second, first]  # autograd begins a sum's backward by the last call
 
@@ -254,7 +254,7 @@ def test_backward_of_calls_in_another_order(summed, all2all, world_size):
 
         text = same_error(InputError, backward)
         assert "not in that of the same call, rank 0 and rank 1" in text, text
-        layer(torch.ones(3, 16)).sum().backward()
+        layer(x).sum().backward()
 
 
 CONVERTED = {
