@@ -8,8 +8,9 @@
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
 // With FOUR_BITS weights are of 4 bits (gemm_grouped_4bit.cu), and sums of E2M1 in units of a_factor.
-// Given: IN_BYTES and OUT_BYTES of a number, MOST rows of a tile, of which there are a multiple of ROUND, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER,
-// AWAY, ACCUMULATE, FACTOR (sums of bf16 are multiplied by a_factor), and the name of the activation, if there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, MOST rows of a tile, of which there are a multiple of ROUND, GATED,
+// SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, ACCUMULATE, FACTOR (sums of bf16 are multiplied
+// by a_factor), and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 

@@ -104,7 +104,8 @@ __device__ __forceinline__ void begin_packed(float (&sum)[MOST / 2], u32 (&a)[8]
   MultiplyPacked<N>::run(sum, a[4], a[5], a[6], a[7], rows + ALONG, 1);
 }
 
-// Registers are not written before the tensor cores have read them.
+// Weights are in their registers from here on, ahead of the fence: the compiler would move what makes them behind it. It
+// knows by itself that tensor cores still read those of the products before.
 __device__ __forceinline__ void hold(u32 (&a)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; i++) asm volatile("" : "+r"(a[i])::"memory");

@@ -1,4 +1,4 @@
-"""The layout of 4-bit weights that this project's Hopper kernel reads (`experts.hopper.gemm_4bit`).
+"""The layout of 4-bit weights that this project's Hopper kernels read (`gemm_4bit`, `gemm_grouped_4bit`).
 
 A matrix [rows, columns] lies in blocks of 128 columns, filled up with zeros to whole ones:
 
