@@ -6,9 +6,10 @@ says what rows of hidden states are tokens. `RouterLogits` serves `output_router
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +29,25 @@ _EMPTY = (
 )
 
 
+class _Call(NamedTuple):
+    mask: TokenMask | None  # [B, S]
+    idle: bool = False
+
+
+class _Asked(threading.local):
+    """What calls of this thread are. Never read in compiled code, which has no guard on it."""
+
+    labels = idle = generates = False
+
+
 class TokenMasks:
     """Of one model: finds each call's mask, for the blocks that the call reaches.
 
     Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
     gradients, labels, or router logits, and where `generate` is given padding on the right, padding is computed as in
     the untouched model. What activation checkpointing repeats in backward finds no mask: it counts nothing, and
-    computes padding as the call with gradients did.
+    computes padding as the call with gradients did. Each thread has its own call: those whose layers do not meet are
+    served.
 
     Args:
         send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence.
@@ -42,9 +55,10 @@ class TokenMasks:
 
     def __init__(self, *, send_padding: bool = False) -> None:
         self.layer: MoELayer | None = None  # the first, which refuses calls
-        self.current: TokenMask | None = None  # of the call that is under way, [B, S]
+        self._calls: dict[int, _Call] = {}  # under way, by thread
+        self._latest: _Call | None = None  # for compiled code, which sees no threads; None while several are in a call
         self._send_padding = send_padding
-        self._labels = self._idle = self._generates = False
+        self._asked = _Asked()
 
     def attach(self, model: PreTrainedModel, inner: PreTrainedModel, layer: MoELayer) -> None:
         """inner: the model that holds the decoder layers; layer: the first expert-parallel one."""
@@ -55,40 +69,42 @@ class TokenMasks:
 
     def of_rows(self, rows: int) -> TokenMask | None:
         """The mask of the call, [rows]; None without one, or where a block has other rows than the call has tokens."""
-        if self.current is None:
+        call = self._latest if torch.compiler.is_compiling() else self._calls.get(threading.get_ident())
+        if call is None or call.mask is None:
             return None
-        tokens = self.current.tokens.reshape(-1)
-        if self._idle:
+        tokens = call.mask.tokens.reshape(-1)
+        if call.idle:
             tokens = tokens.new_zeros(rows)
-        return TokenMask(tokens, self.current.sent) if len(tokens) == rows else None
+        return TokenMask(tokens, call.mask.sent) if len(tokens) == rows else None
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Within, no row of a call is a token."""
-        before, self._idle = self._idle, True
+        before, self._asked.idle = self._asked.idle, True
         try:
             yield
         finally:
-            self._idle = before
+            self._asked.idle = before
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Within, the next token comes from the last position of each sequence, which padding on the right makes a row
         of padding."""
-        before, self._generates = self._generates, True
+        before, self._asked.generates = self._asked.generates, True
         try:
             yield
         finally:
-            self._generates = before
+            self._asked.generates = before
 
     def _look_for_labels(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._labels = kwargs.get("labels") is not None
+        if not torch.compiler.is_compiling():
+            self._asked.labels = kwargs.get("labels") is not None
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        self.current = None
-        labels, self._labels = self._labels, False
+        self._put(_Call(None))
+        labels, self._asked.labels = self._asked.labels, False
         given = kwargs.get("inputs_embeds")
         given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
         if not isinstance(given, Tensor):
@@ -97,23 +113,32 @@ class TokenMasks:
         if rows.numel() == 0:
             self._refuse(_EMPTY.format(list(given.shape)))
         sent = labels or torch.is_grad_enabled()
-        if self._idle:
-            self.current = TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent)
+        if self._asked.idle:
+            self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
             return
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
         if tokens is not None:
             sent = sent or self._send_padding or self._last_is_padding(tokens)
-            self.current = TokenMask(tokens, sent)
+            self._put(_Call(TokenMask(tokens, sent)))
 
     def _last_is_padding(self, tokens: Tensor) -> bool:
         """Whether `generate` goes on from a row of padding. Waits for the device where a prompt is read, not at each
         further token, which is none."""
-        return self._generates and tokens.shape[1] > 1 and not bool(tokens[:, -1].all())
+        return self._asked.generates and tokens.shape[1] > 1 and not bool(tokens[:, -1].all())
 
     def _end(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.current = None
+            self._put(None)
+
+    def _put(self, call: _Call | None) -> None:
+        """Of this thread."""
+        if call is None:
+            self._calls.pop(threading.get_ident(), None)
+        else:
+            self._calls[threading.get_ident()] = call
+        calls = list(self._calls.values())
+        self._latest = calls[0] if len(calls) == 1 else None
 
     def _refuse(self, problem: str) -> None:
         """On all ranks, which are on their way to the first layer."""
