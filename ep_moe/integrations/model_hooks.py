@@ -9,19 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ep_moe.errors import ConfigError
+from ep_moe.layer import MoELayer
 from ep_moe.runtime.devices import on_device
-from ep_moe.training.balance import router_logits
+from ep_moe.training.balance import recording
 from ep_moe.types import TokenMask
-
-if TYPE_CHECKING:
-    from ep_moe.layer import MoELayer
 
 _EMPTY = (
     "input_ids or inputs_embeds of shape {} has no token, for which transformers' models have no forward; call "
@@ -189,7 +187,7 @@ class RouterLogits:
     """
 
     def __init__(self) -> None:
-        self._open: tuple[ExitStack, list[Tensor], bool] | None = None  # of the call under way, if it wants them
+        self._open: dict[int, tuple[ExitStack, list[Tensor], bool]] = {}  # calls that want them, by thread
 
     def attach(self, model: PreTrainedModel) -> None:
         """To the model whose forward returns `router_logits`, such as MixtralModel."""
@@ -206,16 +204,25 @@ class RouterLogits:
                 f"to False, and record them with ep_moe.training.router_logits(model)"
             )
         as_dict = kwargs.get("return_dict", getattr(model.config, "return_dict", True))
-        stack = ExitStack()
-        self._open = stack, stack.enter_context(router_logits(model)), as_dict is not False
+        stack, recorded, thread = ExitStack(), list[Tensor](), _thread()
+        if thread in self._open:  # left there by an interrupt, for which torch calls no hooks
+            self._open.pop(thread)[0].close()
+        layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        stack.enter_context(recording(layers, recorded, thread or None))
+        self._open[thread] = stack, recorded, as_dict is not False
         return args, kwargs | {"return_dict": True}
 
     def _end(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
-        if self._open is None:
+        if not self._open or (thread := _thread()) not in self._open:
             return None
-        (stack, recorded, as_dict), self._open = self._open, None
+        stack, recorded, as_dict = self._open.pop(thread)
         stack.close()
         if output is None:  # the call raises
             return None
         output["router_logits"] = tuple(recorded)
         return output if as_dict else output.to_tuple()
+
+
+def _thread() -> int:
+    """This one; 0 in compiled code, which sees none."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
