@@ -226,8 +226,12 @@ class EPContext(ConnectedRanks):
                 f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
                 f"model that runs in another thread"
             )
-        self.flight_recorder.enter(name, carried)
-        self._inside = name
+        self._inside = name  # before anything that another thread could come between
+        try:
+            self.flight_recorder.enter(name, carried)
+        except BaseException:
+            self._inside = None
+            raise
         return self._forward
 
     def _broken_by(self, error: BaseException, where: str = "", *, users: bool = False) -> None:

@@ -21,6 +21,7 @@ from ep_moe.checkpoint.model_names import ModuleLayout
 from ep_moe.checkpoint.unread import listed
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.integrations.edited import changed_methods
 from ep_moe.integrations.experts_twin import sorted_routes
 from ep_moe.integrations.find_experts import (
     KEEP,
@@ -254,6 +255,12 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             f"{type(model).__name__} does not; choose fp8_dynamic, fp8_block or another that derives them"
         )
     modules = {name: model.get_submodule(name) for name in found}
+    for name, experts in modules.items():
+        if (changed := changed_methods(experts, name)) is not None:
+            raise ConfigError(
+                f"{changed}, which a layer in its place would leave out; remove it, and register hooks on what stands "
+                f"there afterwards (a model with device_map has such methods too: load it without)"
+            )
     top_k = {name: top_k_of(model, experts, name) for name, experts in modules.items()}
     first = _shared(model, modules)
     masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()

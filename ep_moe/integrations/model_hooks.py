@@ -6,26 +6,36 @@ says what rows of hidden states are tokens. `RouterLogits` serves `output_router
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ep_moe.errors import ConfigError
+from ep_moe.layer import MoELayer
 from ep_moe.runtime.devices import on_device
-from ep_moe.training.balance import router_logits
+from ep_moe.training.balance import recording
 from ep_moe.types import TokenMask
-
-if TYPE_CHECKING:
-    from ep_moe.layer import MoELayer
 
 _EMPTY = (
     "input_ids or inputs_embeds of shape {} has no token, for which transformers' models have no forward; call "
     "ep_moe.integrations.transformers.idle_step(model) on a rank without a batch"
 )
+
+
+class _Call(NamedTuple):
+    mask: TokenMask | None  # [B, S]
+    idle: bool = False
+
+
+class _Asked(threading.local):
+    """What calls of this thread are. Never read in compiled code, which has no guard on it."""
+
+    labels = idle = generates = False
 
 
 class TokenMasks:
@@ -34,7 +44,8 @@ class TokenMasks:
     Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
     gradients, labels, or router logits, and where `generate` is given padding on the right, padding is computed as in
     the untouched model. What activation checkpointing repeats in backward finds no mask: it counts nothing, and
-    computes padding as the call with gradients did.
+    computes padding as the call with gradients did. Each thread has its own call: those whose layers do not meet are
+    served.
 
     Args:
         send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence.
@@ -42,9 +53,10 @@ class TokenMasks:
 
     def __init__(self, *, send_padding: bool = False) -> None:
         self.layer: MoELayer | None = None  # the first, which refuses calls
-        self.current: TokenMask | None = None  # of the call that is under way, [B, S]
+        self._calls: dict[int, _Call] = {}  # under way, by thread
+        self._latest: _Call | None = None  # for compiled code, which sees no threads; None while several are in a call
         self._send_padding = send_padding
-        self._labels = self._idle = self._generates = False
+        self._asked = _Asked()
 
     def attach(self, model: PreTrainedModel, inner: PreTrainedModel, layer: MoELayer) -> None:
         """inner: the model that holds the decoder layers; layer: the first expert-parallel one."""
@@ -55,40 +67,42 @@ class TokenMasks:
 
     def of_rows(self, rows: int) -> TokenMask | None:
         """The mask of the call, [rows]; None without one, or where a block has other rows than the call has tokens."""
-        if self.current is None:
+        call = self._latest if torch.compiler.is_compiling() else self._calls.get(threading.get_ident())
+        if call is None or call.mask is None:
             return None
-        tokens = self.current.tokens.reshape(-1)
-        if self._idle:
+        tokens = call.mask.tokens.reshape(-1)
+        if call.idle:
             tokens = tokens.new_zeros(rows)
-        return TokenMask(tokens, self.current.sent) if len(tokens) == rows else None
+        return TokenMask(tokens, call.mask.sent) if len(tokens) == rows else None
 
     @contextmanager
     def idle(self) -> Iterator[None]:
         """Within, no row of a call is a token."""
-        before, self._idle = self._idle, True
+        before, self._asked.idle = self._asked.idle, True
         try:
             yield
         finally:
-            self._idle = before
+            self._asked.idle = before
 
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Within, the next token comes from the last position of each sequence, which padding on the right makes a row
         of padding."""
-        before, self._generates = self._generates, True
+        before, self._asked.generates = self._asked.generates, True
         try:
             yield
         finally:
-            self._generates = before
+            self._asked.generates = before
 
     def _look_for_labels(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._labels = kwargs.get("labels") is not None
+        if not torch.compiler.is_compiling():
+            self._asked.labels = kwargs.get("labels") is not None
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        self.current = None
-        labels, self._labels = self._labels, False
+        self._put(_Call(None))
+        labels, self._asked.labels = self._asked.labels, False
         given = kwargs.get("inputs_embeds")
         given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
         if not isinstance(given, Tensor):
@@ -97,23 +111,32 @@ class TokenMasks:
         if rows.numel() == 0:
             self._refuse(_EMPTY.format(list(given.shape)))
         sent = labels or torch.is_grad_enabled()
-        if self._idle:
-            self.current = TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent)
+        if self._asked.idle:
+            self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
             return
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
         if tokens is not None:
             sent = sent or self._send_padding or self._last_is_padding(tokens)
-            self.current = TokenMask(tokens, sent)
+            self._put(_Call(TokenMask(tokens, sent)))
 
     def _last_is_padding(self, tokens: Tensor) -> bool:
         """Whether `generate` goes on from a row of padding. Waits for the device where a prompt is read, not at each
         further token, which is none."""
-        return self._generates and tokens.shape[1] > 1 and not bool(tokens[:, -1].all())
+        return self._asked.generates and tokens.shape[1] > 1 and not bool(tokens[:, -1].all())
 
     def _end(self, *_: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.current = None
+            self._put(None)
+
+    def _put(self, call: _Call | None) -> None:
+        """Of this thread."""
+        if call is None:
+            self._calls.pop(threading.get_ident(), None)
+        else:
+            self._calls[threading.get_ident()] = call
+        calls = list(self._calls.values())
+        self._latest = calls[0] if len(calls) == 1 else None
 
     def _refuse(self, problem: str) -> None:
         """On all ranks, which are on their way to the first layer."""
@@ -164,7 +187,7 @@ class RouterLogits:
     """
 
     def __init__(self) -> None:
-        self._open: tuple[ExitStack, list[Tensor], bool] | None = None  # of the call under way, if it wants them
+        self._open: dict[int, tuple[ExitStack, list[Tensor], bool]] = {}  # calls that want them, by thread
 
     def attach(self, model: PreTrainedModel) -> None:
         """To the model whose forward returns `router_logits`, such as MixtralModel."""
@@ -181,16 +204,25 @@ class RouterLogits:
                 f"to False, and record them with ep_moe.training.router_logits(model)"
             )
         as_dict = kwargs.get("return_dict", getattr(model.config, "return_dict", True))
-        stack = ExitStack()
-        self._open = stack, stack.enter_context(router_logits(model)), as_dict is not False
+        stack, recorded, thread = ExitStack(), list[Tensor](), _thread()
+        if thread in self._open:  # left there by an interrupt, for which torch calls no hooks
+            self._open.pop(thread)[0].close()
+        layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        stack.enter_context(recording(layers, recorded, thread or None))
+        self._open[thread] = stack, recorded, as_dict is not False
         return args, kwargs | {"return_dict": True}
 
     def _end(self, model: PreTrainedModel, args: Any, output: Any) -> Any:
-        if self._open is None:
+        if not self._open or (thread := _thread()) not in self._open:
             return None
-        (stack, recorded, as_dict), self._open = self._open, None
+        stack, recorded, as_dict = self._open.pop(thread)
         stack.close()
         if output is None:  # the call raises
             return None
         output["router_logits"] = tuple(recorded)
         return output if as_dict else output.to_tuple()
+
+
+def _thread() -> int:
+    """This one; 0 in compiled code, which sees none."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()

@@ -36,6 +36,7 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
 from ep_moe.integrations.blocks import model_parts, replace_blocks
 from ep_moe.integrations.config_file import read_generation_config
+from ep_moe.integrations.edited import whole_blocks
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
 from ep_moe.integrations.find_experts import find_experts
@@ -72,8 +73,8 @@ def expert_parallel(
 ) -> PreTrainedModel:
     """Make the MoE layers of a model expert-parallel, in place. All ranks call it alike.
 
-    A model of a known family gets a `MoELayer` for each MoE block. Of every other model the experts alone are replaced,
-    where they are a module of their own. Its router and the rest of its blocks stay.
+    A model of a known family gets a `MoELayer` for each MoE block. Of every other model, and of one whose blocks were
+    changed in memory (with a warning), the experts alone are replaced, where they are a module of their own.
 
     A model in memory gives its weights layer by layer. All ranks must hold the same ones. A model on the meta device
     stays there, for `load_pretrained` or your own loading. Frozen parameters stay frozen. The model's own
@@ -102,7 +103,8 @@ def expert_parallel(
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
-    return _parallel(model, context, FAMILIES.get(model.config.get_text_config().model_type), layer_options)
+    family = whole_blocks(model, FAMILIES.get(model.config.get_text_config().model_type))
+    return _parallel(model, context, family, layer_options)
 
 
 def _parallel(
@@ -226,8 +228,8 @@ def load_pretrained(
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
     with loading(folder, context.consensus):
-        model, family, dtype = described(folder, dtype, model_class, num_labels)
-        fresh = set() if model_class is None else set(head_names(model))
+        model, known, dtype = described(folder, dtype, model_class, num_labels)
+        family, fresh = whole_blocks(model, known, fresh=True), set(head_names(model) if model_class else ())
         keep_in_float32(model, dtype)
         files = model_files(model, folder) if family is None else None
         _parallel(model, context, family, layer_options)

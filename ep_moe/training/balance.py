@@ -4,7 +4,8 @@ without a loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
@@ -241,16 +242,25 @@ def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
     if not layers:
         raise ConfigError(f"router_logits needs a model with MoELayers, got {type(model).__name__} without any")
     recorded: list[Tensor] = []
-    wanted = torch.is_grad_enabled()
-    with ExitStack() as undo:
-        for layer in layers:
-            undo.enter_context(_tapped(layer, recorded, wanted))
+    with recording(layers, recorded):
         yield recorded
 
 
 @contextmanager
-def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool) -> Iterator[None]:
+def recording(layers: Iterable[MoELayer], recorded: list[Tensor], thread: int | None = None) -> Iterator[None]:
+    """Append the router logits of layers' calls inside, those of one thread alone where it is given."""
+    wanted = torch.is_grad_enabled()
+    with ExitStack() as undo:
+        for layer in layers:
+            undo.enter_context(_tapped(layer, recorded, wanted, thread))
+        yield
+
+
+@contextmanager
+def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool, thread: int | None) -> Iterator[None]:
     def tap(logits: Tensor) -> None:
+        if thread is not None and threading.get_ident() != thread:
+            return
         if gradients and layer.training and not torch.is_grad_enabled():
             raise ConfigError(
                 f"{layer.name} was called without gradients inside router_logits, as torch.utils.checkpoint does with "
@@ -268,7 +278,7 @@ def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool) -> Iterato
     finally:
         layer._logit_taps.remove(tap)
         if router is not None:
-            router.keeps_logits = before
+            router.keeps_logits = before or bool(layer._logit_taps)  # of another thread's call
 
 
 class BiasUpdate:

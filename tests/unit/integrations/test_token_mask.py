@@ -1,5 +1,6 @@
 """The mask of a model's call: whose it is, and that nothing of it outlives the call."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +18,13 @@ class Inner(nn.Module):
 
     def __init__(self, masks):
         super().__init__()
-        self.masks, self.seen = masks, []
+        self.masks, self.seen, self.meanwhile = masks, [], lambda: None
 
     def forward(self, input_ids, attention_mask=None, fails=False):
+        self.meanwhile()
         self.seen.append(self.masks.of_rows(input_ids.numel()))
         if fails:
-            raise KeyError
+            raise KeyError if fails is True else fails
 
 
 class Model(nn.Module):
@@ -55,10 +57,69 @@ def test_a_call_has_its_own_mask_alone(model, masks):
     with pytest.raises(KeyError):
         model(input_ids=IDS, attention_mask=MASK, fails=True)
     assert masks.of_rows(6) is None, "nor does one that failed leave it"
-    for stale in (found, None):
-        masks.current = stale  # as after an interrupt, for which torch calls no hooks
-        model(input_ids=IDS)
-        assert model.model.seen[-1] is None
+    with pytest.raises(KeyboardInterrupt):  # for which torch calls no hooks
+        model(input_ids=IDS, attention_mask=MASK, fails=KeyboardInterrupt)
+    model(input_ids=IDS)
+    assert model.model.seen[-1] is None
+
+
+@pytest.mark.parametrize("other", ["open", "ended"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_calls_of_two_threads_have_their_own_masks(model, masks, other, masked):
+    """Between the first one's begin and its block, another call begins, and is open or has ended."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def of_second():
+        inside.set()
+        leave.wait(10)
+
+    def call(kwargs):
+        with torch.no_grad(), masks.generating():
+            model(input_ids=IDS, **kwargs)
+
+    kwargs = [{"attention_mask": MASK.flip(1)}, {}] if masked else [{}, {"attention_mask": MASK, "labels": IDS}]
+    second = threading.Thread(target=call, args=kwargs[1:])
+
+    def of_first():
+        model.model.meanwhile = of_second
+        second.start()
+        assert inside.wait(10)
+        if other == "ended":
+            leave.set()
+            second.join()
+
+    model.model.meanwhile = of_first
+    call(kwargs[0])
+    leave.set()
+    second.join()
+    first = model.model.seen[0 if other == "open" else 1]
+    assert (first is not None) == masked
+    assert [mask is None for mask in model.model.seen].count(True) == 1
+    if masked:
+        assert first.tokens.tolist() == MASK.flip(1).bool().flatten().tolist()
+        assert first.sent, "the last position is padding, and generate goes on from it"
+
+
+def test_a_compiled_block_sees_no_other_threads_mask(masks, model, monkeypatch):
+    """It cannot tell threads apart: with several calls under way it takes no mask, and computes padding."""
+    model(input_ids=IDS, attention_mask=MASK)
+    found = []
+
+    def compiled():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.compiler, "is_compiling", lambda: True)
+            found.append(masks.of_rows(6))
+
+    def with_another():
+        model.model.meanwhile = compiled
+        thread = threading.Thread(target=model, kwargs={"input_ids": IDS})
+        thread.start()
+        thread.join()
+        compiled()
+
+    model.model.meanwhile = with_another
+    model(input_ids=IDS, attention_mask=MASK)
+    assert [mask is None for mask in found] == [True, False]
 
 
 def test_labels_are_of_the_call_that_has_them(model):

@@ -1,0 +1,107 @@
+"""What was changed in modules of a model that are to be replaced, and what stands in their place would leave out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ep_moe.errors import ConfigError
+from ep_moe.integrations.families import Family, blocks_of
+from ep_moe.integrations.find_experts import find_experts
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_SCALARS = (bool, int, float, str, type(None), tuple, list)
+_REMEDY = "change the configuration before the model is made, and register hooks afterwards"
+
+
+def whole_blocks(model: PreTrainedModel, family: Family | None, *, fresh: bool = False) -> Family | None:
+    """The family whose blocks are replaced whole; None, with a warning, where that would leave a change out.
+
+    A block that is replaced whole computes what the configuration says. One whose router, flags or methods were changed
+    stays, and its experts alone are replaced.
+
+    Args:
+        model: in memory or on the meta device.
+        family: of the model, None where it is not known.
+        fresh: the model was just made of its configuration.
+
+    Raises:
+        ConfigError: a block was changed, and its experts are no module of their own.
+    """
+    if family is None or (changed := _changed_block(model, family, fresh)) is None:
+        return family
+    if not find_experts(model):
+        raise ConfigError(f"{changed}, which a MoELayer in place of the block would leave out; {_REMEDY}")
+    warnings.warn(
+        f"{changed}: the blocks stay, with their own routers, and their experts alone are replaced; for layers in "
+        f"place of whole blocks {_REMEDY}",
+        stacklevel=3,
+    )
+    return None
+
+
+def changed_methods(module: nn.Module, name: str) -> str | None:
+    """What a call of a module does besides what its class was written to do. Hooks of transformers do not count."""
+    for kind in _HOOKS:
+        for hook in getattr(module, kind).values():
+            if not str(getattr(hook, "__module__", "")).startswith("transformers."):
+                return f"{name} has a hook"
+    own, written = vars(module).get("forward"), inspect.unwrap(type(module).forward)
+    if own is not None or getattr(written, "__module__", None) not in [one.__module__ for one in type(module).__mro__]:
+        return f"{name} has another forward than {type(module).__name__} was written with"
+    return None
+
+
+def _changed_block(model: PreTrainedModel, family: Family, fresh: bool) -> str | None:
+    blocks = blocks_of(model, family)
+    made = dict(blocks)
+    if not fresh:
+        try:
+            with torch.device("meta"):
+                made = dict(blocks_of(type(model)._from_config(copy.deepcopy(model.config)), family))
+        except Exception as error:
+            return f"{type(model).__name__} cannot be made of its configuration to compare its blocks: {error}"
+    found = (each for name, block in blocks for each in _changes(name, block, made, family.shared))
+    return next(found, None)
+
+
+def _changes(name: str, block: nn.Module, made: Mapping[str, nn.Module], shared: str | None) -> Iterator[str]:
+    """shared: the attribute of the block that stays as it is."""
+    if name not in made:
+        yield f"{name} is a {type(block).__name__}, and no block of its configuration"
+        return
+    twins, modules = (_modules(name, one, shared) for one in (made[name], block))
+    for path in sorted(twins.keys() | modules.keys()):
+        module, twin = modules.get(path), twins.get(path)
+        if module is None or twin is None or type(module) is not type(twin):
+            now, before = (type(one).__name__ if one is not None else "nothing" for one in (module, twin))
+            yield f"{path} is {now}, and {before} by the configuration"
+            continue
+        if (changed := changed_methods(module, path)) is not None:
+            yield changed
+        for attribute, stated in _stated(twin).items():
+            if (held := vars(module).get(attribute)) != stated:
+                yield f"{path}.{attribute} is {held!r}, and {stated!r} by the configuration"
+
+
+def _modules(name: str, block: nn.Module, shared: str | None) -> dict[str, nn.Module]:
+    return {
+        f"{name}.{path}".removesuffix("."): module
+        for path, module in block.named_modules()
+        if shared is None or path.split(".")[0] != shared
+    }
+
+
+def _stated(module: nn.Module) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training" and isinstance(value, _SCALARS)
+    }
