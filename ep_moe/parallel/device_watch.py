@@ -80,7 +80,7 @@ class DeviceWatch:
 
     @property
     def reads_aborts(self) -> bool:
-        """Whether the device can be told of one."""
+        """Whether kernels can read that collectives were aborted."""
         return self._aborted is not None
 
     def note_abort(self) -> None:

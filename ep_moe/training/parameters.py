@@ -158,8 +158,7 @@ def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.d
     if odd:
         return (
             f"rank {rank_group.ranks[0]} and {', '.join(map(str, odd))} have parameters of other names, shapes, "
-            f"dtypes or "
-            f"requires_grad; make the same model on all ranks"
+            f"dtypes or requires_grad; make the same model on all ranks"
         )
     if not named:
         return None
@@ -169,8 +168,7 @@ def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.d
         if odd:
             return (
                 f"{name} differs between rank {rank_group.ranks[0]} and {', '.join(map(str, odd))}, and all ranks "
-                f"must begin "
-                f"alike; call torch.manual_seed with one seed on all ranks before the model is made, or load a "
-                f"checkpoint on all"
+                f"must begin alike; call torch.manual_seed with one seed on all ranks before the model is made, or "
+                f"load a checkpoint on all"
             )
     return None

@@ -300,6 +300,15 @@ __device__ __forceinline__ void multiply_blocks(float (&sum)[2][MOST / 2], Ring&
   }
 }
 
+// Waits for a tile's last products, and frees the last stage.
+template <int N>
+__device__ __forceinline__ void finish_all(float (&sum)[2][MOST / 2], u32 freed) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  if (threadIdx.x % 32 == 0) arrive(freed);
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i / (N / 2)][i % (N / 2)])::"memory");
+}
+
 // Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two.
 template <int N>
 __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks, int tail) {
@@ -322,10 +331,7 @@ __device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, 
     before = ring.stage;
     ring.next();
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  if (threadIdx.x % 32 == 0) arrive(ring.free + 8 * before);
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i / (N / 2)][i % (N / 2)])::"memory");
+  finish_all<N>(sum, ring.free + 8 * before);
 }
 
 // BOX_ROWS rows of a group's results, from row 8 * j on, into their boxes.

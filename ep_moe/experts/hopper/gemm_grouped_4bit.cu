@@ -152,10 +152,7 @@ __device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring&
     before = ring.stage;
     ring.next();
   }
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-  if (threadIdx.x % 32 == 0) arrive(ring.free + 8 * before);
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i / (N / 2)][i % (N / 2)])::"memory");
+  finish_all<N>(sum, ring.free + 8 * before);
 }
 
 // The same of INT4: sums of each group, or of a block where all of it is one, are scaled and added. While one half of the
