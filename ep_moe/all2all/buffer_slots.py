@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ep_moe.errors import InputError
 from ep_moe.runtime.devices import current_stream
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
 
 
@@ -87,7 +88,8 @@ class BufferPool:
             return before
         if capturing(device):
             raise InputError(f"{self._name} makes its buffers in the first call: run the layer once before a capture")
-        with torch.inference_mode(False):  # what is made within it could not be written outside
+        # what is made in inference mode could not be written outside
+        with torch.inference_mode(False), unseen_by_modes():
             buffer_slot = BufferSlot(self._make(device))
         if before is not None:
             before.give_back(device)

@@ -21,6 +21,7 @@ from ep_moe.parallel.collectives import all_to_all_rows as all_to_all_rows
 from ep_moe.parallel.collectives import gather_rows as gather_rows
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.step_board import HostExchange
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 
 _log = logging.getLogger("ep_moe.parallel")
 GIVEN = "layers="  # begins what a call carries that is given a model
@@ -184,8 +185,9 @@ class RankGroup:
         # one width whatever the call, so that ranks in different layers still understand each other
         filler = [0] * (self.size + 1 - numbers)
         header = [problem is not None, where, carried, _asked(gradients), *filler, *integers]
-        row = torch.tensor(header, dtype=torch.int64, device=device)
-        rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
+        with unseen_by_modes():  # a later call may go through the host's memory instead
+            row = torch.tensor(header, dtype=torch.int64, device=device)
+            rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
             text = self.flight_recorder.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)

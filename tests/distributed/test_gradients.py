@@ -241,6 +241,8 @@ def test_gradients_of_gradients_are_refused(of, world_size):
         with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
             if of == "x" and context.layout.lockstep == 1:
                 continue  # rows meet no collective
+            if of == "parameters" and context.layout.etp > 1 and torch.__version__ < "2.13":
+                continue  # pieces are DTensors, whose `to_local` has no second derivative there, and does not say so
             layer = make(FLOAT, context, "torch_a2a")
             x = data(FLOAT, dist.get_rank() // context.layout.tp, 4)[0].to(context.device)
             wanted = [x.requires_grad_()] if of == "x" else list(layer.expert_weights.parameters())
