@@ -327,7 +327,7 @@ def test_an_overflow_is_shared_and_ddp_works(world_size):
         same(layers)
 
 
-@distributed(2)
+@distributed(2, set_device=True)  # FSDP2 wants it
 def test_what_cannot_have_them_is_refused(world_size):
     with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(BIASED, context)
