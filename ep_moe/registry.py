@@ -43,6 +43,7 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
         "fp8_block_triton": "ep_moe.experts.hopper.experts:Fp8BlockTritonExperts",
         "fp8_dynamic_triton": "ep_moe.experts.hopper.experts:Fp8DynamicTritonExperts",
         "w4a16_triton": "ep_moe.experts.hopper.experts:W4A16TritonExperts",
+        "w4a8_triton": "ep_moe.experts.hopper.experts:W4A8TritonExperts",
         "flashinfer_cutlass": "ep_moe.experts.flashinfer.cutlass:FlashInferCutlassExperts",
         "flashinfer_cutedsl": "ep_moe.experts.flashinfer.cutedsl:FlashInferCuteDslExperts",
         "flashinfer_trtllm": "ep_moe.experts.flashinfer.trtllm:FlashInferTrtllmExperts",

@@ -77,6 +77,9 @@ VARIANTS = (
     ("w4a16_triton", "mxint4"),
     ("w4a16_triton", "int4"),
     ("w4a16_triton", "nvfp4a16"),
+    ("w4a8_triton", "mxfp4_fp8"),
+    ("w4a8_triton", "int4_fp8"),
+    ("w4a8_triton", "mxint4_fp8"),
 )
 
 

@@ -39,6 +39,7 @@ WEIGHTS = {
     "int4_fp8": (0.52, True),
     "int4": (0.52, False),
     "mxint4": (0.5625, False),
+    "mxint4_fp8": (0.5625, True),
     "nvfp4a16": (0.5625, False),
 }
 

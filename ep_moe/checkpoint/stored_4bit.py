@@ -35,7 +35,7 @@ from ep_moe.quant.microscale import (
 
 INT4_MAX = 8  # without the sign
 _WORD = 8  # INT4 numbers of an int32
-_GROUPS = {"int4_fp8": INT4_GROUP, "int4": INT4_GROUP, "mxint4": MX_BLOCK}
+_GROUPS = {"int4_fp8": INT4_GROUP, "int4": INT4_GROUP, "mxint4": MX_BLOCK, "mxint4_fp8": MX_BLOCK}
 _SCALES_ROUNDED = (
     "scales of INT4 groups are rounded to bfloat16, in which layers hold them: weights change by at most 2**-8 of "
     "each, and codes are kept; quantization='none' reads the file's own numbers"

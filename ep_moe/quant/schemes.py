@@ -377,6 +377,7 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("int4_fp8", Int4Groups(INT4_GROUP), Rounding.FP8_DYNAMIC),
         Scheme("int4", Int4Groups(INT4_GROUP)),
         Scheme("mxint4", MxInt4()),
+        Scheme("mxint4_fp8", MxInt4(), Rounding.FP8_ROWS),
         Scheme("mxfp8", Mxfp8(), Rounding.MXFP8),
         Scheme("nvfp4", Nvfp4(), Rounding.NVFP4),
         Scheme("nvfp4a16", Nvfp4()),

@@ -102,6 +102,10 @@ KERNELS |= {
     f"w4a16_triton {scheme}": Kernel(partial(w4a16_triton.build, name=scheme), SCHEMES[scheme])
     for scheme in w4a16_triton.FOUR_BITS
 }
+KERNELS |= {
+    f"w4a8_triton {scheme}": Kernel(partial(w4a16_triton.build, name=scheme), SCHEMES[scheme], by_row)
+    for scheme in w4a16_triton.FOUR_BITS_FP8
+}
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 # for each way through a kernel: each program sorts for itself, `gemm_streaming`, `gemm_grouped`
 each_way = pytest.mark.parametrize("count", [20, 30, 100, 130, 2000], ids=str)

@@ -29,7 +29,7 @@ from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import KeptLaunches, Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.layouts.base import PerBlock
-from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit
+from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit, Hopper4BitFp8
 from ep_moe.weights.main_grads import GradientOut
 
 if TYPE_CHECKING:
@@ -353,6 +353,19 @@ class W4A16TritonExperts(HopperExperts):
     @cached_property
     def scaling(self) -> str:
         return self.weights.scheme.name
+
+
+class W4A8TritonExperts(W4A16TritonExperts):
+    """The same with rows in E4M3, which have one scale each, found here, and may have travelled so."""
+
+    name = "w4a8_triton"
+    run_on = "1 H100, 1 H200"
+    weight_layout = Hopper4BitFp8
+    capabilities = dataclasses.replace(
+        W4A16TritonExperts.capabilities,
+        schemes=frozenset({"mxfp4_fp8", "int4_fp8", "mxint4_fp8"}),
+        row_formats=frozenset({"plain", "fp8_row"}),
+    )
 
 
 class Fp8BlockTritonExperts(HopperExperts):

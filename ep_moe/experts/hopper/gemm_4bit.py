@@ -1,5 +1,5 @@
 """Products of few rows in bf16 with weights of 4 bits, which are read once and become bf16 in registers. In Triton. For
-many rows: `gemm_grouped_4bit`.
+the fewest: `gemm_few_4bit`; for many: `gemm_grouped_4bit`.
 
 The weights' layout is `weights.layouts.hopper_4bit`. They are the left operand of the tensor cores, which takes them
 from registers. A thread loads 16 bytes for 32 numbers of a row; shifts and masks, two numbers at a time, leave bf16:
@@ -18,87 +18,47 @@ Letters: N received rows, K routes of a row, L experts, H and I the hidden and i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
-from ep_moe.experts.hopper.gemm_skinny import FEWEST, UNSORTED, Tile, TileConfig, activate, expert_of, listed
+from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig, activate
+from ep_moe.experts.hopper.numbers_4bit import DEPTH, Weights
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import JITFunction, tl, triton
 from ep_moe.types import Activation
 
-DEPTH = 128  # columns of a block of weights
 
-
-@dataclass(frozen=True)
-class Weights:
-    """One matrix of each expert, as `weights.layouts.hopper_4bit` stores it.
-
-    data: int32 [L, blocks, rows, 16]; scale: int32 [L, blocks, words, rows]; format: "mxfp4", "nvfp4" or "int4"
-    group: columns of a scale; factor: float32 [L], of a whole matrix, or None; bias: contiguous bf16 [L, rows] or None
-    """
-
-    data: Tensor
-    scale: Tensor
-    format: str
-    group: int
-    factor: Tensor | None = None
-    bias: Tensor | None = None
-
-
-def tiles_for(routes: int, rows: float, slots: int) -> TileConfig:
+def tiles_for(rows: float) -> TileConfig:
     """The fastest for GPT-OSS's sizes on an H100, of 32 and 128 experts.
 
-    routes: N * K; rows: of an expert, as many as are expected on average; slots: L
+    rows: of an expert, as many as are expected on average
     """
-    if routes <= FEWEST:
-        first = Tile(8, 64, stages=3, warps=8, split=2) if rows * slots <= 2 else Tile(16, 64, stages=6)
-        return TileConfig(False, first, Tile(16, 64))
-    if rows <= 8:
-        return TileConfig(True, Tile(16, 64, stages=3), Tile(16, 64, stages=3))
-    if rows <= 16:
-        return TileConfig(True, Tile(32, 64, stages=3), Tile(32, 64, stages=3))
-    return TileConfig(True, Tile(64, 64, stages=3), Tile(64, 64, stages=3))
+    tile = Tile(16 if rows <= 8 else 32 if rows <= 16 else 64, 64, stages=3)
+    return TileConfig(True, tile, tile)
 
 
 def product(
-    x: Tensor, ids: Tensor, routing: Tensor | None, base: int, w: Weights, out: Tensor, cut: Tile, *,
-    activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0, gather: bool = False,
-    lists: Lists | None = None, launch: Launch = at_once,
+    x: Tensor, w: Weights, lists: Lists, out: Tensor, cut: Tile, *, activation: Activation | None = None,
+    alpha: float = 0.0, limit: float = 0.0, gather: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[p] = w[e] @ x[p] for each pair p of expert e = ids[p] - base, unless its weight is 0; in float32.
+    """out[p] = w[e] @ x[p] for each pair p of expert e, in the order of `lists`; in float32.
 
-    x: bf16 [M, k], a row for each pair; with `gather` [N, k], of which p // K is read for pair p
-    ids: int [N, K]; routing: float32 [N, K] or None; w: rows [L, n, k]
+    x: bf16 [M, k], a row for each pair; with `gather` of [N, k] row `lists.source[p]`; w: rows [L, n, k]
     out: bf16 [at least N * K, n], or with a gated activation [.., n / 2], of which the first half of w's rows are the
-        gates; rows of pairs that are not ours are left as they are
-    lists: x's rows, but for gathered ones, and out's are then in its order, and ids are not read
+        gates
     """
     experts, blocks, rows, _ = w.data.shape
     gated = activation is not None and activation.gated
-    width, k, pairs = rows // 2 if gated else rows, x.shape[1], ids.numel()
-    columns, by_route = cdiv(width, cut.block_n), lists is None and pairs <= experts
-    tiles = min(experts, pairs) + pairs // cut.block_m if lists is not None else pairs if by_route else experts
+    width, k, pairs = rows // 2 if gated else rows, x.shape[1], lists.slots.numel()
+    columns, tiles = cdiv(width, cut.block_n), min(experts, pairs) + pairs // cut.block_m
     launch(
         _product, (tiles * columns,),
-        x, ids, routing, lists.source if lists is not None and gather else None, None if lists is None else lists.ends,
-        w.data, w.scale, w.factor, w.bias, out, base, pairs, experts, k, rows, width, blocks, w.scale.stride(0), alpha,
-        limit, FORMAT=w.format, GROUP=w.group, PACKED=isinstance(_product, JITFunction),
-        EVEN=k % (DEPTH * cut.split) == 0, BY_ROUTE=by_route, TOP_K=ids.shape[1] if gather else 1,
-        PAIRS=_looked_through(pairs, lists),
-        SORTED=lists is not None, WEIGHTED=routing is not None, LANES=next_power_of_2(experts),
-        ACTIVATION="" if activation is None else activation.value,
-        BLOCK_M=cut.block_m, WIDTH=cut.block_n, STAGES=cut.stages, SPLIT=cut.split, WHOLE=blocks % cut.split == 0,
-        num_warps=cut.warps,
+        x, lists.source if gather else None, lists.ends, w.data, w.scale, w.factor, w.bias, out, experts, k, rows,
+        width, blocks, w.scale.stride(0), alpha, limit,
+        FORMAT=w.format, GROUP=w.group, PACKED=isinstance(_product, JITFunction), EVEN=k % DEPTH == 0,
+        LANES=next_power_of_2(experts), ACTIVATION="" if activation is None else activation.value,
+        BLOCK_M=cut.block_m, WIDTH=cut.block_n, STAGES=cut.stages, num_warps=cut.warps,
     )  # fmt: skip
-
-
-def _looked_through(pairs: int, lists: Lists | None) -> int:
-    """Few different numbers, so that few kernels are compiled."""
-    if lists is not None:
-        return 1
-    return FEWEST if pairs <= FEWEST else max(UNSORTED, next_power_of_2(pairs))
 
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
@@ -221,111 +181,69 @@ def _tile_of(ends, experts, columns, LANES: tl.constexpr, BLOCK_M: tl.constexpr)
 
 
 @triton.jit
-def _own_pieces(acc, SPLIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Sum of the blocks on the diagonal of [SPLIT * WIDTH, SPLIT * BLOCK_M]."""
-    each = tl.arange(0, SPLIT)
-    own = each[:, None, None, None] == each[None, None, :, None]
-    return tl.sum(tl.sum(tl.where(own, tl.reshape(acc, [SPLIT, WIDTH, SPLIT, BLOCK_M]), 0.0), 2), 0)
-
-
-@triton.jit
 def _tile(
     x, w, w_scale, factor, bias, out, to, row, valid, expert, tile, depth, rows, width, blocks, scale_step, alpha,
     bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows `to` of out, where `valid`, from rows `row` of x: BLOCK_M of them, and WIDTH columns of one tile.
-
-    SPLIT: pieces of a row of weights that are multiplied beside each other, by warps of their own. They are rows of the
-    left operand, and each piece of x columns of the right one; of the products of all with all, those of a piece with
-    its own are kept."""
+    """Rows `to` of out, where `valid`, from rows `row` of x: BLOCK_M of them, and WIDTH columns of one tile."""
     GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     SCALE_WORDS: tl.constexpr = 2 if FORMAT == "nvfp4" or (FORMAT == "int4" and GROUP == 32) else 1
-    BLOCK_N: tl.constexpr = WIDTH * SPLIT
-    lane = tl.arange(0, BLOCK_N)
+    lane = tl.arange(0, WIDTH)
     first = tile * WIDTH
-    column = first + tl.arange(0, WIDTH)
+    column = first + lane
     inside = tl.minimum(column, width - 1)
     # which row of the left operand `_numbers` makes of a loaded one
-    turned = lane % (BLOCK_N // 2) // 8 * 16 + lane // (BLOCK_N // 2) * 8 + lane % 8
-    q_at = w + expert.to(tl.int64) * blocks * rows * 16 + (turned // WIDTH * (rows * 16))[:, None]
-    q_at += tl.minimum(first + turned % WIDTH, width - 1)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    s_at = w_scale + expert.to(tl.int64) * scale_step + tl.arange(0, SCALE_WORDS)[None, :] * rows
-    s_at += tl.minimum(first + lane % WIDTH, width - 1)[:, None]
+    turned = lane % (WIDTH // 2) // 8 * 16 + lane // (WIDTH // 2) * 8 + lane % 8
+    q_at = w + expert.to(tl.int64) * blocks * rows * 16
+    q_at += tl.minimum(first + turned, width - 1)[:, None] * 16 + tl.arange(0, 16)[None, :]
+    s_at = w_scale + expert.to(tl.int64) * scale_step + tl.arange(0, SCALE_WORDS)[None, :] * rows + inside[:, None]
     k = tl.arange(0, 128)[:, None]
-    if SPLIT == 1:
-        piece = 0
-        turned_piece = 0
-        right_piece = 0
-        seen = valid[None, :]
-        x_at = x + row.to(tl.int64)[None, :] * depth
-    else:
-        piece = (lane // WIDTH)[:, None]
-        turned_piece = (turned // WIDTH)[:, None]
-        each = tl.arange(0, SPLIT)[:, None]
-        right_piece = tl.reshape(each + tl.zeros_like(row)[None, :], [SPLIT * BLOCK_M])[None, :]
-        seen = tl.reshape((each >= 0) & valid[None, :], [SPLIT * BLOCK_M])[None, :]
-        right_at = tl.reshape(row.to(tl.int64)[None, :] * depth + each * 128, [SPLIT * BLOCK_M])[None, :]
-        x_at = x + tl.multiple_of(right_at, [64, 64])  # which `reshape` forgets; sizes are multiples of 64
-    gate = tl.zeros([BLOCK_N, SPLIT * BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, SPLIT * BLOCK_M], tl.float32)
+    seen = valid[None, :]
+    x_at = x + row.to(tl.int64)[None, :] * depth
+    gate = tl.zeros([WIDTH, BLOCK_M], tl.float32)
+    up = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     if FORMAT == "int4":
-        at = tl.minimum(piece, blocks - 1)
-        step = at * 2 * rows if GROUP == 32 else at // 2 * rows
-        gate_words = tl.load(s_at + step)
-        up_words = tl.load(s_at + step + width) if GATED else gate_words
-    else:
-        s_at += piece * (SCALE_WORDS * rows)
-    for b in tl.range(0, blocks, SPLIT, num_stages=STAGES):
-        if WHOLE:
-            gate_q = tl.load(q_at + b * rows * 16)
-            if GATED:
-                up_q = tl.load(q_at + b * rows * 16 + width * 16)
-        else:
-            there = turned_piece + b < blocks
-            gate_q = tl.load(q_at + b * rows * 16, mask=there, other=0)
-            if GATED:
-                up_q = tl.load(q_at + b * rows * 16 + width * 16, mask=there, other=0)
-        left = depth - (b + right_piece) * 128
+        gate_words = tl.load(s_at)
+        up_words = tl.load(s_at + width) if GATED else gate_words
+    for b in tl.range(0, blocks, num_stages=STAGES):
+        gate_q = tl.load(q_at + b * rows * 16)
+        if GATED:
+            up_q = tl.load(q_at + b * rows * 16 + width * 16)
+        left = depth - b * 128
         if FORMAT != "int4":
             right = tl.load(x_at + k + b * 128, mask=seen if EVEN else seen & (k < left), other=0.0)
             given = s_at + b * SCALE_WORDS * rows
-            words = tl.load(given) if WHOLE else tl.load(given, mask=piece + b < blocks, other=0)
-            gate = tl.dot(_numbers(gate_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, gate)
+            gate = tl.dot(_numbers(gate_q, tl.load(given), FORMAT, GROUP, WIDTH, PACKED), right, gate)
             if GATED:
-                words = tl.load(given + width) if WHOLE else tl.load(given + width, mask=piece + b < blocks, other=0)
-                up = tl.dot(_numbers(up_q, words, FORMAT, GROUP, BLOCK_N, PACKED), right, up)
+                up = tl.dot(_numbers(up_q, tl.load(given + width), FORMAT, GROUP, WIDTH, PACKED), right, up)
         else:
             # the next block's scales travel while this block is multiplied
-            at = tl.minimum(b + SPLIT + piece, blocks - 1)
+            at = tl.minimum(b + 1, blocks - 1)
             step = at * 2 * rows if GROUP == 32 else at // 2 * rows
             next_gate = tl.load(s_at + step)
             next_up = tl.load(s_at + step + width) if GATED else next_gate
-            gate_w = _numbers(gate_q, gate_words, FORMAT, GROUP, BLOCK_N, PACKED)
+            gate_w = _numbers(gate_q, gate_words, FORMAT, GROUP, WIDTH, PACKED)
             if GROUP == 32:
                 part = tl.arange(0, 32)[:, None]
                 x0 = tl.load(x_at + part + b * 128, mask=seen & (part < left), other=0.0)
                 x1 = tl.load(x_at + part + (b * 128 + 32), mask=seen & (part < left - 32), other=0.0)
                 x2 = tl.load(x_at + part + (b * 128 + 64), mask=seen & (part < left - 64), other=0.0)
                 x3 = tl.load(x_at + part + (b * 128 + 96), mask=seen & (part < left - 96), other=0.0)
-                gate = _add_groups(gate, gate_w, x0, x1, x2, x3, gate_words, BLOCK_N)
+                gate = _add_groups(gate, gate_w, x0, x1, x2, x3, gate_words, WIDTH)
                 if GATED:
-                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
-                    up = _add_groups(up, up_w, x0, x1, x2, x3, up_words, BLOCK_N)
+                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, WIDTH, PACKED)
+                    up = _add_groups(up, up_w, x0, x1, x2, x3, up_words, WIDTH)
             else:
                 tl.static_assert(GROUP == 128)
                 right = tl.load(x_at + k + b * 128, mask=seen if EVEN else seen & (k < left), other=0.0)
-                shift = (b + piece) % 2 * 16
+                shift = b % 2 * 16
                 gate += tl.dot(gate_w, right) * _low(gate_words >> shift)
                 if GATED:
-                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, BLOCK_N, PACKED)
+                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, WIDTH, PACKED)
                     up += tl.dot(up_w, right) * _low(up_words >> shift)
             gate_words = next_gate
             up_words = next_up
-    if SPLIT > 1:
-        gate = _own_pieces(gate, SPLIT, WIDTH, BLOCK_M)
-        up = _own_pieces(up, SPLIT, WIDTH, BLOCK_M) if GATED else gate
     if FORMAT != "int4":
         unit = 4294967296.0
         if factor is not None:
@@ -345,8 +263,7 @@ def _tile(
 def _listed_tile(
     x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width, blocks, scale_step,
     alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of the expert's rows from `begin` on, below `count`. start: its first sorted row"""
     at = begin + tl.arange(0, BLOCK_M)
@@ -355,48 +272,30 @@ def _listed_tile(
     row = to if source is None else tl.load(source + to, mask=valid, other=0)
     _tile(
         x, w, w_scale, factor, bias, out, to, row, valid, expert, tile, depth, rows, width, blocks, scale_step, alpha,
-        bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH, STAGES, SPLIT, WHOLE,
+        bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def _product(
-    x, ids, weights, source, ends, w, w_scale, factor, bias, out, base, pairs, experts, depth, rows, width, blocks,
-    scale_step, alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
-    BY_ROUTE: tl.constexpr, TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr,
-    LANES: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
-    SPLIT: tl.constexpr, WHOLE: tl.constexpr,
+    x, source, ends, w, w_scale, factor, bias, out, experts, depth, rows, width, blocks, scale_step, alpha, bound,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """See `product`. rows: of an expert's weights; width: columns of out; depth: of x; scale_step: words of an expert's
-    scales. SORTED, BY_ROUTE, PAIRS: as `gemm_skinny`; a program of SORTED ones has at most BLOCK_M rows, and multiplies
-    half as many where it has no more."""
+    scales. A program has at most BLOCK_M rows, and multiplies half as many where it has no more."""
     columns = tl.cdiv(width, WIDTH)
-    if SORTED:
-        expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
-        left = count - begin
-        SHORT: tl.constexpr = BLOCK_M // 2
-        if left > 0:
-            if BLOCK_M >= 64 and left <= SHORT:
-                _listed_tile(
-                    x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
-                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, SHORT, WIDTH, STAGES,
-                    SPLIT, WHOLE,
-                )  # fmt: skip
-            else:
-                _listed_tile(
-                    x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
-                    blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH, STAGES,
-                    SPLIT, WHOLE,
-                )  # fmt: skip
-    else:
-        tile = tl.program_id(0) % columns
-        asked = tl.program_id(0) // columns
-        pair = tl.arange(0, PAIRS)
-        expert, mine = expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED, BY_ROUTE)
-        for first in range(0, tl.sum(mine.to(tl.int32)), BLOCK_M):
-            to = listed(mine, pair, first, BLOCK_M)
-            _tile(
-                x, w, w_scale, factor, bias, out, to, tl.maximum(to, 0) // TOP_K, to >= 0, expert, tile, depth, rows,
-                width, blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH,
-                STAGES, SPLIT, WHOLE,
+    expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
+    left = count - begin
+    SHORT: tl.constexpr = BLOCK_M // 2
+    if left > 0:
+        if BLOCK_M >= 64 and left <= SHORT:
+            _listed_tile(
+                x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
+                blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, SHORT, WIDTH, STAGES,
+            )  # fmt: skip
+        else:
+            _listed_tile(
+                x, source, w, w_scale, factor, bias, out, begin, start, count, expert, tile, depth, rows, width,
+                blocks, scale_step, alpha, bound, FORMAT, GROUP, PACKED, EVEN, ACTIVATION, BLOCK_M, WIDTH, STAGES,
             )  # fmt: skip

@@ -102,23 +102,7 @@ struct Walk {
   }
 };
 
-__device__ __forceinline__ float activate(float gate, float up, float alpha, float limit) {
-#if defined(SWIGLU)
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-#elif defined(GEGLU)
-  return 0.5f * gate * (1.0f + erff(gate * 0.7071067811865476f)) * up;
-#elif defined(SWIGLU_CLAMPED)
-  gate = gate > limit ? limit : gate;
-  up = up > limit ? limit : up;
-  up = up < -limit ? -limit : up;
-  return (up + 1.0f) * __fdividef(gate, 1.0f + __expf(-alpha * gate));
-#elif defined(RELU2)
-  gate = gate < 0.0f ? 0.0f : gate;
-  return gate * gate;
-#else
-  return gate;
-#endif
-}
+#include "activation.cu"
 
 __device__ __forceinline__ u32 two_bf16(float a, float b) {
   u32 both;
@@ -596,7 +580,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 }
 
 #if FOUR_BITS
-// gemm_grouped_4bit.cu
+#include "gemm_grouped_4bit.cu"
 #endif
 
 // wide, step: a, in boxes of so many rows. ends: of each expert's rows. n: columns of out. units: of an expert's weights,
@@ -607,7 +591,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // With SCALED_ROWS a_scale is of each row; with CHANNELS b_scale is of each row of weights; with BLOCKS a_scale is of
 // each row of a and block along K, by the strides a_step and b_step, and b_scale [experts, weights / 128, k_blocks].
 // bias, with BIASED: of each row of weights, added to the scaled sums.
-// With FOUR_BITS: codes and code_scales instead of weights; k_blocks: boxes of 64 columns.
+// With FOUR_BITS: codes and code_scales instead of weights; k_blocks: boxes of 128 bytes.
 // With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a. With AWAY: addresses: of rows.
 extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
@@ -617,7 +601,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
                 const char* code_scales) {
   extern __shared__ __align__(1024) char memory[];
 #if FOUR_BITS
-  const int stage_bytes = 2 * most * LINE + WEIGHTS * (PACKED + 4 * WORDS);
+  const int stage_bytes = STAGE_BOXES * most * LINE + WEIGHTS * (PACKED + 4 * WORDS);
 #else
   const int stage_bytes = (WEIGHTS + most) * LINE;
 #endif
@@ -625,7 +609,13 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   char* chunks = memory + stages * stage_bytes;
   u64* bars = (u64*)(chunks + GROUPS * 2 * CHUNK);
   float* scales = (float*)(bars + 2 * stages);
+#if FOUR_BITS && FP8 && !INT4
+  const u32 table = shared(scales);
+  keep_numbers(table);
+  int* first = (int*)(scales + 2 * EXPONENTS);
+#else
   int* first = (int*)(scales + (BLOCKS ? stages * MOST : 0));
+#endif
   int* limits = first + experts + 1;
   Ring ring{shared(memory), shared(bars), shared(bars + stages), stages, stage_bytes, 0, 0};
   if (threadIdx.x < 32) prepare(ends, first, limits, experts, all_rows, columns, ring, most, units);
@@ -664,6 +654,12 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     multiply_blocks<I * STEP>(sum, ring, group, k_blocks, shared(scales), blocks); \
     break;
 #elif FOUR_BITS
+      RowExponents exponents;
+#if FP8 && !INT4
+      Channels own;
+      own.load(to, tiles, 1.0f);
+      exponents.load(table, own);
+#endif
 #if INT4
 #define MULTIPLY multiply_scaled
 #else
@@ -671,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #endif
 #define WIDTH(I) \
   case I: \
-    MULTIPLY<(I) * STEP>(sum, ring, most, group, k_blocks); \
+    MULTIPLY<(I) * STEP>(sum, ring, most, group, k_blocks, exponents); \
     break;
 #else
 #define WIDTH(I) \

@@ -11,6 +11,7 @@ Nothing here allocates or waits for the device.
 from __future__ import annotations
 
 import math
+import re
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
 from functools import cache
@@ -230,8 +231,11 @@ def source_text(itemsize: int, mode: str = "") -> str:
     )
 
 
+@cache
 def kernel_text(name: str = "gemm_grouped.cu") -> str:
-    return files("ep_moe.experts.hopper").joinpath(name).read_text()
+    """A file of this folder, with those that it includes."""
+    text = files("ep_moe.experts.hopper").joinpath(name).read_text()
+    return re.sub(r'^#include "(\w+\.cu)"\n', lambda found: kernel_text(found[1]), text, flags=re.MULTILINE)
 
 
 def multiplies(name: str, most: int, depth: int, kind: str, order: str, *, registers: bool = False) -> str:

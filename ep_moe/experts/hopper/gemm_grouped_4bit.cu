@@ -1,50 +1,37 @@
-// Part of gemm_grouped.cu: weights of 4 bits, which become bf16 in registers, the left operand of the tensor cores.
+// Part of gemm_grouped.cu: weights of 4 bits, which become bf16, or E4M3 with FP8, in registers, the left operand of the
+// tensor cores.
 //
-// A stage is a block of 128 columns: two boxes of 64 columns of the tile's rows, then 64 bytes of each row of weights,
+// A stage is a block of 128 columns: the tile's rows in boxes of 128 bytes, then 64 bytes of each row of weights,
 // as weights/layouts/hopper_4bit.py has them, then its scales. Of a tile with a gated activation all gates come before
-// all `up`. Given besides: INT4 (else E2M1), GROUP columns of a scale, WORDS of scales in a block of a row.
-// E2M1 is multiplied by its scales, times 2**94, before: sums are in units of 2**-32. Sums of INT4 are scaled.
+// all `up`. Given besides: FP8, INT4 (else E2M1), GROUP columns of a scale, WORDS of scales in a block of a row.
+// E2M1 in bf16 is multiplied by its scales, times 2**94, before: sums are in units of 2**-32. In E4M3 it has the scales
+// relative to the row's largest. Sums of INT4 are scaled.
 
 constexpr int PACKED = 64;  // bytes of a row of weights in a block
 constexpr int TILE_COLUMNS = COLUMNS * GROUPS;
+constexpr int STAGE_BOXES = IN_BYTES;  // of 128 bytes along K
 
-// Eight codes of a word as four times two numbers of bf16: E2M1 times 2**-126, INT4 as it is. The first two are of one
-// step along K, the others of the next.
-__device__ __forceinline__ void numbers(u32 q, u32 (&to)[4]) {
-#if INT4
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 raised = ((q >> 4 * i) & 0x000F000Fu) | 0x43004300u;  // 136 + code
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(to[i]) : "r"(raised), "r"(0x43084308u));
-  }
-#else
-  to[0] = q & 0x81C081C0u;
-  to[1] = (q << 3) & 0x81C081C0u;
-  to[2] = (q << 6) & 0x81C081C0u;
-  to[3] = ((q << 1) & 0x80008000u) | ((q >> 3) & 0x01800180u) | ((q >> 7) & 0x00400040u);
-#endif
-}
-
-// Scales of E2M1 of a word's two steps, times 2**94, each as two equal numbers of bf16.
-__device__ __forceinline__ void factors_of(const u32 (&words)[WORDS], int g, u32 (&to)[2]) {
-#if GROUP == 32
-  to[0] = to[1] = ((words[0] >> 8 * g & 0xFF) + 94) * 0x00800080u;
-#else
-  u32 halves;  // of float16, which holds E4M3
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)(words[g / 2] >> 16 * (g % 2))));
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    float wide;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((unsigned short)(halves >> 16 * i)));
-    const u32 bits = __float_as_uint(wide * 1.9807040628566084e28f);
-    to[i] = __byte_perm(bits, bits, 0x3232);
-  }
-#endif
-}
+#include "numbers_4bit.cu"
 
 template <int N>
-struct MultiplyPacked;  // as Multiply, of four registers of weights: 16 columns
+struct MultiplyPacked;  // as Multiply, of four registers of weights: 32 bytes along K
 // MultiplyPacked<STEP> to MultiplyPacked<MOST>
+
+// Of E2M1 with FP8: the largest exponents of the rows of weights that a thread holds, and the numbers by exponent.
+struct RowExponents {
+  u32 table;
+  int largest[2][2];
+
+#if FP8 && !INT4
+  __device__ __forceinline__ void load(u32 numbers, const Channels& rows) {
+    table = numbers;
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) largest[m][i] = largest_of(rows.own[m][i]);
+  }
+#endif
+};
 
 // Of a stage's weights what a thread holds: 16 bytes and the scales of four rows, two of each 64 of its group's 128.
 struct Packed {
@@ -53,7 +40,7 @@ struct Packed {
 
   __device__ __forceinline__ void load(u32 stage, int most, int group, int m) {
     const int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4;
-    const u32 at = stage + 2 * most * LINE;
+    const u32 at = stage + STAGE_BOXES * most * LINE;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int row = group * COLUMNS + (GATED ? 32 * m + 8 * warp + line + TILE_COLUMNS * i : 64 * m + 16 * warp + 8 * i + line);
@@ -70,23 +57,24 @@ struct Packed {
   __device__ __forceinline__ u32 word(int i, int g) const {
     return g == 0 ? codes[i].x : g == 1 ? codes[i].y : g == 2 ? codes[i].z : codes[i].w;
   }
-  // 32 columns: two steps of four registers
-  __device__ __forceinline__ void turn(int g, u32 (&to)[8]) const {
+  // 32 columns: steps of four registers. rows: as RowExponents
+  __device__ __forceinline__ void turn(int g, const RowExponents& rows, int m, u32 (&to)[2 * NUMBERS]) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-      u32 pairs[4];
-      numbers(word(i, g), pairs);
-#if !INT4
+      u32 own[NUMBERS];
+#if FP8 && !INT4
+      numbers(word(i, g), rows.table, rows.largest[m][i], scales[i], g, own);
+#else
+      numbers(word(i, g), own);
+#endif
+#if !FP8 && !INT4
       u32 factors[2];
       factors_of(scales[i], g, factors);
+#pragma unroll
+      for (int p = 0; p < 4; p++) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(own[p]) : "r"(own[p]), "r"(factors[p / 2]));
 #endif
 #pragma unroll
-      for (int p = 0; p < 4; p++) {
-#if !INT4
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pairs[p]) : "r"(pairs[p]), "r"(factors[p / 2]));
-#endif
-        to[p / 2 * 4 + p % 2 * 2 + i] = pairs[p];
-      }
+      for (int p = 0; p < NUMBERS; p++) to[p / 2 * 4 + p % 2 * 2 + i] = own[p];
     }
   }
   // Of INT4: the scale of a group. block: along K
@@ -99,34 +87,42 @@ struct Packed {
 
 // Begins the products of 32 columns. more: to the sums, which it begins otherwise
 template <int N>
-__device__ __forceinline__ void begin_packed(float (&sum)[MOST / 2], u32 (&a)[8], u64 rows, int more) {
+__device__ __forceinline__ void begin_packed(float (&sum)[MOST / 2], u32 (&a)[2 * NUMBERS], u64 rows, int more) {
   MultiplyPacked<N>::run(sum, a[0], a[1], a[2], a[3], rows, more);
+#if !FP8
   MultiplyPacked<N>::run(sum, a[4], a[5], a[6], a[7], rows + ALONG, 1);
+#endif
+}
+
+// The rows of a stage's 32 columns.
+__device__ __forceinline__ u64 rows_of(u32 stage, int most, int g) {
+  return FP8 ? operand(stage) + g * ALONG : operand(stage + (g / 2) * most * LINE) + g % 2 * 2 * ALONG;
 }
 
 // Weights are in their registers from here on, ahead of the fence: the compiler would move what makes them behind it. It
 // knows by itself that tensor cores still read those of the products before.
-__device__ __forceinline__ void hold(u32 (&a)[8]) {
+__device__ __forceinline__ void hold(u32 (&a)[2 * NUMBERS]) {
 #pragma unroll
-  for (int i = 0; i < 8; i++) asm volatile("" : "+r"(a[i])::"memory");
+  for (int i = 0; i < 2 * NUMBERS; i++) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-// As `multiply`. boxes: of 64 columns, along K
+// As `multiply`. boxes: of 128 bytes, along K
 template <int N>
-__device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring& ring, int most, int group, int boxes) {
+__device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring& ring, int most, int group, int boxes,
+                                                const RowExponents& rows) {
   int before = 0;
 #pragma unroll
   for (int i = 0; i < N; i++) sum[i / (N / 2)][i % (N / 2)] = 0.0f;
-  constexpr int AT_ONCE = 2;  // words
-  u32 a[2][AT_ONCE][8];  // while one is multiplied, the other is made
+  constexpr int AT_ONCE = 2;       // words
+  u32 a[2][AT_ONCE][2 * NUMBERS];  // while one is multiplied, the other is made
 #pragma unroll 1
-  for (int k = 0; 2 * k < boxes; k++) {
+  for (int k = 0; STAGE_BOXES * k < boxes; k++) {
     wait(ring.full + 8 * ring.stage, ring.phase);
     if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // threads wrote it, tensor cores read it
     Packed own[2];
     own[0].load(ring.at(), most, group, 0);
     own[1].load(ring.at(), most, group, 1);
-    const bool half = 2 * k + 1 == boxes;
+    const bool half = !FP8 && 2 * k + 1 == boxes;
 #pragma unroll
     for (int first = 0; first < 4; first += AT_ONCE) {
       if (first >= 2 && half) break;
@@ -136,7 +132,7 @@ __device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring&
         if (first == 0 && m == 1 && k > 0 && threadIdx.x % 32 == 0) arrive(ring.free + 8 * before);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-          own[m].turn(first + i, a[m][i]);
+          own[m].turn(first + i, rows, m, a[m][i]);
           hold(a[m][i]);
         }
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -144,7 +140,7 @@ __device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring&
         for (int i = 0; i < AT_ONCE; i++) {
           if (first + i >= 2 && half) break;
           const int g = first + i;
-          begin_packed<N>(sum[m], a[m][i], operand(ring.at() + (g / 2) * most * LINE) + g % 2 * 2 * ALONG, 1);
+          begin_packed<N>(sum[m], a[m][i], rows_of(ring.at(), most, g), 1);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
       }
@@ -158,16 +154,17 @@ __device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring&
 // The same of INT4: sums of each group, or of a block where all of it is one, are scaled and added. While one half of the
 // warps does so, the other multiplies.
 template <int N>
-__device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring& ring, int most, int group, int boxes) {
+__device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring& ring, int most, int group, int boxes,
+                                                const RowExponents& rows) {
   float part[MOST / 2];
-  u32 a[2][8];  // while one is multiplied, the other is made
+  u32 a[2][2 * NUMBERS];  // while one is multiplied, the other is made
 #pragma unroll
   for (int i = 0; i < N; i++) sum[i / (N / 2)][i % (N / 2)] = part[i % (N / 2)] = 0.0f;
 #pragma unroll 1
-  for (int k = 0; 2 * k < boxes; k++) {
+  for (int k = 0; STAGE_BOXES * k < boxes; k++) {
     wait(ring.full + 8 * ring.stage, ring.phase);
     if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    const bool half = 2 * k + 1 == boxes;
+    const bool half = !FP8 && 2 * k + 1 == boxes;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
       Packed own;
@@ -177,7 +174,7 @@ __device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring&
 #pragma unroll
         for (int i = 0; i < N / 2; i++) sum[m][i] += part[i] * own.scale(i / 2 % 2, g, k);
       };
-      own.turn(0, a[0]);
+      own.turn(0, rows, m, a[0]);
 #pragma unroll
       for (int g = 0; g < 4; g++) {
         if (g >= 2 && half) break;
@@ -187,10 +184,10 @@ __device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring&
           for (int i = 0; i < N / 2; i++) asm volatile("" : "+f"(part[i])::"memory");
         }
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        begin_packed<N>(part, a[g % 2], operand(ring.at() + (g / 2) * most * LINE) + g % 2 * 2 * ALONG, GROUP == 32 ? 0 : g);
+        begin_packed<N>(part, a[g % 2], rows_of(ring.at(), most, g), GROUP == 32 ? 0 : g);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         if (GROUP == 128) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (g < 3) own.turn(g + 1, a[(g + 1) % 2]);
+        if (g < 3) own.turn(g + 1, rows, m, a[(g + 1) % 2]);
         if (GROUP == 32) add(g);
       }
       if (GROUP == 128) add(0);
@@ -212,7 +209,7 @@ __device__ __forceinline__ void copy_bytes(u32 to, const char* from, int bytes, 
 __device__ __forceinline__ void copy_packed(const Map& wide, const Map& step, Ring& ring, Walk& tiles, int most, int boxes,
                                             int n, Gathered gathered, const char* codes, const char* scales) {
   const bool leads = threadIdx.x % 128 == 0;
-  const int blocks = (boxes + 1) / 2, all = GATED ? 2 * n : n;
+  const int blocks = (boxes + STAGE_BOXES - 1) / STAGE_BOXES, all = GATED ? 2 * n : n;
   constexpr int SHARE = GROUP == 128 ? 2 : 1;  // blocks with one word of scales
   const int scale_blocks = (blocks + SHARE - 1) / SHARE;
   ring.phase = 1;  // all stages are free
@@ -224,10 +221,10 @@ __device__ __forceinline__ void copy_packed(const Map& wide, const Map& step, Ri
 #pragma unroll 1
     for (int k = 0; k < blocks; k++) {
       wait(ring.free + 8 * ring.stage, ring.phase);
-      const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + 2 * most * LINE;
-      const int here = min(2, boxes - 2 * k);
+      const u32 bar = ring.full + 8 * ring.stage, to = ring.at() + STAGE_BOXES * most * LINE;
+      const int here = min(STAGE_BOXES, boxes - STAGE_BOXES * k);
       if (GATHER) {
-        for (int box = 0; box < here; box++) gathered.load(tiles, ring.at() + box * most * LINE, 2 * k + box);
+        for (int box = 0; box < here; box++) gathered.load(tiles, ring.at() + box * most * LINE, STAGE_BOXES * k + box);
         gathered.arrive(bar);
       }
       if (COPIERS > 1 && !leads) {
@@ -247,7 +244,7 @@ __device__ __forceinline__ void copy_packed(const Map& wide, const Map& step, Ri
       }
       for (int box = 0; box < (GATHER ? 0 : here); box++) {
         const u32 at = ring.at() + box * most * LINE;
-        const int depth = (2 * k + box) * 64;
+        const int depth = (STAGE_BOXES * k + box) * (LINE / IN_BYTES);
         int row = 0;
 #pragma unroll 1
         for (; row + WIDE <= tiles.width; row += WIDE) copy_rows(wide, at + row * LINE, bar, depth, tiles.row + row);

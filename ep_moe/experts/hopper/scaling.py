@@ -12,6 +12,7 @@ multiply into their sums.
 | `mxfp4` | E2M1, an E8M0 scale for 32 columns of a row | bf16 | bf16 |
 | `nvfp4a16` | E2M1, an E4M3 scale for 16 columns of a row, one an expert | bf16 | bf16 |
 | `int4`, `mxint4` | INT4, a bf16 scale for 128 or 32 columns of a row | bf16 | bf16 |
+| `mxfp4_fp8`, `int4_fp8`, `mxint4_fp8` | as without `_fp8` | E4M3, one scale a row | E4M3, one scale a row |
 
 Scratch memory is the caller's. Nothing allocates or waits for the device.
 """
@@ -26,14 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ep_moe.experts.hopper import (
-    gemm_4bit,
-    gemm_grouped,
-    gemm_grouped_4bit,
-    gemm_skinny,
-    gemm_streaming,
-    gradients_triton,
-)
+from ep_moe.experts.hopper import gemm_grouped, gemm_skinny, gemm_streaming, gradients_triton
 from ep_moe.experts.hopper.gemm_skinny import TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring, ring_for
 from ep_moe.experts.hopper.route_sort import Lists
@@ -230,77 +224,3 @@ class Trained(Unscaled):
         p, act = self.products, own["act"]
         gradients_triton.activate_rows(own["h"], act, counts, p.activation, p.alpha, p.limit, launch=p.launch)
         return Rows(act)
-
-
-class FourBits(Unscaled):
-    """Weights of 4 bits, with a scale for each `group` columns of a row; rows in bf16."""
-
-    names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
-    format: ClassVar[str]  # of `gemm_4bit.Weights`
-    group: ClassVar[int]
-    few_up_to: ClassVar[float] = 28.0  # rows of an expert, by `gemm_4bit` (H100 and H200)
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        p = self.products
-        return len(p.w2), p.w2.shape[2], p.w13.shape[2] // (1 + p.activation.gated)
-
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
-        if each > self.few_up_to:
-            return None
-        return gemm_4bit.tiles_for(routes, each, self.sizes[0])
-
-    def ring(self, each: float) -> Ring | None:
-        return None
-
-    def few(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
-        own: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        p, act = self.products, own["act"]
-        gemm_4bit.product(
-            rows.x, *found, self._weights(0), act, cut.first, gather=True, activation=p.activation, alpha=p.alpha,
-            limit=p.limit, lists=lists, launch=p.launch,
-        )  # fmt: skip
-        gemm_4bit.product(act, *found, self._weights(1), own["y"], cut.second, lists=lists, launch=p.launch)
-
-    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
-        p, (out, activated), (first, second) = self.products, self.first_result(own), map(self._weights, (0, 1))
-        how: dict[str, Any] = {"spare_sms": p.spare_sms, "launch": p.launch}
-        tiles = gemm_grouped_4bit.tiles_for(each, first, p.spare_sms)
-        gemm_grouped_4bit.product(rows.x, first, lists.ends, out, tiles, source=rows.source, **activated, **how)
-        tiles = gemm_grouped_4bit.tiles_for(each, second, p.spare_sms)
-        gemm_grouped_4bit.product(own["act"], second, lists.ends, own["y"], tiles, addresses=lists.addresses, **how)
-
-    def _weights(self, which: int) -> gemm_4bit.Weights:
-        p = self.products
-        scale, *factor = p.scales[which::2]
-        bias = p.bias(which)
-        return gemm_4bit.Weights(
-            (p.w13, p.w2)[which], scale, self.format, self.group, factor[0] if factor else None, bias
-        )
-
-
-class Mxfp4(FourBits):
-    """`mxfp4`: E2M1 with an E8M0 scale."""
-
-    format, group = "mxfp4", 32
-
-
-class Nvfp4(FourBits):
-    """`nvfp4a16`: E2M1 with an E4M3 scale, and a float32 one a matrix."""
-
-    names = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
-    format, group = "nvfp4", 16
-
-
-class Int4(FourBits):
-    """`int4`: two's complement with a bf16 scale."""
-
-    format, group, few_up_to = "int4", 128, 60.0
-
-
-class Mxint4(Int4):
-    """`mxint4`: the same with more scales."""
-
-    group = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class RowScaled(SameOrder):
     Scales of weights: float32 [L, rows / 128, columns / 128], of which a matrix's are all the same.
     """
 
-    names = ("w13_scale", "w2_scale")
+    names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:

@@ -14,17 +14,8 @@ from torch import Tensor
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.operator import launching_operator
 from ep_moe.experts.hopper.route_sort import Home, IdsReady, list_shapes, passes
-from ep_moe.experts.hopper.scaling import (
-    Int4,
-    Mxfp4,
-    Mxint4,
-    Nvfp4,
-    Products,
-    Rows,
-    Scaling,
-    Trained,
-    Unscaled,
-)
+from ep_moe.experts.hopper.scaling import Products, Rows, Scaling, Trained, Unscaled
+from ep_moe.experts.hopper.scaling_4bit import Int4, Int4Fp8, Mxfp4, Mxfp4Fp8, Mxint4, Mxint4Fp8, Nvfp4
 from ep_moe.experts.hopper.scaling_fp8 import BlockScaled, ChannelScaled, MatrixScaled, RowScaled
 from ep_moe.runtime.launch_cache import Launch
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
@@ -41,6 +32,9 @@ SCALINGS: dict[str, type[Scaling]] = {
     "nvfp4a16": Nvfp4,
     "int4": Int4,
     "mxint4": Mxint4,
+    "mxfp4_fp8": Mxfp4Fp8,
+    "int4_fp8": Int4Fp8,
+    "mxint4_fp8": Mxint4Fp8,
 }
 
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.scaling import FourBits
+from ep_moe.experts.hopper.scaling_4bit import Packed
 from ep_moe.experts.hopper.step import SCALINGS, hopper_moe
 
 ROWS, TOP_K, SLOTS, HIDDEN, INNER = 160, 4, 8, 256, 256
@@ -29,11 +29,16 @@ def weights_of(scaling: str) -> tuple[torch.dtype, list[torch.Tensor], list[torc
     """Of rows that travelled: their dtype, w13 and w2, and scales as `SCALINGS` names them."""
     sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
     kind = SCALINGS[scaling]
-    if issubclass(kind, FourBits):
+    if issubclass(kind, Packed):
         words = {16: 2, 32: 2 if kind.format == "int4" else 1, 128: 1}[kind.group]
         scales = [torch.zeros(SLOTS, columns // 128, words, rows, dtype=torch.int32) for rows, columns in sizes]
-        factors = [torch.ones(SLOTS)] * (len(kind.names) - 2)
-        return BF16, [torch.zeros(SLOTS, columns // 128, rows, 16).int() for rows, columns in sizes], scales + factors
+        by_row = [torch.ones(SLOTS, rows) for rows, _ in sizes]
+        factors = by_row if "w2_row_scale" in kind.names else [torch.ones(SLOTS)] * (len(kind.names) - 2)
+        return (
+            E4M3 if scaling.endswith("_fp8") else BF16,
+            [torch.zeros(SLOTS, columns // 128, rows, 16).int() for rows, columns in sizes],
+            scales + factors,
+        )
     dtype = BF16 if scaling in ("none", "trained") else E4M3
     return dtype, [torch.zeros(SLOTS, *size).to(dtype) for size in sizes], scales_of(scaling)
 
@@ -44,6 +49,7 @@ def step(scaling: str, launch: Any, given: tuple, space: torch.Tensor, chunk: in
     x, out = torch.zeros(ROWS, HIDDEN).to(dtype), torch.zeros(ROWS, HIDDEN).bfloat16()
     by_row = torch.ones(ROWS, 1)
     x_scale = {"row": by_row, "channel": by_row, "block": torch.ones(ROWS, HIDDEN // 128)}.get(scaling)
+    x_scale = by_row if scaling.endswith("_fp8") else x_scale
     input_scale = 0.1 if scaling == "matrix" else None
     hopper_moe(
         out, space, scaling, x, x_scale, input_scale, BF16, *given, None, None, None, *weights, scales, [],

@@ -22,11 +22,13 @@ from triton.runtime.jit import JITFunction
 from ep_moe import ExpertMap, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import (
+    gemm_few_4bit,
     gemm_fp8_block,
     gemm_fp8_block_gluon,
     gemm_grouped,
     gemm_grouped_4bit,
     gemm_streaming,
+    scaling_4bit,
 )
 from ep_moe.experts.hopper.experts import (
     Bf16TritonExperts,
@@ -34,6 +36,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8ChannelTritonExperts,
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
+    W4A8TritonExperts,
     W4A16TritonExperts,
 )
 from ep_moe.experts.hopper.route_sort import Lists
@@ -156,7 +159,8 @@ def built(kind: type[Experts], scheme: str, config: MoEConfig) -> Experts:
     (Fp8DynamicTritonExperts, "fp8_dynamic", "fp8_row"), (Fp8ChannelTritonExperts, "fp8_channel", "plain"),
     (Fp8ChannelTritonExperts, "fp8_channel", "fp8_row"), (W4A16TritonExperts, "mxfp4", "plain"),
     (W4A16TritonExperts, "nvfp4a16", "plain"), (W4A16TritonExperts, "int4", "plain"),
-    (W4A16TritonExperts, "mxint4", "plain"),
+    (W4A16TritonExperts, "mxint4", "plain"), (W4A8TritonExperts, "mxfp4_fp8", "plain"),
+    (W4A8TritonExperts, "int4_fp8", "fp8_row"), (W4A8TritonExperts, "mxint4_fp8", "plain"),
 ])  # fmt: skip
 def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     """In their forms for Hopper, but for what NVRTC compiles; with biases where the kernel takes them."""
@@ -189,7 +193,9 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(devices, "starts_early", return_value=True),
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
         mock.patch.object(gemm_grouped_4bit, "product", products),
+        mock.patch.object(gemm_few_4bit, "product", products),
         mock.patch.object(gemm_grouped_4bit, "programs", return_value=132),
+        mock.patch.object(scaling_4bit, "programs", return_value=132),
     ):
         built(kind, scheme, config)(received, out)
     assert names[-1] == "_reduce"

@@ -12,7 +12,15 @@ from ep_moe.errors import InputError
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit, pack, unpack
+from ep_moe.weights.layouts.hopper_4bit import (
+    Hopper4Bit,
+    Hopper4BitFp8,
+    pack,
+    pack_for_e4m3,
+    row_scale,
+    unpack,
+    unpack_from_e4m3,
+)
 from tests.fixtures.expert_weights import etp_link
 
 CONFIG = MoEConfig(
@@ -21,6 +29,7 @@ CONFIG = MoEConfig(
 UNEVEN = dataclasses.replace(CONFIG, hidden_size=320, intermediate_size=192)
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 SHAPES = [("mxfp4", CONFIG), ("mxfp4", UNEVEN), ("nvfp4a16", UNEVEN), ("mxint4", UNEVEN), ("int4", CONFIG)]
+SHAPES += [("mxfp4_fp8", CONFIG), ("mxfp4_fp8", UNEVEN), ("mxint4_fp8", UNEVEN), ("int4_fp8", CONFIG)]
 each_shape = pytest.mark.parametrize(("scheme", "config"), SHAPES, ids=lambda value: str(value)[:12])
 
 
@@ -30,7 +39,7 @@ def made(scheme: str, config: MoEConfig, **rank_group) -> ExpertWeights:
         ExpertMap.linear(3, 1),
         dtype=BF16,
         scheme=SCHEMES[scheme],
-        weight_layout=Hopper4Bit,
+        weight_layout=Hopper4BitFp8 if scheme.endswith("_fp8") else Hopper4Bit,
         trainable=False,
         **rank_group,
     )
@@ -102,6 +111,33 @@ def test_codes_of_e2m1_are_bf16_after_a_shift():
             bits = half << 3 * i & 0x81C0 if i < 3 else last
             number = torch.tensor([bits << 16], dtype=torch.int64).to(torch.int32).view(torch.float32)
             assert float(number) * 2.0**126 == float(values[code % 8]) * (-1 if code > 7 else 1), (code, i)
+
+
+@pytest.mark.parametrize("columns", [128, 320])
+def test_every_code_comes_back_from_the_order_of_e4m3(columns):
+    data = torch.randint(256, (16, columns // 2), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    words = pack_for_e4m3(data)
+    assert words.shape == (-(-columns // 128), 16, 16)
+    assert torch.equal(unpack_from_e4m3(words, columns), data)
+
+
+@pytest.mark.parametrize("column", [0, 1, 6, 9, 16, 34, 63, 127, 128, 255])
+def test_where_a_column_lies_in_the_order_of_e4m3(column):
+    """Three bits where one instruction looks four of them up, the sign where a shift by 4 i puts it first in a byte."""
+    data = torch.zeros(2, 128, dtype=torch.uint8)
+    data[1, column // 2] = 13 << column % 2 * 4
+    within = column % 128
+    g, i, t, h = within // 32, within // 16 % 2, within // 4 % 4, within % 4
+    expected = torch.zeros(2, 2, 16, dtype=torch.int64)
+    expected[column // 128, 1, 4 * t + g] = 5 << 16 * i + 4 * h | 0x80 << 8 * h >> 4 * i
+    assert torch.equal(pack_for_e4m3(data).long() & 0xFFFFFFFF, expected)
+
+
+def test_the_largest_exponent_of_a_row_is_of_numbers_that_are_not_zero():
+    data, scale = torch.full((4, 64), 0x77, dtype=torch.uint8), torch.full((4, 4), 120, dtype=torch.uint8)
+    scale[1, 2], scale[2, 3], scale[3] = 125, 250, 0
+    data[2, 48:] = 0x80  # zeros, of which one is negative
+    assert row_scale(data, scale).tolist() == [2.0**-13, 2.0**-8, 2.0**-13, 2.0**-126]
 
 
 def test_each_rank_has_the_blocks_of_its_piece():

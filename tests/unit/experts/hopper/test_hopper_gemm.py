@@ -7,11 +7,12 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, step
+from ep_moe.experts.hopper import gemm_few_4bit, gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, step
 from ep_moe.experts.hopper.experts import ACTIVATIONS
-from ep_moe.experts.hopper.gemm_4bit import Weights
 from ep_moe.experts.hopper.gemm_grouped import CUTS, Tiles, tiles_for
+from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
 from ep_moe.experts.hopper.scaling import Products, Rows
+from ep_moe.experts.hopper.scaling_4bit import Packed
 from ep_moe.experts.hopper.scaling_fp8 import BlockScaled
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import at_once
@@ -104,35 +105,49 @@ def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activat
 
 
 def four_bits(scheme: str, slots: int = 2, rows: int = 256, *, biased: bool = False) -> Weights:
-    scaling, words = step.SCALINGS[scheme], 2 if scheme in ("nvfp4a16", "mxint4") else 1
+    scaling, words = step.SCALINGS[scheme], 2 if scheme in ("nvfp4a16", "mxint4", "mxint4_fp8") else 1
     data, scale = (torch.empty(slots, 2, *last, dtype=torch.int32) for last in ((rows, 16), (words, rows)))
     bias = torch.empty(slots, rows) if biased else None
-    return Weights(data, scale, scaling.format, scaling.group, None, bias)
+    row_scale = torch.empty(slots, rows) if scheme == "mxfp4_fp8" else None
+    return Weights(data, scale, scaling.format, scaling.group, None, bias, scheme.endswith("_fp8"), row_scale)
+
+
+FOUR_BITS = sorted(name for name, scaling in step.SCALINGS.items() if issubclass(scaling, Packed))
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4"])
-@pytest.mark.parametrize("rows", gemm_grouped_4bit.CUTS)
-@pytest.mark.parametrize(
-    ("activation", "how"),
-    [(Activation.SWIGLU_CLAMPED, {"gather": True, "away": False}), (None, {"gather": False, "away": True})],
-    ids=["first", "second"],
-)
-def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, how, rows, scheme):
-    w, text = four_bits(scheme, biased=True), gemm_grouped_4bit.source_text(rows)
-    binary, words = nvrtc.compile_kernels(text, gemm_grouped_4bit.form_of(w, Tiles(rows), activation, **how))
+@pytest.mark.parametrize(("scheme", "rows"), [
+    (scheme, rows) for scheme in FOUR_BITS for rows in gemm_grouped_4bit.widths_of(four_bits(scheme))
+])  # fmt: skip
+@pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, None], ids=["first", "second"])
+def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, rows, scheme):
+    w = four_bits(scheme, biased=True)
+    how = {"gather": activation is not None and not w.e4m3, "away": activation is None}
+    form = gemm_grouped_4bit.form_of(w, Tiles(rows), activation, **how)
+    binary, words = nvrtc.compile_kernels(gemm_grouped_4bit.source_text(rows, w.e4m3), form)
     assert 0 < len(binary) < 100 * 1024
     assert words == ""
 
 
-@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4"])
+@pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
+@pytest.mark.parametrize("scheme", FOUR_BITS)
+@pytest.mark.parametrize("routes", [8, 32, 100])
+def test_the_fewest_rows_compile_for_hopper(routes, scheme):
+    w, cuts = four_bits(scheme, biased=True), gemm_few_4bit.tiles_for(routes)
+    for cut, activation in ((cuts.first, Activation.SWIGLU_CLAMPED), (cuts.second, None)):
+        form = gemm_few_4bit.form_of(w, cut, activation, listed=cuts.sort)
+        assert nvrtc.compile_kernels(numbers_text("gemm_few_4bit.cu"), form)[1] == ""
+        assert gemm_few_4bit.shared_bytes(cut, 1 if w.e4m3 else 2) <= nvrtc.SHARED // gemm_few_4bit.programs(cut)
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4", "int4_fp8", "mxint4_fp8"])
 @pytest.mark.parametrize(("rows", "expected"), [(40, 96), (128, 96), (250, 128), (512, 128), (2000, 128)])
 def test_tiles_of_four_bits_hold_an_experts_rows(rows, expected, scheme):
     w = four_bits(scheme, 32, 1536)
     with mock.patch.object(gemm_grouped_4bit, "programs", return_value=132):
         tiles = gemm_grouped_4bit.tiles_for(rows, w)
     assert tiles.rows == expected
-    assert gemm_grouped_4bit.shared_bytes(tiles, 256, w.scale.shape[2]) <= nvrtc.SHARED
+    assert gemm_grouped_4bit.shared_bytes(tiles, 256, w) <= nvrtc.SHARED
     assert tiles.stages >= 4
 
 

@@ -23,12 +23,8 @@ from tests.fixtures.bf16_triton import BF16, CUT_OFF, SMALL, check_peers, rows
 from tests.fixtures.w4a16_triton import FOUR_BITS, UNEVEN, build
 
 each_scheme = pytest.mark.parametrize("scheme", FOUR_BITS)
-# a program looks through routes, for a route or for an expert; lists, of more rows than a tile has; the last rows of an
-# expert in half a tile and in all of it
-WAYS = {
-    "by route": (1, False, 16), "by expert": (12, False, 16), "listed": (50, True, 16), "half": (50, True, 64),
-    "whole": (100, True, 64),
-}  # fmt: skip
+# more rows than a tile has; the last rows of an expert in half a tile and in all of it
+WAYS = {"some": (1, 16), "more": (50, 16), "half": (50, 64), "whole": (100, 64)}
 
 
 def within(experts, tensors, received, *, output_bias: bool = True) -> None:
@@ -40,15 +36,15 @@ def within(experts, tensors, received, *, output_bias: bool = True) -> None:
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 
-def cut(monkeypatch, sort: bool, block_m: int, block_n: int = 64) -> None:
+def cut(monkeypatch, block_m: int, block_n: int = 64) -> None:
     tile = Tile(block_m, block_n, stages=2, warps=block_n // 16)
-    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda *_, **__: TileConfig(sort, tile, tile))
+    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda _: TileConfig(True, tile, tile))
 
 
 @each_scheme
-@pytest.mark.parametrize(("count", "sort", "block_m"), WAYS.values(), ids=WAYS)
-def test_each_way_of_finding_rows(count, sort, block_m, scheme, monkeypatch):
-    cut(monkeypatch, sort, block_m)
+@pytest.mark.parametrize(("count", "block_m"), WAYS.values(), ids=WAYS)
+def test_each_way_of_finding_rows(count, block_m, scheme, monkeypatch):
+    cut(monkeypatch, block_m)
     within(*build(*SMALL, scheme), rows(*SMALL, count, empty=0.0 if block_m == 64 else 0.6))
 
 
@@ -58,20 +54,8 @@ def test_sizes_that_leave_half_a_block_or_tile(block_n, scheme, monkeypatch):
     model = UNEVEN
     if SCHEMES[scheme].weights.unit[1] == 128:
         model = (dataclasses.replace(UNEVEN[0], hidden_size=384, intermediate_size=128), 5)
-    cut(monkeypatch, True, 16, block_n)
+    cut(monkeypatch, 16, block_n)
     within(*build(*model, scheme), rows(*model, 10))
-
-
-@each_scheme
-@pytest.mark.parametrize("split", [2, 4])
-@pytest.mark.parametrize("sort", [False, True], ids=["found", "listed"])
-def test_pieces_beside_each_other(sort, split, scheme, monkeypatch):
-    """Four blocks of columns, of which the last has half its columns where the scheme allows it, and two."""
-    wide = SCHEMES[scheme].weights.unit[1] == 128
-    model = (dataclasses.replace(UNEVEN[0], hidden_size=512 if wide else 448, intermediate_size=256), 5)
-    tile = Tile(8, 64, stages=2, warps=4 * split, split=split)
-    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda *_, **__: TileConfig(sort, tile, tile))
-    within(*build(*model, scheme), rows(*model, 3))
 
 
 @each_scheme
@@ -97,6 +81,6 @@ def test_ids_as_they_travelled_and_peers(scheme):
 
 @each_scheme
 def test_chunks_change_no_bit(scheme, monkeypatch):
-    cut(monkeypatch, True, 16)
+    cut(monkeypatch, 16)
     received = rows(*SMALL, 30)
     assert torch.equal(build(*SMALL, scheme, chunk_rows=8)[0](received), build(*SMALL, scheme)[0](received))

@@ -1,0 +1,285 @@
+// The products of few rows of gemm_few_4bit.py: out[p] = act(w[e] @ x[p]) for each row p of expert e, with weights of 4 bits as
+// weights/layouts/hopper_4bit.py has them.
+//
+// A warp multiplies 16 rows of weights, which it loads from global memory into the registers that the tensor cores read
+// (mma), with eight rows of x, which a program copies to shared memory, CHUNK blocks of 128 columns at a time and one
+// chunk ahead. SPLIT warps share the blocks of the same 16 rows of weights.
+// With FP8 rows are of E4M3 with a scale each, and so become the weights; else all is bf16.
+// Given, besides what numbers_4bit.cu wants: WARPS of a program, SPLIT, AHEAD blocks whose weights a warp has under way,
+// PROGRAMS of a multiprocessor, GATED, BIASED, SORTED, and the name of the activation, if there is one.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int PACKED = 64;  // bytes of a row of weights in a block
+constexpr int THREADS = 32 * WARPS, TILES = WARPS / SPLIT, COLUMNS = TILES * (GATED ? 8 : 16);
+constexpr int BYTES = FP8 ? 1 : 2;                                     // of a number of x
+constexpr int CHUNK = AHEAD * SPLIT, LINE = CHUNK * 128 * BYTES + 16;  // blocks; bytes from a row to the next
+constexpr int ROWS = 8;  // of a tile, which tensor cores multiply at once
+constexpr int SHARE = GROUP == 128 ? 2 : 1;  // blocks with one word of scales
+
+#include "activation.cu"
+#include "numbers_4bit.cu"
+
+__device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
+
+// Which rows a program multiplies with which weights. rows: how many; column: of out, its first
+struct Found {
+  int expert, column, rows;
+};
+
+// Of rows that are sorted by expert: the program's tile, and where its rows are.
+__device__ __forceinline__ Found find_sorted(const int* ends, const int* source, int experts, int columns, int (&from)[ROWS],
+                                             int (&to)[ROWS]) {
+  const int lane = threadIdx.x % 32, program = blockIdx.x;
+  int before = 0, last = 0;
+  for (int base = 0; base < experts; base += 32) {
+    const int e = base + lane, end = e < experts ? __ldg(ends + e) : 0;
+    const int left = __shfl_up_sync(~0u, end, 1), start = lane ? left : last;
+    const int count = e < experts ? end - start : 0, tiles = (count + ROWS - 1) / ROWS * columns;
+    int upto = tiles;
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(~0u, upto, d);
+      if (lane >= d) upto += other;
+    }
+    upto += before;
+    if (const u32 beyond = __ballot_sync(~0u, upto > program)) {
+      const int own = __ffs(beyond) - 1;
+      const int begin = __shfl_sync(~0u, start, own), all = __shfl_sync(~0u, count, own);
+      const int at = program - __shfl_sync(~0u, upto - tiles, own), cuts = (all + ROWS - 1) / ROWS;
+      const int first = at % cuts * ROWS, rows = min(ROWS, all - first);
+      if (threadIdx.x < ROWS) {
+        const int row = begin + first + threadIdx.x;
+        const bool there = (int)threadIdx.x < rows;
+        to[threadIdx.x] = there ? row : -1;
+        from[threadIdx.x] = there ? source ? __ldg(source + row) : row : -1;
+      }
+      return {base + own, at / cuts * COLUMNS, rows};
+    }
+    before = __shfl_sync(~0u, upto, 31), last = __shfl_sync(~0u, end, 31);
+  }
+  return {-1, 0, 0};
+}
+
+// A block of a warp's weights, as a thread has them: 16 bytes and the scales of two rows.
+struct Block {
+  uint4 codes[2];
+  u32 scales[2][WORDS];
+};
+
+#if FP8
+#define MMA "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+
+__device__ __forceinline__ void multiply(float (&sum)[4], u32 a, u32 b, u32 c, u32 d, u32 x, u32 y) {
+  asm volatile(
+      MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
+}
+
+// What a thread's two rows of weights become numbers by.
+struct Weights {
+  u32 table;
+  int largest[2];
+
+  __device__ __forceinline__ void of(const Block& own, int i, int g, u32 (&to)[NUMBERS]) const {
+    const uint4& words = own.codes[i];
+    const u32 q = g == 0 ? words.x : g == 1 ? words.y : g == 2 ? words.z : words.w;
+#if FP8 && !INT4
+    numbers(q, table, largest[i], own.scales[i], g, to);
+#else
+    numbers(q, to);
+#endif
+#if !FP8 && !INT4
+    u32 factors[2];
+    factors_of(own.scales[i], g, factors);
+#pragma unroll
+    for (int p = 0; p < 4; p++) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(to[p]) : "r"(to[p]), "r"(factors[p / 2]));
+#endif
+  }
+};
+
+// Adds a block's products. rows: where the lane's line of eight rows is, in the block's first columns; block: along K
+__device__ __forceinline__ void add_block(float (&sum)[4], const Block& own, const Weights& weights, u32 rows,
+                                          int block) {
+#if INT4
+  float part[4];
+#endif
+  u32 x[4];  // of 64 bytes of a row
+#pragma unroll
+  for (int g = 0; g < 4; g++) {
+    u32 a[2][NUMBERS];
+    weights.of(own, 0, g, a[0]);
+    weights.of(own, 1, g, a[1]);
+    if (!FP8 || g % 2 == 0)
+      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                   : "r"(rows + g * 32 * BYTES));
+#if INT4
+    if (GROUP == 32 || g == 0) part[0] = part[1] = part[2] = part[3] = 0.0f;
+    float(&into)[4] = part;
+#else
+    float(&into)[4] = sum;
+#endif
+#if FP8
+    multiply(into, a[0][0], a[1][0], a[0][1], a[1][1], x[g % 2 * 2], x[g % 2 * 2 + 1]);
+#else
+    multiply(into, a[0][0], a[1][0], a[0][1], a[1][1], x[0], x[1]);
+    multiply(into, a[0][2], a[1][2], a[0][3], a[1][3], x[2], x[3]);
+#endif
+#if INT4
+    if (GROUP == 32 || g == 3) {
+      const int half = GROUP == 32 ? g % 2 : block % 2;
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const u32 word = own.scales[i / 2][GROUP == 32 ? g / 2 : 0];
+        sum[i] += part[i] * __uint_as_float(half ? word & 0xFFFF0000u : word << 16);
+      }
+    }
+#endif
+  }
+}
+
+// x: `depth` columns, of bf16, or of E4M3 with x_scale of each row; ids: of `id_bytes` each, and routing weights or none, of `pairs` routes; source and ends, with
+// SORTED: rows of x, and one past each expert's last row; codes and scales: `rows` of an expert, in `blocks`; factor: of an
+// expert; row_scale, of E2M1 with FP8, and bias: of its rows; out: bf16, `width` columns; every: routes of a row of x, or 1
+extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
+    gemm_few_4bit(const char* x, const float* x_scale, const char* ids, int id_bytes, const float* routing, const int* source, const int* ends,
+              const char* codes, const u32* scales, const float* factor, const float* row_scale, const unsigned short* bias, unsigned short* out,
+              float unit, int base, int pairs, int experts, int depth, int rows, int width, int blocks, int every,
+              float alpha, float limit) {
+  extern __shared__ __align__(128) char memory[];
+  int(&from)[ROWS] = *(int(*)[ROWS])memory;  // row of x, and of out
+  int(&to)[ROWS] = *(int(*)[ROWS])(memory + 4 * ROWS);
+  char* const room = memory + 8 * ROWS + 160;
+#if FP8 && !INT4
+  keep_numbers(shared(memory + 8 * ROWS));
+#endif
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane / 4;
+  const int tile = warp % TILES, piece = warp / TILES;
+  const int columns = (width + COLUMNS - 1) / COLUMNS;
+  Found found;
+#if SORTED
+  found = find_sorted(ends, source, experts, columns, from, to);
+  if (found.expert < 0) return;
+#else
+  const int asked = blockIdx.x / columns;
+  int own = -1;
+  if (lane < pairs && !(routing && __ldg(routing + lane) == 0.0f)) {
+    own = __ldg((const int*)(ids + lane * id_bytes)) - base;
+    if (own < 0 || own >= experts) own = -1;
+  }
+  found = {pairs <= experts ? __shfl_sync(~0u, own, asked) : asked, (int)(blockIdx.x % columns) * COLUMNS, 0};
+  const u32 mine = __ballot_sync(~0u, own == found.expert);
+  if (found.expert < 0 || mine == 0 || (pairs <= experts && __ffs(mine) - 1 != asked)) return;
+  found.rows = __popc(mine);
+#endif
+  const int first = found.column + tile * (GATED ? 8 : 16) + line, apart = GATED ? width : 8;
+  const bool busy = found.column + tile * (GATED ? 8 : 16) < width;  // width: a multiple of 64
+  const int scale_blocks = (blocks + SHARE - 1) / SHARE;
+  const char* const own_codes = codes + ((u64)found.expert * blocks * rows + first) * PACKED + lane % 4 * 16;
+  const u32* const own_scales = scales + (u64)found.expert * scale_blocks * WORDS * rows + first;
+  auto load = [&](Block& to, int block) {
+    if (!busy || block >= blocks) return;
+    const char* const at = own_codes + (u32)(block * rows * PACKED);
+    const u32* const scale_at = own_scales + (u32)(block / SHARE * WORDS * rows);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to.codes[i].x), "=r"(to.codes[i].y), "=r"(to.codes[i].z), "=r"(to.codes[i].w)
+                   : "l"(at + (i ? apart * PACKED : 0)));
+#pragma unroll
+      for (int word = 0; word < WORDS; word++)
+        asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(to.scales[i][word]) : "l"(scale_at + word * rows + (i ? apart : 0)));
+    }
+  };
+  float scaled[2] = {1.0f, 1.0f};
+  Weights weights{shared(memory + 8 * ROWS)};
+#if FP8 && !INT4
+  if (busy)
+    for (int i = 0; i < 2; i++) {
+      scaled[i] = __ldg(row_scale + found.expert * rows + first + i * apart);
+      weights.largest[i] = largest_of(scaled[i]);
+    }
+#endif
+  const int chunks = (blocks + CHUNK - 1) / CHUNK;
+#pragma unroll 1
+  for (int begin = 0; begin < (SORTED ? 1 : found.rows); begin += ROWS) {
+    Block coming[AHEAD];
+#pragma unroll
+    for (int j = 0; j < AHEAD; j++) load(coming[j], piece + SPLIT * j);
+#if !SORTED
+    __syncthreads();  // all have done with the rows before
+    if (threadIdx.x < 32) {
+      const int at = __popc(mine & ((1u << lane) - 1)) - begin;
+      if (lane < ROWS) from[lane] = to[lane] = -1;
+      __syncwarp();
+      if ((mine >> lane & 1) && at >= 0 && at < ROWS) from[at] = lane / every, to[at] = lane;
+    }
+#endif
+    __syncthreads();
+    auto stage = [&](int chunk) {
+      constexpr int PARTS = CHUNK * 8 * BYTES;  // of 16 bytes
+      const u32 at = shared(room) + chunk % 2 * (ROWS * LINE);
+#pragma unroll 2
+      for (int i = threadIdx.x; i < ROWS * PARTS; i += THREADS) {
+        const int row = i / PARTS, part = i % PARTS, byte = (chunk * PARTS + part) * 16;
+        const bool there = from[row] >= 0 && byte < depth * BYTES;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at + row * LINE + part * 16),
+                     "l"(x + (there ? (u64)from[row] * depth * BYTES + byte : 0)), "r"(there ? 16 : 0)
+                     : "memory");
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    stage(0);
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 1
+    for (int chunk = 0; chunk < chunks; chunk++) {
+      asm volatile("cp.async.wait_group 0;" ::: "memory");
+      __syncthreads();
+      if (chunk + 1 < chunks) stage(chunk + 1);
+      const u32 at = shared(room) + chunk % 2 * (ROWS * LINE) + lane % 8 * LINE + lane / 8 * 16;
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++) {
+        const int block = chunk * CHUNK + piece + SPLIT * j;
+        if (!busy || block >= blocks) break;
+        const Block own = coming[j];
+        load(coming[j], block + CHUNK);
+        add_block(sum, own, weights, at + (piece + SPLIT * j) * 128 * BYTES, block);
+      }
+    }
+    if constexpr (SPLIT > 1) {
+      __syncthreads();
+      float* const others = (float*)room + tile * 4 * 32 + lane;
+      if (piece > 0)
+        for (int i = 0; i < 4; i++) others[((piece - 1) * TILES * 4 + i) * 32] = sum[i];
+      __syncthreads();
+      if (piece == 0)
+        for (int other = 1; other < SPLIT; other++)
+          for (int i = 0; i < 4; i++) sum[i] += others[((other - 1) * TILES * 4 + i) * 32];
+    }
+    if (piece == 0 && busy) {
+      const float scale = factor ? unit * __ldg(factor + found.expert) : unit;
+      float added[2] = {0.0f, 0.0f};
+      if (BIASED)
+        for (int i = 0; i < 2; i++)
+          added[i] = __uint_as_float((u32)__ldg(bias + found.expert * rows + first + i * apart) << 16);
+#pragma unroll
+      for (int odd = 0; odd < 2; odd++) {
+        const int at = lane % 4 * 2 + odd, row = to[at];
+        if (row < 0) continue;
+        const float by = FP8 ? scale * __ldg(x_scale + from[at]) : scale;
+        const float one = sum[odd] * (by * scaled[0]) + added[0], other = sum[2 + odd] * (by * scaled[1]) + added[1];
+#pragma unroll
+        for (int i = 0; i < (GATED ? 1 : 2); i++) {
+          const float value = GATED ? activate(one, other, alpha, limit) : activate(i ? other : one, 0.0f, alpha, limit);
+          unsigned short bits;
+          asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+          out[(u64)row * width + first + 8 * i] = bits;
+        }
+      }
+    }
+  }
+}
