@@ -42,10 +42,10 @@ class TokenMasks:
     """Of one model: finds each call's mask, for the blocks that the call reaches.
 
     Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
-    gradients, labels, or router logits, and where `generate` is given padding on the right, padding is computed as in
-    the untouched model. What activation checkpointing repeats in backward finds no mask: it counts nothing, and
-    computes padding as the call with gradients did. Each thread has its own call: those whose layers do not meet are
-    served.
+    gradients, labels, or router logits, where a 4-D mask may let other rows attend to it, and where `generate` is given
+    padding on the right, padding is computed as in the untouched model. What activation checkpointing repeats in
+    backward finds no mask: it counts nothing, and computes padding as the call with gradients did. Each thread has its
+    own call: those whose layers do not meet are served.
 
     Args:
         send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence.
@@ -114,10 +114,10 @@ class TokenMasks:
         if self._asked.idle:
             self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
             return
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        mask = _first(kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
         tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
         if tokens is not None:
-            sent = sent or self._send_padding or self._last_is_padding(tokens)
+            sent = sent or self._send_padding or mask.dim() == 4 or self._last_is_padding(tokens)
             self._put(_Call(TokenMask(tokens, sent)))
 
     def _last_is_padding(self, tokens: Tensor) -> bool:
@@ -158,8 +158,7 @@ def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
     Returns:
         bool [B, S]. None where the mask does not say it: packed sequences without padding, masks of other forms.
     """
-    if isinstance(mask, dict):
-        mask = next(iter(mask.values()), None)
+    mask = _first(mask)
     if not isinstance(mask, Tensor):
         return None
     batch, length = rows
@@ -177,6 +176,11 @@ def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
     if past + length > mask.shape[1]:
         return None
     return mask[:, past : past + length] != 0
+
+
+def _first(mask: Any) -> Any:
+    """Of masks by layer type."""
+    return next(iter(mask.values()), None) if isinstance(mask, dict) else mask
 
 
 class RouterLogits:
