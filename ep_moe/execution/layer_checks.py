@@ -103,7 +103,7 @@ class RankChecks:
             layer.context.flight_recorder.meet(f"{layer.name}/map/{found}", ranks, what)
             self._adopted = False
         with layer.context._entered(layer.name, layer._carried()), torch.no_grad(), unseen_by_modes():
-            compare_ranks(layer, self.wrapper_problem(layer))
+            compare_ranks(layer, self.wrapper_problem(layer) or layer.expert_weights.replaced_problem())
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 
