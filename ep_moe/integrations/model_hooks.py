@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +110,8 @@ class TokenMasks:
         rows = given.shape[:2]
         if rows.numel() == 0:
             self._refuse(_EMPTY.format(list(given.shape)))
+        if (problem := _ids_problem(given, model)) is not None:
+            self._refuse(problem)
         sent = labels or torch.is_grad_enabled()
         if self._asked.idle:
             self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
@@ -176,6 +178,19 @@ def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
     if past + length > mask.shape[1]:
         return None
     return mask[:, past : past + length] != 0
+
+
+def _ids_problem(ids: Tensor, model: Any) -> str | None:
+    """None, or that the embedding has no row for an id, which its error would say on this rank alone. On a GPU the ids
+    would be waited for, and end the process."""
+    if ids.device.type != "cpu" or ids.is_floating_point():
+        return None
+    rows = None
+    with suppress(AttributeError, NotImplementedError):  # of models that have another way to embed
+        rows = model.get_input_embeddings().num_embeddings
+    if rows is None or not (bad := ids[(ids < 0) | (ids >= rows)]).numel():
+        return None
+    return f"input_ids must be in [0, {rows}), the rows of the embedding, got {int(bad[0])}; use the model's tokenizer"
 
 
 def _first(mask: Any) -> Any:
