@@ -42,13 +42,14 @@ class TokenMasks:
     """Of one model: finds each call's mask, for the blocks that the call reaches.
 
     Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
-    gradients, labels, or router logits, where a 4-D mask may let other rows attend to it, and where `generate` is given
-    padding on the right, padding is computed as in the untouched model. What activation checkpointing repeats in
-    backward finds no mask: it counts nothing, and computes padding as the call with gradients did. Each thread has its
-    own call: those whose layers do not meet are served.
+    gradients, labels, or hidden states or router logits that are asked for, where a 4-D mask may let other rows attend
+    to it, and where `generate` is given padding on the right, padding is computed as in the untouched model. What
+    activation checkpointing repeats in backward finds no mask: it counts nothing, and computes padding as the call with
+    gradients did. Each thread has its own call: those whose layers do not meet are served.
 
     Args:
-        send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence.
+        send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence:
+            other layers, or a head or the caller, who may take any row for that of the sequence.
     """
 
     def __init__(self, *, send_padding: bool = False) -> None:
@@ -112,7 +113,9 @@ class TokenMasks:
             self._refuse(_EMPTY.format(list(given.shape)))
         if (problem := _ids_problem(given, model)) is not None:
             self._refuse(problem)
-        sent = labels or torch.is_grad_enabled()
+        config = getattr(model, "config", None)
+        shown = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        sent = labels or bool(shown) or torch.is_grad_enabled()
         if self._asked.idle:
             self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
             return
