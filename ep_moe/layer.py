@@ -25,6 +25,7 @@ from ep_moe.execution.layer_checks import (
     refuse_tracing,
     routing_without_class,
 )
+from ep_moe.execution.rank_comparison import dense_digest
 from ep_moe.execution.routing_replay import Replay
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import (
@@ -194,6 +195,7 @@ class MoELayer(LayerTools):
         if x.requires_grad and torch.is_grad_enabled():
             self._slow_training.look(self)
         out = self.run(x, routing, mask)
+        self._checks.loaded = False
         self._graphs.note(self, routing, mask)
         return out
 
@@ -248,7 +250,7 @@ class MoELayer(LayerTools):
         if of_shape is not shape or of_map is not expert_map:
             text = f"{shape.described}, expert_map={expert_map.digest}"
             self._carried_last = shape, expert_map, text
-        return text
+        return f"{text}, loaded={dense_digest(self)}" if self._checks.loaded else text
 
     def _hidden_padding(self, mask: TokenMask | None) -> Tensor | None:
         """Rows that router and experts see as zeros, [T, 1]; None where there are none. What padding holds, perhaps

@@ -223,6 +223,10 @@ class LayerParts(nn.Module):
         saved = local_metadata.get("expert_map")
         if saved is not None and saved != self.placement.expert_map.to_json():
             self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], state_dict, f"{prefix}expert_weights.")
+        # a router alone may be loaded on one rank, and broadcast; a rank without experts has no more in its own state
+        loaded = f"{prefix}expert_weights." if self.expert_weights.held else prefix
+        if any(key.startswith(loaded) for key in state_dict):
+            self._checks.state_loaded(self)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _adopt(self, saved: ExpertMap, ep_rank: int, state_dict: Any, prefix: str) -> None:
@@ -239,7 +243,6 @@ class LayerParts(nn.Module):
         except ConfigError:
             return  # keys that are missing are reported
         self.expert_weights.set_expert_map(saved)
-        self._checks.adopted_map(self)
 
     def _release_buffers(self) -> None:
         """Of what the context gives back."""

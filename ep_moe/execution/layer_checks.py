@@ -38,11 +38,12 @@ class RankChecks:
     """Of one layer. `first_call` looks once; backward looks too (`watch`).
 
     due: whether the next call is to compare ranks
+    loaded: whether a state dict was loaded since the newest call, which the next one is to carry
     """
 
     def __init__(self, layer: ComparedLayer) -> None:
         self.due = layer.context.layout.lockstep > 1  # else there is nothing to compare
-        self._adopted = False
+        self.loaded = self._adopted = False
         self.saw_ids = False  # valid ones, in some call
         self.forwards = 0  # that began, of which some may have ended by an exception
         self.eager = 0  # of these, that no graph served, those too that ended before
@@ -84,11 +85,13 @@ class RankChecks:
         self.due = layer.context.layout.lockstep > 1
         self.first_call(layer)
 
-    def adopted_map(self, layer: ComparedLayer) -> None:
-        """A loaded state has put another map in force, on all ranks or, wrongly, on some. Calls over fixed buffers
-        compare nothing with their peers': the next one is to compare as the first one did."""
-        if layer._fixed and not self.due:
-            self.due = self._adopted = layer.context.layout.lockstep > 1
+    def state_loaded(self, layer: ComparedLayer) -> None:
+        """On all ranks or, wrongly, on some: the next call compares it. Calls over fixed buffers compare nothing with
+        their peers', and so this one is as the first one was."""
+        if self.due or layer.context.layout.lockstep == 1:
+            return  # `first_call` compares
+        self.loaded = True
+        self.due = self._adopted = layer._fixed
 
     def first_call(self, layer: ComparedLayer) -> None:
         """Raise InputError on all ranks of the layer's first call unless they hold alike what they should. Waits for
@@ -99,11 +102,11 @@ class RankChecks:
             return
         if self._adopted:  # peers that did not would meet the comparison by a dispatch
             found, ranks = layer.placement.expert_map.digest, layer.context.rank_groups["lockstep"].ranks
-            what = f"{layer.name}: a call under the expert map of a loaded state_dict"
+            what = f"{layer.name}: a call after load_state_dict, under its expert map,"
             layer.context.flight_recorder.meet(f"{layer.name}/map/{found}", ranks, what)
             self._adopted = False
         with layer.context._entered(layer.name, layer._carried()), torch.no_grad(), unseen_by_modes():
-            compare_ranks(layer, self.wrapper_problem(layer))
+            compare_ranks(layer, self.wrapper_problem(layer) or layer.expert_weights.replaced_problem())
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 

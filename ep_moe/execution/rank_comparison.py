@@ -168,6 +168,11 @@ def _mixed(layer: ComparedLayer) -> str | None:
     return None
 
 
+def dense_digest(layer: ComparedLayer) -> int:
+    """Of the router and shared experts. Waits for the device."""
+    return int(_sums(dict(_dense(layer)), layer.context.device)[1])
+
+
 def _sums(dense: dict[str, Tensor], device: torch.device) -> tuple[list[Tensor], Tensor]:
     """Checksums: of each, and of all together."""
     sums = [checksum(tensor, device) for tensor in dense.values()]

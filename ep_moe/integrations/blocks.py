@@ -61,7 +61,7 @@ def replace_blocks(
     """
     config = model.config.get_text_config()
     moe_config, names = moe_config_of(family, config), names_of(config.model_type)
-    masks, made = TokenMasks(), {}
+    masks, made = TokenMasks(send_padding=not model.can_generate()), {}
     for number, (name, block) in enumerate(blocks_of(model, family)):
         parameters = list(block.parameters())
         # a block may keep its router in float32, and not its experts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -42,13 +42,14 @@ class TokenMasks:
     """Of one model: finds each call's mask, for the blocks that the call reaches.
 
     Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
-    gradients, labels, or router logits, and where `generate` is given padding on the right, padding is computed as in
-    the untouched model. What activation checkpointing repeats in backward finds no mask: it counts nothing, and
-    computes padding as the call with gradients did. Each thread has its own call: those whose layers do not meet are
-    served.
+    gradients, labels, or hidden states or router logits that are asked for, where a 4-D mask may let other rows attend
+    to it, and where `generate` is given padding on the right, padding is computed as in the untouched model. What
+    activation checkpointing repeats in backward finds no mask: it counts nothing, and computes padding as the call with
+    gradients did. Each thread has its own call: those whose layers do not meet are served.
 
     Args:
-        send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence.
+        send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence:
+            other layers, or a head or the caller, who may take any row for that of the sequence.
     """
 
     def __init__(self, *, send_padding: bool = False) -> None:
@@ -110,14 +111,18 @@ class TokenMasks:
         rows = given.shape[:2]
         if rows.numel() == 0:
             self._refuse(_EMPTY.format(list(given.shape)))
-        sent = labels or torch.is_grad_enabled()
+        if (problem := _ids_problem(given, model)) is not None:
+            self._refuse(problem)
+        config = getattr(model, "config", None)
+        shown = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        sent = labels or bool(shown) or torch.is_grad_enabled()
         if self._asked.idle:
             self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
             return
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        mask = _first(kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
         tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
         if tokens is not None:
-            sent = sent or self._send_padding or self._last_is_padding(tokens)
+            sent = sent or self._send_padding or mask.dim() == 4 or self._last_is_padding(tokens)
             self._put(_Call(TokenMask(tokens, sent)))
 
     def _last_is_padding(self, tokens: Tensor) -> bool:
@@ -158,8 +163,7 @@ def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
     Returns:
         bool [B, S]. None where the mask does not say it: packed sequences without padding, masks of other forms.
     """
-    if isinstance(mask, dict):
-        mask = next(iter(mask.values()), None)
+    mask = _first(mask)
     if not isinstance(mask, Tensor):
         return None
     batch, length = rows
@@ -177,6 +181,24 @@ def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
     if past + length > mask.shape[1]:
         return None
     return mask[:, past : past + length] != 0
+
+
+def _ids_problem(ids: Tensor, model: Any) -> str | None:
+    """None, or that the embedding has no row for an id, which its error would say on this rank alone. On a GPU the ids
+    would be waited for, and end the process."""
+    if ids.device.type != "cpu" or ids.is_floating_point():
+        return None
+    rows = None
+    with suppress(AttributeError, NotImplementedError):  # of models that have another way to embed
+        rows = model.get_input_embeddings().num_embeddings
+    if rows is None or not (bad := ids[(ids < 0) | (ids >= rows)]).numel():
+        return None
+    return f"input_ids must be in [0, {rows}), the rows of the embedding, got {int(bad[0])}; use the model's tokenizer"
+
+
+def _first(mask: Any) -> Any:
+    """Of masks by layer type."""
+    return next(iter(mask.values()), None) if isinstance(mask, dict) else mask
 
 
 class RouterLogits:

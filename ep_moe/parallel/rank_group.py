@@ -310,6 +310,12 @@ class RankGroup:
                 f"{pair[1]} at least; load state_dict, and call ExpertBalancer.step and Placement.update, on all ranks "
                 f"alike"
             )
+        if "loaded=" in first + second:
+            raise InputError(
+                f"{self.flight_recorder.where}: ranks have loaded different state dicts since the last call, rank "
+                f"{pair[0]} {first or 'none'} and rank {pair[1]} {second or 'none'} (a checksum of router and shared "
+                f"experts); call load_state_dict on all ranks, with those alike"
+            )
         if first.startswith("exchange="):
             raise of_other_calls(self.flight_recorder.where, pair)
         raise InputError(

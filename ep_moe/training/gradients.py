@@ -50,9 +50,9 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
 
     Raises:
         ConfigError: the model's layers have a context of another layout.
-        InputError: on all ranks, at the first call, where ranks hold different numbers in a parameter that they should
-            hold alike; on CPUs where a rank is in a layer's call or its backward, or gives another model. No gradient
-            is changed then.
+        InputError: on all ranks, at the first call with these parameters, where ranks hold different numbers in one
+            that they should hold alike; on CPUs where a rank is in a layer's call or its backward, or gives another
+            model. No gradient is changed then.
     """
     check_context("sync_gradients", model, context)
     _meet("sync_gradients", model, context)

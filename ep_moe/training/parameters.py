@@ -98,8 +98,8 @@ def is_cut(parameter: Tensor) -> bool:
 
 
 def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
-    """Compare dense parameters over the stage, and experts' with those of other EP groups, once for a model: gradients
-    keep alike what was alike.
+    """Compare dense parameters over the stage, and experts' with those of other EP groups, once for each set of dense
+    parameters that layers come with: gradients keep alike what was alike.
 
     Args:
         model: The model.
@@ -110,9 +110,10 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         InputError: on all ranks, where a parameter differs.
     """
     held = expert_weights_of(model)
-    if not held or held[0].gradient_sum.compared:
-        return
     experts = {id(parameter) for parameter in expert_parameters(model)}
+    dense = tuple(name for name, parameter in model.named_parameters() if id(parameter) not in experts)
+    if not held or dense in held[0].gradient_sum.compared:
+        return
     sharded = {id(p) for weights in held if weights.gradient_sum.sharded for p in weights.parameters()}
     named = {
         name: local(parameter)
@@ -132,7 +133,7 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
     if found is not None:
         raise InputError(f"{what}: {found}")
     for weights in held:
-        weights.gradient_sum.compared = True
+        weights.gradient_sum.compared.add(dense)
 
 
 def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -> str | None:

@@ -340,6 +340,13 @@ class ExpertWeights(ExpertSlots):
                         raise InputError(f"expert {expert}: {part} must be {shape}, got {list(half.shape)}")
                     halves.append(half.to(self.device))
                 whole[name] = torch.cat(halves)
+        for name in whole:
+            matrix, _, kind = name.partition("_")
+            if kind in ("scale", "global_scale") and matrix not in whole:
+                raise InputError(
+                    f"expert {expert}: {name} belongs to codes of its own, and {matrix} is missing; give {matrix} too, "
+                    f"or leave out its scales"
+                )
         self.update_expert(expert, whole)
 
     def _own_half(self, expert: int, name: str, part: str, shape: list[int]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from ep_moe.types import dtype_name
 from ep_moe.weights.parts import local, split_parts
 from ep_moe.weights.trained import guard_optimizers, leave_behind
 
@@ -128,5 +129,28 @@ def offloaded_problem(weights: ExpertSlots) -> str | None:
                 f"expert_weights.{name} is on {parameter.device} and its layer on {weights.device}; leave expert "
                 f"parameters out of offloading (accelerate's cpu_offload, disk_offload, device_map), or move the "
                 f"layer as a whole"
+            )
+    return None
+
+
+def stored_problem(weights: ExpertSlots) -> str | None:
+    """None, or what a loop over parameters made of the tensors of experts that do not train: kernels would read codes
+    of another dtype as other numbers, and no gradient comes back."""
+    scheme, learn = weights.scheme, torch.is_grad_enabled() and not weights.trainable
+    for name, tensor in weights._parameters.items():
+        if tensor is None:
+            return f"expert_weights.{name} was taken away; build the layer anew, and load its weights"
+        spec = weights._specs[name]
+        if tensor.shape != (weights.num_slots, *spec.shape) or (not scheme.plain and tensor.dtype != spec.dtype):
+            wanted = f"{dtype_name(spec.dtype)} {[weights.num_slots, *spec.shape]}"
+            return (
+                f"expert_weights.{name} must be {wanted} as it was made, got {dtype_name(tensor.dtype)} "
+                f"{list(tensor.shape)}; leave expert_weights out of what converts parameters, and load the weights anew"
+            )
+        if learn and tensor.requires_grad:
+            return (
+                f"expert_weights.{name} requires a gradient, and experts with quantization={scheme.name} in the layout "
+                f"of this kernel do not train; call requires_grad_(False) on expert_weights, or build the layer with "
+                f"quantization='none' and experts='reference'"
             )
     return None

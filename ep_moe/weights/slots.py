@@ -26,7 +26,7 @@ from ep_moe.weights.parts import (
     parts_of,
     split_parts,
 )
-from ep_moe.weights.replaced import follow, offloaded_problem, take_over, take_replaced
+from ep_moe.weights.replaced import follow, offloaded_problem, stored_problem, take_over, take_replaced
 from ep_moe.weights.trained import GradientSum, guard_optimizers, leave_behind
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ class ExpertSlots(nn.Module):
         # called in the backward of every call, with its number, on all ranks of the call alike: whether or not a rank's
         # experts learn
         self.each_backward: Callable[[int], None] | None = None
-        self.named = trainable and scheme.plain and type(self.weight_layout) is WeightLayout
+        self.trainable = trainable and scheme.plain
+        self.named = self.trainable and type(self.weight_layout) is WeightLayout
         self._slots: dict[str, Tensor] = {}
         self._changes = Changes()
         self._seen = 0  # of these
@@ -92,12 +93,13 @@ class ExpertSlots(nn.Module):
         self._mesh: DeviceMesh | None = None
         self.lora: ExpertLora | None = None
         self.main_grads: MainGrads | None = None  # of `ep_moe.training.use_main_grads`
-        for name, spec in self.weight_layout.specs().items():
+        self._specs = self.weight_layout.specs()
+        for name, spec in self._specs.items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
             if self.named:
                 self._slots[name] = data
             else:
-                self.register_parameter(name, nn.Parameter(data, requires_grad=trainable and scheme.plain))
+                self.register_parameter(name, nn.Parameter(data, requires_grad=self.trainable))
         # what keeps a rank without experts in the graph, so that its backward enters what the peers' do
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True) if self.named else None
         self._name_experts(requires_grad=True)
@@ -225,6 +227,8 @@ class ExpertSlots(nn.Module):
 
     def replaced_problem(self) -> str | None:
         """None, or why a parameter that was replaced cannot be used."""
+        if not self.named:
+            return stored_problem(self)
         if not self._slots or self._changes.count == self._seen:
             return None
         return offloaded_problem(self)

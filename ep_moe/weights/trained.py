@@ -44,7 +44,7 @@ class GradientSum:
     divisor: what backward divides gradients by: 1 for the sum over all ranks' tokens; the number of ranks with tokens
         of their own for the mean, as dense parameters have it (`ep_moe.training`)
     sharded: FSDP cuts the experts over `replicas` and averages over them
-    compared: `ep_moe.training` has compared what ranks hold alike
+    compared: names of dense parameters beside the experts, which `ep_moe.training` has compared over ranks with these
     each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
     stepped: a checksum of the gradients that an optimizer's step took, int64 []; 0 where they were zero or not finite
     """
@@ -54,7 +54,7 @@ class GradientSum:
         self.ep, self.etp, self.replicas = ep, etp, replicas
         self.divisor = 1
         self.sharded = False
-        self.compared = False
+        self.compared: set[tuple[str, ...]] = set()
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
         self._learns_somewhere = False  # in the EP group; once it does, all ranks sum from then on

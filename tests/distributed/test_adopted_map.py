@@ -1,4 +1,5 @@
-"""A state dict brings the map under which it was saved: all ranks load it, or the next call says who did not."""
+"""A state dict brings numbers, and the map under which it was saved: all ranks load it, or the next call says who did
+not."""
 
 import pytest
 import torch
@@ -35,15 +36,51 @@ def test_a_map_that_one_rank_alone_adopted(world_size):
 
 
 @distributed(2)
-def test_a_map_that_one_rank_alone_adopted_over_fixed_buffers(world_size):
-    """Whose calls exchange nothing on the host: each rank waits for the others to adopt it too."""
+def test_a_state_that_one_rank_alone_loaded(world_size):
+    """In inference too, where no gradient says it. A rank whose load has failed may load again."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context, torch.no_grad():
+        rank, x = context.layout.rank, torch.ones(3, 16, device=context.device)
+        layer, other = made(context, FIRST), made(context, FIRST)
+        other.load_state_dict({name: 2 * tensor for name, tensor in layer.state_dict().items()})
+        first, second = layer.state_dict(), other.state_dict()
+        first = {name: tensor.clone() for name, tensor in first.items()}
+        wanted = layer(x)
+        for one_alone in (0, 1):
+            if rank == one_alone:
+                layer.load_state_dict(second)
+            text = same_error(InputError, lambda: layer(x))
+            assert "ranks have loaded different state dicts since the last call" in text
+            assert f"rank {1 - one_alone} none" in text
+            layer.load_state_dict(first)
+            assert torch.equal(layer(x), wanted)
+        layer.load_state_dict(second if rank else first)
+        assert "different state dicts" in same_error(InputError, lambda: layer(x))
+        if rank:
+            with pytest.raises(RuntimeError, match="Missing key"):
+                layer.load_state_dict({"router.weight": first["router.weight"]})
+        layer.load_state_dict(first)
+        assert torch.equal(layer(x), wanted)
+        assert torch.equal(layer(x), wanted)
+        if rank == 0:
+            layer.load_state_dict({"router.weight": second["router.weight"]}, strict=False)
+        dist.broadcast(layer.router.weight, 0)
+        layer(x)
+        empty = made(context, ExpertMap.from_ranks([[], list(range(8))], 8))
+        empty(x)
+        empty.load_state_dict(empty.state_dict())
+        empty(x)
+
+
+@distributed(2)
+def test_a_state_that_one_rank_alone_loaded_over_fixed_buffers(world_size):
+    """Whose calls exchange nothing on the host: each rank waits for the others to load it too, with its map or not."""
     if rank_device().type == "cuda":
         pytest.skip("the host of a rank that did not goes on there, and hears of it at a later step")
     options = {"device": rank_device(), "ranks_per_node": 1, "max_tokens": 4, "deadline_s": 4}
     with EPContext.from_groups(ParallelConfig(dp=2), **options) as context:
         layer, state = (made(context, one, "hierarchical_static") for one in (FIRST, OTHER))
         x, state = torch.ones(3, 16, device=context.device), state.state_dict()
-        wanted, first = layer(x), layer.state_dict()
+        wanted = layer(x)
         for rank in range(2):
             if context.layout.rank == rank:
                 layer.load_state_dict(state)
@@ -51,8 +88,8 @@ def test_a_map_that_one_rank_alone_adopted_over_fixed_buffers(world_size):
         assert layer.placement.expert_map == OTHER
         assert torch.equal(layer(x), wanted)
         if context.layout.rank == 1:
-            layer.load_state_dict(first)
-        sentence = "expert map of a loaded state_dict needs rank 0 too" if context.layout.rank else "lost its peers"
+            layer.load_state_dict(state)
+        sentence = "a call after load_state_dict, .* needs rank 0 too" if context.layout.rank else "lost its peers"
         with pytest.raises(PeerTimeout, match=sentence):
             layer(x)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -14,10 +15,11 @@ import torch.distributed as dist
 
 from ep_moe import EPContext
 from ep_moe.checkpoint.source import CheckpointSource
-from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import tiny_model, written
+from tests.fixtures.distributed_cases import same_error
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +43,25 @@ def test_a_rank_that_cannot_read_on_stops_all(checkpoints, world_size):
         pytest.raises(Exception, match="ends early"),
     ):
         load_pretrained(checkpoints["mixtral shards"].folder, context)
+
+
+@distributed(2)
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_an_id_outside_the_vocabulary_is_one_sentence(family, world_size):
+    """The embedding's own error would be raised on one rank, while the others wait for it in their first layer."""
+    if rank_device().type == "cuda":
+        pytest.skip("ids are not waited for there")
+    with EPContext.from_groups(device=rank_device(), deadline_s=20.0) as context, torch.no_grad():
+        model = expert_parallel(tiny_model(family), context)
+        ids = torch.arange(6).view(2, 3)
+        rows, wanted = model.get_input_embeddings().num_embeddings, model(ids).logits
+        for bad in (-1, rows):
+            wrong = ids.clone()
+            wrong[1, 0] = bad if dist.get_rank() == 1 else 0
+            for call in (model, partial(model.generate, max_new_tokens=2 + dist.get_rank(), do_sample=False)):
+                text = same_error(InputError, partial(call, wrong))
+                assert f"rank 1: input_ids must be in [0, {rows}), the rows of the embedding, got {bad}" in text
+        assert torch.equal(model(ids).logits, wanted)
 
 
 @distributed(2)

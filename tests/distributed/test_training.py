@@ -243,6 +243,9 @@ def test_dense_parameters_that_differ_are_found(world_size):
             for parameter in training.dense_parameters(model):
                 dist.broadcast(parameter, 0)
         training.sync_gradients(model, context)
+        torch.manual_seed(dist.get_rank())
+        model.other = torch.nn.Linear(1, 1, device=context.device)  # once the rest was compared
+        assert "other.weight differs between rank 0" in same_error(lambda: training.sync_gradients(model, context))
     with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=10) as context:
         model = made(context)
         if dist.get_rank():

@@ -1,13 +1,18 @@
 """The mask of a model's call: whose it is, and that nothing of it outlives the call."""
 
+import copy
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
+from ep_moe import EPContext
 from ep_moe.integrations.model_hooks import TokenMasks, tokens_of
+from ep_moe.integrations.transformers import expert_parallel
+from tests.fixtures.checkpoint_files import tiny_config, tiny_model
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -128,6 +133,35 @@ def test_labels_are_of_the_call_that_has_them(model):
     model.model(input_ids=IDS, attention_mask=MASK)
     model(input_ids=IDS, attention_mask=MASK)
     assert [bool(mask.sent) for mask in model.model.seen] == [True, False, False]
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_row_that_attends_to_nothing_may_be_attended_to(added):
+    """By others of a 4-D mask: no row of padding, as in a strictly causal one."""
+    plain = tiny_model("qwen3_moe")
+    model = expert_parallel(tiny_model("qwen3_moe"), EPContext.local(torch.device("cpu")))
+    mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1)
+    mask[:, :, 3] = False
+    if added:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        expected, found = (one(input_ids=ids, attention_mask=mask).logits for one in (plain, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["AutoModelForSequenceClassification", "AutoModel", "AutoModelForCausalLM"])
+def test_rows_of_padding_that_are_given_back_are_those_of_the_model(kind):
+    """A head that pools may take one for that of the sequence, where its id is not the padding's; callers may, too."""
+    torch.manual_seed(0)
+    plain = getattr(transformers, kind).from_config(tiny_config("qwen3_moe"), dtype=torch.float32).eval()
+    model = expert_parallel(copy.deepcopy(plain), EPContext.local(torch.device("cpu")))
+    ids, mask = torch.arange(1, 9).view(2, 4), torch.tensor([[1, 1, 1, 0], [0, 1, 1, 1]])
+    plain.config.pad_token_id = model.config.pad_token_id = 0
+    shown = {"output_hidden_states": True} if kind == "AutoModelForCausalLM" else {}
+    with torch.no_grad():
+        expected, found = (one(input_ids=ids, attention_mask=mask, **shown)[0] for one in (plain, model))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_idle_steps_nest_and_end(model, masks):

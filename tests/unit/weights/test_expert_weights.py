@@ -612,6 +612,18 @@ def test_half_a_matrix_is_not_quantized():
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights.stored_tensors().items())
 
 
+@pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)
+def test_a_state_with_scales_and_without_their_codes_changes_nothing(scheme):
+    weights = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16, scheme=scheme)
+    other = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16, scheme=scheme)
+    before = {name: tensor.clone() for name, tensor in weights.stored_tensors().items()}
+    state = {name: tensor for name, tensor in other.state_dict().items() if name.startswith("1.w2_")}
+    with pytest.raises(RuntimeError, match=r"expert 1: w2_\w*scale belongs to codes of its own, and w2 is missing"):
+        weights.load_state_dict(state, strict=False)
+    for name, tensor in weights.stored_tensors().items():
+        assert torch.equal(tensor.float(), before[name].float()), name
+
+
 def test_sharded_parameters_are_not_broadcast_into():
     config = shape()
     weights = filled(config, ExpertMap.linear(5, 1))

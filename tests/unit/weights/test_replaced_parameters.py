@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
-from ep_moe import ConfigError, ExpertMap, InputError, MoELayer
+from ep_moe import ConfigError, ExpertMap, InputError, MoEConfig, MoELayer
 from ep_moe.weights.parts import Expert
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
@@ -154,6 +154,40 @@ def test_a_parameter_on_another_device_is_refused(context):
         layer(x)
     parameters["w1"] = own
     assert same_bits(layer(x).detach(), wanted)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4", "int4"])
+def test_codes_that_a_loop_over_parameters_converts_are_refused(scheme, context):
+    """Read as they are they would be other numbers."""
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=2, top_k=1)
+    layer = MoELayer(config, context, quantization=scheme, dtype=torch.bfloat16)
+    x = torch.ones(3, 128, dtype=torch.bfloat16)
+    with torch.no_grad():
+        wanted = layer(x)
+        for name, parameter in layer.expert_weights.named_parameters():
+            own = parameter.data
+            other = torch.int32 if own.dtype == torch.uint8 else torch.float16
+            for wrong in (own.to(other), own[:1]):
+                parameter.data = wrong
+                with pytest.raises(InputError, match=rf"expert_weights\.{name} must be .*leave expert_weights out"):
+                    layer(x)
+            parameter.data = own
+        assert same_bits(layer(x), wanted)
+
+
+def test_codes_that_are_to_learn_are_refused(context):
+    """Gradients of float8 codes would be missing, without a word."""
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=2, top_k=1)
+    layer = MoELayer(config, context, quantization="fp8_block", dtype=torch.bfloat16)
+    x, alone = torch.ones(3, 128, dtype=torch.bfloat16), layer.expert_weights
+    alone.requires_grad_(True)
+    with pytest.raises(InputError, match=r"expert_weights\.w13 requires a gradient.*fp8_block.*do not train"):
+        layer(x)
+    with torch.no_grad():
+        layer(x)
+    alone.requires_grad_(False)
+    layer(x).float().sum().backward()
+    assert layer.router.weight.grad.isfinite().all()
 
 
 def test_an_assigned_parameter_of_another_shape_is_refused(context):
