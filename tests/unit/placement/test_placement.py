@@ -233,6 +233,8 @@ def test_update_has_room_for_any_later_plan():
     one_hot = ExpertMap.from_ranks([[0, 1, 2], [0, 3, 4], [0, 5, -1], [0, -1, -1]], 6)
     placement.update(one_hot)
     assert_tables(placement, one_hot)
+    placement = Placement(ExpertMap.redundant(6, 4, 2))  # fewer spare slots than ranks, all of them for expert 0
+    placement.update(ExpertMap.from_ranks([[0, 1], [0, 2], [0, 3], [4, 5]], 6))
 
 
 @pytest.mark.parametrize(
@@ -366,6 +368,10 @@ def test_nearest_replicas():
     assert placement.logical_to_physical[0].tolist() == [0, 3, 4], "none near: all"
     placement.choose(Replicas.SPREAD)
     assert_tables(placement, expert_map)
+    placement = Placement(expert_map, ep_rank=3, ranks_per_node=2)
+    for nodes, nearest in (({"ranks_per_node": 4}, [0, 3, 4]), ({}, [4, -1, -1])):  # by default as at construction
+        placement.choose(Replicas.NEAREST, **nodes)
+        assert placement.logical_to_physical[0].tolist() == nearest
 
 
 def test_a_choice_outlives_an_update():
