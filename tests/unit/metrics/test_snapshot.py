@@ -16,6 +16,7 @@ from ep_moe import (
     ConfigError,
     ContextClosed,
     EPContext,
+    ExpertBalancer,
     InputError,
     MoEConfig,
     MoELayer,
@@ -26,6 +27,7 @@ from ep_moe.metrics import source as module
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.heartbeats import Step
 from tests.emulations.captured import layer, rows  # noqa: F401 (a fixture)
+from tests.fixtures.eplb_cases import make_layers
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
 IDS = torch.tensor([[0, 1], [0, 2], [0, -1]])
@@ -189,6 +191,17 @@ def test_a_source_keeps_nothing_alive():
     assert [one.name for one in source.newest().layers] == ["moe0"]
     with pytest.raises(ConfigError, match="its EPContext is gone"):
         source.update()
+
+
+def test_an_update_reads_the_balancers_that_live(context):
+    balancer = ExpertBalancer(make_layers(context, redundant=0), context)
+    source = metrics.Source(context, balancer)
+    balancer.step()
+    assert [one.steps for one in source.update().balancers] == [1]
+    balancer.close()
+    del balancer
+    gc.collect()
+    assert source.update().balancers == ()
 
 
 def test_a_meta_layer_has_no_load(context):
