@@ -24,6 +24,7 @@ from ep_moe import (
     Wire,
     load_model_config,
 )
+from ep_moe.checks import as_id
 from ep_moe.eplb.cost import Machine
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import balancedness, loads_by_rank, traffic
@@ -228,3 +229,9 @@ def test_numbers_of_numpy_are_numbers(layer):
 def test_a_path_may_be_one_of_pathlib(tmp_path):
     MAPS[0].save(tmp_path / "map.json")
     assert ExpertMap.load(Path(tmp_path) / "map.json") == MAPS[0]
+
+
+def test_ids_are_integers_of_any_library_and_no_flags():
+    assert [as_id(one) for one in (3, np.int64(3), torch.tensor(3), torch.tensor([3]))] == [3] * 4
+    flags = (True, np.bool_(True), torch.tensor(True))
+    assert [as_id(one) for one in (*flags, 3.0, torch.tensor(3.0), torch.tensor([3, 3]), "3", None)] == [None] * 8

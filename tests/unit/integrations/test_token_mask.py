@@ -149,3 +149,9 @@ def test_a_full_static_cache_reads_no_place_behind_the_mask():
     """On a GPU that would end the process; the model says what is wrong with its call."""
     cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3))
     assert tokens_of(MASK, torch.Size([2, 1]), cache).shape == (2, 1)
+
+
+def test_a_mask_that_ends_before_the_rows_of_the_call_says_nothing_of_them():
+    cache = SimpleNamespace(get_seq_length=lambda: 2)
+    assert tokens_of(MASK, torch.Size([2, 1]), cache).tolist() == [[True], [True]]
+    assert tokens_of(MASK, torch.Size([2, 2]), cache) is None

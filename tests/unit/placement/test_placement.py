@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap, Placement, Routing
+from ep_moe.placement.deferred import InvalidIds
 from ep_moe.placement.placement import Replicas
 from ep_moe.types import PhysicalRouting, TokenMask
 from tests.fixtures.expert_map import maps
@@ -193,6 +194,14 @@ def test_load_is_counted_without_gradients():
     placed.weights.sum().backward()
     assert weights.grad is not None
     assert not placement.expert_load.requires_grad
+
+
+def test_an_id_that_kernels_dropped_is_told_of_once():
+    dropped = InvalidIds(torch.device("cpu"))
+    assert dropped.problem("moe0", 4) is None
+    dropped.word.value = 7  # as kernels write it
+    assert "routing.ids must be -1 or in [0, 4), got 7 in an earlier call of moe0" in dropped.problem("moe0", 4)
+    assert dropped.problem("moe0", 4) is None
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------

@@ -385,6 +385,8 @@ def test_update_writes_an_expert_twice_on_one_rank():
     assert torch.equal(weights.w13[0], weights.w13[2])
     assert torch.equal(weights.w13[1], integer_expert(config, 1)["w13"])
     frozen = ExpertWeights(config, weights.expert_map, trainable=False)  # where no parameter stands for both
+    assert frozen.get_parameter("w13")[2].any()
+    assert torch.equal(frozen.get_parameter("w13")[0], frozen.get_parameter("w13")[2])
     assert frozen.update_expert(0, integer_expert(config, 0, seed=1)) == 2
     assert torch.equal(frozen.get_parameter("w13")[2], integer_expert(config, 0, seed=1)["w13"])
 
