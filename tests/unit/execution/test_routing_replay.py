@@ -82,6 +82,18 @@ def test_calls_are_recorded_in_their_order(layer):
     assert buffer.read()[0].tolist() == routing.ids[5:].tolist()
 
 
+def test_a_block_within_another_gives_back_its_record_and_its_ids(context):
+    layer, x = MoELayer(shape(), context), rows_of(4)
+    outer, inner = RoutingBuffer(8, TOP_K), RoutingBuffer(8, TOP_K)
+    ids, others = torch.tensor([[0, 1]] * 4), torch.tensor([[2, 3]] * 4)
+    with layer.record_routing(outer), layer.replay_routing(ids):
+        with layer.record_routing(inner), layer.replay_routing(others):
+            layer(x)
+        layer(x)
+    assert torch.equal(inner.read()[0], others)
+    assert torch.equal(outer.read()[0], ids)
+
+
 def test_what_is_made_in_inference_mode_serves_outside_too(context):
     x = rows_of(4)
     with torch.inference_mode():
