@@ -378,6 +378,18 @@ def test_numbers_that_cannot_be_quantised_change_nothing(scheme):
         assert torch.equal(tensor.float(), before[name].float()), name
 
 
+def test_tensors_that_are_given_are_those_of_their_call():
+    weights, outer, inner = ExpertWeights(shape(), ExpertMap.linear(5, 1)), {"w13": torch.ones(1)}, {}
+    own = weights.stored_tensors()
+
+    def call():
+        assert weights.given(inner, weights.stored_tensors) is inner
+        return weights.stored_tensors()
+
+    assert weights.given(outer, call) is outer
+    assert weights.stored_tensors() is own
+
+
 def test_update_writes_an_expert_twice_on_one_rank():
     config = shape()
     weights = filled(config, ExpertMap.from_ranks([[0, 1, 0], [2, 3, 4]], 5, allow_duplicates=True))
