@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, RankLayout
+from ep_moe import ConfigError, EPContext, ExpertMap, ExpertsOptions, InputError, MoELayer, RankLayout
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.selection.explain import explain
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, INNER, context, full, shape  # noqa: F401 (a fixture)
@@ -118,6 +118,14 @@ def test_explain_is_what_runs(context):
     named = MoELayer(shape(), context, all2all="allgather")
     assert [row.all2all for row in named.explain() if row.status == "chosen"] == ["allgather"]
     assert named._dispatcher().name == "allgather"
+
+
+def test_a_plan_counts_gradients_of_what_learns(context):
+    layer = MoELayer(shape(), context, options=ExpertsOptions(recompute=True))
+    before = layer.plan(train_tokens=8)
+    layer.router.requires_grad_(False)
+    after = layer.plan(train_tokens=8)
+    assert before["gradients"] - after["gradients"] == before["router"] > 0
 
 
 def test_a_state_says_which_slots_of_its_map_it_has(context, monkeypatch):
