@@ -120,6 +120,13 @@ def test_explain_is_what_runs(context):
     assert named._dispatcher().name == "allgather"
 
 
+def test_layers_of_a_context_read_the_registry_once(context):
+    MoELayer(shape(), context)
+    read = context._backends
+    MoELayer(shape(), context)
+    assert context._backends is read is not None
+
+
 def test_a_plan_counts_gradients_of_what_learns(context):
     layer = MoELayer(shape(), context, options=ExpertsOptions(recompute=True))
     before = layer.plan(train_tokens=8)
