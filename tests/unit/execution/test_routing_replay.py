@@ -108,6 +108,15 @@ def test_what_is_made_in_inference_mode_serves_outside_too(context):
     assert layer.router.weight.grad.abs().max() > 0
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_given_routes_that_are_computed_again_are_recorded_once(context, reentrant):
+    layer, x = MoELayer(shape(), context), rows_of(4).requires_grad_()
+    buffer, routing = RoutingBuffer(8, TOP_K), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2))
+    with layer.record_routing(buffer):
+        checkpoint(layer.forward_routed, x, routing, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(buffer.read()[0], routing.ids)
+
+
 def test_rows_without_room_are_counted_and_named(context):
     layer, buffer = MoELayer(shape(), context), RoutingBuffer(4, TOP_K)
     with layer.record_routing(buffer):

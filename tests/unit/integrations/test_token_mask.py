@@ -100,6 +100,13 @@ def test_calls_of_two_threads_have_their_own_masks(model, masks, other, masked):
         assert first.sent, "the last position is padding, and generate goes on from it"
 
 
+def test_padding_that_generate_does_not_go_on_from_is_not_sent(model, masks):
+    with torch.no_grad(), masks.generating():
+        for mask in (MASK, MASK.flip(1), MASK[:, :1]):
+            model(input_ids=IDS[:, : mask.shape[1]], attention_mask=mask)
+    assert [bool(mask.sent) for mask in model.model.seen] == [False, True, False]
+
+
 def test_a_compiled_block_sees_no_other_threads_mask(masks, model, monkeypatch):
     """It cannot tell threads apart: with several calls under way it takes no mask, and computes padding."""
     model(input_ids=IDS, attention_mask=MASK)

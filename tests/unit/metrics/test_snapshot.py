@@ -26,6 +26,8 @@ from ep_moe import (
 from ep_moe.metrics import source as module
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.heartbeats import Step
+from ep_moe.runtime import profiling
+from ep_moe.runtime.profiling import StageTimes
 from tests.emulations.captured import layer, rows  # noqa: F401 (a fixture)
 from tests.fixtures.eplb_cases import make_layers
 
@@ -157,6 +159,16 @@ def test_a_torch_without_nvtx_is_said():
         pytest.raises(BackendUnavailable, match="needs a torch with NVTX: NVTX functions not installed"),
     ):
         module._check_nvtx(torch.device("cuda"))
+
+
+def test_times_of_a_stage_add_up(monkeypatch):
+    times, clock = StageTimes(torch.device("cpu"), lambda: "one"), iter([1.0, 2.0, 10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(clock))
+    for where in (None, None, "other"):
+        with times.span("route", where):
+            pass
+    assert times.by_layer() == {"one": {"route": 3000.0}, "other": {"route": 4000.0}}
+    assert times.milliseconds() == {"route": 7000.0}
 
 
 def test_refusals(context):
