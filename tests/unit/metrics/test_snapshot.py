@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811
 
+import dataclasses
 import gc
 import threading
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from ep_moe import (
     MoEConfig,
     MoELayer,
     Routing,
+    Wire,
     metrics,
 )
 from ep_moe.metrics import source as module
@@ -159,6 +161,15 @@ def test_a_torch_without_nvtx_is_said():
         pytest.raises(BackendUnavailable, match="needs a torch with NVTX: NVTX functions not installed"),
     ):
         module._check_nvtx(torch.device("cuda"))
+
+
+def test_scales_are_sent_beside_their_rows(context, monkeypatch):
+    config = dataclasses.replace(CONFIG, hidden_size=256)
+    layers = [MoELayer(config, context, wire=Wire(dispatch=name)) for name in ("plain", "fp8_block")]
+    counts = module._counts
+    monkeypatch.setattr(module, "_counts", lambda layer: [*counts(layer)[:2], torch.tensor([3])])  # rows to others
+    assert [one.sent_bytes for one in metrics.snapshot(context).layers] == [3 * 256 * 4, 3 * (256 + 2 * 4)]
+    del layers
 
 
 def test_times_of_a_stage_add_up(monkeypatch):

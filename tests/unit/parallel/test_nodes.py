@@ -42,6 +42,7 @@ def test_ranks_per_node_counts_ranks_and_not_places():
     nodes = NodeLayout.counted([5, 4, 7, 6], 2)
     assert nodes.split([5, 4, 7, 6]) == [[5, 4], [7, 6]]
     assert nodes.hosts == ("node 2", "node 3")
+    assert (nodes.gpus, NodeLayout.counted([5, 4, 7, 6], 2, gpus=8).gpus) == (None, 8)
 
 
 @pytest.mark.parametrize(
