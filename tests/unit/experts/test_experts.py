@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts.layouts import expected_pairs, group_rows, reduce_rows
+from ep_moe.experts.layouts import as_rank_major, expected_pairs, group_rows, reduce_rows
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
@@ -367,3 +367,12 @@ def test_refusal_has_a_reason(kind, config, dtype, etp, reason):
 def test_reference_serves_every_activation_and_dtype(activation, dtype):
     assert ReferenceExperts.unsupported_reason(shape(activation, bias=True), dtype, 3) is None
     assert ReferenceExperts.available() is None
+
+
+def test_rows_of_slots_that_this_rank_has_not_are_of_no_expert():
+    """Ranks differ in their slots, and a transport has as many for each."""
+    rows = Received(
+        x=torch.zeros(3, 2, 4), layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None,
+        expert_counts=torch.tensor([1, 2, 2]),
+    )  # fmt: skip
+    assert as_rank_major(rows, 2).local_ids.tolist() == [[0], [-1], [1], [1], [-1], [-1]]
