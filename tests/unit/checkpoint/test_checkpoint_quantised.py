@@ -136,15 +136,22 @@ def test_pieces_of_etp_are_those_of_the_whole_in_another_scheme(tmp_path):
             assert torch.equal(piece[name].float(), cut(of, name, tensor, 2, rank).float()), name
 
 
-def test_numbers_that_are_not_finite_are_not_quantised(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "quantization", "sentence"),
+    [
+        ("experts.1.up_proj.weight", "fp8_channel", r"expert 1, w13 .*finite"),
+        ("gate.weight", "none", r"gate\.weight .*finite"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_neither_quantised_nor_routed_by(name, quantization, sentence, tmp_path):
     sizes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
-    experts = [(expert, name) for expert in range(EXPERTS) for name in sizes]
-    tensors = {f"{BLOCK}.experts.{expert}.{name}.weight": torch.ones(sizes[name]) for expert, name in experts}
+    experts = [(expert, part) for expert in range(EXPERTS) for part in sizes]
+    tensors = {f"{BLOCK}.experts.{expert}.{part}.weight": torch.ones(sizes[part]) for expert, part in experts}
     tensors |= {f"{BLOCK}.gate.weight": torch.ones(EXPERTS, HIDDEN)}
-    tensors[f"{BLOCK}.experts.1.up_proj.weight"][3, 5] = torch.inf
+    tensors[f"{BLOCK}.{name}"][1, 5] = torch.inf
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"expert 1, w13 .*finite"):
-        load("int4", tmp_path, "fp8_channel")
+    with pytest.raises(CheckpointError, match=sentence):
+        load("int4", tmp_path, quantization)
 
 
 def test_static_scales_cannot_come_from_these_checkpoints(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe.parallel import token_flow
+from ep_moe.parallel import rank_group, token_flow
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.parallel.token_flow import RowComparison
@@ -46,3 +46,9 @@ def test_a_checksum_is_of_the_numbers_wherever_they_lie(dtype):
     whole = torch.randint(0, 2, (4, 19), generator=torch.Generator().manual_seed(0)).to(dtype)
     for view in (whole[0, 1:17], whole[1, 3:6], whole[:, 2:10], whole.t()):
         assert checksum(view, CPU) == checksum(view.clone(memory_format=torch.contiguous_format), CPU)
+
+
+def test_a_checksum_tells_the_order_of_its_pieces(monkeypatch):
+    monkeypatch.setattr(rank_group, "WORDS", 4)  # 8 MiB else
+    x = torch.arange(8)
+    assert checksum(x, CPU) != checksum(x.roll(4), CPU)
