@@ -13,6 +13,7 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
+from tests.fixtures.expert_weights import etp_link
 from tests.fixtures.experts import (
     EPS32,
     EXPERTS,
@@ -376,3 +377,15 @@ def test_rows_of_slots_that_this_rank_has_not_are_of_no_expert():
         expert_counts=torch.tensor([1, 2, 2]),
     )  # fmt: skip
     assert as_rank_major(rows, 2).local_ids.tolist() == [[0], [-1], [1], [1], [-1], [-1]]
+
+
+def test_one_rank_of_etp_adds_the_bias_of_outputs():
+    config = MoEConfig(hidden_size=8, intermediate_size=32, num_experts=1, top_k=1, expert_bias=True)
+    rows = Received(
+        x=torch.ones(1, 8), layout=RowLayout.RANK_MAJOR, weighting=Weighting.EXPERTS, handle=None,
+        local_ids=LocalIds(torch.zeros(1, 1, dtype=torch.int64)), weights=torch.ones(1, 1),
+    )  # fmt: skip
+    for rank, added in ((0, 3.0), (1, 0.0)):
+        weights = ExpertWeights(config, ExpertMap.linear(1, 1), etp=etp_link(2, rank))
+        weights.update_expert(0, {"w2": torch.zeros(8, 32), "w2_bias": torch.full((8,), 3.0)})
+        assert ReferenceExperts(config, weights)(rows).tolist() == [[added] * 8]
