@@ -86,6 +86,7 @@ class LayerParts(nn.Module):
         self._checks = RankChecks(self)
         self._slow_training = SlowTraining()
         self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
+        self._keeps_logits = False  # what the router does without these
         self._routes: RoutingTap | None = None  # once routes are recorded or replayed
         self._unfinished = ""  # where weights came from that are written in part; calls are refused meanwhile
         self._graphs = CallGraphs(context, config, self._kernels)

@@ -229,7 +229,6 @@ class Replay:
                 )
         # read in each call, also in a CUDA graph: rewritten ids need no new capture
         given = ids.reshape(-1, config.top_k).long()
-        given = given.clone() if given.is_inference() else given  # backward keeps them
         kept = None if mask is None else mask.reshape(-1)
         self.ids = given if kept is None else given.masked_fill(~kept.unsqueeze(1), LIVE)
         if device.type != "cpu" and (self._checked or capturing(device)):

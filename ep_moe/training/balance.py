@@ -269,16 +269,17 @@ def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool, thread: in
         recorded.append(logits)
 
     router = layer.router if isinstance(layer.router, Router) else None
-    before = router is not None and router.keeps_logits
-    layer._logit_taps.append(tap)
     if router is not None:
+        if not layer._logit_taps:  # recordings of threads end in any order: what was before is of none of them
+            layer._keeps_logits = router.keeps_logits
         router.keeps_logits = True
+    layer._logit_taps.append(tap)
     try:
         yield
     finally:
         layer._logit_taps.remove(tap)
         if router is not None:
-            router.keeps_logits = before or bool(layer._logit_taps)  # of another thread's call
+            router.keeps_logits = layer._keeps_logits or bool(layer._logit_taps)
 
 
 class BiasUpdate:

@@ -418,3 +418,9 @@ def test_more_dense_layers_than_layers():
     moe = MoEConfig(hidden_size=64, intermediate_size=64, num_experts=8, top_k=2)
     with pytest.raises(ConfigError, match=r"dense_layers=5, num_layers=2"):
         ModelConfig(name="x", family="mixtral", num_layers=2, dense_layers=5, moe=moe)
+
+
+def test_a_file_of_other_bytes_is_no_configuration(tmp_path):
+    (tmp_path / "mine.toml").write_bytes(b"name = \xff")
+    with pytest.raises(ConfigError, match=r"mine\.toml is not valid TOML"):
+        load_model_config(tmp_path / "mine.toml")

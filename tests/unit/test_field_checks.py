@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ep_moe import (
+    ConfigError,
     EPContext,
     EPLBConfig,
     EPMoEError,
@@ -24,6 +25,7 @@ from ep_moe import (
     Wire,
     load_model_config,
 )
+from ep_moe.checks import as_id, check_count
 from ep_moe.eplb.cost import Machine
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import balancedness, loads_by_rank, traffic
@@ -228,3 +230,15 @@ def test_numbers_of_numpy_are_numbers(layer):
 def test_a_path_may_be_one_of_pathlib(tmp_path):
     MAPS[0].save(tmp_path / "map.json")
     assert ExpertMap.load(Path(tmp_path) / "map.json") == MAPS[0]
+
+
+def test_ids_are_integers_of_any_library_and_no_flags():
+    assert [as_id(one) for one in (3, np.int64(3), torch.tensor(3), torch.tensor([3]))] == [3] * 4
+    flags = (True, np.bool_(True), torch.tensor(True))
+    assert [as_id(one) for one in (*flags, 3.0, torch.tensor(3.0), torch.tensor([3, 3]), "3", None)] == [None] * 8
+
+
+@pytest.mark.parametrize(("value", "bound"), [(0, "at least 1"), (9, "at most 8"), (True, "at least 1")])
+def test_a_count_is_told_the_bound_that_it_passed(value, bound):
+    with pytest.raises(ConfigError, match=f"it must be an integer of {bound}, got {value}"):
+        check_count("it", value, at_least=1, at_most=8)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer
+from ep_moe import ConfigError, EPContext, ExpertMap, ExpertsOptions, InputError, MoELayer, RankLayout
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.selection.explain import explain
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, INNER, context, full, shape  # noqa: F401 (a fixture)
@@ -118,6 +118,36 @@ def test_explain_is_what_runs(context):
     named = MoELayer(shape(), context, all2all="allgather")
     assert [row.all2all for row in named.explain() if row.status == "chosen"] == ["allgather"]
     assert named._dispatcher().name == "allgather"
+
+
+def test_layers_of_a_context_read_the_registry_once(context):
+    MoELayer(shape(), context)
+    read = context._backends
+    MoELayer(shape(), context)
+    assert context._backends is read is not None
+
+
+def test_a_plan_counts_gradients_of_what_learns(context):
+    layer = MoELayer(shape(), context, options=ExpertsOptions(recompute=True))
+    before = layer.plan(train_tokens=8)
+    layer.router.requires_grad_(False)
+    after = layer.plan(train_tokens=8)
+    assert before["gradients"] - after["gradients"] == before["router"] > 0
+
+
+def test_a_state_says_which_slots_of_its_map_it_has(context, monkeypatch):
+    layer = MoELayer(shape(), context)
+    monkeypatch.setattr(context, "layout", RankLayout(world=4, rank=3, dp=4, ep=2))  # of the second EP group
+    assert layer.state_dict()._metadata[""]["ep_rank"] == 1
+
+
+def test_a_state_with_all_that_a_rank_holds_leaves_it_its_map(context):
+    own = ExpertMap.from_ranks([[*range(1, EXPERTS), 0]], EXPERTS)
+    saved, layer = MoELayer(shape(), context), MoELayer(shape(), context, expert_map=own)
+    layer.load_state_dict(saved.state_dict())
+    assert layer.placement.expert_map is layer.expert_weights.expert_map is own
+    x = torch.randn(9, HIDDEN)
+    assert torch.equal(layer(x), saved(x))
 
 
 @pytest.mark.parametrize(

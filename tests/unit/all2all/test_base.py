@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from ep_moe import Wire
+from ep_moe import InputError, Wire
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import ONE_SCALE
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
 from ep_moe.types import PhysicalRouting
@@ -26,3 +27,10 @@ def test_received_rows_say_how_they_were_written(name):
     assert torch.equal(
         widen_arrived(received.x, received.x_scale, told, x.dtype), widen_arrived(sent, scale, wire, x.dtype)
     )
+
+
+def test_ids_out_of_range_are_named_by_the_ranks_of_the_job():
+    shape = DispatchShape(hidden_size=8, top_k=1, slots_per_rank=2, num_ranks=2, dtype=torch.bfloat16)
+    dispatcher = LocalDispatcher(shape, RankGroup(None, (4, 6), 0, FlightRecorder()))
+    with pytest.raises(InputError, match="got ids out of range: 3 on rank 6"):
+        dispatcher._check_ids([0, 3])

@@ -22,3 +22,21 @@ def test_as_many_as_calls_are_in_flight():
     assert pool.made == [first, second]
     pool.destroy()
     assert (destroyed, pool.made) == ([CPU, CPU], [])
+
+
+def test_one_that_does_not_serve_is_given_back_and_says_so():
+    """To what was recorded on it."""
+    destroyed = []
+    pool = BufferPool("mine", lambda device: SimpleNamespace(destroy=lambda: destroyed.append(device)))
+    first = pool.take(CPU)
+    assert pool.take(CPU, fits=lambda library: True) is first
+    assert not first.given_back
+    second = pool.take(CPU, fits=lambda library: False)
+    assert (first.given_back, second.given_back, destroyed, pool.made) == (True, False, [CPU], [second])
+
+
+def test_what_a_first_call_of_inference_mode_makes_is_written_outside():
+    pool = BufferPool("mine", lambda device: torch.zeros(1, device=device))
+    with torch.inference_mode():
+        made = pool.take(CPU).library
+    made.fill_(1)

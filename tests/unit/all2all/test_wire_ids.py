@@ -55,7 +55,7 @@ def test_there_and_back_is_the_routing(width):
     """Over all ranks, each route arrives once at its owner with its weight, and nothing else does."""
     generator = torch.Generator().manual_seed(width)
     ids = torch.randint(-2, PHYSICAL + 1, (50, 2), generator=generator)
-    weights = torch.rand(50, 2, generator=generator) + 0.1
+    weights = torch.randn(50, 2, generator=generator)
     wire, wire_weights = torch.empty(50, width, dtype=torch.int32), torch.empty(50, width)
     to_wire(ids, weights, 3, PHYSICAL, wire, wire_weights)
     total = torch.zeros(50, PHYSICAL)

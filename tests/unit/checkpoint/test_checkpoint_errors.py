@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from ep_moe import EPContext
-from ep_moe.checkpoint.reader import load_layers
+from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.checkpoint.reader import load_layers, replacing
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.testing import distributed, rank_device
@@ -231,3 +231,13 @@ def test_source_reads_parts(checkpoints):
     assert torch.equal(source.read(name), plain)
     with pytest.raises(CheckpointError, match="nowhere is missing in"):
         source.read("nowhere")
+
+
+def test_a_loading_that_wrote_nothing_counts_as_an_update_too():
+    """Of ranks that fail at different experts some have written theirs: EPLB begins again on all or on none."""
+    with EPContext.local(torch.device("cpu")) as context:
+        layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2), context)
+        before = layer.expert_weights.updates
+        with pytest.raises(KeyError), replacing([layer], "a folder"):
+            raise KeyError
+        assert layer.expert_weights.updates == before + 1

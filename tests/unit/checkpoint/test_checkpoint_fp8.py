@@ -219,6 +219,9 @@ def test_the_scale_that_rows_travel_under(tmp_path):
     save_file(tensors, tmp_path / SINGLE)
     expected = max(float(e[name]["input_scale"]) for e in matrices for name in ("gate_proj", "up_proj"))
     assert largest_input_scale(tmp_path, "qwen3_moe") == expected
+    tensors[f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_global_scale"] = torch.tensor(0.5)  # a reciprocal
+    save_file(tensors, tmp_path / SINGLE)
+    assert largest_input_scale(tmp_path, "qwen3_moe") == 2.0
 
 
 def scales_of_others(block: str) -> dict[str, Tensor]:

@@ -8,10 +8,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
+from ep_moe.checkpoint.formats import find_format
+from ep_moe.checkpoint.kept import read_quantized
+from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES, Mxfp4
+from ep_moe.weights.parts import cut
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 256, 128, 3
@@ -116,6 +120,38 @@ def test_numbers_are_kept_in_another_scheme(kind, quantization, tmp_path):
             numbers = stored.dequantize(canonical(kind, expert), name)
             parts = scheme.weights.quantize(numbers, torch.bfloat16)
             assert torch.equal(scheme.dequantize(state, name), scheme.weights.dequantize(parts))
+
+
+def test_pieces_of_etp_are_those_of_the_whole_in_another_scheme(tmp_path):
+    """Biases too."""
+    save("mxfp4", tmp_path)
+    source, of = CheckpointSource(tmp_path), config("mxfp4")
+    found = find_format(source, BLOCK, names_of("gpt_oss").experts)
+    given = (found, source, BLOCK, of, 1, SCHEMES["fp8_channel"])
+    whole = read_quantized(*given, dtype=torch.bfloat16, device=CPU)
+    assert whole.keys() == SCHEMES["fp8_channel"].expert(of, torch.bfloat16).keys()
+    for rank in range(2):
+        piece = read_quantized(*given, dtype=torch.bfloat16, device=CPU, etp=(2, rank))
+        for name, tensor in whole.items():
+            assert torch.equal(piece[name].float(), cut(of, name, tensor, 2, rank).float()), name
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "sentence"),
+    [
+        ("experts.1.up_proj.weight", "fp8_channel", r"expert 1, w13 .*finite"),
+        ("gate.weight", "none", r"gate\.weight .*finite"),
+    ],
+)
+def test_numbers_that_are_not_finite_are_neither_quantised_nor_routed_by(name, quantization, sentence, tmp_path):
+    sizes = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
+    experts = [(expert, part) for expert in range(EXPERTS) for part in sizes]
+    tensors = {f"{BLOCK}.experts.{expert}.{part}.weight": torch.ones(sizes[part]) for expert, part in experts}
+    tensors |= {f"{BLOCK}.gate.weight": torch.ones(EXPERTS, HIDDEN)}
+    tensors[f"{BLOCK}.{name}"][1, 5] = torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=sentence):
+        load("int4", tmp_path, quantization)
 
 
 def test_static_scales_cannot_come_from_these_checkpoints(tmp_path):

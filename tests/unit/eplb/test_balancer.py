@@ -38,6 +38,14 @@ def test_a_step_that_raises_counts_in_its_window(layers, monkeypatch):
     balancer.settle()
 
 
+def test_windows_that_end_while_a_rebalance_is_under_way_are_counted(layers):
+    balancer = balancer_of(layers, interval=1, window=1)
+    for _ in range(3):  # the first begins one, which gathers, sums and then plans
+        balancer.step()
+    assert balancer.stats().skipped == 2
+    balancer.close()
+
+
 def test_the_next_plan_hears_nothing_of_one_that_failed(layers):
     """Nor the one after it of the second."""
     plans = []

@@ -117,6 +117,13 @@ def test_the_price_is_that_of_a_step(nodes):
     assert found.maps == tuple(THEN)
 
 
+def test_the_price_of_few_rows_is_by_the_bytes_of_experts_as_they_are_held():
+    config = EPLBConfig(interval=100, window=50, machine=H200)
+    once, twice = (decide.decide(LOAD // 10**4, NOW, lambda *_: THEN, config, MOE, n * 10**8).price for n in (1, 2))
+    assert twice.before_ms > 1.9 * once.before_ms
+    assert twice.after_ms > 1.9 * once.after_ms
+
+
 def test_what_does_not_pay_is_not_carried_out():
     found = decided(planner=lambda load, current: [ExpertMap.round_robin(8, 4)] * 2, machine=H200, load=LOAD * 0 + 1)
     assert not found.price.accepted

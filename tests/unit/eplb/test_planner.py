@@ -154,6 +154,11 @@ def test_groups_that_nodes_do_not_divide_play_no_part():
     assert plan(load, current, groups=3, nodes=2) == plan(load, current)
 
 
+def test_groups_that_a_node_has_no_room_for_play_no_part():
+    load, current, slots = [[8, 7, 6, 5, 4, 3, 2, 1]], [ExpertMap.uneven([1, 1, 3, 3])], [1, 1, 3, 3]
+    assert plan(load, current, groups=2, nodes=2, slots=slots) == plan(load, current, slots=slots)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_a_real_size_are_each_as_balanced_and_most_are_better(seed):
     load = np.random.default_rng(seed).random((4, 128)) ** 4 * 1000

@@ -45,6 +45,11 @@ def test_cost_is_that_of_the_rank_that_receives_most():
     assert cost_ms(apart, SLOW) == pytest.approx(1e3 * 2 * (50 / 10 + 2 * 50 / 1e3))
 
 
+def test_what_dead_ranks_held_comes_at_the_rate_between_nodes():
+    moved = traffic([LINEAR], [ExpertMap.from_ranks([[0], [1], [2, 3], []], 4)], expert_bytes=50, dead_ranks=[3])
+    assert cost_ms(moved, SLOW) == pytest.approx(1e3 * 50 / 10)
+
+
 @pytest.mark.parametrize(
     ("price", "accepted", "words"),
     [

@@ -80,11 +80,19 @@ def test_pieces_move_no_byte_twice():
 
 
 def test_beside_a_cycle_that_is_too_large_only_other_ranks_write():
-    old = ExpertMap.from_ranks([[0, 1, 5], [2, 3, 5], [2, 4, 5]], 6)
-    new = ExpertMap.from_ranks([[1, 0, 4], [2, 3, 5], [3, 4, 5]], 6)
-    between = ExpertMap.from_ranks([[1, 0, 5], [2, 3, 5], [3, 4, 5]], 6)
-    assert sub_plans(old, new, 1) == sub_plans(old, new, 2) == [between, new]
-    assert sub_plans(old, new, 3) == [new]
+    old = [[0, 1, 5], [2, 3, 5], [2, 4, 5]]
+    new = [[1, 0, 4], [2, 3, 5], [3, 4, 5]]
+    between = [[1, 0, 5], [2, 3, 5], [3, 4, 5]]
+    for way in (1, -1):  # the cycle comes before what other ranks write, or behind it
+        first, middle, last = (ExpertMap.from_ranks(ranks[::way], 6) for ranks in (old, between, new))
+        assert sub_plans(first, last, 1) == sub_plans(first, last, 2) == [middle, last]
+        assert sub_plans(first, last, 3) == [last]
+
+
+def test_a_rank_may_hold_an_expert_twice_until_it_does_no_more():
+    old = ExpertMap.from_ranks([[0, 0, 1, 1], [2, 3, 4, 5]], 6, allow_duplicates=True)
+    new = ExpertMap.from_ranks([[0, 2, 1, 3], [2, 3, 4, 5]], 6)
+    assert [placed.local(0) for placed in sub_plans(old, new, 1)] == [(0, 2, 1, 1), (0, 2, 1, 3)]
 
 
 @st.composite

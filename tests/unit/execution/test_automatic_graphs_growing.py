@@ -94,6 +94,7 @@ def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
             repeated += repeats(layer, x, routing)
         assert agreed.call_count == 1, step
         assert context._agreed_limit is None
+        assert context.flight_recorder.where == "", "the watch would take the time until the next call for a step"
         assert room(layer) == max(4, 1 << max(most - 1, 0).bit_length())
         replayed, run = (launched(driver, call, x, routing) for call in (layer.forward_routed, layer.run))
         if x.data_ptr() % 16 == 0:

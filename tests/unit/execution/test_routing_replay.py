@@ -82,6 +82,18 @@ def test_calls_are_recorded_in_their_order(layer):
     assert buffer.read()[0].tolist() == routing.ids[5:].tolist()
 
 
+def test_a_block_within_another_gives_back_its_record_and_its_ids(context):
+    layer, x = MoELayer(shape(), context), rows_of(4)
+    outer, inner = RoutingBuffer(8, TOP_K), RoutingBuffer(8, TOP_K)
+    ids, others = torch.tensor([[0, 1]] * 4), torch.tensor([[2, 3]] * 4)
+    with layer.record_routing(outer), layer.replay_routing(ids):
+        with layer.record_routing(inner), layer.replay_routing(others):
+            layer(x)
+        layer(x)
+    assert torch.equal(inner.read()[0], others)
+    assert torch.equal(outer.read()[0], ids)
+
+
 def test_what_is_made_in_inference_mode_serves_outside_too(context):
     x = rows_of(4)
     with torch.inference_mode():
@@ -94,6 +106,15 @@ def test_what_is_made_in_inference_mode_serves_outside_too(context):
         layer(x).sum().backward()
     buffer.reset()
     assert layer.router.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_given_routes_that_are_computed_again_are_recorded_once(context, reentrant):
+    layer, x = MoELayer(shape(), context), rows_of(4).requires_grad_()
+    buffer, routing = RoutingBuffer(8, TOP_K), Routing(torch.tensor([[0, 1]] * 4), torch.ones(4, 2))
+    with layer.record_routing(buffer):
+        checkpoint(layer.forward_routed, x, routing, use_reentrant=reentrant).sum().backward()
+    assert torch.equal(buffer.read()[0], routing.ids)
 
 
 def test_rows_without_room_are_counted_and_named(context):
@@ -136,12 +157,13 @@ def test_rows_outside_the_mask_are_routed(layer):
     ids, _ = recorded(layer, rows_of(8, seed=5))
     assert not torch.equal(layer.router(x).ids, ids)
     mask = torch.tensor([[True] * 4, [False] * 4])
+    ids[4:] = 0  # without a record, and so neither distinct nor looked at
     with layer.replay_routing(ids.view(2, 4, TOP_K), mask):
         found = layer(x.view(2, 4, HIDDEN)).view(8, HIDDEN)
     live = layer(x)
-    with layer.replay_routing(ids):
-        replayed = layer(x)
-    assert torch.allclose(found[:4], replayed[:4], atol=1e-6)
+    with layer.replay_routing(ids[:4]):
+        replayed = layer(x[:4])
+    assert torch.allclose(found[:4], replayed, atol=1e-6)
     assert torch.allclose(found[4:], live[4:], atol=1e-6)
 
 

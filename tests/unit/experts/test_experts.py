@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts.layouts import expected_pairs, group_rows, reduce_rows
+from ep_moe.experts.layouts import as_rank_major, expected_pairs, group_rows, reduce_rows
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
+from tests.fixtures.expert_weights import etp_link
 from tests.fixtures.experts import (
     EPS32,
     EXPERTS,
@@ -367,3 +368,24 @@ def test_refusal_has_a_reason(kind, config, dtype, etp, reason):
 def test_reference_serves_every_activation_and_dtype(activation, dtype):
     assert ReferenceExperts.unsupported_reason(shape(activation, bias=True), dtype, 3) is None
     assert ReferenceExperts.available() is None
+
+
+def test_rows_of_slots_that_this_rank_has_not_are_of_no_expert():
+    """Ranks differ in their slots, and a transport has as many for each."""
+    rows = Received(
+        x=torch.zeros(3, 2, 4), layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None,
+        expert_counts=torch.tensor([1, 2, 2]),
+    )  # fmt: skip
+    assert as_rank_major(rows, 2).local_ids.tolist() == [[0], [-1], [1], [1], [-1], [-1]]
+
+
+def test_one_rank_of_etp_adds_the_bias_of_outputs():
+    config = MoEConfig(hidden_size=8, intermediate_size=32, num_experts=1, top_k=1, expert_bias=True)
+    rows = Received(
+        x=torch.ones(1, 8), layout=RowLayout.RANK_MAJOR, weighting=Weighting.EXPERTS, handle=None,
+        local_ids=LocalIds(torch.zeros(1, 1, dtype=torch.int64)), weights=torch.ones(1, 1),
+    )  # fmt: skip
+    for rank, added in ((0, 3.0), (1, 0.0)):
+        weights = ExpertWeights(config, ExpertMap.linear(1, 1), etp=etp_link(2, rank))
+        weights.update_expert(0, {"w2": torch.zeros(8, 32), "w2_bias": torch.full((8,), 3.0)})
+        assert ReferenceExperts(config, weights)(rows).tolist() == [[added] * 8]

@@ -26,6 +26,7 @@ from ep_moe.experts.hopper.experts import (
     Fp8BlockTritonExperts,
     Fp8ChannelTritonExperts,
     Fp8TensorTritonExperts,
+    W4A8TritonExperts,
     W4A16TritonExperts,
 )
 from ep_moe.quant.schemes import SCHEMES
@@ -51,7 +52,7 @@ def hopper(monkeypatch):
     here = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
     own = (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8TensorTritonExperts)
-    for kernel in (*own, W4A16TritonExperts, FlashInferCutlassExperts):
+    for kernel in (*own, W4A8TritonExperts, W4A16TritonExperts, FlashInferCutlassExperts):
         monkeypatch.setattr(kernel, "available", classmethod(lambda cls: None))
     return here
 
@@ -66,8 +67,8 @@ def reason(kernel: str, scheme: str = "none", dtype: torch.dtype = BF16, *, devi
 def test_hopper_has_a_kernel_for_every_scheme(scheme):
     found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES[scheme])
     own = {"none": "bf16", "fp8_block": "fp8_block", "fp8_static": "fp8_tensor", "fp8_dynamic": "fp8_dynamic"}
-    own["mxfp4"] = "w4a16"
-    assert found.experts == (f"{own[scheme]}_triton" if scheme in own else "flashinfer_cutlass")
+    own |= {"mxfp4": "w4a16", "mxfp4_fp8": "w4a8", "int4_fp8": "w4a8"}
+    assert found.experts == f"{own[scheme]}_triton"
     assert reason("flashinfer_cutlass", scheme) is None
     assert reason("reference", scheme) is None
 
@@ -121,6 +122,9 @@ def test_what_the_fast_kernels_lack_goes_to_the_next():
     assert chosen("mxfp4") == chosen("mxfp4", inner=192, expert_bias=True) == "w4a16_triton"
     for scheme in ("mxint4", "int4", "nvfp4a16"):
         assert chosen(scheme, expert_bias=True) == "w4a16_triton"
+    for scheme in ("mxfp4_fp8", "int4_fp8", "mxint4_fp8"):
+        assert chosen(scheme, expert_bias=True) == "w4a8_triton"
+    assert chosen("mxfp4_fp8", torch.float16) == "flashinfer_cutlass"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])

@@ -8,7 +8,7 @@ from torch import nn
 
 from ep_moe import ConfigError, EPContext
 from ep_moe.integrations.blocks import ExpertParallelBlock
-from ep_moe.integrations.edited import whole_blocks
+from ep_moe.integrations.edited import changed_methods, whole_blocks
 from ep_moe.integrations.families import FAMILIES
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained
 from tests.fixtures.checkpoint_files import FAMILIES as FIVE
@@ -138,6 +138,14 @@ def test_changed_methods_of_experts_are_refused(change, context):
         pytest.raises(ConfigError, match=r"1\.mlp\.experts has .*, which a layer in its place would leave out; remove"),
     ):
         expert_parallel(model, context)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "forward", "full_backward_pre", "full_backward"])
+def test_a_hook_of_any_kind_is_a_change(kind):
+    module = nn.Linear(1, 1)
+    assert changed_methods(module, "it") is None
+    getattr(module, f"register_{kind}_hook")(lambda *_: None)
+    assert changed_methods(module, "it") == "it has a hook"
 
 
 @torch.no_grad()

@@ -105,6 +105,13 @@ def test_calls_of_two_threads_have_their_own_masks(model, masks, other, masked):
         assert first.sent, "the last position is padding, and generate goes on from it"
 
 
+def test_padding_that_generate_does_not_go_on_from_is_not_sent(model, masks):
+    with torch.no_grad(), masks.generating():
+        for mask in (MASK, MASK.flip(1), MASK[:, :1]):
+            model(input_ids=IDS[:, : mask.shape[1]], attention_mask=mask)
+    assert [bool(mask.sent) for mask in model.model.seen] == [False, True, False]
+
+
 def test_a_compiled_block_sees_no_other_threads_mask(masks, model, monkeypatch):
     """It cannot tell threads apart: with several calls under way it takes no mask, and computes padding."""
     model(input_ids=IDS, attention_mask=MASK)
@@ -183,3 +190,9 @@ def test_a_full_static_cache_reads_no_place_behind_the_mask():
     """On a GPU that would end the process; the model says what is wrong with its call."""
     cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3))
     assert tokens_of(MASK, torch.Size([2, 1]), cache).shape == (2, 1)
+
+
+def test_a_mask_that_ends_before_the_rows_of_the_call_says_nothing_of_them():
+    cache = SimpleNamespace(get_seq_length=lambda: 2)
+    assert tokens_of(MASK, torch.Size([2, 1]), cache).tolist() == [[True], [True]]
+    assert tokens_of(MASK, torch.Size([2, 2]), cache) is None

@@ -2,6 +2,7 @@
 
 # ruff: noqa: F811
 
+import dataclasses
 import gc
 import threading
 from contextlib import contextmanager
@@ -16,16 +17,21 @@ from ep_moe import (
     ConfigError,
     ContextClosed,
     EPContext,
+    ExpertBalancer,
     InputError,
     MoEConfig,
     MoELayer,
     Routing,
+    Wire,
     metrics,
 )
 from ep_moe.metrics import source as module
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.heartbeats import Step
+from ep_moe.runtime import profiling
+from ep_moe.runtime.profiling import StageTimes
 from tests.emulations.captured import layer, rows  # noqa: F401 (a fixture)
+from tests.fixtures.eplb_cases import make_layers
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
 IDS = torch.tensor([[0, 1], [0, 2], [0, -1]])
@@ -157,6 +163,25 @@ def test_a_torch_without_nvtx_is_said():
         module._check_nvtx(torch.device("cuda"))
 
 
+def test_scales_are_sent_beside_their_rows(context, monkeypatch):
+    config = dataclasses.replace(CONFIG, hidden_size=256)
+    layers = [MoELayer(config, context, wire=Wire(dispatch=name)) for name in ("plain", "fp8_block")]
+    counts = module._counts
+    monkeypatch.setattr(module, "_counts", lambda layer: [*counts(layer)[:2], torch.tensor([3])])  # rows to others
+    assert [one.sent_bytes for one in metrics.snapshot(context).layers] == [3 * 256 * 4, 3 * (256 + 2 * 4)]
+    del layers
+
+
+def test_times_of_a_stage_add_up(monkeypatch):
+    times, clock = StageTimes(torch.device("cpu"), lambda: "one"), iter([1.0, 2.0, 10.0, 12.0, 20.0, 24.0])
+    monkeypatch.setattr(profiling.time, "perf_counter", lambda: next(clock))
+    for where in (None, None, "other"):
+        with times.span("route", where):
+            pass
+    assert times.by_layer() == {"one": {"route": 3000.0}, "other": {"route": 4000.0}}
+    assert times.milliseconds() == {"route": 7000.0}
+
+
 def test_refusals(context):
     with pytest.raises(ConfigError, match="snapshot: context must be"):
         metrics.snapshot(None)
@@ -189,6 +214,17 @@ def test_a_source_keeps_nothing_alive():
     assert [one.name for one in source.newest().layers] == ["moe0"]
     with pytest.raises(ConfigError, match="its EPContext is gone"):
         source.update()
+
+
+def test_an_update_reads_the_balancers_that_live(context):
+    balancer = ExpertBalancer(make_layers(context, redundant=0), context)
+    source = metrics.Source(context, balancer)
+    balancer.step()
+    assert [one.steps for one in source.update().balancers] == [1]
+    balancer.close()
+    del balancer
+    gc.collect()
+    assert source.update().balancers == ()
 
 
 def test_a_meta_layer_has_no_load(context):

@@ -53,6 +53,13 @@ def test_from_mesh(given, monkeypatch):
     assert given["connect"] == (LAYOUT, [5, 3], {"tp": "the mesh's"}, CPU, 7.0, 3, 2, None)
 
 
+def test_an_axis_of_the_experts_that_a_mesh_lacks_has_one_rank():
+    ranks = torch.arange(4).view(2, 2)
+    mesh = SimpleNamespace(mesh=ranks, mesh_dim_names=("edp", "etp"), size=lambda *at: [ranks.numel(), 2][len(at)])
+    found = connected_ranks.read_mesh(mesh, tokens=Tokens.REPLICATED, ep=None, etp=None)
+    assert found == (ParallelConfig(dp=4, ep=1, etp=2), (0, 1, 2, 3))
+
+
 def test_numbers_become_pythons(monkeypatch):
     made = []
     monkeypatch.setattr(connected_ranks, "numbered", lambda *_: "context0")

@@ -213,6 +213,7 @@ def test_split_is_tp_where_tokens_are_replicated(layouts):
     for layout in layouts:
         assert layout.split == (layout.tp if layout.tokens is Tokens.REPLICATED else 1)
         assert layout.lockstep == math.lcm(layout.split, layout.ep * layout.etp)
+    assert all(one.token_ranks * one.split == one.stage for one in layouts)
 
 
 @unhurried

@@ -32,10 +32,17 @@ def test_a_name_that_two_hosts_have_tells_them_apart():
     assert nodes.hosts == ("box", "box (1)")
 
 
+def test_nodes_of_a_group_ascend_whatever_the_order_of_its_ranks():
+    nodes = NodeLayout.found(range(4), [(host, host) for host in "abba"])
+    assert nodes.split([1, 2, 3]) == [[3], [1, 2]]
+    assert nodes.rails([1, 3]) == [[3, 1]]
+
+
 def test_ranks_per_node_counts_ranks_and_not_places():
     nodes = NodeLayout.counted([5, 4, 7, 6], 2)
     assert nodes.split([5, 4, 7, 6]) == [[5, 4], [7, 6]]
     assert nodes.hosts == ("node 2", "node 3")
+    assert (nodes.gpus, NodeLayout.counted([5, 4, 7, 6], 2, gpus=8).gpus) == (None, 8)
 
 
 @pytest.mark.parametrize(

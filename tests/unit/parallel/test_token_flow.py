@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from ep_moe.parallel import token_flow
+from ep_moe.parallel import rank_group, token_flow
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.parallel.token_flow import RowComparison
 
-X = torch.ones(2, 4)
+X, CPU = torch.ones(2, 4), torch.device("cpu")
 
 
 @pytest.fixture
@@ -35,6 +35,20 @@ def test_more_tokens_than_before_are_weighed_as_by_a_new_one(comparison):
     for tokens in (1, 40, 3, 700):
         passed = {"x": torch.randn(tokens, 24, generator=torch.Generator().manual_seed(tokens))}
         new = RowComparison(RankGroup(None, (4, 5, 6), 0, FlightRecorder()))
-        kept, fresh = (one.facts(passed, torch.device("cpu"), compared=True) for one in (comparison, new))
+        kept, fresh = (one.facts(passed, CPU, compared=True) for one in (comparison, new))
         assert [int(number) for number in kept] == [int(number) for number in fresh]
-        assert int(kept[1]) == int(checksum(passed["x"], torch.device("cpu")))
+        assert int(kept[1]) == int(checksum(passed["x"], CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64])
+def test_a_checksum_is_of_the_numbers_wherever_they_lie(dtype):
+    """In whole words or beside them, in one piece or not."""
+    whole = torch.randint(0, 2, (4, 19), generator=torch.Generator().manual_seed(0)).to(dtype)
+    for view in (whole[0, 1:17], whole[1, 3:6], whole[:, 2:10], whole.t()):
+        assert checksum(view, CPU) == checksum(view.clone(memory_format=torch.contiguous_format), CPU)
+
+
+def test_a_checksum_tells_the_order_of_its_pieces(monkeypatch):
+    monkeypatch.setattr(rank_group, "WORDS", 4)  # 8 MiB else
+    x = torch.arange(8)
+    assert checksum(x, CPU) != checksum(x.roll(4), CPU)

@@ -45,6 +45,10 @@ def test_nodes_of_a_token(hosts, expert_map, most, apart):
         assert (found.most, found.apart, found.nodes) == (most, apart, len(set(hosts)))
 
 
+def test_a_token_goes_to_no_more_nodes_than_it_has_experts():
+    assert NodeLimit.of(config(top_groups=3, top_k=2), layout("aabbccdd")).most == 2
+
+
 def test_where_nothing_is_limited():
     assert NodeLimit.of(config(), layout("aaaa")) is None
     assert NodeLimit.of(config(), layout("aabb", ep=2)) is None

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap, Placement, Routing
+from ep_moe.placement.deferred import InvalidIds
 from ep_moe.placement.placement import Replicas
 from ep_moe.types import PhysicalRouting, TokenMask
 from tests.fixtures.expert_map import maps
@@ -195,6 +196,14 @@ def test_load_is_counted_without_gradients():
     assert not placement.expert_load.requires_grad
 
 
+def test_an_id_that_kernels_dropped_is_told_of_once():
+    dropped = InvalidIds(torch.device("cpu"))
+    assert dropped.problem("moe0", 4) is None
+    dropped.word.value = 7  # as kernels write it
+    assert "routing.ids must be -1 or in [0, 4), got 7 in an earlier call of moe0" in dropped.problem("moe0", 4)
+    assert dropped.problem("moe0", 4) is None
+
+
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +242,8 @@ def test_update_has_room_for_any_later_plan():
     one_hot = ExpertMap.from_ranks([[0, 1, 2], [0, 3, 4], [0, 5, -1], [0, -1, -1]], 6)
     placement.update(one_hot)
     assert_tables(placement, one_hot)
+    placement = Placement(ExpertMap.redundant(6, 4, 2))  # fewer spare slots than ranks, all of them for expert 0
+    placement.update(ExpertMap.from_ranks([[0, 1], [0, 2], [0, 3], [4, 5]], 6))
 
 
 @pytest.mark.parametrize(
@@ -366,6 +377,10 @@ def test_nearest_replicas():
     assert placement.logical_to_physical[0].tolist() == [0, 3, 4], "none near: all"
     placement.choose(Replicas.SPREAD)
     assert_tables(placement, expert_map)
+    placement = Placement(expert_map, ep_rank=3, ranks_per_node=2)
+    for nodes, nearest in (({"ranks_per_node": 4}, [0, 3, 4]), ({}, [4, -1, -1])):  # by default as at construction
+        placement.choose(Replicas.NEAREST, **nodes)
+        assert placement.logical_to_physical[0].tolist() == nearest
 
 
 def test_a_choice_outlives_an_update():

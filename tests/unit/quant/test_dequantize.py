@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_moe.quant.fp8 import dequantize_fp8_blocks
+from ep_moe.quant.fp8 import dequantize_fp8_blocks, round_blocks
 from ep_moe.quant.microscale import dequantize_mxfp4
 from tests.fixtures.dequantize import block_loop, mxfp4_loop
 
@@ -25,6 +25,14 @@ def fp8_matrix(rows: int, columns: int, seed: int = 0):
 def test_fp8_whole_matrix(rows, columns):
     weight, factors = fp8_matrix(rows, columns)
     torch.testing.assert_close(dequantize_fp8_blocks(weight, factors), block_loop(weight, factors), rtol=0, atol=0)
+
+
+def test_numbers_are_rounded_by_the_scale_of_their_block_however_small_they_are():
+    """It is bounded from below by the numbers, and not by itself, which is 448 times as small."""
+    x = torch.tensor([0.0, 1e-11, 1e-9, 1.0]).repeat_interleave(128).view(2, 256)
+    codes, scale = round_blocks(x)
+    assert torch.equal(scale, torch.tensor([[1e-10, 1e-10], [1e-9, 1.0]]) / 448)
+    assert codes.float()[:, ::128].tolist() == [[0.0, 44.0], [448.0, 448.0]]
 
 
 def spans(size):

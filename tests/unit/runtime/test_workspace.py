@@ -81,6 +81,19 @@ def test_streams_have_buffers_of_their_own(monkeypatch):
     streams.append(1)
     assert spaces.take(64).data_ptr() == one.data_ptr()
     assert spaces.allocated == 128
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=streams[-1]))
+    spaces.lend(SimpleNamespace(cuda_stream=3))  # a capture's, which never runs beside this one
+    streams.append(3)
+    assert spaces.take(64).data_ptr() == one.data_ptr()
+    assert spaces.allocated == 128
+
+
+def test_what_is_taken_in_inference_mode_serves_outside():
+    spaces = Workspaces(CPU)
+    spaces.reserve(64)
+    with torch.inference_mode():
+        spaces.take(64)
+    spaces.take(64).fill_(1)
 
 
 def test_clear_gives_back():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ep_moe import ExpertMap, MoEConfig
-from ep_moe.training.gradients import _experts_once
+from ep_moe.training import gradients
+from ep_moe.training.gradients import _buckets, _experts_once
 from ep_moe.weights.expert_weights import ExpertWeights
 from tests.fixtures.expert_weights import etp_link
 
@@ -24,3 +25,12 @@ def test_each_number_counts_once_on_all_ranks_together(etp, expert_map):
                 parameter.grad = torch.ones_like(parameter)
             counted += sum(share * float(gradient.sum()) for gradient, share in _experts_once(weights))
     assert counted == sum(numbers.values())
+
+
+def test_gradients_are_reduced_in_buckets_of_one_dtype_and_a_bounded_size(monkeypatch):
+    monkeypatch.setattr(gradients, "_BUCKET", 10)
+    sizes = [4, 6, 1, 20, 3]
+    given = [torch.empty(n, dtype=dtype) for n in sizes for dtype in (torch.float32, torch.bfloat16)]
+    found = [[(len(one), one.dtype) for one in bucket] for bucket in _buckets(given)]
+    wanted = [[4, 6], [1], [20], [3]]
+    assert found == [[(n, dtype) for n in bucket] for dtype in (torch.float32, torch.bfloat16) for bucket in wanted]

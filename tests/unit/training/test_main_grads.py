@@ -281,6 +281,14 @@ def test_hooks_are_refused_before_and_behind(context, register):
         loss_of(layer, rows()).backward()
 
 
+def test_buffers_of_inference_mode_take_gradients(context):
+    layer = layer_of(context, experts="reference")
+    with torch.inference_mode():
+        use_main_grads(layer)
+    for _ in range(2):  # written, and added to
+        loss_of(layer, rows()).backward()
+
+
 def test_what_is_refused(context):
     layer = layer_of(context)
     with pytest.raises(ConfigError, match=r"torch.float32 or the parameters' float32, got float16"):
@@ -294,6 +302,10 @@ def test_what_is_refused(context):
     use_main_grads(layer)
     with pytest.raises(ConfigError, match="dtype must stay None"):
         use_main_grads(layer, torch.float32)
+    other = layer_of(context)
+    use_main_grads(other, torch.float32)
+    with pytest.raises(ConfigError, match="dtype must stay float32, as an earlier call set it, got None"):
+        use_main_grads(other)
     with pytest.raises(ConfigError, match="quantized"):
         use_main_grads(MoELayer(WIDE, context, quantization="fp8_block", experts="reference"))
     model = torch.nn.ModuleList([layer_of(context), layer_of(context)])

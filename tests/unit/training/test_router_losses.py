@@ -201,6 +201,17 @@ def test_recordings_nest(context):
     assert (len(outer), len(inner)) == (3, 1)
 
 
+def test_recordings_of_two_threads_end_in_any_order(context):
+    layer, x = MoELayer(shape(), context), rows_of(3)
+    first, second = router_logits(layer), router_logits(layer)
+    with first:
+        later = second.__enter__()
+    layer(x)
+    assert len(later) == 1
+    second.__exit__(None, None, None)
+    assert not layer.router.keeps_logits
+
+
 def test_what_is_recorded_is_not_replayed(context, monkeypatch):
     model, x = Model(context, layers=1).eval(), rows_of(3)
     layer = model.layers[0]

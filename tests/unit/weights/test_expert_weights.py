@@ -364,7 +364,10 @@ def test_numbers_that_cannot_be_quantised_change_nothing(scheme):
     codes = scheme.quantize({"w13": good}, torch.bfloat16)
     cases = [
         ({"w13": good, "w2": bad}, "expert 1: w2 must be finite to be quantized"),
-        ({"w13": good, "w13_scale": codes["w13_scale"]}, r"expert 1: w13 is numbers in float32, and w13_scale belongs"),
+        *[
+            ({"w13": good, part: codes[part]}, f"expert 1: w13 is numbers in float32, and {part} belongs")
+            for part in codes.keys() - {"w13"}
+        ],
         ({"w13": codes["w13"]}, r"expert 1: w13 is codes, and w13_scale is missing.*give w13 and w13_scale"),
         ({"w13": good[:, :128]}, r"expert 1: w13 must be \[512, 256\], got \[512, 128\]"),
     ]
@@ -375,6 +378,18 @@ def test_numbers_that_cannot_be_quantised_change_nothing(scheme):
         assert torch.equal(tensor.float(), before[name].float()), name
 
 
+def test_tensors_that_are_given_are_those_of_their_call():
+    weights, outer, inner = ExpertWeights(shape(), ExpertMap.linear(5, 1)), {"w13": torch.ones(1)}, {}
+    own = weights.stored_tensors()
+
+    def call():
+        assert weights.given(inner, weights.stored_tensors) is inner
+        return weights.stored_tensors()
+
+    assert weights.given(outer, call) is outer
+    assert weights.stored_tensors() is own
+
+
 def test_update_writes_an_expert_twice_on_one_rank():
     config = shape()
     weights = filled(config, ExpertMap.from_ranks([[0, 1, 0], [2, 3, 4]], 5, allow_duplicates=True))
@@ -382,6 +397,8 @@ def test_update_writes_an_expert_twice_on_one_rank():
     assert torch.equal(weights.w13[0], weights.w13[2])
     assert torch.equal(weights.w13[1], integer_expert(config, 1)["w13"])
     frozen = ExpertWeights(config, weights.expert_map, trainable=False)  # where no parameter stands for both
+    assert frozen.get_parameter("w13")[2].any()
+    assert torch.equal(frozen.get_parameter("w13")[0], frozen.get_parameter("w13")[2])
     assert frozen.update_expert(0, integer_expert(config, 0, seed=1)) == 2
     assert torch.equal(frozen.get_parameter("w13")[2], integer_expert(config, 0, seed=1)["w13"])
 

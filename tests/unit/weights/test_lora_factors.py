@@ -46,6 +46,11 @@ def test_matrices_that_are_to_learn_beside_factors_are_refused(layer):
         layer(rows_of(9))
 
 
+def test_factors_are_converted_with_their_layer(layer):
+    layer.double()
+    assert {factor.dtype for factor in layer.expert_weights.lora.parameters()} == {torch.float64}
+
+
 def test_a_balancer_of_layers_with_factors_is_refused(layer, context):
     layer.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"have LoRA factors, which do not move with them; call merge_lora"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 import pytest
-
-pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from ep_moe.experts.hopper.numbers_4bit import EXPONENTS, numbers_text
