@@ -185,9 +185,8 @@ class RankGroup:
         # one width whatever the call, so that ranks in different layers still understand each other
         filler = [0] * (self.size + 1 - numbers)
         header = [problem is not None, where, carried, _asked(gradients), *filler, *integers]
-        with unseen_by_modes():  # a later call may go through the host's memory instead
-            row = torch.tensor(header, dtype=torch.int64, device=device)
-            rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
+        row = torch.tensor(header, dtype=torch.int64, device=device)
+        rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
             text = self.flight_recorder.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)
@@ -269,7 +268,7 @@ class RankGroup:
                 return max(found)[0] >> 1
         if not known.asked:
             known.own, known.asked = recorder.host_exchange(self.ranks), True
-        with self._aside(what):
+        with self._aside(what), unseen_by_modes():  # later calls go through the host's memory
             rows = self.agree([known.own is not None, tokens], problem, device, gradients=gradients)
         if not known.decided:
             known.by, known.decided = known.own if all(row[0] for row in rows) else None, True
