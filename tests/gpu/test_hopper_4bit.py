@@ -20,8 +20,8 @@ if torch.cuda.get_device_capability() != (9, 0):
 from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped_4bit
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import Tiles
-from ep_moe.experts.hopper.gemm_grouped_4bit import WIDER, WIDTHS
 from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
+from ep_moe.experts.hopper.numbers_4bit import Weights
 from ep_moe.experts.hopper.step import SCALINGS
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
@@ -81,39 +81,40 @@ def test_half_a_block_of_columns(model, scheme):
 )  # fmt: skip
 def test_each_tile(tile, scheme, monkeypatch):
     monkeypatch.setattr(gemm_4bit, "tiles_for", lambda _: TileConfig(True, tile, tile))
-    monkeypatch.setattr(SCALINGS[scheme], "few_up_to", math.inf)
+    monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", math.inf)
     experts, tensors = build(*SMALL, scheme)
     for count in (9, 60, 500):
         check(experts, tensors, rows(*SMALL, count))
 
 
 @each_scheme
-@pytest.mark.parametrize("sort", [False, True], ids=["found", "listed"])
 @pytest.mark.parametrize(
     "tile",
     [Tile(8, 64, stages=2, warps=8), Tile(8, 64, stages=3, warps=4), Tile(8, 64, stages=2, warps=8, split=2),
      Tile(8, 64, stages=2, warps=8, split=4), Tile(8, 64, stages=1, warps=8, split=8)],
     ids=str,
 )  # fmt: skip
-def test_each_tile_of_the_fewest(tile, sort, scheme, monkeypatch):
+def test_each_tile_of_the_fewest(tile, scheme, monkeypatch):
     """More routes of an expert than a tile has, half a block, and fewer blocks than warps that share them."""
-    if sort and scheme in FOUR_BITS:
-        pytest.skip("rows in bf16 that are listed go by gemm_4bit")
-    monkeypatch.setattr(gemm_few_4bit, "tiles_for", lambda *_: TileConfig(sort, tile, tile))
-    monkeypatch.setattr(SCALINGS[scheme], "few_up_to", math.inf)
+    monkeypatch.setattr(gemm_few_4bit, "tiles_for", lambda _: TileConfig(False, tile, tile))
     for model in [SMALL] + [UNEVEN] * (SCHEMES[scheme].weights.unit[1] <= 32):
         experts, tensors = build(*model, scheme)
-        for count in (1, 3, 60, 500) if sort else (1, 3, 8):
+        for count in (1, 3, 8):
             check(experts, tensors, rows(*model, count))
 
 
-@pytest.mark.parametrize(
-    ("scheme", "cut"),
-    [(scheme, cut) for scheme in ALL for cut in WIDTHS | (WIDER if scheme == "mxfp4_fp8" else {})],
-)
-def test_each_tile_of_many_rows(cut, scheme, monkeypatch):
+@each_scheme
+@pytest.mark.parametrize("rows_at_most", [16, 32, 96, 128, 160])
+def test_each_tile_of_many_rows(rows_at_most, scheme, monkeypatch):
     """Of experts with one row, with part of a tile and with several tiles, and half a block of columns."""
-    monkeypatch.setattr(gemm_grouped_4bit, "tiles_for", lambda *_: Tiles(cut))
+    if rows_at_most > 128 and scheme != "mxfp4_fp8":
+        pytest.skip("tiles that registers suffice for with these weights alone")
+
+    def chosen(rows: float, w: Weights, spare_sms: int) -> Tiles:
+        (cut,) = (cut for cut in gemm_grouped_4bit.cuts_of(w) if cut.rows == rows_at_most)
+        return cut
+
+    monkeypatch.setattr(gemm_grouped_4bit, "tiles_for", chosen)
     monkeypatch.setattr(SCALINGS[scheme], "few_up_to", 0.0)
     model = SMALL if SCHEMES[scheme].weights.unit[1] > 32 else UNEVEN
     experts, tensors = build(*model, scheme)
@@ -126,6 +127,7 @@ def test_each_tile_of_many_rows(cut, scheme, monkeypatch):
 @pytest.mark.parametrize("count", [4, 40, 500])
 def test_written_to_peers(count, many, scheme, monkeypatch):
     monkeypatch.setattr(SCALINGS[scheme], "few_up_to", 0.0 if many else math.inf)
+    monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", math.inf, raising=False)
     experts, _ = build(*SMALL, scheme)
     received = rows(*SMALL, count)
     received.weights[::3] = 0.0

@@ -1,4 +1,4 @@
-// The products of few rows of gemm_few_4bit.py: out[p] = act(w[e] @ x[p]) for each row p of expert e, with weights of 4 bits as
+// The products of the fewest routes of gemm_few_4bit.py: out[p] = act(w[e] @ x[p]) for each row p of expert e, with weights of 4 bits as
 // weights/layouts/hopper_4bit.py has them.
 //
 // A warp multiplies 16 rows of weights, which it loads from global memory into the registers that the tensor cores read
@@ -6,7 +6,7 @@
 // chunk ahead. SPLIT warps share the blocks of the same 16 rows of weights.
 // With FP8 rows are of E4M3 with a scale each, and so become the weights; else all is bf16.
 // Given, besides what numbers_4bit.cu wants: WARPS of a program, SPLIT, AHEAD blocks whose weights a warp has under way,
-// PROGRAMS of a multiprocessor, GATED, BIASED, SORTED, and the name of the activation, if there is one.
+// PROGRAMS of a multiprocessor, GATED, BIASED, and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -21,44 +21,6 @@ constexpr int SHARE = GROUP == 128 ? 2 : 1;  // blocks with one word of scales
 #include "numbers_4bit.cu"
 
 __device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
-
-// Which rows a program multiplies with which weights. rows: how many; column: of out, its first
-struct Found {
-  int expert, column, rows;
-};
-
-// Of rows that are sorted by expert: the program's tile, and where its rows are.
-__device__ __forceinline__ Found find_sorted(const int* ends, const int* source, int experts, int columns, int (&from)[ROWS],
-                                             int (&to)[ROWS]) {
-  const int lane = threadIdx.x % 32, program = blockIdx.x;
-  int before = 0, last = 0;
-  for (int base = 0; base < experts; base += 32) {
-    const int e = base + lane, end = e < experts ? __ldg(ends + e) : 0;
-    const int left = __shfl_up_sync(~0u, end, 1), start = lane ? left : last;
-    const int count = e < experts ? end - start : 0, tiles = (count + ROWS - 1) / ROWS * columns;
-    int upto = tiles;
-    for (int d = 1; d < 32; d *= 2) {
-      const int other = __shfl_up_sync(~0u, upto, d);
-      if (lane >= d) upto += other;
-    }
-    upto += before;
-    if (const u32 beyond = __ballot_sync(~0u, upto > program)) {
-      const int own = __ffs(beyond) - 1;
-      const int begin = __shfl_sync(~0u, start, own), all = __shfl_sync(~0u, count, own);
-      const int at = program - __shfl_sync(~0u, upto - tiles, own), cuts = (all + ROWS - 1) / ROWS;
-      const int first = at % cuts * ROWS, rows = min(ROWS, all - first);
-      if (threadIdx.x < ROWS) {
-        const int row = begin + first + threadIdx.x;
-        const bool there = (int)threadIdx.x < rows;
-        to[threadIdx.x] = there ? row : -1;
-        from[threadIdx.x] = there ? source ? __ldg(source + row) : row : -1;
-      }
-      return {base + own, at / cuts * COLUMNS, rows};
-    }
-    before = __shfl_sync(~0u, upto, 31), last = __shfl_sync(~0u, end, 31);
-  }
-  return {-1, 0, 0};
-}
 
 // A block of a warp's weights, as a thread has them: 16 bytes and the scales of two rows.
 struct Block {
@@ -142,45 +104,39 @@ __device__ __forceinline__ void add_block(float (&sum)[4], const Block& own, con
   }
 }
 
-// x: `depth` columns, of bf16, or of E4M3 with x_scale of each row; ids: of `id_bytes` each, and routing weights or none, of `pairs` routes; source and ends, with
-// SORTED: rows of x, and one past each expert's last row; codes and scales: `rows` of an expert, in `blocks`; factor: of an
-// expert; row_scale, of E2M1 with FP8, and bias: of its rows; out: bf16, `width` columns; every: routes of a row of x, or 1
+// x: `depth` columns, of bf16, or of E4M3 with x_scale of each row; ids: of `id_bytes` each, and routing weights or none, of
+// `pairs` routes; codes and scales: `rows` of an expert, in `blocks`; factor: of an expert; row_scale, of E2M1 with FP8, and
+// bias: of its rows; out: bf16, `width` columns; every: routes of a row of x, or 1
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
-    gemm_few_4bit(const char* x, const float* x_scale, const char* ids, int id_bytes, const float* routing, const int* source, const int* ends,
-              const char* codes, const u32* scales, const float* factor, const float* row_scale, const unsigned short* bias, unsigned short* out,
-              float unit, int base, int pairs, int experts, int depth, int rows, int width, int blocks, int every,
-              float alpha, float limit) {
+    gemm_few_4bit(const char* x, const float* x_scale, const char* ids, int id_bytes, const float* routing,
+                  const char* codes, const u32* scales, const float* factor, const float* row_scale,
+                  const unsigned short* bias, unsigned short* out, float unit, int base, int pairs, int experts, int depth,
+                  int rows, int width, int blocks, int every, float alpha, float limit) {
   extern __shared__ __align__(128) char memory[];
   int(&from)[ROWS] = *(int(*)[ROWS])memory;  // row of x, and of out
   int(&to)[ROWS] = *(int(*)[ROWS])(memory + 4 * ROWS);
-  char* const room = memory + 8 * ROWS + 160;
+  char* const room = memory + 8 * ROWS + 8 * EXPONENTS;
 #if FP8 && !INT4
   keep_numbers(shared(memory + 8 * ROWS));
 #endif
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, line = lane / 4;
   const int tile = warp % TILES, piece = warp / TILES;
   const int columns = (width + COLUMNS - 1) / COLUMNS;
-  Found found;
-#if SORTED
-  found = find_sorted(ends, source, experts, columns, from, to);
-  if (found.expert < 0) return;
-#else
-  const int asked = blockIdx.x / columns;
+  const int asked = blockIdx.x / columns, column = blockIdx.x % columns * COLUMNS;
   int own = -1;
   if (lane < pairs && !(routing && __ldg(routing + lane) == 0.0f)) {
     own = __ldg((const int*)(ids + lane * id_bytes)) - base;
     if (own < 0 || own >= experts) own = -1;
   }
-  found = {pairs <= experts ? __shfl_sync(~0u, own, asked) : asked, (int)(blockIdx.x % columns) * COLUMNS, 0};
-  const u32 mine = __ballot_sync(~0u, own == found.expert);
-  if (found.expert < 0 || mine == 0 || (pairs <= experts && __ffs(mine) - 1 != asked)) return;
-  found.rows = __popc(mine);
-#endif
-  const int first = found.column + tile * (GATED ? 8 : 16) + line, apart = GATED ? width : 8;
-  const bool busy = found.column + tile * (GATED ? 8 : 16) < width;  // width: a multiple of 64
+  // for each route, of which an expert's first one counts, or for each expert
+  const int expert = pairs <= experts ? __shfl_sync(~0u, own, asked) : asked;
+  const u32 mine = __ballot_sync(~0u, own == expert);
+  if (expert < 0 || mine == 0 || (pairs <= experts && __ffs(mine) - 1 != asked)) return;
+  const int first = column + tile * (GATED ? 8 : 16) + line, apart = GATED ? width : 8;
+  const bool busy = column + tile * (GATED ? 8 : 16) < width;  // width: a multiple of 64
   const int scale_blocks = (blocks + SHARE - 1) / SHARE;
-  const char* const own_codes = codes + ((u64)found.expert * blocks * rows + first) * PACKED + lane % 4 * 16;
-  const u32* const own_scales = scales + (u64)found.expert * scale_blocks * WORDS * rows + first;
+  const char* const own_codes = codes + ((u64)expert * blocks * rows + first) * PACKED + lane % 4 * 16;
+  const u32* const own_scales = scales + (u64)expert * scale_blocks * WORDS * rows + first;
   auto load = [&](Block& to, int block) {
     if (!busy || block >= blocks) return;
     const char* const at = own_codes + (u32)(block * rows * PACKED);
@@ -200,17 +156,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
 #if FP8 && !INT4
   if (busy)
     for (int i = 0; i < 2; i++) {
-      scaled[i] = __ldg(row_scale + found.expert * rows + first + i * apart);
+      scaled[i] = __ldg(row_scale + expert * rows + first + i * apart);
       weights.largest[i] = largest_of(scaled[i]);
     }
 #endif
   const int chunks = (blocks + CHUNK - 1) / CHUNK;
 #pragma unroll 1
-  for (int begin = 0; begin < (SORTED ? 1 : found.rows); begin += ROWS) {
+  for (int begin = 0; begin < __popc(mine); begin += ROWS) {
     Block coming[AHEAD];
 #pragma unroll
     for (int j = 0; j < AHEAD; j++) load(coming[j], piece + SPLIT * j);
-#if !SORTED
     __syncthreads();  // all have done with the rows before
     if (threadIdx.x < 32) {
       const int at = __popc(mine & ((1u << lane) - 1)) - begin;
@@ -218,7 +173,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
       __syncwarp();
       if ((mine >> lane & 1) && at >= 0 && at < ROWS) from[at] = lane / every, to[at] = lane;
     }
-#endif
     __syncthreads();
     auto stage = [&](int chunk) {
       constexpr int PARTS = CHUNK * 8 * BYTES;  // of 16 bytes
@@ -261,11 +215,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
           for (int i = 0; i < 4; i++) sum[i] += others[((other - 1) * TILES * 4 + i) * 32];
     }
     if (piece == 0 && busy) {
-      const float scale = factor ? unit * __ldg(factor + found.expert) : unit;
+      const float scale = factor ? unit * __ldg(factor + expert) : unit;
       float added[2] = {0.0f, 0.0f};
       if (BIASED)
         for (int i = 0; i < 2; i++)
-          added[i] = __uint_as_float((u32)__ldg(bias + found.expert * rows + first + i * apart) << 16);
+          added[i] = __uint_as_float((u32)__ldg(bias + expert * rows + first + i * apart) << 16);
 #pragma unroll
       for (int odd = 0; odd < 2; odd++) {
         const int at = lane % 4 * 2 + odd, row = to[at];

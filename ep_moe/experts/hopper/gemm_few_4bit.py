@@ -1,5 +1,5 @@
-"""Products of few rows with weights of 4 bits, on Hopper, in CUDA C++: each warp loads 16 rows of weights into the
-registers that tensor cores read, and nothing in between. With rows of E4M3, and of the fewest routes in bf16.
+"""Products of the fewest routes with weights of 4 bits, on Hopper, in CUDA C++: each program finds its expert's routes,
+and each warp loads 16 rows of weights into the registers that tensor cores read, with nothing in between.
 
 Nothing here allocates or waits for the device.
 """
@@ -13,7 +13,6 @@ from torch import Tensor
 from ep_moe.experts.hopper.gemm_grouped_4bit import UNIT
 from ep_moe.experts.hopper.gemm_skinny import FEWEST, Tile, TileConfig
 from ep_moe.experts.hopper.numbers_4bit import DEPTH, EXPONENTS, Weights, numbers_form, numbers_text
-from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv
 from ep_moe.types import Activation
@@ -24,18 +23,22 @@ ROWS = 8  # of a tile
 
 def tiles_for(routes: int) -> TileConfig:
     """The fastest for `bench.experts`' models on an H100. routes: N * K"""
-    tile = Tile(ROWS, 64, stages=2, warps=8, split=4 if routes <= 16 else 2 if routes <= FEWEST else 1)
-    return TileConfig(routes > FEWEST, tile, tile)
+    tile = Tile(ROWS, 64, stages=2, warps=8, split=4 if routes <= 16 else 2)
+    return TileConfig(False, tile, tile)
 
 
 def product(
     x: Tensor, ids: Tensor, routing: Tensor | None, base: int, w: Weights, out: Tensor, cut: Tile, *,
     x_scale: Tensor | None = None, activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
-    gather: bool = False, lists: Lists | None = None, launch: Launch = at_once,
+    gather: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """As `gemm_4bit.product`, and with `x_scale`, float32 [M], of x in E4M3.
+    """out[p] = w[e] @ x[p] for each pair p of expert e = ids[p] - base, unless its weight is 0; in float32.
 
-    lists: None for at most 32 routes
+    x: bf16 [M, k], or E4M3 with x_scale, float32 [M], a row for each pair; with `gather` [N, k], of which p // K is
+        read for pair p
+    ids: int [N, K], at most 32; routing: float32 [N, K] or None; w: rows [L, n, k]
+    out: bf16 [at least N * K, n], or with a gated activation [.., n / 2], of which the first half of w's rows are the
+        gates; rows of pairs that are not ours are left as they are
     cut: `stages` blocks of weights that a warp has under way, `split` warps that share the blocks of the same rows of
         weights; eight rows, and columns that follow
     """
@@ -43,33 +46,31 @@ def product(
     gated = activation is not None and activation.gated
     width, k, pairs = rows // 2 if gated else rows, x.shape[1], ids.numel()
     assert w.e4m3 == (x_scale is not None)
-    assert lists is not None or pairs <= FEWEST
+    assert pairs <= FEWEST
     columns = cdiv(width, cut.warps // cut.split * (8 if gated else 16))
-    tiles = min(experts, pairs) + (0 if lists is None else pairs // ROWS)
-    source, ends = (None, None) if lists is None else (lists.source if gather else None, lists.ends)
     arguments = [
         *_pointers(x, x_scale, ids),
         (ids.element_size(), c_int),
-        *_pointers(routing, source, ends, w.data, w.scale, w.factor, w.row_scale, w.bias, out),
+        *_pointers(routing, w.data, w.scale, w.factor, w.row_scale, w.bias, out),
         (UNIT if w.format != "int4" and not w.e4m3 else 1.0, c_float),
         *((number, c_int) for number in (base, pairs, experts, k, rows, width, blocks, ids.shape[1] if gather else 1)),
         *((number, c_float) for number in (alpha, limit)),
     ]
-    form = form_of(w, cut, activation, listed=lists is not None)
+    form = form_of(w, cut, activation)
     function = nvrtc.kernel(numbers_text("gemm_few_4bit.cu"), "gemm_few_4bit", form, x.device.index)
     kernel = nvrtc.Kernel(function, x.device, _LANES * cut.warps, shared_bytes(cut, x.element_size()))
-    launch(kernel, (tiles * columns,), nvrtc.Arguments(arguments))
+    launch(kernel, (min(experts, pairs) * columns,), nvrtc.Arguments(arguments))
 
 
 def _pointers(*given: Tensor | None) -> list[tuple[int, type[c_void_p]]]:
     return [(0 if one is None else one.data_ptr(), c_void_p) for one in given]
 
 
-def form_of(w: Weights, cut: Tile, activation: Activation | None, *, listed: bool) -> tuple[str, ...]:
+def form_of(w: Weights, cut: Tile, activation: Activation | None) -> tuple[str, ...]:
     """What the kernel is compiled with."""
     given = {"WARPS": cut.warps, "SPLIT": cut.split, "AHEAD": cut.stages}
     given |= {"PROGRAMS": programs(cut), "GATED": int(activation is not None and activation.gated)}
-    given |= {"BIASED": int(w.bias is not None), "SORTED": int(listed)}
+    given["BIASED"] = int(w.bias is not None)
     form = [*numbers_form(w), *(f"-D{name}={value}" for name, value in given.items())]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 

@@ -8,9 +8,9 @@
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
 // With FOUR_BITS weights are of 4 bits (gemm_grouped_4bit.cu), and sums of E2M1 in units of a_factor.
-// Given: IN_BYTES and OUT_BYTES of a number, MOST rows of a tile, of which there are a multiple of ROUND, GATED,
-// SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, ACCUMULATE, FACTOR (sums of bf16 are multiplied
-// by a_factor), and the name of the activation, if there is one.
+// Given: IN_BYTES and OUT_BYTES of a number, MOST rows of a tile, of which there are a multiple of ROUND, PROGRAMS of a
+// multiprocessor, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, ACCUMULATE, FACTOR (sums of
+// bf16 are multiplied by a_factor), and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -38,6 +38,9 @@ constexpr int ALONG = 2, ACROSS_K = 16 * LINE / 16;
 [[maybe_unused]] constexpr int WEIGHT_STEP = TURNED || OVER_ROWS ? ACROSS_K : ALONG, ROW_STEP = OVER_ROWS ? ACROSS_K : ALONG;
 constexpr int DEEP = 64;  // lines across K of a stage
 constexpr int COPIERS = GATHER || BLOCKS ? 128 : 1;  // threads that fill a stage
+// Of a thread that copies and of one that multiplies: 168 of each thread are all there are, 80 of two programs.
+constexpr int FEWER_REGISTERS = PROGRAMS == 1 ? (GATHER ? 56 : 40) : (GATHER ? 48 : 32);
+constexpr int MORE_REGISTERS = PROGRAMS == 1 ? (GATHER ? 224 : 232) : (GATHER ? 96 : 104);
 constexpr int CHUNK = 4096;
 constexpr int CHUNK_ROWS = CHUNK / (COLUMNS * OUT_BYTES);
 static_assert(!ACCUMULATE || (OVER_ROWS && OUT_BYTES > 1), "only gradients of weights are accumulated");
@@ -158,11 +161,12 @@ struct Out {
 
 // Scales of a tile's rows: a lane has those of row `lane`, `lane` + 32 and so on, and shows them to its warp.
 struct RowScales {
-  float own[SCALED_ROWS ? MOST / 32 : 1];
+  static constexpr int HELD = (MOST + 31) / 32;
+  float own[SCALED_ROWS ? HELD : 1];
 
   __device__ __forceinline__ void load(const float* scale, const Walk& tiles) {
 #pragma unroll
-    for (int i = 0; i < MOST / 32; i++) own[i] = __ldg(scale + tiles.row + min(32 * i + (int)threadIdx.x % 32, tiles.count - 1));
+    for (int i = 0; i < HELD; i++) own[i] = __ldg(scale + tiles.row + min(32 * i + (int)threadIdx.x % 32, tiles.count - 1));
   }
   __device__ __forceinline__ float at(int j, int odd) const {  // of row 8 * j + 2 * (lane % 4) + odd
     return __shfl_sync(~0u, own[j / 4], j % 4 * 8 + threadIdx.x % 4 * 2 + odd);
@@ -593,7 +597,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
 // bias, with BIASED: of each row of weights, added to the scaled sums.
 // With FOUR_BITS: codes and code_scales instead of weights; k_blocks: boxes of 128 bytes.
 // With GATHER: gathered: a; source: the row of it for each row of out; row_bytes: of a. With AWAY: addresses: of rows.
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
+extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), PROGRAMS)
     gemm_grouped(const __grid_constant__ Map weights, const __grid_constant__ Map wide, const __grid_constant__ Map step,
                 char* out, const int* ends, const float* a_scale, const float* b_scale, const float* out_scale,
                 const unsigned short* bias, float a_factor, int a_step, int b_step, int experts, int all_rows, int n, int units, int k_blocks, int most, int stages, float alpha, float limit,
@@ -624,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
   tiles.across = units;
   const int group = threadIdx.x / 128;
   if (group == GROUPS) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(GATHER ? 56 : 40));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEWER_REGISTERS));
 #if FOUR_BITS
     if (threadIdx.x < 128 * GROUPS + COPIERS)
       copy_packed(wide, step, ring, tiles, most, k_blocks, n, Gathered(gathered, source, row_bytes), codes, code_scales);
@@ -634,7 +638,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
            b_step, shared(scales));
 #endif
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(GATHER ? 224 : 232));  // 168 of each thread are all there are
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MORE_REGISTERS));
     Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale, bias, addresses};
     while (tiles.next()) {
       float scale = a_factor, factor = 1.0f;
@@ -681,7 +685,10 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #elif BLOCKS
         WIDTH(1) WIDTH(2) WIDTH(3) WIDTH(4) WIDTH(5) WIDTH(6)
 #elif FOUR_BITS
-        WIDTH(ROUND / STEP) WIDTH(2 * ROUND / STEP)
+        WIDTH(ROUND / STEP)
+#if MOST / ROUND > 1
+        WIDTH(2 * ROUND / STEP)
+#endif
 #if MOST / ROUND > 2
         WIDTH(3 * ROUND / STEP)
 #endif

@@ -36,10 +36,12 @@ class Tiles:
 
     rows: of an expert in a tile at most, a multiple of 16 up to 192; an expert's tiles are of one width
     stages: blocks of 128 bytes along K that are on their way at once
+    programs: of a multiprocessor, which share its registers and shared memory: for tiles of few rows
     """
 
     rows: int
     stages: int = 4
+    programs: int = 1
 
 
 BOXES = WEIGHTS // 64  # of weights whose lines go across K, in a tile
@@ -180,17 +182,19 @@ def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
     blocks: bool = False, biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,
     away: bool = False, accumulate: bool = False, factor: bool = False, four_bits: bool = False,
-    most: int = 0, apart: int = STEP,
+    most: int = 0, apart: int = STEP, together: int = 1,
 ) -> tuple[str, ...]:  # fmt: skip
     """What `source_text` is compiled with.
 
     most: the largest width of a tile, 0 for that of bf16 or of blocks; apart: from one width to the next
+    together: programs of a multiprocessor
     """
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
     given |= {"CHANNELS": int(channels), "BLOCKS": int(blocks), "BIASED": int(biased)}
     given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather), "AWAY": int(away)}
     given |= {"ACCUMULATE": int(accumulate), "FACTOR": int(factor), "FOUR_BITS": int(four_bits)}
+    given["PROGRAMS"] = together
     given |= {"MOST": most or (BLOCKS if blocks else CUTS[-1]).rows, "ROUND": apart}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])

@@ -113,7 +113,7 @@ __device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring&
   int before = 0;
 #pragma unroll
   for (int i = 0; i < N; i++) sum[i / (N / 2)][i % (N / 2)] = 0.0f;
-  constexpr int AT_ONCE = 2;       // words
+  constexpr int AT_ONCE = PROGRAMS > 1 && !FP8 ? 1 : 2;  // words
   u32 a[2][AT_ONCE][2 * NUMBERS];  // while one is multiplied, the other is made
 #pragma unroll 1
   for (int k = 0; STAGE_BOXES * k < boxes; k++) {

@@ -29,35 +29,43 @@ from ep_moe.runtime.launch_cache import Launch, at_once
 from ep_moe.types import Activation
 
 PACKED = DEPTH // 2  # bytes of a row of weights in a block
-RING = 200 * 1024  # bytes of all stages
+RING = {1: 200 * 1024, 2: 92 * 1024}  # bytes of all stages, by programs of a multiprocessor
 UNIT = 2.0**32  # of sums of E2M1 in bf16
 # Rows of a tile at most, and from one width to the next. Each width takes registers of its own for weights on their
 # way: with more widths the compiler has the tensor cores wait for each product.
 WIDTHS = {96: 32, 128: 64}
 WIDER = {160: 80}  # of E2M1 in E4M3, which takes the fewest registers
+NARROW = {16: 16, 32: 32}  # by two programs of a multiprocessor: one's warps make numbers while the other's wait
+_APART = WIDTHS | WIDER | NARROW
 
 
-def widths_of(w: Weights) -> dict[int, int]:
-    return WIDTHS | WIDER if w.row_scale is not None else WIDTHS
+def cuts_of(w: Weights) -> list[Tiles]:
+    """All ways of cutting a product with such weights."""
+    found = []
+    for most in (*NARROW, *WIDTHS, *(WIDER if w.row_scale is not None else ())):
+        programs = 2 if most in NARROW else 1
+        found.append(Tiles(most, min(8, RING[programs] // _stage_bytes(most, w)), programs))
+    return found
 
 
 def tiles_for(rows: float, w: Weights, spare_sms: int = 0) -> Tiles:
     """Those that take the fewest steps. rows: of an expert, as many as are expected on average"""
-    experts, all_rows = len(w.data), w.data.shape[2]
-    tiles_of_weights, at_once = experts * -(-all_rows // WEIGHTS), programs(w.data, spare_sms)
+    # some experts have no rows where few are expected
+    tiles_of_weights = len(w.data) * -math.expm1(-rows) * -(-w.data.shape[2] // WEIGHTS)
+    at_once = programs(w.data, spare_sms)
     # what a tile takes besides, as rows: as `gemm_grouped` has it, or fitted to an H200
-    besides, widths = 96 if w.e4m3 else 56, widths_of(w)
+    besides = 96 if w.e4m3 else 56
 
-    def steps(most: int) -> float:
+    def steps(cut: Tiles) -> float:
         found = 0.0
         for own in (rows - math.sqrt(rows), rows, rows + math.sqrt(rows)):  # most experts have about as many
-            tiles = max(1, math.ceil(own / most))
-            width = math.ceil(max(own, 1) / tiles / widths[most]) * widths[most]
-            found += math.ceil(tiles_of_weights * tiles / at_once) * (width + besides)
-        return found * (1.08 if most in WIDER else 1.0)
+            tiles = max(1, math.ceil(own / cut.rows))
+            width = math.ceil(max(own, 1) / tiles / _APART[cut.rows]) * _APART[cut.rows]
+            found += math.ceil(tiles_of_weights * tiles / (at_once * cut.programs)) * (width + besides)
+        # fitted to an H200: two programs beside each other, and tiles of the most registers
+        return found * (1.85 if cut.programs == 2 else 1.15 if cut.rows in WIDER else 1.0)
 
-    best = min(widths, key=steps)
-    return Tiles(best, min(8, RING // _stage_bytes(best, w)))
+    return min(cuts_of(w), key=steps)
 
 
 def product(
@@ -92,7 +100,7 @@ def product(
     form = form_of(w, tiles, activation, gather=source is not None, away=addresses is not None)
     function = nvrtc.kernel(source_text(tiles.rows, w.e4m3), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts, w))
-    launch(kernel, (programs(a, spare_sms),), nvrtc.Arguments(arguments))
+    launch(kernel, (programs(a, spare_sms) * tiles.programs,), nvrtc.Arguments(arguments))
 
 
 def form_of(w: Weights, tiles: Tiles, activation: Activation | None, *, gather: bool, away: bool) -> tuple[str, ...]:
@@ -100,7 +108,7 @@ def form_of(w: Weights, tiles: Tiles, activation: Activation | None, *, gather: 
     shared = options(
         1 if w.e4m3 else 2, 2, activation, scaled_rows=w.e4m3, channels=w.row_scale is not None,
         biased=w.bias is not None, gather=gather, away=away, factor=_in_units(w), four_bits=True, most=tiles.rows,
-        apart=(WIDTHS | WIDER)[tiles.rows],
+        apart=_APART[tiles.rows], together=tiles.programs,
     )  # fmt: skip
     return (*shared, *numbers_form(w))
 

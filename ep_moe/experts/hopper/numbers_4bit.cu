@@ -1,6 +1,8 @@
 // Part of gemm_few_4bit.cu and gemm_grouped_4bit.cu: codes of 4 bits as numbers of bf16, or of E4M3 with FP8. Given
 // besides: INT4 (else E2M1), GROUP columns of a scale, WORDS of scales in a block of 128 columns of a row.
 
+[[maybe_unused]] constexpr int EXPONENTS = 20;  // of a group below its row's largest
+
 #if FP8
 // Registers of weights for 32 columns of a row: two times four numbers.
 constexpr int NUMBERS = 2;
@@ -24,7 +26,6 @@ __device__ __forceinline__ void numbers(u32 q, u32 (&to)[2]) {
 }
 #else
 // E4M3 of 0, .5, 1, 1.5, 2, 3, 4, 6 times 2 ** (6 - i), to the nearest, for each i below EXPONENTS; zeros for the last.
-constexpr int EXPONENTS = 20;
 __device__ const u64 NUMBERS_OF[EXPONENTS] = {
 // NUMBERS_OF
 };

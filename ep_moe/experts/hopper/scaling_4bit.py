@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped_4bit
-from ep_moe.experts.hopper.gemm_grouped import WEIGHTS, programs
 from ep_moe.experts.hopper.gemm_skinny import FEWEST, TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring
 from ep_moe.experts.hopper.numbers_4bit import Weights
@@ -23,7 +23,7 @@ class Packed(Scaling):
     names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
     format: ClassVar[str]  # of `Weights`
     group: ClassVar[int]
-    few_up_to: ClassVar[float]  # rows of an expert that go by products of few rows
+    few_up_to: ClassVar[float] = math.inf  # rows of an expert, of which products of few rows take those that they can
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -67,14 +67,14 @@ class Packed(Scaling):
 class FourBits(Packed, Unscaled):
     """Rows in bf16."""
 
-    few_up_to: ClassVar[float] = 28.0  # H100 and H200
+    listed_up_to: ClassVar[float] = 20.0  # rows of an expert that `gemm_4bit` takes, on an H200
 
     def skinny(self, routes: int, each: float) -> TileConfig | None:
         if each > self.few_up_to:
             return None
         if routes <= FEWEST:
             return gemm_few_4bit.tiles_for(routes)
-        return gemm_4bit.tiles_for(each)
+        return gemm_4bit.tiles_for(each) if each <= self.listed_up_to else None
 
     def few(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
@@ -101,13 +101,13 @@ class Nvfp4(FourBits):
     """`nvfp4a16`: E2M1 with an E4M3 scale, and a float32 one a matrix."""
 
     names = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
-    format, group = "nvfp4", 16
+    format, group, listed_up_to = "nvfp4", 16, 0.5
 
 
 class Int4(FourBits):
     """`int4`: two's complement with a bf16 scale."""
 
-    format, group, few_up_to = "int4", 128, 60.0
+    format, group, listed_up_to = "int4", 128, 24.0
 
 
 class Mxint4(Int4):
@@ -120,28 +120,22 @@ class FourBitsFp8(Packed, RowScaled):
     """Rows in E4M3 with a scale each, found here or come with the rows."""
 
     names: ClassVar[tuple[str, ...]] = Packed.names
-    few_up_to: ClassVar[float] = 4.5  # H100: half as many where `gemm_grouped_4bit` has tiles for three turns
 
     def skinny(self, routes: int, each: float) -> TileConfig | None:
-        tiles = self.sizes[0] * self.products.w13.shape[2] / WEIGHTS
-        few = self.few_up_to / (1 + (tiles >= 3 * programs(self.products.w13, 0)))
-        return None if each > few else gemm_few_4bit.tiles_for(routes)
+        return None if routes > FEWEST or each > self.few_up_to else gemm_few_4bit.tiles_for(routes)
 
     def few(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        launch = self.products.launch
+        p, act = self.products, own["act"]
         gemm_few_4bit.product(
-            rows.x, *found, self.weights(0), own["act"], cut.first, x_scale=_scale(rows), gather=True, lists=lists,
-            launch=launch, **self.activated(),
+            rows.x, *found, self.weights(0), act, cut.first, x_scale=_scale(rows), gather=True, launch=p.launch,
+            **self.activated(),
         )  # fmt: skip
-        act = self._round(
-            Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]),
-            counts=None if lists is None else lists.ends[-1:],
-        )  # fmt: skip
+        read = self._round(Rows(act), Rows(own["act_numbers"], own["act_scale"]))
         gemm_few_4bit.product(
-            act.x, *found, self.weights(1), own["y"], cut.second, x_scale=_scale(act), lists=lists, launch=launch
+            read.x, *found, self.weights(1), own["y"], cut.second, x_scale=_scale(read), launch=p.launch
         )
 
 

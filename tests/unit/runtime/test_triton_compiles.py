@@ -28,7 +28,6 @@ from ep_moe.experts.hopper import (
     gemm_grouped,
     gemm_grouped_4bit,
     gemm_streaming,
-    scaling_4bit,
 )
 from ep_moe.experts.hopper.experts import (
     Bf16TritonExperts,
@@ -195,7 +194,6 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(gemm_grouped_4bit, "product", products),
         mock.patch.object(gemm_few_4bit, "product", products),
         mock.patch.object(gemm_grouped_4bit, "programs", return_value=132),
-        mock.patch.object(scaling_4bit, "programs", return_value=132),
     ):
         built(kind, scheme, config)(received, out)
     assert names[-1] == "_reduce"

@@ -116,26 +116,35 @@ FOUR_BITS = sorted(name for name, scaling in step.SCALINGS.items() if issubclass
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize(("scheme", "rows"), [
-    (scheme, rows) for scheme in FOUR_BITS for rows in gemm_grouped_4bit.widths_of(four_bits(scheme))
-])  # fmt: skip
+@pytest.mark.parametrize(("scheme", "cut"), [
+    (scheme, cut) for scheme in FOUR_BITS for cut in gemm_grouped_4bit.cuts_of(four_bits(scheme))
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, None], ids=["first", "second"])
-def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, rows, scheme):
+def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, cut, scheme):
     w = four_bits(scheme, biased=True)
     how = {"gather": activation is not None and not w.e4m3, "away": activation is None}
-    form = gemm_grouped_4bit.form_of(w, Tiles(rows), activation, **how)
-    binary, words = nvrtc.compile_kernels(gemm_grouped_4bit.source_text(rows, w.e4m3), form)
+    form = gemm_grouped_4bit.form_of(w, cut, activation, **how)
+    binary, words = nvrtc.compile_kernels(gemm_grouped_4bit.source_text(cut.rows, w.e4m3), form)
     assert 0 < len(binary) < 100 * 1024
     assert words == ""
 
 
+@pytest.mark.parametrize("scheme", FOUR_BITS)
+def test_programs_of_a_multiprocessor_share_its_memory(scheme):
+    """228 KiB, of which each program takes one besides."""
+    w = four_bits(scheme)
+    for cut in gemm_grouped_4bit.cuts_of(w):
+        assert gemm_grouped_4bit.shared_bytes(cut, 256, w) <= 228 * 1024 // cut.programs - 1024
+        assert cut.stages >= 3
+
+
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize("scheme", FOUR_BITS)
-@pytest.mark.parametrize("routes", [8, 32, 100])
+@pytest.mark.parametrize("routes", [8, 32])
 def test_the_fewest_rows_compile_for_hopper(routes, scheme):
     w, cuts = four_bits(scheme, biased=True), gemm_few_4bit.tiles_for(routes)
     for cut, activation in ((cuts.first, Activation.SWIGLU_CLAMPED), (cuts.second, None)):
-        form = gemm_few_4bit.form_of(w, cut, activation, listed=cuts.sort)
+        form = gemm_few_4bit.form_of(w, cut, activation)
         assert nvrtc.compile_kernels(numbers_text("gemm_few_4bit.cu"), form)[1] == ""
         assert gemm_few_4bit.shared_bytes(cut, 1 if w.e4m3 else 2) <= nvrtc.SHARED // gemm_few_4bit.programs(cut)
 
