@@ -387,14 +387,14 @@ def kimi(group: int, family="deepseek_v3") -> tuple[dict[str, Tensor], dict[str,
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("quantization", ["none", "mxint4", "int4", "int4_fp8", "mxfp4"])
+@pytest.mark.parametrize("quantization", ["none", "mxint4", "mxint4_fp8", "int4", "int4_fp8", "mxfp4"])
 @pytest.mark.filterwarnings("ignore:.*a second time")
 def test_int4_in_groups(quantization, group, tmp_path):
     """Kimi-K2-Thinking has groups of 32, whose bytes are those of mxint4."""
     tensors, found = kimi(group)
     write(tmp_path, tensors, family="deepseek_v3")
     layer = load(tmp_path, "deepseek_v3", quantization)
-    kept = {"mxint4": 32, "int4": 128, "int4_fp8": 128}.get(quantization) == group
+    kept = {"mxint4": 32, "mxint4_fp8": 32, "int4": 128, "int4_fp8": 128}.get(quantization) == group
     check(layer, found, rounded=quantization != "none" and not kept)
     if kept:
         assert torch.equal(stored(layer, 1)["w2_scale"], tensors["experts.1.down_proj.weight_scale"])
