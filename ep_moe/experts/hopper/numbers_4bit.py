@@ -48,6 +48,8 @@ def numbers_form(w: Weights) -> tuple[str, ...]:
 @cache
 def numbers_text(name: str) -> str:
     """`kernel_text`, with E2M1's numbers in E4M3 by how far a row's largest exponent is above theirs."""
-    numbers = torch.tensor(E2M1) * torch.exp2(6.0 - torch.arange(EXPONENTS))[:, None]
-    words = [int.from_bytes(bytes(row), "little") for row in numbers.to(torch.float8_e4m3fn).view(torch.uint8).tolist()]
+    exponents = torch.arange(EXPONENTS, device="cpu")
+    numbers = torch.tensor(E2M1, device="cpu") * torch.exp2(6.0 - exponents)[:, None]
+    rows = numbers.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+    words = [int.from_bytes(bytes(row), "little") for row in rows]
     return kernel_text(name).replace("// NUMBERS_OF\n", ",\n".join(f"    {word:#x}ull" for word in words) + "\n")

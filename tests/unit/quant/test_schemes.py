@@ -152,7 +152,7 @@ def representable(scheme: Scheme) -> Tensor:
             weight = fp8(ROWS, COLUMNS)
             weight[::128, ::128] = FP8_MAX
             return weight * spread(torch.tensor([[1.0, 0.375, 2.0**-20], [2.0**12, 3.0, 0.5]]), 128, 128)
-        case "int4" | "int4_fp8" | "mxint4":
+        case "int4" | "int4_fp8" | "mxint4" | "mxint4_fp8":
             group = scheme.weights.unit[1]
             codes = torch.randint(-7, 8, (ROWS, COLUMNS)).float()
             codes[:, 5::group] = -7
@@ -354,5 +354,5 @@ def test_unknown_name_lists_the_known_ones():
         scheme_of("fp4")
     assert str(error.value) == (
         "quantization must be one of none, fp8_static, fp8_dynamic, fp8_channel, fp8_block, mxfp4, mxfp4_fp8, "
-        "mxfp4_mxfp8, int4_fp8, int4, mxint4, mxfp8, nvfp4, nvfp4a16, got 'fp4' (did you mean 'nvfp4'?)"
+        "mxfp4_mxfp8, int4_fp8, int4, mxint4, mxint4_fp8, mxfp8, nvfp4, nvfp4a16, got 'fp4' (did you mean 'nvfp4'?)"
     )
