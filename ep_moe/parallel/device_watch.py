@@ -10,6 +10,7 @@ import time
 import torch
 from torch import Tensor
 
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 from ep_moe.types import capturing
 
 
@@ -55,10 +56,11 @@ class DeviceWatch:
         and then one is enough."""
         if not self.active or time.monotonic() - self._marked < self._period or capturing(device):
             return
-        self.prepare(device)
-        if self.newest is not None and self.newest.reached:
-            self._marked = time.monotonic()
-            self.newest.set()
+        with unseen_by_modes():
+            self.prepare(device)
+            if self.newest is not None and self.newest.reached:
+                self._marked = time.monotonic()
+                self.newest.set()
 
     def prepare(self, device: torch.device) -> None:
         """Make what `mark` needs, while no kernel waits for a peer: pinned memory, and a kernel that is loaded, would

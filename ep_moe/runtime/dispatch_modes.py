@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """Hide operations from dispatch modes: those that a layer makes in its first call alone, or only where activation
-    checkpointing repeats a call. Selective checkpointing numbers the operations of a forward and of its repetition, and
-    takes what it saved by these numbers.
+    """Hide operations from dispatch modes: those that a layer makes in its first call alone, now and then, or only
+    where activation checkpointing repeats a call. Selective checkpointing numbers the operations of a forward and of
+    its repetition, and takes what it saved by these numbers.
 
     Yields:
         Nothing.

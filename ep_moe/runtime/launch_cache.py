@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ep_moe.runtime import devices
 from ep_moe.runtime.devices import ALIGNED
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 from ep_moe.runtime.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 from ep_moe.runtime.versions import LAUNCHERS, launcher_known
 
@@ -89,7 +90,8 @@ class LaunchCache:
         if made is not None and bits % ALIGNED == 0:
             made(*given)
             return
-        launch = first()
+        with unseen_by_modes():
+            launch = first()
         if bits % ALIGNED:
             at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
             return

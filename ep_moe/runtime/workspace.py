@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.runtime.devices import current_stream
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNMENT = 256  # of CUDA's own allocations; FlashInfer wants 128
@@ -45,7 +46,7 @@ class Workspaces:
         stream = current_stream(self.device)
         buffers = self._buffers.setdefault(stream, [])
         if not buffers or buffers[-1].numel() < size:
-            with torch.inference_mode(False):  # what is made within it could not be written outside
+            with torch.inference_mode(False), unseen_by_modes():  # what is made within it could not be written outside
                 # a smaller one stays: a captured graph may hold its address
                 buffers.append(torch.empty(self._reserved, dtype=torch.uint8, device=self.device))
         return buffers[-1]

@@ -4,6 +4,7 @@ With routing given and integer data all gradients are exact. With the router in 
 BOUND of the largest entry: a few hundred float32 additions in another order.
 """
 
+import dataclasses
 import functools
 
 import pytest
@@ -324,12 +325,15 @@ class Operations(TorchDispatchMode):
 
 
 @distributed(1, 2)
-def test_a_repeated_call_has_the_operations_of_the_first_one(world_size):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in torch", "by kernels where they run"])
+def test_a_repeated_call_has_the_operations_of_the_first_one(dtype, world_size):
     """The first call compares ranks, and selective checkpointing finds what it saved by the number of an operation."""
+    config = dataclasses.replace(FLOAT, hidden_size=256, intermediate_size=128, expert_bias=False)
     for parallel in LAYOUTS[2] if world_size == 2 else [P()]:
         with EPContext.from_groups(parallel, device=rank_device(), deadline_s=20) as context:
-            layer = make(FLOAT, context)
-            x = data(FLOAT, dist.get_rank() // context.layout.tp, 4)[0].to(context.device).requires_grad_()
+            torch.manual_seed(0)
+            layer = MoELayer(config, context, dtype=dtype)
+            x = torch.randn(4, 256, device=context.device, dtype=dtype).requires_grad_()
             forward, again = Operations(), Operations()
             modes = functools.partial(lambda *both: both, forward, again)
             checkpoint(layer, x, use_reentrant=False, context_fn=modes).sum().backward()

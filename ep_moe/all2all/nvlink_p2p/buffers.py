@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.parallel.rank_group import RankGroup, barrier
+from ep_moe.runtime.dispatch_modes import unseen_by_modes
 from ep_moe.runtime.launch_cache import LaunchCache
 from ep_moe.runtime.workspace import Shapes, carve
 from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
@@ -143,7 +144,7 @@ class Workspace:
     def received(self, bound: int, *, packets: bool = False, alone: bool = False) -> dict[str, Any]:
         """Of a call, all of `Received` but its handle: where its rows are. packets, alone: as `send` has them"""
         if (bound, packets, alone) not in self._received:
-            with torch.inference_mode(False):  # views made within it could not be written outside
+            with torch.inference_mode(False), unseen_by_modes():  # views made within it could not be written outside
                 self._received[bound, packets, alone] = self._rows_received(bound, packets, alone)
         return self._received[bound, packets, alone]
 
