@@ -1,6 +1,7 @@
 """What a quantised expert kernel should give, and how far it may be off: float64 on the dequantised weights.
 
-Errors are those of rounding: of the activations before each matrix product (the scheme's own, with its scale), of each
+Errors are those of rounding: of the activations before each matrix product (the scheme's own, with its scale), of INT4
+weights with their scales to the layer's dtype where products are of that (as compressed-tensors dequantises), of each
 intermediate result to the layer's dtype, of sums in float32, of each addition of the output. One rounding is off by at
 most half a step c. A sum of n of them with factors f is off by at most z * sqrt(sum (f * c)**2) but for a probability
 of 2 exp(-z*z / 2) (Hoeffding, errors of random data being independent with mean zero); z = 7 leaves 5e-11 an element.
@@ -27,7 +28,7 @@ from ep_moe.quant.microscale import (
     quantize_mxfp8,
     quantize_nvfp4,
 )
-from ep_moe.quant.schemes import Nvfp4, Rounding, Scheme
+from ep_moe.quant.schemes import Int4Groups, Nvfp4, Rounding, Scheme
 from ep_moe.weights.layouts.cutlass import activation_bound
 
 Z = 7.0
@@ -144,6 +145,7 @@ def expected_and_limit(
     numbers: `numbers_of` the experts, where a caller asks more than once"""
     rounding = scheme.activations if rounds else Rounding.NONE
     half = torch.finfo(dtype).eps / 2
+    of_weights = half if rounds and rounding is Rounding.NONE and isinstance(scheme.weights, Int4Groups) else 0.0
     rows = x.double()
     value, variance = torch.zeros_like(rows), torch.zeros_like(rows)
     size, routes = torch.zeros_like(rows), torch.zeros(len(rows), 1, device=x.device)
@@ -162,13 +164,14 @@ def expected_and_limit(
         w13, w2 = numbers[slot] if numbers is not None else numbers_of(scheme, tensors)
         inputs, step = _as_read(rows[at], rounding, static, largest, dtype)
         h = inputs @ w13.T
-        h_variance = (step.square() + summing(inputs)) @ w13.square().T + (half * h).square()
+        step = step.square() + (of_weights * inputs).square()
+        h_variance = (step + summing(inputs)) @ w13.square().T + (half * h).square()
         if config.expert_bias:
             h = h + tensors["w13_bias"].double()
         a, a_variance = through_activation(config, h, h_variance)
         step = _step_between(a, rounding, tensors, bounds[slot] if bounds else None, dtype)
         # to the dtype once on the way (some schemes), and inside the activation
-        a_variance = a_variance + step.square() + 4 * (half * a).square() + summing(a)
+        a_variance = a_variance + step.square() + 4 * (half * a).square() + (of_weights * a).square() + summing(a)
         y = a @ w2.T
         y_variance = a_variance @ w2.square().T + (half * y).square()
         if config.expert_bias and output_bias:

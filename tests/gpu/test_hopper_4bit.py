@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped_4bit
+from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped_4bit, scaling_4bit
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import Tiles
 from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
@@ -53,6 +53,12 @@ def check(experts, tensors, received, *, output_bias: bool = True) -> None:
     assert (y[(received.local_ids < 0).all(1)] == 0).all()
 
 
+def sorted_and_grouped(monkeypatch, scheme: str) -> None:
+    """Products of many rows for the fewest too."""
+    monkeypatch.setattr(scaling_4bit, "FEWEST", 0)
+    monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", (0.0, 0.0))
+
+
 @each_scheme
 @pytest.mark.parametrize("output_bias", [True, False], ids=["etp rank 0", "another"])
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=str), ids=lambda a: a.value)
@@ -80,8 +86,8 @@ def test_half_a_block_of_columns(model, scheme):
     ids=str,
 )  # fmt: skip
 def test_each_tile(tile, scheme, monkeypatch):
-    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda _: TileConfig(True, tile, tile))
-    monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", math.inf)
+    monkeypatch.setattr(gemm_4bit, "tile_for", lambda _: tile)
+    monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", (math.inf, math.inf))
     experts, tensors = build(*SMALL, scheme)
     for count in (9, 60, 500):
         check(experts, tensors, rows(*SMALL, count))
@@ -115,7 +121,7 @@ def test_each_tile_of_many_rows(rows_at_most, scheme, monkeypatch):
         return cut
 
     monkeypatch.setattr(gemm_grouped_4bit, "tiles_for", chosen)
-    monkeypatch.setattr(SCALINGS[scheme], "few_up_to", 0.0)
+    sorted_and_grouped(monkeypatch, scheme)
     model = SMALL if SCHEMES[scheme].weights.unit[1] > 32 else UNEVEN
     experts, tensors = build(*model, scheme)
     for count in (1, 3, 60, 500, 1500):
@@ -126,8 +132,10 @@ def test_each_tile_of_many_rows(rows_at_most, scheme, monkeypatch):
 @pytest.mark.parametrize("many", [False, True], ids=["few at once", "many at once"])
 @pytest.mark.parametrize("count", [4, 40, 500])
 def test_written_to_peers(count, many, scheme, monkeypatch):
-    monkeypatch.setattr(SCALINGS[scheme], "few_up_to", 0.0 if many else math.inf)
-    monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", math.inf, raising=False)
+    if many:
+        sorted_and_grouped(monkeypatch, scheme)
+    elif scheme in FOUR_BITS:
+        monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", (math.inf, math.inf))
     experts, _ = build(*SMALL, scheme)
     received = rows(*SMALL, count)
     received.weights[::3] = 0.0
@@ -141,7 +149,8 @@ def test_written_to_peers(count, many, scheme, monkeypatch):
 def test_exponents_far_apart_in_e4m3(many, monkeypatch):
     """Groups as far as 14 below their row's largest are exact; beyond they round to multiples of 2 ** -9. A group of
     zeros counts for nothing, whatever its exponent."""
-    monkeypatch.setattr(SCALINGS["mxfp4_fp8"], "few_up_to", 0.0 if many else math.inf)
+    if many:
+        sorted_and_grouped(monkeypatch, "mxfp4_fp8")
     experts, tensors = build(*SMALL, "mxfp4_fp8")
     for own in tensors:
         for name in ("w13", "w2"):

@@ -4,10 +4,10 @@ the fewest: `gemm_few_4bit`; for many: `gemm_grouped_4bit`.
 The weights' layout is `weights.layouts.hopper_4bit`. They are the left operand of the tensor cores, which takes them
 from registers. A thread loads 16 bytes for 32 numbers of a row; shifts and masks, two numbers at a time, leave bf16:
 
-    E2M1    2**-126 times the number; its product with the block's scale, times 2**94, has at most 6 bits: exact
-    INT4    136 + code, less 136: exact. Sums of each group are multiplied by its scale in float32
+    E2M1    2**-126 times the number; its product with the group's scale, times 2**94, has at most 6 bits: exact
+    INT4    2**-133 times code + 8; by the scale, times 2**101, less 8 times the scale: rounded once
 
-Sums are in float32, in units of 2**-32 for E2M1. Nothing here allocates or waits for the device.
+Sums are in float32, in units of 2**-32. Nothing here allocates or waits for the device.
 
 Letters: N received rows, K routes of a row, L experts, H and I the hidden and intermediate sizes.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig, activate
+from ep_moe.experts.hopper.gemm_skinny import Tile, activate
 from ep_moe.experts.hopper.numbers_4bit import DEPTH, Weights
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
@@ -28,13 +28,12 @@ from ep_moe.runtime.triton_compat import JITFunction, tl, triton
 from ep_moe.types import Activation
 
 
-def tiles_for(rows: float) -> TileConfig:
+def tile_for(rows: float) -> Tile:
     """The fastest for GPT-OSS's sizes on an H100, of 32 and 128 experts.
 
     rows: of an expert, as many as are expected on average
     """
-    tile = Tile(16 if rows <= 8 else 32 if rows <= 16 else 64, 64, stages=3)
-    return TileConfig(True, tile, tile)
+    return Tile(16 if rows <= 8 else 32 if rows <= 16 else 64, 64, stages=3)
 
 
 def product(
@@ -74,10 +73,10 @@ def _pairs_of(q, E2M1: tl.constexpr):
         p2 = (q << 6) & BITS
         p3 = ((q << 1) & -2147450880) | ((q >> 3) & 0x01800180) | ((q >> 7) & 0x00400040)
     else:
-        p0 = (q & 0x000F000F) | 0x43004300
-        p1 = ((q >> 4) & 0x000F000F) | 0x43004300
-        p2 = ((q >> 8) & 0x000F000F) | 0x43004300
-        p3 = ((q >> 12) & 0x000F000F) | 0x43004300
+        p0 = q & 0x000F000F
+        p1 = (q >> 4) & 0x000F000F
+        p2 = (q >> 8) & 0x000F000F
+        p3 = (q >> 12) & 0x000F000F
     return tl.join(tl.join(p0, p1), tl.join(p2, p3))
 
 
@@ -96,70 +95,57 @@ def _low(word):
 
 
 @triton.jit
-def _high(word):
-    return (word & -65536).to(tl.float32, bitcast=True)
+def _factors(words, b, FORMAT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
+    """Scales of block b as two equal numbers of bf16, those of E2M1 times 2**94: int32 [N, words] to [N, GROUPS]."""
+    if FORMAT == "int4":
+        if GROUPS == 1:
+            half = (words >> (b % 2 * 16)) & 0xFFFF
+        else:
+            half = tl.reshape((words[:, :, None] >> (16 * tl.arange(0, 2))[None, None, :]) & 0xFFFF, [N, GROUPS])
+    else:
+        byte = tl.reshape((words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF, [N, GROUPS])
+        if FORMAT == "mxfp4":
+            half = (byte + 94) << 7
+        else:
+            # E4M3's bits in a float32 are 2**-120 times the number
+            wide = ((byte & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36 * 1.9807040628566084e28
+            half = (wide.to(tl.int32, bitcast=True) >> 16) | ((byte & 0x80) << 8)
+    return half | (half << 16)
 
 
 @triton.jit
-def _factors(words, FORMAT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales of a block, times 2**94, as two equal numbers of bf16: int32 [N, words] to [N, GROUPS]."""
-    byte = (words[:, :, None] >> (8 * tl.arange(0, 4))[None, None, :]) & 0xFF
-    byte = tl.reshape(byte, [N, GROUPS])
-    if FORMAT == "mxfp4":
-        return (byte + 94) * 0x00800080
-    # E4M3's bits in a float32 are 2**-120 times the number
-    wide = ((byte & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36 * 1.9807040628566084e28
-    bits = (wide.to(tl.int32, bitcast=True) >> 16) | ((byte & 0x80) << 8)
-    return bits | (bits << 16)
+def _times(a, b):
+    """Two numbers of bf16 at once."""
+    return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
-def _numbers(q, words, FORMAT: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr):
-    """A block of weights in bf16 [N, 128]; row 16 w + 8 h + l is row h * N / 2 + 8 w + l of the tile, so that no thread
-    needs what another loaded. E2M1 by its scales; INT4 without.
+def _numbers(q, words, b, FORMAT: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr):
+    """Block b of weights by their scales, in bf16 [N, 128] and units of 2**-32; row 16 w + 8 h + l is row
+    h * N / 2 + 8 w + l of the tile, so that no thread needs what another loaded.
 
     PACKED: by instructions for two numbers at once, which Triton's interpreter does not know."""
     E2M1: tl.constexpr = FORMAT != "int4"
+    GROUPS: tl.constexpr = 128 // GROUP
     v = tl.reshape(_pairs_of(q, E2M1), [2, N // 16, 8, 4, 4, 2, 2])  # h, w, l, t, g, i
-    v = tl.permute(v, [1, 0, 2, 4, 6, 5, 3])
-    if E2M1:
-        GROUPS: tl.constexpr = 128 // GROUP
-        scale = _factors(words, FORMAT, N, GROUPS)[:, :, None]
-        v = tl.reshape(v, [N, GROUPS, GROUP // 2])
-        if PACKED:
-            v = tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [v, scale], tl.int32, True, 1)
-            v = _halves(v)
+    v = tl.reshape(tl.permute(v, [1, 0, 2, 4, 6, 5, 3]), [N, GROUPS, GROUP // 2])
+    scale = _factors(words, b, FORMAT, N, GROUPS)
+    if PACKED:
+        if E2M1:
+            v = _times(v, scale[:, :, None])
         else:
-            v = (tl.join(_low(v), _high(v)) * _low(scale)[:, :, :, None]).to(tl.bfloat16)
+            factor = _times(scale, 0x72007200)[:, :, None]  # 2**101
+            eight = _times(scale, -1325354752)[:, :, None]  # 0xB100B100: -8 * 2**-32
+            v = tl.inline_asm_elementwise(
+                "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [v, factor, eight], tl.int32, True, 1
+            )
+        v = _halves(v)
+    elif E2M1:
+        v = (tl.join(_low(v), _low(v >> 16)) * _low(scale)[:, :, None, None]).to(tl.bfloat16)
     else:
-        v = tl.reshape(v, [N, 64])
-        if PACKED:
-            v = tl.inline_asm_elementwise("sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [v, 0x43084308], tl.int32, True, 1)
-            v = _halves(v)
-        else:
-            v = (tl.join(_low(v), _high(v)) - 136.0).to(tl.bfloat16)
+        codes = (tl.join(v & 0xFFFF, v >> 16) - 8).to(tl.float32)
+        v = (codes * _low(scale)[:, :, None, None] * 2.3283064365386963e-10).to(tl.bfloat16)
     return tl.reshape(v, [N, 128])
-
-
-@triton.jit
-def _quarters(w, N: tl.constexpr):
-    """[N, 128] as four of [N, 32]."""
-    even, odd = tl.split(tl.permute(tl.reshape(w, [N, 2, 2, 32]), [0, 3, 1, 2]))
-    w0, w2 = tl.split(even)
-    w1, w3 = tl.split(odd)
-    return w0, w1, w2, w3
-
-
-@triton.jit
-def _add_groups(acc, w, x0, x1, x2, x3, words, N: tl.constexpr):
-    """Products of a block with a scale for each 32 columns. words: int32 [N, 2]"""
-    w0, w1, w2, w3 = _quarters(w, N)
-    first, second = tl.split(words)
-    acc += tl.dot(w0, x0) * _low(first)[:, None]
-    acc += tl.dot(w1, x1) * _high(first)[:, None]
-    acc += tl.dot(w2, x2) * _low(second)[:, None]
-    acc += tl.dot(w3, x3) * _high(second)[:, None]
-    return acc
 
 
 @triton.jit
@@ -189,6 +175,7 @@ def _tile(
     """Rows `to` of out, where `valid`, from rows `row` of x: BLOCK_M of them, and WIDTH columns of one tile."""
     GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     SCALE_WORDS: tl.constexpr = 2 if FORMAT == "nvfp4" or (FORMAT == "int4" and GROUP == 32) else 1
+    SHARE: tl.constexpr = 2 if GROUP == 128 else 1  # blocks with one word of scales
     lane = tl.arange(0, WIDTH)
     first = tile * WIDTH
     column = first + lane
@@ -203,53 +190,20 @@ def _tile(
     x_at = x + row.to(tl.int64)[None, :] * depth
     gate = tl.zeros([WIDTH, BLOCK_M], tl.float32)
     up = tl.zeros([WIDTH, BLOCK_M], tl.float32)
-    if FORMAT == "int4":
-        gate_words = tl.load(s_at)
-        up_words = tl.load(s_at + width) if GATED else gate_words
     for b in tl.range(0, blocks, num_stages=STAGES):
         gate_q = tl.load(q_at + b * rows * 16)
         if GATED:
             up_q = tl.load(q_at + b * rows * 16 + width * 16)
-        left = depth - b * 128
-        if FORMAT != "int4":
-            right = tl.load(x_at + k + b * 128, mask=seen if EVEN else seen & (k < left), other=0.0)
-            given = s_at + b * SCALE_WORDS * rows
-            gate = tl.dot(_numbers(gate_q, tl.load(given), FORMAT, GROUP, WIDTH, PACKED), right, gate)
-            if GATED:
-                up = tl.dot(_numbers(up_q, tl.load(given + width), FORMAT, GROUP, WIDTH, PACKED), right, up)
-        else:
-            # the next block's scales travel while this block is multiplied
-            at = tl.minimum(b + 1, blocks - 1)
-            step = at * 2 * rows if GROUP == 32 else at // 2 * rows
-            next_gate = tl.load(s_at + step)
-            next_up = tl.load(s_at + step + width) if GATED else next_gate
-            gate_w = _numbers(gate_q, gate_words, FORMAT, GROUP, WIDTH, PACKED)
-            if GROUP == 32:
-                part = tl.arange(0, 32)[:, None]
-                x0 = tl.load(x_at + part + b * 128, mask=seen & (part < left), other=0.0)
-                x1 = tl.load(x_at + part + (b * 128 + 32), mask=seen & (part < left - 32), other=0.0)
-                x2 = tl.load(x_at + part + (b * 128 + 64), mask=seen & (part < left - 64), other=0.0)
-                x3 = tl.load(x_at + part + (b * 128 + 96), mask=seen & (part < left - 96), other=0.0)
-                gate = _add_groups(gate, gate_w, x0, x1, x2, x3, gate_words, WIDTH)
-                if GATED:
-                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, WIDTH, PACKED)
-                    up = _add_groups(up, up_w, x0, x1, x2, x3, up_words, WIDTH)
-            else:
-                tl.static_assert(GROUP == 128)
-                right = tl.load(x_at + k + b * 128, mask=seen if EVEN else seen & (k < left), other=0.0)
-                shift = b % 2 * 16
-                gate += tl.dot(gate_w, right) * _low(gate_words >> shift)
-                if GATED:
-                    up_w = _numbers(up_q, up_words, FORMAT, GROUP, WIDTH, PACKED)
-                    up += tl.dot(up_w, right) * _low(up_words >> shift)
-            gate_words = next_gate
-            up_words = next_up
-    if FORMAT != "int4":
-        unit = 4294967296.0
-        if factor is not None:
-            unit *= tl.load(factor + expert)
-        gate *= unit
-        up *= unit
+        right = tl.load(x_at + k + b * 128, mask=seen if EVEN else seen & (k < depth - b * 128), other=0.0)
+        given = s_at + b // SHARE * SCALE_WORDS * rows
+        gate = tl.dot(_numbers(gate_q, tl.load(given), b, FORMAT, GROUP, WIDTH, PACKED), right, gate)
+        if GATED:
+            up = tl.dot(_numbers(up_q, tl.load(given + width), b, FORMAT, GROUP, WIDTH, PACKED), right, up)
+    unit = 4294967296.0
+    if factor is not None:
+        unit *= tl.load(factor + expert)
+    gate *= unit
+    up *= unit
     if bias is not None:
         gate += tl.load(bias + expert * rows + inside).to(tl.float32)[:, None]
         if GATED:

@@ -41,24 +41,20 @@ __device__ __forceinline__ void multiply(float (&sum)[4], u32 a, u32 b, u32 c, u
       : "r"(a), "r"(b), "r"(c), "r"(d), "r"(x), "r"(y));
 }
 
-// What a thread's two rows of weights become numbers by.
+// What a thread's two rows of weights become numbers by. g: the 32 columns in the block; block: along K
 struct Weights {
   u32 table;
   int largest[2];
 
-  __device__ __forceinline__ void of(const Block& own, int i, int g, u32 (&to)[NUMBERS]) const {
+  __device__ __forceinline__ void of(const Block& own, int i, int g, int block, u32 (&to)[NUMBERS]) const {
     const uint4& words = own.codes[i];
     const u32 q = g == 0 ? words.x : g == 1 ? words.y : g == 2 ? words.z : words.w;
-#if FP8 && !INT4
-    numbers(q, table, largest[i], own.scales[i], g, to);
-#else
+#if !FP8
+    numbers(q, own.scales[i], g, block, to);
+#elif INT4
     numbers(q, to);
-#endif
-#if !FP8 && !INT4
-    u32 factors[2];
-    factors_of(own.scales[i], g, factors);
-#pragma unroll
-    for (int p = 0; p < 4; p++) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(to[p]) : "r"(to[p]), "r"(factors[p / 2]));
+#else
+    numbers(q, table, largest[i], own.scales[i], g, to);
 #endif
   }
 };
@@ -66,20 +62,20 @@ struct Weights {
 // Adds a block's products. rows: where the lane's line of eight rows is, in the block's first columns; block: along K
 __device__ __forceinline__ void add_block(float (&sum)[4], const Block& own, const Weights& weights, u32 rows,
                                           int block) {
-#if INT4
+#if FP8 && INT4
   float part[4];
 #endif
   u32 x[4];  // of 64 bytes of a row
 #pragma unroll
   for (int g = 0; g < 4; g++) {
     u32 a[2][NUMBERS];
-    weights.of(own, 0, g, a[0]);
-    weights.of(own, 1, g, a[1]);
+    weights.of(own, 0, g, block, a[0]);
+    weights.of(own, 1, g, block, a[1]);
     if (!FP8 || g % 2 == 0)
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                    : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                    : "r"(rows + g * 32 * BYTES));
-#if INT4
+#if FP8 && INT4
     if (GROUP == 32 || g == 0) part[0] = part[1] = part[2] = part[3] = 0.0f;
     float(&into)[4] = part;
 #else
@@ -91,7 +87,7 @@ __device__ __forceinline__ void add_block(float (&sum)[4], const Block& own, con
     multiply(into, a[0][0], a[1][0], a[0][1], a[1][1], x[0], x[1]);
     multiply(into, a[0][2], a[1][2], a[0][3], a[1][3], x[2], x[3]);
 #endif
-#if INT4
+#if FP8 && INT4
     if (GROUP == 32 || g == 3) {
       const int half = GROUP == 32 ? g % 2 : block % 2;
 #pragma unroll

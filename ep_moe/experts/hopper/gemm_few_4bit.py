@@ -52,7 +52,7 @@ def product(
         *_pointers(x, x_scale, ids),
         (ids.element_size(), c_int),
         *_pointers(routing, w.data, w.scale, w.factor, w.row_scale, w.bias, out),
-        (UNIT if w.format != "int4" and not w.e4m3 else 1.0, c_float),
+        (1.0 if w.e4m3 else UNIT, c_float),
         *((number, c_int) for number in (base, pairs, experts, k, rows, width, blocks, ids.shape[1] if gather else 1)),
         *((number, c_float) for number in (alpha, limit)),
     ]

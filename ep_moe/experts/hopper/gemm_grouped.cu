@@ -7,7 +7,7 @@
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
 // turned, through shared memory.
-// With FOUR_BITS weights are of 4 bits (gemm_grouped_4bit.cu), and sums of E2M1 in units of a_factor.
+// With FOUR_BITS weights are of 4 bits (gemm_grouped_4bit.cu), and sums of them in bf16 in units of a_factor.
 // Given: IN_BYTES and OUT_BYTES of a number, MOST rows of a tile, of which there are a multiple of ROUND, PROGRAMS of a
 // multiprocessor, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, ACCUMULATE, FACTOR (sums of
 // bf16 are multiplied by a_factor), and the name of the activation, if there is one.
@@ -664,7 +664,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), PROGRAMS)
       own.load(to, tiles, 1.0f);
       exponents.load(table, own);
 #endif
-#if INT4
+#if FP8 && INT4
 #define MULTIPLY multiply_scaled
 #else
 #define MULTIPLY multiply_packed

@@ -57,27 +57,23 @@ struct Packed {
   __device__ __forceinline__ u32 word(int i, int g) const {
     return g == 0 ? codes[i].x : g == 1 ? codes[i].y : g == 2 ? codes[i].z : codes[i].w;
   }
-  // 32 columns: steps of four registers. rows: as RowExponents
-  __device__ __forceinline__ void turn(int g, const RowExponents& rows, int m, u32 (&to)[2 * NUMBERS]) const {
+  // 32 columns: steps of four registers. rows: as RowExponents; block: along K
+  __device__ __forceinline__ void turn(int g, const RowExponents& rows, int m, int block, u32 (&to)[2 * NUMBERS]) const {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       u32 own[NUMBERS];
-#if FP8 && !INT4
-      numbers(word(i, g), rows.table, rows.largest[m][i], scales[i], g, own);
-#else
+#if !FP8
+      numbers(word(i, g), scales[i], g, block, own);
+#elif INT4
       numbers(word(i, g), own);
-#endif
-#if !FP8 && !INT4
-      u32 factors[2];
-      factors_of(scales[i], g, factors);
-#pragma unroll
-      for (int p = 0; p < 4; p++) asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(own[p]) : "r"(own[p]), "r"(factors[p / 2]));
+#else
+      numbers(word(i, g), rows.table, rows.largest[m][i], scales[i], g, own);
 #endif
 #pragma unroll
       for (int p = 0; p < NUMBERS; p++) to[p / 2 * 4 + p % 2 * 2 + i] = own[p];
     }
   }
-  // Of INT4: the scale of a group. block: along K
+  // Of INT4: the scale of a group.
   __device__ __forceinline__ float scale(int i, int g, int block) const {
     const int half = GROUP == 32 ? g % 2 : block % 2;
     const u32 own = scales[i][GROUP == 32 ? g / 2 : 0];
@@ -132,7 +128,7 @@ __device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring&
         if (first == 0 && m == 1 && k > 0 && threadIdx.x % 32 == 0) arrive(ring.free + 8 * before);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-          own[m].turn(first + i, rows, m, a[m][i]);
+          own[m].turn(first + i, rows, m, k, a[m][i]);
           hold(a[m][i]);
         }
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -151,8 +147,8 @@ __device__ __forceinline__ void multiply_packed(float (&sum)[2][MOST / 2], Ring&
   finish_all<N>(sum, ring.free + 8 * before);
 }
 
-// The same of INT4: sums of each group, or of a block where all of it is one, are scaled and added. While one half of the
-// warps does so, the other multiplies.
+// The same of INT4 in E4M3: sums of each group, or of a block where all of it is one, are scaled and added. While one half
+// of the warps does so, the other multiplies.
 template <int N>
 __device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring& ring, int most, int group, int boxes,
                                                 const RowExponents& rows) {
@@ -163,8 +159,6 @@ __device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring&
 #pragma unroll 1
   for (int k = 0; STAGE_BOXES * k < boxes; k++) {
     wait(ring.full + 8 * ring.stage, ring.phase);
-    if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    const bool half = !FP8 && 2 * k + 1 == boxes;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
       Packed own;
@@ -174,10 +168,9 @@ __device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring&
 #pragma unroll
         for (int i = 0; i < N / 2; i++) sum[m][i] += part[i] * own.scale(i / 2 % 2, g, k);
       };
-      own.turn(0, rows, m, a[0]);
+      own.turn(0, rows, m, k, a[0]);
 #pragma unroll
       for (int g = 0; g < 4; g++) {
-        if (g >= 2 && half) break;
         hold(a[g % 2]);
         if (GROUP == 32 || g == 0) {
 #pragma unroll
@@ -187,7 +180,7 @@ __device__ __forceinline__ void multiply_scaled(float (&sum)[2][MOST / 2], Ring&
         begin_packed<N>(part, a[g % 2], rows_of(ring.at(), most, g), GROUP == 32 ? 0 : g);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         if (GROUP == 128) asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-        if (g < 3) own.turn(g + 1, rows, m, a[(g + 1) % 2]);
+        if (g < 3) own.turn(g + 1, rows, m, k, a[(g + 1) % 2]);
         if (GROUP == 32) add(g);
       }
       if (GROUP == 128) add(0);

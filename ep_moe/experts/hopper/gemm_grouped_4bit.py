@@ -30,12 +30,15 @@ from ep_moe.types import Activation
 
 PACKED = DEPTH // 2  # bytes of a row of weights in a block
 RING = {1: 200 * 1024, 2: 92 * 1024}  # bytes of all stages, by programs of a multiprocessor
-UNIT = 2.0**32  # of sums of E2M1 in bf16
+UNIT = 2.0**32  # of sums of weights in bf16
 # Rows of a tile at most, and from one width to the next. Each width takes registers of its own for weights on their
 # way: with more widths the compiler has the tensor cores wait for each product.
 WIDTHS = {96: 32, 128: 64}
 WIDER = {160: 80}  # of E2M1 in E4M3, which takes the fewest registers
 NARROW = {16: 16, 32: 32}  # by two programs of a multiprocessor: one's warps make numbers while the other's wait
+# Fitted to both products of Qwen3-30B-A3B, GPT-OSS-120B and Kimi-K2 on an H200: what a tile takes besides its rows, as
+# rows; times of two programs beside each other, and of tiles of the most registers.
+BESIDES, BESIDE_EACH_OTHER, OF_WIDER = 88, 1.57, 1.12
 _APART = WIDTHS | WIDER | NARROW
 
 
@@ -53,17 +56,14 @@ def tiles_for(rows: float, w: Weights, spare_sms: int = 0) -> Tiles:
     # some experts have no rows where few are expected
     tiles_of_weights = len(w.data) * -math.expm1(-rows) * -(-w.data.shape[2] // WEIGHTS)
     at_once = programs(w.data, spare_sms)
-    # what a tile takes besides, as rows: as `gemm_grouped` has it, or fitted to an H200
-    besides = 96 if w.e4m3 else 56
 
     def steps(cut: Tiles) -> float:
         found = 0.0
         for own in (rows - math.sqrt(rows), rows, rows + math.sqrt(rows)):  # most experts have about as many
             tiles = max(1, math.ceil(own / cut.rows))
             width = math.ceil(max(own, 1) / tiles / _APART[cut.rows]) * _APART[cut.rows]
-            found += math.ceil(tiles_of_weights * tiles / (at_once * cut.programs)) * (width + besides)
-        # fitted to an H200: two programs beside each other, and tiles of the most registers
-        return found * (1.85 if cut.programs == 2 else 1.15 if cut.rows in WIDER else 1.0)
+            found += math.ceil(tiles_of_weights * tiles / (at_once * cut.programs)) * (width + BESIDES)
+        return found * (BESIDE_EACH_OTHER if cut.programs == 2 else OF_WIDER if cut.rows in WIDER else 1.0)
 
     return min(cuts_of(w), key=steps)
 
@@ -90,7 +90,7 @@ def product(
     arguments = [
         *((one, None) for one in maps),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in read),
-        (UNIT if _in_units(w) else 1.0, c_float),
+        (1.0 if w.e4m3 else UNIT, c_float),
         *((number, c_int) for number in (0, b_step, experts, len(out), n, 0, -(-k // box), tiles.rows, tiles.stages)),
         *((number, c_float) for number in (alpha, limit)),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in (None if source is None else a, source)),
@@ -107,14 +107,10 @@ def form_of(w: Weights, tiles: Tiles, activation: Activation | None, *, gather: 
     """What `source_text` is compiled with."""
     shared = options(
         1 if w.e4m3 else 2, 2, activation, scaled_rows=w.e4m3, channels=w.row_scale is not None,
-        biased=w.bias is not None, gather=gather, away=away, factor=_in_units(w), four_bits=True, most=tiles.rows,
+        biased=w.bias is not None, gather=gather, away=away, factor=not w.e4m3, four_bits=True, most=tiles.rows,
         apart=_APART[tiles.rows], together=tiles.programs,
     )  # fmt: skip
     return (*shared, *numbers_form(w))
-
-
-def _in_units(w: Weights) -> bool:
-    return w.format != "int4" and not w.e4m3
 
 
 def _stage_bytes(rows: int, w: Weights) -> int:

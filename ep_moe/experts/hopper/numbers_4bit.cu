@@ -52,23 +52,26 @@ __device__ __forceinline__ int largest_of(float row_scale) { return (__float_as_
 #else
 constexpr int NUMBERS = 4;
 
-// Eight codes of a word as four times two numbers of bf16: E2M1 times 2**-126, INT4 as it is. The first two are of one
-// step along K, the others of the next.
-__device__ __forceinline__ void numbers(u32 q, u32 (&to)[4]) {
-#if INT4
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const u32 raised = ((q >> 4 * i) & 0x000F000Fu) | 0x43004300u;  // 136 + code
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(to[i]) : "r"(raised), "r"(0x43084308u));
-  }
-#else
-  to[0] = q & 0x81C081C0u;
-  to[1] = (q << 3) & 0x81C081C0u;
-  to[2] = (q << 6) & 0x81C081C0u;
-  to[3] = ((q << 1) & 0x80008000u) | ((q >> 3) & 0x01800180u) | ((q >> 7) & 0x00400040u);
-#endif
+__device__ __forceinline__ u32 times(u32 two, u32 factors) {
+  u32 found;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(found) : "r"(two), "r"(factors));
+  return found;
 }
 
+#if INT4
+// Eight codes of a word by their scale, as four times two numbers of bf16 in units of 2**-32, rounded once. words: of the
+// row's scales; g: the 32 columns in the block. The first two are of one step along K, the others of the next.
+__device__ __forceinline__ void numbers(u32 q, const u32 (&words)[WORDS], int g, int block, u32 (&to)[4]) {
+  const int odd = GROUP == 32 ? g % 2 : block % 2;
+  const u32 scale = __byte_perm(words[GROUP == 32 ? g / 2 : 0], 0, odd ? 0x3232 : 0x1010);
+  const u32 factor = times(scale, 0x72007200u), eight = times(scale, 0xB100B100u);  // 2**101, -8 * 2**-32: exact
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const u32 raised = (q >> 4 * i) & 0x000F000Fu;  // (code + 8) * 2**-133
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(to[i]) : "r"(raised), "r"(factor), "r"(eight));
+  }
+}
+#else
 // Scales of E2M1 of a word's two steps, times 2**94, each as two equal numbers of bf16.
 __device__ __forceinline__ void factors_of(const u32 (&words)[WORDS], int g, u32 (&to)[2]) {
 #if GROUP == 32
@@ -85,4 +88,18 @@ __device__ __forceinline__ void factors_of(const u32 (&words)[WORDS], int g, u32
   }
 #endif
 }
+
+// The same of E2M1, exactly.
+__device__ __forceinline__ void numbers(u32 q, const u32 (&words)[WORDS], int g, int, u32 (&to)[4]) {
+  u32 factors[2];
+  factors_of(words, g, factors);
+  // 2**-126 times the number
+  to[0] = q & 0x81C081C0u;
+  to[1] = (q << 3) & 0x81C081C0u;
+  to[2] = (q << 6) & 0x81C081C0u;
+  to[3] = ((q << 1) & 0x80008000u) | ((q >> 3) & 0x01800180u) | ((q >> 7) & 0x00400040u);
+#pragma unroll
+  for (int i = 0; i < 4; i++) to[i] = times(to[i], factors[i / 2]);
+}
+#endif
 #endif

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -23,7 +22,8 @@ class Packed(Scaling):
     names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
     format: ClassVar[str]  # of `Weights`
     group: ClassVar[int]
-    few_up_to: ClassVar[float] = math.inf  # rows of an expert, of which products of few rows take those that they can
+    # rows of an expert up to which `gemm_4bit` takes the first product and the second, on an H200
+    listed_up_to: ClassVar[tuple[float, float]] = (0.0, 0.0)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -49,65 +49,65 @@ class Packed(Scaling):
         p = self.products
         return {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
-    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
-        p, first, second = self.products, self.weights(0), self.weights(1)
-        how: dict[str, Any] = {"spare_sms": p.spare_sms, "launch": p.launch}
-        tiles = gemm_grouped_4bit.tiles_for(each, first, p.spare_sms)
-        gemm_grouped_4bit.product(
-            rows.x, first, lists.ends, own["act"], tiles, a_scale=_scale(rows), source=rows.source, **self.activated(),
-            **how,
-        )  # fmt: skip
-        act = self.between(own, lists.ends[-1:], False)
-        tiles = gemm_grouped_4bit.tiles_for(each, second, p.spare_sms)
-        gemm_grouped_4bit.product(
-            act.x, second, lists.ends, own["y"], tiles, a_scale=_scale(act), addresses=lists.addresses, **how
-        )
-
-
-class FourBits(Packed, Unscaled):
-    """Rows in bf16."""
-
-    listed_up_to: ClassVar[float] = 20.0  # rows of an expert that `gemm_4bit` takes, on an H200
-
     def skinny(self, routes: int, each: float) -> TileConfig | None:
-        if each > self.few_up_to:
-            return None
-        if routes <= FEWEST:
-            return gemm_few_4bit.tiles_for(routes)
-        return gemm_4bit.tiles_for(each) if each <= self.listed_up_to else None
+        return gemm_few_4bit.tiles_for(routes) if routes <= FEWEST else None
 
     def few(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        launch, act, first, second = self.products.launch, own["act"], self.weights(0), self.weights(1)
-        how: dict[str, Any] = {"gather": True, "launch": launch, **self.activated()}
-        if lists is None:
-            ids, routing, base = found
-            gemm_few_4bit.product(rows.x, ids, routing, base, first, act, cut.first, **how)
-            gemm_few_4bit.product(act, ids, routing, base, second, own["y"], cut.second, launch=launch)
+        launch = self.products.launch
+        gemm_few_4bit.product(
+            rows.x, *found, self.weights(0), own["act"], cut.first, x_scale=_scale(rows), gather=True, launch=launch,
+            **self.activated(),
+        )  # fmt: skip
+        act = self.between_few(own)
+        gemm_few_4bit.product(act.x, *found, self.weights(1), own["y"], cut.second, x_scale=_scale(act), launch=launch)
+
+    def between_few(self, own: Mapping[str, Tensor]) -> Rows:
+        """As `between`, of rows that are not sorted."""
+        return Rows(own["act"])
+
+    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
+        self._multiply(0, rows, lists, each, own["act"])
+        self._multiply(1, self.between(own, lists.ends[-1:], False), lists, each, own["y"])
+
+    def _multiply(self, which: int, rows: Rows, lists: Lists, each: float, out: Tensor) -> None:
+        """One product of sorted rows."""
+        p, w = self.products, self.weights(which)
+        how: dict[str, Any] = {"launch": p.launch, **(self.activated() if which == 0 else {})}
+        addresses = lists.addresses if which == 1 else None
+        if each <= self.listed_up_to[which] and addresses is None and not p.exact:
+            gather = rows.source is not None
+            gemm_4bit.product(rows.x, w, lists, out, gemm_4bit.tile_for(each), gather=gather, **how)
         else:
-            gemm_4bit.product(rows.x, first, lists, act, cut.first, **how)
-            gemm_4bit.product(act, second, lists, own["y"], cut.second, launch=launch)
+            gemm_grouped_4bit.product(
+                rows.x, w, lists.ends, out, gemm_grouped_4bit.tiles_for(each, w, p.spare_sms), a_scale=_scale(rows),
+                source=rows.source, addresses=addresses, spare_sms=p.spare_sms, **how,
+            )  # fmt: skip
+
+
+class FourBits(Packed, Unscaled):
+    """Rows in bf16."""
 
 
 class Mxfp4(FourBits):
     """`mxfp4`: E2M1 with an E8M0 scale."""
 
-    format, group = "mxfp4", 32
+    format, group, listed_up_to = "mxfp4", 32, (20.0, 10.0)
 
 
 class Nvfp4(FourBits):
     """`nvfp4a16`: E2M1 with an E4M3 scale, and a float32 one a matrix."""
 
     names = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
-    format, group, listed_up_to = "nvfp4", 16, 0.5
+    format, group, listed_up_to = "nvfp4", 16, (1.0, 1.0)
 
 
 class Int4(FourBits):
     """`int4`: two's complement with a bf16 scale."""
 
-    format, group, listed_up_to = "int4", 128, 24.0
+    format, group, listed_up_to = "int4", 128, (20.0, 1.0)
 
 
 class Mxint4(Int4):
@@ -121,22 +121,8 @@ class FourBitsFp8(Packed, RowScaled):
 
     names: ClassVar[tuple[str, ...]] = Packed.names
 
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
-        return None if routes > FEWEST or each > self.few_up_to else gemm_few_4bit.tiles_for(routes)
-
-    def few(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
-        own: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        p, act = self.products, own["act"]
-        gemm_few_4bit.product(
-            rows.x, *found, self.weights(0), act, cut.first, x_scale=_scale(rows), gather=True, launch=p.launch,
-            **self.activated(),
-        )  # fmt: skip
-        read = self._round(Rows(act), Rows(own["act_numbers"], own["act_scale"]))
-        gemm_few_4bit.product(
-            read.x, *found, self.weights(1), own["y"], cut.second, x_scale=_scale(read), launch=p.launch
-        )
+    def between_few(self, own: Mapping[str, Tensor]) -> Rows:
+        return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]))
 
 
 class Mxfp4Fp8(FourBitsFp8):

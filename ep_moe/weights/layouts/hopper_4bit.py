@@ -10,7 +10,7 @@ A tile of any number of rows is then one piece of memory, and 16 bytes of it are
 instruction holds of a row. Under rows of bf16, word 4 t + g of a block's row holds columns 32 g + 8 i + 2 t + h for i
 in 0 .. 3 and h in 0 .. 1: those that thread t of four has. Its half h, 16 bits, holds the code of each i:
 
-    INT4    code + 8 at bit 4 i: or'ed to 0x4300 it is 136 + code in bf16
+    INT4    code + 8 at bit 4 i: where it ends, a bf16 that is 2**-133 times as large
     E2M1    where shifts and masks leave the bits of a bf16 that is 2**-126 times the number (`_E2M1_BITS`)
 
 Under rows of E4M3 it holds columns 32 g + 16 i + 4 t + h for i in 0 .. 1 and h in 0 .. 3. A code's three low bits lie
@@ -39,6 +39,7 @@ from ep_moe.weights.layouts.base import WeightLayout
 
 BLOCK, WORDS = 128, 16  # columns, and words of a row, in a block
 LARGEST_EXPONENT = 160  # of MXFP4: beyond it, 2 ** 33, the kernel's factors are no numbers of bf16
+LARGEST_SCALE = 2.0**26  # of INT4, for the same reason
 ROW_SCALE = 133  # of `row_scale`: 127 of E8M0, and 6 for E4M3's range
 SMALLEST_EXPONENT = ROW_SCALE - 126  # whose `row_scale` is a normal number
 # of each i, masks of a code's bits and how far they move left in a half of a word
@@ -107,10 +108,10 @@ class Hopper4Bit(WeightLayout):
         """What the kernel would compute otherwise without a word."""
         if isinstance(self.scheme.weights, Mxfp4):
             wrong, what = scale > LARGEST_EXPONENT, f"exponents of at most {LARGEST_EXPONENT} (2 ** 33)"
-        elif not self._int4:
-            wrong, what = scale.float().isnan(), "scales that are numbers"
+        elif self._int4:
+            wrong, what = ~(scale.float().abs() <= LARGEST_SCALE), "scales of at most 2 ** 26"
         else:
-            return
+            wrong, what = scale.float().isnan(), "scales that are numbers"
         if count := int(wrong.sum()):
             raise InputError(
                 f"{name}_scale must have {what} under the kernels of 4-bit weights for Hopper, got others at {count} "

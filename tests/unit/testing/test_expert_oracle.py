@@ -89,6 +89,19 @@ def test_a_kernel_that_does_not_round(scheme):
     assert worst(emulate(shape, scheme, experts, x, ids, weights), *wanted) > 1
 
 
+@pytest.mark.parametrize(("scheme", "rounds"), [("int4", True), ("mxint4", True), ("nvfp4a16", False)])
+def test_weights_that_a_kernel_rounds(scheme, rounds):
+    """INT4 by its scale has more bits than bf16; E2M1 by its scale is exact."""
+    shape, experts, rows, (_, limit) = case(scheme)
+    _, exact = expected_and_limit(shape, SCHEMES[scheme], experts, *rows, BF16, rounds=False)
+    growth = (limit / exact)[exact > 0]
+    if rounds:  # of some five roundings two more; least where the last one is nearly all
+        assert growth.min() > 1.03
+        assert 1.1 < growth.mean() < 1.25
+    else:
+        assert growth.eq(1).all()
+
+
 # --- errors that it must see ----------------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
     numbers = {"id_bytes": 8, "base": 7, "pairs": 12, "experts": SLOTS, "depth": HIDDEN, "rows": 2 * INNER}
     numbers |= {"width": INNER, "blocks": 2, "every": 2, "alpha": 1.5, "limit": 2.5}
     assert {name: named[name] for name in numbers} == numbers
-    assert named["unit"] == (1.0 if e4m3 or int4 else 2.0**32)
+    assert named["unit"] == (1.0 if e4m3 else 2.0**32)
     assert programs == SLOTS * (INNER // (8 * cut.warps // cut.split))
     assert shared == gemm_few_4bit.shared_bytes(cut, x.element_size())
 
@@ -106,7 +106,7 @@ def test_many_rows_of_four_bits(int4, e4m3):
         numbers = {"experts": SLOTS, "all_rows": ROWS, "n": HIDDEN, "k_blocks": 2 if e4m3 else 3, "most": cut.rows}
         numbers |= {"stages": cut.stages, "b_step": 1 if w.row_scale is None else HIDDEN}
         assert {name: named[name] for name in numbers} == numbers
-        assert named["a_factor"] == (1.0 if e4m3 or int4 else 2.0**32)
+        assert named["a_factor"] == (1.0 if e4m3 else 2.0**32)
         assert programs == 100 * cut.programs
         assert shared == gemm_grouped_4bit.shared_bytes(cut, SLOTS, w)
         box = 128 // a.element_size()

@@ -1,12 +1,16 @@
-"""What the kernels in CUDA make of codes of 4 bits under rows in E4M3: their tables, as torch reads E4M3."""
+"""What the kernels make of codes of 4 bits: tables of those in CUDA under rows in E4M3, as torch reads E4M3, and the
+factors of INT4 in bf16."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 
+from ep_moe.experts.hopper import gemm_4bit
+from ep_moe.experts.hopper.gemm_grouped_4bit import UNIT
 from ep_moe.experts.hopper.numbers_4bit import EXPONENTS, numbers_text
 from ep_moe.quant.microscale import dequantize_mxfp4, quantize_mxfp4
 from ep_moe.weights.layouts.hopper_4bit import ROW_SCALE, pack_for_e4m3, row_scale
@@ -44,6 +48,18 @@ def test_codes_of_int4():
     )
     assert above == list(range(8))
     assert below == list(range(-8, 0))
+
+
+@pytest.mark.parametrize("text", [TEXT, Path(gemm_4bit.__file__).read_text()], ids=["CUDA", "Triton"])
+def test_int4_by_its_scale_is_rounded_once(text):
+    factor, eight = (
+        torch.tensor([int(word, 0) >> 16]).to(torch.int16).view(torch.bfloat16).double()
+        for word in re.findall(r"times\(scale, (-?\w+?)u?\)", text)
+    )
+    scale = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes = torch.arange(-8, 8)
+    found = ((codes + 8).double() * 2.0**-133 * (scale.double() * factor) + scale.double() * eight).bfloat16()
+    assert torch.equal(found.double() * UNIT, (codes * scale).double()), "as a dequantised checkpoint has it"
 
 
 def decoded(words: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ if problem := interpreter_problem():
 
 from ep_moe.experts.hopper import gemm_4bit
 from ep_moe.experts.hopper.experts import ACTIVATIONS
-from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
+from ep_moe.experts.hopper.gemm_skinny import Tile
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, WireIds
@@ -38,7 +38,7 @@ def within(experts, tensors, received, *, output_bias: bool = True) -> None:
 
 def cut(monkeypatch, block_m: int, block_n: int = 64) -> None:
     tile = Tile(block_m, block_n, stages=2, warps=block_n // 16)
-    monkeypatch.setattr(gemm_4bit, "tiles_for", lambda _: TileConfig(True, tile, tile))
+    monkeypatch.setattr(gemm_4bit, "tile_for", lambda _: tile)
 
 
 @each_scheme
