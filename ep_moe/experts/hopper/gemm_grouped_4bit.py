@@ -38,7 +38,7 @@ WIDER = {160: 80}  # of E2M1 in E4M3, which takes the fewest registers
 NARROW = {16: 16, 32: 32}  # by two programs of a multiprocessor: one's warps make numbers while the other's wait
 # Fitted to both products of Qwen3-30B-A3B, GPT-OSS-120B and Kimi-K2 on an H200: what a tile takes besides its rows, as
 # rows; times of two programs beside each other, and of tiles of the most registers.
-BESIDES, BESIDE_EACH_OTHER, OF_WIDER = 88, 1.57, 1.12
+BESIDES, BESIDE_EACH_OTHER, OF_WIDER = 96, 1.75, 1.12
 _APART = WIDTHS | WIDER | NARROW
 
 

@@ -94,7 +94,7 @@ class FourBits(Packed, Unscaled):
 class Mxfp4(FourBits):
     """`mxfp4`: E2M1 with an E8M0 scale."""
 
-    format, group, listed_up_to = "mxfp4", 32, (20.0, 10.0)
+    format, group, listed_up_to = "mxfp4", 32, (20.0, 8.0)
 
 
 class Nvfp4(FourBits):
