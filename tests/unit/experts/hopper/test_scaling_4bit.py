@@ -1,0 +1,162 @@
+"""Which kernel takes a product with weights of 4 bits, and what it is given. Launches nothing."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from ep_moe import Activation
+from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped, gemm_grouped_4bit, scaling_fp8
+from ep_moe.experts.hopper.gemm_skinny import FEWEST
+from ep_moe.experts.hopper.numbers_4bit import Weights
+from ep_moe.experts.hopper.route_sort import Lists
+from ep_moe.experts.hopper.scaling import Products, Rows
+from ep_moe.experts.hopper.scaling_4bit import Packed
+from ep_moe.experts.hopper.step import SCALINGS
+
+SLOTS, HIDDEN, INNER, ROUTES, SPARE = 3, 256, 128, 40, 7
+KINDS = {name: kind for name, kind in SCALINGS.items() if issubclass(kind, Packed)}
+each_scheme = pytest.mark.parametrize("scheme", KINDS)
+
+
+def made(scheme: str, *, exact: bool = False) -> tuple[Packed, dict[str, torch.Tensor]]:
+    """A step, and its scratch memory."""
+    kind = KINDS[scheme]
+    w13 = torch.zeros(SLOTS, HIDDEN // 128, 2 * INNER, 16, dtype=torch.int32)
+    w2 = torch.zeros(SLOTS, INNER // 128, HIDDEN, 16, dtype=torch.int32)
+    scales = []
+    for name in kind.names:
+        rows = len(w13[0, 0]) if name.startswith("w13") else HIDDEN
+        sizes = {"scale": (1, 1, rows), "row_scale": (rows,), "global_scale": ()}
+        scales.append(torch.ones(SLOTS, *sizes[name.partition("_")[2]]))
+    biases = torch.zeros(SLOTS, 2 * INNER), torch.zeros(SLOTS, HIDDEN)
+    products = Products(
+        w13, w2, scales, torch.bfloat16, Activation.SWIGLU, 1.5, 7.0, SPARE, lambda *_, **__: None, biases, exact
+    )
+    shapes = kind.scratch(ROUTES, HIDDEN, INNER, True, torch.bfloat16)
+    return kind(products), {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def calls_of(run) -> list[tuple[str, dict[str, object]]]:
+    """Products that `run` makes, by their module, with their arguments by name."""
+    found = []
+
+    def noted(module, names):
+        def product(*given, **how):
+            found.append((module, dict(zip(names, given, strict=True)) | how))
+
+        return product
+
+    with (
+        mock.patch.object(gemm_few_4bit, "product", noted("few", ("x", "ids", "routing", "base", "w", "out", "cut"))),
+        mock.patch.object(gemm_4bit, "product", noted("listed", ("x", "w", "lists", "out", "cut"))),
+        mock.patch.object(gemm_grouped_4bit, "product", noted("grouped", ("x", "w", "ends", "out", "tiles"))),
+        mock.patch.object(gemm_grouped, "multiprocessors", return_value=132),
+        mock.patch.object(scaling_fp8, "round_rows"),
+    ):
+        run()
+    return found
+
+
+def check(step: Packed, own: dict[str, torch.Tensor], calls: list[tuple[str, dict[str, object]]]) -> None:
+    """What all kernels are given alike."""
+    (_, first), (_, second) = calls
+    p, names = step.products, step.names
+    for which, (given, data, bias) in enumerate(((first, p.w13, p.biases[0]), (second, p.w2, p.biases[1]))):
+        w = given["w"]
+        assert isinstance(w, Weights)
+        assert w.data is data
+        assert w.bias is bias
+        held = {
+            name: scale for name, scale in zip(names, p.scales, strict=True) if name.startswith(("w13", "w2")[which])
+        }
+        assert w.scale is held[f"{('w13', 'w2')[which]}_scale"]
+        assert w.factor is held.get(f"{('w13', 'w2')[which]}_global_scale")
+        assert w.row_scale is held.get(f"{('w13', 'w2')[which]}_row_scale")
+        assert w.e4m3 == ("act_scale" in own)
+        assert given["launch"] is p.launch
+    assert first["out"] is own["act"]
+    assert second["out"] is own["y"]
+    assert (first["activation"], first["alpha"], first["limit"]) == (Activation.SWIGLU, 1.5, 7.0)
+    assert not {"activation", "alpha", "limit"} & set(second)
+    assert second["x"] is own["act_numbers" if "act_scale" in own else "act"]
+    if "act_scale" in own:
+        assert second["x_scale" if "cut" in second else "a_scale"] is own["act_scale"]
+
+
+@each_scheme
+def test_the_fewest_routes(scheme):
+    step, own = made(scheme)
+    assert step.skinny(FEWEST + 1, 0.1) is None
+    cut = step.skinny(FEWEST, 1000.0)
+    assert cut is not None
+    assert not cut.sort
+    x, scale, found = torch.zeros(5, HIDDEN), torch.ones(5), (torch.zeros(5, 4), None, 2)
+    e4m3 = "act_scale" in own
+    calls = calls_of(lambda: step.few(Rows(x, scale if e4m3 else None), found, cut, None, own))
+    assert [module for module, _ in calls] == ["few", "few"]
+    check(step, own, calls)
+    (_, first), (_, second) = calls
+    assert first["x"] is x
+    assert first["x_scale"] is (scale if e4m3 else None)
+    assert first["gather"]
+    assert not second.get("gather")
+    for given, of in ((first, cut.first), (second, cut.second)):
+        assert (given["ids"], given["routing"], given["base"], given["cut"]) == (*found, of)
+
+
+@each_scheme
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("goes_home", [False, True])
+@pytest.mark.parametrize("each", [0.5, 5.0, 15.0, 40.0, 500.0])
+def test_sorted_rows(each, goes_home, exact, scheme):
+    step, own = made(scheme, exact=exact)
+    source, ends = torch.zeros(ROUTES, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
+    lists = Lists(source, source, ends, torch.zeros(ROUTES) if goes_home else None)
+    e4m3 = "act_scale" in own
+    rows = (
+        Rows(torch.zeros(ROUTES, HIDDEN), torch.ones(ROUTES)) if e4m3 else Rows(torch.zeros(9, HIDDEN), source=source)
+    )
+    calls = calls_of(lambda: step.by_gemm_grouped(rows, lists, each, own))
+    check(step, own, calls)
+    few = [each <= limit and not exact for limit in step.listed_up_to]
+    assert [module for module, _ in calls] == [
+        "listed" if few[0] else "grouped", "listed" if few[1] and not goes_home else "grouped"
+    ]  # fmt: skip
+    for which, (module, given) in enumerate(calls):
+        if module == "listed":
+            assert not e4m3
+            assert given["lists"] is lists
+            assert given["gather"] == (which == 0)
+            assert given["cut"] == gemm_4bit.tile_for(each)
+        else:
+            assert given["ends"] is ends
+            assert given["source"] is (rows.source if which == 0 else None)
+            assert given["addresses"] is (lists.addresses if which == 1 else None)
+            assert given["spare_sms"] == SPARE
+            if which == 0:
+                assert given["a_scale"] is rows.scale
+
+
+def test_few_rows_in_bf16_are_listed():
+    """And none in E4M3: that kernel knows no such numbers."""
+    assert all(
+        (max(kind.listed_up_to) > 0) == ("act_scale" not in kind.scratch(1, 1, 1, True, torch.bfloat16))
+        for kind in KINDS.values()
+    )
+
+
+@pytest.mark.parametrize("e4m3", [False, True])
+def test_tiles_by_rows_of_an_expert(e4m3):
+    """Wider with more rows, and two programs of a multiprocessor for few alone."""
+    data = torch.empty(32, 16, 1536, 16, device="meta")
+    w = Weights(data, torch.empty(32, 16, 1, 1536, device="meta"), "mxfp4", 32, None, None, e4m3)
+    with mock.patch.object(gemm_grouped, "multiprocessors", return_value=132):
+        found = [gemm_grouped_4bit.tiles_for(rows, w) for rows in (0.1, 4, 16, 64, 512)]
+    assert [cut.rows for cut in found][1:] == sorted(cut.rows for cut in found[1:])
+    assert [cut.programs for cut in found[1:]] == [2, 2, 1, 1]
+    assert (found[1].rows, found[-1].rows) == (16, 128)
+    for cut, rows in zip(found[1:], (4, 16, 64, 512), strict=True):
+        assert cut.rows >= min(rows, 96), "with fewer the weights are read again"
