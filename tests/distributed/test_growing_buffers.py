@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import re
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -428,19 +429,25 @@ def test_replays_beside_calls_that_run_and_that_grow(few_bytes, pair, world_size
 @torch.no_grad()
 def test_the_host_of_a_default_call(world_size):
     """An eager call of one token, without an option, takes the host hardly longer than one over fixed buffers."""
-    found = []
-    for bound in (None, 8):
-        with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=bound) as context:
-            layer = MoELayer(WIDE, context, dtype=torch.bfloat16)
+    config = ParallelConfig(dp=world_size)
+    with (
+        EPContext.from_groups(config, device=rank_device()) as growing,
+        EPContext.from_groups(config, device=rank_device(), max_tokens=8) as fixed,
+    ):
+        calls = []
+        for layer in (MoELayer(WIDE, context, dtype=torch.bfloat16) for context in (growing, fixed)):
             assert layer.choice.all2all == ("nvlink_p2p" if world_size > 1 else "local")
             x, routing = wide_rows(layer, 1, 0), wide_routes(layer, 1, 0)
-            for call in (lambda: layer.forward_routed(x, routing), lambda: layer(x)):  # noqa: B023
-                times = everywhere(round(host(call, before=lambda: barrier(layer.device))))  # noqa: B023
-                found.append(max(times))
+            calls += [partial(layer.forward_routed, x, routing), partial(layer, x)]
+        turns = []
+        for _ in range(3):  # in turns, less the first: what a process times first is slow
+            times = [everywhere(round(host(call, before=lambda: barrier(rank_device())))) for call in calls]
+            turns.append([max(ranks) for ranks in times])
+    found = [min(times) for times in zip(*turns[1:], strict=True)]
     if dist.get_rank() == 0:
         print(f"host, us, with a routing and with the layer's router; of fixed buffers: {found}")  # noqa: T201
-    assert found[0] <= 1.5 * found[2], found
-    assert found[1] <= 1.5 * found[3], found
+    assert found[0] <= 1.5 * found[2], turns
+    assert found[1] <= 1.5 * found[3], turns
 
 
 def outside_of_torch(device: torch.device) -> int:
