@@ -16,15 +16,16 @@ EXPERTS = 10
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=EXPERTS, top_k=3)
 MAPS = {
     "uneven": lambda ranks: ExpertMap.uneven([EXPERTS - sum(range(ranks)), *range(1, ranks)]),
-    "redundant": lambda ranks: ExpertMap.redundant(EXPERTS, ranks, 2 * ranks),
-    "one rank empty": lambda ranks: ExpertMap.uneven([0, EXPERTS, *[0] * (ranks - 2)]),
+    "redundant": lambda ranks: ExpertMap.redundant(EXPERTS, ranks, 2 * (ranks - 1)),
+    "all on the last rank": lambda ranks: ExpertMap.uneven([*[0] * (ranks - 1), EXPERTS]),
 }
 
 
-@distributed(4)
+@distributed(2, 4)
 @pytest.mark.parametrize("etp", [1, 2])
 @pytest.mark.parametrize(
-    "scheme", ["none", "fp8_dynamic", "fp8_channel", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8"]
+    "scheme",
+    ["none", "fp8_dynamic", "fp8_channel", "fp8_block", "mxfp4", "mxfp4_fp8", "mxint4", "int4_fp8", "nvfp4a16"],
 )
 def test_within_the_bound_under_any_map(scheme, etp, world_size):
     rank, device = dist.get_rank(), rank_device()
