@@ -3,6 +3,7 @@ they ask for, and each computes the layer. Without a library its line is left ou
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -17,6 +18,7 @@ from ep_moe.errors import BackendUnavailable
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.types import Activation
 from tests.emulations import bench_libraries as emulated
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
@@ -95,6 +97,15 @@ def test_deepgemm_gets_rows_grouped_and_filled_up():
         assert start % 128 == 0
         assert bool((layout[start : start + rows] == slot).all())
         assert int((layout == slot).sum()) == rows
+
+
+@pytest.mark.parametrize("other", [{"expert_bias": True}, {"activation": Activation.GEGLU}])
+def test_experts_that_no_library_is_called_for(other):
+    """Those of GPT-OSS have biases, which the libraries' calls here do not take."""
+    said: list[str] = []
+    config = dataclasses.replace(CONFIG, **other)
+    assert experts.peer_lines("m", config, "none", (16,), RATES, torch.device("cpu"), said.append) == []
+    assert said == ["left out: other libraries, none: they are called for experts of SwiGLU without biases"]
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_block"])
