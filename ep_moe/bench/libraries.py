@@ -162,12 +162,11 @@ def deepgemm_mega(held: Held, config: MoEConfig, group: Any, tokens: int) -> Ste
 def sonic(held: Held, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
     """SonicMoE's forward on routes that are listed beforehand, with its default tiles: tuning takes minutes."""
     functional, kinds = imported("sonicmoe.functional"), imported("sonicmoe.enums").ActivationType
-    _default_tiles(held.w2.device)
+    default_tiles(held.w2.device)
     slot = held.slots[ids.long()]
     token, column = (slot >= 0).nonzero(as_tuple=True)  # tokens ascend
     routes = (weights[token, column].contiguous(), token.int(), slot[token, column].contiguous())
-    turns = torch.stack(held.w13.chunk(2, 1), 2).flatten(1, 2)  # rows of gate and up take turns
-    w13, w2 = turns.permute(1, 2, 0), held.w2.permute(1, 2, 0)
+    w13, w2 = in_turns(held.w13).permute(1, 2, 0), held.w2.permute(1, 2, 0)
 
     def call(x: Tensor) -> Tensor:
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
@@ -180,8 +179,13 @@ def sonic(held: Held, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor
     return call
 
 
-def _default_tiles(device: torch.device) -> None:
-    """Of its GEMMs those that it runs untuned, and a few of its sum's."""
+def in_turns(w13: Tensor) -> Tensor:
+    """[L, 2 * I, H], gate first, with rows of gate and up in turns."""
+    return torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)
+
+
+def default_tiles(device: torch.device) -> None:
+    """Of SonicMoE's GEMMs those that it runs untuned, and a few of its sum's."""
     gemms, tuning = imported("quack.gemm_interface"), imported("quack.autotuner")
     for tuner in vars(gemms).values():
         if isinstance(tuner, tuning.Autotuner):

@@ -11,6 +11,7 @@ by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index
 torchtitan   (where it is installed) its layer over MinimalAsyncEP, whose buffers hold all rows that can arrive: none is
              dropped. It is computed again in backward, as its trainer demands, eager and compiled; and "4 buffers":
              nothing again, with more buffers than it has. See train_torchtitan.py
+SonicMoE     (where it is installed) its local experts beside --rows, with its default tiles or tuned (--sonic)
 main_grad    (--main-grad) the "auto" pair after `use_main_grads`: each step overwrites the experts' gradients in place,
              in bf16, and in float32
 accumulate   (--accumulate) a timed step of every line adds to the gradients of the step before; without CUDA graphs
@@ -41,7 +42,7 @@ from rich.console import Console
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.bench import floors, train_torchtitan
+from ep_moe.bench import floors, train_sonic, train_torchtitan
 from ep_moe.bench.all2all import slowest
 from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
@@ -217,7 +218,8 @@ def experts_lines(
     """Local experts alone, on every rank for itself. Collective."""
     lines: list[Line] = []
     with EPContext.local(context.device) as own:
-        entries = experts_entries(context, own, config, options)
+        entries, first = experts_entries(context, own, config, options)
+        entries += train_sonic.entries(context, first, options)
         for count in rows:
             batch = Batch.make(context, config, count // config.top_k)
             load = floors.Load(experts=config.num_experts, pairs=batch.ids.numel(), rows=0, both=0)
@@ -288,6 +290,8 @@ def main() -> list[Line]:
     parser.add_argument("--transports", nargs="*", choices=transports(), default=transports(), help='beside "auto"')
     parser.add_argument("--by-hand", nargs="*", choices=list(BY_HAND), default=list(BY_HAND))
     parser.add_argument("--torchtitan", nargs="*", choices=list(WAYS), default=list(WAYS), help="where it is installed")
+    sonic = ["none", *train_sonic.WAYS]
+    parser.add_argument("--sonic", choices=sonic, default="default", help="beside --rows, where it is installed")
     parser.add_argument("--float8", action="store_true", help='the "auto" pair with ExpertsOptions(float8=True) too')
     parser.add_argument("--exact", action="store_true", help='the "auto" pair with ExpertsOptions(exact=True) too')
     parser.add_argument("--main-grad", action="store_true", help='the "auto" pair after use_main_grads too')
@@ -300,7 +304,7 @@ def main() -> list[Line]:
     check(asked)
     options = Options(
         asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact,
-        asked.main_grad, asked.accumulate,
+        asked.main_grad, asked.accumulate, asked.sonic,
     )  # fmt: skip
     console, lines = Console(width=160), list[Line]()
     with EPContext.from_torchrun() as context:

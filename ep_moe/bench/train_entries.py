@@ -132,7 +132,7 @@ class Options:
     """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
     "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`; exact: also layers of the "auto" pair
     with `ExpertsOptions.exact`; main_grad: also that pair after `use_main_grads`, in bf16 and in float32; accumulate: a
-    timed step adds to the gradients of the step before"""
+    timed step adds to the gradients of the step before; sonic: a name of `train_sonic.WAYS`, or "none" """
 
     experts: str = AUTO
     transports: Sequence[str] = ()
@@ -143,6 +143,7 @@ class Options:
     exact: bool = False
     main_grad: bool = False
     accumulate: bool = False
+    sonic: str = "none"
 
 
 @dataclass(frozen=True)
@@ -204,14 +205,17 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tu
     return entries, first
 
 
-def experts_entries(context: EPContext, own: EPContext, config: MoEConfig, options: Options) -> list[Entry]:
-    """Of one rank that holds all experts of config. own: this rank's context; context: of all ranks"""
+def experts_entries(
+    context: EPContext, own: EPContext, config: MoEConfig, options: Options
+) -> tuple[list[Entry], MoELayer | None]:
+    """Of one rank that holds all experts of config, and the first line's layer. own: this rank's context; context: of
+    all ranks"""
     layer = attempt(context, "a layer of one rank", partial(built, own, config, AUTO, options))
     if layer is None:
-        return []
+        return [], None
     entries = [ours(layer.choice.experts, layer, alone(layer), options)]
     entries += auto_entries(context, own, config, options, alone)
-    return [*entries, *by_hand(context, config, own, layer, options)]
+    return [*entries, *by_hand(context, config, own, layer, options)], layer
 
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -114,8 +114,39 @@ def sonic() -> None:
             out[row] += score * (w2[:, :, slot].float() @ (silu(both[0::2]) * both[1::2]))
         return out.to(x.dtype), None
 
+    def metadata(ids, experts, counts, ends, source, sorted_at, pair_at):
+        assert ids.dtype == torch.int32
+        flat = ids.flatten().long()
+        order = flat.argsort(stable=True)
+        counts.copy_(flat.bincount(minlength=experts))
+        ends.copy_(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+        source.copy_(order // ids.shape[1])
+        sorted_at.copy_(order)
+        pair_at[order] = torch.arange(len(order), dtype=torch.int32)
+
+    def up(x, w1, b1, ends, pairs, top_k, source, sorted_at, pair_at, offsets, varies, kind, inference, concat):
+        assert (b1, offsets, varies, kind, inference, concat) == (None, None, False, "swiglu", False, False)
+        assert (pairs, w1.stride(1)) == (len(source), 1), "rows of gate and up are contiguous"
+        rows = x[source.long()]
+        parts = [rows[ends[e] : ends[e + 1]] @ w1[:, :, e].T for e in range(w1.shape[2])]
+        h = torch.cat(parts)
+        return (silu(h[:, 0::2]) * h[:, 1::2]).detach(), h
+
+    def down(act, h, w2, b2, scores, ends, tokens, top_k, source, sorted_at, pair_at, offsets, varies, kind):
+        assert (b2, offsets, varies, kind) == (None, None, False, "swiglu")
+        again = silu(h[:, 0::2]) * h[:, 1::2]  # its gradient goes by h alone
+        assert torch.equal(act, again)
+        y = torch.cat([again[ends[e] : ends[e + 1]] @ w2[:, :, e].T for e in range(w2.shape[2])])
+        return (y[pair_at.long()].unflatten(0, (tokens, top_k)) * scores.unsqueeze(2)).sum(1).to(y.dtype)
+
     tuner = Autotuner()
-    module("sonicmoe.functional", moe_general_routing_inputs=moe_general_routing_inputs)
+    module(
+        "sonicmoe.functional",
+        moe_general_routing_inputs=moe_general_routing_inputs,
+        TC_topk_router_metadata_triton=metadata,
+        _UpProjection=SimpleNamespace(apply=up),
+        _DownProjection=SimpleNamespace(apply=down),
+    )
     config = lambda h, k, warps: SimpleNamespace(kwargs={"BLOCK_H": h, "BLOCK_K": k}, num_warps=warps)  # noqa: E731
     total = SimpleNamespace(configs=[config(1024, 4, 4), config(512, 64, 16)])
     module("sonicmoe.functional.reduction_over_k_gather", token_gather_sum_kernel=total)

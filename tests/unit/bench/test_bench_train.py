@@ -83,7 +83,7 @@ def test_timed_steps_add_to_gradients_where_they_are_asked_to(monkeypatch, accum
     monkeypatch.setattr(train_entries, "attempt", lambda context, what, make: make())  # without ranks
     options = dataclasses.replace(OPTIONS, accumulate=accumulate)
     with EPContext.local("cpu") as context:
-        entries = train_entries.experts_entries(context, context, CONFIG, options)
+        entries, _ = train_entries.experts_entries(context, context, CONFIG, options)
         batch = Batch.make(context, CONFIG, 24)
         for entry in entries:
             once = train_entries.results(entry, batch)["w13"]
