@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # nohup, and `&` in a script: what tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -17,6 +18,21 @@ from ep_moe.parallel import local_launch
 
 # the fork server of this process starts with the first ranks, later than this
 local_launch._PRELOAD = "tests.fixtures.preload"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave slow tests out of a run of all tests: of named files, and with -m, they run."""
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.markexpr:
+        config.option.markexpr = "not slow"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that `tools/slow_tests.py` found slow and others to reach the same code."""
+    slow = set(Path(__file__).with_name("slow_tests.txt").read_text().splitlines())
+    for item in items:
+        if item.nodeid in slow:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(wrapper=True)
