@@ -58,9 +58,11 @@ class Routes:
     launch: Launch = at_once
 
     @classmethod
-    def sort(cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once) -> Routes:
-        """Waits for the device, for the number of pairs, where room for all that could be would cost much memory.
-        pair_bytes: of what is kept for each"""
+    def sort(
+        cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once, *, all_here: bool = False
+    ) -> Routes:
+        """Waits for the device, for the number of pairs, where many may be other ranks' and room for all that could be
+        would cost much memory. pair_bytes: of what is kept for each; all_here: other ranks have no experts"""
         pairs = ids.numel()
         if not pairs or not num_experts:
             none = torch.full_like(ids, -1)
@@ -70,7 +72,7 @@ class Routes:
             for name, (shape, dtype) in route_sort.list_shapes(pairs, num_experts).items()
         }
         lists = route_sort.list_pairs(own, ids, None, 0, num_experts, launch=launch)
-        uncounted = pairs * pair_bytes <= _UNCOUNTED or capturing(ids.device)
+        uncounted = all_here or pairs * pair_bytes <= _UNCOUNTED or capturing(ids.device)
         count = pairs if uncounted else int(lists.ends[-1])
         return cls(ids, lists.slots, lists.ends, lists.source, count, launch)
 
@@ -125,7 +127,8 @@ class TrainedStep:
         x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
         """
         slots, _, inner = self.w2.shape
-        routes = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize, self.launch)
+        all_here = slots >= self.config.num_experts
+        routes = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize, self.launch, all_here=all_here)
         y = torch.empty_like(x)
         if routes.count == 0:
             return y.zero_(), routes, x.new_empty(0, self.w13.shape[1])
