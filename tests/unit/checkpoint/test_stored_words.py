@@ -1,0 +1,56 @@
+"""Parts of matrices that AWQ and GPTQ write in words of eight numbers: each part is that of the whole matrix."""
+
+import pytest
+import torch
+
+from ep_moe.checkpoint.declared import Declared
+from ep_moe.checkpoint.stored import ALL
+from ep_moe.checkpoint.stored_words import AwqMatrix, GptqMatrix
+
+ROWS, COLUMNS, GROUP, EXPERTS = 32, 48, 16, 3
+KINDS = {torch.int32: "I32", torch.float32: "F32"}
+
+
+class InMemory:
+    declared = Declared()
+
+    def __init__(self, **tensors):
+        self.tensors = tensors
+
+    def holds(self, name):
+        return name in self.tensors
+
+    def header(self, name):
+        return KINDS[self.tensors[name].dtype], tuple(self.tensors[name].shape)
+
+    def raw(self, name, *index):
+        return self.tensors[name][index]
+
+    def location(self, name):
+        return name
+
+
+def matrix(kind):
+    """Of several experts, with words and factors of every value."""
+    generator = torch.Generator().manual_seed(0)
+
+    def words(*shape):
+        return torch.randint(-(2**31), 2**31, (EXPERTS, *shape), dtype=torch.int64, generator=generator).int()
+
+    codes = words(COLUMNS, ROWS // 8) if kind is AwqMatrix else words(COLUMNS // 8, ROWS)
+    scales = 2.0 ** torch.randint(-6, 0, (EXPERTS, COLUMNS // GROUP, ROWS), generator=generator)
+    return kind(InMemory(qweight=codes, qzeros=words(COLUMNS // GROUP, ROWS // 8), scales=scales), "weight")
+
+
+@pytest.mark.parametrize("expert", [None, 0, 2])
+@pytest.mark.parametrize("kind", [AwqMatrix, GptqMatrix])
+def test_a_part_is_that_of_the_whole(kind, expert):
+    stored = matrix(kind)
+    assert stored.shape == (EXPERTS, ROWS, COLUMNS)
+    whole = stored.numbers()
+    assert len(whole.unique()) > 50
+    parts = [ALL, slice(0, 8), slice(8, 24), slice(5, 13), slice(17, 18), slice(24, 32)]
+    for rows in parts:
+        for columns in [*parts, slice(32, 48), slice(33, 47)]:
+            wanted = whole[..., rows, columns] if expert is None else whole[expert, rows, columns]
+            assert torch.equal(stored.numbers(rows, columns, expert), wanted), (rows, columns)

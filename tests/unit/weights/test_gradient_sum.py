@@ -1,0 +1,43 @@
+"""When a rank's gradients are its parameters' as they are, and when ranks sum them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ep_moe import ExpertMap
+from ep_moe.weights.trained import GradientSum
+
+ONE, TWICE = ExpertMap.linear(4, 1), ExpertMap.from_ranks([[0, 1, 2, 3, 0]], 4, allow_duplicates=True)
+
+
+def made(ep=1, etp=1, replicas=1, expert_map=ONE, names=("w13", "w2")):
+    weights = SimpleNamespace(expert_map=expert_map, names=names)
+    return GradientSum(weights, *(SimpleNamespace(size=size) for size in (ep, etp, replicas)))
+
+
+@pytest.mark.parametrize(
+    ("how", "alone", "is_local"),
+    [
+        ({}, True, True),
+        ({"ep": 2}, False, True),
+        ({"etp": 2}, False, True),
+        (
+            {"etp": 2, "names": ("w13", "w2", "w2_bias")},
+            False,
+            False,
+        ),  # each has the bias
+        ({"replicas": 2}, False, False),
+        ({"expert_map": TWICE}, False, False),
+    ],
+)
+def test_where_sums_are_due(how, alone, is_local):
+    found = made(**how)
+    assert found.alone is alone
+    assert found.is_local is is_local
+
+
+def test_a_divisor_is_one_more_step():
+    found = made()
+    found.divisor = 2
+    assert not found.alone
+    assert found.is_local
