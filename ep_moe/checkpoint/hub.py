@@ -38,11 +38,11 @@ def model_folder(
     """Find the folder of a model.
 
     A folder that exists is taken as it is. Another name is looked up by huggingface_hub, in its cache or on the Hub.
-    With an agreement one rank of each host downloads, and the others find its files in the cache.
+    With a consensus one rank of each host downloads, and the others find its files in the cache.
 
     Args:
         path: a folder, or a name such as "org/model".
-        agreement: among the ranks that look for it, all of which call this; None for one rank alone.
+        consensus: of the ranks that look for it, all of which call this; None for one rank alone.
         weights: also fetch the weights, not configuration and tokenizer alone.
         hub: see `HubOptions`.
 

@@ -356,6 +356,8 @@ def test_groups_that_do_not_divide_the_experts():
 def test_groups_of_one_expert():
     with pytest.raises(ConfigError, match=names("RoutingConfig.num_groups=16", "1 expert a group", "2 needed")):
         moe(routing=RoutingConfig(**GROUPED, num_groups=16, top_groups=4))
+    with pytest.raises(ConfigError, match=names("RoutingConfig.num_groups=2", "1 expert a group", "2 needed")):
+        moe(num_experts=2, top_k=1, routing=RoutingConfig(**GROUPED, num_groups=2, top_groups=1))
 
 
 def test_top_k_above_the_experts_of_the_best_groups():

@@ -1,5 +1,6 @@
 """A value of a wrong type or range is refused in one sentence that names field and value."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from ep_moe import (
     RoutingMethod,
     Tuned,
     Wire,
+    checks,
     load_model_config,
 )
 from ep_moe.checks import as_id, check_count
@@ -242,3 +244,11 @@ def test_ids_are_integers_of_any_library_and_no_flags():
 def test_a_count_is_told_the_bound_that_it_passed(value, bound):
     with pytest.raises(ConfigError, match=f"it must be an integer of {bound}, got {value}"):
         check_count("it", value, at_least=1, at_most=8)
+
+
+def test_a_deadline_may_be_as_short_and_as_long_as_the_sentence_says():
+    shortest, longest = checks.SHORTEST_DEADLINE_S, checks.LONGEST_DEADLINE_S
+    assert checks.deadline_problem("deadline_s", shortest) is None
+    assert checks.deadline_problem("deadline_s", longest) is None
+    for beyond in (math.nextafter(shortest, 0), math.nextafter(longest, math.inf), -1, math.nan):
+        assert "deadline_s must be a number of seconds, at least" in str(checks.deadline_problem("deadline_s", beyond))

@@ -234,6 +234,13 @@ def nvfp4(rows: int, columns: int, generator: torch.Generator) -> dict[str, Tens
     [
         (int4, "weight_scale", torch.full((INNER, 2), float("nan")).bfloat16(), "int4_fp8", "must be finite.*got nan"),
         (int4, "weight_scale", torch.ones(INNER, 2).int(), "none", "must be factors in float32.*got I32"),
+        (
+            int4,
+            "weight_scale",
+            torch.full((INNER, 2), 127).byte().view(E8M0),
+            "none",
+            "must be factors.*got float8_e8m0",
+        ),
         (nvfp4, "weight_scale", torch.full((INNER, 16), float("nan")).to(FP8), "nvfp4", "must be finite.*got nan"),
         (nvfp4, "weight_scale", torch.ones(INNER, 16), "none", "must be float8_e4m3fn, got F32"),
         (nvfp4, "weight_scale_2", torch.tensor(float("inf")), "nvfp4", "must be finite.*got inf"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap
 from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
+from ep_moe.eplb.planner.packing import drop_surplus
 from ep_moe.errors import NoRoom
 from tests.fixtures.published import loads, published
 
@@ -383,3 +384,12 @@ def test_refusal_names_the_value(change, message):
     with pytest.raises(ConfigError) as error:
         plan(asked.pop("load"), asked.pop("current"), **asked)
     assert message in str(error.value)
+
+
+def test_surplus_copies_leave_the_fullest_ranks():
+    """Expert 0 is on all ranks, and two of its copies go: from ranks 1 and 2, whose other experts are loaded more."""
+    table = np.array([[[0, 1], [0, 2], [0, 3]]])
+    load = np.array([[3.0, 1.0, 9.0, 5.0]])
+    found = drop_surplus(load, np.array([[1, 1, 1, 1]]), table)
+    assert found.tolist() == [[[0, 1], [-1, 2], [-1, 3]]]
+    assert drop_surplus(load, np.array([[2, 1, 1, 1]]), table).tolist() == [[[0, 1], [-1, 2], [0, 3]]]

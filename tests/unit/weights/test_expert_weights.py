@@ -732,3 +732,14 @@ def test_safetensors_keeps_all_experts_of_a_model(tmp_path):
             load()
             for name, tensor in model.state_dict().items():
                 assert torch.equal(tensor, wanted[name]), name
+
+
+def test_codes_of_an_expert_are_found_by_its_number():
+    """Distributed checkpoints walk along the names of `state_dict`, where quantised experts are no modules."""
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=1)
+    weights = ExpertWeights(config, ExpertMap.linear(4, 2), ep_rank=1, scheme=SCHEMES["fp8_block"])
+    found, saved_one = getattr(weights, "3").w2, weights.state_dict()["3.w2"]
+    assert torch.equal(found.view(torch.uint8), saved_one.view(torch.uint8))
+    for name in ("0", "4", "w9"):  # of another rank; of none
+        with pytest.raises(AttributeError):
+            getattr(weights, name)
