@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import torch
@@ -89,9 +90,11 @@ def test_private_methods_that_tests_override_exist():
     """A planted fault that overrides a method which was renamed plants nothing."""
     in_tests = [path for path in SOURCES if path.is_relative_to(ROOT / "tests")]
     package = [path for path in SOURCES if path not in in_tests]
-    known = {node.name for path in package for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)}
+    known = {name for path in package for name in re.findall(r"^ *def (\w+)", path.read_text(), re.MULTILINE)}
     known |= dir_of_torch()
-    found = {str(path.relative_to(ROOT)): overridden(parsed(path)) - known for path in in_tests}
+    calling = [path for path in in_tests if re.search(r"\bsuper\(.*\)\._", path.read_text())]
+    assert calling
+    found = {str(path.relative_to(ROOT)): overridden(parsed(path)) - known for path in calling}
     assert {path: missing for path, missing in found.items() if missing} == {}
 
 
