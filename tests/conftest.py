@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that `tools/slow_tests.py` found slow and others to reach the same code."""
+    """Mark the tests of the list that `tools/slow_tests.py` writes."""
     slow = set(Path(__file__).with_name("slow_tests.txt").read_text().splitlines())
     for item in items:
         if item.nodeid in slow:

@@ -166,7 +166,7 @@ def sonic(held: Held, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor
     slot = held.slots[ids.long()]
     token, column = (slot >= 0).nonzero(as_tuple=True)  # tokens ascend
     routes = (weights[token, column].contiguous(), token.int(), slot[token, column].contiguous())
-    w13, w2 = in_turns(held.w13).permute(1, 2, 0), held.w2.permute(1, 2, 0)
+    w13, w2 = interleaved(held.w13).permute(1, 2, 0), held.w2.permute(1, 2, 0)
 
     def call(x: Tensor) -> Tensor:
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
@@ -179,7 +179,7 @@ def sonic(held: Held, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor
     return call
 
 
-def in_turns(w13: Tensor) -> Tensor:
+def interleaved(w13: Tensor) -> Tensor:
     """[L, 2 * I, H], gate first, with rows of gate and up in turns."""
     return torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)
 

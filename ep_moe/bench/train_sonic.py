@@ -28,7 +28,7 @@ class Sonic:
         self._kind = libraries.imported("sonicmoe.enums").ActivationType.SWIGLU
         if not tuned:
             libraries.default_tiles(w2.device)
-        self.w13, self.w2 = libraries.in_turns(w13.detach()).requires_grad_(), w2.detach().requires_grad_()
+        self.w13, self.w2 = libraries.interleaved(w13.detach()).requires_grad_(), w2.detach().requires_grad_()
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: bf16 [T, H]; ids: int [T, K], each a slot; weights: float32 [T, K]"""

@@ -60,7 +60,7 @@ def test_tuned_tiles_are_its_own_choice(world_size):
 
 @distributed(1)
 def test_rows_of_gate_and_up_that_do_not_take_turns_are_marked(world_size):
-    with installed(), mock.patch.object(libraries, "in_turns", lambda w13: w13.clone()):
+    with installed(), mock.patch.object(libraries, "interleaved", lambda w13: w13.clone()):
         found, _ = lines()
     assert [line.owner for line in found if line.wrong] == ["SonicMoE"]
 
