@@ -1,5 +1,6 @@
 """What tools/snippets.py makes of a page, and how the pages mark their blocks."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,7 @@ def test_pages_mark_their_blocks(page):
     for index, block in enumerate(found):
         assert block.kind in ("python", "bash", "text", "toml", "mermaid", "json"), block.name
         assert not block.title or block.kind == "python" or (block.kind, block.title) == ("text", "output"), block.name
-        if block.kind == "bash":
-            snippets.unsupported_reason(block, 0, OF_CI)
+        if block.kind == "bash" and snippets.unsupported_reason(block, 0, OF_CI) is None:
+            assert not re.search(r"^pytest (?!.*\.py)", block.source, re.MULTILINE), f"{block.name}: no tests there"
         if block.title == "output":
             assert found[index - 1].kind == "bash", block.name
