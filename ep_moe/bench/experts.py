@@ -42,6 +42,7 @@ from ep_moe.bench.harness import (
     write,
 )
 from ep_moe.config import MoEConfig
+from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.call_scales import Inputs, TensorScales, round_rows
@@ -51,7 +52,7 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.progress import Progress
 from ep_moe.runtime.workspace import Workspaces, carve
-from ep_moe.types import Activation, LocalIds, Received, RowLayout, Weighting
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 
 RANKS = 4
@@ -261,8 +262,10 @@ def peer_lines(
     model: str, config: MoEConfig, scheme: str, rows: Sequence[int], rates: Rates, device: torch.device, say: Say
 ) -> list[Line]:
     """Of other libraries, on canonical weights. What cannot run is left out, with its reason, at its first rows."""
-    if config.activation is not Activation.SWIGLU or config.expert_bias:
-        say(f"left out: other libraries, {scheme}: they are called for experts of SwiGLU without biases")
+    try:
+        libraries.require_plain_swiglu(config, f"other libraries, {scheme}")
+    except ConfigError as error:
+        say(f"left out: {error}")
         return []
     weights = make("reference", scheme, config, device, max(rows)).weights
     slots = torch.arange(weights.num_slots + 1, dtype=torch.int32, device=device)

@@ -160,7 +160,7 @@ def measure(
     layers = {variant: layer for variant, layer in layers.items() if variant.tuning in sources}
     entries = [ours(variant, layer, x, routing) for variant, layer in layers.items()]
     joined = Peers(context, config, x, routing, sources)
-    recipes = joined.recipes() if peers and not config.expert_bias else {}  # theirs are made without biases
+    recipes = (attempt(context, "peers", joined.recipes) if peers else None) or {}
     entries += [entry for name, make in recipes.items() if (entry := attempt(context, name, make)) is not None]
     lines = timed(context, model, entries, floors_of(context, config, routing, machine))
     for line, entry in zip(lines, entries, strict=True):

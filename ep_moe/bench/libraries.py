@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ep_moe.config import MoEConfig
-from ep_moe.errors import BackendUnavailable
+from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.quant.fp8 import FP8, FP8_BLOCK
+from ep_moe.types import Activation
 
 DTYPE = torch.bfloat16
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows [N, H], global ids [N, K], weights [N, K] to [N, H]
@@ -49,6 +50,12 @@ class Held:
         """Both matrices with their scales."""
         assert self.scales is not None
         return (self.w13, self.scales[0]), (self.w2, self.scales[1])
+
+
+def require_plain_swiglu(config: MoEConfig, who: str) -> None:
+    """Raises ConfigError for experts that a peer is not called for: of another activation, or with biases."""
+    if config.activation is not Activation.SWIGLU or config.expert_bias:
+        raise ConfigError(f"{who}: called for experts of SwiGLU without biases; name another model")
 
 
 def imported(name: str) -> Any:

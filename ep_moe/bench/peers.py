@@ -31,7 +31,7 @@ from ep_moe.experts.fused.base import FusedDispatchShape
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.collectives import all_gather_single, reduce_scatter_single
-from ep_moe.types import Activation, Routing
+from ep_moe.types import Routing
 from ep_moe.weights.layouts.base import WeightLayout
 
 DTYPE = torch.bfloat16
@@ -117,9 +117,12 @@ class Peers:
         self._libraries: dict[bool, Any] = {}
 
     def recipes(self) -> dict[str, Callable[[], Entry]]:
-        """How each is made: collective, and each for itself, so that one that cannot run takes no other with it."""
-        if self.config.activation is not Activation.SWIGLU:
-            return {}
+        """How each is made: collective, and each for itself, so that one that cannot run takes no other with it.
+
+        Raises:
+            ConfigError: None is called for such experts.
+        """
+        libraries.require_plain_swiglu(self.config, "peers")
         hand, nccl = "FlashInfer one-sided + CUTLASS", "NCCL AG/RS + CUTLASS"
         made: dict[str, Callable[..., Entry]] = {
             f"{hand}, bf16": partial(self.hand_made, hand, "none"),

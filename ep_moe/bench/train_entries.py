@@ -20,6 +20,7 @@ from torch.nn.functional import grouped_mm, silu
 
 from ep_moe.bench import overlap
 from ep_moe.bench.harness import attempt, relative_error
+from ep_moe.bench.libraries import require_plain_swiglu
 from ep_moe.bench.train_report import ERROR, FLOAT8_ERROR
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
@@ -29,7 +30,7 @@ from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.selection.explain import AUTO
 from ep_moe.training.main_grads import use_main_grads
-from ep_moe.types import Activation, LocalIds, Received, Routing, RowLayout, Weighting
+from ep_moe.types import LocalIds, Received, Routing, RowLayout, Weighting
 
 
 class ByHand:
@@ -40,8 +41,7 @@ class ByHand:
     """
 
     def __init__(self, config: MoEConfig, w13: Tensor, w2: Tensor, rank_group: RankGroup, *, compiled: bool) -> None:
-        if config.activation is not Activation.SWIGLU or config.expert_bias:
-            raise ConfigError("the layer by hand has SwiGLU and no biases; name another model")
+        require_plain_swiglu(config, "by hand")
         self.w13, self.w2 = w13.detach().requires_grad_(), w2.detach().requires_grad_()
         self.rank_group, self.experts = rank_group, len(w2) * rank_group.size
         stage: Callable[[Any], Any] = partial(torch.compile, dynamic=False) if compiled else lambda function: function

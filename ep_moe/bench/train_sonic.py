@@ -12,7 +12,6 @@ from ep_moe.bench.train_entries import Entry, Options
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
-from ep_moe.types import Activation
 
 WAYS = {"default": "default tiles", "tuned": "tuned"}  # tuning takes minutes
 
@@ -61,8 +60,7 @@ def entries(outer: EPContext, layer: MoELayer | None, options: Options) -> list[
     config, stored = layer.config, layer.expert_weights.stored_tensors()
 
     def make() -> Entry:
-        if config.activation is not Activation.SWIGLU or config.expert_bias:
-            raise ConfigError("SonicMoE is called for experts of SwiGLU without biases; name another model")
+        libraries.require_plain_swiglu(config, "SonicMoE")
         peer = Sonic(stored["w13"], stored["w2"], tuned=options.sonic == "tuned")
         parameters = (peer.w13, peer.w2)
         return Entry(

@@ -24,14 +24,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 from ep_moe.bench.harness import attempt
-from ep_moe.bench.libraries import imported
+from ep_moe.bench.libraries import imported, require_plain_swiglu
 from ep_moe.bench.train_entries import Entry, Options
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.types import Activation
 
 DTYPE = torch.bfloat16
 TRANSPORT = "torchtitan.distributed.minimal_async_ep.api"
@@ -74,8 +73,7 @@ class TorchTitan:
     """The layer of one rank. w13: [L, 2 * I, H], gate first; w2: [L, H, I]; it has w1 and w3 apart, as copies."""
 
     def __init__(self, config: MoEConfig, w13: Tensor, w2: Tensor, rank_group: RankGroup) -> None:
-        if config.activation is not Activation.SWIGLU or config.expert_bias:
-            raise ConfigError("torchtitan's experts have SwiGLU and no biases; name another model")
+        require_plain_swiglu(config, "torchtitan")
         if rank_group.group is None:
             raise ConfigError("MinimalAsyncEP needs two ranks; start more")
         self._transport = imported(TRANSPORT)

@@ -105,7 +105,7 @@ def test_experts_that_no_library_is_called_for(other):
     said: list[str] = []
     config = dataclasses.replace(CONFIG, **other)
     assert experts.peer_lines("m", config, "none", (16,), RATES, torch.device("cpu"), said.append) == []
-    assert said == ["left out: other libraries, none: they are called for experts of SwiGLU without biases"]
+    assert said == ["left out: other libraries, none: called for experts of SwiGLU without biases; name another model"]
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_block"])

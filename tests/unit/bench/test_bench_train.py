@@ -74,7 +74,7 @@ def test_by_hand_is_a_dense_layer(monkeypatch, compiled):
 @pytest.mark.parametrize("changed", [{"activation": Activation.GEGLU}, {"expert_bias": True}])
 def test_by_hand_refuses_what_it_does_not_compute(changed):
     config = dataclasses.replace(CONFIG, **changed)
-    with pytest.raises(ConfigError, match="SwiGLU and no biases"):
+    with pytest.raises(ConfigError, match="SwiGLU without biases"):
         train_entries.ByHand(config, torch.empty(8, 32, 32), torch.empty(8, 32, 16), None, compiled=False)
 
 
