@@ -91,6 +91,7 @@ def environment(folder: Path, gpus: int) -> dict[str, str]:
     own = {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, modules)), **pip}
     # unbuffered, a line of several words is several writes, between which other ranks' come
     given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    own["PYTHON_EXEC"] = str(ROOT / "tools" / "buffered_python.sh")
     return given | own | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
 
 

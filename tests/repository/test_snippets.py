@@ -84,6 +84,14 @@ def test_lines_of_an_output(expected, out, missing):
     assert snippets.missing_lines(expected, out) == missing
 
 
+def test_ranks_that_torchrun_starts_write_whole_lines(became):
+    rank = fenced('python title="a.py"', "import time", "print('one', end=' ')", "time.sleep(0.3)", "print('two')")
+    as_torchrun_does = fenced("bash", '"$PYTHON_EXEC" -u a.py & "$PYTHON_EXEC" -u a.py', "wait")
+    output = fenced('text title="output"', "one two", "one two")
+    assert became(rank + as_torchrun_does + output)[0][2] is False
+    assert became(rank + as_torchrun_does.replace('"$PYTHON_EXEC"', "python") + output)[0][2] is True
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_mark_their_blocks(page):
     found = snippets.blocks(page.relative_to(ROOT).as_posix())
