@@ -23,6 +23,7 @@ from ep_moe.errors import (
     PeerTimeout,
 )
 from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
+from ep_moe.parallel.nodes import named
 
 _PATIENCE_S = 30.0  # of a store that must only answer
 
@@ -149,7 +150,7 @@ class StoreConsensus:
         if not self._store.wait(keys, deadline_s):
             missing = [rank for rank, k in zip(self._ranks, keys, strict=True) if not self._store.has(k)]
             return PeerTimeout.__name__, (
-                f"{what}: {_ranks(missing)} did not arrive within {deadline_s:g} s; all ranks must "
+                f"{what}: {named(missing)} did not arrive within {deadline_s:g} s; all ranks must "
                 f"make the same calls in the same order"
             )
         entries = {rank: json.loads(self._store.get(k)) for rank, k in zip(self._ranks, keys, strict=True)}
@@ -158,7 +159,7 @@ class StoreConsensus:
             first = entries[troubled[0]]
             text = first["problem"].removeprefix(f"{what}: ")
             if not text.startswith("rank"):  # else an agreement among fewer ranks has named them already
-                text = f"{_ranks(troubled)}: {text}"
+                text = f"{named(troubled)}: {text}"
             return first["kind"], f"{what}: {text}"
         return _difference(what, {rank: entry["facts"] for rank, entry in entries.items()})
 
@@ -171,13 +172,9 @@ def _difference(what: str, facts: dict[int, dict[str, Any]]) -> tuple[str, str] 
         for rank, entry in facts.items():
             by_value.setdefault(json.dumps(entry.get(name)), []).append(rank)
         if len(by_value) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items()))
+            lines.append(f"{name}: " + ", ".join(f"{value} on {named(ranks)}" for value, ranks in by_value.items()))
     if not lines:
         return None
     return ConfigError.__name__, f"{what}: the ranks were given different values; give all the same. " + "; ".join(
         lines
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -27,7 +27,7 @@ from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
 from ep_moe.parallel.device_watch import DeviceWatch
 from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, published_failure, with_cause
 from ep_moe.parallel.heartbeats import Heartbeats, Step
-from ep_moe.parallel.nodes import NodeLayout
+from ep_moe.parallel.nodes import NodeLayout, named
 from ep_moe.parallel.step_board import HostExchange, PeerBoard, StepBoard
 
 _log = logging.getLogger("ep_moe.parallel")
@@ -258,7 +258,7 @@ class FlightRecorder:
             if self._store.wait(list(keys.values()), seconds):
                 return
             missing = [rank for rank, own in keys.items() if not self._store.has(own)]
-            text = f"{what} needs rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} too"
+            text = f"{what} needs {named(missing)} too"
             if seconds < self.deadline_s:
                 warnings.warn(f"{text}; rank {self._rank} waits up to {self.deadline_s:g} s", stacklevel=2)
         raise PeerTimeout(f"{text}, which did not call it within {self.deadline_s:g} s; call it on all ranks")

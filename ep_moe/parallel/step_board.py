@@ -18,12 +18,14 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from ep_moe.parallel.nodes import named
 
 _BYTES = 1 << 14
 _TOKEN, _STEP, _LENGTH = 0, 1, 2  # words
@@ -200,10 +202,6 @@ class HostExchange:
                 continue
             recorder.check()  # a peer may have failed meanwhile
             if time.monotonic() > end:
-                raise dist.DistError(f"{_ranks(missing)} did not come to this call")
+                raise dist.DistError(f"{named(missing)} did not come to this call")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
