@@ -11,7 +11,7 @@ import importlib.util
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class HopperExperts(Experts):
     leave them in the same place: the second call there is recorded, later ones launch the same again.
     """
 
+    needs_nvrtc: ClassVar[bool] = True  # it cannot run without its kernels in CUDA C++
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._recorded: dict[Any, RecordedLaunches | None] = {}  # None: of a place that was seen once
@@ -58,7 +60,9 @@ class HopperExperts(Experts):
 
     @classmethod
     def available(cls) -> str | None:
-        return None if importlib.util.find_spec("triton") else "Triton is not installed; use a CUDA build of torch"
+        if importlib.util.find_spec("triton") is None:
+            return "Triton is not installed; use a CUDA build of torch"
+        return nvrtc.missing() if cls.needs_nvrtc else None
 
     @property
     def routes(self) -> int:
@@ -240,10 +244,6 @@ class Bf16TritonExperts(HopperExperts):
     def scaling(self) -> str:
         return "trained" if self.options.exact else "none"
 
-    @classmethod
-    def available(cls) -> str | None:
-        return super().available() or nvrtc.missing()
-
     def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert received.local_ids is not None
         stored = {name: tensor.detach() for name, tensor in self.weights.stored_tensors().items()}
@@ -307,10 +307,6 @@ class Fp8TensorTritonExperts(HopperExperts):
         _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"}), exact=True
     )
 
-    @classmethod
-    def available(cls) -> str | None:
-        return super().available() or nvrtc.missing()
-
 
 class Fp8ChannelTritonExperts(HopperExperts):
     """Experts in fp8 with one scale for each row of weights, an output channel, which the products multiply into their
@@ -327,10 +323,6 @@ class Fp8ChannelTritonExperts(HopperExperts):
         row_formats=frozenset({"plain", "fp8_row"}),
     )
 
-    @classmethod
-    def available(cls) -> str | None:
-        return super().available() or nvrtc.missing()
-
 
 class W4A16TritonExperts(HopperExperts):
     """Experts with weights of 4 bits and rows in bf16: each scheme is a scaling of its own."""
@@ -345,10 +337,6 @@ class W4A16TritonExperts(HopperExperts):
         spare_sms=False,
         alignment_bytes=LINE,
     )
-
-    @classmethod
-    def available(cls) -> str | None:
-        return super().available() or nvrtc.missing()
 
     @cached_property
     def scaling(self) -> str:
@@ -374,6 +362,7 @@ class Fp8BlockTritonExperts(HopperExperts):
 
     name = "fp8_block_triton"
     run_on = "1, 2 and 4 H200"
+    needs_nvrtc = False
     scaling = "block"
     capabilities = dataclasses.replace(
         _HOPPER,
