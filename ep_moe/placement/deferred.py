@@ -268,6 +268,9 @@ def _place(
             count_ids(given, physical, valid, expert_load, slot_load)
 
 
+_ROW_FACTOR, _EXPERT_FACTOR = tl.constexpr(ROW_FACTOR), tl.constexpr(EXPERT_FACTOR)  # as `Tables.place` has them
+
+
 @triton.jit
 def place_ids(given, row, replicas, counts, experts, seed, MOST: tl.constexpr):
     """Physical ids of logical ones in these rows of a call, and whether they are: for ids of no expert they are noise.
@@ -276,7 +279,7 @@ def place_ids(given, row, replicas, counts, experts, seed, MOST: tl.constexpr):
     safe = tl.where(known, given, 0).to(tl.int64)
     at = safe * MOST
     if MOST > 1:
-        mixed = tl.cast(row, tl.int64) * 2654435761 + safe * 2246822519 + seed
+        mixed = tl.cast(row, tl.int64) * _ROW_FACTOR + safe * _EXPERT_FACTOR + seed
         at += ((mixed & 0xFFFFFFFF) * tl.load(counts + safe)) >> 32
     return tl.load(replicas + at), known
 

@@ -12,6 +12,7 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import ExpertMap, Placement, Routing
+from ep_moe.placement.deferred import RANK_FACTOR
 from ep_moe.placement.deferred import place_ids_once as place
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -35,7 +36,7 @@ def test_same_ids_and_loads(expert_map, ep_rank, dtype):
         out = torch.full(ids.shape, 77, dtype=torch.int64, device=DEVICE)
         tables = (here.logical_to_physical, here.replica_count, here.expert_load, here.slot_load, here.counting)
         invalid = HostWord()
-        place(ids.to(DEVICE), *tables, invalid.address, out, ep_rank * 3266489917)
+        place(ids.to(DEVICE), *tables, invalid.address, out, ep_rank * RANK_FACTOR)
         unknown = ids[(ids < -1) | (ids >= expert_map.num_experts)].tolist()
         assert invalid.read() in (unknown or [-1]), "the host learns one of the ids that name no expert"
         assert torch.equal(out.cpu(), expected)
