@@ -11,6 +11,7 @@ from torch import Tensor
 from ep_moe.checks import flat_facts
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.quant.row_format import ROW_FORMATS, RowFormat
+from ep_moe.runtime.launch_cache import next_power_of_2
 from ep_moe.types import dtype_name
 
 
@@ -108,4 +109,4 @@ class DispatchShape:
 
 def whole_bound(tokens: int) -> int:
     """A power of two that holds so many tokens: kernels that are launched for any number meet few sizes."""
-    return 1 << max(tokens - 1, 0).bit_length()
+    return next_power_of_2(tokens)

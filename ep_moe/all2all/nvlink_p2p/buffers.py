@@ -11,7 +11,7 @@ from torch import Tensor
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.runtime.dispatch_modes import unseen_by_modes
-from ep_moe.runtime.launch_cache import LaunchCache
+from ep_moe.runtime.launch_cache import LaunchCache, cdiv
 from ep_moe.runtime.workspace import Shapes, carve
 from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
 
@@ -21,7 +21,7 @@ PIECE = 512  # words of a row that one program by packets has
 
 def pieces(row_bytes: int) -> int:
     """Programs by packets for a row to one rank."""
-    return -(-row_bytes // (4 * PIECE))
+    return cdiv(row_bytes, 4 * PIECE)
 
 
 def answer_dtype(dispatch_shape: DispatchShape) -> torch.dtype:
