@@ -26,9 +26,9 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts.base import ExpertsCapabilities, ExpertsOptions
 from ep_moe.experts.flashinfer.base import FlashInferExperts, Given
 from ep_moe.experts.flashinfer.call_scales import clean_ids
-from ep_moe.experts.hopper.operator import operator
 from ep_moe.quant.kernels import nvfp4_rows
 from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.runtime.torch_operator import operator
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 from ep_moe.types import Activation, RowLayout, Weighting
 from ep_moe.weights.layouts.cutedsl import CuteDsl, mma_view

@@ -25,8 +25,8 @@ from ep_moe.experts.flashinfer.call_scales import (
     round_rows,
     row_extremes,
 )
-from ep_moe.experts.hopper.operator import operator
 from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
+from ep_moe.runtime.torch_operator import operator
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 
 # parameters of FusedMoeRunner::runMoe, flashinfer_cutlass_fused_moe_binding.cu, FlashInfer 0.7.2.post1

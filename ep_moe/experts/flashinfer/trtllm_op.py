@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.flashinfer.call_scales import clean_ids
-from ep_moe.experts.hopper.operator import operator
 from ep_moe.quant.fp8 import FP8, round_blocks, to_fp8
 from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
 from ep_moe.quant.microscale import MX_BLOCK, NVFP4_BLOCK
+from ep_moe.runtime.torch_operator import operator
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 
 # flashinfer.tllm_enums

@@ -20,7 +20,6 @@ from ep_moe.experts.base import Experts, ExpertsCapabilities
 from ep_moe.experts.differentiable import StepGradients
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
-from ep_moe.experts.hopper.operator import home_of, ids_ready_of
 from ep_moe.experts.hopper.scaling_fp8 import BLOCK
 from ep_moe.experts.hopper.step import SCALINGS
 from ep_moe.experts.layouts import expected_pairs, row_bounds, scaled_by_block
@@ -164,7 +163,7 @@ class HopperExperts(Experts):
             weights.dtype,
             ids,
             0 if wire is None else wire.base,
-            *ids_ready_of(wire),
+            *step.ids_ready_of(wire),
             self._routing_weights(received),
             *row_bounds(received, weights.num_slots),
             weights.get_parameter("w13"),
@@ -179,7 +178,7 @@ class HopperExperts(Experts):
             self.options.spare_sms,
             self.options.exact,
             received.per_route,
-            *home_of(peers),
+            *step.home_of(peers),
             launch=launch,
         )
 

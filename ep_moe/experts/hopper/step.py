@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.operator import launching_operator
 from ep_moe.experts.hopper.route_sort import Home, IdsReady, list_shapes, passes
 from ep_moe.experts.hopper.scaling import Products, Rows, Scaling, Trained, Unscaled
 from ep_moe.experts.hopper.scaling_4bit import Int4, Int4Fp8, Mxfp4, Mxfp4Fp8, Mxint4, Mxint4Fp8, Nvfp4
 from ep_moe.experts.hopper.scaling_fp8 import BlockScaled, ChannelScaled, MatrixScaled, RowScaled
 from ep_moe.runtime.launch_cache import Launch
+from ep_moe.runtime.torch_operator import launching_operator
 from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
-from ep_moe.types import Activation
+from ep_moe.types import Activation, PeerRows, WireIds
 
 SCALINGS: dict[str, type[Scaling]] = {
     "none": Unscaled,
@@ -199,3 +199,16 @@ def _grouped(
     if isinstance(rows.scale, Tensor):
         rows = Rows(rows.x, rows.scale.contiguous())
     step.multiply(step.rounded(rows, own), own["starts"], own["ends"], None, out, count * expected, own)
+
+
+def ids_ready_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
+    """`ids_ready` and `sequence`, as `hopper_moe` takes them."""
+    return (None, None) if ids is None else (ids.ids_ready, ids.sequence)
+
+
+def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:
+    """The fields of `route_sort.Home`, as `hopper_moe` takes them: of types that a graph's node can have."""
+    if peers is None:
+        return None, 0, 1, 0, None, 0
+    number, stride = (None, 0) if peers.packets is None else (peers.packets.number, peers.packets.stride)
+    return peers.addresses, peers.offset, peers.bound, peers.rank, number, stride

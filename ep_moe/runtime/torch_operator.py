@@ -1,4 +1,4 @@
-"""Expert steps as torch operators: one node of a compiled graph each, and a plain call outside of one."""
+"""Functions of kernels as torch operators: one node of a compiled graph each, and a plain call outside of one."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec
 
 import torch
-from torch import Tensor
 
 from ep_moe.runtime.launch_cache import Launch, at_once
-from ep_moe.types import PeerRows, WireIds
 
 Given = ParamSpec("Given")
 
@@ -63,16 +61,3 @@ def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..
         return call
 
     return wrap
-
-
-def ids_ready_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
-    """`ids_ready` and `sequence`, as operators take them."""
-    return (None, None) if ids is None else (ids.ids_ready, ids.sequence)
-
-
-def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:
-    """The fields of `route_sort.Home`, as operators take them: of types that a graph's node can have."""
-    if peers is None:
-        return None, 0, 1, 0, None, 0
-    number, stride = (None, 0) if peers.packets is None else (peers.packets.number, peers.packets.stride)
-    return peers.addresses, peers.offset, peers.bound, peers.rank, number, stride
