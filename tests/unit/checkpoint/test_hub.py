@@ -18,7 +18,7 @@ from ep_moe.checkpoint.reader import load_layers
 from ep_moe.cli.app import app
 from ep_moe.cli.run import DEMO
 from ep_moe.integrations.config_file import read_config
-from ep_moe.integrations.transformers import load_pretrained, moe_layers, read_moe_config
+from ep_moe.integrations.transformers import load_pretrained, moe_layers, num_experts, read_moe_config
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import make_layers, written
@@ -91,13 +91,15 @@ def test_what_is_asked_of_the_library(checkpoints, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     given = {"revision": "v2", "token": "secret", "cache_dir": "/cache", "local_files_only": False}
     load_pretrained(NAME, local(), progress=False, **given)
-    read_moe_config(NAME, local())
-    ((name, whole), (_, small)) = asked
+    for without_weights in (read_moe_config, num_experts, lambda name, _: read_config(name)):
+        without_weights(NAME, local())
+    (name, whole), *others = asked
     assert name == NAME
     assert whole.items() >= given.items()
     assert "*.safetensors" in whole["allow_patterns"]
-    assert "*.safetensors" not in small["allow_patterns"]  # a configuration is small
-    assert {"*.json", "*.model"} <= set(small["allow_patterns"])
+    for _, small in others:
+        assert "*.safetensors" not in small["allow_patterns"]  # a configuration is small
+        assert {"*.json", "*.model"} <= set(small["allow_patterns"])
     kept = huggingface_hub.utils.filter_repo_objects(
         ["model.safetensors",
          "original/model.safetensors", "pytorch_model.bin", "config.json", "consolidated-1.safetensors"],
