@@ -2,7 +2,7 @@
 
 In a turn a rank looks at what has come, sets the next batch going and, at agreed turns, at what the others say. What is
 decided is a function of that alone (`consensus.reach_verdict`). Whether a layer's new map comes into force is decided
-by the first word in the store: also a rank that has lost the others then learns what they did."""
+by the first vote in the store: also a rank that has lost the others then learns what they did."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ep_moe.eplb.cost import Price
 from ep_moe.eplb.load import LoadWindow
 from ep_moe.eplb.migration.background import Background, Decision, Planner, decide, default_planner, laid_out, loads
 from ep_moe.eplb.migration.consensus import (
-    Call,
+    Action,
     Connections,
     Context,
     RankStatus,
@@ -39,7 +39,7 @@ from ep_moe.runtime.devices import on_device_of
 
 _log = logging.getLogger("ep_moe.eplb")
 
-_GO, _BACK = "go", "back"  # what can be said of a commit
+_COMMIT, _ROLLBACK = "commit", "rollback"  # votes about the layer under way
 
 
 class BalancerTurns:
@@ -192,29 +192,31 @@ class BalancerTurns:
     def _agree(self) -> None:
         try:
             verdict = reach_verdict(self._status_exchange.hear(), self._status_exchange.rank_group.ranks)
-            words = self._words(verdict)
+            problem = self._explanation(verdict)
             sums = (
-                self._status_exchange.sums() if verdict.call is Call.COMMIT and self._state is State.SUMMING else None
+                self._status_exchange.sums()
+                if verdict.action is Action.COMMIT and self._state is State.SUMMING
+                else None
             )
         except EPMoEError as error:
             self._lose(error)
-        if verdict.call is Call.ABORT:
-            self._lose((PeerTimeout if verdict.explained_by is not None else RebalanceError)(words))
-        if verdict.call is Call.ROLLBACK:
-            self._go_back(words)
-        if verdict.call is Call.COMMIT:
-            self._go(sums)
+        if verdict.action is Action.ABORT:
+            self._lose((PeerTimeout if verdict.explained_by is not None else RebalanceError)(problem))
+        if verdict.action is Action.ROLLBACK:
+            self._roll_back(problem)
+        if verdict.action is Action.COMMIT:
+            self._next_state(sums)
         if self._state is not State.IDLE:
             self._tell()
 
-    def _words(self, verdict: Verdict) -> str:
+    def _explanation(self, verdict: Verdict) -> str:
         if verdict.explained_by is None:
             return verdict.text
         ranks = self._status_exchange.rank_group.ranks
         owner = ranks[verdict.explained_by]
         return f"rank {owner}: {self._context.flight_recorder.share(self._problem, owner=owner, group=ranks)}"
 
-    def _go(self, sums: Tensor | None) -> None:
+    def _next_state(self, sums: Tensor | None) -> None:
         if self._state is State.GATHERING:
             self._status_exchange.add(self._load.take())
             self._enter(State.SUMMING)
@@ -262,14 +264,14 @@ class BalancerTurns:
         outdated, name = migration.outdated(), migration.layer.name
         forward = self._context.flight_recorder.number
         try:
-            word, theirs = self._vote(_BACK if outdated else _GO, forward)
+            vote, theirs = self._vote(_ROLLBACK if outdated else _COMMIT, forward)
         except PeerTimeout as error:
             self._lose(error, "is undecided")
         fate = "was rolled back"
-        if word == _GO:
+        if vote == _COMMIT:
             self._put_in_force(migration)
             fate = "was put in force"
-        if (word == _GO) == bool(outdated):
+        if (vote == _COMMIT) == bool(outdated):
             self._lose(
                 RebalanceError(
                     f"some ranks, and not all, had their {outdated or 'weights or map'} changed, or lost the others; "
@@ -277,7 +279,7 @@ class BalancerTurns:
                 ),
                 fate,
             )
-        if word == _GO and forward != theirs:
+        if vote == _COMMIT and forward != theirs:
             self._lose(
                 RebalanceError(
                     f"the ranks are not in step: forward is {forward} here and {theirs} elsewhere, and outputs since "
@@ -285,19 +287,19 @@ class BalancerTurns:
                 ),
                 fate,
             )
-        if word == _GO:
+        if vote == _COMMIT:
             self._next_layer()
         elif outdated == "weights":
             self._counts["restarts"] += 1
             self._begin(migration.layer, migration.transfer_schedule)
         else:
-            self._go_back(f"layer {name}: another map was put in force while its experts were moved")
+            self._roll_back(f"layer {name}: another map was put in force while its experts were moved")
 
-    def _vote(self, word: str, forward: int) -> tuple[str, int]:
-        """The first word of any rank about the layer under way, and the number of the flight recorder's step then."""
+    def _vote(self, vote: str, forward: int) -> tuple[str, int]:
+        """The first vote of any rank on the layer under way, and the number of the flight recorder's step then."""
         what = f"eplb {self._connection.name} epoch {self._epoch}"
-        word, number = self._context.consensus.first(what, f"{word} {forward}").split()
-        return word, int(number)
+        vote, number = self._context.consensus.first(what, f"{vote} {forward}").split()
+        return vote, int(number)
 
     def _put_in_force(self, migration: Migration) -> None:
         migration.commit()
@@ -314,12 +316,12 @@ class BalancerTurns:
         self._queue = []
         self._mover.staging.release()
 
-    def _go_back(self, words: str) -> NoReturn:
+    def _roll_back(self, problem: str) -> NoReturn:
         """On all ranks alike, nothing under way between any of them."""
         where = self._place()
         self._finish()
         self._counts["rollbacks"] += 1
-        self._error = f"{where} was rolled back: {words}. The balancer goes on"
+        self._error = f"{where} was rolled back: {problem}. The balancer goes on"
         self._say("%s", self._error, level=logging.WARNING)
         raise RebalanceError(self._error)
 
@@ -343,16 +345,16 @@ class BalancerTurns:
 
     def _fate(self) -> str:
         """Of the layer under way: the others may have put it in force just before they were lost."""
-        word = _BACK
+        vote = _ROLLBACK
         if self._state is State.MOVING:
             assert self._migration is not None
             try:
-                word, _ = self._vote(_BACK, 0)
+                vote, _ = self._vote(_ROLLBACK, 0)
             except PeerTimeout:
                 return "is undecided"
-            if word == _GO:
+            if vote == _COMMIT:
                 self._put_in_force(self._migration)
-        return "was put in force" if word == _GO else "was rolled back"
+        return "was put in force" if vote == _COMMIT else "was rolled back"
 
     def _place(self) -> str:
         layer = "" if self._migration is None else f" of {self._migration.layer.name}"

@@ -80,20 +80,26 @@ class RankStatus:
         return cls(step, forward, State(state), epoch, bool(done), Trouble(trouble), digest)
 
 
-class Call(enum.Enum):
-    """WAIT for ranks that are not done; COMMIT on together; ROLLBACK to the old maps; ABORT: back, and nothing more."""
+class Action(enum.Enum):
+    """What all ranks do next.
+
+    WAIT       for ranks that are not done
+    COMMIT     go on to the next state, together
+    ROLLBACK   return to the old maps; the balancer stays in use
+    ABORT      roll back and disable the balancer
+    """
 
     WAIT = "wait"
-    COMMIT = "go"
-    ROLLBACK = "back"
-    ABORT = "out"
+    COMMIT = "commit"
+    ROLLBACK = "rollback"
+    ABORT = "abort"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """call; explained_by: index of the rank whose words explain it, or None where `text` does."""
+    """action; explained_by: index of the rank whose problem explains it, or None where `text` does."""
 
-    call: Call
+    action: Action
     explained_by: int | None = None
     text: str = ""
 
@@ -104,26 +110,26 @@ def reach_verdict(rows: Sequence[RankStatus], ranks: Sequence[int]) -> Verdict:
         found = [getattr(row, name) for row in rows]
         if len(set(found)) > 1:
             return Verdict(
-                Call.ABORT,
+                Action.ABORT,
                 text=f"the ranks are not in step: {name} is {_listed(found, ranks)}; call ExpertBalancer.step() after "
                 f"every forward, on all ranks alike",
             )
     troubles = [row.trouble for row in rows]
     if Trouble.LOST in troubles:
-        return Verdict(Call.ABORT, explained_by=troubles.index(Trouble.LOST))
+        return Verdict(Action.ABORT, explained_by=troubles.index(Trouble.LOST))
     # those in trouble too: what is under way between other ranks comes to its end first
     if not all(row.done for row in rows):
-        return Verdict(Call.WAIT)
+        return Verdict(Action.WAIT)
     if Trouble.HERE in troubles:
-        return Verdict(Call.ROLLBACK, explained_by=troubles.index(Trouble.HERE))
+        return Verdict(Action.ROLLBACK, explained_by=troubles.index(Trouble.HERE))
     digests = [row.digest for row in rows]
     if len(set(digests)) > 1:
         return Verdict(
-            Call.ROLLBACK,
+            Action.ROLLBACK,
             text=f"the ranks made different plans: their digest is {_listed(digests, ranks)}; a planner must depend on "
             f"its arguments alone",
         )
-    return Verdict(Call.COMMIT)
+    return Verdict(Action.COMMIT)
 
 
 def _listed(values: Sequence[int], ranks: Sequence[int]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from ep_moe.eplb.migration.consensus import Call, RankStatus, State, Trouble, Verdict, reach_verdict
+from ep_moe.eplb.migration.consensus import Action, RankStatus, State, Trouble, Verdict, reach_verdict
 
 FACTS = RankStatus(7, 31, State.MOVING, 2, True, Trouble.NONE, 0)
 RANKS = (4, 5, 6)
@@ -18,12 +18,12 @@ def rows(**odd):
 @pytest.mark.parametrize(
     ("odd", "verdict"),
     [
-        ({}, Verdict(Call.COMMIT)),
-        ({"done": False}, Verdict(Call.WAIT)),
-        ({"trouble": Trouble.HERE}, Verdict(Call.ROLLBACK, explained_by=1)),
-        ({"trouble": Trouble.HERE, "done": False}, Verdict(Call.WAIT)),
-        ({"trouble": Trouble.LOST}, Verdict(Call.ABORT, explained_by=1)),
-        ({"trouble": Trouble.LOST, "done": False}, Verdict(Call.ABORT, explained_by=1)),
+        ({}, Verdict(Action.COMMIT)),
+        ({"done": False}, Verdict(Action.WAIT)),
+        ({"trouble": Trouble.HERE}, Verdict(Action.ROLLBACK, explained_by=1)),
+        ({"trouble": Trouble.HERE, "done": False}, Verdict(Action.WAIT)),
+        ({"trouble": Trouble.LOST}, Verdict(Action.ABORT, explained_by=1)),
+        ({"trouble": Trouble.LOST, "done": False}, Verdict(Action.ABORT, explained_by=1)),
     ],
 )
 def test_verdicts(odd, verdict):
@@ -42,11 +42,11 @@ def test_verdicts(odd, verdict):
 @pytest.mark.parametrize("trouble", Trouble)
 def test_ranks_out_of_step_are_out_whatever_else_they_say(odd, words, trouble):
     found = reach_verdict(rows(**odd, trouble=trouble), RANKS)
-    assert found.call is Call.ABORT
+    assert found.action is Action.ABORT
     assert words in found.text
 
 
 def test_plans_that_differ():
     found = reach_verdict(rows(digest=99), RANKS)
-    assert (found.call, found.explained_by) == (Call.ROLLBACK, None)
+    assert (found.action, found.explained_by) == (Action.ROLLBACK, None)
     assert "different plans: their digest is 0 on rank 4, 99 on rank 5" in found.text
