@@ -2,7 +2,7 @@
 
     forward  step()  forward  step()  forward  step() ...
 
-What happens in a step is in `turns`."""
+What happens in a step is in `rebalance`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 
 from ep_moe.eplb.migration.background import given
 from ep_moe.eplb.migration.consensus import State
+from ep_moe.eplb.rebalance import RebalanceLoop
 from ep_moe.eplb.stats import BalancerStats
-from ep_moe.eplb.turns import BalancerTurns
 from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.runtime.devices import on_device_of
@@ -24,7 +24,7 @@ _PAUSE_S = 5e-4
 _on_its_device = on_device_of(lambda self, *_: self._context.device)
 
 
-class ExpertBalancer(BalancerTurns):
+class ExpertBalancer(RebalanceLoop):
     """Keeps the load of a model's ranks even by moving experts between them.
 
     Made by all ranks of the world, as the context. Every rank calls `step` after each forward, on the stream that the
@@ -70,7 +70,7 @@ class ExpertBalancer(BalancerTurns):
         self._check_on("step")
         self._steps += 1
         try:
-            self._turn()
+            self._advance()
         finally:
             self._watch_window()
 
@@ -102,7 +102,7 @@ class ExpertBalancer(BalancerTurns):
         self._check_on("settle")
         while self._state is not State.IDLE:
             time.sleep(_PAUSE_S)
-            self._turn()
+            self._advance()
 
     @contextmanager
     def no_stats(self) -> Iterator[None]:

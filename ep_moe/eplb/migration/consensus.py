@@ -59,7 +59,7 @@ class Trouble(enum.IntEnum):
 class RankStatus:
     """One rank's, all integers.
 
-    step: the balancer's turns
+    step: how often the balancer's loop has advanced
     forward: the flight recorder's running number, equal where all ranks are between the same forwards
     epoch: migrations begun
     done: this rank has done its part of the state

@@ -30,7 +30,7 @@ def test_a_step_that_raises_counts_in_its_window(layers, monkeypatch):
 
     for _ in range(3):
         balancer.step()
-    monkeypatch.setattr(balancer, "_turn", fails)
+    monkeypatch.setattr(balancer, "_advance", fails)
     with pytest.raises(RebalanceError, match="rolled back"):
         balancer.step()  # the window's last
     monkeypatch.undo()

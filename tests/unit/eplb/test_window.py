@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe import EPLBConfig, ExpertBalancer, ExpertMap
-from ep_moe.eplb import turns as module
+from ep_moe.eplb import rebalance as module
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.placement.placement import LayerStats
 

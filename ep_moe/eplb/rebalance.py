@@ -1,8 +1,10 @@
-"""A balancer's turns: what one rank does between two forwards, and what all of them do at agreed ones.
+"""The loop of a balancer: what a rank does between two forwards, and what all ranks do together.
 
-In a turn a rank looks at what has come, sets the next batch going and, at agreed turns, at what the others say. What is
-decided is a function of that alone (`consensus.reach_verdict`). Whether a layer's new map comes into force is decided
-by the first vote in the store: also a rank that has lost the others then learns what they did."""
+Each `ExpertBalancer.step` advances the loop once. A rank then looks at the transfers that have ended and starts the
+next batch. Every `sync_every` advances it reads what the other ranks reported, and all ranks decide by that alone
+(`consensus.reach_verdict`). The first vote in the store decides whether a layer's new map comes into force, so that a
+rank which has lost the others still learns what they did.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ _log = logging.getLogger("ep_moe.eplb")
 _COMMIT, _ROLLBACK = "commit", "rollback"  # votes about the layer under way
 
 
-class BalancerTurns:
+class RebalanceLoop:
     """An ExpertBalancer without what a user calls."""
 
     @on_device_of(lambda self, layers, context, *_, **__: context.device)
@@ -64,8 +66,8 @@ class BalancerTurns:
         self._planner = planner or default_planner(self.config, [layer.placement.slots for layer in self.layers])
         self._load = LoadWindow(self.layers, self.config.interval, self.config.window)
         self._state, self._since = State.IDLE, 0.0
-        self._steps = self._number = 0  # calls of `step`; turns, those of `settle` too
-        self._due = 0  # the turn of the next exchange
+        self._steps = self._number = 0  # calls of `step`; advances, those of `settle` too
+        self._due = 0  # the advance with the next exchange
         self._background: Background | None = None
         self._decision: Decision | None = None
         self._queue: list[tuple[BalancedLayer, TransferSchedule]] = []
@@ -90,7 +92,7 @@ class BalancerTurns:
         if self._state is State.IDLE:  # else what is under way comes to its own end
             self._context.flight_recorder.check()
 
-    def _turn(self) -> None:
+    def _advance(self) -> None:
         self._number += 1
         if self._state is not State.IDLE:
             self._work()
