@@ -263,7 +263,7 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
     mover = Mover(_own(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
     for layer in layers:
-        mover.rehearse(layer)
+        mover.warm_up(layer)
     context.consensus.healthy("ExpertBalancer", None)  # all are connected before any goes on
     return Connections(layers, mover, status_exchange, name, deadline, context.consensus, groups)
 

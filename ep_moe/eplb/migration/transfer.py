@@ -55,12 +55,11 @@ class Mover:
         return held
 
     @torch.no_grad()
-    def rehearse(self, layer: BalancedLayer) -> None:
-        """Once through what moves a layer's experts, on the stream where that is done: a forward would wait for what
-        happens there for the first time, kernels that are compiled or loaded and memory that is made for the stream.
-        Slots are read, and written as they are."""
+    def warm_up(self, layer: BalancedLayer) -> None:
+        """Run once what moves a layer's experts, on the mover's stream. The first run compiles or loads kernels and
+        allocates memory for the stream, and forwards would wait for it. Slots are written with what they hold."""
         store = self.store(layer)
-        self.follow()
+        self.wait_for_caller()
         with self.beside():
             # two, for every other slot may begin between multiples of 16 bytes: another kernel of torch's
             for slot in range(min(2, store.slots)):
@@ -70,30 +69,32 @@ class Mover:
                 store.address({slot: row}, self.staging.pairs)
                 store.write({slot: row}, self.staging.pairs)
             self.staging.seen.copy_(self.staging.damage, non_blocking=True)
-        self.lead()
+        self.make_caller_wait()
         if self.stream is not None:
             # what maps are put in force through: the host may be ahead of the device by several
             placed, pairs = layer.placement, self.staging.pairs[: store.slots]
             tables = (placed.logical_to_physical, placed.replica_count, pairs)
             _ = [torch.empty_like(one, device="cpu", pin_memory=True) for one in tables for _ in range(_MAPS_AHEAD)]
 
-    def follow(self) -> None:
-        """Nothing on the own stream before what the caller's has been given so far (commits, above all)."""
+    def wait_for_caller(self) -> None:
+        """Have the mover's stream wait for the work queued on the caller's stream (commits, above all)."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def lead(self) -> None:
-        """Nothing on the caller's stream before what the own one has been given so far."""
+    def make_caller_wait(self) -> None:
+        """Have the caller's stream wait for the work queued on the mover's stream."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """On the own stream."""
+        """Run a block on the mover's stream."""
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
             yield
 
-    def swap(self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None) -> list[tuple[dist.Work, str]]:
+    def exchange(
+        self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
+    ) -> list[tuple[dist.Work, str]]:
         """Start one round: (bytes, peer) each way. Returns the works and what each of them waits for."""
         operations, texts = [], []
         for call, text, part in ((dist.isend, "to", sent), (dist.irecv, "from", received)):
@@ -114,7 +115,7 @@ class Mover:
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.rank_group.group)
         there, here = torch.zeros(2, 8, dtype=torch.uint8, device=self.device)
         for far in range(1, size):
-            for work, _ in self.swap((there, (rank + far) % size), (here, (rank - far) % size)):
+            for work, _ in self.exchange((there, (rank + far) % size), (here, (rank - far) % size)):
                 work.wait()
 
     def abort(self) -> None:
@@ -145,7 +146,7 @@ class Migration:
         self._rows: dict[int, Tensor] | None = None  # by slot, once `_prepare` was called
         # once and not for each batch, which a caller far ahead of the device would hold up; weights that are written
         # meanwhile make the migration outdated
-        mover.follow()
+        mover.wait_for_caller()
 
     @property
     def done(self) -> bool:
@@ -198,7 +199,7 @@ class Migration:
     def commit(self) -> None:
         """Write the slots in place and put the new map in force, between two forwards."""
         rows = self._prepare()
-        self._mover.lead()
+        self._mover.make_caller_wait()
         self._store.write(rows, self._mover.staging.pairs)
         self.layer.expert_weights.set_expert_map(self.transfer_schedule.new)
         self.layer.placement.update(self.transfer_schedule.new)
@@ -230,7 +231,7 @@ class Migration:
                 there, used = (packed, sent.peer), used + len(packed)
             if received is not None:
                 here = (self._landing(received), received.peer)
-            works += self._mover.swap(there, here)
+            works += self._mover.exchange(there, here)
         return works
 
     @torch.no_grad()

@@ -100,8 +100,8 @@ def test_a_mover_keeps_a_layers_store_until_its_rows_change():
     assert mover.store(layer) is mover.store(layer)
 
 
-def test_rehearsed_slots_are_as_they_were():
+def test_slots_after_a_warm_up_are_as_they_were():
     layer, rows, migration = start()
-    migration._mover.rehearse(layer)
+    migration._mover.warm_up(layer)
     assert same(held(layer), rows)
     assert migration._mover.staging.damage.tolist() == [0] * 4
