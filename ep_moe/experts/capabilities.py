@@ -120,28 +120,9 @@ class KernelCapabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCapabilities(KernelCapabilities):
-    """What an expert kernel can do; one constant per class.
+    """What an expert kernel can do; one constant per class. Takes the arguments of `KernelCapabilities` too.
 
     Args:
-        activations: What stands between the two expert matrices.
-        dtypes: Of the layer.
-        biases: Experts may have biases.
-        etp: Experts may be cut over ranks.
-        cuda_graph: A CUDA graph can hold a call.
-        host_sync: A call waits for the device.
-        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
-        exact: With `ExpertsOptions.exact` it keeps the promise made there.
-        differentiable: A call has a backward.
-        float8: It heeds `ExpertsOptions.float8`.
-        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
-        spare_sms: It heeds `ExpertsOptions.spare_sms`.
-        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
-        max_compute_capability: Highest of a GPU; None for any.
-        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
-            without naming it warns.
-        devices: Device types.
-        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
-            name it comes last.
         layouts: Row layouts that it takes. A kernel for RANK_MAJOR takes the others through `as_rank_major`.
         weightings: Who multiplies by the routing weights.
         alignment_bytes: The bytes of a row of H and of I (its etp shard) must be a multiple of this.
@@ -184,28 +165,9 @@ class ExpertsCapabilities(KernelCapabilities):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedCapabilities(KernelCapabilities):
-    """What a fused kernel can do; one constant per class.
+    """What a fused kernel can do; one constant per class. Takes the arguments of `KernelCapabilities` too.
 
     Args:
-        activations: What stands between the two expert matrices.
-        dtypes: Of the layer.
-        biases: Experts may have biases.
-        etp: Experts may be cut over ranks.
-        cuda_graph: A CUDA graph can hold a call.
-        host_sync: A call waits for the device.
-        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
-        exact: With `ExpertsOptions.exact` it keeps the promise made there.
-        differentiable: A call has a backward.
-        schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
-        spare_sms: It heeds `ExpertsOptions.spare_sms`.
-        float8: It heeds `ExpertsOptions.float8`.
-        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
-        max_compute_capability: Highest of a GPU; None for any.
-        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
-            without naming it warns.
-        devices: Device types.
-        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
-            name it comes last.
         travels: Dispatch and combine are inside. Without, it serves one EP rank.
         routes: It routes inside, from the logits of the layer's own `Router`. No load is counted, and there is no
             placement.

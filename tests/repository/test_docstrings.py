@@ -64,6 +64,8 @@ def missing_of(name: str, found: Any, doc: str | None = None) -> list[str]:
     doc = inspect.cleandoc(found.__doc__ or doc or "")
     if inspect.isclass(found):
         doc += "\n" + inspect.cleandoc(found.__init__.__doc__ or "")
+        named = re.findall(r"the arguments of `(\w+)` too", doc)
+        doc += "".join("\n" + (inspect.getdoc(base) or "") for base in found.__mro__ if base.__name__ in named)
     if not doc.strip():
         return [f"{name} has no docstring"]
     signature = inspect.signature(found)
