@@ -1,14 +1,17 @@
 """Old names of public things: they work for one release, with a DeprecationWarning that says the new name.
 
-`renamed` serves an attribute or method of a class, `renamed_in` a name of a module, `take_old_names` what a subclass of
-an earlier release overrides.
+`renamed` serves an attribute or method of a class, `renamed_field` an argument of a dataclass, `renamed_in` a name of a
+module, `take_old_names` what a subclass of an earlier release overrides.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Kind = TypeVar("Kind")
 
 
 def renamed(old: str, new: str) -> Any:
@@ -27,6 +30,33 @@ def renamed(old: str, new: str) -> Any:
         return getattr(self, new)
 
     return property(get, doc=f"Deprecated name of `{new}`.")
+
+
+def renamed_field(old: str, new: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Let a dataclass take a field under its old name, also in `dataclasses.replace`.
+
+    Args:
+        old: The field's name.
+        new: The name that it has now.
+
+    Returns:
+        A decorator for the dataclass.
+    """
+
+    def decorate(kind: type[Kind]) -> type[Kind]:
+        made: Callable[..., None] = kind.__init__
+
+        @functools.wraps(made)
+        def init(self: Any, *args: Any, **fields: Any) -> None:
+            if old in fields:
+                _warn(f"{kind.__name__}({old}=)", new)
+                fields[new] = fields.pop(old)
+            made(self, *args, **fields)
+
+        kind.__init__ = init  # type: ignore[method-assign]
+        return kind
+
+    return decorate
 
 
 def renamed_in(module: str, names: Mapping[str, tuple[str, Any]]) -> Callable[[str], Any]:
@@ -71,4 +101,5 @@ PLUGIN_HOOKS = {
     "why_not": "unsupported_reason",
     "platform_problem": "unsupported_platform",
     "preparation": "weight_layout",
+    "run_on": "tested_machines",
 }

@@ -58,7 +58,7 @@ def transport(name: str, kind: type[Dispatcher]) -> list[str]:
         f"`{name}`", can.layout.value, can.weighting.value, names(can.dtypes), ", ".join(formats),
         *map(yes, (can.dedup, can.cuda_graph, can.host_sync, can.deterministic, can.exact)),
         yes(can.differentiable or can.adjoint),
-        ", ".join(limits), kind.run_on,
+        ", ".join(limits), kind.tested_machines,
     ]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def fused(name: str, kind: type[FusedExperts]) -> list[str]:
         f"`{name}`", " and ".join([*inside, "experts"]), names(can.dtypes), ", ".join(sorted(can.schemes)),
         ", ".join(sorted(a.value for a in can.activations)), where, yes(can.biases), yes(can.etp),
         *map(yes, (can.cuda_graph, can.deterministic, can.exact)),
-        capability(can.min_compute_capability, can.max_compute_capability), kind.run_on,
+        capability(can.min_compute_capability, can.max_compute_capability), kind.tested_machines,
     ]  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def kernel(name: str, kind: type[Experts]) -> list[str]:
     return [
         f"`{name}`", ", ".join(sorted(layout.value for layout in can.layouts)), names(can.dtypes),
         ", ".join(sorted(can.schemes)), ", ".join(sorted(a.value for a in can.activations)), yes(can.biases),
-        yes(can.cuda_graph), yes(can.deterministic), yes(can.exact), yes(can.differentiable), gpu, kind.run_on,
+        yes(can.cuda_graph), yes(can.deterministic), yes(can.exact), yes(can.differentiable), gpu, kind.tested_machines,
     ]  # fmt: skip
 
 

@@ -37,8 +37,8 @@ Result = TypeVar("Result")
 class Dispatcher(DeclaredTransport, ABC):
     """One transport for one dispatch shape on one EP group. `EPContext` makes it, and equal layers share it.
 
-    A subclass defines `name`, `capabilities`, `_dispatch` and `_combine`. `run_on` names the machines that it was run
-    on.
+    A subclass defines `name`, `capabilities`, `_dispatch` and `_combine`. `tested_machines` names the machines that it
+    was run on.
 
     Args:
         dispatch_shape: The shape of what travels.

@@ -153,7 +153,7 @@ class DeclaredTransport:
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
-    run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
+    tested_machines: ClassVar[str] = "not run"  # for docs/reference/backends.md
     once_per_node: ClassVar[bool] = False  # a token goes once to each node that has an expert of it
 
     @classmethod

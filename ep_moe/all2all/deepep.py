@@ -27,7 +27,7 @@ RANKS = (2, 4, 8)  # that its intranode kernels are compiled for
 
 class DeepEPDispatcher(Dispatcher):
     name = "deepep"
-    run_on = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
+    tested_machines = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -134,7 +134,7 @@ class DeepEPDispatcher(Dispatcher):
 
 class DeepEPStaticDispatcher(DeepEPDispatcher):
     name = "deepep_static"
-    run_on = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
+    tested_machines = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
     capabilities = dataclasses.replace(DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True)
 
     @classmethod

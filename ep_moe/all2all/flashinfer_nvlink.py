@@ -29,7 +29,7 @@ TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compile
 
 class FlashInferNVLinkDispatcher(Dispatcher):
     name = "flashinfer_nvlink"
-    run_on = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation of its contract"
+    tested_machines = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation of its contract"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,

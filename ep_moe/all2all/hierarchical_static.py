@@ -55,7 +55,7 @@ class StaticHandle:
 
 class HierarchicalStaticDispatcher(Dispatcher):
     name = "hierarchical_static"
-    run_on = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H100 as two nodes"
+    tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H100 as two nodes"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -198,7 +198,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
     """
 
     name = "hierarchical_nvlink"
-    run_on = "CPU, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 GPUs as two nodes: in bench.train alone"
+    tested_machines = "CPU, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 GPUs as two nodes: in bench.train alone"
     capabilities = dataclasses.replace(
         HierarchicalStaticDispatcher.capabilities,
         alignment_bytes=NVLinkP2PDispatcher.capabilities.alignment_bytes,

@@ -34,7 +34,9 @@ class _Handle:
 
 class PplxDispatcher(Dispatcher):
     name = "pplx"
-    run_on = "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract"
+    tested_machines = (
+        "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract"
+    )
     capabilities = DispatcherCapabilities(
         layout=RowLayout.BATCHED,
         weighting=Weighting.COMBINE,

@@ -36,7 +36,7 @@ class LocalDispatcher(Dispatcher):
     the ids; CUDA-graph captures and compiled graphs take them on trust, and so it counts as free of host syncs."""
 
     name = "local"
-    run_on = "CPU; 1 H200"
+    tested_machines = "CPU; 1 H200"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -80,7 +80,7 @@ class AllGatherDispatcher(Dispatcher):
     """All-gather of rows, ids and weights; reduce-scatter of outputs in the dtype of the rows."""
 
     name = "allgather"
-    run_on = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
+    tested_machines = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -145,7 +145,7 @@ class _Handle:
 
 class TorchAll2AllDispatcher(Dispatcher):
     name = "torch_a2a"
-    run_on = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
+    tested_machines = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,

@@ -43,7 +43,7 @@ class Experts(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[ExpertsCapabilities]
-    run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
+    tested_machines: ClassVar[str] = "not run"  # for docs/reference/backends.md
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
     own_backward: ClassVar[bool] = False  # it has `compute_saving` and `gradients`; else autograd follows `compute`
     writes_gradients: ClassVar[bool] = False  # `gradients` takes `into`

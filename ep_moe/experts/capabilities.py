@@ -11,9 +11,11 @@ from ep_moe.checks import check_count, check_fields, set_counts, set_flags
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.renamed import renamed, renamed_field
 from ep_moe.types import Activation, RowLayout, Weighting, dtype_name
 
 
+@renamed_field("run_on", "tested_capabilities")
 @dataclass(frozen=True, kw_only=True)
 class KernelCapabilities:
     """What any kernel can do. Defaults promise nothing.
@@ -33,8 +35,8 @@ class KernelCapabilities:
         spare_sms: It heeds `ExpertsOptions.spare_sms`.
         min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
         max_compute_capability: Highest of a GPU; None for any.
-        run_on: Compute capabilities that it was run on, None for any. On another GPU a layer that got the kernel
-            without naming it warns.
+        tested_capabilities: Compute capabilities of the GPUs that it was run on, None for any. A layer whose kernel was
+            chosen by "auto" warns on another GPU.
         devices: Device types.
         ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
             name it comes last.
@@ -54,9 +56,11 @@ class KernelCapabilities:
     spare_sms: bool = False
     min_compute_capability: tuple[int, int] | None = None
     max_compute_capability: tuple[int, int] | None = None
-    run_on: frozenset[tuple[int, int]] | None = None
+    tested_capabilities: frozenset[tuple[int, int]] | None = None
     devices: frozenset[str] = frozenset({"cpu", "cuda"})
     ahead_of: frozenset[str] = frozenset()
+
+    run_on = renamed("run_on", "tested_capabilities")
 
     def check(self) -> None:
         """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
@@ -118,6 +122,7 @@ class KernelCapabilities:
         return None
 
 
+@renamed_field("run_on", "tested_capabilities")
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCapabilities(KernelCapabilities):
     """What an expert kernel can do; one constant per class. Takes the arguments of `KernelCapabilities` too.
@@ -163,6 +168,7 @@ class ExpertsCapabilities(KernelCapabilities):
         return None
 
 
+@renamed_field("run_on", "tested_capabilities")
 @dataclass(frozen=True, kw_only=True)
 class FusedCapabilities(KernelCapabilities):
     """What a fused kernel can do; one constant per class. Takes the arguments of `KernelCapabilities` too.

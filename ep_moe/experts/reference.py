@@ -67,7 +67,7 @@ grouped.register_autograd(_backward, setup_context=_keep)
 
 class ReferenceExperts(Experts):
     name = "reference"
-    run_on = "CPU; 1 and 4 H200"
+    tested_machines = "CPU; 1 and 4 H200"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),

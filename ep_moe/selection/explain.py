@@ -334,7 +334,7 @@ def untried(kernel: str, device: torch.device | GPU) -> str | None:
     if device.type != "cuda":
         return None
     kind: registry.Kind = "experts" if kernel in registry.targets("experts") else "fused"
-    run_on, found = registry.load(kind, kernel).capabilities.run_on, compute_capability(device)
-    if run_on is None or found in run_on:
+    tested, found = registry.load(kind, kernel).capabilities.tested_capabilities, compute_capability(device)
+    if tested is None or found in tested:
         return None
     return f"{kernel} was NOT RUN on compute capability {found[0]}.{found[1]} yet"

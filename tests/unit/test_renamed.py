@@ -1,15 +1,19 @@
 """Old names of public things: they work, and say the new ones."""
 
+import dataclasses
 import importlib
 import warnings
 
 import pytest
+import torch
 
 from ep_moe import EPContext
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
+from ep_moe.experts.capabilities import ExpertsCapabilities, KernelCapabilities
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.testing import distributed, rank_device
+from ep_moe.types import Activation
 
 
 @pytest.mark.parametrize("base", [Dispatcher, Experts, FusedExperts])
@@ -56,6 +60,29 @@ def test_weight_layouts_under_their_old_name():
             preparation = object
 
     assert Own.weight_layout is object
+
+
+@pytest.mark.parametrize("base", [Dispatcher, Experts, FusedExperts])
+def test_tested_machines_under_their_old_name(base):
+    with pytest.warns(DeprecationWarning, match=r"Own\.run_on is tested_machines"):
+
+        class Own(base):
+            run_on = "1 H200"
+
+    assert Own.tested_machines == "1 H200"
+
+
+@pytest.mark.parametrize("kind", [KernelCapabilities, ExpertsCapabilities])
+def test_tested_capabilities_under_their_old_name(kind):
+    needed = {"activations": frozenset({Activation.SWIGLU}), "dtypes": frozenset({torch.bfloat16})}
+    with pytest.warns(DeprecationWarning, match=rf"{kind.__name__}\(run_on=\) is tested_capabilities") as said:
+        made = kind(**needed, run_on=frozenset({(9, 0)}))
+    assert said[0].filename == __file__
+    assert made == kind(**needed, tested_capabilities=frozenset({(9, 0)}))
+    with pytest.warns(DeprecationWarning, match=rf"{kind.__name__}\.run_on is tested_capabilities"):
+        assert made.run_on == frozenset({(9, 0)})
+    with pytest.warns(DeprecationWarning, match="run_on"):
+        assert dataclasses.replace(made, run_on=None).tested_capabilities is None
 
 
 @pytest.mark.parametrize("base", [Dispatcher, FusedExperts])

@@ -204,7 +204,7 @@ _NO_LIMIT = torch.finfo(torch.float32).max
 
 class FlashInferCuteDslExperts(FlashInferExperts):
     name = "flashinfer_cutedsl"
-    run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
+    tested_machines = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),
@@ -222,7 +222,7 @@ class FlashInferCuteDslExperts(FlashInferExperts):
         min_compute_capability=(10, 0),
         max_compute_capability=(10, 3),
         devices=frozenset({"cuda"}),
-        run_on=frozenset(),
+        tested_capabilities=frozenset(),
         wire_ids=True,
     )
     weight_layout = CuteDsl

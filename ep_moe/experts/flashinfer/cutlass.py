@@ -235,7 +235,7 @@ _MAX_INDEX = 2**31 - 1
 
 class FlashInferCutlassExperts(FlashInferExperts):
     name = "flashinfer_cutlass"
-    run_on = "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN"
+    tested_machines = "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),
@@ -252,7 +252,7 @@ class FlashInferCutlassExperts(FlashInferExperts):
         min_compute_capability=_HOPPER,
         max_compute_capability=_BLACKWELL[1],
         devices=frozenset({"cuda"}),
-        run_on=frozenset({_HOPPER}),
+        tested_capabilities=frozenset({_HOPPER}),
         wire_ids=True,
     )
     weight_layout = CutlassSm100

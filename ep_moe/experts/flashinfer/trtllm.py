@@ -40,7 +40,7 @@ _MAX_TILE = 256  # rows that an expert's rows are filled up to, at most
 
 class FlashInferTrtllmExperts(FlashInferExperts):
     name = "flashinfer_trtllm"
-    run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
+    tested_machines = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),
@@ -57,7 +57,7 @@ class FlashInferTrtllmExperts(FlashInferExperts):
         min_compute_capability=(10, 0),
         max_compute_capability=(10, 9),
         devices=frozenset({"cuda"}),
-        run_on=frozenset(),
+        tested_capabilities=frozenset(),
         wire_ids=True,
     )
     weight_layout = Trtllm

@@ -85,7 +85,7 @@ class FusedExperts(ABC):
 
     name: ClassVar[str]
     capabilities: ClassVar[FusedCapabilities]
-    run_on: ClassVar[str] = "not run"  # machines, for docs/reference/backends.md
+    tested_machines: ClassVar[str] = "not run"  # for docs/reference/backends.md
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -43,7 +43,7 @@ ENTRIES = {scheme: entry.replace("_routed_moe", "_moe") for scheme, entry in trt
 
 class FlashInferTrtllmMonolithic(FusedExperts):
     name = "flashinfer_trtllm_monolithic"
-    run_on = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
+    tested_machines = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = FusedCapabilities(
         travels=False,
         routes=True,
@@ -59,7 +59,7 @@ class FlashInferTrtllmMonolithic(FusedExperts):
         deterministic=False,
         min_compute_capability=(10, 0),
         max_compute_capability=(10, 9),
-        run_on=frozenset(),
+        tested_capabilities=frozenset(),
     )
     weight_layout = Trtllm
     _clamp: list[Tensor] | None = None

@@ -223,7 +223,7 @@ class Bf16TritonExperts(HopperExperts):
     """Unquantised experts in bf16, which can be trained (`gradients`)."""
 
     name = "bf16_triton"
-    run_on = "1, 2 and 4 H200"
+    tested_machines = "1, 2 and 4 H200"
     own_backward = True
     writes_gradients = True
     capabilities = dataclasses.replace(
@@ -300,7 +300,7 @@ class Fp8TensorTritonExperts(HopperExperts):
     they travelled."""
 
     name = "fp8_tensor_triton"
-    run_on = "1, 2 and 4 H200"
+    tested_machines = "1, 2 and 4 H200"
     scaling = "matrix"
     capabilities = dataclasses.replace(
         _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"}), exact=True
@@ -312,7 +312,7 @@ class Fp8ChannelTritonExperts(HopperExperts):
     sums. Rows have one scale each, found here, and may have travelled so."""
 
     name = "fp8_channel_triton"
-    run_on = "1 H200"
+    tested_machines = "1 H200"
     scaling = "channel"
     capabilities = dataclasses.replace(
         _HOPPER,
@@ -327,7 +327,7 @@ class W4A16TritonExperts(HopperExperts):
     """Experts with weights of 4 bits and rows in bf16: each scheme is a scaling of its own."""
 
     name = "w4a16_triton"
-    run_on = "1 H100, 1 H200"
+    tested_machines = "1 H100, 1 H200"
     weight_layout = Hopper4Bit
     capabilities = dataclasses.replace(
         _HOPPER,
@@ -346,7 +346,7 @@ class W4A8TritonExperts(W4A16TritonExperts):
     """The same with rows in E4M3, which have one scale each, found here, and may have travelled so."""
 
     name = "w4a8_triton"
-    run_on = "1 H100, 1 H200"
+    tested_machines = "1 H100, 1 H200"
     weight_layout = Hopper4BitFp8
     capabilities = dataclasses.replace(
         W4A16TritonExperts.capabilities,
@@ -360,7 +360,7 @@ class Fp8BlockTritonExperts(HopperExperts):
     sorted nor copied."""
 
     name = "fp8_block_triton"
-    run_on = "1, 2 and 4 H200"
+    tested_machines = "1, 2 and 4 H200"
     needs_nvrtc = False
     scaling = "block"
     capabilities = dataclasses.replace(
@@ -388,7 +388,7 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     """
 
     name = "fp8_dynamic_triton"
-    run_on = "1 and 2 H200"
+    tested_machines = "1 and 2 H200"
     weight_layout = PerBlock
     capabilities = dataclasses.replace(
         Fp8BlockTritonExperts.capabilities,

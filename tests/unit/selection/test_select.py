@@ -426,7 +426,7 @@ def test_capabilities_that_make_no_sense_are_refused(wrong):
         ("cuda_graph", 1),
         ("min_compute_capability", 9),
         ("max_compute_capability", (9,)),
-        ("run_on", frozenset({90})),
+        ("tested_capabilities", frozenset({90})),
     ],
 )
 def test_a_kernels_capabilities_hold_what_their_class_says(plugins, monkeypatch, field, wrong):
