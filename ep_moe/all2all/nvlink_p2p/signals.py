@@ -39,20 +39,20 @@ def grid_barrier(count, programs):
 @triton.jit
 def tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
     """place: bytes, of this rank's flag in each peer's memory"""
-    buffer_slot = tl.arange(0, LANES)
-    theirs = (tl.load(peers + buffer_slot, mask=buffer_slot < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
-    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + number, mask=buffer_slot < RANKS, sem="release", scope="sys")
+    lane = tl.arange(0, LANES)
+    theirs = (tl.load(peers + lane, mask=lane < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + number, mask=lane < RANKS, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
     """For exactly this number: no rank is a call ahead, and a larger one may be as old as the numbers' last round,
     since calls by packets count and do not tell."""
-    buffer_slot = tl.arange(0, LANES)
+    lane = tl.arange(0, LANES)
     missing = 1
     while missing > 0:
-        seen = tl.atomic_add(flags + buffer_slot, 0, mask=buffer_slot < RANKS, sem="acquire", scope="sys")
-        missing = tl.sum(((seen != number) & (buffer_slot < RANKS)).to(tl.int32), axis=0)
+        seen = tl.atomic_add(flags + lane, 0, mask=lane < RANKS, sem="acquire", scope="sys")
+        missing = tl.sum(((seen != number) & (lane < RANKS)).to(tl.int32), axis=0)
 
 
 @triton.jit
