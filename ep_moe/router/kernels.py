@@ -109,9 +109,9 @@ class RouterKernels:
         parts = torch.empty(self.slices, tokens, experts, dtype=torch.float32, device=x.device)
         if tokens:
             changing, blocks = (x, tokens, weight, parts, tokens), cdiv(tokens, _ROWS)
-            form = ("logits", blocks, x.dtype, weight.dtype, x.device)
+            key = ("logits", blocks, x.dtype, weight.dtype, x.device)
             with on_device(x.device):
-                self._launches.launch(form, changing, lambda: self._first_logits(changing, blocks))
+                self._launches.launch(key, changing, lambda: self._logits_spec(changing, blocks))
         return self._chosen(parts, bias, correction, self._logits_dtype(x))
 
     def choose(self, logits: Tensor, correction: Tensor | None) -> Routing:
@@ -134,9 +134,9 @@ class RouterKernels:
         if tokens:
             changing = parts, tokens, routing.ids, routing.weights, bias, correction
             rows = next_power_of_2(tokens)
-            form = (rows, len(parts), parts.dtype, dtype, None if bias is None else bias.dtype, device)
+            key = (rows, len(parts), parts.dtype, dtype, None if bias is None else bias.dtype, device)
             with on_device(device):
-                self._launches.launch(form, changing, lambda: self._first_choice(changing, rows, dtype))
+                self._launches.launch(key, changing, lambda: self._choice_spec(changing, rows, dtype))
         return routing
 
     def _logits_dtype(self, x: Tensor) -> torch.dtype:
@@ -161,12 +161,12 @@ class RouterKernels:
             launch: How kernels are launched.
         """
         room = parts.shape[1]
-        logits = self._first_logits((x, len(x), weight, parts, room), cdiv(room, _ROWS))
+        logits = self._logits_spec((x, len(x), weight, parts, room), cdiv(room, _ROWS))
         given = (parts, room, chosen.ids, chosen.weights, bias, correction)
-        for spec in (logits, self._first_choice(given, room, self._logits_dtype(x))):
+        for spec in (logits, self._choice_spec(given, room, self._logits_dtype(x))):
             launch(spec.kernel, spec.grid, *spec.changing, *spec.fixed, **spec.constants)
 
-    def _first_logits(self, changing: tuple[Any, ...], blocks: int) -> LaunchSpec:
+    def _logits_spec(self, changing: tuple[Any, ...], blocks: int) -> LaunchSpec:
         c = self.config
         constants = {
             "EXPERTS": c.num_experts,
@@ -180,7 +180,7 @@ class RouterKernels:
         grid = (blocks, cdiv(c.num_experts, _EXPERTS), self.slices)
         return LaunchSpec(_partial_logits, grid, changing, (), constants)
 
-    def _first_choice(self, changing: tuple[Any, ...], rows: int, dtype: torch.dtype) -> LaunchSpec:
+    def _choice_spec(self, changing: tuple[Any, ...], rows: int, dtype: torch.dtype) -> LaunchSpec:
         c, r = self.config, self.config.routing
         constants = {
             "SLICES": len(changing[0]),

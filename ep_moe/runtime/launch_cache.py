@@ -36,7 +36,7 @@ _log = logging.getLogger("ep_moe.runtime")
 Grid = tuple[int, ...]
 Launch = Callable[..., None]  # kernel, grid, arguments, and by name constants and options
 
-_FORMS = 64  # that are kept at once
+_MAX_CACHED = 64  # launches that a cache keeps at once
 
 
 def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
@@ -70,15 +70,15 @@ class LaunchSpec(NamedTuple):
 
 
 class LaunchCache:
-    """Launches whose first arguments change from call to call, while the others depend on their form alone."""
+    """Launches whose first arguments change from call to call, while the others depend on a key alone."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Callable[..., None]] = {}
 
-    def launch(self, form: Any, changing: tuple[Any, ...], first: Callable[[], LaunchSpec]) -> None:
-        """form: all that the rest depends on, and of `changing` dtypes and where there is None
+    def launch(self, key: Any, changing: tuple[Any, ...], make_spec: Callable[[], LaunchSpec]) -> None:
+        """key: all that the rest depends on, and of `changing` dtypes and where there is None
         changing: contiguous tensors, None, and numbers that the kernel does not specialise on
-        first: says all when a form comes first, where tensors may be views of other dtypes
+        make_spec: gives the whole launch when a key is new, where tensors may be views of other dtypes
         """
         bits, given = 0, []
         for argument in changing:
@@ -86,25 +86,25 @@ class LaunchCache:
                 argument = argument.data_ptr()
                 bits |= argument
             given.append(argument)
-        made = self._made.get(form)
+        made = self._made.get(key)
         if made is not None and bits % ALIGNED == 0:
             made(*given)
             return
         with unseen_by_modes():
-            launch = first()
+            spec = make_spec()
         if bits % ALIGNED:
-            at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+            at_once(spec.kernel, spec.grid, *spec.changing, *spec.fixed, **spec.constants)
             return
-        if len(self._made) == _FORMS:
+        if len(self._made) == _MAX_CACHED:
             self._made.clear()
-        made = _launched(launch)
+        made = _launched(spec)
         if isinstance(made, _Binary):
-            self._made[form] = made
+            self._made[key] = made
 
 
-def _launched(first: LaunchSpec) -> Callable[..., None]:
+def _launched(spec: LaunchSpec) -> Callable[..., None]:
     """Launch it; what launches it again, with other `changing`."""
-    kernel, grid, changing, fixed, constants = first
+    kernel, grid, changing, fixed, constants = spec
     made = kernel[grid](*changing, *fixed, **constants)
     if made is not None:
         rest = _constants(kernel, len(changing) + len(fixed), constants)
@@ -127,18 +127,18 @@ class KeptLaunches:
         self._made: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-        form: list[Any] = [id(kernel), *constants.items()]  # a kernel's hash is of its source, and slow
+        parts: list[Any] = [id(kernel), *constants.items()]  # a kernel's hash is of its source, and slow
         given = []
         for argument in args:
             if isinstance(argument, Tensor):
                 kind, argument = argument.dtype, argument.data_ptr()
-                form.append((kind, argument % ALIGNED == 0))
+                parts.append((kind, argument % ALIGNED == 0))
             elif type(argument) is int:
-                form.append((argument == 1, argument % ALIGNED == 0, -1 << 31 <= argument < 1 << 31))
+                parts.append((argument == 1, argument % ALIGNED == 0, -1 << 31 <= argument < 1 << 31))
             else:
-                form.append(float if type(argument) is float else argument)
+                parts.append(float if type(argument) is float else argument)
             given.append(argument)
-        key = tuple(form)
+        key = tuple(parts)
         kept = self._made.get(key)
         if kept is not None:
             run, rest = kept
@@ -147,7 +147,7 @@ class KeptLaunches:
         made = kernel[grid](*args, **constants)
         if made is None or not hasattr(made, "packed_metadata"):  # of the interpreter, or of NVRTC
             return
-        if len(self._made) == _FORMS:
+        if len(self._made) == _MAX_CACHED:
             self._made.clear()
         run = _short(made) or (lambda grid, *given: made[grid](*given))
         self._made[key] = run, tuple(map(_kept, _constants(kernel, len(args), constants)))

@@ -109,11 +109,11 @@ class Workspace:
     sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
         which peers lay out by another bound
     sent_weights: float32 [max_tokens, K], 0 where `sent` is below 0; None unless this rank multiplies by them
-    forms: of this memory's launches
-    calls: int32 [5], the number of the call under way; blocks of its dispatch that have written; the number of the last
-        call, and what `WireIds.sequence` has behind it; blocks that have written ids. Dispatch makes the first out of
-        the third, and combine the third out of the first, so that no kernel changes what its later blocks have yet to
-        read"""
+    launch_cache: the launches over this memory
+    sequence: int32 [5], the number of the call under way; blocks of its dispatch that have written; the number of the
+        last call, and what `WireIds.sequence` has behind it; blocks that have written ids. Dispatch makes the first out
+        of the third, and combine the third out of the first, so that no kernel changes what its later blocks have yet
+        to read"""
 
     def __init__(self, dispatch_shape: DispatchShape, rank: int, shapes: Shapes, memory: Any) -> None:
         assert dispatch_shape.max_tokens is not None
@@ -128,7 +128,7 @@ class Workspace:
         self.sequence = torch.zeros(5, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
         self._received: dict[tuple[int, bool, bool], dict[str, Any]] = {}
-        self.forms = LaunchCache()
+        self.launch_cache = LaunchCache()
 
     def peer_out(self, bound: int, *, packets: bool = False) -> PeerRows:
         """Where the peers await this rank's answers. packets: by which they go on GPUs"""

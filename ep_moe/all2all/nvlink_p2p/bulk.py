@@ -30,11 +30,13 @@ def send(
     ids, tables, placing = to_place(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
-    form = ("send", bound, blocks, x.dtype, ids.dtype, x_scale is not None, placing, alone)
-    workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, blocks, changing, placing, alone))
+    key = ("send", bound, blocks, x.dtype, ids.dtype, x_scale is not None, placing, alone)
+    workspace.launch_cache.launch(
+        key, changing, partial(_send_spec, workspace, bound, blocks, changing, placing, alone)
+    )
 
 
-def _first_send(
+def _send_spec(
     workspace: Workspace, bound: int, blocks: int, given: tuple[Any, ...], placing: Placing, alone: bool
 ) -> LaunchSpec:
     g, at = workspace.dispatch_shape, workspace.offsets
@@ -194,11 +196,11 @@ def announce(workspace: Workspace, x_scale: Tensor | None, routing: PhysicalRout
     routing = routing.materialize()
     ids, weights = routing.ids.contiguous(), routing.weights.contiguous()
     changing = (None if x_scale is None else x_scale.contiguous(), ids, weights, len(ids))
-    form = ("announce", bound, ids.dtype, x_scale is None)
-    workspace.forms.launch(form, changing, partial(_first_announce, workspace, bound, changing))
+    key = ("announce", bound, ids.dtype, x_scale is None)
+    workspace.launch_cache.launch(key, changing, partial(_announce_spec, workspace, bound, changing))
 
 
-def _first_announce(workspace: Workspace, bound: int, given: tuple[Any, ...]) -> LaunchSpec:
+def _announce_spec(workspace: Workspace, bound: int, given: tuple[Any, ...]) -> LaunchSpec:
     g, at = workspace.dispatch_shape, workspace.offsets
     x_scale, *rest = given
     changing = (None if x_scale is None else x_scale.view(torch.int32), *rest)
@@ -266,13 +268,13 @@ def _meet(peers, flags, sequence, place, blocks, RANKS: tl.constexpr, LANES: tl.
 
 
 def tell_given(workspace: Workspace) -> None:
-    def first() -> LaunchSpec:
+    def make_spec() -> LaunchSpec:
         ranks = workspace.dispatch_shape.num_ranks
         place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
         constants = {"RANKS": ranks, "LANES": next_power_of_2(ranks), "num_warps": 1}
         return LaunchSpec(_tell_given, (1,), (), (workspace.memory.addresses, workspace.sequence, place), constants)
 
-    workspace.forms.launch("tell given", (), first)
+    workspace.launch_cache.launch("tell given", (), make_spec)
 
 
 @triton.jit
@@ -281,10 +283,10 @@ def _tell_given(peers, sequence, place, RANKS: tl.constexpr, LANES: tl.constexpr
 
 
 def give(workspace: Workspace, bound: int) -> None:
-    workspace.forms.launch(("give", bound), (), partial(_first_give, workspace, bound))
+    workspace.launch_cache.launch(("give", bound), (), partial(_give_spec, workspace, bound))
 
 
-def _first_give(workspace: Workspace, bound: int) -> LaunchSpec:
+def _give_spec(workspace: Workspace, bound: int) -> LaunchSpec:
     g, places = workspace.dispatch_shape, workspace.places
     rounds = answer_dtype(g) != g.dtype
     numbers = g.hidden_size if rounds else answer_bytes(g) // 4
@@ -331,11 +333,11 @@ def _give(
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> None:
-    launch = partial(_first_receive, workspace, out, bound, tell)
-    workspace.forms.launch(("receive", bound, tell), (out, len(out)), launch)
+    make_spec = partial(_receive_spec, workspace, out, bound, tell)
+    workspace.launch_cache.launch(("receive", bound, tell), (out, len(out)), make_spec)
 
 
-def _first_receive(workspace: Workspace, out: Tensor, bound: int, tell: bool) -> LaunchSpec:
+def _receive_spec(workspace: Workspace, out: Tensor, bound: int, tell: bool) -> LaunchSpec:
     g, arrived = workspace.dispatch_shape, workspace.places["arrived"]
     fixed = (
         arrived if answer_dtype(g) == g.dtype else arrived.view(torch.uint8),

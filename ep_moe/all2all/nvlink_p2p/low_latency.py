@@ -42,11 +42,13 @@ def send(
     ids, tables, placing = to_place(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
-    form = ("send by packets", bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
-    workspace.forms.launch(form, changing, partial(_first_send, workspace, bound, changing, placing, alone, put, take))
+    key = ("send by packets", bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
+    workspace.launch_cache.launch(
+        key, changing, partial(_send_spec, workspace, bound, changing, placing, alone, put, take)
+    )
 
 
-def _first_send(
+def _send_spec(
     workspace: Workspace, bound: int, given: tuple[Any, ...], placing: Placing, alone: bool, put: bool, take: bool
 ) -> LaunchSpec:
     g, places = workspace.dispatch_shape, workspace.places

@@ -21,11 +21,11 @@ from ep_moe.runtime.waiting import Waiting
 
 
 def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, take: bool = True) -> None:
-    form = ("receive by packets", bound, put, take)
-    workspace.forms.launch(form, (out, len(out)), partial(_first_receive, workspace, out, bound, put, take))
+    key = ("receive by packets", bound, put, take)
+    workspace.launch_cache.launch(key, (out, len(out)), partial(_receive_spec, workspace, out, bound, put, take))
 
 
-def _first_receive(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> LaunchSpec:
+def _receive_spec(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> LaunchSpec:
     g, places = workspace.dispatch_shape, workspace.places
     words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
     block, rows, top_k = piece_of(words), bound * g.returned, g.top_k // g.returned

@@ -42,7 +42,7 @@ def test_a_launch_of_a_new_form():
 
     x = torch.zeros(8)
     with Seen() as seen:
-        LaunchCache().launch("form", (x,), lambda: LaunchSpec(Kernel(), (1,), (x.view(torch.int32),), (x[:4],), {}))
+        LaunchCache().launch("key", (x,), lambda: LaunchSpec(Kernel(), (1,), (x.view(torch.int32),), (x[:4],), {}))
     assert launched == [2]
     assert seen.names == []
 

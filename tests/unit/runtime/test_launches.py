@@ -33,15 +33,15 @@ def _add(x, y, tokens, out, size, by, SIZE: tl.constexpr, TWICE: tl.constexpr): 
     tl.store(out + at, total, mask=at < size)
 
 
-def first(x, y, tokens, out, *, twice=True, warps=1):
+def spec(x, y, tokens, out, *, twice=True, warps=1):
     return LaunchSpec(_add, (1,), (x, y, tokens), (out, len(out), 3), {"SIZE": 8, "TWICE": twice, "num_warps": warps})
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-def test_again_is_the_same_on_what_lies_there_now():
+def test_a_replay_reads_what_lies_there_now():
     x, y, out = torch.arange(8), torch.arange(8), torch.zeros(8, dtype=torch.int64)
     recorded = RecordedLaunches()
-    launch = first(x, y, 8, out)
+    launch = spec(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert out.tolist() == [2 * (2 * n + 3) for n in range(8)]
     x.fill_(1)
@@ -50,10 +50,10 @@ def test_again_is_the_same_on_what_lies_there_now():
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
-def test_forms_take_what_changes():
-    forms, out = LaunchCache(), torch.zeros(8, dtype=torch.int64)
+def test_a_cached_launch_takes_what_changes():
+    cache, out = LaunchCache(), torch.zeros(8, dtype=torch.int64)
     for tokens, x in ((8, torch.arange(8)), (2, torch.ones(8, dtype=torch.int64))):
-        forms.launch("form", (x, None, tokens), lambda x=x, tokens=tokens: first(x, None, tokens, out, twice=False))
+        cache.launch("key", (x, None, tokens), lambda x=x, tokens=tokens: spec(x, None, tokens, out, twice=False))
         assert out.tolist() == [int(x[n]) * (n < tokens) + 3 for n in range(8)]
 
 
@@ -95,7 +95,7 @@ def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
     x, y, out = tensors()
     recorded = RecordedLaunches()
     for twice in (False, True):
-        launch = first(x, y, 8, out, twice=twice)
+        launch = spec(x, y, 8, out, twice=twice)
         recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert len(driver.found) == len(looked) == 2
     recorded.again()
@@ -108,7 +108,7 @@ def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
 def test_a_profiler_hears_of_every_launch(driver):
     x, y, out = tensors()
     recorded, heard = RecordedLaunches(), []
-    launch = first(x, y, 8, out)
+    launch = spec(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     hooks = triton.knobs.runtime.launch_enter_hook
     with mock.patch.object(hooks, "calls", [lambda metadata: heard.append(metadata.get()["name"])]):
@@ -126,7 +126,7 @@ def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     x, y, out = tensors()
     recorded = RecordedLaunches()
-    launch = first(x, y, 8, out)
+    launch = spec(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     driver.enter = []
     recorded.again()
@@ -143,7 +143,7 @@ def test_this_triton_is_launched_the_short_way(driver, caplog):
     """The installed one, which CI has pinned, and the newest."""
     x, y, out = tensors()
     recorded = RecordedLaunches()
-    launch = first(x, y, 8, out)
+    launch = spec(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     driver.enter = []
     recorded.again()
@@ -157,12 +157,12 @@ def test_this_triton_is_launched_the_short_way(driver, caplog):
 @compiled
 def test_what_changes_is_given_anew(driver, looked):
     x, y, out = tensors()
-    forms = LaunchCache()
+    cache = LaunchCache()
     for given, tokens in ((x, 8), (y, 1), (x, 5)):
-        forms.launch("form", (given, None, tokens), lambda given=given, tokens=tokens: first(given, None, tokens, out))
+        cache.launch("key", (given, None, tokens), lambda given=given, tokens=tokens: spec(given, None, tokens, out))
         assert driver.found[-1][2:] == (given.data_ptr(), None, tokens, out.data_ptr(), 8, 3, 8, True)
     assert len(looked) == 1
-    forms.launch("other", (x, y, 8), lambda: first(x, y, 8, out))
+    cache.launch("other", (x, y, 8), lambda: spec(x, y, 8, out))
     assert driver.found[-1][2:4] == (x.data_ptr(), y.data_ptr())
     assert len(looked) == 2
 
@@ -171,14 +171,14 @@ def test_what_changes_is_given_anew(driver, looked):
 def test_what_begins_elsewhere_is_looked_at_each_time(driver, looked):
     """A binary for pointers at multiples of 16 bytes reads 16 at once."""
     x, _, out = tensors()
-    forms = LaunchCache()
-    forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
+    cache = LaunchCache()
+    cache.launch("key", (x, None, 8), lambda: spec(x, None, 8, out))
     odd = x[1:]
     for _ in range(2):
-        forms.launch("form", (odd, None, 7), lambda: first(odd, None, 7, out))
+        cache.launch("key", (odd, None, 7), lambda: spec(odd, None, 7, out))
         assert driver.found[-1][2] == odd.data_ptr()
     assert len(looked) == 3
-    forms.launch("form", (x, None, 8), lambda: first(x, None, 8, out))
+    cache.launch("key", (x, None, 8), lambda: spec(x, None, 8, out))
     assert len(looked) == 3
 
 
@@ -221,10 +221,10 @@ def test_nothing_is_held_but_addresses(driver):
     import weakref
 
     x, y, out = (torch.zeros(8, dtype=torch.int64) for _ in range(3))
-    recorded, forms = RecordedLaunches(), LaunchCache()
-    launch = first(x, y, 8, out)
+    recorded, cache = RecordedLaunches(), LaunchCache()
+    launch = spec(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
-    forms.launch("form", (x, y, 8), lambda launch=launch: launch)
+    cache.launch("key", (x, y, 8), lambda launch=launch: launch)
     held = [weakref.ref(tensor) for tensor in (x, y, out)]
     del x, y, out, launch
     driver.found.clear()
@@ -236,7 +236,7 @@ def test_nothing_is_held_but_addresses(driver):
 @compiled
 def test_a_launch_at_once(driver):
     x, y, out = tensors()
-    launch = first(x, y, 8, out)
+    launch = spec(x, y, 8, out)
     at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert driver.found[0][:2] == ((1, 1, 1), 7)
 
@@ -279,20 +279,20 @@ def transport_calls(workspace):
 
 @compiled
 @pytest.mark.parametrize("wire", ["plain", "fp8_block"])
-def test_a_form_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypatch):
-    """A transport's launches by their forms, after all the others, and as if each came first."""
+def test_a_key_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypatch):
+    """A transport's launches by their keys, after all the others, and as if each came first."""
     from ep_moe.config import Wire
     from tests.fixtures.waiting_loops import workspace
 
     monkeypatch.setattr(devices, "starts_early", lambda device: True)
-    monkeypatch.setattr("ep_moe.runtime.launch_cache._FORMS", 1000)
+    monkeypatch.setattr("ep_moe.runtime.launch_cache._MAX_CACHED", 1000)
     made = workspace(256, 2, Wire(dispatch=wire))
-    calls, shared, first = transport_calls(made), made.forms, []
+    calls, shared, first = transport_calls(made), made.launch_cache, []
     for call in calls:
-        made.forms = LaunchCache()
+        made.launch_cache = LaunchCache()
         call()
         first.append((driver.functions[-1], driver.found[-1]))
-    made.forms = shared
+    made.launch_cache = shared
     for call in calls:
         call()
     seen = len(looked)
