@@ -53,34 +53,34 @@ class BufferSlot:
 
 @dataclass(frozen=True, eq=False)
 class RecordableCall:
-    """What a transport launches for a call in a lane, whatever the call brings: to be recorded.
+    """What a transport launches for any call in a buffer slot, to be recorded.
 
     received: what arrives, always there
     send: of x [T, H] and its routing. What is launched first begins with the addresses of x, ids, weights and of
         what `to_place` gives, multiples of 16, and T; nothing else depends on them
     receive: of what experts return, in `received.out` or `received.peer_out`, and the sum [T, H]. What is launched last
         begins with the sum's address and T
-    few: rows travel so shortly that nothing is gained by what runs beside them
+    latency_bound: the transfer is too short to overlap with the shared experts
     """
 
     buffer_slot: BufferSlot
     received: Received
     send: Callable[[Tensor, PhysicalRouting], None]
     receive: Callable[[Tensor | PeerRows, Tensor], None]
-    few: bool
+    latency_bound: bool
 
 
 class BufferPool:
     """As many workspaces as calls were ever in flight at once, made when they are needed. All ranks make the same
-    calls, and so they run out of lanes together and make another together."""
+    calls. All of them run out of buffer slots in the same call, and make another together."""
 
     def __init__(self, name: str, make: Callable[[torch.device], Any]) -> None:
         self._name, self._make = name, make
         self.made: list[BufferSlot] = []
 
     def take(self, device: torch.device, fits: Callable[[Any], bool] = lambda library: True) -> BufferSlot:
-        """A lane for one call, from dispatch to combine. Collective where one is made: `fits` says alike on all ranks
-        whether a free one serves the call, or a new one takes its place."""
+        """A buffer slot for one call, from dispatch to combine. Collective where one is made: `fits` says alike on all
+        ranks whether a free one serves the call, or a new one takes its place."""
         place = next((at for at, buffer_slot in enumerate(self.made) if not buffer_slot.busy), len(self.made))
         before = self.made[place] if place < len(self.made) else None
         if before is not None and fits(before.library):

@@ -277,7 +277,7 @@ class CallGraphs:
 
     def _recorded(self, layer: Layer, ids: torch.dtype | None, bound: int, placing: Placing) -> CallerInputs | None:
         again, shared = layer._dispatcher().again(bound), layer.shared_experts
-        if again is None or not (shared is None or runs_behind(shared, again.few)):
+        if again is None or not (shared is None or runs_behind(shared, again.latency_bound)):
             return None
         recorder = Recorder.among(self._context._recorders, layer.device, self._context._workspaces)
         try:

@@ -293,13 +293,13 @@ class OwnRouter:
 class CallerInputs(RecordedCall):
     """The launches of a transport (`Dispatcher.again`) and of experts: rows in one part over fixed buffers.
 
-    few: as `RecordableCall` has it; placing: what `to_place` says of the ids; own: where the graph begins with the
-    layer's own router
+    latency_bound: as `RecordableCall` has it; placing: what `to_place` says of the ids; own: where the graph begins
+    with the layer's own router
     """
 
     graph: CallGraph
     own: OwnRouter | None
-    few: bool
+    latency_bound: bool
     placing: Placing
 
     def launch(
@@ -309,7 +309,7 @@ class CallerInputs(RecordedCall):
         if (
             not x.is_contiguous()
             or not self.buffer_slots[0].on(self.stream)
-            or not (shared is None or runs_behind(shared, self.few))
+            or not (shared is None or runs_behind(shared, self.latency_bound))
             or torch.autograd._profiler_enabled()
         ):
             return None
@@ -332,9 +332,9 @@ class CallerInputs(RecordedCall):
         return out if shared is None else out + shared(x.view(tokens, self.form.hidden)).view(x.shape)
 
 
-def runs_behind(shared: Any, few: bool) -> bool:
+def runs_behind(shared: Any, latency_bound: bool) -> bool:
     """Whether shared experts may run behind a graph. Others than ours may talk to other ranks, in their order."""
-    return few and type(shared) is SharedExperts
+    return latency_bound and type(shared) is SharedExperts
 
 
 def record_caller(
@@ -374,7 +374,7 @@ def record_caller(
         form=form, least=0, most=bound, stream=recorder.handle, buffer_slots=(again.buffer_slot,),
         steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
         graph=recorder.graph_of(launch, arguments),
-        few=again.few, placing=placing, places=WeightPlaces(layer, own is not None), own=own,
+        latency_bound=again.latency_bound, placing=placing, places=WeightPlaces(layer, own is not None), own=own,
     )  # fmt: skip
 
 

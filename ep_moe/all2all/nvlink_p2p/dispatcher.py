@@ -203,7 +203,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             receive(workspace, len(out), bound, tell=True, giving=giving, packets=packets, out=out)
 
         received = Received(handle=None, **workspace.received(bound, packets=packets, alone=True))
-        return RecordableCall(buffer_pool[0], received, there, back, few=packets)
+        return RecordableCall(buffer_pool[0], received, there, back, latency_bound=packets)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
         buffer_slot, bound = handle.buffer_slot, handle.bound
