@@ -102,4 +102,5 @@ PLUGIN_HOOKS = {
     "platform_problem": "unsupported_platform",
     "preparation": "weight_layout",
     "run_on": "tested_machines",
+    "again": "recordable_call",
 }

@@ -51,6 +51,7 @@ class Dispatcher(DeclaredTransport, ABC):
 
     geometry = renamed("geometry", "dispatch_shape")
     link = renamed("link", "rank_group")
+    again = renamed("again", "recordable_call")
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         self.dispatch_shape = dispatch_shape
@@ -129,7 +130,7 @@ class Dispatcher(DeclaredTransport, ABC):
         """
         return self._begin_combine(y, handle, out).wait()
 
-    def again(self, bound: int) -> RecordableCall | None:
+    def recordable_call(self, bound: int) -> RecordableCall | None:
         """Give what a call launches, for automatic CUDA graphs.
 
         Args:

@@ -276,13 +276,13 @@ class CallGraphs:
                 del self._calls[key]
 
     def _recorded(self, layer: Layer, ids: torch.dtype | None, bound: int, placing: Placing) -> CallerInputs | None:
-        again, shared = layer._dispatcher().again(bound), layer.shared_experts
-        if again is None or not (shared is None or runs_behind(shared, again.latency_bound)):
+        call, shared = layer._dispatcher().recordable_call(bound), layer.shared_experts
+        if call is None or not (shared is None or runs_behind(shared, call.latency_bound)):
             return None
         recorder = Recorder.among(self._context._recorders, layer.device, self._context._workspaces)
         try:
             with torch.inference_mode(False), torch.no_grad():
-                return record_caller(layer, again, bound, ids, placing, recorder)
+                return record_caller(layer, call, bound, ids, placing, recorder)
         except (BackendUnavailable, RuntimeError, ImportError) as error:
             self._tries -= 1
             if self._tries == 0:

@@ -291,7 +291,7 @@ class OwnRouter:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallerInputs(RecordedCall):
-    """The launches of a transport (`Dispatcher.again`) and of experts: rows in one part over fixed buffers.
+    """The launches of a transport (`Dispatcher.recordable_call`) and of experts: rows in one part over fixed buffers.
 
     latency_bound: as `RecordableCall` has it; placing: what `to_place` says of the ids; own: where the graph begins
     with the layer's own router
@@ -338,7 +338,7 @@ def runs_behind(shared: Any, latency_bound: bool) -> bool:
 
 
 def record_caller(
-    layer: Layer, again: RecordableCall, bound: int, ids: torch.dtype | None, placing: Placing, recorder: Recorder,
+    layer: Layer, call: RecordableCall, bound: int, ids: torch.dtype | None, placing: Placing, recorder: Recorder,
 ) -> CallerInputs:  # fmt: skip
     """Record the launches of a call. Nothing is computed. ids: the dtype of those that calls bring; None for calls that
     the layer's own router serves"""
@@ -356,25 +356,25 @@ def record_caller(
     else:
         chosen = own.chosen
     routing = DeferredRouting(chosen.ids, chosen.weights, layer.placement.tables)
-    out, received = torch.empty_like(x), again.received
+    out, received = torch.empty_like(x), call.received
     kernel: Any = layer._kernel
     to_peers = kernel.capabilities.peer_out and received.peer_out is not None
 
     def launch() -> None:
         if own is not None:
             own.launch(layer.router, x)
-        again.send(x, routing)
-        again.receive(kernel(received, received.peer_out if to_peers else received.out), out)
+        call.send(x, routing)
+        call.receive(kernel(received, received.peer_out if to_peers else received.out), out)
 
     first = _first(x, routing, 1, routing.tables.placing)
     assert first is not None, "a new tensor begins at a multiple of 16 bytes"
     arguments: dict[int, Given] = {-1: (out.data_ptr(), 1)}
     arguments = {0: first} | arguments if own is None else {0: (x.data_ptr(), 1), 2: first} | arguments
     return CallerInputs(
-        form=form, least=0, most=bound, stream=recorder.handle, buffer_slots=(again.buffer_slot,),
+        form=form, least=0, most=bound, stream=recorder.handle, buffer_slots=(call.buffer_slot,),
         steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
         graph=recorder.graph_of(launch, arguments),
-        latency_bound=again.latency_bound, placing=placing, places=WeightPlaces(layer, own is not None), own=own,
+        latency_bound=call.latency_bound, placing=placing, places=WeightPlaces(layer, own is not None), own=own,
     )  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
 
 
 class RecordedLaunches:
-    """A `Launch` that can do all again: in the same order, with the same arguments, on the same memory, of
+    """A `Launch` that can repeat all launches: in the same order, with the same arguments, on the same memory, of
     which it holds nothing but addresses."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class RecordedLaunches:
     def __call__(self, kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
         self._made.append(_launched(LaunchSpec(kernel, grid, (), args, constants)))
 
-    def again(self) -> None:
+    def replay(self) -> None:
         for launch in self._made:
             launch()
 

@@ -85,6 +85,16 @@ def test_tested_capabilities_under_their_old_name(kind):
         assert dataclasses.replace(made, run_on=None).tested_capabilities is None
 
 
+def test_recordable_calls_under_their_old_name():
+    with pytest.warns(DeprecationWarning, match="again is recordable_call"):
+
+        class Own(Dispatcher):
+            def again(self, bound):
+                return bound
+
+    assert Own.recordable_call(None, 4) == 4
+
+
 @pytest.mark.parametrize("base", [Dispatcher, FusedExperts])
 def test_what_instances_hold(base):
     kind = type("Own", (base,), {})

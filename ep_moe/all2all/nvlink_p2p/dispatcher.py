@@ -188,12 +188,12 @@ class NVLinkP2PDispatcher(Dispatcher):
         tell_given(handle.buffer_slot.library)
         return Pending(partial(self._receive, handle, out, tell=False))
 
-    def again(self, bound: int) -> RecordableCall | None:
-        g, buffer_pool = self.dispatch_shape, self.buffer_pool.made
+    def recordable_call(self, bound: int) -> RecordableCall | None:
+        g, slots = self.dispatch_shape, self.buffer_pool.made
         rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
-        if not buffer_pool or not rounded_here or bound > buffer_pool[0].library.room:
+        if not slots or not rounded_here or bound > slots[0].library.room:
             return None
-        workspace, packets = buffer_pool[0].library, self._by_packets(bound)
+        workspace, packets = slots[0].library, self._by_packets(bound)
 
         def there(x: Tensor, routing: PhysicalRouting) -> None:
             send(workspace, x, None, routing, bound, BLOCKS, packets=packets, alone=True)
@@ -203,7 +203,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             receive(workspace, len(out), bound, tell=True, giving=giving, packets=packets, out=out)
 
         received = Received(handle=None, **workspace.received(bound, packets=packets, alone=True))
-        return RecordableCall(buffer_pool[0], received, there, back, latency_bound=packets)
+        return RecordableCall(slots[0], received, there, back, latency_bound=packets)
 
     def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
         buffer_slot, bound = handle.buffer_slot, handle.bound

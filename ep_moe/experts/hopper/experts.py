@@ -106,7 +106,7 @@ class HopperExperts(Experts):
         place = self._place(received, out, peers)
         recorded = self._recorded.get(place)
         if recorded is not None:
-            recorded.again()
+            recorded.replay()
         elif place in self._recorded:
             recorded = RecordedLaunches()
             self._launch(received, out, peers, recorded)

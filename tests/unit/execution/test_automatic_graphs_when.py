@@ -51,7 +51,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason
 
 def test_from_the_third_on(driver, context):
     layer = built(context)
-    assert layer._dispatcher().again(MOST) is None
+    assert layer._dispatcher().recordable_call(MOST) is None
     assert [repeats(layer, *given(1, seed)) for seed in range(4)] == [False, False, True, True]
     assert [repeats(layer, *given(1, seed, torch.int32)) for seed in range(3)] == [False, False, True]
     with context.token_limit(2):

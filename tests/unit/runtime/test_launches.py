@@ -45,7 +45,7 @@ def test_a_replay_reads_what_lies_there_now():
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert out.tolist() == [2 * (2 * n + 3) for n in range(8)]
     x.fill_(1)
-    recorded.again()
+    recorded.replay()
     assert out.tolist() == [2 * (1 + n + 3) for n in range(8)]
 
 
@@ -98,7 +98,7 @@ def test_again_gives_a_binary_what_triton_gave_it(driver, looked):
         launch = spec(x, y, 8, out, twice=twice)
         recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert len(driver.found) == len(looked) == 2
-    recorded.again()
+    recorded.replay()
     assert len(looked) == 2
     assert driver.found[2:] == driver.found[:2]
     assert driver.found[0][2:] == (x.data_ptr(), y.data_ptr(), 8, out.data_ptr(), 8, 3, 8, False)
@@ -112,10 +112,10 @@ def test_a_profiler_hears_of_every_launch(driver):
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     hooks = triton.knobs.runtime.launch_enter_hook
     with mock.patch.object(hooks, "calls", [lambda metadata: heard.append(metadata.get()["name"])]):
-        recorded.again()
+        recorded.replay()
     assert heard == ["_add"]
     assert driver.found[1] == driver.found[0]
-    recorded.again()
+    recorded.replay()
     assert heard == ["_add"]
 
 
@@ -129,7 +129,7 @@ def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
     launch = spec(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     driver.enter = []
-    recorded.again()
+    recorded.replay()
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert driver.enter[0] is triton.knobs.runtime.launch_enter_hook
     assert driver.found[1] == driver.found[0]
@@ -146,7 +146,7 @@ def test_this_triton_is_launched_the_short_way(driver, caplog):
     launch = spec(x, y, 8, out)
     recorded(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     driver.enter = []
-    recorded.again()
+    recorded.replay()
     if launcher_known(triton.__version__):
         assert driver.enter == [None], "no hooks are handed over"
         assert not caplog.records
@@ -230,7 +230,7 @@ def test_nothing_is_held_but_addresses(driver):
     driver.found.clear()
     gc.collect()
     assert [tensor() for tensor in held] == [None] * 3
-    recorded.again()
+    recorded.replay()
 
 
 @compiled
