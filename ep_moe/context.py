@@ -1,4 +1,4 @@
-"""EPContext: what the layers of a model share, and who owns it. No global state means that somebody owns it."""
+"""EPContext: process groups, transports, scratch memory and failure detection that a model's layers share."""
 
 from __future__ import annotations
 
@@ -145,9 +145,8 @@ class EPContext(ConnectedRanks):
     def token_limit(self, max_tokens: int) -> Iterator[None]:
         """Bound the tokens of calls within a block, below the context's `max_tokens`.
 
-        Receivers of transports with fixed buffers then look at fewer empty rows. Put it around a capture, or around
-        many
-        steps: ranks that disagree would write into each other's rows, so that they compare through the store.
+        Receivers of transports with fixed buffers then read fewer empty rows. Wrap a capture or many steps: each entry
+        compares the limit through the store. Ranks with different limits would overwrite each other's rows.
 
         Args:
             max_tokens: The most tokens that any rank passes to a layer within, in [1, `EPContext.max_tokens`].
@@ -265,7 +264,11 @@ class EPContext(ConnectedRanks):
 
         Returns:
             Bytes by the kinds of `MoELayer.plan`. The largest workspace counts once (per stream that layers run on),
-            and a transport's buffers once per dispatch shape (and call in flight), those that grow as they are now."""
+            and a transport's buffers once per dispatch shape (and call in flight), those that grow as they are now.
+
+        Raises:
+            ConfigError: as `MoELayer.plan` raises it.
+        """
         total: dict[str, int] = {}
         for layer in self._layers.values():
             for name, size in layer.plan(train_tokens).items():
@@ -288,6 +291,11 @@ class EPContext(ConnectedRanks):
         Args:
             rows: Numbers of received rows to measure.
             cache: A folder that keeps findings by GPU, versions and shape. Default: nothing is kept.
+
+        Raises:
+            ConfigError: on all ranks, as `MoELayer.tune` raises it.
+            InputError: on all ranks, as `MoELayer.tune` raises it.
+            PeerTimeout: a peer did not get here, or did not answer.
         """
         found: dict[Any, list[int]] = {}
         for _, layer in sorted(self._layers.items()):

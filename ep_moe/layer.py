@@ -116,6 +116,11 @@ class MoELayer(LayerTools):
         Raises:
             InputError: on all ranks, where any of them passes a wrong x or mask.
             CheckpointError: on all ranks, where the layer's weights were loaded in part.
+            PeerTimeout: a peer died, hung or went another way. It names the phase and the ranks.
+            RankFailed: an exception of another kind left a call on a peer. That rank raises the exception itself.
+            OutOfMemory: on all ranks, where one ran out of device memory.
+            ContextClosed: the context was destroyed, or its process groups were.
+            RuntimeError: the context is within another call, such as one of another thread.
         """
         token_mask = None if mask is None else TokenMask(mask, send_masked)
         if torch.compiler.is_compiling():
@@ -139,6 +144,9 @@ class MoELayer(LayerTools):
 
         Raises:
             InputError: on all ranks, where any of them passes a wrong x, routing or mask.
+            CheckpointError: on all ranks, where the layer's weights were loaded in part.
+            EPMoEError: as `forward`, for peers, memory and the context.
+            RuntimeError: as `forward`.
         """
         token_mask = None if mask is None else TokenMask(mask, send_masked)
         routing = NO_ROUTING if routing is None else routing

@@ -208,6 +208,12 @@ class LayerParts(nn.Module):
 
         Returns:
             The number of slots written here.
+
+        Raises:
+            InputError: on this rank, before anything is written. `logical_id` is no expert, or a tensor has a name,
+                shape, dtype or memory layout that the scheme does not take. Or a quantized matrix lacks scales, has
+                scales beside numbers, or holds numbers that the scheme cannot store, such as NaN. Or the layer is on
+                the meta device, or `fully_shard` holds its experts.
         """
         return self.expert_weights.update_expert(logical_id, tensors)
 

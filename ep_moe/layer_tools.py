@@ -51,6 +51,12 @@ class LayerTools(LayerParts):
 
         Returns:
             What was found for `experts`, in the kernel's own terms.
+
+        Raises:
+            ConfigError: on all ranks, where the measuring rank's `rows` holds anything but integers of at least 1, or
+                measuring fails there, such as by a cache folder that cannot be written.
+            InputError: on all ranks, where the measuring rank is within a CUDA graph capture.
+            PeerTimeout: a peer did not get here, or did not answer.
         """
         found = [self._tune_kernel(kernel, rows, cache) for kernel in self._kernels]
         return found[0]
@@ -113,7 +119,12 @@ class LayerTools(LayerParts):
         Returns:
             Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The workspace and
             the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once. With
-            `train_tokens` also "gradients", and "saved": what forward keeps for backward, with a uniform router."""
+            `train_tokens` also "gradients", and "saved": what forward keeps for backward, with a uniform router.
+
+        Raises:
+            ConfigError: `train_tokens` is no integer of at least 1 or exceeds the bound in force. Or the layer's
+                transport and kernel have no backward whose size follows from shapes.
+        """
         return memory_plan.layer_bytes(self, train_tokens)
 
     def _transport_bytes(self, train_tokens: int | None = None) -> memory_plan.Buffers:
@@ -148,6 +159,10 @@ class LayerTools(LayerParts):
 
         Yields:
             The buffer.
+
+        Raises:
+            InputError: by a call in the block, on all ranks. The buffer is no `RoutingBuffer`, has another K or lies on
+                another device, or the layer's experts route inside.
         """
         routes = self._routes = self._routes or RoutingTap()
         before, routes.buffer = routes.buffer, buffer
@@ -161,18 +176,22 @@ class LayerTools(LayerParts):
         """Take the experts of each call in a block from recorded ids, and their weights from the router's live logits.
 
         Weights have gradients as ever. Each call in the block has the ids' number of rows, and takes the same ids: so
-        does a call that activation checkpointing repeats, if backward runs within the block. A wrong argument is an
-        InputError of the first call, on all ranks. Ids are read in each call: within a CUDA graph of the user's, a
-        replay takes what is there then.
+        does a call that activation checkpointing repeats, if backward runs within the block. Ids are read in each call:
+        within a CUDA graph of the user's, a replay takes what is there then.
 
         Args:
-            ids: int16, int32 or int64 [..., K] of T rows, logical ids, -1 for no expert, on the layer's device. With
-                None the first call is refused, on all ranks.
+            ids: int16, int32 or int64 [..., K] of T rows, logical ids, -1 for no expert, on the layer's device.
             mask: bool [...] of T elements, True for rows that take these ids. Other rows are routed, such as those of
                 sequences without a record. Default: all rows take them.
 
         Yields:
             Nothing.
+
+        Raises:
+            InputError: by a call in the block, on all ranks. `ids` is None, or `ids` or `mask` has a wrong dtype, shape
+                or device. Or an id is out of range, or twice in a row. Or the layer routes otherwise: by
+                `forward_routed`, a router of the user's, or experts that route inside. On a GPU the first call checks
+                the ids themselves, and a capture does not.
         """
         routes = self._routes = self._routes or RoutingTap()
         before, routes.replayed = routes.replayed, Replay(ids, mask)
