@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 ON_GPUS: Mapping[str, tuple[str, ...]] = {
     "torch": ("2.11.0",),
     "triton": ("3.6.0",),
+    "transformers": ("5.24.0", "5.17.0"),
     "flashinfer-python": ("0.7.2.post1",),
 }
 ON_CPU: Mapping[str, tuple[str, ...]] = {

@@ -67,5 +67,5 @@ def test_doctor_says_what_was_not_run(monkeypatch):
     text = " ".join(result.output.split())
     assert "torch 9.1.0 not run; run were 2.11.0 on GPUs" in text
     assert re.search(r"triton 4\.0\.0 not run; [^_]*its launcher is not known", text)
-    assert "transformers 5.24.0 on CPU" in text
+    assert "transformers 5.24.0 on GPUs and on CPU" in text
     assert "flashinfer-python not installed run were 0.7.2.post1 on GPUs" in text
