@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
+from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, kind_problem, routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.context import EPContext
@@ -179,9 +180,9 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     wanting = "x" if x.requires_grad else "routing.weights" if getattr(weights, "requires_grad", False) else None
     if wanting and torch.is_grad_enabled() and (stuck := _not_differentiable(layer)):
         return (
-            f"{wanting} requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build the "
-            f"layer with experts='reference' (or 'bf16_triton' on Hopper, in bfloat16) and all2all='allgather', "
-            f"'torch_a2a' or 'nvlink_p2p' to train"
+            f"{wanting} requires a gradient, and {stuck} has no backward; call it under torch.no_grad(), or build a "
+            f"layer that trains: without Wire, experts= one of {_with_backward('experts')}, all2all= one of "
+            f"{_with_backward('dispatchers')}; layer.explain() says which pairs train here"
         )
     inside = f"experts={layer.choice.experts} routes inside"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
@@ -315,6 +316,12 @@ def _not_differentiable(layer: Layer) -> str:
         return f"{layer.wire}"
     can = layer._dispatcher().capabilities
     return "" if can.differentiable or can.adjoint else f"all2all={layer._entry.choice.all2all}"
+
+
+def _with_backward(kind: registry.Kind) -> str:
+    """Names of this package's backends that can be trained."""
+    kinds = {name: registry.load(kind, name).capabilities for name in registry.built_in(kind)}
+    return ", ".join(name for name, can in kinds.items() if can.differentiable or getattr(can, "adjoint", False))
 
 
 def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, home: torch.device) -> str | None:
