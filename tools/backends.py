@@ -19,7 +19,7 @@ WIDEST = 60  # characters of a cell
 SOURCES = (
     "## Where their libraries come from",
     "",
-    "- All `flashinfer_*`: `pip install ep-moe[gpu]`; `flashinfer_cutedsl` also `nvidia-cutlass-dsl`.",
+    '- All `flashinfer_*`: `pip install -e ".[gpu]"`; `flashinfer_cutedsl` also `nvidia-cutlass-dsl`.',
     "- `deepep`, `deepep_static`: [DeepEP](https://github.com/deepseek-ai/DeepEP) with its V1 `Buffer` (1.2.x),",
     "  built by its own setup; on one host it needs no NVSHMEM.",
     "- `pplx`: [pplx-kernels](https://github.com/ppl-ai/pplx-kernels), built by its own setup, which asks for",
@@ -34,7 +34,7 @@ MISSING = (
     "- NCCL-EP (`nccl_ep`): wants NCCL 2.30; the machines of these runs have 2.28.9.",
     "- DeepEP's low-latency and internode kernels (InfiniBand), its 2.x `ElasticBuffer` (NCCL 2.30.4); pplx internode.",
     "",
-    "Not run: more than one node, GPUs other than H200 and H100. What is for Blackwell, and how it was checked: "
+    "Not run: more than one machine, GPUs other than H200 and H100. What is for Blackwell, and how it was checked: "
     "[blackwell.md](blackwell.md).",
 )
 
@@ -125,7 +125,7 @@ def document() -> str:
             "## Transports",
             "",
             table(
-                ["name", "rows", "weights by", "dtypes", "other row formats (`Wire`)", "once per rank",
+                ["name", "rows", "weights by", "dtypes", "other row formats (`Wire`)", "once per rank (`dedup`)",
                  "CUDA graphs", "waits on the host",
                  "deterministic", "exact", "backward", "limits", "run on"],
                 transports,

@@ -51,7 +51,7 @@ class _Handle:
 class HierarchicalDispatcher(Dispatcher):
     name = "hierarchical"
     once_per_node = True
-    tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 2 and 4 H100 as two nodes"
+    tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 2 and 4 H100, 4 H200 as two nodes"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,

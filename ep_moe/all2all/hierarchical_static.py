@@ -55,7 +55,7 @@ class StaticHandle:
 
 class HierarchicalStaticDispatcher(Dispatcher):
     name = "hierarchical_static"
-    tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H100 as two nodes"
+    tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H100, 4 H200 as two nodes"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -198,7 +198,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
     """
 
     name = "hierarchical_nvlink"
-    tested_machines = "CPU, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 GPUs as two nodes: in bench.train alone"
+    tested_machines = "CPU, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H200 as two nodes; 4 H100 in bench.train alone"
     capabilities = dataclasses.replace(
         HierarchicalStaticDispatcher.capabilities,
         alignment_bytes=NVLinkP2PDispatcher.capabilities.alignment_bytes,
@@ -219,7 +219,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
 
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
-        return 47, "max_tokens rows to every node, and there straight into peers' memory; contract not run on GPUs"
+        return 47, "max_tokens rows to every node, and there straight into peers' memory"
 
     @classmethod
     def available(cls) -> str | None:

@@ -80,7 +80,7 @@ class AllGatherDispatcher(Dispatcher):
     """All-gather of rows, ids and weights; reduce-scatter of outputs in the dtype of the rows."""
 
     name = "allgather"
-    tested_machines = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
+    tested_machines = "CPU, gloo, 2 and 4 ranks; 2 and 4 H200, 4 H100, NCCL"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,
@@ -145,7 +145,7 @@ class _Handle:
 
 class TorchAll2AllDispatcher(Dispatcher):
     name = "torch_a2a"
-    tested_machines = "CPU, gloo, 2 and 4 ranks; 4 H200, NCCL"
+    tested_machines = "CPU, gloo, 2 and 4 ranks; 2 and 4 H200, 4 H100, NCCL"
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,
         weighting=Weighting.EXPERTS,

@@ -59,7 +59,7 @@ class _Handle:
 class NVLinkP2PDispatcher(Dispatcher):
     name = "nvlink_p2p"
     tested_machines = (
-        "2 and 4 H200, 2 H100, one host, fp8 back and fp8_row out on 2; on CPU over memory that ranks share"
+        "2 and 4 H200 and H100, one host, fp8 back and fp8_row out on 2; on CPU over memory that ranks share"
     )
     capabilities = DispatcherCapabilities(
         layout=RowLayout.RANK_MAJOR,

@@ -235,7 +235,10 @@ _MAX_INDEX = 2**31 - 1
 
 class FlashInferCutlassExperts(FlashInferExperts):
     name = "flashinfer_cutlass"
-    tested_machines = "1 and 4 H200 in the schemes of 9.0; on CPU over an emulation; on 10.x NOT RUN"
+    tested_machines = (
+        "1, 2 and 4 H200 in the schemes of 9.0, 2 H100 in none, fp8_block and fp8_static; on CPU over an emulation; "
+        "on 10.x NOT RUN"
+    )
     capabilities = ExpertsCapabilities(
         layouts=frozenset({RowLayout.RANK_MAJOR}),
         weightings=frozenset(Weighting),

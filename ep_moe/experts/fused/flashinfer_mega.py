@@ -145,7 +145,7 @@ class FlashInferMegaBf16(FlashInferMega):
     """Products in bf16 with float32 sums. On the way back each rank sends one bf16 row per token, rounded once."""
 
     name = "flashinfer_mega_bf16"
-    tested_machines = "4 H200, one host; on CPU, gloo, over an emulation"
+    tested_machines = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation"
     weight_layout: ClassVar[type[WeightLayout]] = MegaBf16
     capabilities = dataclasses.replace(_COMMON, schemes=frozenset({"none"}), hidden_unit=256)
 
@@ -190,7 +190,7 @@ class FlashInferMegaFp8(FlashInferMega):
     bits of mantissa. A NaN in a row is not kept: FlashInfer's rounding makes -448 of it, times the scale."""
 
     name = "flashinfer_mega_fp8"
-    tested_machines = "4 H200, one host; on CPU, gloo, over an emulation"
+    tested_machines = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation"
     capabilities = dataclasses.replace(_COMMON, schemes=frozenset({"fp8_block"}))
 
     def bundle(self, stored: dict[str, Tensor]) -> Any:

@@ -223,7 +223,7 @@ class Bf16TritonExperts(HopperExperts):
     """Unquantised experts in bf16, which can be trained (`gradients`)."""
 
     name = "bf16_triton"
-    tested_machines = "1, 2 and 4 H200"
+    tested_machines = "1, 2 and 4 H200, 1, 2 and 4 H100"
     own_backward = True
     writes_gradients = True
     capabilities = dataclasses.replace(
@@ -300,7 +300,7 @@ class Fp8TensorTritonExperts(HopperExperts):
     they travelled."""
 
     name = "fp8_tensor_triton"
-    tested_machines = "1, 2 and 4 H200"
+    tested_machines = "1, 2 and 4 H200, 2 H100"
     scaling = "matrix"
     capabilities = dataclasses.replace(
         _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"}), exact=True
@@ -312,7 +312,7 @@ class Fp8ChannelTritonExperts(HopperExperts):
     sums. Rows have one scale each, found here, and may have travelled so."""
 
     name = "fp8_channel_triton"
-    tested_machines = "1 H200"
+    tested_machines = "1 and 2 H200, 2 H100"
     scaling = "channel"
     capabilities = dataclasses.replace(
         _HOPPER,
@@ -360,7 +360,7 @@ class Fp8BlockTritonExperts(HopperExperts):
     sorted nor copied."""
 
     name = "fp8_block_triton"
-    tested_machines = "1, 2 and 4 H200"
+    tested_machines = "1, 2 and 4 H200, 1 and 2 H100"
     needs_nvrtc = False
     scaling = "block"
     capabilities = dataclasses.replace(
@@ -388,7 +388,7 @@ class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     """
 
     name = "fp8_dynamic_triton"
-    tested_machines = "1 and 2 H200"
+    tested_machines = "1 and 2 H200, 2 H100"
     weight_layout = PerBlock
     capabilities = dataclasses.replace(
         Fp8BlockTritonExperts.capabilities,
