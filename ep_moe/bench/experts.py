@@ -1,7 +1,7 @@
 """Local experts alone, one GPU holding one rank's share of four: every kernel and scheme, beside FlashInfer's own call
 and kernels of other libraries where they are installed.
 
-    python -m ep_moe.bench.experts [--models NAME ...] [--schemes NAME ...] [--rows N ...] [--no-peers] [--csv FILE]
+    python -m ep_moe.bench.experts [MODEL ...] [--schemes NAME ...] [--rows N ...] [--no-peers] [--csv FILE]
 
 Medians of CUDA-graph replays in microseconds (of eager calls for torch's `reference`, which cannot be captured), and
 two ratios of one run: to the floor (the larger of weight bytes touched at the measured copy rate and operations at the

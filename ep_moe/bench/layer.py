@@ -1,6 +1,6 @@
 """Whole routed layers, ours and every peer's, on the same rows, routes and weights in one run.
 
-    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.layer [--models NAME ...] [--tokens T ...] [--csv F] ...
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.layer [MODEL ...] [--tokens T ...] [--csv F] ...
 
 Microseconds of one layer call, the slowest rank's median of CUDA-graph replays that take turns; uniform routing, tuned
 experts, no shared experts, a context made for that many tokens. A graph holds several calls, and a replay that is not

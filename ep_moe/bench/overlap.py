@@ -1,6 +1,6 @@
 """What overlap is worth: whole routed layers in one go and in parts, and shared experts in the gap.
 
-    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.overlap [--models NAME ...] [--tokens T ...] [--csv F] ...
+    torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.overlap [MODEL ...] [--tokens T ...] [--csv F] ...
 
 Microseconds of one layer call, the slowest rank's median of CUDA-graph replays that take turns; uniform routing, tuned
 experts.

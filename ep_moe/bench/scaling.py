@@ -1,6 +1,6 @@
 """A model of larger EP groups: bytes on each link, floors of a routed layer, and crossovers, for 1 to 320 ranks.
 
-    python -m ep_moe.bench.scaling [--models NAME ...] [--ranks R ...] [--ep R ...] [--tokens T ...] [--csv F] ...
+    python -m ep_moe.bench.scaling [MODEL ...] [--ranks R ...] [--ep R ...] [--tokens T ...] [--csv F] ...
 
 Nothing is measured here and no device is touched; `--measured` sets files of bench.layer and bench.all2all beside it.
 What the model says and leaves out: docs/explanation/scaling.md.

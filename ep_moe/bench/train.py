@@ -1,6 +1,6 @@
 """Forward and backward of one routed layer, ours and by hand, on the same rows, routes and weights in one run.
 
-    torchrun --standalone --nproc-per-node 2 -m ep_moe.bench.train [--models NAME ...] [--tokens T ...] [--csv F] ...
+    torchrun --standalone --nproc-per-node 2 -m ep_moe.bench.train [MODEL ...] [--tokens T ...] [--csv F] ...
 
 Milliseconds in bf16, the slowest rank's median of eager calls that take turns; uniform routing, no shared experts. A
 step runs forward and backward and drops the gradients. A step that is not timed comes before: the ranks' skew after the
