@@ -128,9 +128,12 @@ def _dispatched(layer: Layer, train_tokens: int) -> int:
 def _saved_bytes(layer: Layer, train_tokens: int) -> int:
     """What a call keeps for its backward, with a uniform router."""
     kernel = layer._kernel
-    kind, shape, bound = _trained(layer, train_tokens)
     if isinstance(kernel, FusedExperts) or not kernel.capabilities.differentiable:
-        raise ConfigError(f"train_tokens={train_tokens} with experts={kernel.name}, which has no backward")
+        raise ConfigError(
+            f"train_tokens={train_tokens}: experts={kernel.name} has no backward; leave train_tokens out, or build the "
+            f"layer with experts='reference' (or 'bf16_triton' on Hopper, in bfloat16)"
+        )
+    kind, shape, bound = _trained(layer, train_tokens)
     adjoint = kind.capabilities.adjoint
     if not (adjoint or kernel.own_backward or kernel.options.recompute):
         raise ConfigError(

@@ -74,6 +74,8 @@ def test_what_has_no_meaning_for_it_is_refused_by_name():
         layer.forward_routed(x, Routing(ids, ids.float()))
     with pytest.raises(ConfigError, match="experts=routes_inside routes inside and counts no load"):
         layer.stats()
+    with pytest.raises(ConfigError, match="train_tokens=4: experts=routes_inside has no backward; leave train_tokens"):
+        layer.plan(train_tokens=4)
     with pytest.raises(ConfigError, match=r"experts=routes_inside routes inside, as .*Router does; .* got function"):
         layer_of(router=lambda x: Routing(ids, ids.float()))
     assert layer_of(router=Router(CONFIG))(x).shape == (3, 16)
