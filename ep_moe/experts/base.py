@@ -26,6 +26,7 @@ from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
+from ep_moe.weights.main_grads import GradientOut
 
 
 class Experts(ABC):
@@ -272,6 +273,7 @@ class Experts(ABC):
         stored: Mapping[str, Tensor],
         grad: Tensor,
         wanted: Mapping[str, bool],
+        into: Mapping[str, GradientOut] | None = None,
     ) -> StepGradients:
         """Compute the backward of `compute_saving`. By default autograd's, of `compute`.
 
@@ -281,12 +283,13 @@ class Experts(ABC):
             stored: The weights' stored tensors at that time, by name.
             grad: [N, H]. Rows without a local expert hold no meaningful number.
             wanted: Of which stored tensors gradients are wanted, by name.
-
-        A kernel with `writes_gradients` may be given `into`, a `GradientOut` by stored name: where it writes these
-        tensors' gradients, for which it returns None.
+            into: Where to write gradients of stored tensors, by name: `out` [L, ...], as the tensor; `accumulate`, add
+                to what `out` holds; `factor`, multiply the gradient by it. Only kernels with `writes_gradients` are
+                given it, and others need not take it.
 
         Returns:
-            Gradients of the rows, of the routing weights and of the stored tensors.
+            Gradients of the rows, of the routing weights and of the stored tensors. None for tensors that are not
+            wanted, and for those of `into`.
         """
         leaves = {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in stored.items()}
         x = received.x.detach().requires_grad_()

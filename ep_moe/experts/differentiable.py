@@ -153,8 +153,7 @@ class Kept:
         into = self._call.into() if experts.writes_gradients else None
         if into is None:
             return experts.gradients(*given, wanted)
-        found: StepGradients = experts.gradients(*given, {name: name in into for name in wanted}, into=into)  # type: ignore[call-arg]
-        return found
+        return experts.gradients(*given, {name: name in into for name in wanted}, into=into)
 
     def of_stored(self, found: StepGradients) -> Iterator[Tensor | None]:
         """The gradients of `stored`, in the order of the node's inputs."""

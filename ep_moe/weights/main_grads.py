@@ -33,9 +33,12 @@ if TYPE_CHECKING:
 
 
 class GradientOut(NamedTuple):
-    """Where the gradient of a stored tensor goes, times factor.
+    """Where a kernel writes the gradient of a stored tensor.
 
-    out: [L, ...]; accumulate: it is added to what is there
+    Args:
+        out: [L, ...], as the tensor.
+        accumulate: Add to what `out` holds. Default: overwrite it.
+        factor: Multiply the gradient by it.
     """
 
     out: Tensor
