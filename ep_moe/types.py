@@ -124,11 +124,11 @@ class WireIds:
     Args:
         ids: int32 [N, K], contiguous.
         base: This rank's first physical id.
-        ids_ready: int32 [R] on the device, where ids and weights come before the rows. They are here once all of it are
-            one more than sequence[0]. A kernel that starts early (`pdl_launch`) may read them then; before it ends it
-            has awaited the kernel ahead of it, for those that read rows.
-        sequence: int32 [2] on the device, beside `ids_ready`. sequence[1] is zero, for the kernel's programs to wait
-            for each other, and is left so.
+        ids_ready: int32 [R] on the device, where ids and weights come before the rows. Rank r's have arrived when
+            `ids_ready[r] == sequence[0] + 1`. A kernel launched with PDL (`pdl_launch`) may read ids and weights then,
+            before the rows arrive. It must call `pdl_wait` before it ends, for the kernels after it that read rows.
+        sequence: int32 [2] on the device, beside `ids_ready`. sequence[0] is the sequence number of the call before
+            this one. The kernel's programs may count in sequence[1] to wait for each other. It is 0 before and after.
     """
 
     ids: PhysicalIds
@@ -180,7 +180,8 @@ class PeerRows:
         addresses: int64 [R] on the device.
         offset: Bytes: block r begins at addresses[r] + offset.
         rank: Whose own block lies here.
-        packets: Rows go there, and not into `blocks`, which then say what they are like; `offset` is of these.
+        packets: If given, rows are written as packets. `blocks` then only gives shape and dtype, and `offset` refers to
+            the packets.
     """
 
     blocks: tuple[Tensor, ...]
@@ -201,7 +202,7 @@ class PeerRows:
 
     @cached_property
     def place(self) -> tuple[int, ...]:
-        """What tells it from others: addresses on this rank, and how far apart rows are."""
+        """A key of this memory: address of `addresses`, offset, bound, rank, and the packets' number and stride."""
         packets = (0, 0) if self.packets is None else (self.packets.number.data_ptr(), self.packets.stride)
         return self.addresses.data_ptr(), self.offset, self.bound, self.rank, *packets
 
@@ -218,7 +219,7 @@ class PeerRows:
             block.copy_(rows)
 
     def write_nothing(self) -> None:
-        """No row is wanted of this rank, and a rank that awaits packets must learn it."""
+        """Signal to ranks that await packets that this rank returns no rows."""
         if self.packets is not None:
             self.packets.write([block[:, :0] for block in self.blocks])
 
@@ -240,8 +241,9 @@ class Received:
         format: How x is written, a name of `row_formats.ROW_FORMATS`.
         x_scale: [..., H / block], where the format has scales; x is [..., H / packed] then.
         input_scale: Of fp8_tensor and nvfp4 rows: `Wire.input_scale`.
-        out: [..., H] as x, where the transport would have the experts' rows, to spare a copy.
-        peer_out: RANK_MAJOR: rather there; then no rank fetches them.
+        out: [..., H] as x, memory of the transport for the experts' rows. Writing them there saves combine a copy.
+        peer_out: RANK_MAJOR: peer memory for the experts' rows. A kernel with the capability `peer_out` writes them
+            there instead of to `out`. Combine then copies nothing.
         per_route: RANK_MAJOR under Weighting.COMBINE: the experts' rows are [N * K, H], one for each id in its order,
             zero where it is no local expert's. `out` and `peer_out` have as many.
     """

@@ -113,6 +113,15 @@ class Dispatcher(DeclaredTransport, ABC):
 
         Returns:
             The received rows, valid until `combine`.
+
+        Raises:
+            InputError: on all ranks, where one passes a wrong argument or an id out of range. Transports that exchange
+                no counts raise it at once on that rank, and on its peers at a later step (`refuse`). They drop an id
+                out of range. Within a CUDA graph capture, also where the transport cannot be captured.
+            BackendUnavailable: by the first call, where the transport cannot make its buffers.
+            PeerTimeout: a peer died, hung or went another way.
+            RankFailed: an exception of another kind left a call on a peer.
+            OutOfMemory: a rank ran out of device memory.
         """
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
@@ -127,6 +136,12 @@ class Dispatcher(DeclaredTransport, ABC):
 
         Returns:
             [T, H], `out` if it was given.
+
+        Raises:
+            InputError: a peer refused this call or an earlier one (`refuse`).
+            PeerTimeout: a peer died, hung or went another way.
+            RankFailed: an exception of another kind left a call on a peer.
+            OutOfMemory: a rank ran out of device memory.
         """
         return self._begin_combine(y, handle, out).wait()
 
@@ -163,6 +178,9 @@ class Dispatcher(DeclaredTransport, ABC):
 
         Returns:
             The received rows, pending.
+
+        Raises:
+            EPMoEError: as `dispatch` raises them, here or in `wait()`. InputError also for a `problem`.
         """
         return self._beside(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
 
@@ -176,6 +194,9 @@ class Dispatcher(DeclaredTransport, ABC):
 
         Returns:
             [T, H], pending.
+
+        Raises:
+            EPMoEError: as `combine` raises them, here or in `wait()`.
         """
         return self._beside(y.device, lambda: self._begin_combine(y, handle, out))
 

@@ -29,8 +29,8 @@ class DispatcherCapabilities:
         cuda_graph: A CUDA graph can hold dispatch and combine.
         host_sync: Dispatch or combine waits for the device.
         deterministic: Equal inputs give equal bits.
-        exact: A row for one rank arrives there with its bits, behind those of ranks before its own and of tokens before
-            it. What that rank computes of it comes back with its bits, but that -0.0 may come as 0.0.
+        exact: Rows that go to one rank arrive bitwise unchanged, ordered by source rank, then by token. Results return
+            bitwise unchanged. Exception: -0.0 may return as 0.0.
         differentiable: Autograd follows dispatch and combine.
         adjoint: Autograd does not follow them. A layer's backward is a dispatch and a combine of its own
             (`execution.exchange`): one call of the transport with the routes of the forward, whose rows arrive in the
