@@ -169,6 +169,10 @@ def test_stage_times_add_up_over_calls_and_layers(context):
     layers[0](torch.ones(3, HIDDEN))
     second = context._stage_times.milliseconds()
     assert all(second[stage] > first[stage] for stage in STAGES)
+    with profile(activities=[ProfilerActivity.CPU]):
+        layers[0](torch.ones(3, HIDDEN))
+    third = context._stage_times.milliseconds()
+    assert all(third[stage] > second[stage] for stage in STAGES), "a profiler takes no times away"
     context._stage_times = None
     layers[0](torch.ones(3, HIDDEN))
 

@@ -45,6 +45,16 @@ def logits(model):
     return model(input_ids=torch.arange(24).reshape(2, 12)).logits
 
 
+def test_a_matrix_that_was_seen_as_one_is_seen_as_two(tmp_path):
+    """Gate and up in one tensor: blocks of factors are counted from the beginning of each."""
+    save_file({"gate_up": torch.ones(8, 4)}, tmp_path / SINGLE)
+    source = CheckpointSource(tmp_path)
+    seen = [
+        source.matrix("gate_up", transposed=turned, stacked=stacked) for stacked in (1, 2) for turned in (False, True)
+    ]
+    assert [(matrix.stacked, matrix.transposed) for matrix in seen] == [(1, False), (1, True), (2, False), (2, True)]
+
+
 # --- tied weights ------------------------------------------------------------------------------------------------
 
 

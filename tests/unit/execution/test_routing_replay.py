@@ -57,7 +57,8 @@ def test_no_expert_has_no_weight_and_spoils_no_gradient(routing):
     logits = torch.randn(3, EXPERTS, requires_grad=True)
     weights = weights_of(logits, torch.tensor([[2, -1], [-1, -1], [0, 5]]), routing)
     assert (weights == 0).tolist() == [[False, True], [True, True], [False, False]]
-    weights.square().sum().backward()
+    with torch.autograd.set_detect_anomaly(True):  # raises for a NaN on the way, too
+        weights.square().sum().backward()
     assert logits.grad.isfinite().all()
     assert not logits.grad[1].any()
 
