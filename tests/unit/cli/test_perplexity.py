@@ -1,0 +1,39 @@
+"""What `ep-moe run --eplb` counts of a rebalance."""
+
+from unittest import mock
+
+import torch
+
+from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Routing
+from ep_moe.cli import perplexity
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.helpers import fill
+
+CONFIG = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2)
+
+
+@distributed(2)
+def test_bytes_between_tp_ranks_are_those_that_both_received(world_size):
+    received = []
+
+    class Counted(perplexity.ExpertBalancer):
+        def stats(self):
+            found = super().stats()
+            received.append(found.received_bytes)
+            return found
+
+    context = EPContext.from_groups(ParallelConfig(tp=2), device=rank_device(), deadline_s=20)
+    with context, mock.patch.object(perplexity, "ExpertBalancer", Counted):
+        layer = fill(MoELayer(CONFIG, context))
+        x, weights = torch.ones(4, 32, device=context.device), torch.ones(4, 2, device=context.device)
+        ids = torch.tensor([[0, 1]] * 4, device=context.device)  # both on rank 0
+
+        def forward(_):
+            layer.forward_routed(x, Routing(ids, weights))
+            return 1.0, 1
+
+        found = perplexity.rebalance([layer], context, forward, 2)
+        on_ranks = everywhere(received[-1])
+    assert min(on_ranks) > 0
+    assert found.sent_bytes == sum(on_ranks)
