@@ -1,11 +1,12 @@
 """What `ep-moe tune` gives its candidates, without measuring any."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import MoEConfig, RankLayout, registry
+from ep_moe import EPContext, MoEConfig, RankLayout, Wire, registry
 from ep_moe.cli import tune
 
 CPU = torch.device("cpu")
@@ -51,6 +52,14 @@ def test_the_first_round_by_the_clock_is_not_counted(monkeypatch):
     calls = [call("a", (90.0, 1.0, 3.0)), call("b", (0.0, 6.0, 4.0))]
     assert tune._by_the_clock(calls, 2, lambda: order.append("|")) == [pytest.approx(2e6), pytest.approx(5e6)]
     assert "".join(order) == "|a|b" * 3, "in turns, and all ranks together"
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8_dynamic"])
+def test_layers_that_are_timed_are_as_the_command_asks(scheme):
+    config, wire = dataclasses.replace(CONFIG, hidden_size=32, intermediate_size=32), Wire(dispatch="fp8_row")
+    with EPContext.local(CPU) as context:
+        layer = tune._layer(context, config, [("local", "reference")], "reference", scheme, wire, torch.bfloat16)
+        assert (layer.wire, layer.expert_weights.scheme.name, layer.dtype) == (wire, scheme, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("pipeline", "fits"), [(None, True), (16, False)])

@@ -320,7 +320,8 @@ def test_other_files_and_models_are_refused(tmp_path):
 
     save_file({"x": torch.zeros(2)}, tmp_path / "other.safetensors")
     (tmp_path / "no.safetensors").write_text("no")
-    for name in ("other", "no", "absent"):
+    save_file({"0.ids": torch.zeros(2), "x": torch.zeros(2)}, tmp_path / "mixed.safetensors")
+    for name in ("other", "no", "absent", "mixed"):
         with pytest.raises(ConfigError, match=f"{name}.safetensors"):
             load_routing(tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match="got Linear without any"), record_routing(nn.Linear(2, 2), 3):
