@@ -55,6 +55,12 @@ class Calls:
         called = [json.loads(line) for line in self.log.read_text().splitlines()]
         return [arguments for program, *arguments in called if program == name]
 
+    def steps(self) -> list[list[str]]:
+        """The arguments of both calls of srun: the preflight and the program."""
+        called = self.of("srun")
+        assert len(called) == 2, called
+        return called
+
 
 @pytest.fixture
 def calls(tmp_path):
@@ -83,25 +89,25 @@ def test_slurm_runs_a_script_with_its_arguments_after_the_preflight(calls):
     for arguments, name in ((preflight, "17-preflight"), (job, "17")):
         meets(arguments, nnodes="2", nproc_per_node="gpu", rdzv_id=name, rdzv_backend="c10d",
               rdzv_endpoint="first:29500")  # fmt: skip
-    assert all("--kill-on-bad-exit=1" in arguments for arguments in calls.of("srun"))
+    assert all("--kill-on-bad-exit=1" in arguments for arguments in calls.steps())
 
 
 def test_slurm_without_cpus_per_task(calls):
     assert slurm(calls).returncode == 0
-    assert not any("--cpus-per-task" in word for arguments in calls.of("srun") for word in arguments)
+    assert not any("--cpus-per-task" in word for arguments in calls.steps() for word in arguments)
     assert slurm(calls, SLURM_CPUS_PER_TASK="12").returncode == 0
-    assert all("--cpus-per-task=12" in arguments for arguments in calls.of("srun"))
+    assert all("--cpus-per-task=12" in arguments for arguments in calls.steps())
 
 
 def test_slurm_in_a_container(calls):
     assert slurm(calls).returncode == 0
-    assert not any("container" in word for arguments in calls.of("srun") for word in arguments)
+    assert not any("container" in word for arguments in calls.steps() for word in arguments)
     assert slurm(calls, CONTAINER_IMAGE="/images/ep moe.sqsh").returncode == 0
-    for arguments in calls.of("srun"):
+    for arguments in calls.steps():
         assert "--container-image=/images/ep moe.sqsh" in arguments
         assert f"--container-mounts={ROOT}:{ROOT}" in arguments
     assert slurm(calls, CONTAINER_IMAGE="image", CONTAINER_MOUNTS="/data:/data").returncode == 0
-    assert all("--container-mounts=/data:/data" in arguments for arguments in calls.of("srun"))
+    assert all("--container-mounts=/data:/data" in arguments for arguments in calls.steps())
 
 
 def test_slurm_loads_modules(calls):
