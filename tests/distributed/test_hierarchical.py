@@ -307,8 +307,9 @@ def check_bytes(kind: type[Dispatcher], per_node: int, wire: Wire) -> None:
             form = ROW_FORMATS[wire.dispatch]
             there = shape.row_bytes + form.scales(HIDDEN) * form.scale.itemsize + 2 * TOP_K * 4
             number = pairs(ranks, per_node, counts)
-            assert forward == number * (there + HIDDEN * 2), (counts, forward, number)
-            assert backward == (forward if plain else 0)
+            wanted = number * (there + HIDDEN * 2)
+            assert forward == wanted, f"{forward} bytes forward, not {wanted} for {number} rows, tokens {counts}"
+            assert backward == (forward if plain else 0), f"{backward} bytes backward, {forward} forward"
 
 
 @distributed(4, deadline_s=120)
@@ -330,7 +331,7 @@ def test_a_row_crosses_once_per_remote_node_of_4_by_4(world_size):
 
 @distributed(4)
 def test_a_row_per_rank_is_seen(world_size):
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="bytes forward, not"):
         check_bytes(TorchAll2AllDispatcher, 2, Wire())
 
 
@@ -344,7 +345,7 @@ class PaddingTravels(HierarchicalDispatcher):
 
 @distributed(4)
 def test_rows_of_no_expert_are_seen(world_size):
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="bytes forward, not"):
         check_bytes(PaddingTravels, 2, Wire())
 
 
@@ -395,7 +396,7 @@ def check_order(kind: type[Dispatcher], dtype: torch.dtype) -> None:
         wanted = nodes[0]
         for part in nodes[1:]:
             wanted = wanted + part
-        assert_same(y, wanted.to(dtype), dtype)
+        assert_same(y, wanted.to(dtype), "sums in the order of nodes")
 
 
 @distributed(8, deadline_s=120)
@@ -413,5 +414,5 @@ class LastNodeFirst(HierarchicalDispatcher):
 
 @distributed(8, deadline_s=120)
 def test_another_order_is_seen(world_size):
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"sums in the order of nodes: .*not equal"):
         check_order(LastNodeFirst, F32)

@@ -371,9 +371,16 @@ def test_refused(sentence):
 
 def test_refused_scales():
     q1, q2, e = torch.zeros(2, 256, 128, dtype=FP8), torch.zeros(2, 128, 128, dtype=FP8), torch.ones(2)
-    for wrong in ([e, e, e, e], [e, torch.tensor(1.0), e], [e, e, e[:1], torch.tensor(1.0)], [e.double(), e, e, e[0]]):
-        with pytest.raises(AssertionError):
-            call("fp8", torch.zeros(6, 128, dtype=FP8), q1, q2, wrong)
+    one, fp8 = torch.tensor(1.0), torch.zeros(6, 128, dtype=FP8)
+    call("fp8", fp8, q1, q2, [e, one, e, one])
+    for wrong, sentence in (
+        ([e, one, e, e], r"fc1_input_dequant must have shape \(\), it has \(2,\)"),
+        ([e, one, e], "takes 4 quant_scales, there are 3"),
+        ([e, one, e[:1], one], r"fc2_dequant must have shape \(2,\), it has \(1,\)"),
+        ([e.double(), one, e, one], "fc1_dequant must be torch.float32, it is torch.float64"),
+    ):
+        with pytest.raises(AssertionError, match=sentence):
+            call("fp8", fp8, q1, q2, wrong)
     x = torch.zeros(6, 128, dtype=BF16)
     with pytest.raises(AssertionError, match="scale of fc1 must have shape"):
         call("block", x, q1, q2, [torch.ones(2, 1, 2), torch.ones(2, 1, 1)])

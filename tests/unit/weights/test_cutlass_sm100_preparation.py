@@ -44,10 +44,7 @@ def test_a_piece_of_an_expert_comes_back(name):
         same(weight_layout.restore(weight_layout.prepare(piece)), piece)
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@with_and_without_a_gate
-@each_scheme
-def test_every_byte_is_where_the_tensor_cores_look_for_it(name, activation, sizes):
+def check_every_byte(name: str, activation: Activation, sizes: tuple[int, int]) -> None:
     """cuBLAS' formula for the scales, and up before gate."""
     shape, scheme = config(*sizes, activation, bias=True), SCHEMES[name]
     given = random_expert(shape, scheme, 2, BF16)
@@ -63,9 +60,16 @@ def test_every_byte_is_where_the_tensor_cores_look_for_it(name, activation, size
         tile = row // 128 * -(-blocks // 4) + block // 4
         wanted = torch.zeros_like(found)
         wanted[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4] = scale
-        assert torch.equal(found, wanted)
+        assert torch.equal(found, wanted), f"scales of {matrix} are not where the tensor cores look for them"
     rest = given.keys() - {"w13", "w13_bias", "w13_scale", "w2_scale"}
     same({part: stored[part] for part in rest}, {part: given[part] for part in rest})
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@with_and_without_a_gate
+@each_scheme
+def test_every_byte_is_where_the_tensor_cores_look_for_it(name, activation, sizes):
+    check_every_byte(name, activation, sizes)
 
 
 def test_the_schemes_of_hopper_are_stored_as_before():
@@ -105,5 +109,5 @@ def test_one_tensor_can_be_updated_alone(name):
 
 def test_scales_that_are_not_swizzled_are_seen(monkeypatch):
     monkeypatch.setattr(cutlass_layouts, "arrange", lambda scales, layout: scales)
-    with pytest.raises(AssertionError):
-        test_every_byte_is_where_the_tensor_cores_look_for_it("nvfp4", Activation.SWIGLU, (256, 128))
+    with pytest.raises(AssertionError, match="scales of w13 are not where"):
+        check_every_byte("nvfp4", Activation.SWIGLU, (256, 128))
