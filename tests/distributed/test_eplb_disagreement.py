@@ -164,5 +164,5 @@ def test_a_context_that_is_through_ends_the_balancer_too(world_size):
         with pytest.raises(balancer_module.InputError, match="planted: this context is at its end"):
             balancer.settle()
         is_off(balancer, layers, balancer_module.InputError)
-        with pytest.raises(ConfigError):
+        with pytest.raises(ConfigError, match=r"EPLBConfig.nodes must divide the 2 EP ranks, got 3"):
             ExpertBalancer(layers, context, on_request(nodes=3))

@@ -208,7 +208,7 @@ def test_what_would_mix_experts_is_refused(world_size):
         assert "DistributedDataParallel(ep_moe.training.exclude_experts(model))" in same_error(lambda: wrapped(x))
         inner = wrapped.module
         assert "something has broadcast one rank's parameters" in same_error(lambda: inner(x))
-        with pytest.raises(Exception, match=r"ep_moe.training.fully_shard\(model, context\)"):
+        with pytest.raises(ConfigError, match=r"ep_moe.training.fully_shard\(model, context\)"):
             fully_shard(nn.Sequential(layer()))
         other = layer(seed=dist.get_rank())
         assert other(x).isfinite().all(), "ranks with seeds of their own get the first one's layer"

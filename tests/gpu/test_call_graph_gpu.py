@@ -95,9 +95,16 @@ def waiting(x, out, held):
         torch.cuda.current_stream().synchronize()
 
 
-@pytest.mark.parametrize("call", [allocating, waiting])
-def test_what_cannot_be_recorded_leaves_nothing_behind(call, held):
-    with pytest.raises((BackendUnavailable, RuntimeError)):
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (allocating, BackendUnavailable, "the launches of a call allocate memory"),
+        (waiting, RuntimeError, "stream is capturing"),
+    ],
+    ids=["allocating", "waiting"],
+)
+def test_what_cannot_be_recorded_leaves_nothing_behind(call, error, sentence, held):
+    with pytest.raises(error, match=sentence):
         recorded(held, call)
     out, x = torch.zeros_like(held), torch.ones_like(held)
     chain(x, out, held)

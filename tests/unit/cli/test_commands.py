@@ -403,10 +403,10 @@ def test_codes_of_ends(monkeypatch):
         assert result.stdout == ""
         assert len(result.stderr.splitlines()) == 1, result.stderr
     monkeypatch.setattr(cli, "run_model", ends(RanksFailed("1 of 4 ranks failed", {})))
-    with pytest.raises(RanksFailed):
+    with pytest.raises(RanksFailed, match="1 of 4 ranks failed"):
         invoke("run")
     monkeypatch.setattr(cli, "run_model", lambda _: SimpleNamespace())  # a bug: no report
-    with pytest.raises((AttributeError, TypeError)):
+    with pytest.raises(AttributeError, match="no attribute 'title'"):
         invoke("run")
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -118,32 +119,54 @@ def test_tensors_that_binaries_do_not_take(which, change, layer):
 
 
 WRONG = {
-    "dtype of x": lambda x, r: (x.float(), r),
-    "hidden size": lambda x, r: (x[:, :128].contiguous(), r),
-    "no tensor": lambda x, r: (x.tolist(), r),
-    "tokens of the ids": lambda x, r: (x, Routing(r.ids[:1], r.weights)),
-    "tokens of the weights": lambda x, r: (x, Routing(r.ids, r.weights[:1])),
-    "routes": lambda x, r: (x, Routing(r.ids[:, :1].contiguous(), r.weights[:, :1].contiguous())),
-    "dtype of the weights": lambda x, r: (x, Routing(r.ids, r.weights.double())),
-    "dtype of the ids": lambda x, r: (x, Routing(r.ids.short(), r.weights)),
-    "ids that are none": lambda x, r: (x, Routing(r.ids.tolist(), r.weights)),
-    "weights that are none": lambda x, r: (x, Routing(r.ids, r.weights.tolist())),
-    "no routing": lambda x, r: (x, (r.ids, r.weights)),
-    "too many tokens": lambda x, r: given(MOST + 1),
+    "dtype of x": (lambda x, r: (x.float(), r), "x must be bfloat16 as the layer is, got float32"),
+    "hidden size": (lambda x, r: (x[:, :128].contiguous(), r), "x must be [..., 256] (hidden_size), got [2, 128]"),
+    "no tensor": (lambda x, r: (x.tolist(), r), "x must be a Tensor, got list"),
+    "tokens of the ids": (
+        lambda x, r: (x, Routing(r.ids[:1], r.weights)),
+        "routing.ids must be [T, K] = [2, 2], got [1, 2]",
+    ),
+    "tokens of the weights": (
+        lambda x, r: (x, Routing(r.ids, r.weights[:1])),
+        "routing.weights must be [T, K] = [2, 2], got [1, 2]",
+    ),
+    "routes": (
+        lambda x, r: (x, Routing(r.ids[:, :1].contiguous(), r.weights[:, :1].contiguous())),
+        "routing.ids must be [T, K] = [2, 2], got [2, 1]",
+    ),
+    "dtype of the weights": (
+        lambda x, r: (x, Routing(r.ids, r.weights.double())),
+        "routing.weights must be float32, got float64",
+    ),
+    "dtype of the ids": (
+        lambda x, r: (x, Routing(r.ids.short(), r.weights)),
+        "routing.ids must be int32 or int64, got int16",
+    ),
+    "ids that are none": (
+        lambda x, r: (x, Routing(r.ids.tolist(), r.weights)),
+        "routing.ids must be a Tensor, got list",
+    ),
+    "weights that are none": (
+        lambda x, r: (x, Routing(r.ids, r.weights.tolist())),
+        "routing.weights must be a Tensor, got list",
+    ),
+    "no routing": (lambda x, r: (x, (r.ids, r.weights)), "routing must be a Routing of logical ids, got tuple"),
+    "too many tokens": (lambda x, r: given(MOST + 1), "x has 4 tokens on their way, more than max_tokens=3"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_refused_as_ever(name, layer):
-    x, routing = WRONG[name](*given(2))
-    with torch.no_grad(), pytest.raises(InputError):
+    change, sentence = WRONG[name]
+    x, routing = change(*given(2))
+    with torch.no_grad(), pytest.raises(InputError, match=re.escape(sentence)):
         layer.forward_routed(x, routing)
 
 
 def test_the_meta_device_is_refused_as_ever(layer):
     x, routing = given(2)
-    for wrong in ((x.to("meta"), routing), (x, Routing(routing.ids.to("meta"), routing.weights))):
-        with torch.no_grad(), pytest.raises(InputError):
+    for wrong, name in (((x.to("meta"), routing), "x"), ((x, Routing(routing.ids.to("meta"), routing.weights)), "ids")):
+        with torch.no_grad(), pytest.raises(InputError, match=f"{name} must be on cpu as .* is, got meta"):
             layer.forward_routed(*wrong)
 
 

@@ -66,9 +66,10 @@ def test_a_layer_is_counted(context):
 def test_a_call_that_failed_is_no_replay(context):
     layer = MoELayer(CONFIG, context)
     layer(torch.randn(3, 16))
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=r"got \[3, 17\]"):
         layer(torch.randn(3, 17))
-    with mock.patch.object(MoELayer, "_call", side_effect=RuntimeError("early")), pytest.raises(RuntimeError):
+    failing = mock.patch.object(MoELayer, "_call", side_effect=RuntimeError("early"))
+    with failing, pytest.raises(RuntimeError, match="early"):
         layer(torch.randn(3, 16))
     (found,) = metrics.snapshot(context).layers
     assert (found.calls, found.replayed) == (3, 0)

@@ -1,6 +1,7 @@
 """ExpertMap: every constructor, its invariants, the tables derived from it, and files."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -116,19 +117,19 @@ def test_refusal_names_the_value(make, message):
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("make", "field"),
     [
-        lambda: ExpertMap.linear(4, 0),
-        lambda: ExpertMap.round_robin(4, 0),
-        lambda: ExpertMap.redundant(4, 0, 2),
-        lambda: ExpertMap.linear(0, 2),
-        lambda: ExpertMap.uneven([]),
-        lambda: ExpertMap.uneven([0, 0]),
+        (lambda: ExpertMap.linear(4, 0), "num_ranks"),
+        (lambda: ExpertMap.round_robin(4, 0), "num_ranks"),
+        (lambda: ExpertMap.redundant(4, 0, 2), "num_ranks"),
+        (lambda: ExpertMap.linear(0, 2), "num_experts"),
+        (lambda: ExpertMap.uneven([]), "num_experts (the sum of counts)"),
+        (lambda: ExpertMap.uneven([0, 0]), "num_experts (the sum of counts)"),
     ],
     ids=["linear, no ranks", "round_robin, no ranks", "redundant, no ranks", "no experts", "no counts", "zero counts"],
 )
-def test_a_map_needs_ranks_and_experts(make):
-    with pytest.raises(ConfigError):
+def test_a_map_needs_ranks_and_experts(make, field):
+    with pytest.raises(ConfigError, match=re.escape(f"ExpertMap.{field} must be an integer of at least 1, got 0")):
         make()
 
 
@@ -258,7 +259,7 @@ def test_bad_file_is_refused(tmp_path, text, message):
 
 def test_file_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "map.json").write_bytes(b"\xff\xfe\x00\x80")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"map.json is not an ExpertMap file: 'utf-8' codec can't decode"):
         ExpertMap.load(tmp_path / "map.json")
 
 
