@@ -1,6 +1,6 @@
 """Ranks that do not do alike while experts move: each raises, and all keep the same maps."""
 
-import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ep_moe import ConfigError, ExpertBalancer, InputError, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
 from ep_moe.eplb.migration.consensus import RankStatus, State, StatusExchange, Trouble
+from ep_moe.parallel.groups import default_store
 from ep_moe.testing import distributed
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map
@@ -64,6 +65,15 @@ def test_a_step_that_is_skipped_just_before_a_commit(world_size):
         check_call(layers[0], context)
 
 
+def note_first() -> None:
+    """Let the ranks go on that wait in `await_first`."""
+    default_store().set("the first has spoken", "")
+
+
+def await_first() -> None:
+    default_store().wait(["the first has spoken"], timedelta(seconds=30))
+
+
 @distributed(2, 4)
 @pytest.mark.parametrize("first", ["that rank", "the others"])
 def test_weights_that_one_rank_alone_writes(first, world_size):
@@ -77,11 +87,13 @@ def test_weights_that_one_rank_alone_writes(first, world_size):
         if rank == LOST:
             layers[0].expert_weights.updates += 1
         if (rank == LOST) == (first == "the others"):
-            time.sleep(1)
+            await_first()
         if rank == LOST and first == "that rank":
             balancer.step()  # it begins anew, and finds out that it is alone
+            note_first()
         if rank != LOST and first == "the others":
             balancer.step()
+            note_first()
             assert balancer.state is State.IDLE
         else:
             with pytest.raises((RebalanceError, PeerTimeout), match="the balancer is off"):
@@ -109,7 +121,7 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
         def deaf(exchange):
             found = hear(exchange)
             if (rank == LOST) == (first == "the others"):
-                time.sleep(1)
+                await_first()
             if rank == LOST:
                 raise PeerTimeout("planted: connection lost")
             return found
@@ -117,6 +129,7 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
         with mock.patch.object(StatusExchange, "hear", deaf):
             if first == "the others" and rank != LOST:
                 balancer.step()
+                note_first()
                 assert balancer.state is State.IDLE
                 balancer._status_exchange.tell(RankStatus(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
                 with pytest.raises(PeerTimeout, match="lost its peers in eplb agree"):
@@ -124,6 +137,7 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
             else:
                 with pytest.raises((PeerTimeout, RebalanceError), match="the balancer is off"):
                     balancer.step()
+                note_first()
                 assert balancer.state is State.OFF
         now = all_alike(layers[0].placement.expert_map.to_json())
         assert now == (after if first == "the others" else before).to_json()

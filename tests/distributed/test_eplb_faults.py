@@ -201,13 +201,13 @@ def plan_with(fault, words, world_size):
     with context_of() as context:
         layers = make_layers(context, 2)
         good = [new_map(layers[0], 1), new_map(layers[0], 2)]
-        faulty = [dist.get_rank() == LOST]
+        faulty, given_up = [dist.get_rank() == LOST], threading.Event()
 
         def planner(load, current):
             if not faulty[0]:
                 return good
             if fault == "no answer":
-                time.sleep(2.5)  # answers after its deadline, into the next plan
+                assert given_up.wait(30)  # answers after its deadline, into the next plan
             return {
                 "another plan": lambda: [good[0], new_map(layers[0], 3)],
                 "another order of layers": lambda: good[::-1],
@@ -223,6 +223,8 @@ def plan_with(fault, words, world_size):
         for layer in layers:
             assert_slots(layer)
         faulty[0] = False
+        step_until(balancer, lambda: balancer.state is State.PLANNING, layers, context)
+        given_up.set()
         step_until(balancer, lambda: balancer.stats().commits >= 2, layers, context)
         assert [layer.placement.expert_map for layer in layers] == good
         balancer.settle()

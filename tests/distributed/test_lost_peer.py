@@ -163,17 +163,19 @@ def test_a_slow_rank_is_waited_for(world_size):
 
 def test_a_board_tells_the_newest_step_after_its_process_is_gone():
     reader, writer = os.pipe()
+    mapped, map_done = os.pipe()
     child = os.fork()
     if child == 0:
         board = StepBoard()
         board.put(1, ("block", "dispatch", "torch_a2a"), False)
         os.write(writer, board.address.encode())
-        time.sleep(0.5)  # until it is mapped
+        os.read(mapped, 1)
         board.put(7, ("block", "combine", "torch_a2a"), True)
         os._exit(0)
     board = PeerBoard.at(os.read(reader, 1000).decode())
     assert board is not None
     assert board.read() == (1, ("block", "dispatch", "torch_a2a"), False)
+    os.write(map_done, b".")
     os.waitpid(child, 0)
     assert board.read() == (7, ("block", "combine", "torch_a2a"), True)
 

@@ -47,6 +47,14 @@ def on_two_nodes() -> tuple[EPContext, MoELayer]:
     return context, layer
 
 
+def until_unwatched(context: EPContext) -> None:
+    """Until a heartbeat has missed the store."""
+    limit = time.monotonic() + 30
+    while context.flight_recorder._watched:
+        assert time.monotonic() < limit, "the store still answers"
+        time.sleep(0.05)
+
+
 @distributed(4, deadline_s=90, expect_dead=[0, 1])
 @pytest.mark.parametrize("stage", ["within a call", "between calls", "frozen"])
 def test_the_host_of_the_store_is_named(stage, world_size):
@@ -59,7 +67,7 @@ def test_the_host_of_the_store_is_named(stage, world_size):
             os._exit(7)
         layer.experts.compute = lambda *_: os._exit(7)
     if stage == "between calls":
-        time.sleep(1.5)
+        until_unwatched(context)
         context.flight_recorder.check()  # it is no failure before something waits for that host
     how = "does not answer" if stage == "frozen" else "is gone"
     sentence = rf"of block \(step \d+\): .* The store of the job {how}: {HELD}$"
@@ -81,8 +89,7 @@ def test_a_rank_with_the_store_may_end_first(world_size):
     context, _ = on_two_nodes()
     if dist.get_rank() < 2:
         os._exit(0)
-    time.sleep(1.5)  # heartbeats without the store
-    assert not context.flight_recorder._watched
+    until_unwatched(context)
     assert context.flight_recorder._thread.is_alive()
     context.flight_recorder.check()
     context.destroy()

@@ -7,7 +7,6 @@ import csv
 import dataclasses
 import inspect
 import sys
-import time
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -152,15 +151,20 @@ def test_answers_that_the_transport_writes_are_part_of_combine():
 # --- the host, memory ----------------------------------------------------------------------------------------------
 
 
-def test_host_time_is_that_of_one_call():
+def test_host_time_is_that_of_one_call(monkeypatch):
     made: list[int] = []
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(harness, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
     def call() -> None:
         made.append(1)
-        time.sleep(1e-3)
+        clock.now += 1e-3 if len(made) <= 10 * 4 else 9e-3  # the last sample is slow
 
-    us = harness.host(call, calls=10, samples=3, before=lambda: time.sleep(5e-2))
-    assert 1000 <= us < 5000, "of one call, and what precedes a sample does not count"
+    def before() -> None:
+        clock.now += 5e-2
+
+    us = harness.host(call, calls=10, samples=3, before=before)
+    assert us == pytest.approx(1000), "of one call, and what precedes a sample does not count"
     assert len(made) == 10 * (3 + 2)
 
 
