@@ -31,7 +31,8 @@ from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, still_missin
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime import waiting
-from ep_moe.runtime.waiting import Waiting, parting_branch, waiting_loops
+from ep_moe.runtime.waiting import Waiting
+from ep_moe.runtime.warp_paths import parting_branch, waiting_loops
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.triton_compiles import Hopper
 from tests.fixtures.waiting_loops import BF16, TOKENS, TOP_K, workspace

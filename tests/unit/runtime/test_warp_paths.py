@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ep_moe.runtime.waiting import parting_branch, waiting_loops
+from ep_moe.runtime.warp_paths import parting_branch, waiting_loops
 
 SUM = """
 $L__BB0_1:
