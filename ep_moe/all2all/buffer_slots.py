@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.errors import InputError
-from ep_moe.runtime.devices import current_stream
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import current_stream, unseen_by_modes
 from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
 
 

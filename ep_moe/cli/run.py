@@ -41,8 +41,8 @@ from ep_moe.metrics import stages as watched_stages
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.placement import balancedness
 from ep_moe.quant.schemes import PLAIN, SCHEMES
-from ep_moe.runtime.profiling import balancedness
 from ep_moe.runtime.progress import Progress
 from ep_moe.selection.explain import AUTO
 from ep_moe.selection.tuned import Tuned

@@ -25,8 +25,7 @@ from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
-from ep_moe.runtime.devices import with_index, without_class
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import unseen_by_modes, with_index, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 
 _WRAPPED = (

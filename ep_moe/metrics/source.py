@@ -21,8 +21,9 @@ from ep_moe.errors import BackendUnavailable, ConfigError, InputError
 from ep_moe.experts.fused.base import INSIDE
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.placement.placement import balancedness
 from ep_moe.runtime.devices import on_device_of
-from ep_moe.runtime.profiling import StageTimes, balancedness
+from ep_moe.runtime.profiling import StageTimes
 from ep_moe.types import capturing
 
 

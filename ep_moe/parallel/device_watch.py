@@ -10,7 +10,7 @@ import time
 import torch
 from torch import Tensor
 
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import unseen_by_modes
 from ep_moe.types import capturing
 
 

@@ -21,7 +21,7 @@ from ep_moe.parallel.collectives import all_to_all_rows as all_to_all_rows
 from ep_moe.parallel.collectives import gather_rows as gather_rows
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.step_board import HostExchange
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import unseen_by_modes
 
 _log = logging.getLogger("ep_moe.parallel")
 GIVEN = "layers="  # begins what a call carries that is given a model

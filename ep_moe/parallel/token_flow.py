@@ -31,7 +31,7 @@ from ep_moe.parallel.collectives import (
 )
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.rank_group import NO_GRADIENTS, WORDS, Gradients, RankGroup, checksum, place_factors
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import unseen_by_modes
 from ep_moe.types import Routing, TokenMask, capturing
 
 

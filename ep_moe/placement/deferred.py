@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import EMPTY
-from ep_moe.runtime.devices import on_device
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import on_device, unseen_by_modes
 from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting, recomputing

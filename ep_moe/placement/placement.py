@@ -20,7 +20,6 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.deferred import RANK_FACTOR, DeferredRouting, InvalidIds, Tables, place
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.runtime.devices import on_device_of
-from ep_moe.runtime.profiling import balancedness
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recomputing, without_rows
 
 
@@ -300,6 +299,12 @@ class LayerStats:
     def balancedness(self) -> float:
         """Mean over ranks / fullest rank, 1 where there is no load."""
         return balancedness(list(self.rank_load))
+
+
+def balancedness(load: list[float] | list[int]) -> float:
+    """Mean over ranks divided by the maximum: 1 is even, 1 / R is everything on one rank. 1 for no load."""
+    most = max(load, default=0)
+    return sum(load) / len(load) / most if most else 1.0
 
 
 def layer_stats(name: str, placement: Placement, ep: RankGroup) -> LayerStats:

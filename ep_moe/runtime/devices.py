@@ -1,5 +1,5 @@
-"""What a device can do, asked once; what its kernels can read; the device and the stream that are current, and work
-beside that stream.
+"""What a device can do, asked once; what its kernels can read; the device and the stream that are current, work beside
+that stream, and operations that torch's dispatch modes are not to see.
 
 Torch's own operations run where their tensors are. Triton, the driver, FlashInfer, pinned memory, graph captures and
 events run on the device that is current, which is 0 until it is set. Each entry point of the package enters
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.types import Pending
@@ -175,6 +176,22 @@ def without_class(x: Any) -> Any:
     if type(x).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return x.as_subclass(Tensor)
     return x.wait() if hasattr(x, "wait") else x
+
+
+@contextmanager
+def unseen_by_modes() -> Iterator[None]:
+    """Hide operations from dispatch modes: those that a layer makes in its first call alone, now and then, or only
+    where activation checkpointing repeats a call. Selective checkpointing numbers the operations of a forward and of
+    its repetition, and takes what it saved by these numbers.
+
+    Yields:
+        Nothing.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 class SideStream:

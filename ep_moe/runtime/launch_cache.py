@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.runtime import devices
-from ep_moe.runtime.devices import ALIGNED
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import ALIGNED, unseen_by_modes
 from ep_moe.runtime.triton_compat import gdc_launch_dependents, gdc_wait, tl, triton
 from ep_moe.runtime.versions import LAUNCHERS, launcher_known
 

@@ -92,9 +92,3 @@ _NO_STAGE = nullcontext()
 def _seen(name: str, times: StageTimes | None) -> Iterator[None]:
     with record_function(f"ep_moe::{name}"), nullcontext() if times is None else times.span(name):
         yield
-
-
-def balancedness(load: list[float] | list[int]) -> float:
-    """Mean over ranks divided by the maximum: 1 is even, 1 / R is everything on one rank. 1 for no load."""
-    most = max(load, default=0)
-    return sum(load) / len(load) / most if most else 1.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.runtime.devices import current_stream
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import current_stream, unseen_by_modes
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 ALIGNMENT = 256  # of CUDA's own allocations; FlashInfer wants 128

@@ -11,7 +11,8 @@ from torch.nn.functional import silu
 from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import Activation, ExpertMap, InputError, MoELayer, Routing
-from ep_moe.runtime.profiling import StageTimes, balancedness
+from ep_moe.placement.placement import balancedness
+from ep_moe.runtime.profiling import StageTimes
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, INNER, STAGES, WEIGHTS, context, full, routing, shape  # noqa: F401 (a fixture)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.parallel.rank_group import RankGroup, barrier
-from ep_moe.runtime.dispatch_modes import unseen_by_modes
+from ep_moe.runtime.devices import unseen_by_modes
 from ep_moe.runtime.launch_cache import LaunchCache, cdiv
 from ep_moe.runtime.workspace import Shapes, carve
 from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
