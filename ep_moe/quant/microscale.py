@@ -145,31 +145,6 @@ def dequantize_mxfp4(data: Tensor, scale: Tensor) -> Tensor:
     return _scaled(e2m1_values(data), e8m0_values(scale))
 
 
-def quantize_mxint4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize to INT4 with a bf16 scale per 32 columns.
-
-    Args:
-        x: Any float [..., c].
-
-    Returns:
-        data uint8 [..., c / 2] and scale bfloat16 [..., c / 32].
-    """
-    return quantize_int4(x, MX_BLOCK)
-
-
-def dequantize_mxint4(data: Tensor, scale: Tensor) -> Tensor:
-    """Undo `quantize_mxint4`, up to rounding.
-
-    Args:
-        data: uint8 [..., c / 2].
-        scale: bfloat16 [..., c / 32].
-
-    Returns:
-        float32 [..., c].
-    """
-    return dequantize_int4(data, scale)
-
-
 def quantize_int4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Quantize to two's complement INT4 in [-7, 7] with a bf16 scale per group of columns: value = data * scale.
 

@@ -36,11 +36,6 @@ from ep_moe.weights.slots import ExpertSlots
 Result = TypeVar("Result")
 
 
-def expert_shapes(config: MoEConfig, scheme: Scheme = PLAIN) -> dict[str, tuple[int, ...]]:
-    """Shapes of one whole expert's tensors, by canonical name."""
-    return {name: spec.shape for name, spec in scheme.expert(config, torch.float32).items()}
-
-
 class ExpertWeights(ExpertSlots):
     """The weights of this rank's slots: one [L, ...] per tensor that `weight_layout` stores.
 

@@ -6,7 +6,7 @@ import torch
 from ep_moe import EPContext, ExpertMap, InputError, MoELayer, Routing
 from ep_moe.experts.reference import grouped
 from ep_moe.placement.placement import Placement
-from tests.fixtures.helpers import fill
+from tests.fixtures.helpers import expert_shapes, fill
 from tests.fixtures.single_layer import CPU, context, full, routing, shape  # noqa: F401  (a fixture)
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -33,8 +33,6 @@ def close(actual, expected, dtype) -> None:
 
 
 def random_expert(config, expert, seed):
-    from ep_moe.weights.expert_weights import expert_shapes
-
     generator = torch.Generator().manual_seed(1000 * seed + expert)
     return {name: torch.randn(size, generator=generator) * 0.2 for name, size in expert_shapes(config).items()}
 

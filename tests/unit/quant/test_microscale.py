@@ -12,13 +12,13 @@ from ep_moe.quant.microscale import (
     MX_BLOCK,
     NVFP4_BLOCK,
     NVFP4_RANGE,
+    dequantize_int4,
     dequantize_mxfp8,
-    dequantize_mxint4,
     dequantize_nvfp4,
     e2m1_codes,
+    quantize_int4,
     quantize_mxfp4,
     quantize_mxfp8,
-    quantize_mxint4,
     quantize_nvfp4,
 )
 
@@ -234,7 +234,7 @@ def test_mxfp8_exponent_is_that_of_the_exact_quotient():
 @pytest.mark.parametrize("name", ["normal", "sizes by block", "zeros", "one number", "tiny", "huge"])
 def test_mxint4_by_its_definition(name):
     x = rows(MX_BLOCK)[name]
-    data, scale = quantize_mxint4(x)
+    data, scale = quantize_int4(x, MX_BLOCK)
     assert (data.shape, scale.shape, scale.dtype) == ((len(x), 64), (len(x), 4), torch.bfloat16)
     blocks = x.double().view(len(x), 4, 32)
     amax = blocks.abs().amax(-1)
@@ -244,7 +244,7 @@ def test_mxint4_by_its_definition(name):
     assert (
         (codes * scale.double()[..., None] - blocks).abs() <= scale.double()[..., None] * 0.5 * (1 + 2.0**-20)
     ).all()
-    assert torch.equal(dequantize_mxint4(data, scale).double(), (codes * scale.double()[..., None]).flatten(1))
+    assert torch.equal(dequantize_int4(data, scale).double(), (codes * scale.double()[..., None]).flatten(1))
 
 
 def test_mxfp4_takes_the_largest_exponent_rounded_down():
