@@ -34,7 +34,7 @@ MISSING = (
     "- NCCL-EP (`nccl_ep`): wants NCCL 2.30; the machines of these runs have 2.28.9.",
     "- DeepEP's low-latency and internode kernels (InfiniBand), its 2.x `ElasticBuffer` (NCCL 2.30.4); pplx internode.",
     "",
-    "Not run: more than one machine, GPUs other than H200 and H100. What is for Blackwell, and how it was checked: "
+    "What was not run: [list](results.md#not-run). What is for Blackwell, and how it was checked: "
     "[blackwell.md](blackwell.md).",
 )
 
