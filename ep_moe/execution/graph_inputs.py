@@ -24,11 +24,11 @@ class InputMemory:
         self._inputs: dict[Any, Inputs] = {}
         self.hidden: dict[int, tuple[Tensor, Tensor]] = {}  # rows' numbers that a mask has changed, and the right ones
 
-    def inputs(self, *form: Any, **rest: Any) -> Inputs:
-        """`Inputs` of this form, the same for all layers."""
-        key = (*form, *rest.items())
+    def inputs(self, *signature: Any, **rest: Any) -> Inputs:
+        """`Inputs` of this signature, the same for all layers."""
+        key = (*signature, *rest.items())
         if key not in self._inputs:
-            self._inputs[key] = Inputs(self, *form, **rest)
+            self._inputs[key] = Inputs(self, *signature, **rest)
         return self._inputs[key]
 
     def take(self, key: Any, rows: int, make: Callable[[int], Tensor]) -> Tensor:
@@ -92,7 +92,7 @@ class Inputs:
         *, least: int, most: int, routed: bool,
     ) -> None:  # fmt: skip
         self.least, self.most, self._memory = least, most, memory
-        self.form = CallSignature(hidden, top_k, dtype, device)
+        self.signature = CallSignature(hidden, top_k, dtype, device)
         self._copies: dict[int, _Copies] = {}
         self.x = memory.take(
             ("x", hidden, dtype), most, lambda rows: torch.zeros(rows, hidden, dtype=dtype, device=device)

@@ -144,7 +144,7 @@ class CallGraphs:
             call = None if found is None else found.serving(tokens)
             if bound is None and not copied and (agreeing := self._agreeing.get(key[2:])) is not None:
                 call = agreeing.like
-            if call is None or not call.form.fits(x, routing, tokens):
+            if call is None or not call.signature.fits(x, routing, tokens):
                 continue
             busy = call.stream != stream or not context._idle or capturing(device)
             busy = busy or (stages is not None and stages.timed)

@@ -77,12 +77,12 @@ class Kept(Protocol):
 class RecordedCall:
     """A graph and the calls that it serves. `launch` and then `result` make one replay.
 
-    form: of the arguments; least, most: numbers of tokens; stream: the handle of the one it runs on
+    signature: of the arguments; least, most: numbers of tokens; stream: the handle of the one it runs on
     buffer_slots: workspaces of the transport that the graph uses
     steps, left: of the flight recorder, how many steps a call takes, and the last one: where, phase, detail, done
     """
 
-    form: CallSignature
+    signature: CallSignature
     least: int
     most: int
     stream: int
@@ -171,8 +171,8 @@ def inputs_of(layer: Layer, sizes: Sequence[int], routed: bool, memory: InputMem
     ours = (routed or isinstance(layer.router, Router)) and (shared is None or isinstance(shared, SharedExperts))
     for smaller, size in zip([-1, *sizes], sizes, strict=False):
         least = smaller + 1 if ours else size
-        form = c.hidden_size, c.top_k, layer.dtype, layer.device
-        found.append(memory.inputs(*form, least=least, most=size, routed=routed))
+        signature = c.hidden_size, c.top_k, layer.dtype, layer.device
+        found.append(memory.inputs(*signature, least=least, most=size, routed=routed))
     return found[::-1]
 
 
@@ -188,7 +188,7 @@ def record_copied(layer: Layer, inputs: Inputs, recorder: Recorder, places: Plac
     replay, out = recorder.record(partial(run_copied, layer, inputs))
     last = flight_recorder.newest
     return CopiedInputs(
-        form=inputs.form, least=inputs.least, most=inputs.most, stream=recorder.handle,
+        signature=inputs.signature, least=inputs.least, most=inputs.most, stream=recorder.handle,
         buffer_slots=tuple(slots_of(layer)), steps=last.number - before, left=last[1:],
         inputs=inputs, recorder=recorder, replay=replay, out=out, places=places,
     )  # fmt: skip
@@ -318,8 +318,8 @@ class CallerInputs(RecordedCall):
         elif routing is None:
             if type(layer.router) is not Router:
                 return None
-            routing = layer.router(x.view(tokens, self.form.hidden))
-        first = _first(x, layer.placement(routing, mask), tokens, self.placing)
+            routing = layer.router(x.view(tokens, self.signature.hidden))
+        first = _launch_arguments(x, layer.placement(routing, mask), tokens, self.placing)
         if first is None:
             return None
         out = torch.empty_like(x)
@@ -329,7 +329,7 @@ class CallerInputs(RecordedCall):
 
     def result(self, layer: Layer, x: Tensor, tokens: int, out: Tensor) -> Tensor:
         shared = layer.shared_experts
-        return out if shared is None else out + shared(x.view(tokens, self.form.hidden)).view(x.shape)
+        return out if shared is None else out + shared(x.view(tokens, self.signature.hidden)).view(x.shape)
 
 
 def runs_behind(shared: Any, latency_bound: bool) -> bool:
@@ -343,16 +343,16 @@ def record_caller(
     """Record the launches of a call. Nothing is computed. ids: the dtype of those that calls bring; None for calls that
     the layer's own router serves"""
     c = layer.config
-    form = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
-    x = torch.empty(1, form.hidden, dtype=form.dtype, device=form.device)
+    signature = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
+    x = torch.empty(1, signature.hidden, dtype=signature.dtype, device=signature.device)
     own = (
-        OwnRouter(layer.router, bound, form.device)
+        OwnRouter(layer.router, bound, signature.device)
         if ids is None and OwnRouter.served(layer.router, bound, x)
         else None
     )
     if own is None:
-        given = torch.empty(1, form.top_k, dtype=ids or torch.int64, device=form.device)
-        chosen = Routing(given, torch.empty(given.shape, device=form.device))
+        given = torch.empty(1, signature.top_k, dtype=ids or torch.int64, device=signature.device)
+        chosen = Routing(given, torch.empty(given.shape, device=signature.device))
     else:
         chosen = own.chosen
     routing = DeferredRouting(chosen.ids, chosen.weights, layer.placement.tables)
@@ -366,19 +366,19 @@ def record_caller(
         call.send(x, routing)
         call.receive(kernel(received, received.peer_out if to_peers else received.out), out)
 
-    first = _first(x, routing, 1, routing.tables.placing)
+    first = _launch_arguments(x, routing, 1, routing.tables.placing)
     assert first is not None, "a new tensor begins at a multiple of 16 bytes"
     arguments: dict[int, Given] = {-1: (out.data_ptr(), 1)}
     arguments = {0: first} | arguments if own is None else {0: (x.data_ptr(), 1), 2: first} | arguments
     return CallerInputs(
-        form=form, least=0, most=bound, stream=recorder.handle, buffer_slots=(call.buffer_slot,),
+        signature=signature, least=0, most=bound, stream=recorder.handle, buffer_slots=(call.buffer_slot,),
         steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
         graph=recorder.graph_of(launch, arguments),
         latency_bound=call.latency_bound, placing=placing, places=WeightPlaces(layer, own is not None), own=own,
     )  # fmt: skip
 
 
-def _first(x: Tensor, routing: PhysicalRouting, tokens: int, placing: Placing) -> list[int] | None:
+def _launch_arguments(x: Tensor, routing: PhysicalRouting, tokens: int, placing: Placing) -> list[int] | None:
     """The arguments with which the kernel that sends begins; None where it was compiled for another kind."""
     ids, tables, found = to_place(routing)
     weights = routing.weights

@@ -267,7 +267,8 @@ def test_each_mode_ends_by_itself(layer):
     ((key, automatic),) = layer._graphs._calls.items()
     copied, keeps = (CopiedInputs, key[1], True), [True]
     call = SimpleNamespace(
-        form=automatic.calls[0].form, least=0, stream=0, buffer_slots=(), steps=2, left=automatic.calls[0].left,
+        signature=automatic.calls[0].signature, least=0, stream=0, buffer_slots=(), steps=2,
+        left=automatic.calls[0].left,
         places=SimpleNamespace(kept=lambda layer: keeps[0]),
         launch=lambda *_: x, result=lambda layer, x, tokens, out: out,
     )  # fmt: skip
