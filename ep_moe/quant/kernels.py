@@ -50,7 +50,7 @@ class RowScales:
 
 def round_rows(
     x: Tensor, out: Tensor, scale: Tensor, *, x_scale: Tensor | None = None, slots: Tensor | None = None,
-    counts: Tensor | None = None, soon: bool = False, launch: Launch = at_once,
+    counts: Tensor | None = None, pdl: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """Round each row to E4M3 with a scale of its own: scale = amax / 448, out = x / scale to the nearest.
 
@@ -64,7 +64,7 @@ def round_rows(
         slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are
             left as they are. Default: row n goes to row n.
         counts: int32 [1], on the device: only so many of the first rows are made. Default: all.
-        soon: Start before the kernel ahead has ended, and let the next one.
+        pdl: Start before the kernel ahead has ended, and let the next one.
         launch: How the kernel is launched.
     """
     rows, size = x.shape
@@ -74,7 +74,7 @@ def round_rows(
         _round_rows, (min(cdiv(rows, tall), PROGRAMS * multiprocessors(x.device)),),
         x, x_scale, slots, counts, out, scale, rows, out.shape[0], size,
         SMALLEST=SMALLEST, TOP_K=1 if slots is None else slots.shape[1], ROWS=tall, WIDTH=width,
-        num_warps=4 if width <= TILE else 8, **pdl_launch(x.device, soon),
+        num_warps=4 if width <= TILE else 8, **pdl_launch(x.device, pdl),
     )  # fmt: skip
 
 

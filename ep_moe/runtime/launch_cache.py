@@ -239,9 +239,9 @@ def next_power_of_2(number: int) -> int:
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 
-def pdl_launch(device: torch.device, soon: bool = True) -> dict[str, bool]:
-    """How a kernel with a parameter PDL is launched to start early, where the device can and `soon` asks for it."""
-    return {"PDL": True, "launch_pdl": True} if soon and devices.starts_early(device) else {"PDL": False}
+def pdl_launch(device: torch.device, pdl: bool = True) -> dict[str, bool]:
+    """How a kernel with a parameter PDL is launched to start early, where the device can and `pdl` asks for it."""
+    return {"PDL": True, "launch_pdl": True} if pdl and devices.starts_early(device) else {"PDL": False}
 
 
 @triton.jit

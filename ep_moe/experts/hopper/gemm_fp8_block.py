@@ -141,7 +141,7 @@ def _gluon(
 
 def quantize_rows(
     x: Tensor, out: Tensor, scale: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None,
-    soon: bool = False, launch: Launch = at_once,
+    pdl: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """scale = amax / 448 for each 128 values of a row, out = x / scale rounded to the nearest e4m3. An amax below 1e-10
     counts as 1e-10. Values that are no number stay none.
@@ -150,7 +150,7 @@ def quantize_rows(
     rows: int32 or int64 [M], the row of x for each output row; an output row with -1 is left as it is
     counts: int32 [G] on the device: the output is G groups of M / G rows, of which the first counts[g] are made and
     the others left as they are. For rows sorted by expert, `ends[-1:]`.
-    soon: start before the kernel ahead has ended, and let the next one
+    pdl: start before the kernel ahead has ended, and let the next one
     """
     total, k = out.numel() // out.shape[-1], out.shape[-1]
     if not total:
@@ -160,7 +160,7 @@ def quantize_rows(
         kernels.quantize, (programs,),
         x, rows, counts, out, scale, total, total // _groups(counts), k, x.stride(-2),
         SMALLEST=SMALLEST, GATHER=rows is not None, COUNTED=counts is not None,
-        ONE=_groups(counts) == 1, ROWS=tall, COLUMNS=columns, **pdl_launch(x.device, soon),
+        ONE=_groups(counts) == 1, ROWS=tall, COLUMNS=columns, **pdl_launch(x.device, pdl),
     )  # fmt: skip
 
 

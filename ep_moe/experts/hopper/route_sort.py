@@ -74,7 +74,7 @@ def passes(rows: int, most: int, home: Home | None, returned: int = 1) -> list[t
 
 def reduce(
     y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
-    slots: Tensor | None = None, home: Home | None = None, soon: bool = False, per_route: bool = False,
+    slots: Tensor | None = None, home: Home | None = None, pdl: bool = False, per_route: bool = False,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the routes whose
@@ -83,8 +83,8 @@ def reduce(
     y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a route of weight 0 is none
     slots: int32 [N, K], a route's row is y[slots[n, k]] then, and below 0 for no route
     out: [N, H]; with a `home` only its dtype counts, E4M3 for sums that are rounded so, saturating at 448, and rows
-        without any expert here are left as they are, but for the cell that comes for each
-    soon: start before the kernel ahead has ended, and let the next one
+        without any expert here are left as they are, but for the packet that comes for each
+    pdl: start before the kernel ahead has ended, and let the next one
     per_route: each of the K is a row of its own: out is [N * K, H]
     """
     rows, top_k = (ids.numel(), 1) if per_route else ids.shape
@@ -101,7 +101,7 @@ def reduce(
         _reduce, (turns * cdiv(rows, turns), cdiv(size, block)),
         y, ids, weights, slots, out.view(torch.uint8) if out.itemsize == 1 else out, *to, base, num_experts, rows, size,
         TOP_K=top_k, WEIGHTED=weights is not None, TURNS=turns, BLOCK=block, num_warps=REDUCE_WARPS,
-        **pdl_launch(y.device, soon),
+        **pdl_launch(y.device, pdl),
     )  # fmt: skip
 
 
@@ -138,14 +138,14 @@ def _pairs_per_program(num_pairs: int, programs: int) -> int:
 
 
 def list_pairs(
-    own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, soon: bool = False,
+    own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, pdl: bool = False,
     ids_ready: IdsReady | None = None, home: Home | None = None, row_bytes: int = 0, launch: Launch = at_once,
 ) -> Lists:  # fmt: skip
     """`group_pairs` into tensors of `list_shapes`. home: with addresses there, of rows of so many bytes"""
     addresses = None if home is None else own["addresses"]
     lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"], addresses)
     group_pairs(
-        ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, soon=soon,
+        ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, pdl=pdl,
         ids_ready=ids_ready, home=home, addresses=addresses, row_bytes=row_bytes, launch=launch,
     )  # fmt: skip
     return lists
@@ -153,7 +153,7 @@ def list_pairs(
 
 def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
-    base: int = 0, weights: Tensor | None = None, soon: bool = False, ids_ready: IdsReady | None = None,
+    base: int = 0, weights: Tensor | None = None, pdl: bool = False, ids_ready: IdsReady | None = None,
     home: Home | None = None, addresses: Tensor | None = None, row_bytes: int = 0, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
@@ -163,7 +163,7 @@ def group_pairs(
     source_row: int32 [N * K], the row n of each sorted pair; beyond the last it is left as it is
     slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
     workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
-    soon: start before the kernel ahead has ended, and let the next one, where one launch does it all
+    pdl: start before the kernel ahead has ended, and let the next one, where one launch does it all
     ids_ready: of `types.WireIds`, if rows may still travel: one launch does it all, beside them
     addresses: int64 [N * K] or None, where each sorted pair's row of `row_bytes` belongs, if each has one of its own at
         `home`
@@ -187,7 +187,7 @@ def group_pairs(
             _place_pairs, (cdiv(pairs, chunk),), *found, *(ids_ready or (None, None)), None, None, *lists,
             **place,
             PAIRS=chunk, CHUNK=chunk, ALL=next_power_of_2(pairs), num_warps=8,
-            **pdl_launch(ids.device, soon or ids_ready is not None),
+            **pdl_launch(ids.device, pdl or ids_ready is not None),
         )  # fmt: skip
     elif ids_ready is not None:
         # as many as run at once, since they wait for each other; in the interpreter one

@@ -129,8 +129,8 @@ class Scaling(ABC):
         p = self.products
         return own["act"], {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
-        """The second product's rows. counts: int32 [1], how many there are; soon: as `quant.kernels`"""
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
+        """The second product's rows. counts: int32 [1], how many there are; pdl: as `quant.kernels`"""
         return Rows(own["act"])
 
     def of_first(self, rows: Rows) -> dict[str, Any]:
@@ -220,7 +220,7 @@ class Trained(Unscaled):
     def first_result(self, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         return own["h"], {}
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
         p, act = self.products, own["act"]
         gradients_triton.activate_rows(own["h"], act, counts, p.activation, p.alpha, p.limit, launch=p.launch)
         return Rows(act)

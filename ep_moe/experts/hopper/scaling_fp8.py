@@ -104,8 +104,8 @@ class RowScaled(SameOrder):
         out = Rows(_numbers(own, lists.slots.numel()), own["row_scale"])
         return self._round(rows, out, x_scale=rows.scale, slots=lists.slots)
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
-        return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]), counts=counts, soon=soon)
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
+        return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]), counts=counts, pdl=pdl)
 
     def _round(self, rows: Rows, to: Rows, **how: Any) -> Rows:
         assert isinstance(to.scale, Tensor)
@@ -194,9 +194,9 @@ class BlockScaled(Scaling):
     def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
         super().streamed(rows, lists, ring, self._plain(own))
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, soon: bool) -> Rows:
+    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
         out, scale = own["act_numbers"], own["act_scale"]
-        gemm_fp8_block.quantize_rows(own["act"], out, scale, counts=counts, soon=soon, launch=self.products.launch)
+        gemm_fp8_block.quantize_rows(own["act"], out, scale, counts=counts, pdl=pdl, launch=self.products.launch)
         return Rows(out, scale)
 
     def _plain(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -161,13 +161,13 @@ def _pass(
         step.few(step.rounded(rows, own), found, cut, None, own)
         route_sort.reduce(own["y"], *found, slots, out, home=home, per_route=per_route, launch=launch)
         return
-    soon = ring is not None  # weights are fetched while routes are sorted
-    if soon:
+    pdl = ring is not None  # weights are fetched while routes are sorted
+    if pdl:
         rows = step.rounded(rows, own)
     # a row for each route goes home by the second product itself
-    goes = per_route and step.goes_home and cut is None and not soon and home is not None and home.number is None
+    goes = per_route and step.goes_home and cut is None and not pdl and home is not None and home.number is None
     lists = route_sort.list_pairs(
-        own, *found, slots, soon=soon, ids_ready=coming, home=home if goes else None, row_bytes=hidden * out.itemsize,
+        own, *found, slots, pdl=pdl, ids_ready=coming, home=home if goes else None, row_bytes=hidden * out.itemsize,
         launch=launch,
     )  # fmt: skip
     if cut is not None:
@@ -179,7 +179,7 @@ def _pass(
         if goes:
             return
     route_sort.reduce(
-        own["y"], *found, slots, out, slots=lists.slots, home=home, soon=soon, per_route=per_route, launch=launch
+        own["y"], *found, slots, out, slots=lists.slots, home=home, pdl=pdl, per_route=per_route, launch=launch
     )
 
 

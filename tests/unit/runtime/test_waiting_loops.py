@@ -95,7 +95,7 @@ def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
         found[:32],
         found,
         weights=torch.ones(ids.shape),
-        soon=True,
+        pdl=True,
         ids_ready=ids_ready,
     )
     (ptx,) = compiled
