@@ -125,7 +125,7 @@ class StoreConsensus:
         entry = {"facts": facts, "problem": None if problem is None else str(problem), "kind": kind}
         self._store.set(f"{key}/{self._rank}", json.dumps(entry, sort_keys=True, default=str))
         if self._rank == self._ranks[0]:
-            self._store.set(f"{key}/verdict", json.dumps(self._judge(key, facts["what"], deadline_s)))
+            self._store.set(f"{key}/verdict", json.dumps(self._decide(key, facts["what"], deadline_s)))
         verdict = json.loads(self._await(f"{key}/verdict", facts["what"], deadline_s))
         if verdict is not None:
             raise self._agreed(*verdict) from problem
@@ -144,7 +144,7 @@ class StoreConsensus:
             )
         return self._store.get(key)
 
-    def _judge(self, key: str, what: str, deadline_s: float) -> tuple[str, str] | None:
+    def _decide(self, key: str, what: str, deadline_s: float) -> tuple[str, str] | None:
         assert self._store is not None
         keys = [f"{key}/{rank}" for rank in self._ranks]
         if not self._store.wait(keys, deadline_s):

@@ -36,7 +36,7 @@ _PATIENCE_S = 5.0  # before a rank that waits for others says so
 COMPILING_S = 600.0  # beyond the deadline, where a library may compile kernels first
 
 
-class _Inside:
+class _StepGuard:
     """A step of a flight recorder, from its beginning on. A generator in its place takes the host twice as long."""
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
@@ -75,7 +75,7 @@ class FlightRecorder:
     ) -> None:
         self.where = ""  # the layer whose call is under way
         self.carried = ""  # what travels in it: "name=value, name=value"; ranks exchange rows only where it is equal
-        self._inside = _Inside(self)
+        self._guard = _StepGuard(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
         self._step = Step(0, "", "start", "", True)
@@ -169,7 +169,7 @@ class FlightRecorder:
         self._keeps, self._more_s = keep, more_s
         self.leave_at(Step(self._step.number + counted, self.where, phase, detail, False))
         self._started = time.monotonic()
-        return self._inside
+        return self._guard
 
     def leave(self, error: BaseException | None) -> None:
         """The end of a step. error: what left it"""

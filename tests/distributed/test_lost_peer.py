@@ -305,7 +305,7 @@ def test_agreement_names_who_did_not_come():
     assert {str(error) for error in outcome if error} == {sentence}
 
 
-def test_agreement_without_the_rank_that_judges():
+def test_agreement_without_the_rank_that_decides():
     outcome = agree(None, lambda a: a.healthy("destroy", None), deadline_s=0.2)
     assert isinstance(outcome[1], PeerTimeout)
     assert str(outcome[1]) == "destroy: no verdict from rank 0 within 0.4 s; it died or never got here"
