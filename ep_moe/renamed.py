@@ -103,4 +103,5 @@ PLUGIN_HOOKS = {
     "preparation": "weight_layout",
     "run_on": "tested_machines",
     "again": "recordable_call",
+    "map_problem": "unsupported_map",
 }

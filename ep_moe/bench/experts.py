@@ -118,7 +118,7 @@ def unsupported_reason(kernel: str, scheme: str, config: MoEConfig) -> str | Non
         return why
     kind: type[Experts] = registry.load("experts", kernel)
     found = SCHEMES[scheme]
-    return found.problem(config, 1) or kind.unsupported_reason(config, torch.bfloat16, 1, found)
+    return found.unsupported_reason(config, 1) or kind.unsupported_reason(config, torch.bfloat16, 1, found)
 
 
 def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chunk_rows: int) -> Experts:

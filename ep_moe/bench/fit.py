@@ -345,7 +345,7 @@ def answer(asked: Question, parallel: ParallelConfig) -> Found:
         BackendUnavailable: no pair of transport and kernel can run.
     """
     layout = asked.layout(parallel)
-    problem = asked.scheme.problem(asked.config, layout.etp)
+    problem = asked.scheme.unsupported_reason(asked.config, layout.etp)
     if problem is not None:
         raise ConfigError(problem)
     choice = asked.choose(layout)
@@ -382,7 +382,7 @@ def best(asked: Question, most: int = 3) -> list[Found]:
     for parallel in layouts(asked):
         try:
             layout = asked.layout(parallel)
-            if asked.scheme.problem(asked.config, layout.etp) is not None:
+            if asked.scheme.unsupported_reason(asked.config, layout.etp) is not None:
                 continue
             key = (layout.ep, layout.etp)
             if key not in chosen:

@@ -176,7 +176,7 @@ class Experts(ABC):
         Returns:
             None if it can, else the reason.
         """
-        return cls.capabilities.problem(config, dtype, etp, scheme, options)
+        return cls.capabilities.unsupported_reason(config, dtype, etp, scheme, options)
 
     @overload
     def __call__(self, received: Received, out: PeerRows) -> PeerRows: ...

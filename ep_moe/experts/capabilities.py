@@ -61,6 +61,7 @@ class KernelCapabilities:
     ahead_of: frozenset[str] = frozenset()
 
     run_on = renamed("run_on", "tested_capabilities")
+    problem = renamed("problem", "unsupported_reason")
 
     def check(self) -> None:
         """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
@@ -71,7 +72,7 @@ class KernelCapabilities:
         """
         check_fields(self, KernelCapabilities)
 
-    def problem(
+    def unsupported_reason(
         self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
     ) -> str | None:
         """Say what of a layer the capabilities do not hold.

@@ -33,6 +33,7 @@ from ep_moe.quant.microscale import (
     quantize_nvfp4,
     scale_to,
 )
+from ep_moe.renamed import renamed
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,8 @@ class Scheme:
     weights: WeightFormat
     activations: Rounding = Rounding.NONE
 
+    problem = renamed("problem", "unsupported_reason")
+
     @property
     def plain(self) -> bool:
         """Whether weights are numbers of the layer's own dtype."""
@@ -341,7 +344,7 @@ class Scheme:
             {part: tensors[name + part] for part in ("", "_scale", "_global_scale") if name + part in tensors}
         )
 
-    def problem(self, config: MoEConfig, etp: int) -> str | None:
+    def unsupported_reason(self, config: MoEConfig, etp: int) -> str | None:
         """Say why a layer of this shape cannot be stored so.
 
         Args:

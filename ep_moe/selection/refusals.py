@@ -57,7 +57,7 @@ class Refusals:
 
     def of_pair(self, transport: str, kernel: str) -> str | None:
         """None, or why this transport and this kernel cannot serve the layer."""
-        problem = self.scheme.problem(self.config, self.layout.etp)
+        problem = self.scheme.unsupported_reason(self.config, self.layout.etp)
         if problem is not None:
             return problem
         for kind, name in (("dispatchers", transport), ("experts", kernel)):
@@ -105,7 +105,7 @@ class Refusals:
 
     def of_fused(self, kernel: str) -> str | None:
         """None, or why this fused kernel cannot serve the layer."""
-        problem = self.scheme.problem(self.config, self.layout.etp)
+        problem = self.scheme.unsupported_reason(self.config, self.layout.etp)
         if problem is not None:
             return problem
         if (reason := self.backends.unsupported_reason("fused", kernel)) is not None:

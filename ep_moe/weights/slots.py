@@ -70,7 +70,7 @@ class ExpertSlots(nn.Module):
                 f"ParallelConfig.etp must divide MoEConfig.intermediate_size, got etp={self.etp.size}, "
                 f"intermediate_size={config.intermediate_size}"
             )
-        problem = scheme.problem(config, self.etp.size)
+        problem = scheme.unsupported_reason(config, self.etp.size)
         if problem is not None:
             raise ConfigError(problem)
         self.expert_map = expert_map

@@ -12,6 +12,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
 from ep_moe.experts.capabilities import ExpertsCapabilities, KernelCapabilities
 from ep_moe.experts.fused.base import FusedExperts
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Activation
 
@@ -93,6 +94,27 @@ def test_recordable_calls_under_their_old_name():
                 return bound
 
     assert Own.recordable_call(None, 4) == 4
+
+
+def test_unsupported_maps_under_their_old_name():
+    with pytest.warns(DeprecationWarning, match="map_problem is unsupported_map"):
+
+        class Own(FusedExperts):
+            @classmethod
+            def map_problem(cls, expert_map):
+                return "no map"
+
+    assert Own.unsupported_map(None) == "no map"
+
+
+@pytest.mark.parametrize(
+    "made",
+    [SCHEMES["nvfp4"], KernelCapabilities(activations=frozenset(), dtypes=frozenset())],
+    ids=["scheme", "kernel"],
+)
+def test_problems_under_their_old_name(made):
+    with pytest.warns(DeprecationWarning, match=r"\.problem is unsupported_reason"):
+        assert made.problem == made.unsupported_reason
 
 
 @pytest.mark.parametrize("base", [Dispatcher, FusedExperts])

@@ -172,7 +172,7 @@ class FusedExperts(ABC):
             None if it can, else the reason.
         """
         can, ranks, inner = cls.capabilities, layout.ep, config.intermediate_size // layout.etp
-        if (problem := can.problem(config, dtype, layout.etp, scheme, options)) is not None:
+        if (problem := can.unsupported_reason(config, dtype, layout.etp, scheme, options)) is not None:
             return problem
         if not can.travels and ranks > 1:
             return f"it has no all2all inside and serves one rank, ep={ranks}"
@@ -188,10 +188,10 @@ class FusedExperts(ABC):
                 return f"{name} must be a multiple of {unit}, got {size}"
         if can.static and max_tokens is None:
             return "it has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
-        return None if expert_map is None else cls.map_problem(expert_map)
+        return None if expert_map is None else cls.unsupported_map(expert_map)
 
     @classmethod
-    def map_problem(cls, expert_map: ExpertMap) -> str | None:
+    def unsupported_map(cls, expert_map: ExpertMap) -> str | None:
         """Say why the kernel cannot serve an expert map.
 
         Args:

@@ -239,7 +239,7 @@ def test_each_kernel_computes_what_its_program_has(kind):
             shape = config(activation=activation)
             scheme = SCHEMES[sorted(can.schemes)[0]]
             dtype = next(iter(can.dtypes))
-            why = can.problem(shape, dtype, 1, scheme, None)
+            why = can.unsupported_reason(shape, dtype, 1, scheme, None)
             assert (activation in can.activations) != (why or "").startswith(f"activation {activation.value} is not"), (
                 name
             )

@@ -345,7 +345,7 @@ def test_one_scheme_is_plain():
     ],
 )  # fmt: skip
 def test_sizes_that_a_scheme_cannot_store_have_a_sentence(name, sizes, etp, sentence):
-    assert SCHEMES[name].problem(config(**sizes), etp) == sentence
+    assert SCHEMES[name].unsupported_reason(config(**sizes), etp) == sentence
 
 
 def test_unknown_name_lists_the_known_ones():
