@@ -26,7 +26,7 @@ from ep_moe.placement.placement import Placement
 from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device, on_device_of
-from ep_moe.selection import explain as select
+from ep_moe.selection import explain
 from ep_moe.selection.resolve import LayerRequest, SlowTraining, agree, device_of
 from ep_moe.selection.tuned import Kernel, Tuned
 from ep_moe.types import Routing
@@ -51,8 +51,8 @@ class LayerParts(nn.Module):
         expert_map: ExpertMap | None = None,
         router: Callable[[Tensor], Routing] | None = None,
         shared_experts: nn.Module | None = None,
-        all2all: str = select.AUTO,
-        experts: str = select.AUTO,
+        all2all: str = explain.AUTO,
+        experts: str = explain.AUTO,
         quantization: str = PLAIN.name,
         wire: Wire | None = None,
         pipeline: int | None = None,

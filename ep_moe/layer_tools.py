@@ -18,7 +18,8 @@ from ep_moe.execution.routing_replay import Replay, RoutingBuffer, RoutingTap
 from ep_moe.layer_parts import LayerParts
 from ep_moe.placement.placement import LayerStats, layer_stats
 from ep_moe.runtime.devices import on_device_of
-from ep_moe.selection import explain as select
+from ep_moe.selection import explain
+from ep_moe.selection.explain import BackendChoice
 from ep_moe.selection.tuned import Kernel, tuned_on_one_rank
 
 if TYPE_CHECKING:
@@ -219,13 +220,13 @@ class LayerTools(LayerParts):
         """
         return self.placement.no_stats()
 
-    def explain(self) -> list[select.BackendChoice]:
+    def explain(self) -> list[BackendChoice]:
         """List every pair of transport and kernel.
 
         Returns:
             One row a pair, whose status is "chosen", "possible", or the reason why it cannot run here.
         """
-        table = select.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
+        table = explain.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
         if self.tuned is not None:
             return self._table.explained(table)
         grown = [dispatcher for dispatcher in self._dispatchers.values() if dispatcher.grows]

@@ -35,7 +35,7 @@ from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.quant.schemes import PLAIN, SCHEMES, scheme_of
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.runtime.progress import Progress
-from ep_moe.selection import explain as select
+from ep_moe.selection import explain
 from ep_moe.selection.tuned import Measured, Tuned, choose, layer_facts, machine_facts, versions
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing, dtype_name
@@ -205,8 +205,8 @@ def tune(
 def _pairs(
     context: EPContext, config: MoEConfig, facts: dict[str, Any], *, scheme: str, wire: Wire, dtype: torch.dtype
 ) -> list[tuple[str, str]]:
-    """(transport, kernel) of all that can run, in `select`'s order; all ranks have the same, or all raise."""
-    table = select.explain(
+    """(transport, kernel) of all that can run, in the order of `explain`; all ranks have the same, or all raise."""
+    table = explain.explain(
         config,
         context.layout,
         context.device,

@@ -233,7 +233,7 @@ def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
 
 
 def _check_fused(name: str, asked: LayerRequest) -> None:
-    """For what `select` does not look at."""
+    """Refuse what `explain.choose` does not look at."""
     if asked.pipeline is not None:
         raise ConfigError(f"pipeline={asked.pipeline!r} is not for experts={name}: its rows do not travel in parts")
     kind: type[FusedExperts] = registry.load("fused", name)

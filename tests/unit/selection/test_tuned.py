@@ -22,7 +22,7 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.quant.schemes import scheme_of
-from ep_moe.selection import explain as select
+from ep_moe.selection import explain
 from ep_moe.selection.backend_table import BackendTable, TableEntry, _room, tuned_table
 from ep_moe.selection.tuned import Measured, Tuned, bucket_index, choose, layer_facts, machine_facts, versions
 
@@ -141,7 +141,7 @@ def test_calls_in_parts_as_large_as_their_bound_are_in_one():
     ):
         keywords = {"max_tokens": most, "scheme": scheme_of("none"), "wire": Wire()}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(select, "choose", lambda *_, **given: {name: given[name] for name in named} == named)
+            patch.setattr(explain, "choose", lambda *_, **given: {name: given[name] for name in named} == named)
             found = tuned_table(tuned(*buckets), CONFIG, RankLayout(world=1, rank=0), CPU, torch.float32, keywords)
         assert [entry.pipeline for entry in found._entries] == parts
         assert found.last.tokens == most
@@ -151,7 +151,7 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
     """For the call that needs most: two in flight where calls are in parts."""
     kind = SimpleNamespace(buffer_bytes=lambda room: 10 * room, calls_in_parts=lambda room: 2 if room < 64 else 3)
     monkeypatch.setattr(registry, "load", lambda *_: kind)
-    choice = select.BackendChoice("p2p", "k", "chosen", "")
+    choice = explain.BackendChoice("p2p", "k", "chosen", "")
     other = dataclasses.replace(choice, all2all="other")
     table = BackendTable(
         [TableEntry(1, choice, None, 16), TableEntry(2, choice, 16, 16), TableEntry(3, choice, None, 16),
@@ -164,7 +164,7 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
 
 def test_another_dtype_is_asked_of_a_transport_with_all_that_it_was_chosen_for():
     """Its wire too, which may not carry that dtype."""
-    table = BackendTable([TableEntry(4, select.BackendChoice("local", "reference", "chosen", ""), None, None)])
+    table = BackendTable([TableEntry(4, explain.BackendChoice("local", "reference", "chosen", ""), None, None)])
     asked = [torch.bfloat16, CONFIG, RankLayout(world=1, rank=0), scheme_of("none"), ExpertsOptions()]
     assert table.dtype_problem(*asked, Wire()) is None
     assert "all2all=local does not carry it: local carries plain rows in combine, not fp8" in table.dtype_problem(
@@ -349,7 +349,7 @@ def test_what_the_layer_says_of_itself():
     chosen = [row for row in layer.explain() if row.status == "chosen"]
     assert chosen == [layer.choice]
     assert layer.choice.reason == "tuned: up to 4 tokens, up to 9 tokens"
-    others = [select.BackendChoice(name, "reference", "chosen", "best") for name in ("allgather", "local")]
+    others = [explain.BackendChoice(name, "reference", "chosen", "best") for name in ("allgather", "local")]
     assert [row.status for row in layer._table.explained(others)] == ["possible", "chosen"]
     assert "tuned" not in MoELayer(CONFIG, local()).extra_repr()
 
