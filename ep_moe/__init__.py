@@ -4,8 +4,8 @@
     layer = MoELayer(MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), context)
     y = layer(x)
 
-Imports go one way, from `cli` down to `types` and `errors`; `lint-imports` checks the order in pyproject.toml. Backend
-files are imported by no module; `registry` holds their names."""
+Imports go one way, from `cli` down to `types` and `errors`; `lint-imports` checks the order in pyproject.toml. Layers
+and the selection of backends import no backend file; `registry` holds their names."""
 
 import sys
 

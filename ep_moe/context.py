@@ -38,7 +38,7 @@ TUNED_ROWS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
 
 class _Forward:
-    """From `entered` on. A generator in its place takes the host twice as long."""
+    """From `_entered` on. A generator in its place takes the host twice as long."""
 
     def __init__(self, context: EPContext) -> None:
         self._context = weakref.ref(context)
@@ -209,7 +209,7 @@ class EPContext(ConnectedRanks):
 
     @property
     def _idle(self) -> bool:
-        """Whether a forward may begin; `entered` says why not."""
+        """Whether a forward may begin; `_entered` says why not."""
         return self._inside is None and not self._destroyed
 
     def _entered(self, name: str, carried: str = "") -> AbstractContextManager[None]:
@@ -237,7 +237,7 @@ class EPContext(ConnectedRanks):
         """An exception leaves a forward. What all ranks raise alike breaks nothing. Any other is this rank's alone: its
         peers raise it too, and every further call raises it on all ranks.
 
-        where: the layer, if it left before `entered`
+        where: the layer, if it left before `_entered`
         users: it comes from the user's own code, which may raise any class on one rank alone
         """
         alike = not users and isinstance(error, EPMoEError)

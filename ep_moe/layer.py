@@ -155,7 +155,7 @@ class MoELayer(LayerTools):
         return self._guarded(x, routing, token_mask)
 
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-        """A call whose exceptions are raised on all ranks, those too that leave it before `entered`."""
+        """A call whose exceptions are raised on all ranks, those too that leave it before `_entered`."""
         self._checks.forwards += 1  # an attribute of a Module takes the host three calls of Python
         if type(x) is not Tensor:
             x = without_class(x)

@@ -1,4 +1,4 @@
-"""Names of backends and where their classes are. No module imports a backend file; its import string stands here.
+"""Names of backends and import strings of their classes. Layers and the selection of backends import no backend file.
 
 A third party registers an entry point in the group `ep_moe.dispatchers`, `ep_moe.experts` or `ep_moe.fused`, of the
 same form. A fault of such a plug-in is the reason why it cannot run. Other backends stay usable.

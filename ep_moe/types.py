@@ -238,7 +238,7 @@ class Received:
         weights: Weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap].
         expert_offsets: CONTIGUOUS: [L + 1].
         expert_counts: BATCHED: [L].
-        format: How x is written, a name of `row_formats.ROW_FORMATS`.
+        format: How x is written, a name of `quant.row_format.ROW_FORMATS`.
         x_scale: [..., H / block], where the format has scales; x is [..., H / packed] then.
         input_scale: Of fp8_tensor and nvfp4 rows: `Wire.input_scale`.
         out: [..., H] as x, memory of the transport for the experts' rows. Writing them there saves combine a copy.

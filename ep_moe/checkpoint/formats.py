@@ -2,7 +2,7 @@
 
 A format knows names relative to the block and turns slices into canonical tensors (`w13` gate first, `w2`, biases):
 plain numbers, or the very bytes of a quantised checkpoint where a layer is quantised alike. How a matrix is stored is
-seen for each matrix of each expert (`weights.matrices`).
+seen for each matrix of each expert (`checkpoint.stored`).
 `inner` is the [start, stop) of the intermediate size that an etp rank holds.
 """
 

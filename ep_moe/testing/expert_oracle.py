@@ -85,7 +85,7 @@ def half_step(values: Tensor, scale: Tensor | float, rounding: Rounding, dtype: 
 
 
 def rounded(values: Tensor, rounding: Rounding, global_scale: float) -> Tensor:
-    """Block-scaled, as `weights.microscale` does it, and back in float64."""
+    """Block-scaled, as `quant.microscale` does it, and back in float64."""
     if rounding is Rounding.NVFP4:
         return dequantize_nvfp4(*quantize_nvfp4(values, global_scale), global_scale).double()
     return dequantize_mxfp8(*quantize_mxfp8(values)).double()

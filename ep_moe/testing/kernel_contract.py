@@ -4,7 +4,7 @@
         check_experts(MyExperts, device=torch.device("cuda"))
 
 Outputs are compared with float64 on the dequantised weights, within the bound of `expert_oracle`; gradients, of kernels
-that promise them, with autograd's (`kernel_gradients`).
+that promise them, with autograd's (`kernel_case.gradients`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The contract of a transport and of an expert kernel, as checks that anybody's class can be put to.
+"""The contract of a transport, as checks that anybody's class can be put to.
 
     @distributed(2, 4)
     def test_my_transport(world_size):
         check_dispatcher(MyDispatcher)
-
-    def test_my_kernel():
-        check_experts(MyExperts, device=torch.device("cuda"))
 
 Numbers are small integers wherever rows only travel: sums are exact in every dtype and order, and compared bit for bit.
 """

@@ -1,7 +1,7 @@
 """Expert weights of one rank: all slots in its kernel's layout, parameters and a state dict per logical expert in ours.
 
 Canonical, of one whole expert (all of it where etp = 1; `PLAIN` scheme; other schemes have the parts that
-`weights.schemes` names, such as `w13_scale`):
+`quant.schemes` names, such as `w13_scale`):
 
     w13 [2I, H]  gate rows first, then up rows (as Hugging Face and vLLM); [I, H] without a gate
     w2  [H, I]

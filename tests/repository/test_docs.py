@@ -47,7 +47,7 @@ def test_diagrams_have_no_semicolon(page):
 
 @pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_names_of_the_package_exist(page):
-    """Paths `ep_moe/...`, names `ep_moe.x.y` and modules behind -m."""
+    """Paths `ep_moe/...`, dotted names of the package and modules behind -m."""
     text = page.read_text()
     for path in re.findall(r"`(ep_moe/[\w./]*)`", text):
         assert (ROOT / path).exists(), path

@@ -29,8 +29,8 @@ def send(
     """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
     range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
 
-    x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `fp8_rows` does: each once, between
-        the read and the writes
+    x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `quant.fp8.round_fp8` does: each once,
+        between the read and the writes
     blocks: of the GPU's kernel that send rows, at most, and an eighth as many send ids
     packets: the few tokens go by packets there. All ranks send alike, and receive as they send
     alone: nothing runs beside this call's kernels, and the next one may start early

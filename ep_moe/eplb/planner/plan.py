@@ -56,7 +56,7 @@ def plan(
     and enough=1 that is so of every layer. If it does hold one twice, a legal map as good need not exist: loads 6, 3,
     2.6, 2.4 on 2 ranks of 3 slots are balanced exactly by three copies of the first expert, two of them on one rank,
     which splits it 2 : 1; the best legal map has 7.1 and 6.9. Then the result is the best that is found, and the best
-    there is where one node's ranks can be filled in at most `exhaustive_search.FEW` ways.
+    there is where one node's ranks can be filled in at most 30,000 ways (`search.FEW`).
 
     Args:
         load: [layers, E], routes per logical expert in any unit, not negative.

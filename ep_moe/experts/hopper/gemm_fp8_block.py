@@ -2,7 +2,7 @@
 with a scale for each 128 values.
 
 A forward pass is `route_sort.group_pairs` (rows by expert), `quantize_pairs`, `grouped_gemm`, `activate_and_quantize`
-(on Hopper both in one: `grouped_gemm_activate`), `grouped_gemm`, `route_sort.reduce_pairs`. Nothing here allocates,
+(on Hopper both in one: `grouped_gemm_activate`), `grouped_gemm`, `route_sort.reduce`. Nothing here allocates,
 waits for the device or tunes at run time: the caller brings every output, and all of it can be captured in a CUDA
 graph. How many rows there are is known to the device alone; work beyond them is not started. Row counts on the host (M)
 are upper bounds. launch: how kernels are launched.

@@ -281,7 +281,7 @@ def _place_pairs(
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr,
     WEIGHTED: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """counts, totals: of `sum_counts`. Without totals programs count their own into `counts` and wait for each other;
+    """counts, totals: of `_sum_counts`. Without totals programs count their own into `counts` and wait for each other;
     without either each counts all pairs, at most ALL, itself.
     ids_ready, sequence: of `types.WireIds`, None where ids come with the rows"""
     pdl_trigger(PDL)

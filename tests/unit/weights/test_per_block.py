@@ -1,4 +1,4 @@
-"""One scale per matrix, spread over blocks and taken back: `weights.per_block`."""
+"""One scale per matrix, spread over blocks and taken back: `layouts.base.PerBlock`."""
 
 from __future__ import annotations
 
