@@ -26,6 +26,8 @@ RANKS = (2, 4, 8)  # that its intranode kernels are compiled for
 
 
 class DeepEPDispatcher(Dispatcher):
+    """DeepEP's intranode kernels. The host waits for the number of rows that arrive, and makes room for as many."""
+
     name = "deepep"
     tested_machines = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
     capabilities = DispatcherCapabilities(
@@ -133,6 +135,8 @@ class DeepEPDispatcher(Dispatcher):
 
 
 class DeepEPStaticDispatcher(DeepEPDispatcher):
+    """DeepEP's intranode kernels with room for R * max_tokens rows. Never waits on the host, and can be captured."""
+
     name = "deepep_static"
     tested_machines = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
     capabilities = dataclasses.replace(DeepEPDispatcher.capabilities, cuda_graph=True, host_sync=False, static=True)

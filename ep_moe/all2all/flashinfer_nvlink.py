@@ -28,6 +28,8 @@ TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compile
 
 
 class FlashInferNVLinkDispatcher(Dispatcher):
+    """FlashInfer's one-sided all2all over NVLink, with room for R * max_tokens rows."""
+
     name = "flashinfer_nvlink"
     tested_machines = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation of its contract"
     capabilities = DispatcherCapabilities(

@@ -49,6 +49,8 @@ class _Handle:
 
 
 class HierarchicalDispatcher(Dispatcher):
+    """Sends a token once to each node that has one of its experts, and there once to each such rank."""
+
     name = "hierarchical"
     once_per_node = True
     tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 2 and 4 H100, 4 H200 as two nodes"

@@ -54,6 +54,8 @@ class StaticHandle:
 
 
 class HierarchicalStaticDispatcher(Dispatcher):
+    """As `hierarchical`, with room for every token everywhere, so that no rank waits for counts."""
+
     name = "hierarchical_static"
     tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H100, 4 H200 as two nodes"
     capabilities = DispatcherCapabilities(

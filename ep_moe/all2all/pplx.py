@@ -33,6 +33,8 @@ class _Handle:
 
 
 class PplxDispatcher(Dispatcher):
+    """pplx-kernels' intranode all2all: rows by expert, one copy per route, for decode sizes."""
+
     name = "pplx"
     tested_machines = (
         "pplx-kernels 12cecfd on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its intranode contract"

@@ -144,6 +144,8 @@ class _Handle:
 
 
 class TorchAll2AllDispatcher(Dispatcher):
+    """Sends a token once to each rank that has one of its experts, by `all_to_all_single`."""
+
     name = "torch_a2a"
     tested_machines = "CPU, gloo, 2 and 4 ranks; 2 and 4 H200, 4 H100, NCCL"
     capabilities = DispatcherCapabilities(

@@ -83,6 +83,8 @@ class Projection:
 
 
 class Projections(NamedTuple):
+    """Where a format has each of an expert's three matrices."""
+
     gate: Projection
     up: Projection
     down: Projection

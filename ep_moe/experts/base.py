@@ -185,12 +185,20 @@ class Experts(ABC):
     def __call__(self, received: Received, out: Tensor | None = None) -> Tensor: ...
 
     def __call__(self, received: Received, out: Tensor | PeerRows | None = None) -> Tensor | PeerRows:
-        """The experts' output for each received row, in the same rows; under Weighting.EXPERTS multiplied by the
-        weights and summed over the row's local experts, exactly zero where it has none, as in slots that this rank does
-        not have. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are undefined. What is given is left as it was.
+        """Compute the experts for received rows of any layout and format.
 
-        out: contiguous, [..., H] for `received.x`, the layer's dtype; where it is written to. Default a new tensor.
-            `received.peer_out`, for kernels that can: then rows without a local expert are left as they are
+        Under `Weighting.EXPERTS` a row's output is multiplied by the weights and summed over the row's local experts.
+        It is exactly zero where the row has no local expert, and in slots that this rank does not have. Rows beyond an
+        expert's count (CONTIGUOUS, BATCHED) are undefined. Inputs stay as they were.
+
+        Args:
+            received: The rows that reached this rank.
+            out: Where to write, contiguous [..., H] for `received.x`, of the layer's dtype. Kernels with the capability
+                `peer_out` also take `received.peer_out`, and leave rows without a local expert as they are. Default: a
+                new tensor.
+
+        Returns:
+            [..., H] in the order of `received.x`; `out` if it was given.
         """
         if self.weights.named:
             found: Tensor | PeerRows = self.weights(self._run, received, out)

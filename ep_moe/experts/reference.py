@@ -66,6 +66,8 @@ grouped.register_autograd(_backward, setup_context=_keep)
 
 
 class ReferenceExperts(Experts):
+    """Experts in plain torch, on CPU and GPU, differentiable. The oracle of every other kernel."""
+
     name = "reference"
     tested_machines = "CPU; 1 and 4 H200"
     capabilities = ExpertsCapabilities(

@@ -1,7 +1,8 @@
-"""`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory; the
-experts' last kernel writes its answers straight back, which makes two kernels in all; where it cannot, a third does.
-Few tokens, and their answers, go by LL packets, which need no flag; beside other work, large
-calls go by copy engines.
+"""`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory.
+
+A call launches two kernels: one sends, one receives. The experts' last kernel writes the results straight back. If it
+cannot (`peer_out`), a third kernel returns them. Few tokens, and their results, go by LL packets, which need no flag.
+Large calls beside other work go by copy engines.
 
 Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
 rows set out, and the rank that wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row
@@ -57,6 +58,8 @@ class _Handle:
 
 
 class NVLinkP2PDispatcher(Dispatcher):
+    """Kernels of ours that write rows and results straight into the memory of peers on one host."""
+
     name = "nvlink_p2p"
     tested_machines = (
         "2 and 4 H200 and H100, one host, fp8 back and fp8_row out on 2; on CPU over memory that ranks share"

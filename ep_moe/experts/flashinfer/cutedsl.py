@@ -203,6 +203,8 @@ _NO_LIMIT = torch.finfo(torch.float32).max
 
 
 class FlashInferCuteDslExperts(FlashInferExperts):
+    """FlashInfer's CuteDSL MoE on Blackwell: NVFP4 rows and weights, under any placement."""
+
     name = "flashinfer_cutedsl"
     tested_machines = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(

@@ -234,6 +234,8 @@ _MAX_INDEX = 2**31 - 1
 
 
 class FlashInferCutlassExperts(FlashInferExperts):
+    """FlashInfer's CUTLASS fused MoE on Hopper and Blackwell, under any placement."""
+
     name = "flashinfer_cutlass"
     tested_machines = (
         "1, 2 and 4 H200 in the schemes of 9.0, 2 H100 in none, fp8_block and fp8_static; on CPU over an emulation; "

@@ -39,6 +39,8 @@ _MAX_TILE = 256  # rows that an expert's rows are filled up to, at most
 
 
 class FlashInferTrtllmExperts(FlashInferExperts):
+    """FlashInfer's TRTLLM kernels on Blackwell, under any placement."""
+
     name = "flashinfer_trtllm"
     tested_machines = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = ExpertsCapabilities(

@@ -257,18 +257,30 @@ class FusedExperts(ABC):
     # --- calls -------------------------------------------------------------------------------------------------
 
     def __call__(self, x: Tensor, routed: Routed, *, max_tokens: int | None = None) -> Tensor:
-        """x [T, H] to [T, H]: the sum over each row's experts, multiplied by the routing weights; zero where there are
-        none. T may differ per rank and be 0. Collective over the EP group where it travels.
+        """Compute the layer's experts for this rank's rows. Collective over the EP group with the capability `travels`.
 
-        routed: a PhysicalRouting [T, K], -1 for none; RouterLogits [T, E] where the kernel routes
-        max_tokens: the most that any rank has in this call, default the dispatch shape's
+        Args:
+            x: [T, H] of the layer's dtype. T may differ per rank and be 0.
+            routed: A `PhysicalRouting` [T, K], -1 for no expert; `RouterLogits` [T, E] for a kernel that routes.
+            max_tokens: The most tokens that any rank has in this call. Default: the dispatch shape's.
+
+        Returns:
+            [T, H], the sum over each row's experts, multiplied by the routing weights; zero where there is none.
+
+        Raises:
+            InputError: an argument is wrong, or the call is within a CUDA graph capture that the kernel cannot be part
+                of. Peers raise a wrong argument at a later step (`refuse`).
+            PeerTimeout: a peer died, hung or went another way.
         """
         bound = self.dispatch_shape.max_tokens if max_tokens is None else max_tokens
         problem = self._problem(x, routed, bound)
         if problem is not None:
             self.refuse(problem)
         if capturing(x.device) and not self.capabilities.cuda_graph:
-            raise InputError(f"{self.name} cannot be captured in a CUDA graph")
+            raise InputError(
+                f"{self.name} cannot be captured in a CUDA graph; choose other experts (docs/reference/backends.md) or "
+                f"call the layer outside of the capture"
+            )
         if isinstance(routed, PhysicalRouting):
             routed = routed.materialize()
         self.connect()

@@ -42,6 +42,8 @@ ENTRIES = {scheme: entry.replace("_routed_moe", "_moe") for scheme, entry in trt
 
 
 class FlashInferTrtllmMonolithic(FusedExperts):
+    """FlashInfer's TRTLLM kernels on Blackwell that route inside, from the router's logits. One EP rank."""
+
     name = "flashinfer_trtllm_monolithic"
     tested_machines = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
     capabilities = FusedCapabilities(

@@ -118,6 +118,8 @@ _BLOCKS = 4
 
 
 class ScaleLayout(enum.Enum):
+    """How a kernel orders the block scales of a matrix. `LINEAR` is [rows, blocks]; the others are FlashInfer's."""
+
     LINEAR = "linear"
     SWIZZLED_128X4 = "swizzled_128x4"
     SWIZZLED_8X4 = "swizzled_8x4"
