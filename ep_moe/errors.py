@@ -51,5 +51,5 @@ class OutOfMemory(EPMoEError, torch.OutOfMemoryError):
 
 
 class RebalanceError(EPMoEError, RuntimeError):
-    """A rebalance came to nothing: the maps that were in force before are in force on all ranks. The message says what
+    """A rebalance was rolled back: the maps that were in force before are in force on all ranks. The message says what
     went wrong, on which rank, and whether the balancer goes on."""

@@ -30,9 +30,9 @@ class ExpertBalancer(RebalanceLoop):
     Made by all ranks of the world, as the context. Every rank calls `step` after each forward, on the stream that the
     layers run on. `update_expert` may be called at any time, on all ranks alike.
 
-    Where a rebalance comes to nothing the maps that were in force stay, and `step` raises: RebalanceError where the
-    balancer goes on with the next window; PeerTimeout (or what else the layers would raise) where a rank was lost. The
-    balancer is then OFF, and each further `step` says so.
+    If a rebalance is rolled back, the former maps stay in force. `step` raises RebalanceError, and the balancer goes on
+    with the next window. If a rank was lost, `step` raises PeerTimeout, or what the layers would raise. The balancer is
+    then OFF, and each further `step` says so.
 
     Args:
         layers: A model, or its MoE layers in the order of their making; alike in E. Their expert weights must not
@@ -63,7 +63,7 @@ class ExpertBalancer(RebalanceLoop):
         steps ago, has not come yet.
 
         Raises:
-            RebalanceError: on all ranks, where a rebalance came to nothing; the maps in force stay.
+            RebalanceError: on all ranks, where a rebalance was rolled back; the maps in force stay.
             PeerTimeout: where a rank was lost; the balancer is off.
             InputError: after `close`.
         """
@@ -95,7 +95,7 @@ class ExpertBalancer(RebalanceLoop):
         """Bring what is under way to its end, without forwards. On all ranks, after the same step.
 
         Raises:
-            RebalanceError: on all ranks, where the rebalance came to nothing; the maps in force stay.
+            RebalanceError: on all ranks, where the rebalance was rolled back; the maps in force stay.
             PeerTimeout: where a rank was lost; the balancer is off.
             InputError: after `close`.
         """

@@ -18,10 +18,11 @@ class EPLBConfig:
         interval: Steps from one plan to the next. 0: none by itself (`ExpertBalancer.move_to` is what moves experts).
         window: The last so many of these steps are counted.
         bytes_per_step: What a rank sends, and what it receives, in one step.
-        bytes_per_commit: What a rank rewrites between two forwards, where experts do not change places in larger
-            cycles. A layer that needs more is put in force in sub-plans, each a map of its own. A balancer holds both
-            as memory, the step's for 16 experts at most and the commit's for 8 at least, and for no more than a layer
-            has on a rank.
+        bytes_per_commit: What a rank rewrites between two forwards. Experts that swap places in a larger cycle are
+            rewritten together all the same. A layer that needs more is committed in sub-plans, each a complete map. A
+            balancer holds memory for both from the beginning. For a commit it holds max(bytes_per_commit / bytes of an
+            expert, 8) experts, at most the slots of the rank. For a step it holds min(bytes_per_step / bytes of an
+            expert, 16) experts, or bytes_per_step for a larger expert.
         sync_every: Steps between two looks at the other ranks while a rebalance is under way. A layer is put in force
             at such a step; nothing is exchanged while none is under way.
         deadline_s: Seconds after which a rank that does not answer is lost, and a transfer after half of it. At most

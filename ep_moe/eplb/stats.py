@@ -19,7 +19,7 @@ class BalancerStats:
         steps: Calls of `step`.
         rebalances: Plans that were begun.
         commits: Of layers, or sub-plans of them.
-        rollbacks: Rebalances that came to nothing.
+        rollbacks: Rebalances that were rolled back.
         skipped: Windows that ended while a rebalance was still under way.
         restarts: Layers begun anew because their weights were updated on the way.
         received_bytes: By this rank from others, of committed layers.

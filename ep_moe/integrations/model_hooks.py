@@ -41,11 +41,16 @@ class _Asked(threading.local):
 class TokenMasks:
     """Of one model: finds each call's mask, for the blocks that the call reaches.
 
-    Padding is not counted as load. It goes to no expert either, unless something may be computed from it: with
-    gradients, labels, or hidden states or router logits that are asked for, where a 4-D mask may let other rows attend
-    to it, and where `generate` is given padding on the right, padding is computed as in the untouched model. What
-    activation checkpointing repeats in backward finds no mask: it counts nothing, and computes padding as the call with
-    gradients did. Each thread has its own call: those whose layers do not meet are served.
+    Padding is not counted as load. It goes to no expert either, unless something may be computed from it. It is
+    computed as in the untouched model in these cases:
+
+    - with gradients or labels;
+    - when hidden states or router logits are asked for;
+    - with a 4-D mask, by which other rows may attend to padding;
+    - when `generate` is given padding on the right.
+
+    A call that activation checkpointing repeats in backward finds no mask. It counts nothing, and computes padding as
+    the call with gradients did. Each thread has its own call: those whose layers do not meet are served.
 
     Args:
         send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence:

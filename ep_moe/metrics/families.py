@@ -152,7 +152,7 @@ _FAMILIES = (
     _balancer_counter("steps", "Calls of ExpertBalancer.step.", "steps"),
     _balancer_counter("rebalances", "Plans whose moves were begun.", "rebalances"),
     _balancer_counter("commits", "Moves put in force: of layers, or of parts of them.", "commits"),
-    _balancer_counter("rollbacks", "Rebalances that came to nothing.", "rollbacks"),
+    _balancer_counter("rollbacks", "Rebalances that were rolled back.", "rollbacks"),
     _balancer_counter("skipped", "Windows that ended while a rebalance was under way.", "skipped"),
     _balancer_counter("restarts", "Layers begun anew because their weights were updated on the way.", "restarts"),
     _balancer_counter("received_bytes", "Bytes of experts that this rank received and put in force.", "received_bytes"),

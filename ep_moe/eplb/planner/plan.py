@@ -51,12 +51,12 @@ def plan(
 ) -> list[ExpertMap]:
     """Plan a map per layer for a load.
 
-    No rank holds an expert twice. The fullest rank of a layer that changes is no fuller than under the published
-    algorithm, or than `enough` asks for, if that algorithm's own plan holds no expert twice on a rank. With tolerance=0
-    and enough=1 that is so of every layer. If it does hold one twice, a legal map as good need not exist: loads 6, 3,
-    2.6, 2.4 on 2 ranks of 3 slots are balanced exactly by three copies of the first expert, two of them on one rank,
-    which splits it 2 : 1; the best legal map has 7.1 and 6.9. Then the result is the best that is found, and the best
-    there is where one node's ranks can be filled in at most 30,000 ways (`search.FEW`).
+    No rank holds an expert twice. A layer that changes is at least as balanced as under the published algorithm
+    (DeepSeek's EPLB), or as balanced as `enough` asks for. With tolerance=0 and enough=1 this holds for every layer.
+
+    Exception: the published plan may put an expert twice on a rank, and then no legal map need be as balanced. The
+    result is then the best map that the search finds. It is the best there is where one node's ranks can be filled in
+    at most 30 000 ways.
 
     Args:
         load: [layers, E], routes per logical expert in any unit, not negative.
@@ -69,8 +69,8 @@ def plan(
         tolerance: A layer stays as it is where its fullest rank is at most this fraction above the mean rank. It also
             stays where it is as balanced as the published algorithm would make it and the new map would take less than
             this fraction off the fullest rank.
-        enough: Balancedness (mean rank / fullest rank) at which a layer is left in peace, though more could be had;
-            less moves less. 1 for all that can be had.
+        enough: Balancedness (mean rank / fullest rank) at which a layer is not changed further. A smaller value moves
+            fewer experts.
 
     Returns:
         A map per layer; `current[l]` itself where layer l stays as it is.
