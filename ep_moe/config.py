@@ -138,7 +138,10 @@ class MoEConfig:
                 f"MoEConfig.top_k must not exceed num_experts, got top_k={self.top_k}, num_experts={self.num_experts}"
             )
         if self.shared_gate and not self.shared_intermediate_size:
-            raise ConfigError("MoEConfig.shared_gate=True needs shared_intermediate_size > 0, got 0")
+            raise ConfigError(
+                "MoEConfig.shared_gate=True needs shared_intermediate_size > 0, got 0; set the size of the shared "
+                "experts, or shared_gate=False"
+            )
         self._check_routing()
 
     def _check_routing(self) -> None:
@@ -146,7 +149,7 @@ class MoEConfig:
         if routing.weight_on_input and self.top_k != 1:
             raise ConfigError(
                 f"RoutingConfig.weight_on_input needs top_k = 1 (a row that travels once has one weight), got "
-                f"top_k={self.top_k}"
+                f"top_k={self.top_k}; set weight_on_input=False, or top_k=1"
             )
         if self.num_experts % routing.num_groups:
             raise ConfigError(

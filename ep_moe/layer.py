@@ -362,7 +362,10 @@ class MoELayer(LayerTools):
         """The context's dispatcher for this layer's present dtype and the bound in force, made with the peers on first
         use; a fused kernel has none."""
         if isinstance(self.experts, FusedExperts):
-            raise ConfigError(f"experts={self.choice.experts} has its all2all inside, and so the layer no dispatcher")
+            raise ConfigError(
+                f"experts={self.choice.experts} has its all2all inside, and the layer has no dispatcher; choose other "
+                f"experts"
+            )
         entry, repeats = self._entry, self._repeats
         key = (entry.choice.all2all, entry.room, self._call_dtype, repeats)
         found = self._dispatchers.get(key)

@@ -49,11 +49,17 @@ class LoadTrace:
                 )
             object.__setattr__(self, name, value.astype(np.int64))
         if len(self.tokens) != len(self.counts):
-            raise ConfigError(f"LoadTrace has {len(self.counts)} steps in counts and {len(self.tokens)} in tokens")
+            raise ConfigError(
+                f"LoadTrace has {len(self.counts)} steps in counts and {len(self.tokens)} in tokens; give a number of "
+                f"tokens for each step"
+            )
         if not self.layers:
             object.__setattr__(self, "layers", tuple(map(str, range(self.counts.shape[1]))))
         if len(self.layers) != self.counts.shape[1]:
-            raise ConfigError(f"LoadTrace.layers has {len(self.layers)} names for {self.counts.shape[1]} layers")
+            raise ConfigError(
+                f"LoadTrace.layers has {len(self.layers)} names for {self.counts.shape[1]} layers; give a name for "
+                f"each layer, or none at all"
+            )
 
     @property
     def steps(self) -> int:

@@ -130,8 +130,8 @@ def _saved_bytes(layer: Layer, train_tokens: int) -> int:
     kernel = layer._kernel
     if isinstance(kernel, FusedExperts) or not kernel.capabilities.differentiable:
         raise ConfigError(
-            f"train_tokens={train_tokens}: experts={kernel.name} has no backward; leave train_tokens out, or build the "
-            f"layer with experts='reference' (or 'bf16_triton' on Hopper, in bfloat16)"
+            f"train_tokens={train_tokens}: experts={kernel.name} has no backward; leave train_tokens out, or build a "
+            f"layer that trains (layer.explain() says which pairs do)"
         )
     kind, shape, bound = _trained(layer, train_tokens)
     adjoint = kind.capabilities.adjoint

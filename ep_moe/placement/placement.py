@@ -174,18 +174,19 @@ class Placement(nn.Module):
         for name in ("num_experts", "num_ranks", "slots_per_rank"):
             if getattr(expert_map, name) != getattr(old, name):
                 raise ConfigError(
-                    f"Placement.update needs a map with {name}={getattr(old, name)}, got {getattr(expert_map, name)}"
+                    f"Placement.update needs a map with {name}={getattr(old, name)}, got {getattr(expert_map, name)}; "
+                    f"make it for these sizes, or build the layer with expert_map="
                 )
         for rank, room in enumerate(self.slots):
             if expert_map.num_slots(rank) > room:
                 raise ConfigError(
                     f"Placement.update needs a map with at most {room} slots on rank {rank}, as at construction, got "
-                    f"{expert_map.num_slots(rank)}"
+                    f"{expert_map.num_slots(rank)}; leave slots of the rank empty, or build the layer with expert_map="
                 )
         if max(expert_map.replica_count) > self._max_replicas:
             raise ConfigError(
                 f"Placement.update has room for {self._max_replicas} replicas of an expert, got "
-                f"{max(expert_map.replica_count)}"
+                f"{max(expert_map.replica_count)}; take fewer replicas, or build the layer with expert_map="
             )
 
     def prepare(self, expert_map: ExpertMap) -> None:

@@ -103,7 +103,7 @@ def gpu_named(name: str) -> GPU:
         ConfigError: there is none of that name.
     """
     if name not in GPUS:
-        raise ConfigError(f"--gpu must be one of {', '.join(GPUS)}, got {name!r}")
+        raise ConfigError(f"gpu (--gpu) must be one of {', '.join(GPUS)}, got {name!r}")
     return GPUS[name]
 
 

@@ -319,7 +319,7 @@ def test_text_names_the_source_of_each_number():
         (["qwen3", "--gpus", "4"], ["qwen3", "qwen3-30b-a3b"]),
         (["demo", "--gpus", "0"], ["--gpus", "at least 1", "0"]),
         (["demo", "--gpus", "12"], ["--per-host must divide --gpus", "12"]),
-        (["demo", "--gpus", "4", "--gpu", "a100"], ["--gpu must be one of h100, h200, b200", "a100"]),
+        (["demo", "--gpus", "4", "--gpu", "a100"], ["gpu (--gpu) must be one of h100, h200, b200", "a100"]),
         (["demo", "--gpus", "4", "--tokens", "0"], ["--tokens", "at least 1"]),
         (["demo", "--gpus", "4", "--nic-gb-s", "0"], ["--nic-gb-s"]),
         (["demo", "--gpus", "4", "--tp", "3"], ["dp * tp must be all --gpus", "--tp 3 for 4 GPUs"]),
@@ -358,4 +358,4 @@ def test_explain_of_gpus_that_are_not_here():
     output = ask("explain", "--config", "deepseek-v3", "--gpu", "h200", "--dp", 8)
     reason = registry.unsupported_reason("dispatchers", "pplx")  # built apart, and asked here
     assert reason is None or f"pplx: {reason}" in output
-    assert "--gpu must be one of" in ask("explain", "--config", "demo", "--gpu", "x", code=2)
+    assert "gpu (--gpu) must be one of" in ask("explain", "--config", "demo", "--gpu", "x", code=2)
