@@ -246,6 +246,8 @@ def test_a_broken_file_is_refused_by_name(tmp_path, text, sentence):
 def test_no_file(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no file .*none\.json; make it with ep-moe tune"):
         Tuned.load(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"cannot be read as JSON \(.*directory"):
+        Tuned.load(tmp_path)
 
 
 def test_the_whole_file_of_the_tests_above_is_good(tmp_path):
