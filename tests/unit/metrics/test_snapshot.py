@@ -91,11 +91,13 @@ def test_replays_are_those_of_graphs(layer):
     assert (timed.calls - after.calls, timed.replayed - after.replayed) == (1, 0), "it runs eagerly to be timed"
 
 
-def test_layers_of_one_name_are_told_apart(context):
+def test_layers_of_one_name_are_told_apart(context, monkeypatch):
     layers = [MoELayer(CONFIG, context, name="same") for _ in range(3)]
     layers[1](torch.randn(3, 16))
-    found = metrics.Source(context).newest().layers
-    assert [(layer.name, layer.calls) for layer in found] == [("same", 0), ("same (2)", 1), ("same (3)", 0)]
+    monkeypatch.setattr(module, "_margin", lambda name, _: {"same": 9.0}[name])  # a recorder knows a layer's own name
+    for found in (metrics.snapshot(context).layers, metrics.Source(context).newest().layers):
+        assert [(layer.name, layer.calls) for layer in found] == [("same", 0), ("same (2)", 1), ("same (3)", 0)]
+        assert [layer.deadline_margin_s for layer in found] == [9.0] * 3
 
 
 def test_stage_times_are_of_their_layer(context):

@@ -1,6 +1,7 @@
 """Agreements of ranks, on one rank."""
 
 import pytest
+import torch.distributed as dist
 
 from ep_moe import InputError
 from ep_moe.parallel.consensus import StoreConsensus
@@ -20,3 +21,16 @@ def test_an_error_that_ranks_agreed_on_leaves_the_agreement_around_it_as_it_is()
     with pytest.raises(InputError, match="bad") as left, consensus.together("all"):
         fails()
     assert left.value is raised[0]
+
+
+def test_an_agreement_on_longer_work_has_a_longer_deadline(monkeypatch):
+    waited = []
+    monkeypatch.setattr(
+        StoreConsensus, "_decide", lambda self, key, what, deadline_s: waited.append((what, deadline_s))
+    )
+    consensus = StoreConsensus(dist.HashStore(), [0, 1], 0, 5.0)
+    consensus.healthy("usual", None)
+    consensus.healthy("long", None, deadline_s=60.0)
+    consensus.healthy("short", None, deadline_s=1.0)
+    assert consensus.share("made", lambda: 7, deadline_s=60.0) == 7
+    assert waited == [("usual", 5.0), ("long", 60.0), ("short", 5.0), ("made", 60.0)]

@@ -297,6 +297,13 @@ def test_facts_that_only_one_side_has_are_named():
     assert tuned(machine=here).mismatch(spread, FACTS) == "machine nodes is 2 here and None in the file"
 
 
+def test_a_layer_counts_the_nodes_of_its_context(monkeypatch):
+    monkeypatch.setattr(RankLayout, "ep_node_count", 2)
+    monkeypatch.setattr(RankLayout, "across_nodes", "ranks 0 and 1")
+    with pytest.raises(ConfigError, match="machine nodes is 2 here and None in the file"):
+        MoELayer(CONFIG, local(), tuned=tuned(machine=machine_facts(CPU, 1, 1)), dtype=torch.float32)
+
+
 def test_the_layer_of_the_file_is_the_layer_that_was_asked_for():
     """Each argument reaches the comparison."""
     for changed, name in (
