@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped_4bit, scaling_4bit
+from ep_moe.experts.hopper import gemm_4bit, gemm_grouped_4bit, gemm_skinny_4bit, scaling_4bit
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import Tiles
 from ep_moe.experts.hopper.gemm_skinny import Tile, TileConfig
@@ -102,7 +102,7 @@ def test_each_tile(tile, scheme, monkeypatch):
 )  # fmt: skip
 def test_each_tile_of_the_fewest(tile, scheme, monkeypatch):
     """More routes of an expert than a tile has, half a block, and fewer blocks than warps that share them."""
-    monkeypatch.setattr(gemm_few_4bit, "tiles_for", lambda _: TileConfig(False, tile, tile))
+    monkeypatch.setattr(gemm_skinny_4bit, "tiles_for", lambda _: TileConfig(False, tile, tile))
     for model in [SMALL] + [UNEVEN] * (SCHEMES[scheme].weights.unit[1] <= 32):
         experts, tensors = build(*model, scheme)
         for count in (1, 3, 8):

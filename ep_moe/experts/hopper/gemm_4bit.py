@@ -1,5 +1,5 @@
 """Products of few rows in bf16 with weights of 4 bits, which are read once and become bf16 in registers. In Triton. For
-the fewest: `gemm_few_4bit`; for many: `gemm_grouped_4bit`.
+the fewest: `gemm_skinny_4bit`; for many: `gemm_grouped_4bit`.
 
 The weights' layout is `weights.layouts.hopper_4bit`. They are the left operand of the tensor cores, which takes them
 from registers. A thread loads 16 bytes for 32 numbers of a row; shifts and masks, two numbers at a time, leave bf16:

@@ -1,6 +1,6 @@
 """The product of many rows, grouped by expert, with weights of 4 bits, on Hopper: `gemm_grouped`, whose weights travel
 as they are stored, and become bf16, or E4M3 with rows of E4M3, in the registers from which tensor cores read them. For
-few rows: `gemm_4bit`, `gemm_few_4bit`.
+few rows: `gemm_4bit`, `gemm_skinny_4bit`.
 
 Nothing here allocates or waits for the device.
 """

@@ -1,4 +1,4 @@
-// Part of gemm_few_4bit.cu and gemm_grouped_4bit.cu: codes of 4 bits as numbers of bf16, or of E4M3 with FP8. Given
+// Part of gemm_skinny_4bit.cu and gemm_grouped_4bit.cu: codes of 4 bits as numbers of bf16, or of E4M3 with FP8. Given
 // besides: INT4 (else E2M1), GROUP columns of a scale, WORDS of scales in a block of 128 columns of a row.
 
 [[maybe_unused]] constexpr int EXPONENTS = 20;  // of a group below its row's largest

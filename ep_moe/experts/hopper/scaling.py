@@ -109,7 +109,7 @@ class Scaling(ABC):
         """Scratch for so many routes, without the lists of the sort. y [routes, H] is what `reduce` sums."""
 
     @abstractmethod
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         """Tiles of `gemm_skinny`, None where there are too many rows for it. each: rows of an expert on average"""
 
     def ring(self, each: float) -> Ring | None:
@@ -141,7 +141,7 @@ class Scaling(ABC):
         """Scales of the second one."""
         return {}
 
-    def few(
+    def run_skinny(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
@@ -190,7 +190,7 @@ class Unscaled(Scaling):
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
         return {"act": ((routes, inner), BF16), "y": ((routes, hidden), BF16)}
 
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:

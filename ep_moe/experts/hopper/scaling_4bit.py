@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped_4bit
+from ep_moe.experts.hopper import gemm_4bit, gemm_grouped_4bit, gemm_skinny_4bit
 from ep_moe.experts.hopper.gemm_skinny import FEWEST, TileConfig
 from ep_moe.experts.hopper.gemm_streaming import Ring
 from ep_moe.experts.hopper.numbers_4bit import Weights
@@ -49,22 +49,24 @@ class Packed(Scaling):
         p = self.products
         return {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
-        return gemm_few_4bit.tiles_for(routes) if routes <= FEWEST else None
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
+        return gemm_skinny_4bit.tiles_for(routes) if routes <= FEWEST else None
 
-    def few(
+    def run_skinny(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         launch = self.products.launch
-        gemm_few_4bit.product(
+        gemm_skinny_4bit.product(
             rows.x, *found, self.weights(0), own["act"], cut.first, x_scale=_scale(rows), gather=True, launch=launch,
             **self.activated(),
         )  # fmt: skip
-        act = self.between_few(own)
-        gemm_few_4bit.product(act.x, *found, self.weights(1), own["y"], cut.second, x_scale=_scale(act), launch=launch)
+        act = self.between_skinny(own)
+        gemm_skinny_4bit.product(
+            act.x, *found, self.weights(1), own["y"], cut.second, x_scale=_scale(act), launch=launch
+        )
 
-    def between_few(self, own: Mapping[str, Tensor]) -> Rows:
+    def between_skinny(self, own: Mapping[str, Tensor]) -> Rows:
         """As `between`, of rows that are not sorted."""
         return Rows(own["act"])
 
@@ -121,7 +123,7 @@ class FourBitsFp8(Packed, RowScaled):
 
     names: ClassVar[tuple[str, ...]] = Packed.names
 
-    def between_few(self, own: Mapping[str, Tensor]) -> Rows:
+    def between_skinny(self, own: Mapping[str, Tensor]) -> Rows:
         return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]))
 
 

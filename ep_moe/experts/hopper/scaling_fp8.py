@@ -46,7 +46,7 @@ class MatrixScaled(SameOrder):
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
         return {"scale": ((1,), torch.float32), "act": ((routes, inner), FP8), "y": ((routes, hidden), BF16)}
 
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of_matrices(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
@@ -91,7 +91,7 @@ class RowScaled(SameOrder):
             "y": ((routes, hidden), BF16),
         }
 
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of_rows(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
@@ -162,7 +162,7 @@ class BlockScaled(Scaling):
             "y": ((routes, hidden), dtype),
         }
 
-    def skinny(self, routes: int, each: float) -> TileConfig | None:
+    def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of_blocks(routes, each)
 
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
@@ -185,11 +185,11 @@ class BlockScaled(Scaling):
         w13 = self.products.w13
         return ring_for(each, w13, blocks=True) if gemm_fp8_block.has_hopper(w13.device) else None
 
-    def few(
+    def run_skinny(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        super().few(rows, found, cut, lists, self._plain(own))
+        super().run_skinny(rows, found, cut, lists, self._plain(own))
 
     def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
         super().streamed(rows, lists, ring, self._plain(own))

@@ -152,13 +152,13 @@ def _pass(
     launch, (slots, hidden, inner) = p.launch, step.sizes
     total = count * expected
     each = total / slots
-    cut = None if exact else step.skinny(count * top_k, each)
+    cut = None if exact else step.skinny_tiles(count * top_k, each)
     ring = step.ring(each) if cut is None and (step.same_bits or not exact) else None
     own = carve(
         workspace, shapes(scaling, count * top_k, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype)
     )
     if cut is not None and not cut.sort:
-        step.few(step.rounded(rows, own), found, cut, None, own)
+        step.run_skinny(step.rounded(rows, own), found, cut, None, own)
         route_sort.reduce(own["y"], *found, slots, out, home=home, per_route=per_route, launch=launch)
         return
     pdl = ring is not None  # weights are fetched while routes are sorted
@@ -171,7 +171,7 @@ def _pass(
         launch=launch,
     )  # fmt: skip
     if cut is not None:
-        step.few(step.rounded(rows, own), found, cut, lists, own)
+        step.run_skinny(step.rounded(rows, own), found, cut, lists, own)
     elif ring is not None:
         step.streamed(rows, lists, ring, own)
     else:

@@ -1,4 +1,4 @@
-"""The layouts of 4-bit weights that this project's Hopper kernels read (`gemm_4bit`, `gemm_few_4bit`,
+"""The layouts of 4-bit weights that this project's Hopper kernels read (`gemm_4bit`, `gemm_skinny_4bit`,
 `gemm_grouped_4bit`).
 
 A matrix [rows, columns] lies in blocks of 128 columns, filled up with zeros to whole ones:

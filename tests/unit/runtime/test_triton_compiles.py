@@ -22,11 +22,11 @@ from triton.runtime.jit import JITFunction
 from ep_moe import ExpertMap, MoEConfig, RoutingConfig, RoutingMethod, Wire
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import (
-    gemm_few_4bit,
     gemm_fp8_block,
     gemm_fp8_block_gluon,
     gemm_grouped,
     gemm_grouped_4bit,
+    gemm_skinny_4bit,
     gemm_streaming,
 )
 from ep_moe.experts.hopper.experts import (
@@ -192,7 +192,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         mock.patch.object(devices, "starts_early", return_value=True),
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
         mock.patch.object(gemm_grouped_4bit, "product", products),
-        mock.patch.object(gemm_few_4bit, "product", products),
+        mock.patch.object(gemm_skinny_4bit, "product", products),
         mock.patch.object(gemm_grouped_4bit, "programs", return_value=132),
     ):
         built(kind, scheme, config)(received, out)

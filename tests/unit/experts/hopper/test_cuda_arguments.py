@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.experts.hopper import gemm_few_4bit, gemm_grouped, gemm_grouped_4bit
+from ep_moe.experts.hopper import gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
 from ep_moe.runtime import nvrtc
 from ep_moe.types import Activation
@@ -68,9 +68,9 @@ def rows_of(columns: int, e4m3: bool) -> tuple[torch.Tensor, torch.Tensor | None
 def test_the_fewest_rows_of_four_bits(int4, e4m3):
     w, (x, scale) = weights(2 * INNER, HIDDEN, e4m3=e4m3, int4=int4), rows_of(HIDDEN, e4m3)
     ids, routing = torch.zeros(ROWS, 2, dtype=torch.int64), torch.ones(ROWS, 2)
-    out, cut = torch.empty(12, INNER), gemm_few_4bit.tiles_for(ids.numel()).first
+    out, cut = torch.empty(12, INNER), gemm_skinny_4bit.tiles_for(ids.numel()).first
     named, programs, shared = launched(
-        lambda launch: gemm_few_4bit.product(
+        lambda launch: gemm_skinny_4bit.product(
             x, ids, routing, 7, w, out, cut, x_scale=scale, activation=Activation.SWIGLU, alpha=1.5, limit=2.5,
             gather=True, launch=launch,
         )
@@ -84,7 +84,7 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
     assert {name: named[name] for name in numbers} == numbers
     assert named["unit"] == (1.0 if e4m3 else 2.0**32)
     assert programs == SLOTS * (INNER // (8 * cut.warps // cut.split))
-    assert shared == gemm_few_4bit.shared_bytes(cut, x.element_size())
+    assert shared == gemm_skinny_4bit.shared_bytes(cut, x.element_size())
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
@@ -115,5 +115,5 @@ def test_many_rows_of_four_bits(int4, e4m3):
 
 
 def test_numbers_have_room_in_both_kernels():
-    assert "8 * EXPONENTS" in numbers_text("gemm_few_4bit.cu")
+    assert "8 * EXPONENTS" in numbers_text("gemm_skinny_4bit.cu")
     assert "scales + 2 * EXPONENTS" in gemm_grouped.kernel_text()  # floats, of 8 bytes each

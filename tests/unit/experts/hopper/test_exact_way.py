@@ -31,7 +31,7 @@ def ways(scaling: str, rows: int, exact: bool, activation: str = "swiglu") -> li
         return mock.patch.object(kind, name, mock.Mock(side_effect=lambda *_, **__: taken.append(name)))
 
     with (
-        takes("few"),
+        takes("run_skinny"),
         takes("streamed"),
         takes("grouped"),
         mock.patch.object(kind, "rounded", lambda s, rows, own: rows),
@@ -53,7 +53,7 @@ def test_ways_of_one_order_of_sums(scaling):
     assert found == [["streamed"], ["streamed"], ["streamed"], ["grouped"]]
     gelu = [ways(scaling, rows, True, "geglu") for rows in (1, 600)]
     assert gelu == [["streamed" if scaling == "trained" else "grouped"], ["grouped"]]
-    assert ways(scaling, 1, False) == ["few"]  # the way of few rows otherwise
+    assert ways(scaling, 1, False) == ["run_skinny"]  # the way of few rows otherwise
 
 
 def test_bf16_computes_as_it_is_trained():

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe.experts.hopper import gemm_few_4bit, gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, step
+from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit, step
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import CUTS, Tiles, tiles_for
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
@@ -142,11 +142,11 @@ def test_programs_of_a_multiprocessor_share_its_memory(scheme):
 @pytest.mark.parametrize("scheme", FOUR_BITS)
 @pytest.mark.parametrize("routes", [8, 32])
 def test_the_fewest_rows_compile_for_hopper(routes, scheme):
-    w, cuts = four_bits(scheme, biased=True), gemm_few_4bit.tiles_for(routes)
+    w, cuts = four_bits(scheme, biased=True), gemm_skinny_4bit.tiles_for(routes)
     for cut, activation in ((cuts.first, Activation.SWIGLU_CLAMPED), (cuts.second, None)):
-        form = gemm_few_4bit.form_of(w, cut, activation)
-        assert nvrtc.compile_kernels(numbers_text("gemm_few_4bit.cu"), form)[1] == ""
-        assert gemm_few_4bit.shared_bytes(cut, 1 if w.e4m3 else 2) <= nvrtc.SHARED // gemm_few_4bit.programs(cut)
+        form = gemm_skinny_4bit.form_of(w, cut, activation)
+        assert nvrtc.compile_kernels(numbers_text("gemm_skinny_4bit.cu"), form)[1] == ""
+        assert gemm_skinny_4bit.shared_bytes(cut, 1 if w.e4m3 else 2) <= nvrtc.SHARED // gemm_skinny_4bit.programs(cut)
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4", "int4_fp8", "mxint4_fp8"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_moe import Activation
-from ep_moe.experts.hopper import gemm_4bit, gemm_few_4bit, gemm_grouped, gemm_grouped_4bit, scaling_fp8
+from ep_moe.experts.hopper import gemm_4bit, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit, scaling_fp8
 from ep_moe.experts.hopper.gemm_skinny import FEWEST
 from ep_moe.experts.hopper.numbers_4bit import Weights
 from ep_moe.experts.hopper.route_sort import Lists
@@ -50,7 +50,9 @@ def calls_of(run) -> list[tuple[str, dict[str, object]]]:
         return product
 
     with (
-        mock.patch.object(gemm_few_4bit, "product", noted("few", ("x", "ids", "routing", "base", "w", "out", "cut"))),
+        mock.patch.object(
+            gemm_skinny_4bit, "product", noted("skinny", ("x", "ids", "routing", "base", "w", "out", "cut"))
+        ),
         mock.patch.object(gemm_4bit, "product", noted("listed", ("x", "w", "lists", "out", "cut"))),
         mock.patch.object(gemm_grouped_4bit, "product", noted("grouped", ("x", "w", "ends", "out", "tiles"))),
         mock.patch.object(gemm_grouped, "multiprocessors", return_value=132),
@@ -89,14 +91,14 @@ def check(step: Packed, own: dict[str, torch.Tensor], calls: list[tuple[str, dic
 @each_scheme
 def test_the_fewest_routes(scheme):
     step, own = made(scheme)
-    assert step.skinny(FEWEST + 1, 0.1) is None
-    cut = step.skinny(FEWEST, 1000.0)
+    assert step.skinny_tiles(FEWEST + 1, 0.1) is None
+    cut = step.skinny_tiles(FEWEST, 1000.0)
     assert cut is not None
     assert not cut.sort
     x, scale, found = torch.zeros(5, HIDDEN), torch.ones(5), (torch.zeros(5, 4), None, 2)
     e4m3 = "act_scale" in own
-    calls = calls_of(lambda: step.few(Rows(x, scale if e4m3 else None), found, cut, None, own))
-    assert [module for module, _ in calls] == ["few", "few"]
+    calls = calls_of(lambda: step.run_skinny(Rows(x, scale if e4m3 else None), found, cut, None, own))
+    assert [module for module, _ in calls] == ["skinny", "skinny"]
     check(step, own, calls)
     (_, first), (_, second) = calls
     assert first["x"] is x

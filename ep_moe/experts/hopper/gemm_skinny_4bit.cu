@@ -1,4 +1,4 @@
-// The products of the fewest routes of gemm_few_4bit.py: out[p] = act(w[e] @ x[p]) for each row p of expert e, with weights of 4 bits as
+// The products of the fewest routes of gemm_skinny_4bit.py: out[p] = act(w[e] @ x[p]) for each row p of expert e, with weights of 4 bits as
 // weights/layouts/hopper_4bit.py has them.
 //
 // A warp multiplies 16 rows of weights, which it loads from global memory into the registers that the tensor cores read
@@ -104,10 +104,10 @@ __device__ __forceinline__ void add_block(float (&sum)[4], const Block& own, con
 // `pairs` routes; codes and scales: `rows` of an expert, in `blocks`; factor: of an expert; row_scale, of E2M1 with FP8, and
 // bias: of its rows; out: bf16, `width` columns; every: routes of a row of x, or 1
 extern "C" __global__ void __launch_bounds__(THREADS, PROGRAMS)
-    gemm_few_4bit(const char* x, const float* x_scale, const char* ids, int id_bytes, const float* routing,
-                  const char* codes, const u32* scales, const float* factor, const float* row_scale,
-                  const unsigned short* bias, unsigned short* out, float unit, int base, int pairs, int experts, int depth,
-                  int rows, int width, int blocks, int every, float alpha, float limit) {
+    gemm_skinny_4bit(const char* x, const float* x_scale, const char* ids, int id_bytes, const float* routing,
+                     const char* codes, const u32* scales, const float* factor, const float* row_scale,
+                     const unsigned short* bias, unsigned short* out, float unit, int base, int pairs, int experts, int depth,
+                     int rows, int width, int blocks, int every, float alpha, float limit) {
   extern __shared__ __align__(128) char memory[];
   int(&from)[ROWS] = *(int(*)[ROWS])memory;  // row of x, and of out
   int(&to)[ROWS] = *(int(*)[ROWS])(memory + 4 * ROWS);

@@ -57,7 +57,7 @@ def product(
         *((number, c_float) for number in (alpha, limit)),
     ]
     form = form_of(w, cut, activation)
-    function = nvrtc.kernel(numbers_text("gemm_few_4bit.cu"), "gemm_few_4bit", form, x.device.index)
+    function = nvrtc.kernel(numbers_text("gemm_skinny_4bit.cu"), "gemm_skinny_4bit", form, x.device.index)
     kernel = nvrtc.Kernel(function, x.device, _LANES * cut.warps, shared_bytes(cut, x.element_size()))
     launch(kernel, (min(experts, pairs) * columns,), nvrtc.Arguments(arguments))
 
