@@ -117,13 +117,13 @@ def p2p(shape: DispatchShape, rank_group: RankGroup, kind=nvlink_p2p.NVLinkP2PDi
 class ManyTokens(nvlink_p2p.NVLinkP2PDispatcher):
     """As calls of many tokens travel."""
 
-    few_bytes = 0
+    low_latency_bytes = 0
 
 
 class CopyEngines(nvlink_p2p.NVLinkP2PDispatcher):
     """As large calls travel beside other work."""
 
-    few_bytes = copied_bytes = 0
+    low_latency_bytes = copied_bytes = 0
 
 
 # `packets`, `kernels` and `copies` run in all formats, dtypes and top-k, and buffers grow by bytes: rows with scales

@@ -54,13 +54,13 @@ on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="over memory t
 
 
 @contextlib.contextmanager
-def growing(deadline_s: float = 20, few_bytes: int = 0, **sizes):
+def growing(deadline_s: float = 20, low_latency_bytes: int = 0, **sizes):
     """A context whose layers take `nvlink_p2p` by themselves, with room for LEAST tokens at first."""
     parallel = ParallelConfig(**(sizes or {"dp": dist.get_world_size()}))
     with (
         p2p_on_cpu(),
         mock.patch.object(NVLinkP2PDispatcher, "least_room", LEAST),
-        mock.patch.object(NVLinkP2PDispatcher, "few_bytes", few_bytes),
+        mock.patch.object(NVLinkP2PDispatcher, "low_latency_bytes", low_latency_bytes),
         EPContext.from_groups(parallel, device=rank_device(), deadline_s=deadline_s) as context,
     ):
         yield context
@@ -80,11 +80,11 @@ def rooms(layer: MoELayer) -> list[int]:
 
 
 @distributed(2, 4)
-@pytest.mark.parametrize("few_bytes", [0, 256], ids=["by flags", "by packets"])
-def test_all_ranks_grow_together(few_bytes, world_size):
+@pytest.mark.parametrize("low_latency_bytes", [0, 256], ids=["by flags", "by packets"])
+def test_all_ranks_grow_together(low_latency_bytes, world_size):
     """To powers of two that hold the most tokens of any rank, and never back; uneven ranks, some without a token."""
     rank = dist.get_rank()
-    with growing(few_bytes=few_bytes) as context:
+    with growing(low_latency_bytes=low_latency_bytes) as context:
         layer, twin = made(context), made(context)
         assert context.plan()["transport"] == 0
         most = LEAST
@@ -165,7 +165,7 @@ def test_one_rank_refuses_where_others_would_grow(world_size):
 def test_ids_that_name_no_expert_raise_in_a_later_call(world_size):
     """By packets, by flags and in replays, of one rank, on all of them; the context goes on."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
-    with growing(few_bytes=1 << 16) as context:
+    with growing(low_latency_bytes=1 << 16) as context:
         layer = built(context) if gpu else fill(MoELayer(WIDE, context, experts="reference", dtype=torch.bfloat16))
         experts = layer.config.num_experts
         layer.forward_routed(wide_rows(layer, 1, 0), wide_routes(layer, 1, 0))  # the first call is checked before
@@ -399,12 +399,12 @@ def test_captures_name_max_tokens(world_size):
 @on_gpus
 @distributed(2, 4)
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
-@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
+@pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 @torch.no_grad()
-def test_replays_beside_calls_that_run_and_that_grow(few_bytes, pair, world_size):
+def test_replays_beside_calls_that_run_and_that_grow(low_latency_bytes, pair, world_size):
     """The bits of the layer's own run, on ranks that replay beside ranks that do not, under bounds that change."""
     rank = dist.get_rank()
-    with growing(few_bytes=few_bytes) as context:
+    with growing(low_latency_bytes=low_latency_bytes) as context:
         layers, replayed = [built(context, pair) for _ in range(2)], 0
         for step in range(120):
             layer, most = layers[step % 2], (1, 3, 40, 200)[min(step // 30, step // 2 % 4)]

@@ -57,14 +57,16 @@ def seen_by(kind: type[Dispatcher]) -> list[bool]:
 
 
 @distributed(2, set_device=True)
-@pytest.mark.parametrize(("all2all", "pipeline", "few_bytes", "late_there"), [
+@pytest.mark.parametrize(("all2all", "pipeline", "low_latency_bytes", "late_there"), [
     ("nvlink_p2p", None, 0, True), ("nvlink_p2p", None, 800, True), ("nvlink_p2p", 2, 0, False),
     ("torch_a2a", None, 0, False),
 ])  # fmt: skip
 @pytest.mark.parametrize("shared", [0, 16])
-def test_late_ids_are_the_same_ones_and_counted_once(shared, all2all, pipeline, few_bytes, late_there, world_size):
+def test_late_ids_are_the_same_ones_and_counted_once(
+    shared, all2all, pipeline, low_latency_bytes, late_there, world_size
+):
     """Answers and loads; of a call in parts each row keeps its number in the whole call."""
-    on_the_cpu(NVLinkP2PDispatcher, False, few_bytes)
+    on_the_cpu(NVLinkP2PDispatcher, False, low_latency_bytes)
     rank, config = dist.get_rank(), dataclasses.replace(CONFIG, shared_intermediate_size=shared)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
         make = partial(MoELayer, config, context, expert_map=ExpertMap.redundant(6, 2, 4), all2all=all2all)

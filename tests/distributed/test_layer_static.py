@@ -107,7 +107,7 @@ def test_one_rank_is_its_own_peer(way, world_size):
     own = dispatcher.make_memory
     if not torch.cuda.is_available():
         on_the_cpu(*WAYS[way])
-    NVLinkP2PDispatcher.few_bytes, dispatcher.make_memory = 256 if "packets" in way else 0, own
+    NVLinkP2PDispatcher.low_latency_bytes, dispatcher.make_memory = 256 if "packets" in way else 0, own
     with EPContext.from_groups(ParallelConfig(dp=1), device=rank_device(), max_tokens=9) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p"))
         for tokens in (9, 0, 3):

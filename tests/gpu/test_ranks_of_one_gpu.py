@@ -79,7 +79,7 @@ def test_kernels_that_start_early(kind, tokens):
     run(2, body, kind=kind, tokens=tokens, world_size=2)
 
 
-@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
-def test_automatic_graphs_over_buffers_that_grow(few_bytes):
+@pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
+def test_automatic_graphs_over_buffers_that_grow(low_latency_bytes):
     body = "tests.distributed.test_growing_buffers:test_replays_beside_calls_that_run_and_that_grow"
-    run(2, body, few_bytes=few_bytes, pair="bf16", world_size=2)
+    run(2, body, low_latency_bytes=low_latency_bytes, pair="bf16", world_size=2)

@@ -33,19 +33,20 @@ def answer_bytes(dispatch_shape: DispatchShape) -> int:
     return dispatch_shape.hidden_size * answer_dtype(dispatch_shape).itemsize
 
 
-def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
+def place_shapes(dispatch_shape: DispatchShape, low_latency_tokens: int) -> Shapes:
     """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
     answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
-    row_packets, answer_packets [R, few, packets of a row]: written by peers, for calls of at most `few` tokens
+    row_packets, answer_packets [R, T, packets of a row]: written by peers, for calls of at most T = low_latency_tokens
+        tokens
     Of a shape with `per_route` there are K answers for each place, one after the other.
     flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer set last
     """
     g = dispatch_shape
     assert g.max_tokens is not None
-    places, few = g.num_ranks * g.max_tokens, min(few, g.max_tokens)
+    places, tokens = g.num_ranks * g.max_tokens, min(low_latency_tokens, g.max_tokens)
     answers = places * g.returned
     row = 2 * g.top_k + (g.row_bytes + g.scale_bytes) // 4
     answer = answer_bytes(g) // 4 + 1
@@ -57,8 +58,8 @@ def place_shapes(dispatch_shape: DispatchShape, few: int) -> Shapes:
         "answers": ((answers, g.hidden_size), g.dtype),
         "arrived": ((answers, g.hidden_size), answer_dtype(g)),
         "rounded": ((0 if answer_dtype(g) == g.dtype else answers, g.hidden_size), answer_dtype(g)),
-        "row_packets": ((g.num_ranks, few, _even(row)), torch.int64),
-        "answer_packets": ((g.num_ranks, few * g.returned, _even(answer)), torch.int64),
+        "row_packets": ((g.num_ranks, tokens, _even(row)), torch.int64),
+        "answer_packets": ((g.num_ranks, tokens * g.returned, _even(answer)), torch.int64),
         "flags": ((3, g.num_ranks), torch.int32),
     }
 

@@ -92,15 +92,16 @@ class NVLinkP2PDispatcher(Dispatcher):
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 10, "straight into peers' memory by own kernels, no host sync"
 
-    few_bytes: ClassVar[int] = 1 << 18  # of a rank's rows to another, up to which these and answers go by packets
-    few_programs: ClassVar[int] = 512  # of a kernel by packets, of 4 warps, all of which must run at once
+    # bytes of a rank's rows to another, up to which rows and answers go by packets
+    low_latency_bytes: ClassVar[int] = 1 << 18
+    low_latency_programs: ClassVar[int] = 512  # of a kernel by packets, of 4 warps, all of which must run at once
     copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
 
     least_room: ClassVar[int] = 256  # tokens that buffers which grow are made for at first: a decoder's calls fit
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)
-        self._most_by_packets = self._few(dispatch_shape)
+        self._most_by_packets = self._low_latency_tokens(dispatch_shape)
         self._room = dispatch_shape.max_tokens or self.least_room  # tokens that buffers are made for
         self.buffer_pool = BufferPool(self.name, self._connect)
         self._side: SideStream = SideStream()
@@ -125,7 +126,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         """All that is allocated for one call in flight, flags included; of buffers that grow, nothing yet."""
         if dispatch_shape.max_tokens is None:
             return 0
-        return carved_bytes(place_shapes(dispatch_shape, cls._few(dispatch_shape)))
+        return carved_bytes(place_shapes(dispatch_shape, cls._low_latency_tokens(dispatch_shape)))
 
     @classmethod
     def room_for(cls, bound: int) -> int:
@@ -242,15 +243,18 @@ class NVLinkP2PDispatcher(Dispatcher):
         return BLOCKS_BESIDE if self._side.active else BLOCKS
 
     @classmethod
-    def _few(cls, dispatch_shape: DispatchShape) -> int:
+    def _low_latency_tokens(cls, dispatch_shape: DispatchShape) -> int:
         """Tokens of a rank that go by packets: twice the bytes, so that with many the links are what takes time."""
         row, returned = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize, dispatch_shape.returned
-        return min(cls.few_bytes // row, cls.few_programs // (dispatch_shape.num_ranks * pieces(row) * returned))
+        return min(
+            cls.low_latency_bytes // row,
+            cls.low_latency_programs // (dispatch_shape.num_ranks * pieces(row) * returned),
+        )
 
     @classmethod
     def _copies(cls, dispatch_shape: DispatchShape) -> bool:
         assert dispatch_shape.max_tokens is not None
-        many = dispatch_shape.max_tokens > cls._few(dispatch_shape)
+        many = dispatch_shape.max_tokens > cls._low_latency_tokens(dispatch_shape)
         return many and dispatch_shape.max_tokens * dispatch_shape.row_bytes >= cls.copied_bytes
 
     def destroy(self) -> None:
@@ -258,7 +262,7 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     def _connect(self, device: torch.device) -> Workspace:
         shape = replace(self.dispatch_shape, max_tokens=self._room)
-        shapes = place_shapes(shape, self._few(shape))
+        shapes = place_shapes(shape, self._low_latency_tokens(shape))
         try:
             memory = make_memory(self.rank_group, device, carved_bytes(shapes))
         except (ImportError, OSError, RuntimeError) as error:

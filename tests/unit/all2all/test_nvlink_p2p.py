@@ -11,16 +11,16 @@ from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 
 
 @pytest.mark.parametrize(("hidden", "ranks", "most"), [(2048, 2, 64), (2048, 4, 64), (7168, 4, 18), (2048, 8, 32)])
-def test_few_tokens_go_by_cells(hidden, ranks, most):
-    assert NVLinkP2PDispatcher._few(dispatch_shape(hidden, ranks)) == most
+def test_few_tokens_go_by_packets(hidden, ranks, most):
+    assert NVLinkP2PDispatcher._low_latency_tokens(dispatch_shape(hidden, ranks)) == most
 
 
 @pytest.mark.parametrize("hidden", [8, 64, 1000, 1024, 1032, 7168, 1 << 17, 1 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
-def test_all_programs_of_a_call_by_cells_run_at_once(hidden, ranks):
+def test_all_programs_of_a_call_by_packets_run_at_once(hidden, ranks):
     """They wait for those of other ranks, which must not wait for room."""
-    few = NVLinkP2PDispatcher._few(dispatch_shape(hidden, ranks))
-    assert few * ranks * pieces(2 * hidden) <= 512
+    most = NVLinkP2PDispatcher._low_latency_tokens(dispatch_shape(hidden, ranks))
+    assert most * ranks * pieces(2 * hidden) <= 512
     assert pieces(2 * hidden) * 512 * 4 >= 2 * hidden
 
 

@@ -66,18 +66,18 @@ KINDS = {
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
+@pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 @pytest.mark.parametrize("experts", KINDS)
-def test_the_launches_of_the_layer_itself(experts, few_bytes, ids, driver, context, monkeypatch):
+def test_the_launches_of_the_layer_itself(experts, low_latency_bytes, ids, driver, context, monkeypatch):
     """In the same order, the same binaries with the same arguments, but for where the sums go."""
-    monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)
+    monkeypatch.setattr(NVLinkP2PDispatcher, "low_latency_bytes", low_latency_bytes)
     if experts == "answers given":
         able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
         monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
     monkeypatch.setattr(scaling_4bit, "FEWEST", 0)  # the fewest routes go by CUDA, which is not compiled here
     layer = built(context, **KINDS[experts])
     # to send; to round; to sort; to sort and to activate; to sort, and to round twice
-    more = {"answers given": few_bytes == 0, "fp8 without calibration": True, "4 bits": True}
+    more = {"answers given": low_latency_bytes == 0, "fp8 without calibration": True, "4 bits": True}
     more |= {"exact": 2, "exact, fp8 per channel": 3}
     for _ in range(2):
         forward(layer, *given(MOST, dtype=ids))
@@ -170,10 +170,10 @@ def test_a_router_of_the_users_is_not_recorded(layer):
     assert len(layer._graphs) == 0
 
 
-@pytest.mark.parametrize("few_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
-def test_shared_experts_are_called_behind_few_rows(few_bytes, driver, context, monkeypatch):
+@pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
+def test_shared_experts_are_called_behind_few_rows(low_latency_bytes, driver, context, monkeypatch):
     """Many travel beside them. Nothing is computed here but what is shared."""
-    monkeypatch.setattr(NVLinkP2PDispatcher, "few_bytes", few_bytes)
+    monkeypatch.setattr(NVLinkP2PDispatcher, "low_latency_bytes", low_latency_bytes)
     monkeypatch.setattr(recorded_calls.torch, "empty_like", torch.zeros_like)
     config = dataclasses.replace(CONFIG, shared_intermediate_size=64)
     layer = built(context, config)
@@ -181,8 +181,8 @@ def test_shared_experts_are_called_behind_few_rows(few_bytes, driver, context, m
     for _ in range(2):
         forward(layer, x, routing)
     for rows in (x, x.view(2, 1, -1)):
-        assert repeats(layer, rows, routing) == (few_bytes > 0) == (len(layer._graphs) > 0)
-        if few_bytes:
+        assert repeats(layer, rows, routing) == (low_latency_bytes > 0) == (len(layer._graphs) > 0)
+        if low_latency_bytes:
             with torch.no_grad():
                 assert torch.equal(forward(layer, rows, routing), layer.shared_experts(x).view(rows.shape))
                 found = launches(driver, layer, layer.forward_routed, rows, routing, sums=False)
