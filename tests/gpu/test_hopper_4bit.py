@@ -117,8 +117,8 @@ def test_each_tile_of_many_rows(rows_at_most, scheme, monkeypatch):
         pytest.skip("tiles that registers suffice for with these weights alone")
 
     def chosen(rows: float, w: Weights, spare_sms: int) -> Tiles:
-        (cut,) = (cut for cut in gemm_grouped_4bit.cuts_of(w) if cut.rows == rows_at_most)
-        return cut
+        (tiles,) = (tiles for tiles in gemm_grouped_4bit.candidates_of(w) if tiles.rows == rows_at_most)
+        return tiles
 
     monkeypatch.setattr(gemm_grouped_4bit, "tiles_for", chosen)
     sorted_and_grouped(monkeypatch, scheme)

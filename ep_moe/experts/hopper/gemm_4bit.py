@@ -37,7 +37,7 @@ def tile_for(rows: float) -> Tile:
 
 
 def product(
-    x: Tensor, w: Weights, lists: Lists, out: Tensor, cut: Tile, *, activation: Activation | None = None,
+    x: Tensor, w: Weights, lists: Lists, out: Tensor, tile: Tile, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, gather: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = w[e] @ x[p] for each pair p of expert e, in the order of `lists`; in float32.
@@ -49,14 +49,14 @@ def product(
     experts, blocks, rows, _ = w.data.shape
     gated = activation is not None and activation.gated
     width, k, pairs = rows // 2 if gated else rows, x.shape[1], lists.slots.numel()
-    columns, tiles = cdiv(width, cut.block_n), min(experts, pairs) + pairs // cut.block_m
+    columns, tiles = cdiv(width, tile.block_n), min(experts, pairs) + pairs // tile.block_m
     launch(
         _product, (tiles * columns,),
         x, lists.source if gather else None, lists.ends, w.data, w.scale, w.factor, w.bias, out, experts, k, rows,
         width, blocks, w.scale.stride(0), alpha, limit,
         FORMAT=w.format, GROUP=w.group, PACKED=isinstance(_product, JITFunction), EVEN=k % DEPTH == 0,
         LANES=next_power_of_2(experts), ACTIVATION="" if activation is None else activation.value,
-        BLOCK_M=cut.block_m, WIDTH=cut.block_n, STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=tile.block_m, WIDTH=tile.block_n, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ PROGRAMS = 64  # of such a kernel, a multiprocessor
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How `grouped_gemm` cuts its work.
+    """How `grouped_gemm` tiles its work.
 
     block_m, block_n: rows and columns of a tile
     group_m: row blocks of an expert that are walked together, so that their weights stay in the L2 cache

@@ -32,7 +32,7 @@ STEP, WIDE = 16, 64  # of a tile's width; rows of a copy
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut.
+    """How a product is tiled.
 
     rows: of an expert in a tile at most, a multiple of 16 up to 192; an expert's tiles are of one width
     stages: blocks of 128 bytes along K that are on their way at once
@@ -46,9 +46,9 @@ class Tiles:
 
 BOXES = WEIGHTS // 64  # of weights whose lines go across K, in a tile
 _NO_CODES = ((0, c_void_p), (0, c_void_p))
-CUTS = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
+CANDIDATES = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
 BLOCKS = Tiles(96)  # where blocks have scales: a block's sums are kept beside all blocks'
-GRADIENT_CUTS = (Tiles(192, stages=3), Tiles(128))
+GRADIENT_CANDIDATES = (Tiles(192, stages=3), Tiles(128))
 
 
 def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = False, blocks: bool = False) -> Tiles:
@@ -59,16 +59,16 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
     """
     tiles_of_weights, waves_of = len(w) * -(-w.shape[1] // WEIGHTS), programs(w, spare_sms)
 
-    def steps(cut: Tiles) -> float:
-        tiles = math.ceil((rows + math.sqrt(rows)) / cut.rows)  # most experts have not much more than the average
+    def steps(candidate: Tiles) -> float:
+        tiles = math.ceil((rows + math.sqrt(rows)) / candidate.rows)  # most experts have not much more than the average
         width = math.ceil(rows / tiles / STEP) * STEP
         waves = math.ceil(tiles_of_weights * tiles / waves_of)
         # 56: what a tile takes besides, as rows; three stages are 4 % slower than four (both fitted to an H200), and
         # 10 % where threads gather rows (fitted to an H100)
         fewer_stages = 1.10 if gathered else 1.04
-        return waves * (width + 56) * (fewer_stages if cut.stages < 4 else 1.0)
+        return waves * (width + 56) * (fewer_stages if candidate.stages < 4 else 1.0)
 
-    return BLOCKS if blocks else min(CUTS, key=steps)
+    return BLOCKS if blocks else min(CANDIDATES, key=steps)
 
 
 def programs(w: Tensor, spare_sms: int) -> int:
@@ -139,7 +139,7 @@ def weight_gradient(
         float32 numbers below 2**-126 become zero
     """
     (rows, across), n, experts = a.shape, b.shape[1], len(out)
-    tiles = min(GRADIENT_CUTS, key=lambda cut: math.ceil(across / cut.rows) * (cut.rows + 40))
+    tiles = min(GRADIENT_CANDIDATES, key=lambda one: math.ceil(across / one.rows) * (one.rows + 40))
     arguments = [
         *((map_, None) for map_ in (_across(b, BOXES), _across(a, 1), _across(a, 1))),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, None, None, None, None)),
@@ -195,7 +195,7 @@ def options(
     given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather), "AWAY": int(away)}
     given |= {"ACCUMULATE": int(accumulate), "FACTOR": int(factor), "FOUR_BITS": int(four_bits)}
     given["PROGRAMS"] = together
-    given |= {"MOST": most or (BLOCKS if blocks else CUTS[-1]).rows, "ROUND": apart}
+    given |= {"MOST": most or (BLOCKS if blocks else CANDIDATES[-1]).rows, "ROUND": apart}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 
@@ -229,7 +229,7 @@ def source_text(itemsize: int, mode: str = "") -> str:
     """
     kind, depth = ("bf16.bf16", 16) if itemsize == 2 else ("e4m3.e4m3", 32)
     order = {"": ", 0, 0", "turned": ", 1, 0", "over_rows": ", 1, 1"}[mode] if itemsize == 2 else ""
-    most = BLOCKS.rows if mode == "blocks" else CUTS[-1].rows
+    most = BLOCKS.rows if mode == "blocks" else CANDIDATES[-1].rows
     return kernel_text().replace(
         "// Multiply<STEP> to Multiply<MOST>\n", multiplies("Multiply", most, depth, kind, order)
     )

@@ -42,8 +42,8 @@ BESIDES, BESIDE_EACH_OTHER, OF_WIDER = 96, 1.75, 1.12
 _APART = WIDTHS | WIDER | NARROW
 
 
-def cuts_of(w: Weights) -> list[Tiles]:
-    """All ways of cutting a product with such weights."""
+def candidates_of(w: Weights) -> list[Tiles]:
+    """All tiles of a product with such weights."""
     found = []
     for most in (*NARROW, *WIDTHS, *(WIDER if w.row_scale is not None else ())):
         programs = 2 if most in NARROW else 1
@@ -57,15 +57,15 @@ def tiles_for(rows: float, w: Weights, spare_sms: int = 0) -> Tiles:
     tiles_of_weights = len(w.data) * -math.expm1(-rows) * -(-w.data.shape[2] // WEIGHTS)
     at_once = programs(w.data, spare_sms)
 
-    def steps(cut: Tiles) -> float:
+    def steps(candidate: Tiles) -> float:
         found = 0.0
         for own in (rows - math.sqrt(rows), rows, rows + math.sqrt(rows)):  # most experts have about as many
-            tiles = max(1, math.ceil(own / cut.rows))
-            width = math.ceil(max(own, 1) / tiles / _APART[cut.rows]) * _APART[cut.rows]
-            found += math.ceil(tiles_of_weights * tiles / (at_once * cut.programs)) * (width + BESIDES)
-        return found * (BESIDE_EACH_OTHER if cut.programs == 2 else OF_WIDER if cut.rows in WIDER else 1.0)
+            tiles = max(1, math.ceil(own / candidate.rows))
+            width = math.ceil(max(own, 1) / tiles / _APART[candidate.rows]) * _APART[candidate.rows]
+            found += math.ceil(tiles_of_weights * tiles / (at_once * candidate.programs)) * (width + BESIDES)
+        return found * (BESIDE_EACH_OTHER if candidate.programs == 2 else OF_WIDER if candidate.rows in WIDER else 1.0)
 
-    return min(cuts_of(w), key=steps)
+    return min(candidates_of(w), key=steps)
 
 
 def product(

@@ -38,8 +38,8 @@ DENSE_BLOCKS = 1.5  # the same where blocks have scales
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product of few rows is cut: rows and columns of a tile, tiles of DEPTH under way at once, warps; pieces of
-    DEPTH that are multiplied beside each other (weights of 4 bits alone)."""
+    """How a product of few rows is tiled: rows and columns of a tile, tiles of DEPTH under way at once, warps; pieces
+    of DEPTH that are multiplied beside each other (weights of 4 bits alone)."""
 
     block_m: int
     block_n: int
@@ -50,7 +50,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How both products of a call are cut. sort: pairs are sorted by expert first"""
+    """How both products of a call are tiled. sort: pairs are sorted by expert first"""
 
     sort: bool
     first: Tile
@@ -101,7 +101,7 @@ def _sorted_first(routes: int, rows: float, dense: float) -> bool:
 
 def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
-    cut: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
+    tile: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
     scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
@@ -120,18 +120,19 @@ def first_product(
     strides = tuple(scales.rows.stride()) if isinstance(scales, BlockScales) else (1, 0)
     by_pick = lists is None and pairs <= experts
     launch(
-        _first_product, ((pairs if by_pick else experts) * (inner // cut.block_n),),
+        _first_product, ((pairs if by_pick else experts) * (inner // tile.block_n),),
         x, x_scale, ids, weights, None if lists is None else lists.source, None if lists is None else lists.ends, w13,
         w13_scale, bias, out, factor, step, *strides, 0 if w13_scale is None else w13_scale.stride(0), to, base, pairs,
         experts, hidden, inner, alpha, limit,
         SCALES=_scales(w13_scale, scales), BY_ROUTE=by_pick, TOP_K=ids.shape[1], PAIRS=_looked_through(pairs, lists),
         SORTED=lists is not None, WEIGHTED=weights is not None, ACTIVATION=activation.value,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=gcd(hidden, DEPTH), STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=gcd(hidden, DEPTH), STAGES=tile.stages,
+        num_warps=tile.warps,
     )  # fmt: skip
 
 
 def second_product(
-    act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, cut: Tile, *,
+    act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, tile: Tile, *,
     lists: Lists | None = None, w2_scale: Tensor | None = None, scales: MatrixScales | None = None,
     bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
@@ -143,12 +144,12 @@ def second_product(
     factor, act_scale, step, w2_scale, _ = (None, None, None, w2_scale, None) if scales is None else scales.given()
     by_pick = lists is None and pairs <= experts
     launch(
-        _second_product, ((pairs if by_pick else experts) * (hidden // cut.block_n),),
+        _second_product, ((pairs if by_pick else experts) * (hidden // tile.block_n),),
         act, ids, weights, None if lists is None else lists.ends, w2, w2_scale, bias, out, factor, act_scale, step,
         base, pairs, experts, hidden, inner, SCALES=_scales(w2_scale, scales), BY_ROUTE=by_pick,
         PAIRS=_looked_through(pairs, lists), SORTED=lists is not None, WEIGHTED=weights is not None,
         SMALLEST=SMALLEST,
-        BLOCK_M=cut.block_m, BLOCK_N=cut.block_n, BLOCK_K=gcd(inner, DEPTH), STAGES=cut.stages, num_warps=cut.warps,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=gcd(inner, DEPTH), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
 
 

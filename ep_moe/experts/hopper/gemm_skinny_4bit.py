@@ -28,7 +28,7 @@ def tiles_for(routes: int) -> TileConfig:
 
 
 def product(
-    x: Tensor, ids: Tensor, routing: Tensor | None, base: int, w: Weights, out: Tensor, cut: Tile, *,
+    x: Tensor, ids: Tensor, routing: Tensor | None, base: int, w: Weights, out: Tensor, tile: Tile, *,
     x_scale: Tensor | None = None, activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
     gather: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
@@ -39,7 +39,7 @@ def product(
     ids: int [N, K], at most 32; routing: float32 [N, K] or None; w: rows [L, n, k]
     out: bf16 [at least N * K, n], or with a gated activation [.., n / 2], of which the first half of w's rows are the
         gates; rows of pairs that are not ours are left as they are
-    cut: `stages` blocks of weights that a warp has under way, `split` warps that share the blocks of the same rows of
+    tile: `stages` blocks of weights that a warp has under way, `split` warps that share the blocks of the same rows of
         weights; eight rows, and columns that follow
     """
     experts, blocks, rows, _ = w.data.shape
@@ -47,7 +47,7 @@ def product(
     width, k, pairs = rows // 2 if gated else rows, x.shape[1], ids.numel()
     assert w.e4m3 == (x_scale is not None)
     assert pairs <= FEWEST
-    columns = cdiv(width, cut.warps // cut.split * (8 if gated else 16))
+    columns = cdiv(width, tile.warps // tile.split * (8 if gated else 16))
     arguments = [
         *_pointers(x, x_scale, ids),
         (ids.element_size(), c_int),
@@ -56,9 +56,9 @@ def product(
         *((number, c_int) for number in (base, pairs, experts, k, rows, width, blocks, ids.shape[1] if gather else 1)),
         *((number, c_float) for number in (alpha, limit)),
     ]
-    form = form_of(w, cut, activation)
+    form = form_of(w, tile, activation)
     function = nvrtc.kernel(numbers_text("gemm_skinny_4bit.cu"), "gemm_skinny_4bit", form, x.device.index)
-    kernel = nvrtc.Kernel(function, x.device, _LANES * cut.warps, shared_bytes(cut, x.element_size()))
+    kernel = nvrtc.Kernel(function, x.device, _LANES * tile.warps, shared_bytes(tile, x.element_size()))
     launch(kernel, (min(experts, pairs) * columns,), nvrtc.Arguments(arguments))
 
 
@@ -66,22 +66,22 @@ def _pointers(*given: Tensor | None) -> list[tuple[int, type[c_void_p]]]:
     return [(0 if one is None else one.data_ptr(), c_void_p) for one in given]
 
 
-def form_of(w: Weights, cut: Tile, activation: Activation | None) -> tuple[str, ...]:
+def form_of(w: Weights, tile: Tile, activation: Activation | None) -> tuple[str, ...]:
     """What the kernel is compiled with."""
-    given = {"WARPS": cut.warps, "SPLIT": cut.split, "AHEAD": cut.stages}
-    given |= {"PROGRAMS": programs(cut), "GATED": int(activation is not None and activation.gated)}
+    given = {"WARPS": tile.warps, "SPLIT": tile.split, "AHEAD": tile.stages}
+    given |= {"PROGRAMS": programs(tile), "GATED": int(activation is not None and activation.gated)}
     given["BIASED"] = int(w.bias is not None)
     form = [*numbers_form(w), *(f"-D{name}={value}" for name, value in given.items())]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 
 
-def programs(cut: Tile) -> int:
+def programs(tile: Tile) -> int:
     """Of a multiprocessor, by the registers of a thread, of which blocks under way take most."""
-    return max(1, 65536 // (_LANES * cut.warps * (58 + 11 * cut.stages)))
+    return max(1, 65536 // (_LANES * tile.warps * (58 + 11 * tile.stages)))
 
 
-def shared_bytes(cut: Tile, itemsize: int) -> int:
+def shared_bytes(tile: Tile, itemsize: int) -> int:
     """Where rows come from and go, numbers, and two chunks of x; sums of warps that share a row are there later."""
-    chunk = ROWS * (cut.stages * cut.split * DEPTH * itemsize + 16)
-    sums = (cut.split - 1) * (cut.warps // cut.split) * 4 * _LANES * 4
+    chunk = ROWS * (tile.stages * tile.split * DEPTH * itemsize + 16)
+    sums = (tile.split - 1) * (tile.warps // tile.split) * 4 * _LANES * 4
     return 8 * ROWS + 8 * EXPONENTS + max(2 * chunk, sums)

@@ -142,17 +142,17 @@ class Scaling(ABC):
         return {}
 
     def run_skinny(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
+        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         """Both products of few rows, into own["y"]. found: ids, weights and base"""
         p, act = self.products, own["act"]
         gemm_skinny.first_product(
-            rows.x, *found, p.w13, act, p.activation, cut.first, lists=lists, alpha=p.alpha, limit=p.limit,
+            rows.x, *found, p.w13, act, p.activation, tiles.first, lists=lists, alpha=p.alpha, limit=p.limit,
             launch=p.launch, **self.of_first(rows),
         )  # fmt: skip
         gemm_skinny.second_product(
-            act, *found, p.w2, own["y"], cut.second, lists=lists, launch=p.launch, **self.of_second(Rows(act))
+            act, *found, p.w2, own["y"], tiles.second, lists=lists, launch=p.launch, **self.of_second(Rows(act))
         )
 
     def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:

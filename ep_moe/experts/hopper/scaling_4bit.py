@@ -53,17 +53,17 @@ class Packed(Scaling):
         return gemm_skinny_4bit.tiles_for(routes) if routes <= FEWEST else None
 
     def run_skinny(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
+        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         launch = self.products.launch
         gemm_skinny_4bit.product(
-            rows.x, *found, self.weights(0), own["act"], cut.first, x_scale=_scale(rows), gather=True, launch=launch,
+            rows.x, *found, self.weights(0), own["act"], tiles.first, x_scale=_scale(rows), gather=True, launch=launch,
             **self.activated(),
         )  # fmt: skip
         act = self.between_skinny(own)
         gemm_skinny_4bit.product(
-            act.x, *found, self.weights(1), own["y"], cut.second, x_scale=_scale(act), launch=launch
+            act.x, *found, self.weights(1), own["y"], tiles.second, x_scale=_scale(act), launch=launch
         )
 
     def between_skinny(self, own: Mapping[str, Tensor]) -> Rows:

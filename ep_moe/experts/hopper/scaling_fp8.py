@@ -186,10 +186,10 @@ class BlockScaled(Scaling):
         return ring_for(each, w13, blocks=True) if gemm_fp8_block.has_hopper(w13.device) else None
 
     def run_skinny(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], cut: TileConfig, lists: Lists | None,
+        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        super().run_skinny(rows, found, cut, lists, self._plain(own))
+        super().run_skinny(rows, found, tiles, lists, self._plain(own))
 
     def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
         super().streamed(rows, lists, ring, self._plain(own))

@@ -152,26 +152,26 @@ def _pass(
     launch, (slots, hidden, inner) = p.launch, step.sizes
     total = count * expected
     each = total / slots
-    cut = None if exact else step.skinny_tiles(count * top_k, each)
-    ring = step.ring(each) if cut is None and (step.same_bits or not exact) else None
+    tiles = None if exact else step.skinny_tiles(count * top_k, each)
+    ring = step.ring(each) if tiles is None and (step.same_bits or not exact) else None
     own = carve(
         workspace, shapes(scaling, count * top_k, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype)
     )
-    if cut is not None and not cut.sort:
-        step.run_skinny(step.rounded(rows, own), found, cut, None, own)
+    if tiles is not None and not tiles.sort:
+        step.run_skinny(step.rounded(rows, own), found, tiles, None, own)
         route_sort.reduce(own["y"], *found, slots, out, home=home, per_route=per_route, launch=launch)
         return
     pdl = ring is not None  # weights are fetched while routes are sorted
     if pdl:
         rows = step.rounded(rows, own)
     # a row for each route goes home by the second product itself
-    goes = per_route and step.goes_home and cut is None and not pdl and home is not None and home.number is None
+    goes = per_route and step.goes_home and tiles is None and not pdl and home is not None and home.number is None
     lists = route_sort.list_pairs(
         own, *found, slots, pdl=pdl, ids_ready=coming, home=home if goes else None, row_bytes=hidden * out.itemsize,
         launch=launch,
     )  # fmt: skip
-    if cut is not None:
-        step.run_skinny(step.rounded(rows, own), found, cut, lists, own)
+    if tiles is not None:
+        step.run_skinny(step.rounded(rows, own), found, tiles, lists, own)
     elif ring is not None:
         step.streamed(rows, lists, ring, own)
     else:

@@ -68,10 +68,10 @@ def rows_of(columns: int, e4m3: bool) -> tuple[torch.Tensor, torch.Tensor | None
 def test_the_fewest_rows_of_four_bits(int4, e4m3):
     w, (x, scale) = weights(2 * INNER, HIDDEN, e4m3=e4m3, int4=int4), rows_of(HIDDEN, e4m3)
     ids, routing = torch.zeros(ROWS, 2, dtype=torch.int64), torch.ones(ROWS, 2)
-    out, cut = torch.empty(12, INNER), gemm_skinny_4bit.tiles_for(ids.numel()).first
+    out, tile = torch.empty(12, INNER), gemm_skinny_4bit.tiles_for(ids.numel()).first
     named, programs, shared = launched(
         lambda launch: gemm_skinny_4bit.product(
-            x, ids, routing, 7, w, out, cut, x_scale=scale, activation=Activation.SWIGLU, alpha=1.5, limit=2.5,
+            x, ids, routing, 7, w, out, tile, x_scale=scale, activation=Activation.SWIGLU, alpha=1.5, limit=2.5,
             gather=True, launch=launch,
         )
     )  # fmt: skip
@@ -83,8 +83,8 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
     numbers |= {"width": INNER, "blocks": 2, "every": 2, "alpha": 1.5, "limit": 2.5}
     assert {name: named[name] for name in numbers} == numbers
     assert named["unit"] == (1.0 if e4m3 else 2.0**32)
-    assert programs == SLOTS * (INNER // (8 * cut.warps // cut.split))
-    assert shared == gemm_skinny_4bit.shared_bytes(cut, x.element_size())
+    assert programs == SLOTS * (INNER // (8 * tile.warps // tile.split))
+    assert shared == gemm_skinny_4bit.shared_bytes(tile, x.element_size())
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
@@ -92,10 +92,10 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
 def test_many_rows_of_four_bits(int4, e4m3):
     w, (a, scale) = weights(HIDDEN, INNER + 64, e4m3=e4m3, int4=int4), rows_of(INNER + 64, e4m3)
     ends, out, away = torch.zeros(SLOTS, dtype=torch.int32), torch.empty(ROWS, HIDDEN), torch.zeros(ROWS).long()
-    for cut in gemm_grouped_4bit.cuts_of(w):
+    for tile in gemm_grouped_4bit.candidates_of(w):
         named, programs, shared = launched(
-            lambda launch, cut=cut: gemm_grouped_4bit.product(
-                a, w, ends, out, cut, a_scale=scale, spare_sms=32, addresses=away, launch=launch
+            lambda launch, tile=tile: gemm_grouped_4bit.product(
+                a, w, ends, out, tile, a_scale=scale, spare_sms=32, addresses=away, launch=launch
             )
         )
         by_row = w.row_scale if w.row_scale is not None else w.factor
@@ -103,12 +103,12 @@ def test_many_rows_of_four_bits(int4, e4m3):
         tensors |= {"codes": w.data, "code_scales": w.scale, "gathered": None, "source": None, "out_scale": None}
         for name, tensor in tensors.items():
             assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
-        numbers = {"experts": SLOTS, "all_rows": ROWS, "n": HIDDEN, "k_blocks": 2 if e4m3 else 3, "most": cut.rows}
-        numbers |= {"stages": cut.stages, "b_step": 1 if w.row_scale is None else HIDDEN}
+        numbers = {"experts": SLOTS, "all_rows": ROWS, "n": HIDDEN, "k_blocks": 2 if e4m3 else 3, "most": tile.rows}
+        numbers |= {"stages": tile.stages, "b_step": 1 if w.row_scale is None else HIDDEN}
         assert {name: named[name] for name in numbers} == numbers
         assert named["a_factor"] == (1.0 if e4m3 else 2.0**32)
-        assert programs == 100 * cut.programs
-        assert shared == gemm_grouped_4bit.shared_bytes(cut, SLOTS, w)
+        assert programs == 100 * tile.programs
+        assert shared == gemm_grouped_4bit.shared_bytes(tile, SLOTS, w)
         box = 128 // a.element_size()
         assert named["wide"] == (a.data_ptr(), a.element_size(), (INNER + 64, ROWS), (INNER + 64,), (box, 64))
         assert named["step"][-1] == (box, 16)

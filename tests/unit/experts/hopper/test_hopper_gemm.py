@@ -1,4 +1,4 @@
-"""How large products are cut, on a machine without a GPU. What they give: tests/gpu."""
+"""How large products are tiled, on a machine without a GPU. What they give: tests/gpu."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit, step
 from ep_moe.experts.hopper.experts import ACTIVATIONS
-from ep_moe.experts.hopper.gemm_grouped import CUTS, Tiles, tiles_for
+from ep_moe.experts.hopper.gemm_grouped import CANDIDATES, Tiles, tiles_for
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
 from ep_moe.experts.hopper.scaling import Products, Rows
 from ep_moe.experts.hopper.scaling_4bit import Packed
@@ -41,7 +41,7 @@ def test_experts_with_few_more_rows_than_average_are_not_cut_again():
     assert chosen(128, 64, 16) == Tiles(144)
 
 
-@pytest.mark.parametrize("tiles", CUTS, ids=str)
+@pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
 def test_all_tiles_fit(tiles):
     assert gemm_grouped.shared_bytes(tiles, 256, blocks=tiles == gemm_grouped.BLOCKS) <= nvrtc.SHARED
     assert tiles.rows % gemm_grouped.STEP == 0
@@ -116,15 +116,15 @@ FOUR_BITS = sorted(name for name, scaling in step.SCALINGS.items() if issubclass
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize(("scheme", "cut"), [
-    (scheme, cut) for scheme in FOUR_BITS for cut in gemm_grouped_4bit.cuts_of(four_bits(scheme))
+@pytest.mark.parametrize(("scheme", "tile"), [
+    (scheme, tile) for scheme in FOUR_BITS for tile in gemm_grouped_4bit.candidates_of(four_bits(scheme))
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, None], ids=["first", "second"])
-def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, cut, scheme):
+def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, tile, scheme):
     w = four_bits(scheme, biased=True)
     how = {"gather": activation is not None and not w.e4m3, "away": activation is None}
-    form = gemm_grouped_4bit.form_of(w, cut, activation, **how)
-    binary, words = nvrtc.compile_kernels(gemm_grouped_4bit.source_text(cut.rows, w.e4m3), form)
+    form = gemm_grouped_4bit.form_of(w, tile, activation, **how)
+    binary, words = nvrtc.compile_kernels(gemm_grouped_4bit.source_text(tile.rows, w.e4m3), form)
     assert 0 < len(binary) < 100 * 1024
     assert words == ""
 
@@ -133,20 +133,22 @@ def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, cut,
 def test_programs_of_a_multiprocessor_share_its_memory(scheme):
     """228 KiB, of which each program takes one besides."""
     w = four_bits(scheme)
-    for cut in gemm_grouped_4bit.cuts_of(w):
-        assert gemm_grouped_4bit.shared_bytes(cut, 256, w) <= 228 * 1024 // cut.programs - 1024
-        assert cut.stages >= 3
+    for tile in gemm_grouped_4bit.candidates_of(w):
+        assert gemm_grouped_4bit.shared_bytes(tile, 256, w) <= 228 * 1024 // tile.programs - 1024
+        assert tile.stages >= 3
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize("scheme", FOUR_BITS)
 @pytest.mark.parametrize("routes", [8, 32])
 def test_the_fewest_rows_compile_for_hopper(routes, scheme):
-    w, cuts = four_bits(scheme, biased=True), gemm_skinny_4bit.tiles_for(routes)
-    for cut, activation in ((cuts.first, Activation.SWIGLU_CLAMPED), (cuts.second, None)):
-        form = gemm_skinny_4bit.form_of(w, cut, activation)
+    w, found = four_bits(scheme, biased=True), gemm_skinny_4bit.tiles_for(routes)
+    for tile, activation in ((found.first, Activation.SWIGLU_CLAMPED), (found.second, None)):
+        form = gemm_skinny_4bit.form_of(w, tile, activation)
         assert nvrtc.compile_kernels(numbers_text("gemm_skinny_4bit.cu"), form)[1] == ""
-        assert gemm_skinny_4bit.shared_bytes(cut, 1 if w.e4m3 else 2) <= nvrtc.SHARED // gemm_skinny_4bit.programs(cut)
+        assert gemm_skinny_4bit.shared_bytes(tile, 1 if w.e4m3 else 2) <= nvrtc.SHARED // gemm_skinny_4bit.programs(
+            tile
+        )
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4a16", "int4", "mxint4", "int4_fp8", "mxint4_fp8"])

@@ -51,9 +51,9 @@ def calls_of(run) -> list[tuple[str, dict[str, object]]]:
 
     with (
         mock.patch.object(
-            gemm_skinny_4bit, "product", noted("skinny", ("x", "ids", "routing", "base", "w", "out", "cut"))
+            gemm_skinny_4bit, "product", noted("skinny", ("x", "ids", "routing", "base", "w", "out", "tile"))
         ),
-        mock.patch.object(gemm_4bit, "product", noted("listed", ("x", "w", "lists", "out", "cut"))),
+        mock.patch.object(gemm_4bit, "product", noted("listed", ("x", "w", "lists", "out", "tile"))),
         mock.patch.object(gemm_grouped_4bit, "product", noted("grouped", ("x", "w", "ends", "out", "tiles"))),
         mock.patch.object(gemm_grouped, "multiprocessors", return_value=132),
         mock.patch.object(scaling_fp8, "round_rows"),
@@ -85,19 +85,19 @@ def check(step: Packed, own: dict[str, torch.Tensor], calls: list[tuple[str, dic
     assert not {"activation", "alpha", "limit"} & set(second)
     assert second["x"] is own["act_numbers" if "act_scale" in own else "act"]
     if "act_scale" in own:
-        assert second["x_scale" if "cut" in second else "a_scale"] is own["act_scale"]
+        assert second["x_scale" if "tile" in second else "a_scale"] is own["act_scale"]
 
 
 @each_scheme
 def test_the_fewest_routes(scheme):
     step, own = made(scheme)
     assert step.skinny_tiles(FEWEST + 1, 0.1) is None
-    cut = step.skinny_tiles(FEWEST, 1000.0)
-    assert cut is not None
-    assert not cut.sort
+    tiles = step.skinny_tiles(FEWEST, 1000.0)
+    assert tiles is not None
+    assert not tiles.sort
     x, scale, found = torch.zeros(5, HIDDEN), torch.ones(5), (torch.zeros(5, 4), None, 2)
     e4m3 = "act_scale" in own
-    calls = calls_of(lambda: step.run_skinny(Rows(x, scale if e4m3 else None), found, cut, None, own))
+    calls = calls_of(lambda: step.run_skinny(Rows(x, scale if e4m3 else None), found, tiles, None, own))
     assert [module for module, _ in calls] == ["skinny", "skinny"]
     check(step, own, calls)
     (_, first), (_, second) = calls
@@ -105,8 +105,8 @@ def test_the_fewest_routes(scheme):
     assert first["x_scale"] is (scale if e4m3 else None)
     assert first["gather"]
     assert not second.get("gather")
-    for given, of in ((first, cut.first), (second, cut.second)):
-        assert (given["ids"], given["routing"], given["base"], given["cut"]) == (*found, of)
+    for given, of in ((first, tiles.first), (second, tiles.second)):
+        assert (given["ids"], given["routing"], given["base"], given["tile"]) == (*found, of)
 
 
 @each_scheme
@@ -132,7 +132,7 @@ def test_sorted_rows(each, goes_home, exact, scheme):
             assert not e4m3
             assert given["lists"] is lists
             assert given["gather"] == (which == 0)
-            assert given["cut"] == gemm_4bit.tile_for(each)
+            assert given["tile"] == gemm_4bit.tile_for(each)
         else:
             assert given["ends"] is ends
             assert given["source"] is (rows.source if which == 0 else None)
@@ -157,8 +157,8 @@ def test_tiles_by_rows_of_an_expert(e4m3):
     w = Weights(data, torch.empty(32, 16, 1, 1536, device="meta"), "mxfp4", 32, None, None, e4m3)
     with mock.patch.object(gemm_grouped, "multiprocessors", return_value=132):
         found = [gemm_grouped_4bit.tiles_for(rows, w) for rows in (0.1, 4, 16, 64, 512)]
-    assert [cut.rows for cut in found][1:] == sorted(cut.rows for cut in found[1:])
-    assert [cut.programs for cut in found[1:]] == [2, 2, 1, 1]
+    assert [tiles.rows for tiles in found][1:] == sorted(tiles.rows for tiles in found[1:])
+    assert [tiles.programs for tiles in found[1:]] == [2, 2, 1, 1]
     assert (found[1].rows, found[-1].rows) == (16, 128)
-    for cut, rows in zip(found[1:], (4, 16, 64, 512), strict=True):
-        assert cut.rows >= min(rows, 96), "with fewer the weights are read again"
+    for tiles, rows in zip(found[1:], (4, 16, 64, 512), strict=True):
+        assert tiles.rows >= min(rows, 96), "with fewer the weights are read again"
