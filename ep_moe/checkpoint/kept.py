@@ -13,7 +13,7 @@ from ep_moe.checkpoint.formats import ExpertFormat, Inner, Projection, Projectio
 from ep_moe.checkpoint.stored import ALL, StoredMatrix, check_finite, concatenate, join_halves
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 
 _OTHER = "choose another quantization"
 _REMEDY = {"fp8_static": "calibrate with more data, or choose fp8_dynamic"}
@@ -122,11 +122,11 @@ def read_quantized(
         """Quantised whole, so that a scale that belongs to a whole matrix is the same on every etp rank."""
         numbers = check_finite(f"{block}, expert {expert}, {name}", numbers.to(device))
         parts = named(name, scheme.weights.quantize(numbers, dtype))
-        return {part: cut(config, part, tensor, size, rank) for part, tensor in parts.items()}
+        return {part: etp_shard(config, part, tensor, size, rank) for part, tensor in parts.items()}
 
     if not (gate or up or down):
         whole = found.read(source, block, config, expert, (0, config.intermediate_size))
-        rest = {name: cut(config, name, whole[name], size, rank) for name in whole.keys() - {"w13", "w2"}}
+        rest = {name: etp_shard(config, name, whole[name], size, rank) for name in whole.keys() - {"w13", "w2"}}
         return quantised("w13", whole["w13"]) | quantised("w2", whole["w2"]) | rest
     rows = slice(*inner)
     if gate and up:

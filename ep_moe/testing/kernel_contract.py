@@ -26,7 +26,7 @@ from ep_moe.testing.distributed import made_on_the_host
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.testing.kernel_case import EXACT, SLOTS, Layer, exact_expert, gradients, that
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 
 TOP_K, HIDDEN, INNER = 3, 256, 256
 TOP_KS = (1, 2, 8)  # with fewer rows
@@ -278,7 +278,9 @@ def _pieces_sum_to_the_whole(layer: Layer) -> None:
             RankGroup(None, (0, 1), rank, FlightRecorder()),
         )
         total += piece.run(received).double()
-        own = [{name: cut(layer.config, name, t, 2, rank) for name, t in expert.items()} for expert in layer.tensors]
+        own = [
+            {name: etp_shard(layer.config, name, t, 2, rank) for name, t in expert.items()} for expert in layer.tensors
+        ]
         halved = dataclasses.replace(layer.config, intermediate_size=layer.config.intermediate_size // 2)
         assert received.local_ids is not None
         limit += expected_and_limit(

@@ -27,7 +27,7 @@ from ep_moe.training.parameters import (
     dense_parameters,
     expert_parameters,
     expert_weights_of,
-    is_cut,
+    is_sharded,
 )
 from ep_moe.weights.parts import local
 
@@ -83,10 +83,10 @@ def _meet(what: str, model: nn.Module, context: EPContext) -> None:
 
 
 def _average(model: nn.Module, context: EPContext) -> None:
-    """The dense gradients that no wrapper cuts."""
+    """The dense gradients that no wrapper shards."""
     gradients = []
     for parameter in dense_parameters(model):
-        if parameter.requires_grad and not is_cut(parameter):
+        if parameter.requires_grad and not is_sharded(parameter):
             if parameter.grad is None:  # a rank without use for it takes part all the same
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
@@ -169,16 +169,16 @@ def clip_grad_norm_(
         norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
     rank_group, p = context.rank_groups["stage"], norm_type
     experts, dense = _power(_experts_once(model), p, context.device), _power(_dense(model), p, context.device)
-    cut = _power(_cut(model, context.layout.stage), p, context.device)
+    sharded = _power(_fsdp_shards(model, context.layout.stage), p, context.device)
     how = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
     if rank_group.size > 1:
         with context.flight_recorder.step("clip gradients", counted=False):
-            both = torch.stack([experts, cut])
+            both = torch.stack([experts, sharded])
             rank_group.all_reduce(both, how)
-        experts, cut = both.unbind()
+        experts, sharded = both.unbind()
         if not math.isinf(p):
             experts = experts / context.layout.replicas  # as many EP groups hold each
-    total = torch.stack([experts, dense, cut]).max() if math.isinf(p) else experts + dense + cut
+    total = torch.stack([experts, dense, sharded]).max() if math.isinf(p) else experts + dense + sharded
     if (stages := context.rank_groups["pp"]).size > 1:
         with context.flight_recorder.step("clip gradients over stages", counted=False):
             stages.all_reduce(total, how)
@@ -233,15 +233,15 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 def _dense(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
     for parameter in dense_parameters(model):
-        if parameter.grad is not None and not is_cut(parameter):
+        if parameter.grad is not None and not is_sharded(parameter):
             yield parameter.grad, 1.0
 
 
-def _cut(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
+def _fsdp_shards(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
     """Dense parameters that FSDP shards over the stage's `ranks`: this rank's pieces, each divided by how many ranks
     hold it."""
     for parameter in dense_parameters(model):
-        if parameter.grad is not None and is_cut(parameter):
+        if parameter.grad is not None and is_sharded(parameter):
             gradient = parameter.grad
             copies = ranks
             for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]

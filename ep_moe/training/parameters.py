@@ -92,7 +92,7 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": group} for group in groups if group]
 
 
-def is_cut(parameter: Tensor) -> bool:
+def is_sharded(parameter: Tensor) -> bool:
     """Whether a wrapper holds a piece of it on each rank."""
     return hasattr(parameter, "placements")
 
@@ -120,7 +120,7 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         for name, parameter in model.named_parameters()
         if not parameter.is_meta
         and id(parameter) not in sharded
-        and (id(parameter) in experts or not is_cut(parameter))
+        and (id(parameter) in experts or not is_sharded(parameter))
     }
     own = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
     stage, device = context.rank_groups["stage"], context.device

@@ -50,15 +50,15 @@ def fully_shard(
 ) -> Model:
     """Apply FSDP2 to a model with `MoELayer`s: `torch.distributed.fsdp.fully_shard` that knows the experts.
 
-    Expert parameters are cut over the ranks that hold the same experts (`RankLayout.groups["expert_data"]`), where
+    Expert parameters are sharded over the ranks that hold the same experts (`RankLayout.groups["expert_data"]`), where
     there are several; else each rank keeps its own whole. Gradients are means over ranks afterwards, of experts too.
 
     Args:
         model: the root module.
         context: of its layers.
-        mesh: for everything that is not an expert: 1-D to cut over, 2-D to replicate and cut (HSDP). Its ranks must be
-            all with tokens of their own, or all of the stage. Default: all ranks.
-        shard_experts: cut experts as well.
+        mesh: for everything that is not an expert: 1-D to shard over, 2-D to replicate and shard (HSDP). Its ranks must
+            be all with tokens of their own, or all of the stage. Default: all ranks.
+        shard_experts: shard experts as well.
         options: of torch's function, such as `mp_policy`, `reshard_after_forward`, `offload_policy`.
 
     Returns:
@@ -99,7 +99,7 @@ def fully_shard(
             "cuts parameters of one dtype alone; call model.float(), and compute in 16 bits under torch.autocast, or "
             "set float32_logits=False"
         )
-    if shard_experts and any(w.main_grads is not None and _is_to_be_cut(w) for w in expert_weights_of(model)):
+    if shard_experts and any(w.main_grads is not None and _to_be_sharded(w) for w in expert_weights_of(model)):
         raise ConfigError(
             "fully_shard: FSDP2 would cut experts whose gradients use_main_grads has put into buffers, and hold them "
             "itself; pass shard_experts=False, or leave out use_main_grads"
@@ -108,7 +108,7 @@ def fully_shard(
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
         gradients.divide(layout.token_ranks)
-        if not shard_experts or not _is_to_be_cut(weights):
+        if not shard_experts or not _to_be_sharded(weights):
             continue
         weights.sharded = True  # on a rank without experts too: what ranks compare depends on it
         if not weights.held:
@@ -124,7 +124,7 @@ def fully_shard(
     return model
 
 
-def _is_to_be_cut(weights: ExpertWeights) -> bool:
+def _to_be_sharded(weights: ExpertWeights) -> bool:
     """Whether several ranks hold the same experts whole, and nothing else is done with these."""
     alike = weights.gradient_sum.replicas.size > 1 and not weights.expert_map.num_redundant
     return alike and weights.named and weights.etp.size == 1

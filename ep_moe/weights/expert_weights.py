@@ -30,7 +30,7 @@ from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.full_state import laid_apart
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import cut, full, join, part_names, parts_of, split_parts
+from ep_moe.weights.parts import etp_shard, full, join, part_names, parts_of, split_parts
 from ep_moe.weights.slots import ExpertSlots
 
 Result = TypeVar("Result")
@@ -103,11 +103,11 @@ class ExpertWeights(ExpertSlots):
         seeds = torch.randint(2**62, (self.config.num_experts,), device="cpu").tolist()
         for expert, slots in self.held.items():
             whole = initial_expert(self.config, self.scheme, self._dtype, seeds[expert], self.device)
-            self.write(slots, self._cut(whole))
+            self.write(slots, self._etp_shards(whole))
 
-    def _cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _etp_shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         size, rank = self.etp.size, self.etp.rank
-        return {name: cut(self.config, name, tensor, size, rank) for name, tensor in tensors.items()}
+        return {name: etp_shard(self.config, name, tensor, size, rank) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def update_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> int:
@@ -132,7 +132,7 @@ class ExpertWeights(ExpertSlots):
         if slots:
             numbers = {name: tensors[name].to(self.device) for name in tensors if self._is_numbers(name, tensors[name])}
             codes = {name: tensor for name, tensor in tensors.items() if name not in numbers}
-            self.write(slots, self._cut(codes | self.scheme.quantize(numbers, self._dtype)))
+            self.write(slots, self._etp_shards(codes | self.scheme.quantize(numbers, self._dtype)))
         return len(slots)
 
     def _is_numbers(self, name: str, tensor: Tensor) -> bool:

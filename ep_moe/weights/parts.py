@@ -154,8 +154,8 @@ class Expert(nn.Module):
             raise ConfigError(_TAKEN.format(name=" and ".join(self._parameters)))
         # FSDP2 replaces each parameter that it shards by a DTensor
         before = self.__dict__.get("_parameters", {}).get(name)
-        cut = isinstance(value, nn.Parameter) and hasattr(value, "placements")
-        if cut and before is not None and not hasattr(before, "placements") and not self.sharded:
+        sharded = isinstance(value, nn.Parameter) and hasattr(value, "placements")
+        if sharded and before is not None and not hasattr(before, "placements") and not self.sharded:
             raise ConfigError(WRAP.format(what="fully_shard"))
         if isinstance(value, nn.Parameter) and before is not None and before is not value and not self.sharded:
             if value.shape != before.shape or hasattr(value, "placements") != hasattr(before, "placements"):
@@ -230,20 +230,20 @@ class Joined(Function):
         return (None, None, *ctx.back(list(gradients)))
 
 
-# --- cutting over etp -------------------------------------------------------------------------------------------------
-# An expert's tensors cut over etp ranks, and joined again.
+# --- shards over etp --------------------------------------------------------------------------------------------------
+# An expert's tensors split over etp ranks, and joined again.
 
 
-def cut_dim(name: str, dims: int) -> int | None:
-    """Which dimension of an expert's tensor is cut over etp; None: not at all."""
+def etp_dim(name: str, dims: int) -> int | None:
+    """Which dimension of an expert's tensor is split over etp; None: not at all."""
     if not name.startswith("w2"):
         return 0 if dims else None
     return 1 if dims > 1 else None  # columns; what w2 has once for a row, a bias or a scale, is every rank's
 
 
-def cut(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -> Tensor:
-    """The etp rank's piece of a whole expert's tensor; gate and up are cut alike, so that a piece has both."""
-    dim = cut_dim(name, tensor.dim())
+def etp_shard(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -> Tensor:
+    """The etp rank's shard of a whole expert's tensor. Gate and up are split alike, so that a shard has both."""
+    dim = etp_dim(name, tensor.dim())
     if etp == 1 or dim is None:
         return tensor
     halves = tensor.chunk(2, dim) if _has_halves(config, name) else (tensor,)
@@ -251,9 +251,9 @@ def cut(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -
 
 
 def join(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
-    """The inverse of `cut`: all etp ranks' pieces in order to the whole tensor. What is not cut is etp rank 0's: it
-    alone uses w2_bias, and alone trains it."""
-    dim = cut_dim(name, pieces[0].dim())
+    """The inverse of `etp_shard`: all etp ranks' pieces in order to the whole tensor. What is not split is etp rank
+    0's: it alone uses w2_bias, and alone trains it."""
+    dim = etp_dim(name, pieces[0].dim())
     if len(pieces) == 1 or dim is None:
         return pieces[0]
     if _has_halves(config, name):

@@ -30,7 +30,7 @@ from ep_moe import (
 )
 from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.parts import cut, local
+from ep_moe.weights.parts import etp_shard, local
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 
@@ -152,7 +152,7 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
     for name, gradient in parameters.items():
         if name.startswith("expert_weights"):
             part = name.split(".")[-1]
-            compare(gradient, cut(config, part, expected[name], layout.etp, layout.etp_rank), name)
+            compare(gradient, etp_shard(config, part, expected[name], layout.etp, layout.etp_rank), name)
             twins = [ranks[twin] for twin in range(layout.etp_rank, layout.world, layout.etp)]
             copies = [copy[name] for copy in twins if name in copy]
             assert all(torch.equal(copy, gradient) for copy in copies), f"{what}: copies of {name} differ"

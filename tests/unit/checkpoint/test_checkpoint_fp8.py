@@ -16,7 +16,7 @@ from ep_moe.checkpoint.reader import largest_input_scale, load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.fixtures.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_a_rank_of_etp_reads_its_piece_with_the_scales_of_its_rows(etp, tmp_path
         piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "fp8_channel")
         assert piece.keys() == whole.keys()
         for name, tensor in whole.items():
-            assert same_bytes(piece[name], cut(CONFIG, name, tensor, etp, rank)), name
+            assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, etp, rank)), name
         assert torch.equal(piece["w2_scale"], whole["w2_scale"])
         gate, up = whole["w13_scale"].chunk(2)
         assert torch.equal(piece["w13_scale"], torch.cat([gate[slice(*inner)], up[slice(*inner)]]))
@@ -153,11 +153,13 @@ def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
         before = source.bytes_read
         piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "fp8_static")
         for name, tensor in whole.items():
-            assert same_bytes(piece[name], cut(CONFIG, name, tensor, etp, rank)), name
+            assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, etp, rank)), name
         assert source.bytes_read - before == (whole["w13"].numel() + whole["w2"].numel()) // etp + 6 * 4
         plain = found.read(source, BLOCK, CONFIG, 1, inner)
         for name in ("w13", "w2"):
-            assert torch.equal(plain[name], cut(CONFIG, name, SCHEMES["fp8_static"].dequantize(whole, name), etp, rank))
+            assert torch.equal(
+                plain[name], etp_shard(CONFIG, name, SCHEMES["fp8_static"].dequantize(whole, name), etp, rank)
+            )
 
 
 @pytest.mark.parametrize("larger", ["gate", "up"])

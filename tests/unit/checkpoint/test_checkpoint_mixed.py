@@ -14,7 +14,7 @@ from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.fixtures.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")
@@ -215,4 +215,4 @@ def test_pieces_of_etp_are_those_of_the_whole(case, kind, tmp_path):
         for rank in range(2):
             piece = read_quantized(*given, dtype=torch.bfloat16, device=CPU, etp=(2, rank))
             for name, tensor in whole.items():
-                assert same_bytes(piece[name], cut(CONFIG, name, tensor, 2, rank)), (expert, name)
+                assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, 2, rank)), (expert, name)

@@ -15,7 +15,7 @@ from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.fixtures.checkpoint_files import same_bytes, stored
 
 CPU = torch.device("cpu")
@@ -120,12 +120,12 @@ def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
         piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "nvfp4")
         whole = as_ours(matrices[1])
         for name, tensor in whole.items():
-            assert same_bytes(piece[name], cut(CONFIG, name, tensor, etp, rank)), name
+            assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, etp, rank)), name
         matrix = sum(whole[n].numel() for n in ("w13", "w2", "w13_scale", "w2_scale")) // etp
         assert source.bytes_read - before == matrix + 6 * 4
         plain = found.read(source, BLOCK, CONFIG, 1, inner)
         for name in ("w13", "w2"):
-            tensor = cut(CONFIG, name, SCHEMES["nvfp4"].dequantize(whole, name), etp, rank)
+            tensor = etp_shard(CONFIG, name, SCHEMES["nvfp4"].dequantize(whole, name), etp, rank)
             assert torch.equal(plain[name], tensor)
 
 

@@ -15,7 +15,7 @@ from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES, Mxfp4
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 256, 128, 3
@@ -133,7 +133,7 @@ def test_pieces_of_etp_are_those_of_the_whole_in_another_scheme(tmp_path):
     for rank in range(2):
         piece = read_quantized(*given, dtype=torch.bfloat16, device=CPU, etp=(2, rank))
         for name, tensor in whole.items():
-            assert torch.equal(piece[name].float(), cut(of, name, tensor, 2, rank).float()), name
+            assert torch.equal(piece[name].float(), etp_shard(of, name, tensor, 2, rank).float()), name
 
 
 @pytest.mark.parametrize(

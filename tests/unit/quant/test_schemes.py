@@ -9,7 +9,7 @@ from torch import Tensor
 from ep_moe import Activation, ConfigError, MoEConfig
 from ep_moe.quant.microscale import dequantize_mxfp4
 from ep_moe.quant.schemes import FP8_MAX, SCHEMES, Scheme, scheme_of
-from ep_moe.weights.parts import cut, join
+from ep_moe.weights.parts import etp_shard, join
 
 ROWS, COLUMNS = 256, 384
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -301,13 +301,15 @@ def test_a_piece_over_etp_is_the_piece_of_the_numbers(scheme, activation, etp):
     """Codes are cut with their scales, scalars go to every rank, and the pieces join to the whole."""
     shape = config(activation, inner=512)
     whole = scheme.quantize({"w13": torch.randn(shape.w13_rows, 256), "w2": torch.randn(256, 512)}, BF16)
-    pieces = [{name: cut(shape, name, tensor, etp, rank) for name, tensor in whole.items()} for rank in range(etp)]
+    pieces = [
+        {name: etp_shard(shape, name, tensor, etp, rank) for name, tensor in whole.items()} for rank in range(etp)
+    ]
     specs = scheme.expert(shape, BF16, etp)
     for rank, piece in enumerate(pieces):
         for name, tensor in piece.items():
             assert (tuple(tensor.shape), tensor.dtype) == (specs[name].shape, specs[name].dtype), name
         for name in ("w13", "w2"):
-            numbers = cut(shape, name, scheme.dequantize(whole, name), etp, rank)
+            numbers = etp_shard(shape, name, scheme.dequantize(whole, name), etp, rank)
             assert torch.equal(scheme.dequantize(piece, name), numbers)
     for name, tensor in whole.items():
         joined = join(shape, name, [bits(piece[name]) for piece in pieces])

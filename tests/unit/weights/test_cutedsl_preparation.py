@@ -12,7 +12,7 @@ from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import ScaleLayout, arrange
 from ep_moe.weights.layouts.cutedsl import CuteDsl, deinterleave, interleave, mma_view
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.fixtures.cutlass_sm100_preparation import config, same, with_and_without_a_gate
 
 BF16, NVFP4 = torch.bfloat16, SCHEMES["nvfp4"]
@@ -40,7 +40,7 @@ def test_a_piece_of_an_expert_comes_back():
     shape = config(256, 256)
     (whole, *_), weight_layout = experts(shape), CuteDsl(shape, NVFP4, BF16, 2)
     for rank in range(2):
-        piece = {name: cut(shape, name, tensor, 2, rank) for name, tensor in whole.items()}
+        piece = {name: etp_shard(shape, name, tensor, 2, rank) for name, tensor in whole.items()}
         same(weight_layout.restore(weight_layout.prepare(piece)), piece)
 
 

@@ -17,7 +17,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutlass_mixed as mixed
 from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.layouts.cutlass import BOUND, SM90_SCHEMES, CutlassSm90, activation_bound
-from ep_moe.weights.parts import cut, join, split_parts
+from ep_moe.weights.parts import etp_shard, join, split_parts
 from tests.emulations import cutlass as emulation
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -101,7 +101,7 @@ def test_a_piece_of_an_expert_comes_back(scheme):
     weight_layout = CutlassSm90(shape, scheme, BF16, 2)
     whole = random_tensors(shape, scheme)
     for rank in range(2):
-        piece = {name: cut(shape, name, tensor, 2, rank) for name, tensor in whole.items()}
+        piece = {name: etp_shard(shape, name, tensor, 2, rank) for name, tensor in whole.items()}
         stored = weight_layout.prepare(piece)
         assert {name: tuple(t.shape) for name, t in stored.items()} == {
             name: spec.shape for name, spec in weight_layout.specs().items()
@@ -284,7 +284,7 @@ def test_pieces_over_etp_are_prepared_each_for_itself(scheme, activation, monkey
     for rank, weights in enumerate(ranks):
         for slot, expert in enumerate(weights.local_experts):
             if expert >= 0:
-                pieces = {name: cut(shape, name, tensor, 2, rank) for name, tensor in experts[expert].items()}
+                pieces = {name: etp_shard(shape, name, tensor, 2, rank) for name, tensor in experts[expert].items()}
                 assert_equal(weights.slot(slot), pieces)
                 prepared = CutlassSm90(shape, scheme, BF16, 2).prepare(pieces)
                 assert_equal({name: p[slot] for name, p in weights.stored_tensors().items()}, prepared)
@@ -308,7 +308,7 @@ def test_pieces_over_etp_are_prepared_each_for_itself(scheme, activation, monkey
 def test_join_undoes_cut_for_every_tensor(scheme):
     shape = config(inner=256)
     for name, tensor in random_tensors(shape, scheme).items():
-        joined = join(shape, name, [bits(cut(shape, name, tensor, 2, rank)) for rank in range(2)])
+        joined = join(shape, name, [bits(etp_shard(shape, name, tensor, 2, rank)) for rank in range(2)])
         assert torch.equal(joined, bits(tensor)), name
 
 

@@ -11,7 +11,7 @@ from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES, CutlassSm90, CutlassSm100
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.fixtures.cutlass_sm100_preparation import config, same, with_and_without_a_gate
 
 BF16 = torch.bfloat16
@@ -40,7 +40,7 @@ def test_a_piece_of_an_expert_comes_back(name):
     whole = random_expert(shape, scheme, 1, BF16)
     weight_layout = CutlassSm100(shape, scheme, BF16, 2)
     for rank in range(2):
-        piece = {part: cut(shape, part, tensor, 2, rank) for part, tensor in whole.items()}
+        piece = {part: etp_shard(shape, part, tensor, 2, rank) for part, tensor in whole.items()}
         same(weight_layout.restore(weight_layout.prepare(piece)), piece)
 
 

@@ -15,7 +15,7 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.parts import cut, cut_dim, join
+from ep_moe.weights.parts import etp_dim, etp_shard, join
 from tests.fixtures.expert_weights import etp_link
 from tests.fixtures.helpers import fill, integer_expert, integer_routing, integer_rows, saved_expert
 
@@ -56,10 +56,10 @@ def filled(
 @pytest.mark.parametrize("etp", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
-def test_join_undoes_cut(activation, name, etp):
+def test_join_undoes_etp_shard(activation, name, etp):
     config = shape(activation)
     whole = integer_expert(config, 3)[name]
-    pieces = [cut(config, name, whole, etp, rank) for rank in range(etp)]
+    pieces = [etp_shard(config, name, whole, etp, rank) for rank in range(etp)]
     assert torch.equal(join(config, name, pieces), whole)
     for rank, piece in enumerate(pieces):
         assert piece.shape == ExpertWeights(config, REDUNDANT, etp=etp_link(etp, rank)).get_parameter(name)[0].shape
@@ -67,12 +67,12 @@ def test_join_undoes_cut(activation, name, etp):
 
 @unhurried
 @given(st.sampled_from(ACTIVATIONS), st.integers(1, 6), st.integers(1, 6))
-def test_join_undoes_cut_for_any_size(activation, etp, each):
+def test_join_undoes_etp_shard_for_any_size(activation, etp, each):
     config = shape(activation, inner=etp * each)
     for name, whole in integer_expert(config, 0).items():
-        pieces = [cut(config, name, whole, etp, rank) for rank in range(etp)]
+        pieces = [etp_shard(config, name, whole, etp, rank) for rank in range(etp)]
         assert torch.equal(join(config, name, pieces), whole), name
-        if cut_dim(name, whole.dim()) is not None:
+        if etp_dim(name, whole.dim()) is not None:
             assert sum(piece.numel() for piece in pieces) == whole.numel(), name
         else:
             assert all(torch.equal(piece, whole) for piece in pieces), name
@@ -81,15 +81,15 @@ def test_join_undoes_cut_for_any_size(activation, etp, each):
 def test_a_piece_has_gate_and_up_of_the_same_columns():
     config = shape(inner=4)
     w13 = torch.arange(8.0).unsqueeze(1).expand(8, config.hidden_size)  # gate rows 0..3, up rows 4..7
-    assert cut(config, "w13", w13, 2, 0)[:, 0].tolist() == [0, 1, 4, 5]
-    assert cut(config, "w13", w13, 2, 1)[:, 0].tolist() == [2, 3, 6, 7]
-    assert cut(config, "w13_bias", torch.arange(8.0), 2, 1).tolist() == [2, 3, 6, 7]
-    assert cut(config, "w2", torch.arange(4.0).expand(8, 4), 2, 1)[0].tolist() == [2, 3]
+    assert etp_shard(config, "w13", w13, 2, 0)[:, 0].tolist() == [0, 1, 4, 5]
+    assert etp_shard(config, "w13", w13, 2, 1)[:, 0].tolist() == [2, 3, 6, 7]
+    assert etp_shard(config, "w13_bias", torch.arange(8.0), 2, 1).tolist() == [2, 3, 6, 7]
+    assert etp_shard(config, "w2", torch.arange(4.0).expand(8, 4), 2, 1)[0].tolist() == [2, 3]
 
 
 def test_without_a_gate_a_piece_is_one_span():
     config = shape(Activation.RELU2, inner=4)
-    assert cut(config, "w13_bias", torch.arange(4.0), 2, 1).tolist() == [2, 3]
+    assert etp_shard(config, "w13_bias", torch.arange(4.0), 2, 1).tolist() == [2, 3]
 
 
 def output(config: MoEConfig, weights: ExpertWeights, x: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ def test_update_writes_every_replica_and_cuts(activation, etp):
                     if expert == -1:
                         assert parameter[slot].isnan().all()
                     else:
-                        expected = cut(config, name, integer_expert(config, expert)[name], etp, etp_rank)
+                        expected = etp_shard(config, name, integer_expert(config, expert)[name], etp, etp_rank)
                         assert torch.equal(parameter[slot], expected), name
             for expert in written:
                 written[expert] += weights.update_expert(expert, integer_expert(config, expert))
@@ -345,12 +345,12 @@ def test_a_quantised_layer_quantises_numbers_whole(scheme, dtype):
         assert found.keys() == wanted.keys() | {name for name in before if name.endswith("input_scale")}
         for name, tensor in found.items():
             kept = name not in wanted
-            expected = before[name] if kept else cut(LARGE, name, wanted[name], etp, rank)
+            expected = before[name] if kept else etp_shard(LARGE, name, wanted[name], etp, rank)
             assert torch.equal(tensor.float(), expected.to(tensor.dtype).float()), name
             assert kept or not torch.equal(tensor.float(), before[name].float()), name
         only = {"w2": given["w2"] * 2}
         weights.update_expert(0, only)
-        expected = cut(LARGE, "w2", scheme.quantize(only, torch.bfloat16)["w2"], etp, rank)
+        expected = etp_shard(LARGE, "w2", scheme.quantize(only, torch.bfloat16)["w2"], etp, rank)
         assert torch.equal(weights.slot(0)["w2"].float(), expected.float())
         assert torch.equal(weights.slot(0)["w13"].float(), found["w13"].float())
 
@@ -553,7 +553,7 @@ def test_checkpoint_loads_into_pieces(etp):
         weights = ExpertWeights(config, REDUNDANT, ep_rank=1, etp=etp_link(etp, rank))
         weights.load_state_dict(state)
         for name, parameter in weights.stored_tensors().items():
-            assert torch.equal(parameter[0], cut(config, name, integer_expert(config, 1)[name], etp, rank))
+            assert torch.equal(parameter[0], etp_shard(config, name, integer_expert(config, 1)[name], etp, rank))
 
 
 def test_state_dict_of_pieces_has_whole_tensors(monkeypatch):
@@ -617,7 +617,9 @@ def test_a_state_with_one_half_leaves_the_other(given, etp):
         for name in ("w13", "w13_bias"):
             half = [expected["w1" + name[3:]], expected["w3" + name[3:]]]
             slot = weights.held[0][0]
-            assert torch.equal(weights.stored_tensors()[name][slot], cut(config, name, torch.cat(half), etp, rank))
+            assert torch.equal(
+                weights.stored_tensors()[name][slot], etp_shard(config, name, torch.cat(half), etp, rank)
+            )
 
 
 def test_half_a_matrix_is_not_quantized():

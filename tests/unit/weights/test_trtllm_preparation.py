@@ -19,7 +19,7 @@ from ep_moe.weights.layouts.trtllm import (
     shuffle_rows,
     unshuffle_rows,
 )
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.emulations.trtllm import row_places, scale_places
 
 BF16 = torch.bfloat16
@@ -34,7 +34,7 @@ def expert(name: str, activation: Activation, etp: int = 1) -> tuple[Trtllm, dic
         hidden_size=512, intermediate_size=256 * etp, num_experts=2, top_k=1, activation=activation, expert_bias=True
     )
     tensors = random_expert(config, SCHEMES[name], 0, BF16)
-    pieces = {key: cut(config, key, tensor, etp, etp - 1) for key, tensor in tensors.items()}
+    pieces = {key: etp_shard(config, key, tensor, etp, etp - 1) for key, tensor in tensors.items()}
     return Trtllm(config, SCHEMES[name], BF16, etp), pieces
 
 

@@ -21,7 +21,7 @@ from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, wors
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutedsl
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.emulations.cutedsl import Wrapper
 
 SLOTS, ROWS, TOP_K, NVFP4, BF16 = 5, 24, 3, SCHEMES["nvfp4"], torch.bfloat16
@@ -304,7 +304,9 @@ def test_pieces_of_etp():
         )  # fmt: skip
         for expert, tensors in enumerate(whole):
             weights.update_expert(expert, tensors)
-        own = [{name: cut(config, name, tensor, 2, rank) for name, tensor in tensors.items()} for tensors in whole]
+        own = [
+            {name: etp_shard(config, name, tensor, 2, rank) for name, tensor in tensors.items()} for tensors in whole
+        ]
         assert times_the_limit(FlashInferCuteDslExperts(config, weights), own, rows()) <= 1
 
 

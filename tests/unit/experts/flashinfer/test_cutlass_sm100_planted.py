@@ -22,7 +22,7 @@ from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts.cutlass import SM100_SCHEMES
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.flashinfer_cutlass_planted import before_run, ratio, times_the_limit
 
@@ -285,7 +285,9 @@ def test_pieces_of_etp(name, monkeypatch):
         )  # fmt: skip
         for expert, tensors in enumerate(whole):
             weights.update_expert(expert, tensors)
-        own = [{part: cut(config, part, tensor, 2, rank) for part, tensor in tensors.items()} for tensors in whole]
+        own = [
+            {part: etp_shard(config, part, tensor, 2, rank) for part, tensor in tensors.items()} for tensors in whole
+        ]
         experts = FlashInferCutlassExperts(config, weights)
         assert times_the_limit(experts, own, rows(config), output_bias=rank == 0) <= 1
     before_run(monkeypatch, lambda arguments: arguments.update({"tp_rank": 0}))

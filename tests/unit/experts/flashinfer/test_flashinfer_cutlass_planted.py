@@ -20,7 +20,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts import cutlass_mixed
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
-from ep_moe.weights.parts import cut
+from ep_moe.weights.parts import etp_shard
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.flashinfer_cutlass_planted import before_run, each_scheme, ratio, times_the_limit
 
@@ -204,7 +204,9 @@ def pieces(config: MoEConfig, scheme: Scheme) -> list[tuple[FlashInferCutlassExp
         )
         for expert, tensors in enumerate(whole):
             weights.update_expert(expert, tensors)
-        own = [{name: cut(config, name, tensor, 2, rank) for name, tensor in tensors.items()} for tensors in whole]
+        own = [
+            {name: etp_shard(config, name, tensor, 2, rank) for name, tensor in tensors.items()} for tensors in whole
+        ]
         made.append((FlashInferCutlassExperts(config, weights), own))
     return made
 

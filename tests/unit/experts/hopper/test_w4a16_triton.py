@@ -36,7 +36,7 @@ def within(experts, tensors, received, *, output_bias: bool = True) -> None:
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 
-def cut(monkeypatch, block_m: int, block_n: int = 64) -> None:
+def set_tiles(monkeypatch, block_m: int, block_n: int = 64) -> None:
     tile = Tile(block_m, block_n, stages=2, warps=block_n // 16)
     monkeypatch.setattr(gemm_4bit, "tile_for", lambda _: tile)
 
@@ -44,7 +44,7 @@ def cut(monkeypatch, block_m: int, block_n: int = 64) -> None:
 @each_scheme
 @pytest.mark.parametrize(("count", "block_m"), WAYS.values(), ids=WAYS)
 def test_each_way_of_finding_rows(count, block_m, scheme, monkeypatch):
-    cut(monkeypatch, block_m)
+    set_tiles(monkeypatch, block_m)
     within(*build(*SMALL, scheme), rows(*SMALL, count, empty=0.0 if block_m == 64 else 0.6))
 
 
@@ -54,7 +54,7 @@ def test_sizes_that_leave_half_a_block_or_tile(block_n, scheme, monkeypatch):
     model = UNEVEN
     if SCHEMES[scheme].weights.unit[1] == 128:
         model = (dataclasses.replace(UNEVEN[0], hidden_size=384, intermediate_size=128), 5)
-    cut(monkeypatch, 16, block_n)
+    set_tiles(monkeypatch, 16, block_n)
     within(*build(*model, scheme), rows(*model, 10))
 
 
@@ -81,6 +81,6 @@ def test_ids_as_they_travelled_and_peers(scheme):
 
 @each_scheme
 def test_chunks_change_no_bit(scheme, monkeypatch):
-    cut(monkeypatch, 16)
+    set_tiles(monkeypatch, 16)
     received = rows(*SMALL, 30)
     assert torch.equal(build(*SMALL, scheme, chunk_rows=8)[0](received), build(*SMALL, scheme)[0](received))
