@@ -33,7 +33,7 @@ from ep_moe.experts.fused.base import (
     FusedExperts,
     Routed,
     RouterLogits,
-    router_logits,
+    logits_of,
 )
 from ep_moe.layer_tools import LayerTools
 from ep_moe.parallel.rank_group import NO_GRADIENTS
@@ -278,7 +278,7 @@ class MoELayer(LayerTools):
         flow = self.context._tokens
         tapped = self._logit_taps and not recomputing()
         if self._routes_inside:
-            found = router_logits(self.router, rows)
+            found = logits_of(self.router, rows)
             if tapped:
                 self._tap(flow.whole_input(found.logits, call))
             return found

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked
 from ep_moe.errors import ConfigError
+from ep_moe.renamed import renamed_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ _MIXTRAL_NAMES = ("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}
 _SWITCH = Stacked("switch_mlp.gate_proj.weight", "switch_mlp.up_proj.weight", "switch_mlp.down_proj.weight")
 
 
-FAMILIES: dict[str, CheckpointNames] = {
+CHECKPOINT_NAMES: dict[str, CheckpointNames] = {
     "qwen3_moe": CheckpointNames(block="model.layers.{layer}.mlp", experts=(PerExpert(*_QWEN_NAMES), Fused(), _SWITCH)),
     "mixtral": CheckpointNames(
         block="model.layers.{layer}.block_sparse_moe",
@@ -86,9 +88,9 @@ def names_of(family: str | CheckpointNames) -> CheckpointNames:
     """The entry of a family, or names of the caller's. Raises ConfigError."""
     if isinstance(family, CheckpointNames):
         return family
-    if family not in FAMILIES:
-        raise ConfigError(f"family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    return FAMILIES[family]
+    if family not in CHECKPOINT_NAMES:
+        raise ConfigError(f"family must be one of {', '.join(CHECKPOINT_NAMES)}, got {family!r}")
+    return CHECKPOINT_NAMES[family]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,3 +191,7 @@ def fused_layout(stored: Fused, experts: int) -> ModuleLayout:
             HeldTensor(name="down_proj_bias", part="w2_bias"),
         ]
     return ModuleLayout(experts, tuple(tensors))
+
+
+if not TYPE_CHECKING:  # checkers know the new names alone
+    __getattr__ = renamed_in(__name__, {"FAMILIES": ("CHECKPOINT_NAMES", CHECKPOINT_NAMES)})

@@ -10,7 +10,7 @@ import re
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Set
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ep_moe.checkpoint.source import MemorySource, our_name
 from ep_moe.checkpoint.unread import left_out
 from ep_moe.errors import CheckpointError, InputError
 from ep_moe.layer import MoELayer
+from ep_moe.renamed import renamed_in
 from ep_moe.runtime.devices import on_device
 from ep_moe.weights.parts import full
 
@@ -32,7 +33,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
-def load_weights(layers: Mapping[int, MoELayer], weights: Weights, family: str | CheckpointNames) -> set[str]:
+def load_layer_weights(layers: Mapping[int, MoELayer], weights: Weights, family: str | CheckpointNames) -> set[str]:
     """Write a trainer's weights into layers that serve: experts, router, shared experts. No file is written or read.
 
     Collective: all ranks pass the same tensors, between two calls. The trainer's layout does not matter, nor do the
@@ -48,7 +49,7 @@ def load_weights(layers: Mapping[int, MoELayer], weights: Weights, family: str |
         weights: Whole tensors by published name, as a mapping or as pairs. DTensors are gathered, one at a time.
             Tensors of one layer come side by side: of a layer that is not complete yet, a rank holds its own experts,
             and tensors of all experts whole. A tensor of a pair may be overwritten once the next one is asked for.
-        family: A name in `ep_moe.checkpoint.model_names.FAMILIES`, or names of the caller's.
+        family: A name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`, or names of the caller's.
 
     Returns:
         The names that were loaded. Others belong to no block of `layers`, and are left to the caller.
@@ -113,7 +114,7 @@ class Target(ABC):
 
 
 def push(weights: Weights, target: Target) -> set[str]:
-    """As `load_weights`. Returns the names that were loaded."""
+    """As `load_layer_weights`. Returns the names that were loaded."""
     context = target.context
     with on_device(context.device):
         if isinstance(weights, Mapping):
@@ -287,3 +288,7 @@ class LayerTarget(Target):
     def check_whole(self, covered: Set[Any]) -> None:
         for number in sorted(self._by_number.keys() - covered):
             checked(MemorySource({}, ORIGIN), self._names, number, self._by_number[number], self._called)
+
+
+if not TYPE_CHECKING:  # checkers know the new names alone
+    __getattr__ = renamed_in(__name__, {"load_weights": ("load_layer_weights", load_layer_weights)})

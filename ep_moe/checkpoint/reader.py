@@ -49,7 +49,7 @@ def load_layers(
     Args:
         layers: number in the checkpoint -> layer.
         path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub.
-        family: a name in `ep_moe.checkpoint.model_names.FAMILIES`, or names of the caller's.
+        family: a name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`, or names of the caller's.
         progress: show on rank 0 how far it is: a bar on a terminal, else lines on stderr.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
@@ -197,7 +197,7 @@ def largest_input_scale(
 
     Args:
         path: folder of a calibrated checkpoint.
-        family: a name in `ep_moe.checkpoint.model_names.FAMILIES`.
+        family: a name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`.
         layers: numbers of the model's MoE layers; default all below `num_hidden_layers` in config.json. A checkpoint
             may have others behind them, which predict more tokens (MTP).
         num_experts: of a layer; default however many there are.

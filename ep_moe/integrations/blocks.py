@@ -26,7 +26,7 @@ from ep_moe.layer import MoELayer
 
 
 class ExpertParallelBlock(nn.Module):
-    """Stands where a model's MoE block stood and returns what that returned; `RouterLogits` hands out its logits.
+    """Stands where a model's MoE block stood and returns what that returned; `RouterLogitsHook` hands out its logits.
 
     masks: of the model
     jitter: in training rows are multiplied by random numbers in 1 +- jitter

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from ep_moe.checkpoint.formats import Fused
-from ep_moe.checkpoint.model_names import FAMILIES as NAMES
-from ep_moe.checkpoint.model_names import CheckpointNames
+from ep_moe.checkpoint.model_names import CHECKPOINT_NAMES, CheckpointNames
 from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
 from ep_moe.errors import ConfigError
@@ -154,7 +153,7 @@ def register_family(model_type: str, family: Family, names: CheckpointNames) -> 
             "CheckpointNames.experts must have the form in which transformers' class holds its experts; add "
             "ep_moe.checkpoint.formats.Fused()"
         )
-    FAMILIES[model_type], NAMES[model_type] = family, names
+    FAMILIES[model_type], CHECKPOINT_NAMES[model_type] = family, names
 
 
 def moe_config_of(family: Family, config: PretrainedConfig) -> MoEConfig:

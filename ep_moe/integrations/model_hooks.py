@@ -1,7 +1,7 @@
 """What hooks on a Hugging Face model tell its expert-parallel blocks, and take from them, while a call is under way.
 
 A model hands its attention mask to its attention, and to no MoE block: `TokenMasks` keeps the mask of a call, which
-says what rows of hidden states are tokens. `RouterLogits` serves `output_router_logits=True`.
+says what rows of hidden states are tokens. `RouterLogitsHook` serves `output_router_logits=True`.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _first(mask: Any) -> Any:
     return next(iter(mask.values()), None) if isinstance(mask, dict) else mask
 
 
-class RouterLogits:
+class RouterLogitsHook:
     """Puts the layers' router logits where transformers puts those of its own routers.
 
     transformers collects outputs of its router classes, which the replaced blocks do not have. Its models compute the

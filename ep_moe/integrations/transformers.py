@@ -44,7 +44,7 @@ from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load import described, draw_head, head_names, load_model, model_files, on_meta
-from ep_moe.integrations.model_hooks import RouterLogits
+from ep_moe.integrations.model_hooks import RouterLogitsHook
 from ep_moe.integrations.push import export_weights as export_weights
 from ep_moe.integrations.push import load_weights as load_weights
 from ep_moe.integrations.save import save_model
@@ -122,7 +122,7 @@ def _parallel(
     inner = _innermost(model, list(made))
     first = next(iter(made.values()))
     if family is not None:
-        RouterLogits().attach(inner)
+        RouterLogitsHook().attach(inner)
     first.masks.attach(model, inner, first.moe)
     if model.can_generate():
         Generation.of(context).attach(model, inner)

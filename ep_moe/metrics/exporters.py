@@ -7,7 +7,7 @@ from typing import Any
 
 from ep_moe.checks import check_count, check_flag, check_kind
 from ep_moe.errors import BackendUnavailable, ConfigError
-from ep_moe.metrics.families import Family, families
+from ep_moe.metrics.families import MetricFamily, families
 from ep_moe.metrics.source import Snapshot, Source
 
 _PORTS = 65535
@@ -138,7 +138,7 @@ def to_opentelemetry(meter: Any, source: Source, *, experts: bool = False) -> No
         raise BackendUnavailable("to_opentelemetry needs opentelemetry-api; install ep-moe[otel]") from error
     check_kind("to_opentelemetry: meter", meter, Meter)
 
-    def callback(family: Family) -> Any:
+    def callback(family: MetricFamily) -> Any:
         def observe(_: Any) -> Iterator[Any]:
             found = source.newest()
             for values, number in family.samples(found):

@@ -14,7 +14,7 @@ Samples = Iterable[tuple[tuple[str, ...], float]]
 
 
 @dataclass(frozen=True)
-class Family:
+class MetricFamily:
     """A metric and its samples.
 
     name: without `_total`, which text formats add to counters
@@ -29,7 +29,7 @@ class Family:
     samples: Callable[[Snapshot], Samples]
 
 
-def families(*, experts: bool = False) -> tuple[Family, ...]:
+def families(*, experts: bool = False) -> tuple[MetricFamily, ...]:
     """experts: with the load of each expert, of which a model has tens of thousands"""
     return (*_FAMILIES, _EXPERTS) if experts else _FAMILIES
 
@@ -89,64 +89,66 @@ def _windows(found: Snapshot) -> Samples:
             yield (str(index), layer.name), layer.balancedness
 
 
-def _balancer_counter(name: str, about: str, field: str) -> Family:
-    return Family(f"ep_moe_eplb_{name}", True, about, ("balancer",), _of_balancers(lambda stats: getattr(stats, field)))
+def _balancer_counter(name: str, about: str, field: str) -> MetricFamily:
+    return MetricFamily(
+        f"ep_moe_eplb_{name}", True, about, ("balancer",), _of_balancers(lambda stats: getattr(stats, field))
+    )
 
 
-def _price(name: str, about: str, field: str) -> Family:
+def _price(name: str, about: str, field: str) -> MetricFamily:
     def value(stats: Any) -> float | None:
         return None if stats.predicted is None else float(getattr(stats.predicted, field)) / 1e3
 
-    return Family(f"ep_moe_eplb_price_{name}_seconds", False, about, ("balancer",), _of_balancers(value))
+    return MetricFamily(f"ep_moe_eplb_price_{name}_seconds", False, about, ("balancer",), _of_balancers(value))
 
 
 _LAYER = ("layer",)
 _FAMILIES = (
-    Family(
+    MetricFamily(
         "ep_moe_layer_info", False, "1, with a layer's transport, kernel and the version of ep_moe.",
         ("layer", "all2all", "experts", "version"), _info,
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_calls", True, "Calls of a layer, without those inside a graph of the caller's own.",
         _LAYER, _of_layers(lambda layer: layer.calls),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_graph_replays", True, "Calls of a layer that its own CUDA graphs served.",
         _LAYER, _of_layers(lambda layer: layer.replayed),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_tokens", True, "Tokens of this rank that a layer routed: routes / top_k. Padding is not counted.",
         _LAYER, _of_layers(lambda layer: layer.tokens, once=True),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_rank_routes", True, "Routes of this rank's tokens to experts of each EP rank.",
         ("layer", "ep_rank"), _by_rank,
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_balancedness", False,
         "Mean over EP ranks / maximum of routes: 1 is even. Of this rank's tokens since the last reset.",
         _LAYER, _of_layers(lambda layer: layer.balancedness, once=True),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_sent_bytes_estimate", True,
         "Bytes of dispatched rows to other ranks, estimated by routes: transports that send a token once to a rank "
         "send less.",
         _LAYER, _of_layers(lambda layer: layer.sent_bytes),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_stage_seconds", True, "Time in each stage, of calls within metrics.stages.",
         ("layer", "stage"), _by_stage,
     ),
-    Family(
+    MetricFamily(
         "ep_moe_layer_deadline_margin_seconds", False,
         "Deadline less the longest wait within a step of this layer that the watch saw.",
         _LAYER, _of_layers(lambda layer: layer.deadline_margin_s),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_deadline_seconds", False, "How long a step may last before a peer counts as lost.",
         (), lambda found: [] if found.deadline_s is None else [((), found.deadline_s)],
     ),
-    Family(
+    MetricFamily(
         "ep_moe_eplb_state", False, "1 for the balancer's state, 0 for the others.", ("balancer", "state"), _states
     ),
     _balancer_counter("steps", "Calls of ExpertBalancer.step.", "steps"),
@@ -156,15 +158,15 @@ _FAMILIES = (
     _balancer_counter("skipped", "Windows that ended while a rebalance was under way.", "skipped"),
     _balancer_counter("restarts", "Layers begun anew because their weights were updated on the way.", "restarts"),
     _balancer_counter("received_bytes", "Bytes of experts that this rank received and put in force.", "received_bytes"),
-    Family(
+    MetricFamily(
         "ep_moe_eplb_staging_bytes", False, "Device memory held for experts on their way.",
         ("balancer",), _of_balancers(lambda stats: stats.staging_bytes),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_eplb_balancedness", False, "Sum of the mean rank / sum of the fullest, of the last window's layers.",
         ("balancer",), _of_balancers(lambda stats: stats.balancedness if stats.layers else None),
     ),
-    Family(
+    MetricFamily(
         "ep_moe_eplb_layer_balancedness", False, "Mean rank / fullest rank of a layer in the last window.",
         ("balancer", "layer"), _windows,
     ),
@@ -172,7 +174,7 @@ _FAMILIES = (
     _price("after", "Predicted time of one step under the maps of the last plan.", "after_ms"),
     _price("cost", "Predicted time to move the experts of the last plan.", "cost_ms"),
 )  # fmt: skip
-_EXPERTS = Family(
+_EXPERTS = MetricFamily(
     "ep_moe_layer_expert_routes", True, "Routes of this rank's tokens to each logical expert.",
     ("layer", "expert"), _by_expert,
 )  # fmt: skip

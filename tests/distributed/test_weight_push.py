@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, training
-from ep_moe.checkpoint.push import LayerTarget, load_weights
+from ep_moe.checkpoint.push import LayerTarget, load_layer_weights
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.errors import CheckpointError, ConfigError, InputError
@@ -169,7 +169,7 @@ def test_layers_take_published_names(world_size):
                         n: MoELayer(CONFIGS[family], context, expert_map=expert_map, experts="reference")
                         for n in LAYERS[family]
                     }
-                    loaded = load_weights(layers, weights, family)
+                    loaded = load_layer_weights(layers, weights, family)
                     assert loaded == {name for name in whole if ".experts." in name or name in loaded}
                     assert not any("attn" in name or "embed" in name for name in loaded)
                     for number, layer in layers.items():
@@ -281,7 +281,7 @@ def test_a_rank_keeps_its_own_experts_of_one_layer(world_size, monkeypatch):
     with context_of() as context:
         model = expert_parallel(tiny_model("qwen3_moe"), context, experts="reference")
         layers = {n: MoELayer(CONFIGS["qwen3_moe"], context, experts="reference") for n in LAYERS["qwen3_moe"]}
-        load_weights(layers, export_weights(model), "qwen3_moe")
+        load_layer_weights(layers, export_weights(model), "qwen3_moe")
     expert = 4 * 3 * 32 * 48
     assert held == [4 * expert + 4 * 8 * 32] * 2, "of 8 experts, and the router"
 
@@ -498,9 +498,9 @@ def test_ranks_that_push_different_weights_are_told(world_size):
             layers = {1: MoELayer(CONFIGS["deepseek_v3"], context, expert_map=ExpertMap.redundant(8, 2, 4))}
             weights = tiny_model("deepseek_v3").state_dict()
             layers[1](torch.ones(2, 32, device=context.device))  # ranks are compared in the first call
-            load_weights(layers, weights, "deepseek_v3")
+            load_layer_weights(layers, weights, "deepseek_v3")
             weights[name] = weights[name] + rank
-            assert words in same_error(InputError, lambda: load_weights(layers, weights, "deepseek_v3"))  # noqa: B023
+            assert words in same_error(InputError, lambda: load_layer_weights(layers, weights, "deepseek_v3"))  # noqa: B023
             same_error(CheckpointError, lambda: layers[1](torch.ones(2, 32, device=context.device)))  # noqa: B023
 
 
@@ -514,7 +514,7 @@ def test_what_cannot_be_pushed_is_refused(world_size):
         with pytest.raises(ConfigError, match="must have expert-parallel layers"):
             models.load_weights(KINDS["qwen3_moe"](), {})
         with pytest.raises(InputError, match="at least one layer"):
-            load_weights({}, {}, "qwen3_moe")
+            load_layer_weights({}, {}, "qwen3_moe")
         tuned = expert_parallel(KINDS["olmoe"](), context, experts="reference")
         add_lora(models.moe_layers(tuned)[0].expert_weights, {"w13": LowRank(2, 1.0)}, 0)
         for call in (lambda: models.load_weights(tuned, published("olmoe")), lambda: next(export_weights(tuned))):
@@ -549,7 +549,7 @@ def test_experts_that_move_meanwhile_arrive_with_the_new_weights(world_size):
             start = ExpertMap.redundant(8, 2, 4)
             layer = MoELayer(CONFIGS["deepseek_v3"], context, expert_map=start, experts="reference")
             layer.requires_grad_(False)
-            load_weights({1: layer}, old, "deepseek_v3")
+            load_layer_weights({1: layer}, old, "deepseek_v3")
             slots = start.physical_to_logical
             other = ExpertMap.from_ranks([slots[6:], slots[:6]], 8)
             config = EPLBConfig(interval=0, sync_every=1, bytes_per_step=20_000)
@@ -557,7 +557,7 @@ def test_experts_that_move_meanwhile_arrive_with_the_new_weights(world_size):
                 balancer.move_to([other])
                 for number in range(300):
                     if number == turn:
-                        load_weights({1: layer}, first, "deepseek_v3")
+                        load_layer_weights({1: layer}, first, "deepseek_v3")
                     layer(torch.ones(2, 32, device=context.device))
                     if number > turn and balancer.state is State.IDLE:
                         break

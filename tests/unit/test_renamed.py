@@ -146,6 +146,8 @@ def test_a_lower_bound():
         ("ep_moe.types", "PeerCells", "ep_moe.types:PeerPackets"),
         ("ep_moe.registry", "why_not", "ep_moe.registry:unsupported_reason"),
         ("ep_moe.tuned", "Tuned", "ep_moe:Tuned"),
+        ("ep_moe.checkpoint.model_names", "FAMILIES", "ep_moe.checkpoint.model_names:CHECKPOINT_NAMES"),
+        ("ep_moe.checkpoint.push", "load_weights", "ep_moe.checkpoint.push:load_layer_weights"),
     ],
 )
 def test_old_names_of_modules_warn(module, old, new):

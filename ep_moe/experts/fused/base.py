@@ -378,7 +378,7 @@ class FusedCall:
         self.kernel.refuse(problem)
 
 
-def router_logits(router: Any, x: Tensor) -> RouterLogits:
+def logits_of(router: Any, x: Tensor) -> RouterLogits:
     """A `Router`'s logits of x [T, H]."""
     return RouterLogits(router.logits(x), router.e_score_correction_bias)
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.push import load_weights
+from ep_moe.checkpoint.push import load_layer_weights
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.errors import CheckpointError
 from tests.fixtures.packed_codes import E2M1, awq, channel, factors, gptq, int4, nvfp4, random
@@ -144,7 +144,7 @@ def test_an_order_that_is_not_stored_is_no_order(tmp_path):
 def test_int4_is_pushed_with_the_shape_beside_it(given, tmp_path):
     numbers = write(tmp_path, int4, groups(("Linear", INT4)), group=32)
     layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), dtype=torch.float32)
-    load_weights({0: layer}, given(load_file(tmp_path / "model.safetensors")), "qwen3_moe")
+    load_layer_weights({0: layer}, given(load_file(tmp_path / "model.safetensors")), "qwen3_moe")
     check_numbers(layer, numbers)
 
 
@@ -156,7 +156,7 @@ def test_a_pushed_shape_that_contradicts_is_refused(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"up_proj\.weight_packed is .* with the shape \[64, 126\], which is not read"
     ):
-        load_weights({0: layer}, tensors, "qwen3_moe")
+        load_layer_weights({0: layer}, tensors, "qwen3_moe")
 
 
 # --- what the weights are for -----------------------------------------------------------------------------------------

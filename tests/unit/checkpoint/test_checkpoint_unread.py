@@ -159,12 +159,12 @@ def test_one_ranks_file_is_refused_on_all(checkpoints):
 def test_every_family_of_models_has_names():
     from ep_moe.integrations import families as blocks
 
-    assert model_names.FAMILIES.keys() == blocks.FAMILIES.keys() == set(FAMILIES)
+    assert model_names.CHECKPOINT_NAMES.keys() == blocks.FAMILIES.keys() == set(FAMILIES)
 
 
 def entry_without(family):
     """An entry, once for each thing that it could forget."""
-    names = model_names.FAMILIES[family]
+    names = model_names.CHECKPOINT_NAMES[family]
     for key in names.router:
         yield key, dataclasses.replace(names, router={k: v for k, v in names.router.items() if k != key})
     if names.shared is not None:

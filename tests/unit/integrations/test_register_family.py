@@ -38,7 +38,7 @@ COMMON = {
 @pytest.fixture(autouse=True)
 def _fresh_families():
     quiet()
-    tables = (FAMILIES, names_module.FAMILIES)
+    tables = (FAMILIES, names_module.CHECKPOINT_NAMES)
     before = [dict(table) for table in tables]
     yield
     for table, kept in zip(tables, before, strict=True):
