@@ -60,7 +60,7 @@ ROOM = 8 << 30  # bytes of one transport's buffers
 
 
 @dataclass
-class Line:
+class TransportLine:
     transport: str
     rows: str
     hidden: int
@@ -76,9 +76,9 @@ class Line:
 
 def measure(
     context: EPContext, names: Sequence[str], hidden: Sequence[int], tokens: Sequence[int], *, load: bool = False
-) -> tuple[list[Line], float]:
+) -> tuple[list[TransportLine], float]:
     rate = p2p_rate(context)
-    lines: list[Line] = []
+    lines: list[TransportLine] = []
     for size in hidden:
         for count in tokens:
             x, routing = inputs(context, size, count)
@@ -90,7 +90,7 @@ def measure(
                         if (size, count) == (hidden[0], tokens[0]) and context.layout.rank == 0:
                             Console().print(f"{name}: {reason}")
                         continue
-                    line = Line(name, rows, size, count, 0.0, False, sent, sent / rate * 1e6)
+                    line = TransportLine(name, rows, size, count, 0.0, False, sent, sent / rate * 1e6)
                     time_transport(context, line, x, routing, load=load)
                     lines.append(line)
     return lines, rate
@@ -140,7 +140,9 @@ def wire_bytes(context: EPContext, routing: PhysicalRouting, dispatch_shape: Dis
     return int(wanted.sum()) * (out + dispatch_shape.hidden_size * DTYPE.itemsize)
 
 
-def time_transport(context: EPContext, line: Line, x: Tensor, routing: PhysicalRouting, *, load: bool = False) -> None:
+def time_transport(
+    context: EPContext, line: TransportLine, x: Tensor, routing: PhysicalRouting, *, load: bool = False
+) -> None:
     dispatch_shape = dispatch_shape_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(dispatch_shape, context.rank_groups["ep"])
     rows, scale = round_to_travel(x, dispatch_shape.wire)
@@ -228,7 +230,7 @@ def busiest(context: EPContext, count: int) -> int:
     return int(slowest(context, float(count)))
 
 
-def table(lines: list[Line], rate: float) -> Table:
+def table(lines: list[TransportLine], rate: float) -> Table:
     found = Table(title=f"dispatch + combine, E={EXPERTS}, K={TOP_K}; p2p {rate / 1e9:.0f} GB/s")
     numbers = ("us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us", "no load us", "load us")
     for name in ("H", "T", "transport", "rows", *numbers, ""):
@@ -252,7 +254,7 @@ def table(lines: list[Line], rate: float) -> Table:
     return found
 
 
-def plot(lines: list[Line], file: Path) -> None:
+def plot(lines: list[TransportLine], file: Path) -> None:
     from matplotlib.figure import Figure
 
     sizes = sorted({line.hidden for line in lines})
@@ -275,7 +277,7 @@ def plot(lines: list[Line], file: Path) -> None:
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> list[Line]:
+def main() -> list[TransportLine]:
     parser = argparse.ArgumentParser(description=__doc__)
     known = list(registry.targets("dispatchers"))
     parser.add_argument("--transports", nargs="+", choices=known, default=known)

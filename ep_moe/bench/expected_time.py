@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ep_moe.bench.floors import Floor
 from ep_moe.bench.measured_lines import (
     FOLDER,
-    Line,
+    MeasuredLine,
     expert_numbers,
     layer_sizes,
     log_rows,
@@ -38,8 +38,8 @@ FEW_TOKENS = 16  # of a rank, up to which errors are listed separately
 class Layer(NamedTuple):
     """What is asked for.
 
-    gpu: its name; pair: kernel and transport, as in `Line`; scheme: of the experts; rows: `rows_text`; tokens: of each
-    rank; floor: of the busiest rank
+    gpu: its name; pair: kernel and transport, as in `MeasuredLine`; scheme: of the experts; rows: `rows_text`
+    tokens: of each rank; floor: of the busiest rank
     """
 
     gpu: str
@@ -92,7 +92,7 @@ class _Prediction(NamedTuple):
     """used: one line, or two to go between; multiples: of each, of its work; weight: of the last one."""
 
     launches_us: float
-    used: list[Line]
+    used: list[MeasuredLine]
     multiples: list[float]
     weight: float
 
@@ -101,7 +101,7 @@ class _Prediction(NamedTuple):
         return self.launches_us + (first + (last - first) * self.weight) * work
 
 
-def _prediction(layer: Layer, alike: Iterable[Line], lines: Iterable[Line]) -> _Prediction:
+def _prediction(layer: Layer, alike: Iterable[MeasuredLine], lines: Iterable[MeasuredLine]) -> _Prediction:
     """alike: of the same GPU, kernel, transport and scheme; lines: to take launches from."""
     x = log_rows(layer.config, layer.ranks, layer.tokens)
     used, launches = _neighbours(_nearest_run(layer, alike), x), _launches_us(layer, lines)
@@ -110,15 +110,15 @@ def _prediction(layer: Layer, alike: Iterable[Line], lines: Iterable[Line]) -> _
     return _Prediction(launches, used, multiples, (x - low) / (high - low) if len(used) == 2 else 0.0)
 
 
-def _nearest_run(layer: Layer, lines: Iterable[Line]) -> list[Line]:
+def _nearest_run(layer: Layer, lines: Iterable[MeasuredLine]) -> list[MeasuredLine]:
     """Lines by rows per expert: of the run whose rows on the wire, expert size, ranks and rows per expert are nearest,
     in this order."""
-    runs: dict[tuple[str, str, int, str], list[Line]] = defaultdict(list)
+    runs: dict[tuple[str, str, int, str], list[MeasuredLine]] = defaultdict(list)
     for line in lines:
         runs[line.file, line.model, line.ranks, line.rows].append(line)
     x = log_rows(layer.config, layer.ranks, layer.tokens)
 
-    def distance(run: list[Line]) -> tuple[bool, float, bool, float, float]:
+    def distance(run: list[MeasuredLine]) -> tuple[bool, float, bool, float, float]:
         first = run[0]
         size = abs(log2(expert_numbers(first.config) / expert_numbers(layer.config)))
         other = first.layer != layer_sizes(layer.config)
@@ -130,22 +130,22 @@ def _nearest_run(layer: Layer, lines: Iterable[Line]) -> list[Line]:
             min(abs(line.log_rows - x) for line in run),
         )
 
-    nearest: list[Line] = min(list(runs.values()), key=distance)
+    nearest: list[MeasuredLine] = min(list(runs.values()), key=distance)
     return sorted(nearest, key=lambda line: line.log_rows)
 
 
-def _neighbours(run: list[Line], x: float) -> list[Line]:
+def _neighbours(run: list[MeasuredLine], x: float) -> list[MeasuredLine]:
     """The last line at or below x, unless it is the line itself, and the first one above."""
     below = [line for line in run if line.log_rows <= x]
     above = [line for line in run if line.log_rows > x]
     return below[-1:] if below and below[-1].log_rows == x else [*below[-1:], *above[:1]]
 
 
-def _launches_us(layer: Layer, lines: Iterable[Line]) -> float:
+def _launches_us(layer: Layer, lines: Iterable[MeasuredLine]) -> float:
     """Of this GPU, kernel, transport and scheme, else of the kernel and transport elsewhere, else of the transport."""
     small = [line for line in lines if line.tokens == 1]
     transport = layer.pair.partition(" + ")[2]
-    wanted: tuple[Callable[[Line], bool], ...] = (
+    wanted: tuple[Callable[[MeasuredLine], bool], ...] = (
         lambda line: (line.gpu, line.pair, line.scheme) == (layer.gpu, layer.pair, layer.scheme),
         lambda line: line.pair == layer.pair,
         lambda line: line.pair.endswith(f" + {transport}"),
@@ -157,7 +157,7 @@ def _launches_us(layer: Layer, lines: Iterable[Line]) -> float:
     return 0.0
 
 
-def _basis(layer: Layer, used: list[Line]) -> str:
+def _basis(layer: Layer, used: list[MeasuredLine]) -> str:
     first = used[0]
     if first.layer != layer_sizes(layer.config):
         return MODEL
@@ -217,7 +217,7 @@ class HeldBack:
         return max(errors, key=abs, default=None)
 
 
-def _hidden(line: Line, other: Line, basis: str) -> bool:
+def _hidden(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
     """Whether one must not be known when the other is predicted."""
     if line.model != other.model or basis == MODEL:
         return line.model == other.model
@@ -228,7 +228,7 @@ def _hidden(line: Line, other: Line, basis: str) -> bool:
     return line.ranks == other.ranks and (basis == RANKS or line.tokens == other.tokens)
 
 
-def _serves(line: Line, other: Line, basis: str) -> bool:
+def _serves(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
     """Whether a line that is not hidden differs in the basis alone."""
     if basis == MODEL:
         return line.rows == other.rows

@@ -85,7 +85,7 @@ VARIANTS = (
 
 
 @dataclass
-class Line:
+class ExpertsLine:
     model: str
     rows: int
     kernel: str
@@ -260,7 +260,7 @@ def peers_of(scheme: str, held: libraries.Held, received: Received) -> dict[str,
 
 def peer_lines(
     model: str, config: MoEConfig, scheme: str, rows: Sequence[int], rates: Rates, device: torch.device, say: Say
-) -> list[Line]:
+) -> list[ExpertsLine]:
     """Of other libraries, on canonical weights. What cannot run is left out, with its reason, at its first rows."""
     try:
         libraries.require_plain_swiglu(config, f"other libraries, {scheme}")
@@ -271,7 +271,7 @@ def peer_lines(
     slots = torch.arange(weights.num_slots + 1, dtype=torch.int32, device=device)
     slots[-1] = -1
     stored = {name: weights.get_parameter(name).detach() for name in weights.names}
-    held, lines, failed = libraries.Held(slots=slots, **stored), list[Line](), set[str]()
+    held, lines, failed = libraries.Held(slots=slots, **stored), list[ExpertsLine](), set[str]()
     for count in rows:
         received = received_rows(config, weights.num_slots, count, device)
         least = floor_us(config, scheme, received, rates)
@@ -284,7 +284,7 @@ def peer_lines(
                 failed.add(name)
                 say(f"left out: {name}, {scheme}: {type(error).__name__}: {error}")
                 continue
-            lines.append(Line(model, count, f"peer: {name}", scheme, "rank_major", us, least))
+            lines.append(ExpertsLine(model, count, f"peer: {name}", scheme, "rank_major", us, least))
     return lines
 
 
@@ -295,7 +295,7 @@ def run(
     *,
     peers: bool = True,
     bar: Progress | None = None,
-) -> list[Line]:
+) -> list[ExpertsLine]:
     """bar: counts the kernels"""
     device = torch.device("cuda", torch.cuda.current_device())
     console = Console(width=160)
@@ -304,7 +304,7 @@ def run(
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}: copy {rates.copy / 1e12:.2f} TB/s, "
         f"bf16 {rates.bf16 / 1e12:.0f}, fp8 {rates.fp8 / 1e12:.0f} TFLOP/s"
     )
-    lines: list[Line] = []
+    lines: list[ExpertsLine] = []
     for model in models:
         config = config_named(model)
         for kernel, scheme in VARIANTS:
@@ -325,11 +325,13 @@ def run(
                 theirs = public_calls(experts, received, tactic_for(tiles, count))
                 us, *others = timed(experts)([_own_call(experts, received), *theirs.values()])
                 found = dict(zip(theirs, others, strict=True))
-                lines.append(Line(model, count, kernel, scheme, "rank_major", us, least, untuned[count], **found))
+                lines.append(
+                    ExpertsLine(model, count, kernel, scheme, "rank_major", us, least, untuned[count], **found)
+                )
                 if scheme == "fp8_block":
                     grouped = contiguous_rows(received, experts.weights.num_slots)
                     (us,) = replayed([_own_call(experts, grouped)])
-                    lines.append(Line(model, count, kernel, scheme, "contiguous", us, least))
+                    lines.append(ExpertsLine(model, count, kernel, scheme, "contiguous", us, least))
             del experts
             torch.cuda.empty_cache()
         for scheme in [scheme for scheme in ("none", "fp8_block") if peers and scheme in schemes]:
@@ -353,7 +355,7 @@ def _untuned(experts: Experts, config: MoEConfig, count: int, device: torch.devi
     return timed(experts)([_own_call(experts, received)])[0]
 
 
-def table(lines: list[Line], title: str) -> Table:
+def table(lines: list[ExpertsLine], title: str) -> Table:
     found = Table(title=f"{title}, one rank of {RANKS}")
     numbers = ("us", "x floor", "untuned us", "FlashInfer us", "ours / FlashInfer", "raw us", "ours / raw")
     for name in ("rows", "kernel", "scheme", "layout", *numbers):
@@ -371,7 +373,7 @@ def table(lines: list[Line], title: str) -> Table:
 
 
 @one_sentence
-def main() -> list[Line]:
+def main() -> list[ExpertsLine]:
     parser = argparse.ArgumentParser(description=__doc__)
     add_models(parser, MODELS)
     parser.add_argument("--schemes", nargs="+", choices=list(floors.WEIGHTS), default=list(floors.WEIGHTS))

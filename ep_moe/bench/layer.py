@@ -58,7 +58,7 @@ from ep_moe.bench.harness import (
     tracked,
     write,
 )
-from ep_moe.bench.layer_report import Line, plot, stage_table, table
+from ep_moe.bench.layer_report import LayerLine, plot, stage_table, table
 from ep_moe.bench.overlap import batch
 from ep_moe.bench.peers import Entry, Peers, Source
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
@@ -150,7 +150,7 @@ def measure(
     machine: Machine,
     *,
     peers: bool = True,
-) -> list[Line]:
+) -> list[LayerLine]:
     """What cannot run here is left out, with its reason on rank 0's output. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
@@ -241,7 +241,7 @@ def ours(variant: Variant, layer: MoELayer, x: Tensor, routing: Routing) -> Entr
 # --- measuring -----------------------------------------------------------------------------------------------------
 
 
-def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[str, floors.Floor]) -> list[Line]:
+def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[str, floors.Floor]) -> list[LayerLine]:
     """In the order of the entries; `us` is NaN for one that fails."""
     graphs: dict[int, Callable[[], Any]] = {}
     lines, tokens, reference = [], context.max_tokens or 0, None
@@ -249,7 +249,7 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
     for number, entry in enumerate(entries):
         out = attempt(context, f"{entry.name}, {entry.scheme}", lambda call=entry.call: call().clone())  # type: ignore[misc]
         floor = least[entry.weights]
-        line = Line(
+        line = LayerLine(
             model, context.layout.ep, tokens, entry.owner, entry.name, entry.scheme, entry.weights, entry.rows,
             torch.nan, torch.inf, floor.in_turn, floor.overlapped,
         )  # fmt: skip
@@ -279,7 +279,7 @@ def calls_per_graph(tokens: int) -> int:
     return 10 if tokens <= 128 else 4 if tokens <= 1024 else 2
 
 
-def extras(context: EPContext, line: Line, call: Callable[[], Any], layer: MoELayer) -> None:
+def extras(context: EPContext, line: LayerLine, call: Callable[[], Any], layer: MoELayer) -> None:
     """What is measured of our own lines alone."""
     what = f"{line.name}, {line.scheme}"
     in_parts = line.name.endswith(" parts")  # whose stages run side by side
@@ -318,7 +318,7 @@ def load_of(context: EPContext, config: MoEConfig, ids: Tensor) -> floors.Load:
     return floors.load_of(everyone.view(context.layout.ep, *ids.shape), config.num_experts)
 
 
-def compared(lines: list[Line]) -> list[Line]:
+def compared(lines: list[LayerLine]) -> list[LayerLine]:
     """With the ratio to the fastest right peer that has weights of the same kind."""
     for line in lines:
         peers = [p.us for p in lines if (p.owner, p.weights, p.wrong) == ("peer", line.weights, False)]
@@ -333,7 +333,7 @@ def machine_of() -> Machine:
     return Machine(rates, p2p)
 
 
-def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: Sequence[Line]) -> None:
+def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: Sequence[LayerLine]) -> None:
     """The memory of our own lines, each layer alone in a context."""
     for variant in variants:
         swept()
@@ -346,7 +346,7 @@ def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: 
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> list[Line]:
+def main() -> list[LayerLine]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_models(parser, MODELS)
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
@@ -362,7 +362,7 @@ def main() -> list[Line]:
         check_dealt(config_named(model).num_experts)
     if missing := sorted({*asked.memory} - {*asked.tokens}):
         raise ConfigError(f"--memory {missing[0]} is not among --tokens {asked.tokens}; add it there")
-    machine, lines, console = machine_of(), list[Line](), Console(width=150)
+    machine, lines, console = machine_of(), list[LayerLine](), Console(width=150)
     variants = [variant for variant in VARIANTS if variant.experts in asked.experts]
     if asked.exact:
         variants += [variant.exactly() for variant in variants if variant.parts == 1]

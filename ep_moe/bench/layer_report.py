@@ -17,7 +17,7 @@ ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # beyond which a line computes something e
 
 
 @dataclass
-class Line:
+class LayerLine:
     """Times in microseconds, memory in bytes; None: not measured, or not to be had."""
 
     model: str
@@ -48,7 +48,7 @@ class Line:
         return not self.error <= ERRORS[self.weights]
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[LayerLine]) -> Table:
     first = lines[0]
     floor = ", ".join(
         f"{kind} {found[0].floor_apart_us:.0f} / {found[0].floor_overlap_us:.0f}"
@@ -70,7 +70,7 @@ def table(lines: Sequence[Line]) -> Table:
     return shown
 
 
-def stage_table(lines: Sequence[Line]) -> Table:
+def stage_table(lines: Sequence[LayerLine]) -> Table:
     """Of our own lines."""
     shown = Table(title="stages of our lines, us; memory, MiB")
     numbers = ("us", "dispatch", "experts", "combine", "rest", "plan", "held", "peak", "plan / held", "plan / peak")
@@ -97,7 +97,7 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def plot(lines: Sequence[Line], file: Path) -> None:
+def plot(lines: Sequence[LayerLine], file: Path) -> None:
     """Multiples of the overlapped floor over tokens: a row of panels for each kind of weights, a column for a model."""
     from matplotlib.figure import Figure
 
@@ -124,18 +124,18 @@ def plot(lines: Sequence[Line], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def _key(line: Line) -> tuple[str, str, str, str]:
+def _key(line: LayerLine) -> tuple[str, str, str, str]:
     """Of a curve."""
     return line.owner, line.name, line.scheme, line.rows
 
 
-def read(file: Path) -> list[Line]:
+def read(file: Path) -> list[LayerLine]:
     """What `harness.write` wrote. ConfigError where it is no such file."""
-    return harness.read(file, Line, "bench.layer")
+    return harness.read(file, LayerLine, "bench.layer")
 
 
 @one_sentence
-def main() -> list[Line]:
+def main() -> list[LayerLine]:
     """Tables and picture of a file that bench.layer wrote: python -m ep_moe.bench.layer_report FILE [--plot F]"""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("file", type=Path)

@@ -19,7 +19,7 @@ FOLDER = "docs/reference/benchmarks"
 
 
 @dataclass(frozen=True)
-class Line:
+class MeasuredLine:
     """One line of a file: a layer in one part, of uniform routing.
 
     Args:
@@ -109,7 +109,7 @@ def out_of(rows: str) -> str:
 
 
 @cache
-def measured() -> tuple[Line, ...]:
+def measured() -> tuple[MeasuredLine, ...]:
     """Lines of all files: ours, in one part, over a transport."""
     found = []
     folder = resources.files("ep_moe.bench") / "measured"
@@ -123,7 +123,7 @@ def measured() -> tuple[Line, ...]:
     return tuple(found)
 
 
-def _line(file: str, gpu: GPU, line: dict[str, str]) -> Line:
+def _line(file: str, gpu: GPU, line: dict[str, str]) -> MeasuredLine:
     model, ranks, tokens, scheme, rows = (
         line["model"],
         int(line["ranks"]),
@@ -138,7 +138,7 @@ def _line(file: str, gpu: GPU, line: dict[str, str]) -> Line:
 
     # the file's floor has the rows of `KINDS` whatever the line's rows were
     as_filed = least(kind_of(gpu, scheme, KINDS[line["weights"]].wire)).in_turn
-    return Line(
+    return MeasuredLine(
         file, gpu.name, config, model, ranks, tokens, line["name"], scheme, rows, float(line["us"]),
         least(kind_of(gpu, scheme, _wire(scheme, rows))), float(line["floor_apart_us"]) / as_filed,
     )  # fmt: skip

@@ -73,7 +73,7 @@ Span = tuple[str, float, float]  # kernel, begin and end in microseconds
 
 
 @dataclass
-class Line:
+class OverlapLine:
     model: str
     experts: str
     rows: str
@@ -134,7 +134,7 @@ def batch(context: EPContext, config: MoEConfig, tokens: int) -> tuple[Tensor, R
     return x, Routing(ids, torch.full(ids.shape, 1 / config.top_k, device=context.device))
 
 
-def pipelines(model: str, count: int, variant: Variant) -> list[Line]:
+def pipelines(model: str, count: int, variant: Variant) -> list[OverlapLine]:
     config = dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
     cases = [(count, 0), *((count // cut, spare) for cut in CUTS for spare in variant[-1])]
     with EPContext.from_torchrun(max_tokens=count) as context, torch.no_grad():
@@ -147,7 +147,7 @@ def pipelines(model: str, count: int, variant: Variant) -> list[Line]:
     experts, _, rows, all2all, _ = variant
     found = zip(cases, times, shares, strict=True)
     return [
-        Line(model, experts, rows, all2all, count, size, spare, us, times[0] / us, share)
+        OverlapLine(model, experts, rows, all2all, count, size, spare, us, times[0] / us, share)
         for (size, spare), us, share in found
     ]
 
@@ -243,7 +243,7 @@ def plot(model: str, count: int, variant: Variant, file: Path) -> None:
             figure.savefig(file, dpi=110)
 
 
-def most_gained(lines: Sequence[Line], variants: Sequence[Variant], model: str) -> Variant:
+def most_gained(lines: Sequence[OverlapLine], variants: Sequence[Variant], model: str) -> Variant:
     """Of the variants with the fastest transport, so that a slow one has nothing to gain from being slow."""
     best = min((line for line in lines if line.model == model), key=lambda line: line.us)
     own = [line for line in lines if (line.model, line.all2all) == (model, best.all2all)]
@@ -251,7 +251,7 @@ def most_gained(lines: Sequence[Line], variants: Sequence[Variant], model: str) 
     return next(v for v in variants if (v[0], v[2], v[3]) == (found.experts, found.rows, found.all2all))
 
 
-def table(lines: list[Line]) -> Table:
+def table(lines: list[OverlapLine]) -> Table:
     found = Table(title="layers in one go and in parts")
     names, numbers = ("model", "experts", "rows", "all2all"), ("tokens", "parts", "spare", "us", "gain", "beside")
     for name in (*names, *numbers):

@@ -82,7 +82,7 @@ from ep_moe.bench.train_entries import (
     trained,
     with_experts,
 )
-from ep_moe.bench.train_report import Line, compared, plot, tables
+from ep_moe.bench.train_report import TrainLine, compared, plot, tables
 from ep_moe.bench.train_torchtitan import WAYS
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
@@ -114,8 +114,8 @@ def peak(entry: Entry, batch: Batch) -> float | None:
 
 
 def measure(
-    context: EPContext, entries: Sequence[Entry], batch: Batch, point: Line, steps: int
-) -> tuple[list[Line], dict[str, Tensor] | None]:
+    context: EPContext, entries: Sequence[Entry], batch: Batch, point: TrainLine, steps: int
+) -> tuple[list[TrainLine], dict[str, Tensor] | None]:
     """A line for each entry that runs, and the first one's results. point: what the lines share. Collective."""
     torch.compiler.reset()  # each shape is compiled for itself, and none counts as one more of the last one's
     reference: dict[str, Tensor] | None = None
@@ -142,14 +142,19 @@ def measure(
     return lines, reference
 
 
-def took(line: Line, us: float, tera: float) -> None:
+def took(line: TrainLine, us: float, tera: float) -> None:
     """tera: operations of a step, 1e12"""
     line.step_ms, line.tflops = us / 1e3, tera / us * 1e6
 
 
 def captured_line(
-    context: EPContext, config: MoEConfig, batch: Batch, point: Line, options: Options, reference: dict[str, Tensor]
-) -> Line | None:
+    context: EPContext,
+    config: MoEConfig,
+    batch: Batch,
+    point: TrainLine,
+    options: Options,
+    reference: dict[str, Tensor],
+) -> TrainLine | None:
     """The "auto" pair's step as one CUDA graph; None, with the reason, where it cannot be captured. Collective."""
     layer = attempt(context, "a layer to capture", partial(built, context, config, AUTO, options))
     if layer is None:
@@ -184,16 +189,16 @@ def captured_line(
 
 def point_of(
     model: str, config: MoEConfig, ranks: int, part: str, tokens: int, load: floors.Load, rates: Rates | None
-) -> Line:
+) -> TrainLine:
     """What lines of one point share; `tflops` is for now the operations of a step."""
     floor = None if rates is None else floors.training_us(config, load, rates) / 1e3
     tera = floors.training_operations(config, load) / 1e12
-    return Line(model, ranks, part, tokens, int(load.pairs), "", "", None, torch.nan, floor, tera, torch.inf)
+    return TrainLine(model, ranks, part, tokens, int(load.pairs), "", "", None, torch.nan, floor, tera, torch.inf)
 
 
 def layer_lines(
     context: EPContext, model: str, config: MoEConfig, tokens: Sequence[int], options: Options, rates: Rates | None
-) -> list[tuple[Batch, Line, list[Line], dict[str, Tensor] | None]]:
+) -> list[tuple[Batch, TrainLine, list[TrainLine], dict[str, Tensor] | None]]:
     """Whole layers: for each number of tokens the batch, the point, its lines and the first one's results. Collective,
     in a context for the largest."""
     found = []
@@ -214,9 +219,9 @@ def layer_lines(
 
 def experts_lines(
     context: EPContext, model: str, config: MoEConfig, rows: Sequence[int], options: Options, rates: Rates | None
-) -> list[Line]:
+) -> list[TrainLine]:
     """Local experts alone, on every rank for itself. Collective."""
-    lines: list[Line] = []
+    lines: list[TrainLine] = []
     with EPContext.local(context.device) as own:
         entries, first = experts_entries(context, own, config, options)
         entries += train_sonic.entries(context, first, options)
@@ -228,10 +233,10 @@ def experts_lines(
     return lines
 
 
-def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: Rates | None) -> list[Line]:
+def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: Rates | None) -> list[TrainLine]:
     """Whole layers, then each point's step as a CUDA graph: a capture that fails may end its context, and takes no
     other line with it."""
-    config, lines = routed(model), list[Line]()
+    config, lines = routed(model), list[TrainLine]()
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         points = layer_lines(context, model, config, asked.tokens, options, rates)
     swept()
@@ -278,7 +283,7 @@ def transports() -> list[str]:
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> list[Line]:
+def main() -> list[TrainLine]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_models(parser, MODELS)
     parser.add_argument("--tokens", nargs="*", type=positive, default=TOKENS, help="of each rank; none: no layers")
@@ -306,7 +311,7 @@ def main() -> list[Line]:
         asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact,
         asked.main_grad, asked.accumulate, asked.sonic,
     )  # fmt: skip
-    console, lines = Console(width=160), list[Line]()
+    console, lines = Console(width=160), list[TrainLine]()
     with EPContext.from_torchrun() as context:
         rates = measure_rates(context.device) if context.device.type == "cuda" else None
     swept()

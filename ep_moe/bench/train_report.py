@@ -23,7 +23,7 @@ FLOAT8_ERROR = 2**-3
 
 
 @dataclass
-class Line:
+class TrainLine:
     """part: "layer", or "experts" of one rank; rows: pairs of a row and an expert on the busiest rank
     floor_ms: of forward and backward; x_hand: the fastest right layer by hand / this
     peak_mib: over parameters and inputs; buffers_mib: of the transport and of scratch memory, made once
@@ -62,7 +62,7 @@ class Line:
         return self.model, self.ranks, self.part, self.tokens
 
 
-def compared(lines: list[Line]) -> list[Line]:
+def compared(lines: list[TrainLine]) -> list[TrainLine]:
     """Fill in `x_hand`, within each point."""
     for line in lines:
         peers = [p.step_ms for p in lines if (p.point, p.owner, p.wrong) == (line.point, "by hand", False)]
@@ -70,13 +70,13 @@ def compared(lines: list[Line]) -> list[Line]:
     return lines
 
 
-def tables(lines: Sequence[Line]) -> list[Table]:
+def tables(lines: Sequence[TrainLine]) -> list[Table]:
     """One for each point."""
     points = list(dict.fromkeys(line.point for line in lines))
     return [table([line for line in lines if line.point == point]) for point in points]
 
 
-def table(lines: Sequence[Line]) -> Table:
+def table(lines: Sequence[TrainLine]) -> Table:
     first = lines[0]
     where = f"EP{first.ranks}" if first.part == "layer" else "local experts alone"
     floor = "" if first.floor_ms is None else f"; floor {first.floor_ms:.3f} ms"
@@ -98,7 +98,7 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def plot(lines: Sequence[Line], file: Path) -> None:
+def plot(lines: Sequence[TrainLine], file: Path) -> None:
     """A column for each model and part; over tokens: milliseconds with the floor, and peak memory."""
     from matplotlib.figure import Figure
 
@@ -117,7 +117,9 @@ def plot(lines: Sequence[Line], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def _panel(axes: Any, lines: Sequence[Line], value: Callable[[Line], float | None], title: str, label: str) -> None:
+def _panel(
+    axes: Any, lines: Sequence[TrainLine], value: Callable[[TrainLine], float | None], title: str, label: str
+) -> None:
     """A curve for each name, of what is right and was measured."""
     for number, name in enumerate(dict.fromkeys((line.owner, line.name) for line in lines)):
         own = [x for x in lines if (x.owner, x.name) == name and not x.wrong and value(x) is not None]
@@ -126,13 +128,13 @@ def _panel(axes: Any, lines: Sequence[Line], value: Callable[[Line], float | Non
     axes.set(xscale="log", xlabel="tokens per rank", ylabel=label, title=title)
 
 
-def read(file: Path) -> list[Line]:
+def read(file: Path) -> list[TrainLine]:
     """What `harness.write` wrote. ConfigError where it is no such file."""
-    return harness.read(file, Line, "bench.train")
+    return harness.read(file, TrainLine, "bench.train")
 
 
 @one_sentence
-def main() -> list[Line]:
+def main() -> list[TrainLine]:
     """Tables and picture of a file that bench.train wrote: python -m ep_moe.bench.train_report FILE [--plot F]"""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("file", type=Path)

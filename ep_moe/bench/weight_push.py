@@ -47,7 +47,7 @@ _BANDWIDTH_BYTES = 1 << 27  # of the tensor by which bandwidths are measured
 
 
 @dataclass(frozen=True)
-class Line:
+class PushLine:
     """One scheme of the server. Bandwidths in bytes per second; no broadcast where every rank trains all experts."""
 
     scheme: str
@@ -95,7 +95,7 @@ def model_of(config: MoEConfig, layers: int, context: EPContext, dtype: torch.dt
 def measure(
     ours: EPContext, theirs: EPContext, config: MoEConfig, scheme: str, *, layers: int, dtype: torch.dtype,
     experts: str = "auto", repeat: int = 3,
-) -> Line:  # fmt: skip
+) -> PushLine:  # fmt: skip
     """One scheme. Collective. ours, theirs: contexts of trainer and server"""
     ranks, trainer_ep = ours.layout.world, ours.layout.ep
     trainer = model_of(config, layers, ours, dtype, experts="reference")
@@ -110,7 +110,7 @@ def measure(
     slots = max(expert_map.num_slots(rank) for rank in range(expert_map.num_ranks))
     own = sum(sizes.values()) - of_experts + of_experts * slots / config.num_experts
     floor = own / copy + (0.0 if broadcast is None else of_experts / broadcast)
-    return Line(scheme, ranks, trainer_ep, layers, sum(sizes.values()), gather, push, broadcast, copy, floor)
+    return PushLine(scheme, ranks, trainer_ep, layers, sum(sizes.values()), gather, push, broadcast, copy, floor)
 
 
 def bandwidths(context: EPContext) -> tuple[float | None, float]:
@@ -153,7 +153,7 @@ def _ready(context: EPContext) -> None:
 
 @one_sentence
 @on_device_of(own_device)
-def main() -> list[Line]:
+def main() -> list[PushLine]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_models(parser, ["qwen3-30b-a3b"], several=False)
     parser.add_argument("--layers", type=positive, default=1)
@@ -186,7 +186,7 @@ def main() -> list[Line]:
     return lines
 
 
-def shown(title: str, lines: list[Line]) -> Table:
+def shown(title: str, lines: list[PushLine]) -> Table:
     table = Table(title=title)
     table.add_column("scheme")
     for name in ("trainer ep", "GB", "gather s", "push s", "GB/s", "floor", "of floor", "broadcast GB/s", "copy GB/s"):

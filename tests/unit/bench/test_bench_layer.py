@@ -19,7 +19,7 @@ from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.all2all import flashinfer_nvlink
 from ep_moe.bench import all2all, breakdown, floors, harness, layer, layer_report, peers
 from ep_moe.bench.floors import Rates
-from ep_moe.bench.layer_report import Line
+from ep_moe.bench.layer_report import LayerLine
 from ep_moe.bench.overlap import beside
 from ep_moe.bench.wire_rows import remote_ranks
 from ep_moe.config import load_model_config
@@ -178,9 +178,11 @@ def test_bytes_that_were_taken():
 # --- lines ---------------------------------------------------------------------------------------------------------
 
 
-def line_of(owner: str, name: str, us: float, *, weights: str = "bf16", tokens: int = 1, error: float = 0.0) -> Line:
+def line_of(
+    owner: str, name: str, us: float, *, weights: str = "bf16", tokens: int = 1, error: float = 0.0
+) -> LayerLine:
     scheme = "none" if weights == "bf16" else "fp8_block"
-    return Line("m", 4, tokens, owner, name, scheme, weights, "bf16 / bf16", us, error, us / 2, us / 4)
+    return LayerLine("m", 4, tokens, owner, name, scheme, weights, "bf16 / bf16", us, error, us / 2, us / 4)
 
 
 def test_the_fastest_right_peer_with_weights_of_the_same_kind_is_what_counts():
@@ -380,7 +382,7 @@ def on_the_cpu() -> list[object]:
     return made
 
 
-def lines_of(context: EPContext, **asked: object) -> list[Line]:
+def lines_of(context: EPContext, **asked: object) -> list[LayerLine]:
     with torch.no_grad():
         return layer.measure(context, "m", CONFIG, VARIANTS, MACHINE, **asked)
 

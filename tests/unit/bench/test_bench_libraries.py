@@ -153,7 +153,7 @@ PEERS = {
 }  # fmt: skip
 
 
-def lines_of(context: EPContext) -> list[layer.Line]:
+def lines_of(context: EPContext) -> list[layer.LayerLine]:
     """Of a rank's process, on the CPU."""
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
     layer.in_turns = lambda calls, repeat, replays, before: [1.0 + (call() is None) for call in calls]

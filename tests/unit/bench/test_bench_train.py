@@ -15,7 +15,7 @@ from ep_moe import Activation, EPContext, MoEConfig
 from ep_moe.bench import floors, harness, train, train_entries, train_report
 from ep_moe.bench.experts import Rates
 from ep_moe.bench.train_entries import Batch, Options
-from ep_moe.bench.train_report import Line
+from ep_moe.bench.train_report import TrainLine
 from ep_moe.errors import ConfigError
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.testing import distributed, rank_device
@@ -27,7 +27,7 @@ RATES = Rates(copy=4e12, bf16=800e12, fp8=1500e12)
 OPTIONS = Options(transports=("nvlink_p2p", "allgather", "torch_a2a", "local"), by_hand=("eager",), steps=1)
 
 
-def layers(context: EPContext, *, tokens: int = 6, config: MoEConfig = CONFIG, **asked: bool) -> list[Line]:
+def layers(context: EPContext, *, tokens: int = 6, config: MoEConfig = CONFIG, **asked: bool) -> list[TrainLine]:
     options = dataclasses.replace(OPTIONS, **asked)
     ((_, _, lines, _),) = train.layer_lines(context, "m", config, [tokens], options, RATES)
     return train_report.compared(lines)
@@ -205,8 +205,10 @@ def test_the_floor_of_a_step():
     assert floors.training_us(CONFIG, few, RATES) == pytest.approx(1e6 * 3 * 4 * numbers * 2 / 4e12)
 
 
-def line_of(owner: str, name: str, ms: float, *, tokens: int = 16, part: str = "layer", error: float = 0.0) -> Line:
-    return Line("m", 2, part, tokens, 4 * tokens, owner, name, ms / 3, ms, 0.5, 400.0, error, peak_mib=ms * 10)
+def line_of(
+    owner: str, name: str, ms: float, *, tokens: int = 16, part: str = "layer", error: float = 0.0
+) -> TrainLine:
+    return TrainLine("m", 2, part, tokens, 4 * tokens, owner, name, ms / 3, ms, 0.5, 400.0, error, peak_mib=ms * 10)
 
 
 def test_the_fastest_right_layer_by_hand_is_what_counts():

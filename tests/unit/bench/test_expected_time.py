@@ -7,7 +7,7 @@ import pytest
 from ep_moe.bench import expected_time
 from ep_moe.bench.expected_time import ITSELF, MODEL, RANKS, ROWS_BACK, ROWS_OUT, TOKENS, Layer, held_back
 from ep_moe.bench.floors import Floor, deduplicated, floor, kind_of
-from ep_moe.bench.measured_lines import FOLDER, Line, measured, work_us
+from ep_moe.bench.measured_lines import FOLDER, MeasuredLine, measured, work_us
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.runtime.gpus import GPUS
 
@@ -15,12 +15,12 @@ CONFIG = MoEConfig(hidden_size=64, intermediate_size=64, num_experts=16, top_k=2
 LAUNCHES = 20.0
 
 
-def line_of(ranks: int, tokens: int, multiple: float, **other) -> Line:
+def line_of(ranks: int, tokens: int, multiple: float, **other) -> MeasuredLine:
     """A line that takes `LAUNCHES` and so many times its floor, which weights alone bind."""
     own = Floor(weights=10.0 * tokens, products=0, out=0, back=0)
     given = {"file": "layer-h200.csv", "gpu": "h200", "config": CONFIG, "model": "small", "pair": "k + t"}
     given |= {"scheme": "none", "rows": "bf16 / bf16", "us": LAUNCHES + multiple * own.weights, "drawn": 1.0}
-    return Line(**given | {"ranks": ranks, "tokens": tokens, "floor": own} | other)
+    return MeasuredLine(**given | {"ranks": ranks, "tokens": tokens, "floor": own} | other)
 
 
 def layer(ranks: int, tokens: int, us: float, **other) -> Layer:
