@@ -36,7 +36,7 @@ from ep_moe.quant.schemes import PLAIN, SCHEMES, scheme_of
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.runtime.progress import Progress
 from ep_moe.selection import explain
-from ep_moe.selection.tuned import Measured, Tuned, choose, layer_facts, machine_facts, versions
+from ep_moe.selection.tuned import Measured, Tuned, fastest_per_bucket, layer_facts, machine_facts, versions
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing, dtype_name
 
@@ -197,7 +197,7 @@ def tune(
         machine=machine_facts(context.device, layout.ep, layout.etp, layout.ep_node_count),
         layer=facts,
         versions=versions(),
-        buckets=choose(lines, layouts),
+        buckets=fastest_per_bucket(lines, layouts),
         measured=tuple(lines),
     )
 

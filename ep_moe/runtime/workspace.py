@@ -65,14 +65,15 @@ def carve(buffer: Tensor, shapes: Shapes) -> dict[str, Tensor]:
     for name, (shape, dtype) in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
         views[name] = buffer[start : start + size].view(dtype).view(shape)
-        start += aligned(size)
+        start += round_up(size)
     return views | {"rest": buffer[start:]}
 
 
 def carved_bytes(shapes: Shapes) -> int:
     """What `carve` takes from the front."""
-    return sum(aligned(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in shapes.values())
+    return sum(round_up(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in shapes.values())
 
 
-def aligned(size: int) -> int:
+def round_up(size: int) -> int:
+    """Round bytes up to a multiple of `ALIGNMENT`."""
     return -(-size // ALIGNMENT) * ALIGNMENT

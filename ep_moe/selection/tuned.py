@@ -253,7 +253,7 @@ def versions() -> dict[str, Any]:
     return {"ep_moe": __version__, "torch": str(torch.__version__), "flashinfer": flashinfer}
 
 
-def choose(lines: Sequence[Measured], layouts: Mapping[str, Hashable]) -> tuple[Measured, ...]:
+def fastest_per_bucket(lines: Sequence[Measured], layouts: Mapping[str, Hashable]) -> tuple[Measured, ...]:
     """Choose the fastest line of each bucket, among kernels that can share one layer's weights.
 
     Prepared weights are held once: of the layouts that were timed in every bucket, the one with the least sum over

@@ -12,7 +12,7 @@ from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.runtime import workspace
-from ep_moe.runtime.workspace import ALIGNMENT, Workspaces, aligned, carve, carved_bytes
+from ep_moe.runtime.workspace import ALIGNMENT, Workspaces, carve, carved_bytes, round_up
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
@@ -119,7 +119,7 @@ SHAPES = {
 
 @pytest.mark.parametrize(("size", "up"), [(0, 0), (1, 256), (255, 256), (256, 256), (257, 512)])
 def test_aligned(size, up):
-    assert aligned(size) == up
+    assert round_up(size) == up
 
 
 def test_carved_tensors_are_aligned_and_do_not_overlap():

@@ -24,7 +24,15 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.quant.schemes import scheme_of
 from ep_moe.selection import explain
 from ep_moe.selection.backend_table import BackendTable, TableEntry, _room, tuned_table
-from ep_moe.selection.tuned import Measured, Tuned, bucket_index, choose, layer_facts, machine_facts, versions
+from ep_moe.selection.tuned import (
+    Measured,
+    Tuned,
+    bucket_index,
+    fastest_per_bucket,
+    layer_facts,
+    machine_facts,
+    versions,
+)
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=2)
@@ -52,31 +60,37 @@ def test_the_kernel_with_the_least_loss_over_all_buckets():
     times = {"narrow": (10, 100), "wide": (12, 60), "even": (11, 90)}  # losses: 1 + 5/3, 1.2 + 1, 1.1 + 1.5
     lines = [line(t, name, us) for name, both in times.items() for t, us in zip((1, 8), both, strict=True)]
     lines += [line(1, "wide", 12.5, "other"), line(8, "wide", 55, "other", pipeline=4)]
-    found = choose(lines, {"narrow": 0, "wide": 1, "even": 2})
+    found = fastest_per_bucket(lines, {"narrow": 0, "wide": 1, "even": 2})
     assert found == (line(1, "wide", 12), line(8, "wide", 55, "other", pipeline=4))
 
 
 def test_ties_go_to_the_kernel_that_is_preferred():
     lines = [line(1, "a", 10), line(1, "b", 10)]
-    assert choose(lines, {"a": 0, "b": 1}) == (lines[0],)
-    assert choose(lines, {"b": 0, "a": 1}) == (lines[1],)
-    assert choose(lines, {"b": 0, "a": 0}) == (lines[1],), "of one layout too"
+    assert fastest_per_bucket(lines, {"a": 0, "b": 1}) == (lines[0],)
+    assert fastest_per_bucket(lines, {"b": 0, "a": 1}) == (lines[1],)
+    assert fastest_per_bucket(lines, {"b": 0, "a": 0}) == (lines[1],), "of one layout too"
 
 
 def test_kernels_of_one_layout_may_differ_per_bucket():
     lines = [line(1, "a", 5), line(8, "a", 100), line(1, "b", 9), line(8, "b", 50), line(1, "c", 4), line(8, "c", 60)]
-    assert choose(lines, {"a": "canonical", "b": "canonical", "c": "own"}) == (line(1, "c", 4), line(8, "c", 60))
+    assert fastest_per_bucket(lines, {"a": "canonical", "b": "canonical", "c": "own"}) == (
+        line(1, "c", 4),
+        line(8, "c", 60),
+    )
     lines[0] = line(1, "a", 4.1)
-    assert choose(lines, {"a": "canonical", "b": "canonical", "c": "own"}) == (line(1, "a", 4.1), line(8, "b", 50))
+    assert fastest_per_bucket(lines, {"a": "canonical", "b": "canonical", "c": "own"}) == (
+        line(1, "a", 4.1),
+        line(8, "b", 50),
+    )
 
 
 def test_a_kernel_without_a_time_for_some_bucket_cannot_serve():
     lines = [line(1, "a", 1), line(1, "b", 9), line(8, "b", 9)]
-    assert choose(lines, {"a": 0, "b": 1}) == tuple(lines[1:])
+    assert fastest_per_bucket(lines, {"a": 0, "b": 1}) == tuple(lines[1:])
     with pytest.raises(ConfigError, match=r"no expert kernel could be timed at all of \[1, 8\] tokens"):
-        choose(lines[:1] + lines[2:], {"a": 0, "b": 1})
+        fastest_per_bucket(lines[:1] + lines[2:], {"a": 0, "b": 1})
     with pytest.raises(ConfigError, match="no expert kernel could be timed"):
-        choose([], {})
+        fastest_per_bucket([], {})
 
 
 TIMES = st.lists(
@@ -101,9 +115,9 @@ def test_no_other_choice_loses_less(times, layouts):
             losses[layout] = sum(us / best({0, 1, 2}, t) for us, t in zip(own, buckets, strict=True))
     if not losses:
         with pytest.raises(ConfigError):
-            choose(lines, layouts)
+            fastest_per_bucket(lines, layouts)
         return
-    found = choose(lines, layouts)
+    found = fastest_per_bucket(lines, layouts)
     assert [one.tokens for one in found] == buckets
     assert len({layouts[one.experts] for one in found}) == 1
     lost = sum(one.us / best({0, 1, 2}, one.tokens) for one in found)
