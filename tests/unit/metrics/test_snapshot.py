@@ -91,6 +91,13 @@ def test_replays_are_those_of_graphs(layer):
     assert (timed.calls - after.calls, timed.replayed - after.replayed) == (1, 0), "it runs eagerly to be timed"
 
 
+def test_tokens_whose_routes_were_dropped_are_rounded_up(context):
+    layer = MoELayer(CONFIG, context)
+    ids = torch.tensor([[0, 1], [2, -1], [-1, -1]])
+    layer.forward_routed(torch.randn(3, 16), routing(ids))
+    assert metrics.snapshot(context).layers[0].tokens == 2, "3 routes, 2 a token"
+
+
 def test_layers_of_one_name_are_told_apart(context, monkeypatch):
     layers = [MoELayer(CONFIG, context, name="same") for _ in range(3)]
     layers[1](torch.randn(3, 16))
