@@ -230,7 +230,7 @@ def scales_of_others(block: str) -> dict[str, Tensor]:
     """A layer that predicts more tokens, an expert that no layer has, and names that end alike."""
     names = (
         "model.layers.3.mlp.experts.0.gate_proj",
-        f"{block}.experts.8.up_proj",
+        f"{block}.experts.{EXPERTS}.up_proj",  # the first that no layer has
         f"{block}.experts.0.down_proj",
         f"{block}.shared_experts.gate_proj",
         f"model.mtp.layers.0.{block.removeprefix('model.layers.0.')}.experts.0.gate_proj",
