@@ -38,6 +38,14 @@ def test_files_that_are_named_exist(page):
         assert any((base / name).exists() for base in (ROOT, ROOT / "ep_moe", page.parent)), name
 
 
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_lines_of_prose_have_at_most_120_characters(page):
+    """Tables, code, lines with links, and pages of the API are left out."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for line in prose.splitlines() if "api" not in page.parts else ():
+        assert len(line) <= 120 or line.startswith("|") or "](" in line, line
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_diagrams_have_no_semicolon(page):
     """Mermaid ends a statement there, and then draws nothing."""

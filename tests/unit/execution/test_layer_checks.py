@@ -1,11 +1,12 @@
 """A gradient that no kernel can give is refused, whatever wants it."""
 
 import dataclasses
+import re
 
 import pytest
 import torch
 
-from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Routing
+from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Routing, Wire, registry
 from ep_moe.experts.reference import ReferenceExperts
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
@@ -22,3 +23,15 @@ def test_gradients_of_a_kernel_without_a_backward_are_refused(wanting, monkeypat
         layer.forward_routed(x, routing)
     with torch.no_grad():
         assert layer.forward_routed(x, routing).shape == x.shape
+
+
+def test_the_refusal_names_every_backend_with_a_backward():
+    config, wire = dataclasses.replace(CONFIG, hidden_size=128), Wire(dispatch="fp8_block")
+    layer = MoELayer(config, EPContext.local(torch.device("cpu")), wire=wire, experts="reference")
+    with pytest.raises(InputError, match="has no backward") as caught:
+        layer(torch.ones(3, 128, requires_grad=True))
+    kinds = {name: registry.load("dispatchers", name).capabilities for name in registry.built_in("dispatchers")}
+    trained = {name for name, can in kinds.items() if can.differentiable or can.adjoint}
+    assert "hierarchical_static" in trained
+    named = re.search(r"all2all= one of ([\w, ]+);", str(caught.value))[1].split(", ")
+    assert set(named) == trained
