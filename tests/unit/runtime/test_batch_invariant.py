@@ -149,6 +149,13 @@ def test_a_nan_is_the_best_whatever_its_sign():
     assert top_k(scores, 2).tolist() == top_k(-scores.where(scores.isnan(), -scores), 2).tolist() == [[1, 2]]
 
 
+def test_a_product_that_raises_gives_the_threads_back(threads):
+    threads(3)
+    with pytest.raises(RuntimeError):
+        linear(numbers(2, 8), numbers(4, 7))
+    assert torch.get_num_threads() == 3
+
+
 @pytest.mark.parametrize("fault", ["whole", "threads", "order"])
 def test_planted_faults_are_seen(fault, monkeypatch, threads):
     given = [(numbers(POOL, wide), numbers(out, wide)) for wide, out in SIZES]
