@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from ep_moe.parallel import rank_group, token_flow
+from ep_moe.parallel import rank_group, row_comparison
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup, checksum
-from ep_moe.parallel.token_flow import RowComparison
+from ep_moe.parallel.row_comparison import RowComparison
 
 X, CPU = torch.ones(2, 4), torch.device("cpu")
 
@@ -19,14 +19,15 @@ def comparison():
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_largest_difference_of_all_ranks_is_told_once(comparison, monkeypatch, order):
     apart = [torch.tensor([0.0, 1e-3]), torch.tensor([2e-5, 0.0])]
-    monkeypatch.setattr(token_flow, "_distances", lambda rows, group: [apart[at] for at in order])
+    monkeypatch.setattr(row_comparison, "_distances", lambda rows, group: [apart[at] for at in order])
     with pytest.warns(UserWarning, match=r"tp ranks 4, 5, 6 are not equal .* by up to 1\.0e-03 of a row's norm"):
         assert comparison.problem({"x": X}) is None
     assert comparison.problem({"x": X}) is None, "without a further warning"
 
 
 def test_the_pair_of_ranks_that_differs_is_named(comparison, monkeypatch):
-    monkeypatch.setattr(token_flow, "_distances", lambda rows, group: [torch.zeros(2), torch.tensor([0.0, torch.inf])])
+    apart = [torch.zeros(2), torch.tensor([0.0, torch.inf])]
+    monkeypatch.setattr(row_comparison, "_distances", lambda rows, group: apart)
     assert "x on rank 5 differs from that on rank 6 in 1 of 2 rows" in comparison.problem({"x": X})
 
 

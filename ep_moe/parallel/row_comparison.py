@@ -1,0 +1,175 @@
+"""Whether the tp ranks of a dp rank pass the same rows.
+
+Each rank works on its share and ignores its other rows, so that different rows would be lost without an error. A
+checksum rides on the exchange of counts, which the host waits for anyway. Where checksums differ, a second exchange
+compares row by row. Ranks that compute the same rows by different kernels differ by rounding, and go on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ep_moe.config import Tokens
+from ep_moe.parallel.collectives import all_gather_single
+from ep_moe.parallel.rank_group import WORDS, RankGroup, checksum, place_factors
+from ep_moe.runtime.devices import unseen_by_modes
+from ep_moe.types import Routing, TokenMask
+
+NAMES = ("x", "routing.ids", "routing.weights", "mask", "mask with send_masked")  # what a call may pass
+_SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
+# of a row's norm: what rounding may come to through many layers, and far below what other tokens differ by
+_ROUNDING = {torch.bfloat16: 2**-4, torch.float16: 2**-4, torch.float32: 2**-9, torch.float64: 2**-9}
+_NEEDS = f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks"
+_REMEDY = (
+    f"pass the same x, routing and mask on both (dropout and sampling: call torch.manual_seed with one seed on all tp "
+    f"ranks), or tokens={Tokens.SHARDED.value} where each rank has its own"
+)
+
+Passed = Mapping[str, Tensor]  # by a name of NAMES
+
+
+def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None) -> Passed:
+    """Name what tp ranks must pass alike in a call of a layer.
+
+    Args:
+        rows: x.
+        routing: What the caller gave, or None.
+        mask: What the caller gave, or None.
+        replayed_ids: Of a router whose choice is replayed, or None.
+
+    Returns:
+        Tensors by a name of NAMES.
+    """
+    passed = {"x": rows}
+    if replayed_ids is not None:
+        passed |= {"routing.ids": replayed_ids}
+    if routing is not None:
+        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
+    if mask is not None:
+        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
+    return passed
+
+
+def argument_bits(passed: Passed) -> int:
+    """Number the arguments that there are: bit i for NAMES[i]."""
+    return sum(1 << NAMES.index(name) for name in passed)
+
+
+def has_mask(names: int) -> bool:
+    """names: as `argument_bits` gives them."""
+    return names >> NAMES.index("mask") > 0
+
+
+def counts_problem(found: Mapping[int, int]) -> str:
+    """found: rows of x by rank."""
+    counts = ", ".join(f"{rows} on rank {rank}" for rank, rows in found.items())
+    return f"{_NEEDS}, got x with {counts} rows; {_REMEDY}"
+
+
+def arguments_problem(found: Mapping[int, int]) -> str:
+    """found: arguments by rank, as `facts` numbers them."""
+    said = [
+        f"{', '.join(name for at, name in enumerate(NAMES) if bits >> at & 1)} on rank {rank}"
+        for rank, bits in found.items()
+    ]
+    return f"{_NEEDS}, got {'; '.join(said)}; {_REMEDY}"
+
+
+class RowComparison:
+    """Compares the rows that tp ranks pass: by checksums in each call, and row by row where these differ.
+
+    Args:
+        rank_group: The tp group.
+    """
+
+    def __init__(self, rank_group: RankGroup) -> None:
+        self._rank_group = rank_group
+        self._warned = False
+        self._factors: Tensor | None = None  # of checksums; each line of `facts` is host time of an eager call
+
+    def facts(self, passed: Passed | None, device: torch.device, *, compared: bool) -> list[int | Tensor]:
+        """Numbers that are equal where ranks pass the same: which arguments, and a checksum of them if they are
+        compared with other ranks'."""
+        if not passed:
+            return [0, 0]
+        if not compared:
+            return [argument_bits(passed), 0]
+        given = [tensor if tensor.is_floating_point() else tensor.long() for tensor in passed.values()]
+        sums = [checksum(tensor, device, self._place_factors(tensor, device)) for tensor in given]
+        return [argument_bits(passed), sums[0] if len(sums) == 1 else checksum(torch.stack(sums), device)]
+
+    def _place_factors(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Those of at least as many words as a checksum of the tensor weighs at a time, kept for later calls: few
+        tokens do not write the 8 MiB of the most words."""
+        words = min(WORDS, -(-tensor.numel() * tensor.element_size() // 8))
+        if self._factors is None or self._factors.device != device or len(self._factors) < words:
+            with unseen_by_modes():
+                self._factors = place_factors(1 << max(words - 1, 0).bit_length(), device)
+        return self._factors
+
+    @torch.no_grad()
+    def problem(self, passed: Passed) -> str | None:
+        """Compare row by row. Collective over the group.
+
+        Args:
+            passed: The call's arguments. Same names and as many rows on all ranks.
+
+        Returns:
+            None where the rows of all ranks are the same but for rounding, else what differs.
+        """
+        largest = 0.0
+        for name, tensor in passed.items():
+            rows = tensor.detach().reshape(len(tensor), -1)
+            share = _distances(rows, self._rank_group) if rows.is_floating_point() else _unequal(rows, self._rank_group)
+            bound = _ROUNDING[rows.dtype] if rows.is_floating_point() else 0.0
+            for (one, other), found in zip(pairwise(self._rank_group.ranks), share, strict=True):
+                far = int((found > bound).sum())
+                if far:
+                    return (
+                        f"{_NEEDS}, and {name} on rank {one} differs from that on rank {other} in {far} of "
+                        f"{len(rows)} rows; {_REMEDY}"
+                    )
+                largest = max(largest, found.max().item())
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the rows of tp ranks {', '.join(map(str, self._rank_group.ranks))} are not equal bit for bit; they "
+                f"differ "
+                f"by up to {largest:.1e} of a row's norm, as rounding does. Each such call compares them in a further "
+                f"exchange",
+                stacklevel=2,
+            )
+        return None
+
+
+def _unequal(rows: Tensor, rank_group: RankGroup) -> Sequence[Tensor]:
+    """1 for each row that is not that of the next rank, else 0."""
+    return [(one != other).any(1).double() for one, other in pairwise(_gathered(rows.long(), rank_group))]
+
+
+def _distances(rows: Tensor, rank_group: RankGroup) -> Sequence[Tensor]:
+    """Of each row from that of the next rank, as a part of its norm; infinite where one alone is NaN."""
+    wide = rows.double() if rows.dtype == torch.float64 else rows.float()
+    columns = wide.shape[1]
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randint(0, 2, (columns, _SIGNS), generator=generator, device="cpu").to(wide) * 2 - 1
+    norm = wide.norm(dim=1, keepdim=True)
+    found = []
+    for one, other in pairwise(_gathered(torch.cat([(wide @ signs), norm], 1), rank_group)):
+        apart = (one - other)[:, :_SIGNS].square().mean(1).sqrt()
+        part = apart / torch.maximum(one[:, _SIGNS], other[:, _SIGNS]).clamp(min=torch.finfo(wide.dtype).tiny)
+        odd = one.isnan().any(1) != other.isnan().any(1)
+        found.append(part.nan_to_num(0.0).masked_fill(odd, torch.inf))
+    return found
+
+
+def _gathered(rows: Tensor, rank_group: RankGroup) -> list[Tensor]:
+    out = rows.new_empty(rank_group.size * len(rows), rows.shape[1])
+    all_gather_single(out, rows.contiguous(), group=rank_group.group)
+    rank_group.nan_if_aborted(out)
+    return list(out.chunk(rank_group.size))
