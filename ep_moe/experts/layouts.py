@@ -17,8 +17,17 @@ from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 
 def as_rank_major(received: Received, num_slots: int) -> Received:
-    """CONTIGUOUS and BATCHED rows as RANK_MAJOR ones with a single expert each, so that any kernel takes them. Moves no
-    row, allocates ids [N, 1] only, and never waits for the device. Rows beyond an expert's count get id -1."""
+    """Describe rows of any layout as RANK_MAJOR ones with a single expert each, so that any kernel takes them.
+
+    Moves no row, allocates ids [N, 1] only, and never waits for the device.
+
+    Args:
+        received: Rows of any layout.
+        num_slots: Slots of this rank.
+
+    Returns:
+        RANK_MAJOR rows. Those beyond an expert's count have id -1.
+    """
     x, device = received.x, received.x.device
     match received.layout:
         case RowLayout.RANK_MAJOR:
@@ -52,7 +61,15 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
 
 
 def localized(received: Received, num_slots: int) -> Received:
-    """Local ids in place of wire ids."""
+    """Compute local ids from `wire_ids`.
+
+    Args:
+        received: RANK_MAJOR rows.
+        num_slots: Slots of this rank.
+
+    Returns:
+        The same rows with `local_ids`, and without `wire_ids`.
+    """
     if received.wire_ids is None:
         return received
     wire, weights = received.wire_ids, received.weights
@@ -64,7 +81,15 @@ def localized(received: Received, num_slots: int) -> Received:
 
 
 def widened(received: Received, dtype: torch.dtype) -> Received:
-    """Plain rows in place of others."""
+    """Convert rows of any format to plain ones.
+
+    Args:
+        received: Rows of any format.
+        dtype: Of the plain rows.
+
+    Returns:
+        The same rows in the format "plain".
+    """
     if received.format == "plain":
         return received
     wire = Wire(dispatch=received.format, input_scale=received.input_scale)
@@ -73,7 +98,14 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
 
 
 def scaled_by_block(received: Received) -> Received:
-    """Rows of fp8_row as rows of fp8_block: a row's one scale for each 128 columns of it, in no memory of its own."""
+    """Describe rows of fp8_row as rows of fp8_block: a row's scale stands for each 128 columns, as a view.
+
+    Args:
+        received: Rows of any format.
+
+    Returns:
+        Rows of fp8_block for rows of fp8_row; others as they are.
+    """
     if received.format != "fp8_row":
         return received
     assert received.x_scale is not None
@@ -82,8 +114,15 @@ def scaled_by_block(received: Received) -> Received:
 
 
 def row_bounds(received: Received, num_slots: int) -> tuple[Tensor | None, Tensor | None]:
-    """The first row of each expert and one past its last, int32 [L], of rows that are grouped; None of RANK_MAJOR ones.
-    Never waits for the device."""
+    """Find each expert's rows. Never waits for the device.
+
+    Args:
+        received: Rows of any layout.
+        num_slots: Slots of this rank, L.
+
+    Returns:
+        The first row of each expert, and one past its last: int32 [L] each. None for RANK_MAJOR rows.
+    """
     match received.layout:
         case RowLayout.RANK_MAJOR:
             return None, None
@@ -99,10 +138,18 @@ def row_bounds(received: Received, num_slots: int) -> tuple[Tensor | None, Tenso
 
 
 def expected_pairs(config: MoEConfig, num_slots: int, routes: int, *, everyone: bool = False) -> float:
-    """Local experts of a row on average, if the router is uniform and all tokens of all ranks have a row here
-    (where only wanted ones have one, they have a few more: tiles are then a little smaller than they might be).
+    """Estimate the local experts of a row, if the router is uniform and all tokens of all ranks have a row here.
 
-    routes: ids of a row, 1 for rows that were repeated per expert; everyone: those of other ranks' experts are here too
+    Where only wanted tokens have a row, they have a few more, and tiles are a little smaller than they might be.
+
+    Args:
+        config: The layer.
+        num_slots: Slots of this rank.
+        routes: Ids of a row, 1 for rows that were repeated per expert.
+        everyone: Rows for other ranks' experts are here too.
+
+    Returns:
+        The mean number of local experts.
     """
     return 1.0 if routes == 1 and not everyone else routes * min(1.0, num_slots / config.num_experts)
 
@@ -111,8 +158,12 @@ def expected_pairs(config: MoEConfig, num_slots: int, routes: int, *, everyone: 
 class GroupedRows:
     """Received rows repeated per local expert and sorted by it: M rows, M = number of (row, local expert) pairs.
 
-    x: [M, H]; expert: int64 [M], ascending; ends: int32 [L], one past each expert's last row
-    weights: float32 [M]; slots: int64 [N, K], where each pair's row lies, M for none
+    Args:
+        x: [M, H].
+        expert: int64 [M], ascending.
+        ends: int32 [L], one past each expert's last row.
+        weights: float32 [M].
+        slots: int64 [N, K], where each pair's row lies, M for none.
     """
 
     x: Tensor
@@ -123,7 +174,15 @@ class GroupedRows:
 
 
 def group_rows(received: Received, num_slots: int) -> GroupedRows:
-    """RANK_MAJOR to grouped. Waits for the device once, for M."""
+    """Repeat rows per local expert, and sort them by it. Waits for the device once, for M.
+
+    Args:
+        received: RANK_MAJOR rows with local ids.
+        num_slots: Slots of this rank.
+
+    Returns:
+        The grouped rows.
+    """
     assert received.layout is RowLayout.RANK_MAJOR
     assert received.local_ids is not None
     ids = received.local_ids.long()
@@ -168,8 +227,15 @@ def _group_all(received: Received, weights: Tensor, flat: Tensor, num_slots: int
 
 
 def reduce_rows(y: Tensor, grouped: GroupedRows) -> Tensor:
-    """Multiply [M, H] by the weights and sum each received row's pairs in slot order in float32: [N, H], exactly
-    zero where a row has none."""
+    """Multiply by the weights, and sum each received row's pairs in slot order in float32.
+
+    Args:
+        y: [M, H], outputs of grouped rows.
+        grouped: As `group_rows` returned them.
+
+    Returns:
+        [N, H] in y's dtype, exactly zero where a row has no pair.
+    """
     weighted = y.float() * grouped.weights.unsqueeze(1)
     weighted = torch.cat([weighted, weighted.new_zeros(1, y.shape[1])])
     total = weighted[grouped.slots[:, 0]]

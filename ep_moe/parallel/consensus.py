@@ -36,7 +36,12 @@ _ERRORS: dict[str, type[EPMoEError]] = {
 class StoreConsensus:
     """Agreements among `ranks`, in the order of their calls. With one rank every call returns at once.
 
-    held: what holds the store, in words. Where the store is lost, every call raises PeerTimeout with them.
+    Args:
+        store: Shared by the ranks; None for a single process.
+        ranks: Global ranks that agree, the same list on all of them.
+        rank: This rank, one of `ranks`.
+        deadline_s: Seconds after which a rank that does not arrive is lost.
+        held: What holds the store, in words. If the store is lost, every call raises PeerTimeout with them.
     """
 
     def __init__(self, store: Store | None, ranks: Sequence[int], rank: int, deadline_s: float, held: str = "") -> None:
@@ -48,22 +53,51 @@ class StoreConsensus:
         self._mark = object()  # of the errors that it raised; an error may be pickled
 
     def same(self, what: str, facts: Mapping[str, Any], problem: Exception | None = None) -> None:
-        """Raise ConfigError on all ranks, naming field, values and ranks, unless all passed equal facts and none has a
-        problem."""
+        """Compare facts among the ranks. Collective; also a barrier.
+
+        Args:
+            what: The call, for errors. Equal on all ranks.
+            facts: Values by field, as JSON or as text.
+            problem: A fault of this rank's arguments, raised on all ranks.
+
+        Raises:
+            ConfigError: on all ranks, where facts differ. Names the field, the values and the ranks.
+            EPMoEError: on all ranks, the `problem` of the first rank that has one.
+            PeerTimeout: a rank did not arrive.
+        """
         self._settle({"what": what, **facts}, problem)
 
     def healthy(self, what: str, problem: Exception | None, *, deadline_s: float | None = None) -> None:
-        """Raise on all ranks when any has a problem; the error names that rank. Also a barrier.
+        """Raise one rank's problem on all ranks. Collective; also a barrier.
 
-        deadline_s: for work that may take longer than other agreements"""
+        Args:
+            what: The call, for errors. Equal on all ranks.
+            problem: A fault found on this rank, or None.
+            deadline_s: For work that may take longer than other agreements. A smaller value than the object's has no
+                effect.
+
+        Raises:
+            EPMoEError: on all ranks, the problem of the first rank that has one, which it names. ConfigError for a
+                problem of another class.
+            PeerTimeout: a rank did not arrive.
+        """
         self._settle({"what": what}, problem, self._at_least(deadline_s))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Raise on all ranks when the body raises on any.
+        """Raise on all ranks when the body raises on any. Collective.
 
-        All ranks enter the body. It may hold other calls of this agreement: a rank that raises between two of them ends
+        All ranks enter the body. It may hold other calls of this object: a rank that raises between two of them ends
         the next one of its peers, on all ranks with the same sentence.
+
+        Args:
+            what: The call, for errors. Equal on all ranks.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            EPMoEError: as `healthy`. The rank whose body raised raises that exception itself, or the agreed error.
         """
         try:
             yield
@@ -75,9 +109,21 @@ class StoreConsensus:
         self.healthy(what, None)
 
     def share(self, what: str, make: Callable[[], Any], *, owner: int = 0, deadline_s: float | None = None) -> Any:
-        """What one rank makes (plain JSON), on all ranks. If it raises there, all raise.
+        """Make something on one rank, and give it to all. Collective.
 
-        owner: its index among the ranks; deadline_s: for work that may take longer than other agreements"""
+        Args:
+            what: The call, for errors. Equal on all ranks.
+            make: Called on the owner alone. Returns plain JSON.
+            owner: Index among the ranks of the one that makes it.
+            deadline_s: For work that may take longer than other agreements.
+
+        Returns:
+            What `make` returned on the owner.
+
+        Raises:
+            EPMoEError: on all ranks, where `make` raises. ConfigError for an exception of another class.
+            PeerTimeout: a rank did not arrive.
+        """
         found, problem = None, None
         maker = self._ranks[owner]
         longest_s = self._at_least(deadline_s)
@@ -96,8 +142,18 @@ class StoreConsensus:
         return json.loads(self._await(key, what, self._deadline_s))
 
     def first(self, what: str, value: str) -> str:
-        """The value that was given first for `what` by any rank: the same answer on all ranks, also where some of them
-        have lost the others. `what` is used once."""
+        """Choose the value that any rank gave first. Does not wait for other ranks.
+
+        Args:
+            what: A name that is used once.
+            value: This rank's.
+
+        Returns:
+            The same value on all ranks, also where some of them have lost the others.
+
+        Raises:
+            PeerTimeout: the store is lost.
+        """
         if len(self._ranks) == 1 or self._store is None:
             return value
         try:
@@ -106,8 +162,16 @@ class StoreConsensus:
             raise PeerTimeout(f"{what}: what the ranks decided is not known. {lost}") from lost
 
     def first_here(self, what: str, place: str) -> bool:
-        """Whether this rank is the first of its place, such as a host, to come here. All ranks call it, with another
-        agreement between two calls."""
+        """Say whether this rank is the first of its place to come here. All ranks call it, with another agreement
+        between two calls.
+
+        Args:
+            what: A name for the call.
+            place: What several ranks share, such as a host.
+
+        Returns:
+            True on one rank of each place.
+        """
         return self.first(f"{self._calls}/{what} on {place}", str(self._rank)) == str(self._rank)
 
     def _at_least(self, deadline_s: float | None) -> float:

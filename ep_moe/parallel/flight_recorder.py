@@ -55,11 +55,15 @@ _UNSEEN = nullcontext()
 class FlightRecorder:
     """One rank's record, and the watch over its peers. Without a store or peers it only counts.
 
-    deadline_s: how long a step may last before its peers are examined.
-    abort: called once when a step outlasts its deadline or a peer's call failed, to free a thread that waits on a
-        device; None where the transport has a timeout of its own (gloo).
-    device: of the layers, for what is said of its memory
-    nodes: of the ranks, for the names of hosts that are lost, that of the store too
+    Args:
+        store: Shared by the ranks; None for a single process.
+        ranks: Global ranks that are watched, this one too.
+        rank: This rank.
+        deadline_s: How long a step may last before its peers are examined.
+        abort: Called once when a step outlasts its deadline or a peer's call failed, to free a thread that waits on a
+            device. None where the transport has a timeout of its own (gloo).
+        device: The layers' device, for errors about its memory.
+        nodes: The ranks' hosts, for the names of hosts that are lost, that of the store too.
     """
 
     def __init__(
@@ -157,11 +161,18 @@ class FlightRecorder:
     def step(
         self, phase: str, detail: str = "", *, counted: bool = True, keep: bool = True, more_s: float = 0.0
     ) -> AbstractContextManager[None]:
-        """Enter a collective step, for a `with`. A communication failure inside leaves as PeerTimeout.
+        """Enter a collective step, for a `with`.
 
-        counted: False for a step that not all ranks make, or not equally often: the running number stays
-        more_s: seconds beyond the deadline, for what compiles or connects
-        keep: raise that PeerTimeout at every later step too; False where groups of its own leave the others usable
+        Args:
+            phase: What the ranks do, for errors.
+            detail: Of what, such as a transport's name.
+            counted: False for a step that not all ranks make, or not equally often. The running number then stays.
+            keep: Raise a PeerTimeout of this step at every later step too. False where groups of the step's own leave
+                the others usable.
+            more_s: Seconds beyond the deadline, for what compiles or connects.
+
+        Returns:
+            A context manager. Its body's communication failures leave as PeerTimeout.
         """
         if torch.compiler.is_compiling():  # one process alone is compiled, which has no peers to lose
             return _UNSEEN
@@ -202,8 +213,7 @@ class FlightRecorder:
         return self._store is None or len(self._ranks) == 1
 
     def fail(self, error: BaseException, where: str = "") -> EPMoEError:
-        """An exception left a call on this rank, whose peers wait for the rest of it: tell them. Returns what every
-        rank raises from now on.
+        """Tell the peers that `error` left a call on this rank. Returns what every rank raises from now on.
 
         where: the layer, if its call had not begun for the flight recorder
         """
@@ -226,7 +236,8 @@ class FlightRecorder:
         return published_failure(store.get("failed"))
 
     def check(self) -> None:
-        """Raise what the watch found, if anything: what an aborted collective left in its buffers is noise."""
+        """Raise what the watch found, if anything: PeerTimeout, RankFailed, OutOfMemory, or InputError of a peer that
+        refused a call. What an aborted collective left in its buffers is noise."""
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 

@@ -34,7 +34,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def memory_rate(device: torch.device) -> float:
-    """Of a GPU's memory, bytes a second, by its clock and width; 0 on a CPU."""
+    """Compute the peak bandwidth of a GPU's memory from its clock and width: bytes per second, 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
     found = torch.cuda.get_device_properties(device)
@@ -42,7 +42,7 @@ def memory_rate(device: torch.device) -> float:
 
 
 def current_stream(device: torch.device) -> int:
-    """The handle of the stream that is current on a GPU, without an object for it; 0 on a CPU."""
+    """Give the handle of the stream that is current on a GPU, without an object for it; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -52,14 +52,20 @@ def current_stream(device: torch.device) -> int:
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Kernels can start before those ahead of them have ended."""
+    """Say whether the GPU has PDL: kernels can start before those ahead of them have ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def without_peer_atomics(count: int) -> tuple[int, int] | None:
-    """The first two of so many GPUs of which one has no atomic operations in the memory of the other, as over PCI
-    Express; None where all have, as over NVLink, and where the driver cannot be asked."""
+    """Look for GPUs without atomic operations in each other's memory, as over PCI Express.
+
+    Args:
+        count: GPUs 0 to count - 1 are asked.
+
+    Returns:
+        The first such pair. None where all have them, as over NVLink, and where the driver cannot be asked.
+    """
     try:
         from cuda.bindings import driver
 
@@ -78,6 +84,15 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a GPU the current device, for a `with`. Nothing happens on a CPU, or where it is current already.
 
     Compiled code needs nothing of it: it makes the device of its tensors current by itself.
+
+    Args:
+        device: The GPU, with its index.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        InputError: a CUDA graph is being captured on another GPU.
     """
     index = None if torch.compiler.is_compiling() else gpu_index(device)
     if index is None or not elsewhere(index):
@@ -92,20 +107,34 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def elsewhere(index: int | None) -> bool:
-    """Whether another GPU than this one is current; None for no GPU. For eager calls, whose host time it is part of."""
+    """Say whether another GPU than this one is current. Part of the host time of eager calls.
+
+    Args:
+        index: Of the GPU; None for no GPU, which gives False.
+
+    Returns:
+        Whether it is another.
+    """
     return index is not None and not torch.compiler.is_compiling() and torch._C._cuda_getDevice() != index
 
 
 @cache  # half a microsecond of torch's otherwise
 def gpu_index(device: torch.device) -> int | None:
-    """None for a CPU, and for a GPU without an index."""
+    """Give a GPU's index; None for a CPU, and for a GPU without an index."""
     return device.index if device.type == "cuda" else None
 
 
 def on_device_of(
     place: Callable[..., torch.device],
 ) -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """Decorate a function to run within `on_device` of what `place` returns for the function's arguments."""
+    """Decorate a function to run within `on_device`.
+
+    Args:
+        place: The function's arguments -> the device.
+
+    Returns:
+        A decorator.
+    """
 
     def decorate(function: Callable[Given, Result]) -> Callable[Given, Result]:
         @functools.wraps(function)
@@ -119,24 +148,24 @@ def on_device_of(
 
 
 def with_index(device: torch.device) -> torch.device:
-    """`torch.device("cuda")` as the device that is current now; others as they are."""
+    """Give `torch.device("cuda")` the index of the device that is current now; leave others as they are."""
     if isinstance(device, torch.device) and device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def as_device(device: object, what: str = "device") -> torch.device:
-    """The device that a user named, with its index.
+    """Give the device that a user named, with its index.
 
     Args:
-        device: a torch.device, or what `torch.device` takes: "cpu", "cuda", "cuda:1", the index of a GPU.
-        what: the argument, for the error.
+        device: A torch.device, or what `torch.device` takes: "cpu", "cuda", "cuda:1", the index of a GPU.
+        what: The argument, for the error.
 
     Returns:
         The device. One of a GPU without an index is the device that is current now.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is no device, or none that torch has here.
     """
     if isinstance(device, str) or type(device) is int:
         try:
@@ -152,7 +181,7 @@ def as_device(device: object, what: str = "device") -> torch.device:
 
 
 def memory_left(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes of a GPU; (0, 0) where there is none, or it does not answer."""
+    """Ask a GPU for its free and total bytes; (0, 0) where there is none, or it does not answer."""
     if device.type != "cuda":
         return 0, 0
     try:
@@ -168,9 +197,17 @@ def aligned(x: Tensor) -> Tensor:
 
 
 def without_class(x: Any) -> Any:
-    """A tensor of a class that says no more than what its methods do, as a plain one, with its graph: the class is lost
-    within autograd's functions, and then the graph. What collectives of torch have still under way is waited for. All
-    else as it is."""
+    """Make a plain tensor of one whose class only changes methods, and keep its graph.
+
+    The class is lost within autograd's functions, and then the graph. Waits for a result that torch's collectives have
+    under way.
+
+    Args:
+        x: Anything.
+
+    Returns:
+        The plain tensor; all else as it is.
+    """
     if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
         return x
     if type(x).__torch_dispatch__ is Tensor.__torch_dispatch__:
@@ -203,13 +240,25 @@ class SideStream:
     """
 
     def __init__(self, priority: int = 0) -> None:
-        """priority: of a CUDA stream, lower goes first."""
+        """Make the stream in the first call.
+
+        Args:
+            priority: Of a CUDA stream, lower goes first.
+        """
         self._priority = priority
         self._stream: torch.cuda.Stream | None = None
         self.active = False  # whether a call is being given to it
 
     def start(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
-        """What `call` holds is kept until `wait()`: its memory may not be used again before."""
+        """Begin a call. What `call` holds is kept until `wait()`: its memory may not be used again before.
+
+        Args:
+            device: Where it runs.
+            call: The call.
+
+        Returns:
+            Its result, pending.
+        """
         self.active = True
         try:
             return call() if device.type != "cuda" else self._start(device, call)

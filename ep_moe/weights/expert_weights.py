@@ -39,15 +39,22 @@ Result = TypeVar("Result")
 class ExpertWeights(ExpertSlots):
     """The weights of this rank's slots: one [L, ...] per tensor that `weight_layout` stores.
 
-    scheme: how the numbers are stored; weight_layout: of the kernel that reads them (default canonical)
-    trainable: whether the kernel has a backward. Plain canonical weights are then parameters by logical expert, such as
-        `3.w1`, on the memory that kernels read; others are one frozen parameter a tensor, of all slots
-    dtype: of the activations, and of what is not quantised
-    ep, etp: the groups of this rank; replicas: to the ranks with the same slots in other EP groups
-
     `state_dict` has each expert of this rank by logical id, `3.w1` and so on, whole and canonical: the union over ranks
     is a checkpoint that depends on no placement and no kernel. With etp > 1 it is collective over the etp group.
     `load_state_dict` takes any dict that has (at least) this rank's experts, in the scheme or as numbers.
+
+    Args:
+        config: The layer.
+        expert_map: Where experts are.
+        ep_rank: This rank in the EP group.
+        ep: The EP group.
+        etp: The ranks that share each expert.
+        replicas: The ranks with the same slots in other EP groups.
+        dtype: Of the activations, and of what is not quantized.
+        scheme: How the numbers are stored.
+        weight_layout: The layout of the kernel that reads them. Default: canonical.
+        trainable: Whether the kernel has a backward. Plain canonical weights are then parameters by logical expert,
+            such as `3.w1`, on the memory that kernels read. Others are one frozen parameter a tensor, of all slots.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -58,8 +65,14 @@ class ExpertWeights(ExpertSlots):
     # --- what is there -----------------------------------------------------------------------------------------
 
     def dense(self, name: str) -> Tensor:
-        """w13 or w2 of all slots [L, rows, columns] in the canonical layout: the stored tensor where it is plain and
-        canonical, dequantised to `dtype` otherwise."""
+        """Give a matrix of all slots in the canonical layout.
+
+        Args:
+            name: "w13" or "w2".
+
+        Returns:
+            [L, rows, columns]: the stored tensor where it is plain and canonical, else dequantized to `dtype`.
+        """
         if self.scheme.plain and type(self.weight_layout) is WeightLayout:
             return self.stored_tensors()[name]
         slots = [self.slot(slot) for slot in range(self.num_slots)]
@@ -70,8 +83,14 @@ class ExpertWeights(ExpertSlots):
         return self.scheme.dequantize(whole, name).to(self.dtype)
 
     def slot_tensors(self) -> dict[str, Tensor]:
-        """Everything that belongs to slots, [L, ...] each, in the kernel's layout: what moves when an expert moves. All
-        that is registered, so that no scale can be forgotten; a tensor that is not per slot has no place here."""
+        """Give all tensors that move when an expert moves: every parameter and buffer, so that no scale is forgotten.
+
+        Returns:
+            [L, ...] each, by name, in the kernel's layout.
+
+        Raises:
+            AssertionError: a registered tensor is not one per slot.
+        """
         found = dict([*self.stored_tensors().items(), *self.named_buffers()])
         odd = [name for name, tensor in found.items() if tensor.dim() == 0 or len(tensor) != self.num_slots]
         assert not odd, f"{odd} of ExpertWeights are not [{self.num_slots} slots, ...]"
@@ -111,10 +130,18 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def update_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write an expert's whole tensors (some or all of them) into every slot that holds it here. Matrices may be
-        numbers, which a quantised layer quantises whole, so that an etp rank has the scales of all.
+        """Write an expert's whole tensors into every slot that holds it here. Local: call it on all ranks alike.
 
-        Local: call it on all ranks with the same tensors. Returns the number of slots written on this rank.
+        Args:
+            logical_id: The expert.
+            tensors: Some or all of its canonical tensors. A matrix may be numbers, which a quantized layer quantizes as
+                a whole, so that an etp rank has the scales of all.
+
+        Returns:
+            The number of slots written on this rank.
+
+        Raises:
+            InputError: on this rank, as `MoELayer.update_expert` says.
         """
         if self.is_meta:
             raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
@@ -205,7 +232,7 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def whole(self, slot: int) -> dict[str, Tensor]:
-        """A slot's whole canonical tensors. Collective over the etp group, and over all that share out its expert."""
+        """Gather a slot's whole canonical tensors. Collective over the etp group, and all that share out its expert."""
         if self.named and not self._slots:
             module, gated = self._modules[str(self.local_experts[slot])], self.config.activation.gated
             assert module is not None

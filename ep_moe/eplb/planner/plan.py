@@ -56,7 +56,7 @@ def plan(
 
     Exception: the published plan may put an expert twice on a rank, and then no legal map need be as balanced. The
     result is then the best map that the search finds. It is the best there is where one node's ranks can be filled in
-    at most 30 000 ways.
+    at most 30,000 ways (`search.FEW`).
 
     Args:
         load: [layers, E], routes per logical expert in any unit, not negative.
