@@ -65,12 +65,12 @@ class DispatchShape:
 
     @cached_property
     def row_dtype(self) -> torch.dtype:
-        """Of dispatched rows."""
+        """The dtype of dispatched rows."""
         return self.row_format.number or self.dtype
 
     @cached_property
     def scales(self) -> int:
-        """Of a dispatched row."""
+        """The number of scales of a dispatched row."""
         return self.row_format.scales(self.hidden_size)
 
     @cached_property
@@ -85,12 +85,12 @@ class DispatchShape:
 
     @property
     def row_bytes(self) -> int:
-        """Of a dispatched row, without scales."""
+        """The bytes of a dispatched row, without scales."""
         return self.columns * self.row_dtype.itemsize
 
     @property
     def scale_bytes(self) -> int:
-        """Of a dispatched row's scales."""
+        """The bytes of a dispatched row's scales."""
         return self.scales * self.row_format.scale.itemsize
 
     def no_rows(self, device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -42,7 +42,7 @@ _WHILE_IT_RUNS = ("input", "output")  # places of a rotation that is not a part 
 
 @dataclass(frozen=True)
 class Declared:
-    """Of a folder's config.json and hf_quant_config.json.
+    """The quantization that a folder declares, from its config.json and hf_quant_config.json.
 
     method: the name of the quantisation, "" where none is stated
     blocks: sizes of the blocks with a factor of their own, (rows, columns)

@@ -97,8 +97,11 @@ class Agreeing(NamedTuple):
 
 
 class CallGraphs:
-    """One layer's. Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound
-    of the call, what `_ids` says, the stream."""
+    """The CUDA graphs of one layer's calls, by key.
+
+    Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound of the call, what
+    `_ids` says, the stream.
+    """
 
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
         self._context, self._hidden = context, config.hidden_size

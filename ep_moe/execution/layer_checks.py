@@ -35,7 +35,7 @@ _WRAPPED = (
 
 
 class RankChecks:
-    """Of one layer. `first_call` looks once; backward looks too (`watch`).
+    """Compares what ranks of one layer must hold alike. `first_call` looks once; backward looks too (`watch`).
 
     due: whether the next call is to compare ranks
     loaded: whether a state dict was loaded since the newest call, which the next one is to carry
@@ -365,7 +365,7 @@ def routing_without_class(routing: Any) -> Any:
 
 
 def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
-    """Of a routing for rows [T, H]."""
+    """None, or what is wrong with a routing for rows [T, H]."""
     if routing is NO_ROUTING:
         return "routing must be a Routing of logical ids, got None; call the layer itself for its own router"
     if not isinstance(routing, Routing):
@@ -374,7 +374,7 @@ def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
 
 
 def logits_problem(routing: Routing, tokens: int, experts: int) -> str | None:
-    """Of a routing whose logits are recorded."""
+    """None, or what is wrong with a routing whose logits are recorded."""
     if routing.logits is None:
         return (
             "ep_moe.training.router_logits records Routing.logits, which is None; let the router return "

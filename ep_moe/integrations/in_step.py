@@ -74,7 +74,7 @@ def _masks_of(model: nn.Module) -> list[TokenMasks]:
 
 
 class Generation:
-    """Of one context: the models whose `generate` keeps its ranks in step."""
+    """The models of one context whose `generate` keeps its ranks in step."""
 
     def __init__(self, context: EPContext) -> None:
         self._context, self._rank_group = context, context.rank_groups["lockstep"]

@@ -16,7 +16,7 @@ from ep_moe.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class GPURates:
-    """Of one GPU.
+    """Measured rates of one kind of GPU.
 
     Args:
         copy: Bytes per second of its memory, read and written.

@@ -25,13 +25,14 @@ from ep_moe.selection.tuned import Measured, Tuned, bucket_index
 
 @dataclass(frozen=True)
 class TableEntry:
-    """What serves calls of up to `tokens` tokens per rank.
+    """The transport and kernel for calls of up to `tokens` tokens per rank.
 
     Args:
-        tokens: None for any number.
+        tokens: The most tokens of a rank in such a call, None for any number.
         choice: Transport and kernel.
         pipeline: As `MoELayer` takes it.
-        room: Tokens that the transport's buffers are made for, None for any number.
+        room: Tokens per rank that the transport's buffers are made for: with a pipeline those of a part. None for any
+            number.
     """
 
     tokens: int | None
@@ -80,7 +81,7 @@ class TableEntry:
 
 
 class BackendTable:
-    """What serves a layer's calls, by the bound on their tokens.
+    """The transport and kernel of a layer's calls, by the bound on their tokens.
 
     Args:
         entries: Tokens ascending.

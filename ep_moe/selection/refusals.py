@@ -42,7 +42,7 @@ class Backends:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Of pairs, for one layer; `explain` states what each field is."""
+    """Says why a pair of transport and kernel cannot serve one layer. The fields are arguments of `explain`."""
 
     backends: Backends
     config: MoEConfig

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LowRank:
-    """Of one stored matrix: W + scaling * B @ A.
+    """The size of the LoRA factors of one stored matrix: W + scaling * B @ A.
 
     Args:
         rank: Rows of A and columns of B.

@@ -55,7 +55,7 @@ class _Part(NamedTuple):
 
 
 class MainGrads:
-    """Of one layer on this rank.
+    """Buffers that backward writes one layer's expert gradients to, on this rank.
 
     Args:
         weights: Of the layer.
@@ -205,7 +205,7 @@ class MainGrads:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(buffer.numel() * buffer.itemsize for buffer in self.buffers.values())
 
     @property
@@ -236,7 +236,7 @@ class MainGrads:
 
 
 class Stored(dict[str, Tensor]):
-    """Of a call. call: what becomes of their gradients"""
+    """Stored tensors as one call reads them. call: what becomes of their gradients"""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], call: CallGradients) -> None:
         super().__init__(tensors)

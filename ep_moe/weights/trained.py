@@ -38,7 +38,7 @@ _NOTED = 1 << 12  # numbers of a parameter's gradient that tell ranks apart
 
 
 class GradientSum:
-    """Of one layer's experts on this rank.
+    """Sums the gradients of one layer's experts over the ranks that hold them.
 
     ep, etp: the groups of this rank; replicas: to the ranks with the same slots in other EP groups
     divisor: what backward divides gradients by: 1 for the sum over all ranks' tokens; the number of ranks with tokens
