@@ -178,12 +178,12 @@ class LayerParts(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of parameters and activations."""
+        """The dtype of parameters and activations."""
         return self.expert_weights.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the expert weights lie."""
+        """The device of the expert weights."""
         return self.expert_weights.device
 
     @property

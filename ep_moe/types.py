@@ -197,7 +197,7 @@ class PeerRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the addresses lie."""
+        """The device of `addresses`."""
         return self.addresses.device
 
     @cached_property
@@ -282,7 +282,7 @@ _TENSORS = ("x", "x_scale", "local_ids", "weights", "expert_offsets", "expert_co
 
 
 class Activation(enum.Enum):
-    """What stands between the two expert matrices. `gate, up = (w13 @ x).chunk(2)`.
+    """The function between the two expert matrices. `gate, up = (w13 @ x).chunk(2)`.
 
     - `SWIGLU`: `silu(gate) * up`.
     - `GEGLU`: `gelu(gate) * up`, the exact (erf) gelu.

@@ -52,7 +52,7 @@ class ExpertBalancer(RebalanceLoop):
 
     @property
     def state(self) -> State:
-        """What is under way: IDLE for nothing, OFF where the balancer ended."""
+        """The stage of the rebalance: IDLE between two, OFF where the balancer ended."""
         return self._state
 
     @_on_its_device

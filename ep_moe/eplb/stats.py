@@ -47,5 +47,5 @@ class BalancerStats:
 
     @property
     def balancedness(self) -> float:
-        """Of all layers: sum of the mean rank / sum of the fullest."""
+        """The balancedness of all layers: sum of the mean ranks / sum of the fullest ranks."""
         return critical_path([layer.rank_load for layer in self.layers]) if self.layers else 1.0

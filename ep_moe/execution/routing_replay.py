@@ -63,7 +63,7 @@ class RoutingBuffer:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies."""
+        """The device of the buffer."""
         return self._ids.device
 
     def reset(self) -> None:

@@ -69,7 +69,7 @@ class Experts(ABC):
 
     @property
     def row_formats(self) -> frozenset[str]:
-        """Of the rows that it reads as they came, with the scheme of its weights."""
+        """The row formats that it reads as they came, with the scheme of its weights."""
         return self.capabilities.row_formats
 
     def workspace_bytes(self) -> int:

@@ -122,7 +122,7 @@ class Placement(nn.Module):
 
     @property
     def tables(self) -> Tables:
-        """What a call is placed and counted with: views of the buffers."""
+        """Views of the buffers that calls are placed and counted with."""
         own: Any = self._buffers  # a module's attributes are found by a walk, for which each call of a layer would pay
         return Tables(
             own["logical_to_physical"], own["replica_count"], own["expert_load"], own["slot_load"], own["counting"],

@@ -245,7 +245,7 @@ def _check_fused(name: str, asked: LayerRequest) -> None:
 
 
 class SlowTraining:
-    """Of one layer; it warns once. Alike on all ranks, which have one choice of backends."""
+    """Warns once that one layer trains slowly. Alike on all ranks, which have one choice of backends."""
 
     def __init__(self) -> None:
         self._looked = False
