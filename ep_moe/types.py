@@ -234,7 +234,7 @@ class Received:
         weighting: Who multiplies by the routing weight.
         handle: The transport's own state for this call; opaque.
         local_ids: RANK_MAJOR: int32 or int64 [N, K], or None beside `wire_ids`.
-        wire_ids: RANK_MAJOR: the ids as they travelled.
+        wire_ids: RANK_MAJOR: the ids as they traveled.
         weights: Weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap].
         expert_offsets: CONTIGUOUS: [L + 1].
         expert_counts: BATCHED: [L].

@@ -2,7 +2,7 @@
 
     python tools/train_demo.py            # about three minutes on 2 CPU cores
 
-The text is `pydoc_data.topics` (Python's own documentation, PSF licence). Every tenth topic is held out;
+The text is `pydoc_data.topics` (Python's own documentation, PSF license). Every tenth topic is held out;
 the held-out text is written beside the weights, so that a run on another Python version reads the same
 bytes. Training is plain `transformers`: nothing of `ep_moe` takes part in it.
 """

@@ -44,7 +44,7 @@ class BufferSlot:
         return self.stream is None or self.stream.cuda_stream == stream
 
     def follow(self, device: torch.device) -> None:
-        """Wait on the current stream for a call that ended on another. A capture begins with a synchronised device, and
+        """Wait on the current stream for a call that ended on another. A capture begins with a synchronized device, and
         inside one, the wait for its results covers this too."""
         if self.stream is not None and not self.on(current_stream(device)) and not capturing(device):
             torch.cuda.current_stream(device).wait_stream(self.stream)

@@ -121,7 +121,7 @@ FUSED_MOE: dict[str, Callable[[Held], Step]] = {"vLLM": vllm, "SGLang": sglang}
 
 def deepgemm_products(held: Held, ids: Tensor) -> Callable[[], Any]:
     """DeepGEMM's contiguous grouped GEMM for both matrices, nothing else: rows are not gathered, activated, rounded or
-    summed, which favours it. ids: int [N, K], global"""
+    summed, which favors it. ids: int [N, K], global"""
     library = imported("deep_gemm")
     slot = held.slots[ids.long()].flatten()
     counts = torch.bincount(slot[slot >= 0].long(), minlength=len(held.w2)).tolist()

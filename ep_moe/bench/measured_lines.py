@@ -31,7 +31,7 @@ class MeasuredLine:
         tokens: Of each rank.
         pair: Kernel and transport, as in "bf16_triton + nvlink_p2p".
         scheme: Of the experts.
-        rows: As the file says how rows travelled, such as "fp8 / bf16".
+        rows: As the file says how rows traveled, such as "fp8 / bf16".
         us: Measured.
         floor: Of uniform routing, at the GPU's rates of `runtime.gpus`.
         drawn: The floor of the routes that this run drew, as a multiple of `floor`. One token on each of 4 ranks may

@@ -210,7 +210,7 @@ class ExpertRecipe:
             got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
             known = " or ".join(map(dtype_name, NUMBERS))
             raise CheckpointError(
-                f"{self.source.location(name)} must be {known}, got {got}{self.source.declared.said}; dequantise the "
+                f"{self.source.location(name)} must be {known}, got {got}{self.source.declared.said}; dequantize the "
                 f"checkpoint to bf16 first"
             )
         return shape

@@ -1,4 +1,4 @@
-"""What a checkpoint's JSON files state about its quantisation, and the quantisations that are known and not read."""
+"""What a checkpoint's JSON files state about its quantization, and the quantizations that are known and not read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _BITSANDBYTES = "bitsandbytes (4 bits)"
-# how a tensor's name ends -> the quantisation that writes it, the surest first
+# how a tensor's name ends -> the quantization that writes it, the surest first
 _FOREIGN = {
     "qweight": "AWQ or GPTQ",
     "qzeros": "AWQ or GPTQ",
@@ -44,7 +44,7 @@ _WHILE_IT_RUNS = ("input", "output")  # places of a rotation that is not a part 
 class Declared:
     """The quantization that a folder declares, from its config.json and hf_quant_config.json.
 
-    method: the name of the quantisation, "" where none is stated
+    method: the name of the quantization, "" where none is stated
     blocks: sizes of the blocks with a factor of their own, (rows, columns)
     bits: of the packed integers
     groups: columns with a factor in common in packed integers, 0 for a whole row
@@ -82,10 +82,10 @@ class Declared:
 
     @property
     def said(self) -> str:
-        return f"; config.json states the quantisation {self.method!r}" if self.method else ""
+        return f"; config.json states the quantization {self.method!r}" if self.method else ""
 
     def called(self, words: str) -> str:
-        """The name of a quantisation: config.json says which of those that have the same names."""
+        """The name of a quantization: config.json says which of those that have the same names."""
         return next((called for method, called in _CALLED.items() if method in self.method), words)
 
 
@@ -127,7 +127,7 @@ def read_declared(folder: Path) -> Declared:
 
 
 def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
-    """Tensors of quantisations that are not read -> what those are called, the surest mark first.
+    """Tensors of quantizations that are not read -> what those are called, the surest mark first.
 
     Not those of AWQ and GPTQ beside a `qweight`, whose matrix says itself whether it can be read.
     """
@@ -145,7 +145,7 @@ def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
 
 def foreign_refusal(what: str, name: str, quantisation: str) -> str:
     return (
-        f"{what} is quantised by {quantisation}, which is not read: {name} is there; dequantise the checkpoint to bf16 "
+        f"{what} is quantized by {quantisation}, which is not read: {name} is there; dequantize the checkpoint to bf16 "
         f"first, or take one in fp8, MXFP4, NVFP4, AWQ, GPTQ or symmetric INT4 of compressed-tensors"
     )
 
@@ -193,7 +193,7 @@ def _names_modules(target: str) -> bool:
 
 
 def _dynamic(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """GPTQModel's `dynamic`: a pattern, behind "-:" one of modules that are not quantised -> their own fields."""
+    """GPTQModel's `dynamic`: a pattern, behind "-:" one of modules that are not quantized -> their own fields."""
     dynamic = fields.get("dynamic")
     for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
         whole = _words(fields | own) if isinstance(own, dict) else _words(fields)

@@ -1,7 +1,7 @@
 """How a checkpoint names the experts of a block, and how to read one expert's piece of it and nothing more.
 
 A format knows names relative to the block and turns slices into canonical tensors (`w13` gate first, `w2`, biases):
-plain numbers, or the very bytes of a quantised checkpoint where a layer is quantised alike. How a matrix is stored is
+plain numbers, or the very bytes of a quantized checkpoint where a layer is quantized alike. How a matrix is stored is
 seen for each matrix of each expert (`checkpoint.stored`).
 `inner` is the [start, stop) of the intermediate size that an etp rank holds.
 """
@@ -29,7 +29,7 @@ class Source(Protocol):
     """Named tensors that can be read in part: a checkpoint on disk, or a module in memory."""
 
     def has(self, name: str) -> bool:
-        """Whether numbers of that name can be read, quantised or not."""
+        """Whether numbers of that name can be read, quantized or not."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
@@ -37,7 +37,7 @@ class Source(Protocol):
         """Of what `read` gives; None for one that torch has no name for."""
 
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index` (all of it without one), dequantised where it is quantised."""
+        """The part at `index` (all of it without one), dequantized where it is quantized."""
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """As `read`, but as it is stored."""

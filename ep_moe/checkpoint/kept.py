@@ -1,6 +1,6 @@
-"""An expert of a checkpoint in a quantised layer: the scheme's bytes are kept, other numbers quantised.
+"""An expert of a checkpoint in a quantized layer: the scheme's bytes are kept, other numbers quantized.
 
-Each matrix of each expert is looked at. Numbers in other codes than the scheme's are quantised a second time only where
+Each matrix of each expert is looked at. Numbers in other codes than the scheme's are quantized a second time only where
 no matrix of the block has the scheme's bytes. That is a change of scheme, which the caller asked for.
 """
 
@@ -46,7 +46,7 @@ def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoECon
 def rounds_again(
     found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme
 ) -> StoredMatrix | None:
-    """A matrix of a block whose numbers a scheme quantises a second time, None if there is none such."""
+    """A matrix of a block whose numbers a scheme quantizes a second time, None if there is none such."""
     if scheme.plain:
         return None
     for expert in range(config.num_experts):
@@ -107,7 +107,7 @@ def read_quantized(
 
     Args:
         dtype: of the activations.
-        device: where numbers are quantised.
+        device: where numbers are quantized.
         etp: size and rank.
     """
     size, rank = etp
@@ -119,7 +119,7 @@ def read_quantized(
         return found.read_stored(source, block, config, expert, inner, scheme.name)
 
     def quantised(name: str, numbers: Tensor) -> dict[str, Tensor]:
-        """Quantised whole, so that a scale that belongs to a whole matrix is the same on every etp rank."""
+        """Quantized whole, so that a scale that belongs to a whole matrix is the same on every etp rank."""
         numbers = check_finite(f"{block}, expert {expert}, {name}", numbers.to(device))
         parts = named(name, scheme.weights.quantize(numbers, dtype))
         return {part: etp_shard(config, part, tensor, size, rank) for part, tensor in parts.items()}
@@ -143,7 +143,7 @@ def read_quantized(
 def _one_half(
     projections: Projections, inner: Inner, scheme: Scheme, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """w13 where one of gate and up has the scheme's bytes: the other is quantised alone, by its own rows."""
+    """w13 where one of gate and up has the scheme's bytes: the other is quantized alone, by its own rows."""
     halves = []
     for one in (projections.gate, projections.up):
         if one.keeps(scheme.name):

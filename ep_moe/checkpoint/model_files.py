@@ -104,7 +104,7 @@ class ExpertFiles:
         said = f"; {listed(unknown)} is there instead" if unknown else ""
         return (
             f"{listed(missing)} is missing in {self.source.origin}, under that name and each that transformers has for "
-            f"it{said}{self.source.declared.said}; fetch the checkpoint that belongs to config.json, or dequantise it "
+            f"it{said}{self.source.declared.said}; fetch the checkpoint that belongs to config.json, or dequantize it "
             f"to bf16 if it has codes"
         )
 
@@ -126,7 +126,7 @@ class ExpertFiles:
             raise CheckpointError(
                 f"{self.source.origin} has {listed(inside)}, which {type(self.model).__name__} has no place for: "
                 f"outputs would be wrong without{self.source.declared.said}; fetch the checkpoint that belongs to "
-                f"config.json, or dequantise it to bf16 if these are codes"
+                f"config.json, or dequantize it to bf16 if these are codes"
             )
         return list(unknown)
 
@@ -139,7 +139,7 @@ def _block(module: str) -> str:
 def known_format(layout: ModuleLayout, name: str, recipes: Iterable[ExpertRecipe]) -> tuple[str, ExpertFormat] | None:
     """The block and the format of `reader` in which the experts are stored, None if in none.
 
-    Such experts are read in their own bytes where a layer is quantised alike, and cut over etp before they are read.
+    Such experts are read in their own bytes where a layer is quantized alike, and cut over etp before they are read.
     """
     by_name = {one.recipe.target.removeprefix(f"{name}."): one for one in recipes}
     parts = {one.part: by_name.get(one.name) for one in layout.tensors}

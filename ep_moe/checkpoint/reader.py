@@ -169,7 +169,7 @@ def _settled(device: torch.device) -> None:
 
 
 def quantised_again(source: TensorSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
-    """A sentence if a scheme quantises numbers that the checkpoint has in other codes."""
+    """A sentence if a scheme quantizes numbers that the checkpoint has in other codes."""
     for layer, block, form in plan:
         scheme = layer.expert_weights.scheme
         matrix = rounds_again(form, source, block, layer.config, scheme)
@@ -177,7 +177,7 @@ def quantised_again(source: TensorSource, plan: Iterable[tuple[MoELayer, str, Ex
             ranges = matrix.has_input_scale()
             keep = [n for n, one in SCHEMES.items() if matrix.keeps(n) and (ranges or not one.activations.calibrated)]
             return [
-                f"experts are {matrix.words}, and quantization {scheme.name} quantises their numbers a second time; "
+                f"experts are {matrix.words}, and quantization {scheme.name} quantizes their numbers a second time; "
                 f"quantization {' or '.join([*keep, PLAIN.name])} does not"
             ]
     return []
@@ -260,8 +260,8 @@ def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertForma
 def _expert(
     layer: MoELayer, source: Source, block: str, found: ExpertFormat, expert: int, inner: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """One expert's canonical tensors of this etp rank: the checkpoint's own bytes where it is quantised as the layer
-    is, else its numbers, quantised here where the layer is."""
+    """One expert's canonical tensors of this etp rank: the checkpoint's own bytes where it is quantized as the layer
+    is, else its numbers, quantized here where the layer is."""
     weights, config, etp = layer.expert_weights, layer.config, layer.expert_weights.etp
     if weights.scheme.plain:
         plain = found.read(source, block, config, expert, inner)
@@ -336,7 +336,7 @@ def checked_block(
     if found is None:
         markers = " or ".join(known.marker() for known in names.experts)
         said = source.declared.said
-        hint = "dequantise it to bf16 if these are codes of that" if said else "is it another family's checkpoint?"
+        hint = "dequantize it to bf16 if these are codes of that" if said else "is it another family's checkpoint?"
         raise CheckpointError(f"{block} has no experts, {markers} is missing{said}; {hint}")
     wrong = (
         _wrong_layer(layer, found, block)

@@ -153,7 +153,7 @@ class TensorSource(ABC):
         return matrix.numbers(rows, columns)
 
     def foreign(self, prefix: str) -> dict[str, str]:
-        """Tensors below a prefix that belong to a quantisation that is not read -> what it is called."""
+        """Tensors below a prefix that belong to a quantization that is not read -> what it is called."""
         if self._foreign is None:
             self._foreign = foreign(self.names(), self.declared)
         return {name: called for name, called in self._foreign.items() if name.startswith(f"{prefix}.")}
@@ -385,5 +385,5 @@ def _packed_matrix(tensors: Tensors, name: str, packed: str, transposed: bool, s
         return Mxfp4Matrix(tensors, name, blocks=False, transposed=transposed, stacked=stacked)
     raise CheckpointError(
         f"{tensors.location(packed)} is {dtype} of shape {list(shape)}; of packed matrices INT4 (int32), NVFP4 and "
-        f"MXFP4 (uint8) are read: dequantise the checkpoint to bf16 first"
+        f"MXFP4 (uint8) are read: dequantize the checkpoint to bf16 first"
     )

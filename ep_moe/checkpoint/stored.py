@@ -70,7 +70,7 @@ class StoredMatrix(ABC):
 
     @abstractmethod
     def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
-        """A part, in float32 where it is quantised. rows: of one of the `stacked` matrices."""
+        """A part, in float32 where it is quantized. rows: of one of the `stacked` matrices."""
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
         """A part in the file's own bytes, by the names of `schemes.WeightFormat.parts`. columns: whole blocks."""
@@ -169,7 +169,7 @@ class PlainMatrix(StoredMatrix):
         if dtype in _CODES and len(shape) > 1 and self.name.endswith(("weight", "_proj")):
             return (
                 f"{self.tensors.location(self.data)} must be bfloat16 or float16 or float32 or float64, got "
-                f"{_CODES[dtype]}, codes of a quantisation that is not read{self.tensors.declared.said}; dequantise "
+                f"{_CODES[dtype]}, codes of a quantization that is not read{self.tensors.declared.said}; dequantize "
                 f"the checkpoint to bf16 first"
             )
         ends = ("_scale_inv", "_scale", "_scale_2", "_zero_point", "_global_scale")
@@ -210,7 +210,7 @@ def _stem(name: str) -> str:
 
 
 # --- gate and up, joined ----------------------------------------------------------------------------------------------
-# Gate and up of a quantised expert as one matrix, w13: bytes are kept but where the two have scales of their own.
+# Gate and up of a quantized expert as one matrix, w13: bytes are kept but where the two have scales of their own.
 
 Parts = Mapping[str, Tensor]
 _GLOBAL = "_global_scale"
@@ -341,7 +341,7 @@ def check_factors(tensors: Tensors, name: str, numbers: Tensor, *, positive: boo
         wanted = "greater than 0" if positive else "at least 0"
         raise CheckpointError(
             f"{tensors.location(name)} must be finite and {wanted}, got {found} at {int((~good).sum())} of "
-            f"{numbers.numel()} places that were read; the checkpoint is damaged, or was quantised wrongly: fetch or "
+            f"{numbers.numel()} places that were read; the checkpoint is damaged, or was quantized wrongly: fetch or "
             f"export it again"
         )
 
@@ -399,5 +399,5 @@ def check_codes(tensors: Tensors, name: str, codes: Tensor) -> None:
     if wrong.any():
         raise CheckpointError(
             f"{tensors.location(name)} must be finite, got NaN at {int(wrong.sum())} of {codes.numel()} places that "
-            f"were read; the checkpoint is damaged, or was quantised wrongly: fetch or export it again"
+            f"were read; the checkpoint is damaged, or was quantized wrongly: fetch or export it again"
         )

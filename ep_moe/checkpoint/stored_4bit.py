@@ -260,7 +260,7 @@ class Int4Matrix(_Packed):
             what = f"{', '.join(map(str, sorted(bits)))} bits" if bits and 4 not in bits else f"the shape {stated}"
             return (
                 f"{location} is compressed-tensors pack-quantized with {what}, which is not read: only 4 bits, eight "
-                f"to a word, are; dequantise the checkpoint to bf16 first"
+                f"to a word, are; dequantize the checkpoint to bf16 first"
             )
         return self._wrong_blocks() or self._wrong_stated() or wrong_dtype(self.tensors, self.scale, exponents=False)
 

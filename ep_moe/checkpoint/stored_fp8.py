@@ -108,14 +108,14 @@ class ScaledFp8(StoredMatrix):
         if _OTHER_FLOAT8.search(self.tensors.declared.float8):
             return (
                 f"{location} is float8_e4m3fn, and config.json states fmt {self.tensors.declared.float8!r}, of which "
-                f"the same bytes are other numbers; correct config.json, or dequantise the checkpoint to bf16 first"
+                f"the same bytes are other numbers; correct config.json, or dequantize the checkpoint to bf16 first"
             )
         if self._either:
             each, row = self.shape[-2] // self.stacked, self._block[0]
             return (
                 f"{location} has gate and up of {each} rows each in one tensor, and {self.scale} has as many "
                 f"factors as blocks of {row} rows that begin anew with up, and as blocks that run on into it; store "
-                f"gate and up in tensors of their own, or dequantise the checkpoint to bf16 first"
+                f"gate and up in tensors of their own, or dequantize the checkpoint to bf16 first"
             )
         if self._each:
             return wrong_dtype(self.tensors, self.scale)

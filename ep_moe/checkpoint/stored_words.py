@@ -19,7 +19,7 @@ from ep_moe.quant.microscale import dequantize_int4
 
 _WORD = 8  # numbers of a word
 _MIDDLE = 8  # the zero point of symmetric codes
-_DEQUANTISE = "dequantise the checkpoint to bf16 first"
+_DEQUANTISE = "dequantize the checkpoint to bf16 first"
 
 
 class _Words(StoredMatrix):
@@ -62,8 +62,8 @@ class _Words(StoredMatrix):
             if declared.method:
                 return foreign_refusal(self.name, self.data, declared.called("AWQ or GPTQ"))
             return (
-                f"{location} is quantised by AWQ or GPTQ, and config.json does not state which; set quant_method, bits "
-                f"and group_size of its quantization_config, or dequantise weights that are pushed"
+                f"{location} is quantized by AWQ or GPTQ, and config.json does not state which; set quant_method, bits "
+                f"and group_size of its quantization_config, or dequantize weights that are pushed"
             )
         if declared.bits != {4}:
             bits = ", ".join(map(str, sorted(declared.bits))) or "no number of"

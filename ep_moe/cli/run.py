@@ -111,7 +111,7 @@ class RunReport:
     tokens: int
     perplexity: float
     reference: float | None
-    exact: bool  # float32, not quantised: the perplexities must agree
+    exact: bool  # float32, not quantized: the perplexities must agree
     expert_load: list[list[int]]  # [layer][logical expert]
     rank_load: list[list[int]]  # [layer][EP rank]
     stages: dict[str, float]
@@ -178,7 +178,7 @@ def settle(options: RunOptions, world: int) -> RunOptions:
 def run_on_rank(
     options: RunOptions, device: torch.device, folder: Path | None = None, *, forked: bool = False
 ) -> RunReport | None:
-    """One rank's part, within an initialised process group.
+    """One rank's part, within an initialized process group.
 
     folder: of the model, None to look it up; forked: in a process of its own, where nothing has set logging
     """

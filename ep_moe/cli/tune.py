@@ -120,7 +120,7 @@ def told_on_rank(options: TuneOptions, device: torch.device) -> tuple[list[str],
 
 
 def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned | None:
-    """One rank's part, within an initialised process group."""
+    """One rank's part, within an initialized process group."""
     name = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     with EPContext.from_groups(device=device, deadline_s=DEADLINE_S, max_tokens=max(options.tokens)) as context:
         tuned = tune(

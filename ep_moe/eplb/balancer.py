@@ -36,7 +36,7 @@ class ExpertBalancer(RebalanceLoop):
 
     Args:
         layers: A model, or its MoE layers in the order of their making; alike in E. Their expert weights must not
-            require gradients: experts move, an optimiser's state would stay behind.
+            require gradients: experts move, an optimizer's state would stay behind.
         context: The layers' EPContext. `close` the balancer before it.
         config: When and how experts move. Default: `EPLBConfig()`.
         planner: (load int64 [layers, E], maps in force) -> a map per layer. A function of its arguments alone, run in a

@@ -1,5 +1,5 @@
-"""`reference`: experts in plain torch, on CPU and GPU, differentiable. The oracle of every other kernel: quantised
-weights are dequantised, activations are not rounded.
+"""`reference`: experts in plain torch, on CPU and GPU, differentiable. The oracle of every other kernel: quantized
+weights are dequantized, activations are not rounded.
 
 `grouped_mm` is an operator here (`grouped`), for compiled graphs. torch knows the shape of its result for bf16 alone,
 although it computes float32 and float16 too. In a compiled graph there may also be rows behind the last group, which

@@ -127,7 +127,7 @@ def _accounted(
         found, left = checked_block(source, names, name, moe, model_type, in_memory=True)
     except CheckpointError as error:
         codes = any(tensor.dtype not in NUMBERS for tensor in block.parameters())
-        hint = "; a model that is quantised is loaded with load_pretrained" if codes else ""
+        hint = "; a model that is quantized is loaded with load_pretrained" if codes else ""
         raise ConfigError(f"{error}{hint}") from error
     if left:
         raise ConfigError(f"{left_out(left.items())}; a layer in its place would not load it; mend the entry")

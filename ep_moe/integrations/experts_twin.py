@@ -59,7 +59,7 @@ def _asked(
 
 
 def _small(experts: int, hidden: int, inner: int) -> tuple[int, int] | None:
-    """H and I of the twin. Attributes are recognised by their values: equal sizes stay equal, and E stays as it is."""
+    """H and I of the twin. Attributes are recognized by their values: equal sizes stay equal, and E stays as it is."""
     small_hidden = hidden if hidden == experts else 2 * WIDTH + (experts == 2 * WIDTH)
     small_inner = inner if inner == experts else WIDTH + (experts == WIDTH)
     if hidden == inner:

@@ -122,7 +122,7 @@ def register_family(model_type: str, family: Family, names: CheckpointNames) -> 
     """Let `load_pretrained` and `expert_parallel` replace the whole MoE blocks of a model type.
 
     Without an entry the experts alone are replaced, and the model's own router runs. An entry puts our router in its
-    place, and reads all that the block holds, quantised experts included. Call it on all ranks alike. What an entry
+    place, and reads all that the block holds, quantized experts included. Call it on all ranks alike. What an entry
     forgets is refused when a model is made: each tensor of the block, in memory and in the file, must be read.
     `ep_moe.testing.check_family` compares what no tensor shows, on a tiny model.
 

@@ -33,7 +33,7 @@ class FoundExperts(NamedTuple):
 
     sizes: H and I
     zero_experts: an id of at least E stands for the row itself, else for nothing
-    norm: the module normalises the output of each expert by its `NORM`
+    norm: the module normalizes the output of each expert by its `NORM`
     block: the module is a block, which is called with rows alone and has a router that sorts
     """
 
@@ -120,7 +120,7 @@ def _on_interface(experts: Any, name: str) -> FoundExperts:
             f"{name}: {kind} must hold {', '.join(sorted(layout.names))} alone, and differs in {odd}; {KEEP}"
         )
     if norm and not isinstance(getattr(experts, NORM, None), nn.Module):
-        raise ConfigError(f"{name}: {kind} must have a module {NORM}, as it normalises each output, got none; {KEEP}")
+        raise ConfigError(f"{name}: {kind} must have a module {NORM}, as it normalizes each output, got none; {KEEP}")
     check_dtypes(experts, name, layout)
     first, second = (tensors[each] for each in layout.names[:2])
     rows, hidden = (first.shape[2], first.shape[1]) if experts.is_transposed else first.shape[1:]
@@ -143,7 +143,7 @@ def config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
     found = _on_interface(experts, name)
     if found.norm:
         raise ConfigError(
-            f"{name}: {type(experts).__name__} normalises each expert's output, which one call of MoELayer does not; "
+            f"{name}: {type(experts).__name__} normalizes each expert's output, which one call of MoELayer does not; "
             f"replace it by expert_parallel, or {KEEP}"
         )
     return found.config(top_k)
@@ -179,7 +179,7 @@ def check_dtypes(experts: nn.Module, name: str, layout: ModuleLayout) -> None:
         if tensors[each].dtype not in NUMBERS or tensors[each].dtype != first:
             raise ConfigError(
                 f"{name}.{each} must be bfloat16, float16, float32 or float64, as all tensors beside it, got "
-                f"{dtype_name(tensors[each].dtype)}; give expert_parallel the model as it was before it was quantised"
+                f"{dtype_name(tensors[each].dtype)}; give expert_parallel the model as it was before it was quantized"
             )
 
 

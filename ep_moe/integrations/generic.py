@@ -75,7 +75,7 @@ class ExpertParallelExperts(nn.Module):
         self.calls = 0
         first = held_tensor(replaced, self.tensor_names[0])
         placed: dict[str, Any] = {"name": name, "dtype": first.dtype, "device": first.device}
-        # results are normalised expert by expert: one call for each choice of a token
+        # results are normalized expert by expert: one call for each choice of a token
         config = found.config(1 if found.norm else top_k)
         self.moe = MoELayer(config, context, router=routed_by_model, **placed, **layer_options)
         self.add_module(NORM, getattr(replaced, NORM) if found.norm else None)
@@ -99,7 +99,7 @@ class ExpertParallelExperts(nn.Module):
 
     @torch.no_grad()
     def write_expert(self, expert: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write one expert's whole tensors, quantised here where the layer is.
+        """Write one expert's whole tensors, quantized here where the layer is.
 
         Args:
             expert: logical id, in [0, E).
@@ -166,7 +166,7 @@ class ExpertParallelExperts(nn.Module):
         return self.moe.forward_routed(hidden_states, routing, tokens, send_masked=bool(mask.sent))
 
     def _normalised(self, hidden_states: Tensor, routing: Routing) -> Tensor:
-        """The sum of each expert's normalised output times its weight, one choice of all tokens after another."""
+        """The sum of each expert's normalized output times its weight, one choice of all tokens after another."""
         norm, shape = self.get_submodule(NORM), (*hidden_states.shape[:-1], 1)
         ids, weights = routing.ids, routing.weights.masked_fill(routing.ids < 0, 0.0)
         out = torch.zeros_like(hidden_states, dtype=torch.float32)

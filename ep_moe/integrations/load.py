@@ -120,7 +120,7 @@ def head_names(model: PreTrainedModel) -> list[str]:
 
 
 def draw_head(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Initialise the modules of these tensors as transformers does, alike on all ranks."""
+    """Initialize the modules of these tensors as transformers does, alike on all ranks."""
     gpus = [index for index in [model.device.index] if index is not None and model.device.type == "cuda"]
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(_SEED)

@@ -59,7 +59,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
 
     Raises:
         ConfigError: peft is not installed, the configuration asks for what is not computed, or experts have no factors
-            (quantised, cut by etp, redundant).
+            (quantized, cut by etp, redundant).
     """
     peft, layers = _peft(), saved_experts(model)
     config = converted(config, model)

@@ -112,7 +112,7 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
         shard_bytes: of a file, at most, unless a single tensor is larger.
 
     Raises:
-        ConfigError: the layers are quantised, or divided over pipeline stages.
+        ConfigError: the layers are quantized, or divided over pipeline stages.
         CheckpointError: on all ranks, when the one that writes cannot.
     """
     model, experts = parts.model, parts.experts

@@ -167,7 +167,7 @@ def save_pretrained(
         max_shard_bytes: of a file, at most, unless a single tensor is larger.
 
     Raises:
-        ConfigError: the model has no expert-parallel layers, they are quantised, or there are pipeline stages.
+        ConfigError: the model has no expert-parallel layers, they are quantized, or there are pipeline stages.
         CheckpointError: on all ranks, when the one that writes cannot.
     """
     save_model(model_parts(model), Path(folder), original=save_original_format, shard_bytes=max_shard_bytes)

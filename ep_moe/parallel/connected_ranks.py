@@ -109,7 +109,7 @@ class ConnectedRanks:
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
     ) -> Self:
-        """Make a context within an initialised torch.distributed.
+        """Make a context within an initialized torch.distributed.
 
         Args:
             parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
@@ -275,7 +275,7 @@ class ConnectedRanks:
 def _check_initialized() -> None:
     if not dist.is_initialized():
         raise ConfigError(
-            "torch.distributed is not initialised; call EPContext.from_torchrun, or init_process_group first"
+            "torch.distributed is not initialized; call EPContext.from_torchrun, or init_process_group first"
         )
 
 

@@ -86,7 +86,7 @@ def run_local_ranks(
 ) -> list[Any]:
     """Call `target` ("module:function") with `kwargs` on `world` ranks; returns their results in rank order.
 
-    Each rank has an initialised gloo process group. threads: torch threads per rank.
+    Each rank has an initialized gloo process group. threads: torch threads per rank.
     expect_dead: ranks that may die or hang (for tests of that); their result is None.
 
     The ranks meet in a file: no port, and no name server (TCPStore looks up the name of 127.0.0.1 at every connection,

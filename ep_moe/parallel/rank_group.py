@@ -132,7 +132,7 @@ class RankGroup:
 
     def nan_if_aborted(self, out: Tensor) -> None:
         """Put NaN in place of what a collective has left, if that was aborted. The host learns of a lost peer when it
-        comes to its next step, and may have read or learnt from those numbers before. Nothing waits for the device.
+        comes to its next step, and may have read or learned from those numbers before. Nothing waits for the device.
 
         Args:
             out: What a collective of torch has written, once the current stream waits for it. Integers stay.

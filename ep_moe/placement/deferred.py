@@ -21,7 +21,7 @@ from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting, recomputing
 
-# Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighbouring tokens and
+# Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighboring tokens and
 # different experts of a token spread over replicas without a random state or a host sync. A row's fraction of the full
 # circle chooses among equal arcs: of any N rows in turn each arc has its share to within 2 + log N to the golden
 # ratio's base (Denjoy and Koksma), where random numbers err by the root of N. A remainder of it has no such bound.

@@ -294,7 +294,7 @@ def _round_rows_by_tensor(
             slot = tl.load(slots + n * TOP_K + i)
             used = used | ((slot >= 0) & (slot < rows_out))
     value = tl.load(x + n * size + at, mask=inside & used, other=0.0).to(tl.float32)
-    # exact division, so that rows rounded before they travelled have the same bits
+    # exact division, so that rows rounded before they traveled have the same bits
     number = saturated(tl.div_rn(value, scale)).to(tl.float8e4nv)
     if slots is None:
         tl.store(out + n * size + at, number, mask=inside)

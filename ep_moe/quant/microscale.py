@@ -228,7 +228,7 @@ def e2m1_codes(values: Tensor) -> Tensor:
         4-bit codes in uint8.
     """
     magnitude = values.abs()
-    # midpoints between neighbours 0 .5 1 1.5 2 3 4 6; a tie belongs to the neighbour whose code is even
+    # midpoints between neighbors 0 .5 1 1.5 2 3 4 6; a tie belongs to the neighbor whose code is even
     code = torch.zeros_like(values, dtype=torch.uint8)
     for lower, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         code += (magnitude > midpoint) if lower % 2 == 0 else (magnitude >= midpoint)

@@ -1,7 +1,7 @@
-"""Quantisation schemes as data: how an expert's matrices are stored, and how its kernels round the activations.
+"""Quantization schemes as data: how an expert's matrices are stored, and how its kernels round the activations.
 
 Values are `data * scale`, in NVFP4 times a global scale. Scales are linear (row-major, no kernel's swizzle). The
-dequantised weights through the reference experts are the oracle of every quantised kernel.
+dequantized weights through the reference experts are the oracle of every quantized kernel.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ class MxInt4(Int4Groups):
 
 
 class Rounding(enum.Enum):
-    """How a quantised kernel rounds its activations before a matrix product.
+    """How a quantized kernel rounds its activations before a matrix product.
 
     NONE         not at all
     FP8_STATIC   E4M3, one scale per matrix, from calibration: tensors `w13_input_scale`, `w2_input_scale`
@@ -275,7 +275,7 @@ class Rounding(enum.Enum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """One quantisation of a layer's experts: a weight format for both matrices, and the rounding of activations.
+    """One quantization of a layer's experts: a weight format for both matrices, and the rounding of activations.
 
     Args:
         name: As `MoELayer(quantization=)` takes it.

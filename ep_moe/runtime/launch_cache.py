@@ -76,7 +76,7 @@ class LaunchCache:
 
     def launch(self, key: Any, changing: tuple[Any, ...], make_spec: Callable[[], LaunchSpec]) -> None:
         """key: all that the rest depends on, and of `changing` dtypes and where there is None
-        changing: contiguous tensors, None, and numbers that the kernel does not specialise on
+        changing: contiguous tensors, None, and numbers that the kernel does not specialize on
         make_spec: gives the whole launch when a key is new, where tensors may be views of other dtypes
         """
         bits, given = 0, []

@@ -1,7 +1,7 @@
-"""What a quantised expert kernel should give, and how far it may be off: float64 on the dequantised weights.
+"""What a quantized expert kernel should give, and how far it may be off: float64 on the dequantized weights.
 
 Errors are those of rounding: of the activations before each matrix product (the scheme's own, with its scale), of INT4
-weights with their scales to the layer's dtype where products are of that (as compressed-tensors dequantises), of each
+weights with their scales to the layer's dtype where products are of that (as compressed-tensors dequantizes), of each
 intermediate result to the layer's dtype, of sums in float32, of each addition of the output. One rounding is off by at
 most half a step c. A sum of n of them with factors f is off by at most z * sqrt(sum (f * c)**2) but for a probability
 of 2 exp(-z*z / 2) (Hoeffding, errors of random data being independent with mean zero); z = 7 leaves 5e-11 an element.
@@ -37,7 +37,7 @@ Z = 7.0
 def random_expert(
     config: MoEConfig, scheme: Scheme, expert: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Canonical quantised tensors of one expert, of the size that keeps activations near 1. Static input scales are
+    """Canonical quantized tensors of one expert, of the size that keeps activations near 1. Static input scales are
     wide enough for normal rows, and for squares of what they give: a saturated number has no bound."""
     # far from the seeds of rows: rows equal to weights would have products as large as nowhere else
     generator = torch.Generator(device=device).manual_seed(1_000_003 + expert)
@@ -73,7 +73,7 @@ def random_expert(
 
 
 def half_step(values: Tensor, scale: Tensor | float, rounding: Rounding, dtype: torch.dtype) -> Tensor:
-    """Half the distance of neighbouring numbers: E4M3 has 3 bits behind the point, and 2**-9 * scale at least. E2M1's
+    """Half the distance of neighboring numbers: E4M3 has 3 bits behind the point, and 2**-9 * scale at least. E2M1's
     numbers are 1/2 * scale apart up to 2 * scale, 1 up to 4, and 2 beyond; under a scale that is smaller by 2 / 17 a
     number beyond 2 or 4 of it is still nearer to that than half this step. scale: see `scale_of_rows`."""
     if rounding is Rounding.NONE:

@@ -4,7 +4,7 @@
     def test_my_fused_kernel(world_size):
         check_fused(MyFusedExperts)
 
-Outputs are compared with float64 on the dequantised weights, within the bound of `expert_oracle`: a rank's part of a
+Outputs are compared with float64 on the dequantized weights, within the bound of `expert_oracle`: a rank's part of a
 row may be rounded once, and their sum once.
 """
 

@@ -3,7 +3,7 @@
     def test_my_kernel():
         check_experts(MyExperts, device=torch.device("cuda"))
 
-Outputs are compared with float64 on the dequantised weights, within the bound of `expert_oracle`; gradients, of kernels
+Outputs are compared with float64 on the dequantized weights, within the bound of `expert_oracle`; gradients, of kernels
 that promise them, with autograd's (`kernel_case.gradients`).
 """
 

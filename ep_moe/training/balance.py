@@ -85,7 +85,7 @@ def sequence_balancing_loss(
     """Compute DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, eq. 17 to 20) without its factor alpha.
 
     Per sequence the sum over experts of f * p: f is E / top_k times the fraction of tokens among whose top_k scores the
-    expert is, p the mean of its scores normalised over experts. The sum is 1 where routes are uniform. The result is
+    expert is, p the mean of its scores normalized over experts. The sum is 1 where routes are uniform. The result is
     the mean over sequences. The choice looks at the scores alone, without correction bias and groups. Only p has a
     gradient.
 

@@ -111,7 +111,7 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(fan in), as `nn.Linear`; biases zero; quantised where the layer is. What an expert gets
+        """Uniform in +-1/sqrt(fan in), as `nn.Linear`; biases zero; quantized where the layer is. What an expert gets
         depends on the state of torch's default generator on the CPU and on its logical id: with one seed the model is
         the same under every layout and map, and copies of an expert are equal."""
         self.updates += 1
@@ -163,7 +163,7 @@ class ExpertWeights(ExpertSlots):
         return len(slots)
 
     def _is_numbers(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is a matrix that is to be quantised here."""
+        """Whether a tensor is a matrix that is to be quantized here."""
         return not self.scheme.plain and name in ("w13", "w2") and tensor.is_floating_point() and tensor.itemsize > 1
 
     @torch.no_grad()
@@ -316,7 +316,7 @@ class ExpertWeights(ExpertSlots):
         return part_names(names, self.config.activation.gated)
 
     def _missing(self, found: Mapping[str, Tensor]) -> list[str]:
-        """Of an expert's tensors. Numbers of a matrix stand for the codes and scales that they are quantised to."""
+        """Of an expert's tensors. Numbers of a matrix stand for the codes and scales that they are quantized to."""
         gated, plain = self.config.activation.gated, self.scheme.plain
         given = {name for name in ("w13", "w2") if not plain and self._has_numbers(name, found)}
         made = {f"{name}{part}" for name in given for part in ("", "_scale", "_global_scale")}
@@ -418,7 +418,7 @@ def initial_expert(
 
     Args:
         config: the layer's.
-        scheme: by which the matrices are quantised.
+        scheme: by which the matrices are quantized.
         dtype: of the activations.
         seed: of this expert.
         device: where the numbers are drawn; generators of CPUs and GPUs give different ones.

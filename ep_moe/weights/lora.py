@@ -142,7 +142,7 @@ def _lora_refusal(weights: ExpertSlots) -> str | None:
     if weights.lora is not None:
         return "they have factors already; merge these first"
     if not weights.named:
-        return "the experts are quantised, or their kernel has no backward; build the layer with experts='reference'"
+        return "the experts are quantized, or their kernel has no backward; build the layer with experts='reference'"
     if weights.etp.size > 1:
         return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
     if weights.expert_map.replicated:

@@ -296,7 +296,7 @@ class ExpertSlots(nn.Module):
             self.main_grads.lay_out()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to(dtype)` would turn quantised numbers and their scales into something else: only the device changes."""
+        """`.to(dtype)` would turn quantized numbers and their scales into something else: only the device changes."""
         if not self.scheme.plain:
             return self._move(fn, recurse)
         if not self._slots:

@@ -464,7 +464,7 @@ def test_without_torch_distributed(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ConfigError, match=r"RANK must be a number, got None; .* EPContext\.local\(\) for one process"):
         EPContext.from_torchrun(device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialised; call EPContext\.from_torchrun"):
+    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialized; call EPContext\.from_torchrun"):
         EPContext.from_groups(device=torch.device("cpu"))
 
 

@@ -1,5 +1,5 @@
 """Layers over FlashInfer's Blackwell kernels on ranks, any placement, with and without etp, against float64 on the
-dequantised weights. On the CPU: the kernels are emulations that compute from the bytes that they are handed."""
+dequantized weights. On the CPU: the kernels are emulations that compute from the bytes that they are handed."""
 
 import functools
 

@@ -275,7 +275,7 @@ class LastRowLost(TorchAll2AllDispatcher):
 
 
 class Untyped(TorchAll2AllDispatcher):
-    """Hands rows in E4M3 without scales on as the bytes that travelled."""
+    """Hands rows in E4M3 without scales on as the bytes that traveled."""
 
     def _with_format(self, received):
         bytes_alone = received.x.dtype == torch.float8_e4m3fn and received.x_scale is None

@@ -93,7 +93,7 @@ def test_codes_in_memory_are_refused(world_size):
         experts = next(module for name, module in model.named_modules() if name.endswith("experts"))
         codes = experts.gate_up_proj.detach().to(torch.float8_e4m3fn)
         experts.gate_up_proj = torch.nn.Parameter(codes, requires_grad=False)
-        with pytest.raises(ConfigError, match=r"gate_up_proj must be .*, got float8_e4m3fn; a model that is quantised"):
+        with pytest.raises(ConfigError, match=r"gate_up_proj must be .*, got float8_e4m3fn; a model that is quantized"):
             expert_parallel(model, context)
 
 

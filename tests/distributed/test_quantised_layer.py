@@ -1,4 +1,4 @@
-"""Quantised layers on ranks, any placement, with and without etp, against float64 on the dequantised weights.
+"""Quantized layers on ranks, any placement, with and without etp, against float64 on the dequantized weights.
 
 On the CPU through the reference kernel; on Hopper GPUs through the kernels that `select` chooses there."""
 

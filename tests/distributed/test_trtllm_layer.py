@@ -1,6 +1,6 @@
 """Whole layers on `flashinfer_trtllm` under any map, with and without etp, and on the monolithic one over an etp group,
 on the CPU: FlashInfer's entries are emulated from the very tensors that they would be given. Against float64 on the
-dequantised weights."""
+dequantized weights."""
 
 import dataclasses
 

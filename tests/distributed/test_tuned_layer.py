@@ -52,7 +52,7 @@ class Unmade(AllGatherDispatcher):
     name = "unmade"
 
     def __init__(self, dispatch_shape, rank_group):
-        raise OSError("no licence left")
+        raise OSError("no license left")
 
 
 def bucket(tokens: int, all2all: str, experts: str = "reference", pipeline: int | None = None) -> Measured:
@@ -99,7 +99,7 @@ def test_a_transport_that_raises_is_left_out_of_tuning(world_size):
     ):
         found = tuning.tune(context, CONFIG, [4], dtype=torch.float32, say=lines.append)
     assert {line.all2all for line in found.measured} >= {"allgather", "torch_a2a"}
-    for reason in ("4 tokens, sizeless with reference: left out, .*no idea", "unmade.*: left out, .*no licence left"):
+    for reason in ("4 tokens, sizeless with reference: left out, .*no idea", "unmade.*: left out, .*no license left"):
         assert any(re.search(reason, line) for line in lines), lines
 
 

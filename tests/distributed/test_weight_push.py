@@ -84,7 +84,7 @@ def context_of(**sizes):
 
 
 def expert_parallel(model, context, **options):
-    """On the context's device, where it is quantised too: a GPU's factors differ from a CPU's in their last bit."""
+    """On the context's device, where it is quantized too: a GPU's factors differ from a CPU's in their last bit."""
     return models.expert_parallel(model.to(context.device), context, **options)
 
 
@@ -257,7 +257,7 @@ def test_numbers_are_rounded_to_the_servers_dtype(world_size):
             with torch.no_grad():
                 for parameter in server.parameters():
                     parameter.view(torch.uint8).zero_()
-            if scheme == "none":  # elsewhere the numbers are quantised as they come, and here those of the model
+            if scheme == "none":  # elsewhere the numbers are quantized as they come, and here those of the model
                 models.load_weights(server, KINDS["olmoe"]().state_dict())
                 check_model(server, wanted, scheme)
             models.load_weights(server, KINDS["olmoe"]().bfloat16().state_dict())

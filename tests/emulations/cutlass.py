@@ -54,7 +54,7 @@ def _quantize_1x128(x: Tensor) -> Tensor:
 def _quantize_token(x: Tensor, residual: Tensor) -> Tensor:
     """Humming's activations (K:83, K:1752-1790, K:2538-2570): a dynamic scale for each row, times the residual.
 
-    The residual of the weights travels in the row's dequantisation scale, which the epilogue multiplies in.
+    The residual of the weights travels in the row's dequantization scale, which the epilogue multiplies in.
     """
     amax = x.float().abs().amax(-1, keepdim=True)
     floor = FP8_MAX / torch.finfo(torch.float32).max
@@ -197,7 +197,7 @@ def _fp8_block(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
         check_tensor(f"the scale of {name}", scale, torch.float32, (experts, -(-rows // 128), cols // 128))
         factor = scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)
         weights.append(data.float() * factor)
-    # The activation's result is stored in bf16, and only then quantised.
+    # The activation's result is stored in bf16, and only then quantized.
     return Gemms(*weights, lambda x, e: _quantize_1x128(x), lambda h, e: _quantize_1x128(h.to(torch.bfloat16)))
 
 
@@ -210,7 +210,7 @@ def _w4a8(dtype: torch.dtype, fc1: Tensor, fc2: Tensor, scales: list[Tensor]) ->
     scale1, scale2, act1, act2, zero1, zero2, alpha1, alpha2 = scales
     experts, hidden, inter = fc1.shape[0], fc1.shape[2] * 2, fc2.shape[2] * 2
     # The binding lets them be empty (B:1572-1579). Without fc1's the kernel refuses (K:1859); without fc2's nothing
-    # quantises (K:4252, K:3430), and GEMM2 reads the bytes of bf16 numbers as fp8.
+    # quantizes (K:4252, K:3430), and GEMM2 reads the bytes of bf16 numbers as fp8.
     check_tensor("fc1_act_scales", act1, dtype, (hidden,), aligned=True)
     check_tensor("fc2_act_scales", act2, dtype, (inter,), aligned=True)
     for name, zero in (("fc1", zero1), ("fc2", zero2)):

@@ -2,7 +2,7 @@
 
     python -m pytest tests/gpu/test_blackwell.py tests/gpu/test_flashinfer_quantisers_gpu.py
 
-Each kernel in each scheme that it offers there goes through the public contract, against float64 on the dequantised
+Each kernel in each scheme that it offers there goes through the public contract, against float64 on the dequantized
 weights. What fails here is not supported, whatever else says so; docs/reference/blackwell.md says what was run.
 """
 

@@ -1,6 +1,6 @@
 """The block-scaled formats and layouts against FlashInfer's own functions on a GPU, bit for bit.
 
-FlashInfer compiles its quantisers to nothing below compute capability 10.0 (`__CUDA_ARCH__ >= 1000`), where the swizzle
+FlashInfer compiles its quantizers to nothing below compute capability 10.0 (`__CUDA_ARCH__ >= 1000`), where the swizzle
 and the reciprocal that they use can still be compared.
 """
 
@@ -24,7 +24,7 @@ tl, SfLayout = triton.language, quantization.SfLayout
 pytestmark = pytest.mark.timeout(3600)
 blackwell = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (10, 0),
-    reason="FlashInfer has these quantisers from compute capability 10.0 on",
+    reason="FlashInfer has these quantizers from compute capability 10.0 on",
 )
 
 LAYOUTS = {

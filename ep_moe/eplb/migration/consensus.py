@@ -351,7 +351,7 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
             )
         if any(parameter.requires_grad for parameter in weights.parameters()):
             return ConfigError(
-                f"expert weights of layer {layer.name} require gradients, and an optimiser's state does not move with "
+                f"expert weights of layer {layer.name} require gradients, and an optimizer's state does not move with "
                 f"them; call requires_grad_(False) of the model or of layer.expert_weights"
             )
         if weights.lora is not None:

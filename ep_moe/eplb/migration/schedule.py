@@ -140,9 +140,9 @@ def rounds(
     """Rounds in which each rank sends to at most one peer and receives from at most one; as few as there can be, which
     is the most that any rank sends or receives.
 
-    The edges of a bipartite graph (senders, receivers) coloured one by one; where the two ends have no free colour in
-    common, two colours are exchanged along a path (Konig)."""
-    sends: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]  # colour -> transfer
+    The edges of a bipartite graph (senders, receivers) colored one by one; where the two ends have no free color in
+    common, two colors are exchanged along a path (Konig)."""
+    sends: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]  # color -> transfer
     receives: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]
     for number, transfer in enumerate(transfers):
         if number % _PAUSES == 0:
@@ -163,7 +163,7 @@ def _free(used: dict[int, Transfer]) -> int:
 def _exchange(
     sends: list[dict[int, Transfer]], receives: list[dict[int, Transfer]], target: int, one: int, other: int
 ) -> None:
-    """Along the path that begins at `target` with colour `one`: each edge of one colour gets the other."""
+    """Along the path that begins at `target` with color `one`: each edge of one color gets the other."""
     path: list[tuple[Transfer, int]] = []
     ends, rank, colour = (receives, sends), target, one
     while colour in ends[len(path) % 2][rank]:

@@ -1,4 +1,4 @@
-"""How many copies each expert gets, and which rank takes them: greedy steps, vectorised over rows.
+"""How many copies each expert gets, and which rank takes them: greedy steps, vectorized over rows.
 
 A row is one balancing problem: a layer, or one node's share of a layer. Arrays have these shapes and letters:
 

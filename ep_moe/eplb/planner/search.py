@@ -234,7 +234,7 @@ _STARTS = 128
 _WIDER_CELLS = 400_000  # ranks times experts, over all starts: large rows get few
 _WORTHWHILE = 8
 _DEPTH = 6
-_ROOM = 2_000_000  # slots in all neighbours that are looked at together
+_ROOM = 2_000_000  # slots in all neighbors that are looked at together
 
 
 def exhaustive_search(load: Floats, room: Ints, table: Ints, goal: Floats) -> Ints:

@@ -1,4 +1,4 @@
-"""What FlashInfer's MoE kernels share here: called as if this rank were alone, with ids as they travelled."""
+"""What FlashInfer's MoE kernels share here: called as if this rank were alone, with ids as they traveled."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ class Window:
 
     def _follow(self) -> None:
         """A round on another stream begins when the last one has ended; FlashInfer asks that of its caller. A capture
-        begins with a synchronised device, and the caller orders replays."""
+        begins with a synchronized device, and the caller orders replays."""
         if self._device.type != "cuda" or capturing(self._device):
             return
         stream = torch.cuda.current_stream(self._device)

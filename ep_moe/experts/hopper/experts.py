@@ -1,6 +1,6 @@
 """This project's own expert kernels for Hopper: one step (`step`) under several scalings (`scaling`).
 
-Weights are read as the checkpoint has them, rows where the transport left them, ids as they travelled. Nothing is tuned
+Weights are read as the checkpoint has them, rows where the transport left them, ids as they traveled. Nothing is tuned
 at run time.
 """
 
@@ -220,7 +220,7 @@ _HOPPER = ExpertsCapabilities(
 
 
 class Bf16TritonExperts(HopperExperts):
-    """Unquantised experts in bf16, which can be trained (`gradients`)."""
+    """Unquantized experts in bf16, which can be trained (`gradients`)."""
 
     name = "bf16_triton"
     tested_machines = "1, 2 and 4 H200, 1, 2 and 4 H100"
@@ -297,7 +297,7 @@ class Bf16TritonExperts(HopperExperts):
 
 class Fp8TensorTritonExperts(HopperExperts):
     """Experts in fp8 with one calibrated scale a matrix. Rows come plain and are rounded here, or were rounded before
-    they travelled."""
+    they traveled."""
 
     name = "fp8_tensor_triton"
     tested_machines = "1, 2 and 4 H200, 2 H100"
@@ -309,7 +309,7 @@ class Fp8TensorTritonExperts(HopperExperts):
 
 class Fp8ChannelTritonExperts(HopperExperts):
     """Experts in fp8 with one scale for each row of weights, an output channel, which the products multiply into their
-    sums. Rows have one scale each, found here, and may have travelled so."""
+    sums. Rows have one scale each, found here, and may have traveled so."""
 
     name = "fp8_channel_triton"
     tested_machines = "1 and 2 H200, 2 H100"
@@ -343,7 +343,7 @@ class W4A16TritonExperts(HopperExperts):
 
 
 class W4A8TritonExperts(W4A16TritonExperts):
-    """The same with rows in E4M3, which have one scale each, found here, and may have travelled so."""
+    """The same with rows in E4M3, which have one scale each, found here, and may have traveled so."""
 
     name = "w4a8_triton"
     tested_machines = "1 H100, 1 H200"
@@ -382,7 +382,7 @@ class Fp8BlockTritonExperts(HopperExperts):
 class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
     """Experts in fp8 with one scale a matrix, whose activations get theirs from the rows.
 
-    Rows have one scale each, and may have travelled so. Those that travelled in fp8_block, those that are grouped
+    Rows have one scale each, and may have traveled so. Those that traveled in fp8_block, those that are grouped
     already and those of fp16 layers go by blocks, where rows have a scale for each 128 columns: that way finds the
     scale of a matrix at each of its blocks, and the one of a row that came with it likewise.
     """

@@ -151,7 +151,7 @@ def _numbers(q, words, b, FORMAT: tl.constexpr, GROUP: tl.constexpr, N: tl.const
 @triton.jit
 def _tile_of(ends, experts, columns, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
     """Expert, column, first row among the expert's, and the expert's own first row and number of rows, of a program;
-    no rows for programs beyond the last tile. Tiles of the same weights are neighbours."""
+    no rows for programs beyond the last tile. Tiles of the same weights are neighbors."""
     lane = tl.arange(0, LANES)
     start = tl.load(ends + lane - 1, mask=(lane > 0) & (lane < experts), other=0)
     count = tl.where(lane < experts, tl.load(ends + lane, mask=lane < experts, other=0) - start, 0)

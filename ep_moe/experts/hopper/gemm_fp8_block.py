@@ -29,7 +29,7 @@ from ep_moe.types import Activation
 
 BLOCK = 128
 # tuned on an H200
-TILE = 4096  # values of a tile of the kernels that quantise
+TILE = 4096  # values of a tile of the kernels that quantize
 PROGRAMS = 64  # of such a kernel, a multiprocessor
 
 
@@ -166,7 +166,7 @@ def quantize_rows(
 
 def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once) -> None:
     """`quantize_rows` of each row of x once, into all rows of the output that `slots` names; the others are left as
-    they are. What `quantize_rows` does with `rows`, but each row is read and quantised only once.
+    they are. What `quantize_rows` does with `rows`, but each row is read and quantized only once.
 
     x: bf16 or fp16 [N, H]; slots: int32 or int64 [N, K], below 0 or at least M for none; no two are the same
     out: e4m3 [M, H]; scale: float32 [M, H / 128]
@@ -185,7 +185,7 @@ def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, laun
 def copy_pairs(
     x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once
 ) -> None:
-    """`quantize_pairs` of rows that are quantised already. x: e4m3 [N, H]
+    """`quantize_pairs` of rows that are quantized already. x: e4m3 [N, H]
     x_scale: float32 [N, H / 128], of any strides"""
     total, size = x.shape
     if not total:

@@ -71,7 +71,7 @@ def _gemm(
         mbarrier.init(free.index(i), count=GROUPS)
     ring = (a_ring, b_ring, full, free)
     groups = (starts, ends, experts, rows, capacity)
-    # a tile's second 128 columns: its neighbours, or what its first 128 are the gates of
+    # a tile's second 128 columns: its neighbors, or what its first 128 are the gates of
     GATED: gl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     WIDTH: gl.constexpr = 128 if GATED else BLOCK_N
     if GATED:
@@ -279,7 +279,7 @@ def tile_place(tile, start, end, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, GRO
 
 @gluon.constexpr_function
 def _lines(bits):
-    """Of a 64 x 128 tile in numbers of so many bits: 16 bytes of neighbouring columns a thread (32 of float32), a line
+    """Of a 64 x 128 tile in numbers of so many bits: 16 bytes of neighboring columns a thread (32 of float32), a line
     of 128 bytes for the threads beside each other; rows stay in their warp."""
     if bits == 8:
         registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]], [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]

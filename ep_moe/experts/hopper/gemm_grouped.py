@@ -202,7 +202,7 @@ def options(
 
 def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
     """Of a tile's rows of weights, as tensor cores give their products: eight rows of gates, eight of `up`, and so on,
-    so that a thread holds both; results in E4M3 have neighbouring columns in a thread, which one store writes.
+    so that a thread holds both; results in E4M3 have neighboring columns in a thread, which one store writes.
 
     Returns how many columns the map's fourth dimension counts at once, too.
     """

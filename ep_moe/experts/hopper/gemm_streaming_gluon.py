@@ -33,7 +33,7 @@ def stream(
     STAGES: gl.constexpr, EXPERTS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr,
     CHANNELS: gl.constexpr, BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """second: how far a tile's second 64 rows of weights, its neighbours or what its first 64 are the gates of, are
+    """second: how far a tile's second 64 rows of weights, its neighbors or what its first 64 are the gates of, are
     from its first; columns: tiles of an expert"""
     w_ring = gl.allocate_shared_memory(w.dtype, [2 * STAGES, 64, BLOCK_K], w.layout)
     x_ring = gl.allocate_shared_memory(w.dtype, [STAGES, ROWS, BLOCK_K], w.layout)

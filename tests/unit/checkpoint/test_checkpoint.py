@@ -191,7 +191,7 @@ def test_etp_halves_the_bytes(checkpoints, world_size):
             expected = 0
             for name, (_, size) in tensors.items():
                 part, whole = in_block(name, layers), name.endswith("down_proj_bias")
-                # factors and blocks of quantised matrices do not end where the pieces do
+                # factors and blocks of quantized matrices do not end where the pieces do
                 quantised = name.endswith(("_scale_inv", "down_proj_blocks", "down_proj_scales"))
                 if part == "expert":
                     expected += size // (world_size // 2) // (1 if whole else 2)

@@ -199,7 +199,7 @@ def test_another_float8_is_named(tmp_path):
         return parts | {"weight": parts["weight"].view(torch.uint8).view(torch.float8_e4m3fnuz)}, numbers
 
     write(tmp_path, fnuz, None)
-    check_refused(tmp_path, r"got float8_e4m3fnuz, codes of a quantisation that is not read")
+    check_refused(tmp_path, r"got float8_e4m3fnuz, codes of a quantization that is not read")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_quantisations_are_called_by_their_names(method, part, called, tmp_path)
         return {"weight" if part == "scales" else "meta": torch.zeros(rows, 2), part: torch.ones(rows, 2)}, None
 
     write(tmp_path, make, {"quant_method": method})
-    with pytest.raises(CheckpointError, match=rf"is quantised by {called}, which is not read"):
+    with pytest.raises(CheckpointError, match=rf"is quantized by {called}, which is not read"):
         load_layers({0: MoELayer(CONFIG, EPContext.local(torch.device("cpu")))}, tmp_path, "qwen3_moe", progress=False)
 
 

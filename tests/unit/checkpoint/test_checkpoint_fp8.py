@@ -1,4 +1,4 @@
-"""Checkpoints in E4M3 with a scale a matrix or a row: bytes kept where a layer is quantised alike, numbers else."""
+"""Checkpoints in E4M3 with a scale a matrix or a row: bytes kept where a layer is quantized alike, numbers else."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCALES = {"gate_proj": 0.5, "up_proj": 0.5, "down_proj": 0.75}
 
 
 def linear(rows: int, columns: int, seed: int, scale: Tensor, input_scale: float | None) -> dict[str, Tensor]:
-    """One quantised matrix by its names in a file."""
+    """One quantized matrix by its names in a file."""
     numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 40
     found = {"weight": numbers.clamp(-448, 448).to(FP8), "weight_scale": scale}
     return found if input_scale is None else found | {"input_scale": torch.tensor(input_scale)}

@@ -1,4 +1,4 @@
-"""Quantised and plain matrices side by side: each keeps its bytes, is quantised once, or is refused by name."""
+"""Quantized and plain matrices side by side: each keeps its bytes, is quantized once, or is refused by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEME = {"blocks": "fp8_block", "int4": "int4_fp8", "matrix": "fp8_dynamic", "r
 
 
 def quantised(kind: str, rows: int, columns: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Codes that no quantiser gives again: the largest is far below what its factor allows."""
+    """Codes that no quantizer gives again: the largest is far below what its factor allows."""
     if kind == "int4":
         words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).int()
         scale = torch.rand(rows, columns // 128, generator=generator).bfloat16()
@@ -42,7 +42,7 @@ def quantised(kind: str, rows: int, columns: int, generator: torch.Generator) ->
 
 
 def write(folder, kind: str, plain=(), change=None) -> dict[str, Tensor]:
-    """plain: (expert, projection) of those that are not quantised"""
+    """plain: (expert, projection) of those that are not quantized"""
     tensors = {f"{BLOCK}.gate.weight": torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))}
     for expert in range(EXPERTS):
         for number, (name, (rows, columns)) in enumerate(SIZES.items()):
@@ -67,7 +67,7 @@ def load(folder, quantization: str) -> MoELayer:
 
 
 def wanted(tensors: dict[str, Tensor], expert: int, names: tuple[str, ...], scheme: str) -> dict[str, Tensor]:
-    """Parts of a canonical matrix: each projection's own bytes, or its numbers quantised once."""
+    """Parts of a canonical matrix: each projection's own bytes, or its numbers quantized once."""
     halves = []
     for name in names:
         full = f"{BLOCK}.experts.{expert}.{name}.weight"
@@ -189,7 +189,7 @@ def test_codes_without_factors_are_refused(expert, tmp_path):
 def test_another_scheme_than_the_file_s_is_said_with_those_that_keep_its_bytes(kind, words, keep, tmp_path):
     write(tmp_path, kind, WHOLE_0)
     what = "INT4.*" if words is None else f"E4M3 with a factor for {words}"
-    sentence = rf"{what}, and quantization mxfp8 quantises .* a second time; quantization {keep} or none does"
+    sentence = rf"{what}, and quantization mxfp8 quantizes .* a second time; quantization {keep} or none does"
     with pytest.warns(UserWarning, match=sentence):
         load(tmp_path, "mxfp8")
 

@@ -60,7 +60,7 @@ def load(folder, family="qwen3_moe", quantization="none", made: MoEConfig | None
 
 
 def check(layer: MoELayer, wanted: dict[str, Tensor], *, rounded: bool = False) -> None:
-    """wanted: numbers [E, rows, columns] of gate, up and down. rounded: quantised by the layer's scheme"""
+    """wanted: numbers [E, rows, columns] of gate, up and down. rounded: quantized by the layer's scheme"""
     scheme = layer.expert_weights.scheme
     for expert in range(EXPERTS):
         own = stored(layer, expert)
@@ -420,7 +420,7 @@ def test_mxfp4_of_compressed_tensors(tmp_path):
     assert torch.equal(stored(layer, 1)["w2"], tensors["experts.1.down_proj.weight_packed"])
 
 
-# --- quantisations that are not read -----------------------------------------------------------------------------
+# --- quantizations that are not read -----------------------------------------------------------------------------
 
 
 def awq(matrix: Tensor) -> dict[str, Tensor]:
@@ -468,7 +468,7 @@ def hqq(matrix: Tensor) -> dict[str, Tensor]:
 def test_other_quantisations_are_named(family, make, stated, called, tmp_path):
     write(tmp_path, each(numbers(), make, family), stated, family)
     block = BLOCKS[family]
-    sentence = rf"{block}\S* is quantised by {called}.*is not read: .* is there; dequantise the checkpoint to bf16"
+    sentence = rf"{block}\S* is quantized by {called}.*is not read: .* is there; dequantize the checkpoint to bf16"
     with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path, family)
 
@@ -476,7 +476,7 @@ def test_other_quantisations_are_named(family, make, stated, called, tmp_path):
 @pytest.mark.parametrize("make", [awq, gptq])
 def test_awq_and_gptq_are_read_as_config_json_says(make, tmp_path):
     write(tmp_path, each(numbers(), make, "mixtral"), None, "mixtral")
-    with pytest.raises(CheckpointError, match=r"is quantised by AWQ or GPTQ, and config\.json does not state which"):
+    with pytest.raises(CheckpointError, match=r"is quantized by AWQ or GPTQ, and config\.json does not state which"):
         load(tmp_path, "mixtral")
 
 
@@ -501,12 +501,12 @@ def test_codes_that_nothing_is_known_of(quantization, tmp_path):
     how = {"quant_method": "compressed-tensors", "format": "int-quantized"}
     write(tmp_path, each(numbers(), int8_channels), how)
     sentence = (
-        r"must be bfloat16 or .*, got int8, codes of a quantisation that is not read; config\.json states .*int-q"
+        r"must be bfloat16 or .*, got int8, codes of a quantization that is not read; config\.json states .*int-q"
     )
     with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path, quantization=quantization)
     write(tmp_path, each(numbers(), lambda matrix: {"strange": matrix.clone()}), {"quant_method": "strange"})
-    with pytest.raises(CheckpointError, match=r"is missing; config\.json states the quantisation 'strange'; dequan"):
+    with pytest.raises(CheckpointError, match=r"is missing; config\.json states the quantization 'strange'; dequan"):
         load(tmp_path, quantization=quantization)
 
 
@@ -515,7 +515,7 @@ def test_mlx_is_named(tmp_path):
     parts |= {end: torch.ones(EXPERTS, INNER, HIDDEN // 64) for end in ("scales", "biases")}
     names = [f"switch_mlp.{name}_proj" for name in ("gate", "up", "down")]
     write(tmp_path, {f"{name}.{end}": tensor.clone() for name in names for end, tensor in parts.items()})
-    with pytest.raises(CheckpointError, match=r"quantised by MLX, which is not read: .*switch_mlp"):
+    with pytest.raises(CheckpointError, match=r"quantized by MLX, which is not read: .*switch_mlp"):
         load(tmp_path)
 
 
@@ -617,5 +617,5 @@ def test_a_model_inside_another_is_read_whole(make, stated, tmp_path):
         del wrapped[end]
     wrapped[f"{name.removesuffix('weight')}qweight"] = torch.zeros(4, 4, dtype=torch.int32)
     save_file(wrapped, tmp_path / "quantised" / SINGLE)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.o_proj\.\S* is quantised by AWQ or GPTQ"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.o_proj\.\S* is quantized by AWQ or GPTQ"):
         load_pretrained(tmp_path / "quantised", EPContext.local(CPU), dtype=torch.float32)

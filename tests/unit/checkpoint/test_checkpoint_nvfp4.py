@@ -1,4 +1,4 @@
-"""NVFP4 checkpoints as ModelOpt exports them: bytes kept where a layer is quantised alike, numbers kept elsewhere."""
+"""NVFP4 checkpoints as ModelOpt exports them: bytes kept where a layer is quantized alike, numbers kept elsewhere."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROJECTIONS = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_p
 
 
 def linear(rows: int, columns: int, seed: int, global_scale: float, input_scale: float) -> dict[str, Tensor]:
-    """One quantised matrix by its names in a file, of random bytes: any code, any finite scale."""
+    """One quantized matrix by its names in a file, of random bytes: any code, any finite scale."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.randint(0, 127, (rows, columns // 16), dtype=torch.uint8, generator=generator)
     return {
@@ -250,7 +250,7 @@ def exported(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_load_pretrained(family, tmp_path):
-    """NVFP4 in all matrices of the layers: plain blocks give what transformers gives on the numbers, quantised ones
+    """NVFP4 in all matrices of the layers: plain blocks give what transformers gives on the numbers, quantized ones
     have the file's bytes. Shared experts and attention are read as numbers."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""A quantised checkpoint in a layer quantised alike keeps its bytes; in any other it keeps its numbers."""
+"""A quantized checkpoint in a layer quantized alike keeps its bytes; in any other it keeps its numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(kind: str) -> MoEConfig:
 
 
 def canonical(kind: str, expert: int) -> dict[str, Tensor]:
-    """An expert in the checkpoint's scheme, as a user would quantise it."""
+    """An expert in the checkpoint's scheme, as a user would quantize it."""
     torch.manual_seed(expert)
     tensors = {"w13": torch.randn(2 * INNER, HIDDEN), "w2": torch.randn(HIDDEN, INNER)}
     if kind == "mxfp4":

@@ -172,7 +172,7 @@ def test_what_the_models_class_ignores_is_no_reason_to_refuse(olmoe, monkeypatch
 def test_codes_beside_experts_are_called_by_their_quantisation(olmoe):
     """All weights are there, and so what is superfluous says what the files are."""
     folder = olmoe(put("model.layers.0.mlp.experts.0.gate_proj.absmax", lambda tensors: torch.zeros(2)))
-    with pytest.raises(CheckpointError, match=r"quantised by bitsandbytes.*absmax is there; dequantise"):
+    with pytest.raises(CheckpointError, match=r"quantized by bitsandbytes.*absmax is there; dequantize"):
         files_of(folder)
 
 

@@ -268,7 +268,7 @@ def groups_beyond(stored, config):
 @pytest.mark.parametrize(
     ("case", "change", "sentence"),
     [
-        ("awq-32", stating(version="gemv"), r"qweight is AWQ in the packing 'gemv', which is not read; dequantise"),
+        ("awq-32", stating(version="gemv"), r"qweight is AWQ in the packing 'gemv', which is not read; dequantize"),
         (
             "awq-32",
             stating(zero_point=False),
@@ -286,7 +286,7 @@ def groups_beyond(stored, config):
             r"qweight is GPTQ in the packing 'marlin', which is not read",
         ),
         ("gptq-128", stating(checkpoint_format="gptq_v2"), r"zero points 7 to 7, and config\.json states sym: true"),
-        ("gptq-128", stating(quant_method="auto-round"), r"is quantised by AutoRound, which is not read"),
+        ("gptq-128", stating(quant_method="auto-round"), r"is quantized by AutoRound, which is not read"),
         ("gptq-128", stating(quant_method=None), r"AWQ or GPTQ, and config\.json does not state which"),
         ("gptq-128", stating(quant_method="awq", checkpoint_format="", sym=None), r"(qzeros|scales) must have shape"),
         ("gptq-reordered", without("g_idx"), r"0\.up_proj\.g_idx is missing, and config\.json states desc_act: true"),

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of models on transformers' experts interface, against the same numbers without codes."""
+"""Quantized checkpoints of models on transformers' experts interface, against the same numbers without codes."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "form", "quantise", "how", "kept"), CASES)
 def test_numbers_are_those_of_the_codes(kind, form, quantise, how, kept, tmp_path):
-    """Dequantised for a plain layer; in the file's own bytes for a layer that is quantised alike."""
+    """Dequantized for a plain layer; in the file's own bytes for a layer that is quantized alike."""
     packed = written(tmp_path, kind, form, quantise, how)
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
     torch.testing.assert_close(logits(loaded(tmp_path / "quantised")), expected, rtol=1e-5, atol=1e-5)
@@ -111,7 +111,7 @@ def test_another_quantisation_is_refused_by_its_name(tmp_path):
         ), tensor
 
     written(tmp_path, "olmoe", "per_expert", hqq, {"quant_method": "hqq"})
-    with pytest.raises(CheckpointError, match=r"is quantised by HQQ, which is not read: .*W_q is there"):
+    with pytest.raises(CheckpointError, match=r"is quantized by HQQ, which is not read: .*W_q is there"):
         loaded(tmp_path / "quantised")
 
 

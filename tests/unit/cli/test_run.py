@@ -198,7 +198,7 @@ def test_a_difference_is_exit_code_1(monkeypatch):
     result = invoke("run", "--text-tokens", 512)
     assert result.exit_code == 1
     assert "DIFFERENT" in result.output
-    # in bfloat16, or quantised, nothing is promised
+    # in bfloat16, or quantized, nothing is promised
     for flags in (("--dtype", "bfloat16"), ("--quantization", "fp8_dynamic")):
         result = invoke("run", "--text-tokens", 512, *flags)
         assert result.exit_code == 0, result.output

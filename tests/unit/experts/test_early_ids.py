@@ -26,7 +26,7 @@ def scales_of(scaling: str) -> list[torch.Tensor]:
 
 
 def weights_of(scaling: str) -> tuple[torch.dtype, list[torch.Tensor], list[torch.Tensor]]:
-    """Of rows that travelled: their dtype, w13 and w2, and scales as `SCALINGS` names them."""
+    """Of rows that traveled: their dtype, w13 and w2, and scales as `SCALINGS` names them."""
     sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
     kind = SCALINGS[scaling]
     if issubclass(kind, Packed):

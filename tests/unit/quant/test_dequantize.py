@@ -1,4 +1,4 @@
-"""Dequantisation against loops that follow the formats' descriptions number by number."""
+"""Dequantization against loops that follow the formats' descriptions number by number."""
 
 import math
 

@@ -39,7 +39,7 @@ def test_mma_layout(rows, blocks):
 
 
 def their_offset(function: str, row: int, block: int, blocks: int) -> int:
-    """The offset of a scale, by the C++ lines of the function that FlashInfer's quantisers call."""
+    """The offset of a scale, by the C++ lines of the function that FlashInfer's quantizers call."""
     source = (KERNELS / "quantization_utils.cuh").read_text()
     (body,) = re.findall(
         rf"int64_t {function}\(int mIdx, int kIdx, int (\w+)\) \{{(.*?)\n\}}", source, re.DOTALL

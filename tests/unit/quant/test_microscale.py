@@ -178,7 +178,7 @@ def test_nvfp4_global_scales_by_matrix_or_row(shape):
 
 
 def test_nvfp4_keeps_its_own_numbers():
-    """Quantised once, a matrix is quantised to the same bytes again, but where E4M3 is too coarse below 2**-6 for a
+    """Quantized once, a matrix is quantized to the same bytes again, but where E4M3 is too coarse below 2**-6 for a
     block's largest number to be 6 times its scale."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(2)) * torch.exp2(torch.arange(-32, 32.0))[:, None]
     global_scale = x.abs().max() / NVFP4_RANGE

@@ -1,4 +1,4 @@
-"""Quantisation schemes: how far rounding moves a number, the packing of codes, and what is refused."""
+"""Quantization schemes: how far rounding moves a number, the packing of codes, and what is refused."""
 
 from __future__ import annotations
 

@@ -362,7 +362,7 @@ def test_backend_that_says_it_is_unavailable(plugins):
 
 BAD_TRANSPORTS = {
     "SaysYes": "it answered True when it was asked whether it can run: None or the reason why not is expected",
-    "Leaves": "it raised SystemExit when it was asked whether it can run: no licence",
+    "Leaves": "it raised SystemExit when it was asked whether it can run: no license",
     "Nameless": "has no name: a class attribute that errors call it by, got None",
     "Spelled": "capabilities that make no sense: DispatcherCapabilities.weighting must be a Weighting, got 'experts'",
     "Changed": "DispatcherCapabilities.alignment_bytes must be an integer of at least 1, got 0",

@@ -333,7 +333,7 @@ def numbers_of_an_expert():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)
 def test_a_quantised_layer_quantises_numbers_whole(scheme, dtype):
-    """Each etp rank holds its piece of what the whole matrix is quantised to; input scales stay."""
+    """Each etp rank holds its piece of what the whole matrix is quantized to; input scales stay."""
     given = {name: tensor.to(dtype) for name, tensor in numbers_of_an_expert().items()}
     wanted = scheme.quantize(given, torch.bfloat16)
     for etp, rank in ((1, 0), (2, 0), (2, 1)):
@@ -737,7 +737,7 @@ def test_safetensors_keeps_all_experts_of_a_model(tmp_path):
 
 
 def test_codes_of_an_expert_are_found_by_its_number():
-    """Distributed checkpoints walk along the names of `state_dict`, where quantised experts are no modules."""
+    """Distributed checkpoints walk along the names of `state_dict`, where quantized experts are no modules."""
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=1)
     weights = ExpertWeights(config, ExpertMap.linear(4, 2), ep_rank=1, scheme=SCHEMES["fp8_block"])
     found, saved_one = getattr(weights, "3").w2, weights.state_dict()["3.w2"]

@@ -261,7 +261,7 @@ def test_without_weights(calls):
 
 
 def test_edges_of_the_contract(calls):
-    """No rows, rows without a local expert (and anything in them), ids as they travelled, out of range and twice."""
+    """No rows, rows without a local expert (and anything in them), ids as they traveled, out of range and twice."""
     experts, _ = build(shape(), deterministic=True)
     assert experts(rows(count=0)).shape == (0, 256)
     assert not calls

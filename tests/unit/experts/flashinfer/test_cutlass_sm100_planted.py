@@ -210,7 +210,7 @@ def test_planned_memory_is_what_a_call_takes(name, emulated):  # noqa: F811
 
 @each_scheme
 def test_edges_of_the_contract(name, emulated):  # noqa: F811
-    """No rows, rows without a local expert, with anything in them, ids as they travelled and out of range, zeros."""
+    """No rows, rows without a local expert, with anything in them, ids as they traveled and out of range, zeros."""
     experts, _ = build(shape(), SCHEMES[name])
     assert experts(rows(shape(), count=0)).shape == (0, 256)
     assert not emulated

@@ -38,7 +38,7 @@ each_scheme = pytest.mark.parametrize("name", trtllm_op.ENTRIES)
 
 @each_scheme
 def test_contract(name, monkeypatch):
-    """Every activation, with biases and without, every row layout, etp, ids as they travelled."""
+    """Every activation, with biases and without, every row layout, etp, ids as they traveled."""
     monkeypatch.setattr(trtllm, "HIDDEN_UNITS", {})  # the emulation needs no more than whole tiles
     monkeypatch.setattr(kernel_contract, "HIDDEN", 256 if name == "mxint4" else 128)
     monkeypatch.setattr(kernel_contract, "ROWS", (33, 1, 0))

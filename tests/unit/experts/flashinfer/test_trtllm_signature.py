@@ -1,5 +1,5 @@
 """What `trtllm_op` hands to FlashInfer, and what `Trtllm` stores, held against FlashInfer's own code; runs wherever it
-is installed. The quantisers and the scale swizzle are CUDA kernels: where FlashInfer's preparation calls them they are
+is installed. The quantizers and the scale swizzle are CUDA kernels: where FlashInfer's preparation calls them they are
 replaced by torch, all else in it is its own."""
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def test_int4_by_its_scale_is_rounded_once(text):
     scale = torch.randn(4096, 1, generator=torch.Generator().manual_seed(0)).bfloat16()
     codes = torch.arange(-8, 8)
     found = ((codes + 8).double() * 2.0**-133 * (scale.double() * factor) + scale.double() * eight).bfloat16()
-    assert torch.equal(found.double() * UNIT, (codes * scale).double()), "as a dequantised checkpoint has it"
+    assert torch.equal(found.double() * UNIT, (codes * scale).double()), "as a dequantized checkpoint has it"
 
 
 def decoded(words: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`w4a16_triton` against the float64 oracle of the dequantised weights, in Triton's interpreter. More rows:
+"""`w4a16_triton` against the float64 oracle of the dequantized weights, in Triton's interpreter. More rows:
 tests/gpu/test_hopper_4bit.py."""
 
 from __future__ import annotations
