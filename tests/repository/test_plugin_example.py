@@ -123,6 +123,7 @@ def test_a_fault_of_the_kernel_is_found():
 
 
 GUIDE = (ROOT / "docs" / "how-to" / "backend.md").read_text()
+CONTRACT = (ROOT / "docs" / "reference" / "backend_contract.md").read_text()
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -130,13 +131,13 @@ def test_the_guide_shows_the_file(name):
     assert f"```python\n{FILES[name].read_text()}```" in GUIDE
 
 
-def test_the_guide_says_the_defaults_of_capabilities():
+def test_the_contract_says_the_defaults_of_capabilities():
     kernel, transport = ExpertsCapabilities, DispatcherCapabilities
     assert set(kernel.schemes) == {"none"}
-    assert '| `schemes` | `{"none"}` |' in GUIDE
-    assert f"| `alignment_bytes` of a kernel | {kernel.alignment_bytes} |" in GUIDE
-    assert f"| `alignment_bytes` of a transport | {transport.alignment_bytes} |" in GUIDE
-    assert f"| `scale_alignment_bytes` of a transport | {transport.scale_alignment_bytes} |" in GUIDE
-    said = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", GUIDE, re.MULTILINE))))
+    assert '| `schemes` | `{"none"}` |' in CONTRACT
+    assert f"| `alignment_bytes` of a kernel | {kernel.alignment_bytes} |" in CONTRACT
+    assert f"| `alignment_bytes` of a transport | {transport.alignment_bytes} |" in CONTRACT
+    assert f"| `scale_alignment_bytes` of a transport | {transport.scale_alignment_bytes} |" in CONTRACT
+    said = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", CONTRACT, re.MULTILINE))))
     for field in [*dataclasses.fields(kernel), *dataclasses.fields(transport)]:
         assert field.default in (False, None, frozenset()) or field.name in said, field.name
