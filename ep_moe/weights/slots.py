@@ -121,11 +121,9 @@ class ExpertSlots(nn.Module):
         While a kernel runs they are functions of the parameters. At other times a method, and no property: numbers of
         parameters that were replaced are first written into them.
         """
-        if self._joined is not None:
-            return self._joined
-        if self._slots and not torch.compiler.is_compiling():
+        if self._joined is None and self._slots and not torch.compiler.is_compiling():
             self._reattach()
-        return self._held
+        return self._present
 
     @property
     def _held(self) -> dict[str, Any]:
@@ -133,19 +131,28 @@ class ExpertSlots(nn.Module):
         found: dict[str, Any] = self._slots if self.named else self._parameters
         return found
 
+    @property
+    def _present(self) -> Mapping[str, Any]:
+        """Those of `stored_tensors`, without a write to them."""
+        return self._held if self._joined is None else self._joined
+
     def get_parameter(self, target: str) -> Any:
-        """A stored tensor of all slots, such as "w13", as kernels read it; or a parameter by its path, such as "3.w1".
+        """A stored tensor of all slots, such as "w13", or a parameter by its path, such as "3.w1". Writes nothing:
+        between calls parameters that were replaced are not in it yet, which `stored_tensors` writes there first.
         Without a module's walk through submodules, which layers would pay for at each call."""
         found = self._parameters.get(target)
         if found is not None:
             return found
-        if target in self._held:
-            return self.stored_tensors()[target]
+        present = self._present
+        if target in present:
+            return present[target]
         return super().get_parameter(target)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self.__dict__.get("_slots", ()):
-            return self.stored_tensors()[name]
+        """A stored tensor by its name, as `get_parameter` gives it."""
+        own = self.__dict__
+        if own.get("named") and name in (present := own.get("_joined") or own.get("_slots", {})):
+            return present[name]
         return super().__getattr__(name)
 
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
@@ -366,8 +373,7 @@ class ExpertSlots(nn.Module):
     @property
     def place(self) -> tuple[int, ...]:
         """Addresses of all that kernels read: other ones once tensors are replaced, the same while they are written."""
-        found = self._held if self._joined is None else self._joined
-        return tuple([tensor.data_ptr() for tensor in found.values() if tensor is not None])
+        return tuple([tensor.data_ptr() for tensor in self._present.values() if tensor is not None])
 
     @property
     def settled(self) -> bool:

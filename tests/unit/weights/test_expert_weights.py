@@ -188,6 +188,35 @@ def test_parameters_lie_where_kernels_read():
     assert gate.data_ptr() == weights.w13[0].data_ptr()
 
 
+@pytest.mark.parametrize("read", [lambda weights: weights.w13, lambda weights: weights.get_parameter("w13")])
+def test_reading_a_stored_tensor_writes_nothing(read):
+    weights = filled(
+        shape(Activation.RELU2, bias=False), ExpertMap.from_ranks([[0, 1, 0, 2, 3, 4]], 5, allow_duplicates=True)
+    )
+    first, replaced = weights.get_submodule("0").w1, weights.get_submodule("1").w1
+    with torch.no_grad():
+        first.fill_(9)
+    replaced.data = torch.full_like(replaced, 7)
+    before = read(weights).clone()
+    assert not (before[1] == 7).any()
+    assert not (before[2] == 9).any()
+    assert torch.equal(read(weights), before)
+    assert (weights.stored_tensors()["w13"][1] == 7).all()
+    assert (read(weights)[1] == 7).all()
+    assert (read(weights)[2] == 9).all()
+
+
+def test_kernels_read_parameters_with_memory_of_their_own():
+    weights = filled(shape(), ExpertMap.linear(5, 1))
+    before = weights.w13.clone()
+    weights.unstack()
+    with torch.no_grad():
+        for found in (weights(lambda: weights.w13), weights(lambda: weights.get_parameter("w13"))):
+            assert torch.equal(found, before)
+    with pytest.raises(AttributeError):
+        weights.get_parameter("w13")
+
+
 def test_an_expert_that_is_here_twice_has_one_parameter():
     config = shape(Activation.RELU2, bias=False)
     weights = ExpertWeights(config, ExpertMap.from_ranks([[0, 1, 0]], 2, allow_duplicates=True))
