@@ -1,8 +1,9 @@
 """The data that flow between the five nouns, and the legend of the shape letters.
 
 T  tokens of this rank        E  logical experts (of the checkpoint)     K  top-k
-H  hidden size                P  physical experts = R * cap              R  ranks of the EP group
+H  hidden size                P  physical experts = R * slots_per_rank   R  ranks of the EP group
 I  expert intermediate size   L  slots of this rank                      N  received rows
+C  rows that fit into a slot
 
 logical expert   an expert of the checkpoint
 physical expert  a slot of some rank that holds a copy of a logical expert; its id is `owner * slots_per_rank + local`
@@ -98,7 +99,7 @@ class RowLayout(enum.Enum):
 
     - `RANK_MAJOR`: [N, H], one row per (token, rank); carries local ids, -1 for "not mine", and weights.
     - `CONTIGUOUS`: [N, H] grouped by local expert, `expert_offsets` [L + 1] on the device.
-    - `BATCHED`: [L, cap, H], `expert_counts` [L] on the device.
+    - `BATCHED`: [L, C, H], `expert_counts` [L] on the device.
     """
 
     RANK_MAJOR = "rank_major"
@@ -229,13 +230,13 @@ class Received:
     """The rows that reached this rank's experts, and how they are arranged. Valid until `combine`.
 
     Args:
-        x: [N, H] or [L, cap, H], as they came.
+        x: [N, H] or [L, C, H], as they came.
         layout: How rows are arranged.
         weighting: Who multiplies by the routing weight.
         handle: The transport's own state for this call; opaque.
         local_ids: RANK_MAJOR: int32 or int64 [N, K], or None beside `wire_ids`.
         wire_ids: RANK_MAJOR: the ids as they traveled.
-        weights: Weighting EXPERTS: float32 [N, K], or one per row: [N], [L, cap].
+        weights: Weighting EXPERTS: float32 [N, K], or one per row: [N], [L, C].
         expert_offsets: CONTIGUOUS: [L + 1].
         expert_counts: BATCHED: [L].
         format: How x is written, a name of `quant.row_format.ROW_FORMATS`.

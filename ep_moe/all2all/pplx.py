@@ -161,7 +161,7 @@ class PplxDispatcher(Dispatcher):
 class Workspace:
     """pplx-kernels' buffers for one call, and the rows that it delivers.
 
-    rows: [cap, N, H], N = R * max_tokens; counts: int32 [cap]; scales: float32 [cap, N, H / 128] of fp8_block rows
+    rows: [L, N, H], N = R * max_tokens; counts: int32 [L]; scales: float32 [L, N, H / 128] of fp8_block rows
     """
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup, device: torch.device) -> None:

@@ -63,7 +63,7 @@ class Case:
         return self.dispatcher.combine(self.experts(received), received.handle)
 
     def experts(self, received: Received) -> Tensor | PeerRows:
-        received = localized(received, CAP)
+        received = localized(received, SLOTS)
         ids = received.local_ids
         if ids is not None and not capturing(self.device):
             self.that(bool(((ids >= -1) & (ids < self.shape.slots_per_rank)).all()), "local ids out of range")
@@ -163,7 +163,7 @@ def hold_back(rank_group: RankGroup, lost: int, seconds: float) -> None:
 # What transports are checked with: rows and routes that every rank can compute for every other, experts that return
 # their input, and what must come back.
 
-HIDDEN, CAP, MAX_TOKENS = 512, 4, 24
+HIDDEN, SLOTS, MAX_TOKENS = 512, 4, 24
 # tokens of four ranks in one call
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
 NVFP4 = Wire(dispatch="nvfp4", input_scale=1.0)
@@ -175,7 +175,7 @@ def dispatch_shape(ranks: int, top_k: int, dtype: torch.dtype, wire: Wire = PLAI
     return DispatchShape(
         hidden_size=HIDDEN,
         top_k=top_k,
-        slots_per_rank=CAP,
+        slots_per_rank=SLOTS,
         num_ranks=ranks,
         dtype=dtype,
         max_tokens=MAX_TOKENS,
@@ -213,9 +213,9 @@ def routes(rank: int, tokens: int, ranks: int, top_k: int, *, drop: float = 0.3)
 @functools.lru_cache(maxsize=1024)
 def _routes(rank: int, tokens: int, ranks: int, top_k: int, drop: float) -> PhysicalRouting:
     generator = torch.Generator().manual_seed(rank)
-    width = max(ranks * CAP, top_k)
+    width = max(ranks * SLOTS, top_k)
     ids = torch.rand(tokens, width, generator=generator).topk(top_k).indices
-    dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * CAP)
+    dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * SLOTS)
     weights = torch.randint(1, 4, ids.shape, generator=generator).float()
     return PhysicalRouting(PhysicalIds(ids.masked_fill(dropped, -1)), weights)
 
@@ -228,7 +228,7 @@ def identity(received: Received, dtype: torch.dtype, *, to_peers: bool = False) 
     """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
     without any, and one row for each id where the transport wants that. Written where the transport would have it;
     to_peers: to `peer_out`, if it offers that."""
-    received = widened(localized(received, CAP), dtype)
+    received = widened(localized(received, SLOTS), dtype)
     x = received.x
     match received.layout:
         case RowLayout.RANK_MAJOR:

@@ -27,12 +27,12 @@ from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import made_on_the_host, rank_device
 from ep_moe.testing.transport_case import (
-    CAP,
     COUNTS,
     FP8_TENSOR,
     HIDDEN,
     MAX_TOKENS,
     NVFP4,
+    SLOTS,
     Case,
     DispatcherFactory,
     dispatch_shape,
@@ -155,14 +155,14 @@ def uneven_and_empty_ranks(case: Case) -> None:
 
 def rows_go_where_they_belong(case: Case) -> None:
     """All that fits to one rank, to one expert, to several experts of one rank, to none at all."""
-    g, home = case.shape, (case.ranks - 1) * CAP
+    g, home = case.shape, (case.ranks - 1) * SLOTS
     x = rows(case.rank, MAX_TOKENS, g.dtype, g.wire)
     for chosen, what in (([0, 1, 2], "three experts of one rank"), ([1], "one expert"), ([], "no expert")):
         local = (chosen + [-1] * g.top_k)[: g.top_k]
         ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * MAX_TOKENS)
         weights = torch.arange(1, g.top_k + 1).float().expand(MAX_TOKENS, -1).contiguous()
         routing = PhysicalRouting(PhysicalIds(ids), weights)
-        received = localized(case.dispatch(x.to(case.device), moved(routing, case.device)), CAP)
+        received = localized(case.dispatch(x.to(case.device), moved(routing, case.device)), SLOTS)
         if received.layout is RowLayout.RANK_MAJOR and case.dispatcher.capabilities.dedup:
             assert received.local_ids is not None
             carried = int((received.local_ids >= 0).any(1).sum())
@@ -206,7 +206,7 @@ def rows_that_come_plain_are_rounded_as_before_the_wire(case: Case) -> None:
 
 def _bits(received: Received) -> Tensor:
     """Of all numbers and scales that are for an expert here."""
-    received = as_rank_major(localized(received, CAP), CAP)
+    received = as_rank_major(localized(received, SLOTS), SLOTS)
     assert received.local_ids is not None
     here = (received.local_ids >= 0).any(1)
     parts = [part for part in (received.x, received.x_scale) if part is not None]

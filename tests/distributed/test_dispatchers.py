@@ -14,7 +14,7 @@ from ep_moe import EPContext
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_case import CAP, HIDDEN, dispatch_shape, expected, identity, moved, routes, rows
+from ep_moe.testing.transport_case import HIDDEN, SLOTS, dispatch_shape, expected, identity, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting, Received, Routing
 from tests.fixtures.distributed_cases import no_payload, same_error
 from tests.fixtures.helpers import assert_same
@@ -26,7 +26,7 @@ TRANSPORTS = ["allgather", "torch_a2a"]
 
 def once(dispatcher: Dispatcher, x: torch.Tensor, routing: PhysicalRouting) -> tuple[torch.Tensor, Received]:
     received = dispatcher.dispatch(x, routing)
-    assert int(received.local_ids.max() if received.local_ids.numel() else -1) < CAP
+    assert int(received.local_ids.max() if received.local_ids.numel() else -1) < SLOTS
     return dispatcher.combine(identity(received, x.dtype), received.handle), received
 
 
@@ -35,7 +35,7 @@ def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[
     found = []
     for rank in range(ranks):
         ids = routes(rank, counts[rank], ranks, TOP_K).ids
-        here = ((ids // CAP == mine) & (ids >= 0)).any(1)
+        here = ((ids // SLOTS == mine) & (ids >= 0)).any(1)
         wanted = here if name == "torch_a2a" else torch.ones_like(here)
         found += rows(rank, counts[rank], F32)[wanted].tolist()
     return found
@@ -72,7 +72,7 @@ def test_one_rank(name, tokens):
     y, received = once(dispatcher, x, routing)
     assert_same(y, expected(x, routing))
     assert len(received.x) <= tokens
-    wrong = PhysicalRouting(PhysicalIds(routing.ids + CAP), routing.weights)
+    wrong = PhysicalRouting(PhysicalIds(routing.ids + SLOTS), routing.weights)
     if tokens:
         with pytest.raises(InputError, match=r"routing\.ids must be -1 or an expert id in range"):
             dispatcher.dispatch(x, wrong)
@@ -102,7 +102,7 @@ def test_where_rows_go(world_size):
 
 def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -> None:
     rank, ranks = dispatcher.rank_group.rank, dispatcher.rank_group.size
-    home, x = (ranks - 1) * CAP, rows(rank, 4, F32)
+    home, x = (ranks - 1) * SLOTS, rows(rank, 4, F32)
     for local, what in (
         ([0, 1, 2, -1], "three experts of one rank: the row travels once"),
         ([-1, -1, 0, -1], "all tokens to one expert"),
@@ -142,7 +142,7 @@ def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
         ((x, PhysicalRouting(ids.float(), weights)), "routing.ids must be int32 or int64, got float32"),
         ((x, PhysicalRouting(ids, weights.double())), "routing.weights must be float32, got float64"),
         ((x, PhysicalRouting(ids.tolist(), weights)), "routing.ids must be a Tensor, got list"),
-        ((x, PhysicalRouting(ids + ranks * CAP, weights)), None),
+        ((x, PhysicalRouting(ids + ranks * SLOTS, weights)), None),
     ):
         arguments = call if rank == 1 else (x, good)
         with no_payload():

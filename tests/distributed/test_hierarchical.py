@@ -23,9 +23,9 @@ from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing import transport_contract as contract
 from ep_moe.testing.transport_case import (
-    CAP,
     HIDDEN,
     NVFP4,
+    SLOTS,
     dispatch_shape,
     expected,
     identity,
@@ -254,7 +254,7 @@ def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(kind, world_s
         wanted = expected(x, routing)
         received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=bound)  # makes its room
         dispatcher.combine(identity(received, BF16), received.handle)
-        routing.ids[1, 2], routing.ids[4, 0] = ranks * CAP, -2
+        routing.ids[1, 2], routing.ids[4, 0] = ranks * SLOTS, -2
         wanted[[1, 4]] = torch.nan
         with mock.patch.object(type(context.rank_groups["ep"]), "exchange", side_effect=AssertionError("it waits")):
             received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=bound)
@@ -278,7 +278,7 @@ def pairs(ranks: int, per_node: int, counts: tuple[int, ...]) -> int:
     total = 0
     for rank in range(ranks):
         ids = sparse_routes(rank, counts[rank % len(counts)], ranks).ids
-        nodes = torch.where(ids >= 0, ids // CAP // per_node, -1)
+        nodes = torch.where(ids >= 0, ids // SLOTS // per_node, -1)
         total += sum(len(set(row) - {-1, rank // per_node}) for row in nodes.tolist())
     return total
 
@@ -384,7 +384,7 @@ def check_order(kind: type[Dispatcher], dtype: torch.dtype) -> None:
         weights = torch.randn(ids.shape, generator=generator)
         received = dispatcher.dispatch(x.to(device), moved(PhysicalRouting(ids, weights), device))
         y = dispatcher.combine(identity(received, dtype), received.handle)
-        owner = torch.where(ids >= 0, ids // CAP, -1)
+        owner = torch.where(ids >= 0, ids // SLOTS, -1)
         nodes = []
         for node in range(ranks // 2):
             parts = []

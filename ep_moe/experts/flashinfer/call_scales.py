@@ -28,13 +28,14 @@ class Inputs:
 
     Static: `first` and `second` are the checkpoint's, float32 [L] each, and the first product takes the largest.
     Dynamic: `first` holds the rows' extremes (float32 [2], as `row_extremes` leaves them), `second` is `w13_bound`
-    (float32 [L]: what an activation cannot exceed per squared length), `cap` what it cannot exceed at all, 0 for none.
+    (float32 [L]: what an activation cannot exceed per squared length), `activation_bound` what it cannot exceed at all,
+    0 for none.
     """
 
     first: Tensor
     second: Tensor
     dynamic: bool
-    cap: float = 0.0
+    activation_bound: float = 0.0
 
     def scales(self) -> tuple[Tensor, Tensor]:
         """float32 scalar and float32 [L]: value = fp8 * scale."""
@@ -42,8 +43,8 @@ class Inputs:
             return self.first.amax(0), self.second
         largest, square = self.first
         bound = self.second * (square + 1)
-        if self.cap > 0:
-            bound = bound.clamp(max=self.cap)
+        if self.activation_bound > 0:
+            bound = bound.clamp(max=self.activation_bound)
         return (largest / FP8_MAX).clamp(min=TINY), (bound / FP8_MAX).clamp(min=TINY)
 
 
@@ -116,7 +117,7 @@ def launch_round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: T
     rows, hidden = x.shape
     slots = len(w13)
     _round_rows[(rows, cdiv(hidden, _BLOCK))](
-        x, w13, w2, inputs.first, inputs.second, inputs.cap, out,
+        x, w13, w2, inputs.first, inputs.second, inputs.activation_bound, out,
         scales.alpha1, scales.quant2, scales.alpha2, scales.input_scale,
         hidden, x.stride(0), slots,
         DYNAMIC=inputs.dynamic, SLOTS=next_power_of_2(slots), BLOCK=_BLOCK,
@@ -126,7 +127,7 @@ def launch_round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: T
 def launch_column_scales(inputs: Inputs, act1: Tensor, act2: Tensor, alpha1: Tensor, alpha2: Tensor) -> None:
     slots = len(alpha1)
     _column_scales[(2,)](
-        inputs.first, inputs.second, inputs.cap, act1, act2, alpha1, alpha2, len(act1), len(act2), slots,
+        inputs.first, inputs.second, inputs.activation_bound, act1, act2, alpha1, alpha2, len(act1), len(act2), slots,
         DYNAMIC=inputs.dynamic, HALF=act1.dtype == torch.float16, SLOTS=next_power_of_2(slots), BLOCK=_BLOCK,
     )  # fmt: skip
 
@@ -141,18 +142,18 @@ def _first_scale(first, slot, slots, DYNAMIC: tl.constexpr):
 
 
 @triton.jit
-def _second_scale(first, second, cap, slot, slots, DYNAMIC: tl.constexpr):
+def _second_scale(first, second, activation_bound, slot, slots, DYNAMIC: tl.constexpr):
     scale = tl.load(second + slot, mask=slot < slots, other=0.0)
     if DYNAMIC:
         scale = scale * (tl.load(first + 1) + 1.0)
-        scale = tl.where(cap > 0, tl.minimum(scale, cap), scale)
+        scale = tl.where(activation_bound > 0, tl.minimum(scale, activation_bound), scale)
         scale = tl.maximum(tl.div_rn(scale, _E4M3_MAX), _TINY)
     return scale
 
 
 @triton.jit
 def _round_rows(
-    x, w13, w2, first, second, cap, out, alpha1, quant2, alpha2, input_scale, hidden, row_stride, slots,
+    x, w13, w2, first, second, activation_bound, out, alpha1, quant2, alpha2, input_scale, hidden, row_stride, slots,
     DYNAMIC: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -164,7 +165,7 @@ def _round_rows(
     tl.store(out + row * hidden + at, value.to(tl.float8e4nv), mask=at < hidden)
     if tl.program_id(0) + tl.program_id(1) == 0:
         inside = slot < slots
-        inner = _second_scale(first, second, cap, slot, slots, DYNAMIC)
+        inner = _second_scale(first, second, activation_bound, slot, slots, DYNAMIC)
         tl.store(alpha1 + slot, tl.load(w13 + slot, mask=inside, other=0.0) * scale, mask=inside)
         tl.store(quant2 + slot, tl.div_rn(1.0, inner), mask=inside)
         tl.store(alpha2 + slot, tl.load(w2 + slot, mask=inside, other=0.0) * inner, mask=inside)
@@ -173,14 +174,14 @@ def _round_rows(
 
 @triton.jit
 def _column_scales(
-    first, second, cap, act1, act2, alpha1, alpha2, hidden, inner, slots,
+    first, second, activation_bound, act1, act2, alpha1, alpha2, hidden, inner, slots,
     DYNAMIC: tl.constexpr, HALF: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     slot = tl.arange(0, SLOTS)
     if tl.program_id(0) == 0:
         _fill(_first_scale(first, slot, slots, DYNAMIC), act1, alpha1, hidden, slot, slots, HALF, BLOCK)
     else:
-        scale = tl.max(_second_scale(first, second, cap, slot, slots, DYNAMIC))
+        scale = tl.max(_second_scale(first, second, activation_bound, slot, slots, DYNAMIC))
         _fill(scale, act2, alpha2, inner, slot, slots, HALF, BLOCK)
 
 

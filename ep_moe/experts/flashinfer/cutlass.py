@@ -337,7 +337,7 @@ class FlashInferCutlassExperts(FlashInferExperts):
             self._clamp_constants(),
             weights.scheme.name,
             ACTIVATIONS[self.config.activation],
-            self._activation_cap(),
+            self._activation_bound(),
             weights.etp.rank,
             self.runner.fused_finalize,
             self.chunk_rows,
@@ -362,7 +362,7 @@ class FlashInferCutlassExperts(FlashInferExperts):
                 stacklevel=4,
             )
 
-    def _activation_cap(self) -> float:
+    def _activation_bound(self) -> float:
         """What the clamped SwiGLU cannot exceed; 0 for activations without a limit.
 
         |up + 1| <= limit + 1; the gate is clamped above only, and gate * sigmoid(alpha * gate) lies between its minimum

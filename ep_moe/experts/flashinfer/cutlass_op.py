@@ -177,7 +177,7 @@ def cutlass_moe(
     clamp: Sequence[Tensor],
     scheme: str,
     activation: int,
-    activation_cap: float,
+    activation_bound: float,
     etp_rank: int,
     fused_finalize: bool,
     chunk: int,
@@ -190,7 +190,7 @@ def cutlass_moe(
         kernel reads, with x_scale, input_scale, or both for NVFP4
     weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` or `CutlassSm100` stores them, [L, ...]
     scales: the scheme's stored tensors in the order of `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU
-    activation: FlashInfer's ActivationType; activation_cap: what no activation exceeds, 0 for unbounded
+    activation: FlashInfer's ActivationType; activation_bound: what no activation exceeds, 0 for unbounded
     etp_rank: rank 0 adds w2_bias; chunk: rows of one kernel call; tactics: (rows, first, second) ascending by rows
     """
     rows, hidden = out.shape
@@ -203,7 +203,7 @@ def cutlass_moe(
     own = carve(workspace, shapes)
     if scheme in DYNAMIC:
         _measure(x, ids, base, own, slots, chunk)
-    handed = _Rows(scheme, dict(zip(scale_names(scheme), scales, strict=True)), own, activation_cap, input_scale)
+    handed = _Rows(scheme, dict(zip(scale_names(scheme), scales, strict=True)), own, activation_bound, input_scale)
     fixed: dict[str, Any] = {
         **ALONE,
         "fc1_expert_weights": w13.view(runner.weight),
@@ -239,11 +239,11 @@ class _Rows:
     """How one call's rows are handed to FlashInfer. scales: its `quant_scales`, filled here or with the rows"""
 
     def __init__(
-        self, scheme: str, stored: dict[str, Tensor], own: dict[str, Tensor], cap: float, input_scale: float | None
+        self, scheme: str, stored: dict[str, Tensor], own: dict[str, Tensor], bound: float, input_scale: float | None
     ) -> None:
-        """stored: the scheme's tensors by name; cap: what no activation exceeds; input_scale: of rows that come
+        """stored: the scheme's tensors by name; bound: what no activation exceeds; input_scale: of rows that come
         rounded, if there is one"""
-        self._scheme, self._stored, self._own, self._inputs = scheme, stored, own, _inputs(scheme, stored, own, cap)
+        self._scheme, self._stored, self._own, self._inputs = scheme, stored, own, _inputs(scheme, stored, own, bound)
         self._come_rounded = input_scale is not None
         if scheme == "int4_fp8":
             assert self._inputs is not None
@@ -269,10 +269,10 @@ class _Rows:
         return x, x_scale
 
 
-def _inputs(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], cap: float) -> Inputs | None:
+def _inputs(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], bound: float) -> Inputs | None:
     """Where the scales of rows come from, for schemes that have one for all."""
     if scheme in DYNAMIC:
-        return Inputs(own["extremes"], stored["w13_bound"], dynamic=True, cap=cap)
+        return Inputs(own["extremes"], stored["w13_bound"], dynamic=True, activation_bound=bound)
     if scheme == "fp8_static":
         return Inputs(stored["w13_input_scale"], stored["w2_input_scale"], dynamic=False)
     return None

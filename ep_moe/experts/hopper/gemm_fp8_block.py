@@ -84,10 +84,10 @@ def grouped_gemm(
 ) -> None:  # fmt: skip
     """out[r] = a[r] @ b[e].T for each row r of expert e; sums in float32, and the scales of each block of 128 along K.
 
-    a: e4m3 [M, K], or [L, cap, K]; a_scale: float32 [M, K / 128] or [L, cap, K / 128]; b: e4m3 [L, N, K]
-    b_scale: float32 [L, N / 128, K / 128]; out: bf16, fp16 or float32 [M, N] or [L, cap, N]
+    a: e4m3 [M, K], or [L, C, K]; a_scale: float32 [M, K / 128] or [L, C, K / 128]; b: e4m3 [L, N, K]
+    b_scale: float32 [L, N / 128, K / 128]; out: bf16, fp16 or float32 [M, N] or [L, C, N]
     ends: int32 [L]. With a [M, K]: one past each expert's last row; expert e's rows begin at starts[e], without
-    `starts` at ends[e - 1]. With a [L, cap, K]: how many of an expert's rows count.
+    `starts` at ends[e - 1]. With a [L, C, K]: how many of an expert's rows count.
     Rows of no expert are left as they are. All tensors are contiguous; `a` and `b` begin at a multiple of 16 bytes.
     """
     config = config or config_for(a.numel() // b.shape[2], *b.shape, hopper=has_hopper(b.device))
@@ -114,7 +114,7 @@ def grouped_gemm_activate(
     """`grouped_gemm` and `activate_and_quantize` in one kernel, with no rounding between; where `has_hopper`.
 
     b: e4m3 [L, 2 * I, K], gate first, then up (with `up_first` the other way round), or [L, I, K] for RELU2
-    out: e4m3 [M, I] or [L, cap, I]; out_scale: float32 [M, I / 128] or [L, cap, I / 128]; the rest as in those two.
+    out: e4m3 [M, I] or [L, C, I]; out_scale: float32 [M, I / 128] or [L, C, I / 128]; the rest as in those two.
     config: blocks of 64 x 256 or 128 x 256
     """
     config = config or config_for(a.numel() // b.shape[2], *b.shape, activated=True)

@@ -14,7 +14,7 @@ from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.config import Wire
 from ep_moe.quant.fp8 import round_by
 from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel
-from ep_moe.testing.transport_case import CAP, FP8_TENSOR, NVFP4, moved, routes, rows
+from ep_moe.testing.transport_case import FP8_TENSOR, NVFP4, SLOTS, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.fp8_block_kernels import DEVICE
 
@@ -311,7 +311,7 @@ def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | N
 def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
     """All bytes that a call leaves behind, on all ranks."""
     shape = DispatchShape(
-        hidden_size=hidden, top_k=2, slots_per_rank=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
+        hidden_size=hidden, top_k=2, slots_per_rank=SLOTS, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
     )
     found, wanted = workspaces(shape, DEVICE), workspaces(shape, DEVICE)
     for rank, tokens in enumerate(TOKENS):
@@ -337,7 +337,7 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
 def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
     """Numbers that are exact; plain rows to the torch form, and rounded ones."""
     shape = DispatchShape(
-        hidden_size=512, top_k=2, slots_per_rank=CAP, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
+        hidden_size=512, top_k=2, slots_per_rank=SLOTS, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
     )
     made = found, plain, before = [workspaces(shape, device) for device in (DEVICE, "cpu", "cpu")]
     for rank, tokens in enumerate(TOKENS):

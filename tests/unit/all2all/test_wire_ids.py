@@ -7,7 +7,7 @@ import torch
 
 from ep_moe.all2all.wire_ids import to_distinct, to_local, to_wire
 
-PHYSICAL, CAP = 12, 3
+PHYSICAL, SLOTS = 12, 3
 
 
 def wired(ids: list[list[int]], width: int, home: int = 6, dtype: torch.dtype = torch.int64, device="cpu"):
@@ -40,7 +40,7 @@ def test_nan_weights_of_absent_picks_stay_behind():
 def localized(ids: list[list[int]], weights: list[list[float]], base: int, device="cpu") -> list[list[int]]:
     given = torch.tensor(ids, dtype=torch.int32, device=device)
     out = torch.full(given.shape, 99, dtype=torch.int32, device=device)
-    to_local(given, torch.tensor(weights, device=device), base, CAP, out)
+    to_local(given, torch.tensor(weights, device=device), base, SLOTS, out)
     return out.cpu().tolist()
 
 
@@ -59,9 +59,9 @@ def test_there_and_back_is_the_routing(width):
     wire, wire_weights = torch.empty(50, width, dtype=torch.int32), torch.empty(50, width)
     to_wire(ids, weights, 3, PHYSICAL, wire, wire_weights)
     total = torch.zeros(50, PHYSICAL)
-    for base in range(0, PHYSICAL, CAP):
+    for base in range(0, PHYSICAL, SLOTS):
         local = torch.empty_like(wire)
-        to_local(wire, wire_weights, base, CAP, local)
+        to_local(wire, wire_weights, base, SLOTS, local)
         row, column = (local >= 0).nonzero(as_tuple=True)
         total.index_put_((row, local[row, column].long() + base), wire_weights[row, column], accumulate=True)
     valid = (ids >= 0) & (ids < PHYSICAL)

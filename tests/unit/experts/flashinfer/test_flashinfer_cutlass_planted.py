@@ -367,29 +367,29 @@ def test_small_rows_in_half_precision_under_int4():
 
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1])
-def test_the_cap_holds_for_every_alpha(alpha):
-    """|activation| <= cap for all gates and ups, or fp8 saturates below what it must hold."""
+def test_the_bound_holds_for_every_alpha(alpha):
+    """|activation| <= activation_bound for all gates and ups, or fp8 saturates below what it must hold."""
     config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=1.0, activation_alpha=alpha)
     experts, _ = build(config, SCHEMES["fp8_dynamic"])
     gate = torch.linspace(-500, 50, 50_001, dtype=torch.float64)
     gate = gate.clamp(max=config.activation_limit)
     largest = (gate * (alpha * gate).sigmoid()).abs().max() * (config.activation_limit + 1)
-    assert largest <= experts._activation_cap()
+    assert largest <= experts._activation_bound()
 
 
 @pytest.mark.parametrize("limit", [0.5, 7.0])
-def test_the_cap_holds_for_the_alpha_of_gpt_oss(limit):
+def test_the_bound_holds_for_the_alpha_of_gpt_oss(limit):
     config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=limit)
     experts, _ = build(config, SCHEMES["fp8_dynamic"])
     gate = torch.linspace(-500, 50, 50_001, dtype=torch.float64).clamp(max=limit)
-    assert (gate * (1.702 * gate).sigmoid()).abs().max() * (limit + 1) <= experts._activation_cap()
-    assert build(shape(Activation.GEGLU), SCHEMES["fp8_dynamic"])[0]._activation_cap() == 0
+    assert (gate * (1.702 * gate).sigmoid()).abs().max() * (limit + 1) <= experts._activation_bound()
+    assert build(shape(Activation.GEGLU), SCHEMES["fp8_dynamic"])[0]._activation_bound() == 0
 
 
-def test_the_cap_reaches_the_kernel(emulated):  # noqa: F811
+def test_the_bound_reaches_the_kernel(emulated):  # noqa: F811
     """Where rows are long their bound is above it, and fp8 is spread over no more than activations reach."""
     config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=0.01)
     experts, _ = build(config, SCHEMES["fp8_dynamic"])
     experts(rows(config))
     quant2 = emulated[-1]["quant_scales"][1]
-    torch.testing.assert_close(quant2, torch.full_like(quant2, 448 / experts._activation_cap()))
+    torch.testing.assert_close(quant2, torch.full_like(quant2, 448 / experts._activation_bound()))

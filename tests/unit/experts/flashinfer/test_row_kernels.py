@@ -57,21 +57,21 @@ def test_row_extremes():
     torch.testing.assert_close(found.cpu(), expected)
 
 
-def inputs_of(dynamic, cap, device="cpu"):
+def inputs_of(dynamic, bound, device="cpu"):
     generator = torch.Generator().manual_seed(3)
     first = torch.tensor([7.0, 90.0]) if dynamic else torch.rand(SLOTS, generator=generator) / 10
-    return Inputs(first.to(device), torch.rand(SLOTS, generator=generator).to(device), dynamic, cap)
+    return Inputs(first.to(device), torch.rand(SLOTS, generator=generator).to(device), dynamic, bound)
 
 
-@pytest.mark.parametrize(("dynamic", "cap"), [(False, 0.0), (True, 0.0), (True, 20.0)])
-def test_rounding_and_its_scales(dynamic, cap):
+@pytest.mark.parametrize(("dynamic", "bound"), [(False, 0.0), (True, 0.0), (True, 20.0)])
+def test_rounding_and_its_scales(dynamic, bound):
     x = 5 * torch.randn(4, 1500, generator=torch.Generator().manual_seed(0)).bfloat16()
     w13, w2 = torch.rand(2, SLOTS, generator=torch.Generator().manual_seed(1))
     found = []
     for device, call in (("cpu", call_scales.round_rows), (DEVICE, call_scales.launch_round_rows)):
         out = torch.empty(4, 1500, dtype=torch.float8_e4m3fn, device=device)
         scales = TensorScales(*torch.full((3, SLOTS), 99.0, device=device), torch.empty((), device=device))
-        arguments = (x.to(device), w13.to(device), w2.to(device), inputs_of(dynamic, cap, device), out, scales)
+        arguments = (x.to(device), w13.to(device), w2.to(device), inputs_of(dynamic, bound, device), out, scales)
         call(*arguments)
         found.append((out.cpu().view(torch.uint8), *(value.cpu() for value in vars(scales).values())))
     expected, on_device = found
