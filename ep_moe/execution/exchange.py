@@ -283,7 +283,7 @@ class _TrainedExchange(Function):
         weights = weights.masked_fill(weights == 0, _TINY)
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         received = transports.rows.dispatch(x, routing, max_tokens=transports.bound)
-        own = _own(received, experts.weights.num_slots)
+        own = _private_copy(received, experts.weights.num_slots)
         y, saved = experts.compute_saving(own)
         out = transports.rows.combine(y, received.handle)
         ctx.transports = transports
@@ -314,7 +314,7 @@ class _TrainedExchange(Function):
         return (None, None, None, None, None, dx, dweights, *kept.of_stored(found))
 
 
-def _own(received: Received, num_slots: int) -> Received:
+def _private_copy(received: Received, num_slots: int) -> Received:
     """Rows in memory of their own, with local ids: the transport's is written again by the next call."""
     found = as_rank_major(localized(received, num_slots), num_slots)
     assert found.local_ids is not None

@@ -258,10 +258,10 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     assert staging is not None, "all ranks would have raised"
     groups: list[ProcessGroup] = []
     deadline = _deadline(config, context)
-    status_exchange = StatusExchange(_own(context, "lockstep", name, "gloo", deadline, groups))
+    status_exchange = StatusExchange(_dedicated_rank_group(context, "lockstep", name, "gloo", deadline, groups))
     # NCCL's own timeout would end the process: the balancer's must come first
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
-    mover = Mover(_own(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
+    mover = Mover(_dedicated_rank_group(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
     for layer in layers:
         mover.warm_up(layer)
     context.consensus.healthy("ExpertBalancer", None)  # all are connected before any goes on
@@ -281,7 +281,9 @@ def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConf
         ) from error
 
 
-def _own(context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]) -> RankGroup:
+def _dedicated_rank_group(
+    context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]
+) -> RankGroup:
     """A rank group of the context's, over a process group of its own."""
     rank_group = context.rank_groups[kind]
     if rank_group.size == 1:

@@ -109,7 +109,7 @@ class FusedExperts(ABC):
         self.rank_group = rank_group
         self.dispatch_shape = dispatch_shape
         self.options = options or ExpertsOptions()
-        self.pool = pool or _own()
+        self.pool = pool or _private_pool()
 
     # --- what selection asks -----------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ def fused_dispatch_shape(
     )
 
 
-def _own() -> Pool:
+def _private_pool() -> Pool:
     """A pool of one."""
     kept: list[Any] = []
 
