@@ -117,7 +117,8 @@ def per_route(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) 
 
 def gathered(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
     """All-gather and reduce-scatter: (R - 1) * T rows. They cross the network once per host, to the rank of the same
-    number, and are spread (or summed) over NVLink: what collectives of several hosts can do at best."""
+    number, and are spread (or summed) over NVLink: what collectives of several hosts can do at best. `redundant`, a
+    parameter of every `Way`, changes nothing."""
     per_host = check_ranks(ranks, per_host)
     hosts = ranks // per_host
     return Rows(ranks - hosts, hosts - 1, config.top_k)

@@ -50,7 +50,8 @@ def compile_kernels(source: str, options: Sequence[str] = ()) -> tuple[bytes, st
 
 @cache
 def kernel(source: str, name: str, options: tuple[str, ...], device: int) -> Any:
-    """A function of the driver, which may have all shared memory. device: index of the current one"""
+    """A function of the driver, which may have all shared memory. device: index of the current one, part of
+    the cache's key alone"""
     from cuda.bindings import driver
 
     module = done(driver.cuModuleLoadData(_kept(source, options)))

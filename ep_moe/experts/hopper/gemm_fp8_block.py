@@ -58,7 +58,7 @@ class GemmConfig:
     spare_sms: int = 0
 
 
-def config_for(m: int, num_experts: int, n: int, k: int, *, hopper: bool = True, activated: bool = False) -> GemmConfig:
+def config_for(m: int, num_experts: int, n: int, *, hopper: bool = True, activated: bool = False) -> GemmConfig:
     """The default, by how many rows an expert has on average. m: rows of all experts: as many as are expected rather
     than as many as fit, where the caller knows; any config gives the right result for any number of rows.
     activated: for `grouped_gemm_activate`."""
@@ -90,7 +90,7 @@ def grouped_gemm(
     `starts` at ends[e - 1]. With a [L, C, K]: how many of an expert's rows count.
     Rows of no expert are left as they are. All tensors are contiguous; `a` and `b` begin at a multiple of 16 bytes.
     """
-    config = config or config_for(a.numel() // b.shape[2], *b.shape, hopper=has_hopper(b.device))
+    config = config or config_for(a.numel() // b.shape[2], *b.shape[:2], hopper=has_hopper(b.device))
     if config.hopper:
         _gluon(a, a_scale, b, b_scale, ends, out, None, starts, config, launch, "")
         return
@@ -117,7 +117,7 @@ def grouped_gemm_activate(
     out: e4m3 [M, I] or [L, C, I]; out_scale: float32 [M, I / 128] or [L, C, I / 128]; the rest as in those two.
     config: blocks of 64 x 256 or 128 x 256
     """
-    config = config or config_for(a.numel() // b.shape[2], *b.shape, activated=True)
+    config = config or config_for(a.numel() // b.shape[2], *b.shape[:2], activated=True)
     how = (activation.value, up_first, alpha, limit)
     _gluon(a, a_scale, b, b_scale, ends, out, out_scale, starts, config, launch, *how)
 

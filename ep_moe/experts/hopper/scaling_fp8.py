@@ -234,7 +234,7 @@ class BlockScaled(Scaling):
         """
         p, (w13_scale, w2_scale), routes = self.products, self.products.scales, max(1, int(expected))
         hopper, slots, launch = gemm_fp8_block.has_hopper(out.device), len(p.w2), p.launch
-        config = gemm_fp8_block.config_for(routes, slots, *p.w13.shape[1:], hopper=hopper, activated=hopper)
+        config = gemm_fp8_block.config_for(routes, slots, p.w13.shape[1], hopper=hopper, activated=hopper)
         config = dataclasses.replace(config, spare_sms=p.spare_sms)
         assert isinstance(rows.scale, Tensor)
         first = (rows.x, rows.scale, p.w13, w13_scale, ends)
@@ -245,6 +245,6 @@ class BlockScaled(Scaling):
         else:
             gemm_fp8_block.grouped_gemm(*first, own["h"], starts=starts, config=config, launch=launch)
             gemm_fp8_block.activate_and_quantize(own["h"], *act, p.activation, counts=counts, **how)
-        config = gemm_fp8_block.config_for(routes, slots, *p.w2.shape[1:], hopper=hopper)
+        config = gemm_fp8_block.config_for(routes, slots, p.w2.shape[1], hopper=hopper)
         config = dataclasses.replace(config, spare_sms=p.spare_sms)
         gemm_fp8_block.grouped_gemm(*act, p.w2, w2_scale, ends, out, starts=starts, config=config, launch=launch)

@@ -48,10 +48,10 @@ def test_gemm_configs(config):
 @pytest.mark.parametrize("rows", [8, 32 * 16, 32 * 40, 32 * 1024])
 @pytest.mark.parametrize("hopper", [False, True])
 def test_config_for(rows, hopper):
-    config = kernels.config_for(rows, 32, 1536, 2048, hopper=hopper)
+    config = kernels.config_for(rows, 32, 1536, hopper=hopper)
     assert config.hopper == hopper
     assert config.block_n % 128 == 0
-    assert kernels.config_for(rows, 32, 1536, 2048, activated=True).block_n == 256
+    assert kernels.config_for(rows, 32, 1536, activated=True).block_n == 256
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 128), (7, 384), (9, 1024)])
