@@ -19,7 +19,7 @@ from ep_moe.runtime.profiling import StageTimes
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.transport_case import said_within
 from tests.emulations import mega as mega_emulation
-from tests.emulations.graph import GRAPHS, RecordableCall, stand_in
+from tests.emulations.graph import GRAPHS, EmulatedRecorder, stand_in
 from tests.fixtures.distributed_cases import everywhere, same_error
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
 
@@ -35,10 +35,10 @@ def built(context: EPContext, config: MoEConfig = PLAIN, **asked: object) -> MoE
 def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool) -> None:
     """A call with numbers that add up exactly, and whether it was a replay here."""
     x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, PLAIN, seed)
-    before = RecordableCall.replays
+    before = EmulatedRecorder.replays
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
-    assert (RecordableCall.replays - before == 1) is replays, (tokens, seed)
+    assert (EmulatedRecorder.replays - before == 1) is replays, (tokens, seed)
     torch.testing.assert_close(y, oracle(PLAIN, x, routing), rtol=1e-5, atol=1e-3)
 
 
@@ -128,14 +128,14 @@ def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
             else:
                 y = layer.forward_routed(x, routing)
                 assert y[(routing.ids >= 3).any(1)].isnan().all()
-                assert RecordableCall.replays == 1
+                assert EmulatedRecorder.replays == 1
             barrier(rank_device())
             refusal = said_within(1.5, context.flight_recorder.check)
             assert sentence in refusal, f"the peer's refusal did not arrive, got {refusal!r}"
             barrier(rank_device())
             with pytest.raises(InputError, match=sentence):
                 layer.forward_routed(integer_rows(9, 16, rank), integer_routing(9, PLAIN, rank))
-        assert RecordableCall.replays == (1 - rank), "raised before anything set out"
+        assert EmulatedRecorder.replays == (1 - rank), "raised before anything set out"
 
 
 @distributed(2)
@@ -145,7 +145,7 @@ def test_a_replay_marks_how_far_the_device_is(world_size):
         layer = built(context)
         layer.capture_routed([4])
         marked = []
-        context.flight_recorder.device_watch.mark = lambda device: marked.append((device, RecordableCall.replays))
+        context.flight_recorder.device_watch.mark = lambda device: marked.append((device, EmulatedRecorder.replays))
         check(layer, 4, 0, replays=True)
         assert marked == [(CPU, 1)], "behind the replay"
 
@@ -204,12 +204,12 @@ def test_captures_that_cannot_be(world_size):
         transport.buffer_pool = buffer_pool
         layer.capture([2])
         assert len(context._recorders) == 1, "one for all captures on a stream"
-        record = RecordableCall.record
-        RecordableCall.record = on_one_rank(recording_fails, record)
+        record = EmulatedRecorder.record
+        EmulatedRecorder.record = on_one_rank(recording_fails, record)
         found = same_error(ConfigError, lambda: layer.capture_routed([3]))
         assert not context._recorders or not rank, "its memory may be lost"
         assert "rank 1: the call could not be captured, RuntimeError: operation not permitted" in found
-        RecordableCall.record = record
+        EmulatedRecorder.record = record
         assert len(set(everywhere(context.flight_recorder.number))) == 1
         check(layer, 4, rank, replays=True)
         check(layer, 5, rank, replays=False)

@@ -13,7 +13,7 @@ from ep_moe.execution import graphs
 from ep_moe.execution.recorded_calls import CopiedInputs
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.types import Routing
-from tests.emulations.graph import RecordableCall
+from tests.emulations.graph import EmulatedRecorder
 from tests.fixtures.helpers import assert_same
 
 CPU = torch.device("cpu")
@@ -24,8 +24,8 @@ COUNTED = 1  # where the router's routes are made inside, the number of tokens i
 @pytest.fixture
 def layer(monkeypatch):
     """On one rank, in float32, with random numbers: sums in another order would show."""
-    monkeypatch.setattr(graphs, "Recorder", RecordableCall)
-    monkeypatch.setattr(RecordableCall, "replays", 0)
+    monkeypatch.setattr(graphs, "Recorder", EmulatedRecorder)
+    monkeypatch.setattr(EmulatedRecorder, "replays", 0)
     able = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
     monkeypatch.setattr(ReferenceExperts, "capabilities", able)
     with EPContext.local(CPU) as context:
@@ -39,10 +39,10 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
 def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool:
     """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit: among as many
     rows as were recorded, since on a CPU sums over columns depend on how many rows there are."""
-    before, tokens = RecordableCall.replays, x.numel() // CONFIG.hidden_size
+    before, tokens = EmulatedRecorder.replays, x.numel() // CONFIG.hidden_size
     with torch.no_grad():
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
-        count = RecordableCall.replays - before
+        count = EmulatedRecorder.replays - before
         calls = layer._graphs._calls.get((CopiedInputs, None, routing is not None))
         call = calls.serving(tokens) if count and calls is not None else None
         if call is None or call.most == tokens:

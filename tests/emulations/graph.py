@@ -16,7 +16,7 @@ from tests.fixtures.layer_static import on_the_cpu
 GRAPHS = graphs.Recorder
 
 
-class RecordableCall:
+class EmulatedRecorder:
     """A `Recorder`. replays: how many there were"""
 
     replays, here, handle, among = 0, True, 0, vars(GRAPHS)["among"]
@@ -38,7 +38,7 @@ class RecordableCall:
         out = call()
 
         def replay() -> None:
-            RecordableCall.replays += 1
+            EmulatedRecorder.replays += 1
             out.copy_(call())
 
         return replay, out
@@ -50,5 +50,5 @@ class RecordableCall:
 def stand_in() -> None:
     """Within a rank's process."""
     on_the_cpu(NVLinkP2PDispatcher)
-    graphs.Recorder, RecordableCall.replays = RecordableCall, 0
+    graphs.Recorder, EmulatedRecorder.replays = EmulatedRecorder, 0
     ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)

@@ -20,7 +20,7 @@ from ep_moe.runtime.profiling import StageTimes
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Routing, TokenMask
 from tests.emulations.captured import CONFIG, COUNTED, CPU, layer, replayed, rows, served  # noqa: F401 (a fixture)
-from tests.emulations.graph import GRAPHS, RecordableCall
+from tests.emulations.graph import GRAPHS, EmulatedRecorder
 from tests.fixtures.helpers import assert_same, integer_routing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
@@ -67,18 +67,18 @@ def test_padding_in_a_replay(layer):
         chosen = layer.router(x).ids
         for mask in (*masks, masks[0], None):
             layer.placement.reset_load()
-            before, y = RecordableCall.replays, layer(x, mask)
-            assert RecordableCall.replays == before + 1
+            before, y = EmulatedRecorder.replays, layer(x, mask)
+            assert EmulatedRecorder.replays == before + 1
             tokens = torch.ones(5, dtype=torch.bool) if mask is None else mask
             counted = torch.bincount(chosen[tokens].flatten(), minlength=CONFIG.num_experts)
             assert layer.placement.expert_load.tolist() == counted.tolist()
             torch.testing.assert_close(y, layer.run(x, None, None if mask is None else TokenMask(mask)))
         assert replayed(layer, rows(6)), "all rows are tokens again"
-        before = RecordableCall.replays
+        before = EmulatedRecorder.replays
         layer(x, masks[0], send_masked=True)
         with pytest.raises(InputError, match="mask must be"):
             layer(x, masks[0][:4])
-        assert RecordableCall.replays == before
+        assert EmulatedRecorder.replays == before
 
 
 def test_a_later_capture_serves_what_lies_below_it(layer):
@@ -187,7 +187,7 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             lower = layer(rows(4))
         assert_same(lower, y.bfloat16(), "autocast is off inside, and its dtype is that of the result")
-        before = RecordableCall.replays
+        before = EmulatedRecorder.replays
         layer.context._stage_times = times = StageTimes(CPU)
         layer(rows(4))
         assert "experts" in times.milliseconds()
@@ -198,12 +198,12 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
         sentence = "not re-entrant: moe0 was called inside other"
         with pytest.raises(RuntimeError, match=sentence), layer.context._entered("other"):
             layer(rows(4))
-    assert RecordableCall.replays == before
+    assert EmulatedRecorder.replays == before
     with torch.inference_mode():
         inferred = layer(rows(4))
         assert inferred.is_inference()
     assert_same(inferred, y)
-    assert RecordableCall.replays == before + 1
+    assert EmulatedRecorder.replays == before + 1
 
 
 @pytest.mark.parametrize("tokens", [4, 3])
@@ -239,7 +239,7 @@ def test_bad_rows_raise_as_before(change, sentence, layer):
     layer.capture([4, 2, 0])
     with torch.no_grad(), pytest.raises(InputError, match=sentence):
         layer(change(rows(4)))
-    assert not RecordableCall.replays
+    assert not EmulatedRecorder.replays
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_bad_routings_raise_as_before(change, sentence, layer):
     layer.capture_routed([4])
     with torch.no_grad(), pytest.raises(InputError, match=sentence):
         layer.forward_routed(rows(4), change(integer_routing(4, CONFIG, 0)))
-    assert not RecordableCall.replays
+    assert not EmulatedRecorder.replays
 
 
 def test_a_map_that_is_not_the_weights_is_refused_as_before(layer):
@@ -269,7 +269,7 @@ def test_a_map_that_is_not_the_weights_is_refused_as_before(layer):
     layer.placement.update(ExpertMap.from_ranks([[1, 0, 2, 3, 4, 5]], 6))
     with torch.no_grad(), pytest.raises(InputError, match=r"Placement\.update put another expert map in force"):
         layer(rows(4))
-    assert not RecordableCall.replays
+    assert not EmulatedRecorder.replays
     layer.placement.update(ExpertMap.linear(6, 1))
     assert layer.placement.expert_map == own
     assert replayed(layer, rows(4))

@@ -15,7 +15,7 @@ from ep_moe import ConfigError, InputError, MoELayer
 from ep_moe.all2all.buffer_slots import BufferPool
 from ep_moe.types import Routing
 from tests.emulations.captured import CONFIG, layer, replayed, rows  # noqa: F401 (a fixture)
-from tests.emulations.graph import RecordableCall
+from tests.emulations.graph import EmulatedRecorder
 from tests.fixtures.helpers import assert_same, fill, integer_routing
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
@@ -87,7 +87,7 @@ def test_another_dtype(layer):
         assert layer(rows(4).bfloat16()).dtype == torch.bfloat16
         with pytest.raises(InputError, match="x must be bfloat16 as the layer is"):
             layer(rows(4))
-    assert not RecordableCall.replays
+    assert not EmulatedRecorder.replays
 
 
 def test_what_changes_in_place_is_seen(layer):
@@ -107,9 +107,9 @@ def test_a_parameter_of_an_expert_that_is_replaced_is_seen(layer):
             parameter = layer.expert_weights.get_parameter(f"{expert}.{name}")
             parameter.data = torch.randn_like(parameter)
         with torch.no_grad():
-            count = RecordableCall.replays
+            count = EmulatedRecorder.replays
             y = layer(rows(4))
-            assert RecordableCall.replays == count + 1
+            assert EmulatedRecorder.replays == count + 1
         assert not torch.equal(y, before), name
         assert_same(y, layer.run(rows(4), None))
 
@@ -154,7 +154,7 @@ def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
         with layer.no_stats():
             layer.forward_routed(rows(4), one)
     assert layer.stats().expert_load == (4, 4, 0, 0, 0, 0)
-    assert RecordableCall.replays == 2
+    assert EmulatedRecorder.replays == 2
 
 
 def test_rows_of_a_capture_are_no_load_of_a_users_router(layer):
@@ -185,7 +185,7 @@ def test_a_capture_that_fails_leaves_no_workspace_busy(layer, monkeypatch):
         pool.take(layer.device).busy = True
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(RecordableCall, "record", record)
+    monkeypatch.setattr(EmulatedRecorder, "record", record)
     with pytest.raises(ConfigError, match="the call could not be captured"):
         layer.capture([4])
     assert [slot.busy for slot in pool.made] == [False]
@@ -205,7 +205,7 @@ def test_replays_are_steps_as_calls_are_and_a_recording_is_none(layer):
     assert alone[0] > 1
     assert steps(lambda: layer.capture([4])) == alone, "the warm call's, which peers make too"
     assert steps(lambda: layer(rows(4))) == alone
-    assert RecordableCall.replays == 1
+    assert EmulatedRecorder.replays == 1
 
 
 def python_calls(call) -> int:
@@ -231,7 +231,7 @@ def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
     with torch.no_grad():
         layer.forward_routed(x, routing)
         uncaptured = python_calls(lambda: layer.forward_routed(x, routing))
-        monkeypatch.setattr(RecordableCall, "record", lambda self, call: (lambda: None, call()))
+        monkeypatch.setattr(EmulatedRecorder, "record", lambda self, call: (lambda: None, call()))
         layer.capture_routed([4])
         layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
         replayed = python_calls(lambda: layer.forward_routed(x, routing))
