@@ -219,7 +219,7 @@ def replayed(
 ) -> list[float]:
     """Median microseconds of each call inside a CUDA graph of `repeat` of them. before: what precedes each replay."""
     graphs = [captured(call, repeat) for call in calls]
-    return in_turns([graph.replay for graph in graphs], repeat, replays, before)
+    return interleaved_times([graph.replay for graph in graphs], repeat, replays, before)
 
 
 def eager(
@@ -230,7 +230,8 @@ def eager(
     before: Callable[[], Any] = lambda: None,
 ) -> list[float]:
     """The same without a graph: the host's work counts where the GPU waits for it."""
-    return in_turns([lambda call=call: [call() for _ in range(repeat)] for call in calls], repeat, replays, before)  # type: ignore[misc]
+    repeated = [lambda call=call: [call() for _ in range(repeat)] for call in calls]  # type: ignore[misc]
+    return interleaved_times(repeated, repeat, replays, before)
 
 
 def host(
@@ -253,7 +254,9 @@ def host(
     return statistics.median(times[_WARM:])
 
 
-def in_turns(calls: Sequence[Callable[[], Any]], repeat: int, replays: int, before: Callable[[], Any]) -> list[float]:
+def interleaved_times(
+    calls: Sequence[Callable[[], Any]], repeat: int, replays: int, before: Callable[[], Any]
+) -> list[float]:
     """Median microseconds of a call, of which each of `calls` is `repeat`. Each is called once more ahead, uncounted:
     ranks whose hosts start apart wait for each other there."""
     times: list[list[float]] = [[] for _ in calls]

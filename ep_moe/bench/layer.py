@@ -47,7 +47,7 @@ from ep_moe.bench.harness import (
     check_dealt,
     check_measured,
     host,
-    in_turns,
+    interleaved_times,
     one_sentence,
     own_device,
     parse,
@@ -264,7 +264,7 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
         graph = attempt(context, f"{entry.name}, {entry.scheme}, captured", partial(captured, entry.call, repeat))
         if graph is not None:
             graphs[number] = graph.replay
-    found = in_turns(list(graphs.values()), repeat, REPLAYS, partial(barrier, context.device))
+    found = interleaved_times(list(graphs.values()), repeat, REPLAYS, partial(barrier, context.device))
     for number, us in zip(graphs, found, strict=True):
         lines[number].us = slowest(context, us)
     return lines

@@ -53,7 +53,7 @@ from ep_moe.bench.harness import (
     captured,
     check_dealt,
     check_measured,
-    in_turns,
+    interleaved_times,
     one_sentence,
     own_device,
     parse,
@@ -132,8 +132,8 @@ def measure(
         own.buffers_mib = entry.buffers / MIB
         lines.append(own)
     wait = partial(barrier, context.device)
-    forwards = in_turns([partial(forward, entry, batch) for entry in able], 1, steps, wait)
-    times = in_turns([partial(step, entry, batch) for entry in able], 1, steps, wait)
+    forwards = interleaved_times([partial(forward, entry, batch) for entry in able], 1, steps, wait)
+    times = interleaved_times([partial(step, entry, batch) for entry in able], 1, steps, wait)
     for line, entry, forward_us, us in zip(lines, able, forwards, times, strict=True):
         line.forward_ms = slowest(context, forward_us) / 1e3
         took(line, slowest(context, us), point.tflops)
@@ -181,7 +181,7 @@ def captured_line(
         tensor.fill_(torch.nan)  # so that what is compared is what a replay wrote
     graph.replay()
     error = slowest(context, apart(with_experts(entry, found), reference))
-    (us,) = in_turns([graph.replay], 1, options.steps, partial(barrier, context.device))
+    (us,) = interleaved_times([graph.replay], 1, options.steps, partial(barrier, context.device))
     line = dataclasses.replace(point, owner="ours", name=entry.name, error=error, buffers_mib=entry.buffers / MIB)
     took(line, slowest(context, us), point.tflops)
     return line

@@ -136,9 +136,9 @@ class Generation:
         """Before a forward of this model: let peers that are at another one go first."""
         if not self._depth or self._serving:
             return
-        while (turn := self._turn(model)) != model:
-            assert turn is not None
-            self._idle(turn)
+        while (next_model := self._next_model(model)) != model:
+            assert next_model is not None
+            self._idle(next_model)
         self._inside = True
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -148,10 +148,10 @@ class Generation:
 
     def _finish(self) -> None:
         """Take part until the last rank has ended."""
-        while (turn := self._turn(None)) is not None:
-            self._idle(turn)
+        while (next_model := self._next_model(None)) is not None:
+            self._idle(next_model)
 
-    def _turn(self, model: int | None, problem: str | None = None) -> int | None:
+    def _next_model(self, model: int | None, problem: str | None = None) -> int | None:
         """Whose forward comes next, None where no rank has another. model: this rank's wish."""
         if self._rank_group.size == 1:
             return model
@@ -177,7 +177,7 @@ class Generation:
             self._context._broken_by(error)
             return
         with suppress(EPMoEError):
-            self._turn(None, f"generate was left by {type(error).__name__}: {error}")
+            self._next_model(None, f"generate was left by {type(error).__name__}: {error}")
 
     @contextmanager
     def _random_state_of_tp(self) -> Iterator[None]:

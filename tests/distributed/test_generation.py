@@ -146,7 +146,7 @@ def test_a_rank_without_sequences_and_one_that_raises(world_size):
 @distributed(2)
 def test_synced_gpus_that_is_off_stays_off(world_size):
     context, model, plain = made({"dp": 2})
-    with context, mock.patch.object(Generation, "_turn", side_effect=AssertionError("an exchange")):
+    with context, mock.patch.object(Generation, "_next_model", side_effect=AssertionError("an exchange")):
         ids, how = prompt(context.layout), {"max_new_tokens": 3} | GREEDY
         assert torch.equal(model.generate(ids, **how, synced_gpus=False), plain.generate(ids, **how))
 

@@ -59,7 +59,7 @@ def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing
     before."""
     x, x_scale = _rounded(workspace, x, x_scale)
     first = workspace.rank * bound
-    for peer in _turn(workspace):
+    for peer in _rotated_ranks(workspace):
         workspace.peers[peer]["rows"][first : first + len(x)].copy_(x)
     if x.is_cuda:
         _triton().announce(workspace, x_scale, routing, bound)
@@ -113,7 +113,7 @@ def give_copies(workspace: Workspace, bound: int) -> None:
     """Copy the answers to where the peers await them, by copy engines."""
     blocks, rows = workspace.peer_out(bound).blocks, bound * workspace.dispatch_shape.returned
     answers = _as_they_travel(workspace, len(blocks) * rows)
-    for rank in _turn(workspace):
+    for rank in _rotated_ranks(workspace):
         blocks[rank].copy_(answers[rank * rows : (rank + 1) * rows])
 
 
@@ -203,7 +203,7 @@ def _wait(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
         pause_s = min(2 * pause_s, 5e-4)  # leaves the cores to the ranks that it waits for
 
 
-def _turn(workspace: Workspace) -> list[int]:
+def _rotated_ranks(workspace: Workspace) -> list[int]:
     """All ranks, each rank's own list beginning with itself, so that no two copy to one at once."""
     ranks = len(workspace.peers)
     return [(workspace.rank + step) % ranks for step in range(ranks)]

@@ -376,7 +376,7 @@ def on_the_cpu() -> list[object]:
     mega_emulation.Fp8Kernel.validate_init = lambda self, *fleet: made.append(self.config)
     peers.communication = communication
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
-    layer.in_turns = lambda calls, repeat, replays, before: [10.0 + len(call()) for call in calls]
+    layer.interleaved_times = lambda calls, repeat, replays, before: [10.0 + len(call()) for call in calls]
     layer.host = lambda call, calls, before: harness.host(call, calls=1, samples=1, before=before)
     breakdown.timeline = lambda call, device: [span for number in range(3) for span in call_of(13.0 * number)]
     return made

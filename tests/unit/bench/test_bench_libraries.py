@@ -156,7 +156,7 @@ PEERS = {
 def lines_of(context: EPContext) -> list[layer.LayerLine]:
     """Of a rank's process, on the CPU."""
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
-    layer.in_turns = lambda calls, repeat, replays, before: [1.0 + (call() is None) for call in calls]
+    layer.interleaved_times = lambda calls, repeat, replays, before: [1.0 + (call() is None) for call in calls]
     layer.host = lambda call, calls, before: harness.host(call, calls=1, samples=1, before=before)
     breakdown.timeline = lambda call, device: []
     with torch.no_grad():

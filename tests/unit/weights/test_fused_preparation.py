@@ -7,7 +7,7 @@ from ep_moe import ExpertMap, MoEConfig
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaFp8
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.layouts.base import MegaBf16, WeightLayout, in_halves, in_turns
+from ep_moe.weights.layouts.base import MegaBf16, WeightLayout, in_halves, interleave_halves
 
 CONFIG = MoEConfig(hidden_size=8, intermediate_size=128, num_experts=2, top_k=1)
 
@@ -16,9 +16,9 @@ def random_w13() -> torch.Tensor:
     return torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_rows_come_in_turns_and_back():
+def test_rows_are_interleaved_and_back():
     w13 = random_w13()
-    stored = in_turns(w13)
+    stored = interleave_halves(w13)
     for row in range(256):
         gate, at = row < 128, row % 128
         assert torch.equal(stored[64 * (at // 32) + at % 32 + (0 if gate else 32)], w13[row])
@@ -31,7 +31,7 @@ def test_weights_keep_their_canonical_form_outside():
     held = ExpertWeights(CONFIG, ExpertMap.linear(2, 1), weight_layout=MegaBf16, trainable=False)
     for number, expert in enumerate(experts):
         held.update_expert(number, expert)
-        assert torch.equal(held.get_parameter("w13")[number], in_turns(expert["w13"]))
+        assert torch.equal(held.get_parameter("w13")[number], interleave_halves(expert["w13"]))
         assert all(torch.equal(held.slot(number)[name], tensor) for name, tensor in expert.items())
     state = held.state_dict()
     assert torch.equal(torch.cat([state["1.w1"], state["1.w3"]]), experts[1]["w13"])
@@ -48,4 +48,4 @@ def test_as_flashinfer_interleaves():
     from flashinfer.moe_ep.kernel_src.sm90.cake_bf16_megamoe.shim.cake_weights import interleave_gate_up
 
     w13 = random_w13()
-    assert torch.equal(interleave_gate_up(w13.unsqueeze(0), 128)[0], in_turns(w13))
+    assert torch.equal(interleave_gate_up(w13.unsqueeze(0), 128)[0], interleave_halves(w13))
