@@ -300,7 +300,7 @@ class EPContext(ConnectedRanks):
         found: dict[Any, list[int]] = {}
         for _, layer in sorted(self._layers.items()):
             for kernel in layer._kernels:
-                key = (kernel.name, *layer.shape)
+                key = (kernel.name, *layer._tuning_key)
                 if key not in found:
                     found[key] = layer._tune_kernel(kernel, rows, cache)
                 else:

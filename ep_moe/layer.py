@@ -209,7 +209,7 @@ class MoELayer(LayerTools):
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
-        """Route, place, dispatch, compute, combine: a call with arguments that were checked.
+        """Route, place, dispatch, compute and combine without a check of the arguments, which `forward` makes.
 
         Args:
             x: [..., H] of the layer's dtype.

@@ -24,6 +24,7 @@ from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.quant.schemes import PLAIN, scheme_of
+from ep_moe.renamed import renamed
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.selection import explain
@@ -187,10 +188,12 @@ class LayerParts(nn.Module):
         return self.expert_weights.device
 
     @property
-    def shape(self) -> tuple[Any, ...]:
+    def _tuning_key(self) -> tuple[Any, ...]:
         """What its kernels' speed depends on; equal on all ranks."""
         slots_per_rank, scheme = self.placement.expert_map.slots_per_rank, self.expert_weights.scheme.name
         return self.config, scheme, self.dtype, self.experts.options, slots_per_rank
+
+    shape = renamed("shape", "_tuning_key")
 
     # --- weights -------------------------------------------------------------------------------------------------
 

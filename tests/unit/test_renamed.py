@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from ep_moe import EPContext
+from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
 from ep_moe.experts.capabilities import ExpertsCapabilities, KernelCapabilities
@@ -127,6 +127,15 @@ def test_what_instances_hold(base):
         assert made.geometry == "shape"
     with pytest.warns(DeprecationWarning, match=r"Own\.link is rank_group"):
         assert made.link == "group"
+
+
+@distributed(2)
+def test_the_key_of_tuning():
+    config = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=2, top_k=1)
+    with EPContext.from_groups(device=rank_device()) as context:
+        layer = MoELayer(config, context)
+        with pytest.warns(DeprecationWarning, match=r"MoELayer\.shape is _tuning_key"):
+            assert layer.shape == layer._tuning_key
 
 
 @distributed(2)
