@@ -1,0 +1,173 @@
+"""Parameters of experts: their names, the memory that kernels read, and what goes with them to another dtype or map."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ep_moe import Activation, ExpertMap
+from ep_moe.weights.expert_weights import ExpertWeights
+from tests.fixtures.expert_weights import REDUNDANT, etp_link, filled_weights, shape
+
+
+def test_parameters_are_named_by_logical_expert():
+    config = shape()
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
+    shapes = {"w1": (16, 8), "w3": (16, 8), "w2": (8, 16), "w1_bias": (16,), "w3_bias": (16,), "w2_bias": (8,)}
+    found = {name: tuple(p.shape) for name, p in weights.named_parameters()}
+    assert found == {f"{expert}.{name}": size for expert in (0, 4) for name, size in shapes.items()}
+    without_gate = ExpertWeights(shape(Activation.RELU2, bias=False), REDUNDANT)
+    assert {name for name, _ in without_gate.named_parameters()} == {"0.w1", "0.w2", "4.w1", "4.w2"}
+
+
+def test_parameters_lie_where_kernels_read():
+    """A step of an optimizer in place is what the next call computes with; so is memory put in a parameter's place."""
+    weights = ExpertWeights(shape(), REDUNDANT, ep_rank=0)  # slots: experts 4 and 0
+    gate, up = weights.get_submodule("4").w1, weights.get_submodule("0").w3
+    with torch.no_grad():
+        gate.fill_(3), up.fill_(5)
+    assert (weights.w13[0, :16] == 3).all()
+    assert (weights.w13[1, 16:] == 5).all()
+    gate.data = torch.full_like(gate, 7)
+    assert weights(lambda: bool((weights.w13[0, :16] == 7).all()))
+    assert gate.data_ptr() == weights.w13[0].data_ptr()
+    weights.to(torch.float64)
+    assert weights.get_submodule("4").w1 is gate, "optimizers hold it"
+    assert gate.dtype == torch.float64
+    assert gate.data_ptr() == weights.w13[0].data_ptr()
+
+
+@pytest.mark.parametrize("read", [lambda weights: weights.w13, lambda weights: weights.get_parameter("w13")])
+def test_reading_a_stored_tensor_writes_nothing(read):
+    weights = filled_weights(
+        shape(Activation.RELU2, bias=False), ExpertMap.from_ranks([[0, 1, 0, 2, 3, 4]], 5, allow_duplicates=True)
+    )
+    first, replaced = weights.get_submodule("0").w1, weights.get_submodule("1").w1
+    with torch.no_grad():
+        first.fill_(9)
+    replaced.data = torch.full_like(replaced, 7)
+    before = read(weights).clone()
+    assert not (before[1] == 7).any()
+    assert not (before[2] == 9).any()
+    assert torch.equal(read(weights), before)
+    assert (weights.stored_tensors()["w13"][1] == 7).all()
+    assert (read(weights)[1] == 7).all()
+    assert (read(weights)[2] == 9).all()
+
+
+def test_kernels_read_parameters_with_memory_of_their_own():
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+    before = weights.w13.clone()
+    weights.unstack()
+    with torch.no_grad():
+        for found in (weights(lambda: weights.w13), weights(lambda: weights.get_parameter("w13"))):
+            assert torch.equal(found, before)
+    with pytest.raises(AttributeError):
+        weights.get_parameter("w13")
+
+
+def test_an_expert_that_is_here_twice_has_one_parameter():
+    config = shape(Activation.RELU2, bias=False)
+    weights = ExpertWeights(config, ExpertMap.from_ranks([[0, 1, 0]], 2, allow_duplicates=True))
+    assert [name for name, _ in weights.named_parameters()] == ["0.w1", "0.w2", "1.w1", "1.w2"]
+    with torch.no_grad():
+        weights.get_submodule("0").w1.fill_(2)
+    out = weights(lambda: weights.w13 * torch.tensor([1.0, 10.0, 100.0])[:, None, None])
+    assert (out[2] == 200).all(), "the other slot follows"
+    out.sum().backward()
+    assert (weights.get_submodule("0").w1.grad == 101).all(), "and its gradient counts"
+
+
+def change_data(weights: ExpertWeights) -> None:
+    weights.get_submodule("0").w1.data.fill_(3)
+
+
+def fused_step(weights: ExpertWeights) -> None:
+    first = weights.get_submodule("0").w1
+    first.grad = torch.ones_like(first)
+    torch.optim.SGD([first], lr=1.0, fused=True).step()
+
+
+@pytest.mark.parametrize("change", [change_data, fused_step])
+def test_copies_of_an_expert_follow_changes_that_bump_no_version(change: Callable[[ExpertWeights], None]) -> None:
+    """And nothing that reads the tensors finds them changed where they were not."""
+    weights = filled_weights(
+        shape(Activation.RELU2, bias=False), ExpertMap.from_ranks([[0, 1, 0, 2, 3, 4]], 5, allow_duplicates=True)
+    )
+    weights.settle()
+    versions = [tensor._version for tensor in weights.stored_tensors().values()]
+    before = weights.w13[0].clone()
+    change(weights)
+    assert not weights.settled
+    weights.settle()
+    assert not torch.equal(weights.w13[0], before)
+    assert torch.equal(weights.w13[2], weights.w13[0])
+    assert [tensor._version for tensor in weights.stored_tensors().values()] == versions
+
+
+def test_what_is_no_tensor_is_named_when_loaded():
+    weights = filled_weights(shape(bias=False), ExpertMap.linear(5, 1))
+    saved_state = weights.state_dict()
+    saved_state["3.w1"] = saved_state["3.w1"].numpy()
+    with pytest.raises(RuntimeError, match=r"3\.w1 must be a Tensor, got ndarray"):
+        weights.load_state_dict(saved_state)
+
+
+def test_what_parameters_carry_goes_with_them():
+    """Gradients and frozen ones, to another dtype; frozen ones to another map too."""
+    weights = filled_weights(shape(bias=False), ExpertMap.linear(5, 1))
+    first = weights.get_submodule("0")
+    first.w1.grad, first.w2.requires_grad = torch.full_like(first.w1, 3), False
+    weights.to(torch.bfloat16)
+    first = weights.get_submodule("0")
+    assert torch.equal(first.w1.grad, torch.full_like(first.w1, 3))
+    assert (first.w1.grad.dtype, first.w1.requires_grad, first.w2.requires_grad) == (torch.bfloat16, True, False)
+    weights.requires_grad_(False)
+    weights.set_expert_map(ExpertMap.from_ranks([[4, 3, 2, 1, 0]], 5))
+    assert not any(parameter.requires_grad for parameter in weights.parameters())
+
+
+def test_what_keeps_a_rank_in_the_graph_is_where_the_weights_are():
+    weights = ExpertWeights(shape(), REDUNDANT, device=torch.device("meta"))
+    weights.get_submodule("4").w2.requires_grad_(False)
+    assert weights.to_empty(device="cpu").anchor.device == weights.device == torch.device("cpu")
+    assert [name for name, p in weights.named_parameters() if not p.requires_grad] == ["4.w2"]
+    weights.unstack()
+    assert weights.device == torch.device("cpu"), "parameters with memory of their own too"
+
+
+def test_a_kernel_that_raises_leaves_no_functions_of_parameters():
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+
+    def compute():
+        assert weights.w13.grad_fn is not None
+        raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            weights(compute)
+        assert weights.w13.grad_fn is None
+
+
+def test_stored_tensors_are_per_slot():
+    config = shape()
+    weights = ExpertWeights(config, REDUNDANT, ep_rank=0, etp=etp_link(2, 0))
+    assert {name: tuple(p.shape) for name, p in weights.stored_tensors().items()} == {
+        "w13": (2, 16, 8),
+        "w2": (2, 8, 8),
+        "w13_bias": (2, 16),
+        "w2_bias": (2, 8),
+    }
+    assert weights.local_experts == (4, 0)
+    assert set(ExpertWeights(shape(bias=False), REDUNDANT).stored_tensors()) == {"w13", "w2"}
+    assert ExpertWeights(config, REDUNDANT, ep_rank=3).w13.shape == (0, 32, 8)
+
+
+def test_fresh_parameters_are_random_and_biases_zero():
+    weights = ExpertWeights(shape(inner=64), ExpertMap.linear(5, 1))
+    for parameter, fan_in in ((weights.w13, 8), (weights.w2, 64)):
+        bound = fan_in**-0.5
+        assert 0.9 * bound < parameter.abs().max() <= bound
+        assert parameter.unique().numel() > 0.9 * parameter.numel()
+    assert (weights.w13_bias == 0).all()
+    assert (weights.w2_bias == 0).all()
