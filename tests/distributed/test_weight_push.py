@@ -1,26 +1,21 @@
 """Weights that a trainer pushes into serving models and layers of other layouts, maps and schemes."""
 
-import copy
-import functools
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, training
+from ep_moe import EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, training
 from ep_moe.checkpoint.push import LayerTarget, load_layer_weights
-from ep_moe.checkpoint.reader import load_layers
 from ep_moe.eplb.migration.consensus import State
-from ep_moe.errors import CheckpointError, ConfigError, InputError
+from ep_moe.errors import CheckpointError
 from ep_moe.integrations import push as pushing
 from ep_moe.integrations import transformers as models
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.transformers import export_weights
-from ep_moe.testing import distributed, rank_device
-from ep_moe.weights.lora import LowRank, add_lora
+from ep_moe.testing import distributed
 from tests.fixtures.checkpoint_files import (
     CONFIGS,
     FAMILIES,
@@ -30,25 +25,22 @@ from tests.fixtures.checkpoint_files import (
     piece,
     quantise_fp8,
     quiet,
-    save,
     stored,
     tiny_model,
 )
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import everywhere
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.interface_models import MODELS, interface_model
+from tests.fixtures.weight_push import (
+    KINDS,
+    check_model,
+    context_of,
+    copied_model,
+    expert_parallel,
+    serving_model,
+    shared_model,
+)
 
-SIZES = {"hidden_size": 128, "moe_intermediate_size": 256}  # of whole blocks of all schemes, also over etp = 2
-# a known family, one with shared experts and a selection bias, one whose experts alone are replaced, and one of these
-# with biases, transposed and interleaved experts
-KINDS = {
-    "qwen3_moe": lambda: tiny_model("qwen3_moe", **SIZES),
-    "deepseek_v3": lambda: tiny_model("deepseek_v3", **SIZES),
-    "olmoe": lambda: interface_model(
-        "olmoe", hidden_size=128, intermediate_size=256, head_dim=32, num_key_value_heads=4
-    ),
-    "gpt_oss": lambda: tiny_model("gpt_oss", hidden_size=128, intermediate_size=256),
-}
 KINDS_OF = dict.fromkeys(MODELS, interface_model) | dict.fromkeys(FAMILIES, tiny_model)
 # error of a number, of the largest in its matrix: half of E4M3's last bit; MXFP4 ends at three quarters of it at worst
 BLOCK = "fp8_block"
@@ -67,48 +59,6 @@ LAYOUTS = {
 }
 
 
-@functools.cache
-def first(kind):
-    """A model as it is made: to be read, and copied."""
-    return KINDS[kind]()
-
-
-def made(kind):
-    return copy.deepcopy(first(kind))
-
-
-def context_of(**sizes):
-    if not sizes and dist.get_world_size() > 1:
-        sizes = {"dp": dist.get_world_size()}
-    return EPContext.from_groups(ParallelConfig(**sizes), device=rank_device(), deadline_s=30)
-
-
-def expert_parallel(model, context, **options):
-    """On the context's device, where it is quantized too: a GPU's factors differ from a CPU's in their last bit."""
-    return models.expert_parallel(model.to(context.device), context, **options)
-
-
-def serving_model(kind, context, **options):
-    """As if it was loaded from another checkpoint."""
-    model = expert_parallel(made(kind), context, experts="reference", **options)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "expert_weights" not in name:
-                parameter.add_(0.25)
-        for layer in models.moe_layers(model):
-            for tensor in layer.expert_weights.stored_tensors().values():
-                tensor.view(torch.uint8).zero_()
-    return model.requires_grad_(False)
-
-
-def check_model(found, wanted, where):
-    """Every tensor of this rank's, bit for bit."""
-    found, wanted = found.state_dict(), wanted.state_dict()
-    assert found.keys() == wanted.keys(), where
-    for name in wanted:
-        assert same_bits(found[name], wanted[name]), f"{where}: {name}"
-
-
 def addresses(model):
     found = [tensor.data_ptr() for name, tensor in model.state_dict().items() if "expert_weights" not in name]
     return found + [layer.expert_weights.place for layer in models.moe_layers(model)]
@@ -121,17 +71,19 @@ def test_a_server_has_what_the_trainer_has(world_size):
     for trains, serves, expert_map in LAYOUTS[world_size]:
         with context_of(**trains) as ours, context_of(**serves) as theirs:
             for at, kind in enumerate(KINDS):
-                trainer = expert_parallel(made(kind), ours, experts="reference")
+                trainer = expert_parallel(copied_model(kind), ours, experts="reference")
                 for scheme in SCHEMES if world_size == 1 else ("none", list(SCHEMES)[1 + at % 3]):
                     options = {"expert_map": expert_map, "quantization": scheme}
                     server, where = serving_model(kind, theirs, **options), (trains, serves, kind, scheme)
-                    wanted = expert_parallel(made(kind), theirs, experts="reference", **options)
+                    wanted = expert_parallel(copied_model(kind), theirs, experts="reference", **options)
                     before = addresses(server)
-                    loaded = models.load_weights(server, export_weights(trainer, save_original_format=at % 2 == 0))
+                    loaded = models.load_layer_weights(
+                        server, export_weights(trainer, save_original_format=at % 2 == 0)
+                    )
                     check_model(server, wanted, where)
                     assert addresses(server) == before, "graphs that were captured read them"
                     assert loaded >= {"model.norm.weight", "model.embed_tokens.weight"}
-                    check_numbers(server, first(kind), scheme, where)
+                    check_numbers(server, shared_model(kind), scheme, where)
 
 
 @torch.no_grad()
@@ -187,7 +139,7 @@ def test_every_kind_of_model_takes_both_forms_of_names(world_size):
                 with torch.no_grad():
                     for parameter in server.parameters():
                         parameter.add_(0.25)
-                models.load_weights(server, export_weights(trainer, save_original_format=original))
+                models.load_layer_weights(server, export_weights(trainer, save_original_format=original))
                 check_model(server, trainer, (kind, original))
 
 
@@ -241,7 +193,7 @@ def test_tensors_come_in_any_order_and_memory(world_size):
         published = {name: tensor.cpu().clone() for name, tensor in export_weights(wanted)}
         for weights in (shuffled(published), overwritten(published), overwritten(KINDS["olmoe"]().state_dict())):
             server = serving_model("olmoe", context)
-            models.load_weights(server, weights)
+            models.load_layer_weights(server, weights)
             check_model(server, wanted, weights)
 
 
@@ -258,14 +210,14 @@ def test_numbers_are_rounded_to_the_servers_dtype(world_size):
                 for parameter in server.parameters():
                     parameter.view(torch.uint8).zero_()
             if scheme == "none":  # elsewhere the numbers are quantized as they come, and here those of the model
-                models.load_weights(server, KINDS["olmoe"]().state_dict())
+                models.load_layer_weights(server, KINDS["olmoe"]().state_dict())
                 check_model(server, wanted, scheme)
-            models.load_weights(server, KINDS["olmoe"]().bfloat16().state_dict())
+            models.load_layer_weights(server, KINDS["olmoe"]().bfloat16().state_dict())
             check_model(server, wanted, scheme)
             wide = KINDS["olmoe"]().double().state_dict()
             wide["model.norm.weight"][3] = 1e39
             with pytest.raises(CheckpointError, match=r"model.norm.weight has numbers up to 1e\+39"):
-                models.load_weights(server, wide)
+                models.load_layer_weights(server, wide)
 
 
 @distributed(2)
@@ -296,14 +248,14 @@ def test_shards_of_fsdp_are_gathered(world_size):
         assert any(hasattr(tensor, "full_tensor") for tensor in model.state_dict().values())
         for weights in (model.state_dict(), iter(model.state_dict().items())):
             server = serving_model("deepseek_v3", context)
-            models.load_weights(server, weights)
+            models.load_layer_weights(server, weights)
             check_model(server, wanted, "FSDP2")
     with context_of(dp=2, ep=1) as ours, context_of() as theirs:
         trainer = expert_parallel(KINDS["olmoe"](), ours, experts="reference")
         trainer = training.fully_shard(trainer, ours)
         wanted = expert_parallel(KINDS["olmoe"](), theirs, experts="reference")
         server = serving_model("olmoe", theirs)
-        models.load_weights(server, export_weights(trainer))
+        models.load_layer_weights(server, export_weights(trainer))
         check_model(server, wanted, "experts that ep_moe shards over their replicas")
 
 
@@ -315,11 +267,11 @@ def test_codes_are_kept_or_widened(world_size):
         trainer = expert_parallel(KINDS["deepseek_v3"](), context, experts="reference")
         packed, numbers = quantise_fp8({name: tensor.cpu() for name, tensor in export_weights(trainer)})
         wanted, server, kept = (serving_model("deepseek_v3", context, quantization=q) for q in ("none", "none", BLOCK))
-        models.load_weights(wanted, numbers)
+        models.load_layer_weights(wanted, numbers)
         for weights in (lambda: packed, lambda: iter(packed.items())):
-            models.load_weights(server, weights())
+            models.load_layer_weights(server, weights())
             check_model(server, wanted, "fp8")
-            models.load_weights(kept, weights())
+            models.load_layer_weights(kept, weights())
             for number, layer in zip((1, 2), models.moe_layers(kept), strict=True):
                 for expert in layer.expert_weights.held:
                     name = f"model.layers.{number}.mlp.experts.{expert}"
@@ -330,208 +282,6 @@ def test_codes_are_kept_or_widened(world_size):
                         assert torch.equal(found[f"w2{part}"], down.float())
             same = models.moe_layers(wanted)[0].router.weight
             assert same_bits(models.moe_layers(kept)[0].router.weight, same)
-
-
-# --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def published(kind):
-    return {name: tensor.clone() for name, tensor in KINDS[kind]().state_dict().items()}
-
-
-def changed(name, tensor):
-    """The name's tensor on rank 1 alone; None: none."""
-
-    def change(weights):
-        if dist.get_rank() == 1:
-            if tensor is None:
-                del weights[name]
-            else:
-                weights[name] = tensor(weights.get(name))
-        return weights
-
-    return change
-
-
-EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
-EXTRA = "model.layers.1.mlp.shared_expert.weight"
-SEEN_BEFORE = {  # of a mapping, before anything is written
-    "experts.gate_up_proj is missing": changed(EXPERTS, None),
-    r"must have \[8, 512, 128\]": changed(EXPERTS, lambda t: t[..., :127]),
-    "must be bfloat16 or float16 or float32 or float64, got int64": changed(EXPERTS, torch.Tensor.long),
-    "input_layernorm.weight is missing in the pushed weights": changed("model.layers.1.input_layernorm.weight", None),
-    r"lm_head.weight must have shape \[64, 128\], got \[128\]": changed("lm_head.weight", lambda t: t[0]),
-    "has model.layers.1.mlp.shared_expert.weight, which OlmoeForCausalLM has no": changed(
-        EXTRA, lambda _: torch.ones(1)
-    ),
-    "embed_tokens.weight must be a Tensor, got NoneType": changed("model.embed_tokens.weight", lambda t: None),
-}
-
-
-@distributed(2)
-def test_a_mapping_that_is_wrong_changes_nothing(world_size):
-    quiet()
-    with context_of() as context:
-        server = serving_model("olmoe", context, quantization="fp8_dynamic")
-        before = {name: tensor.clone() for name, tensor in server.state_dict().items()}
-        ids = torch.arange(5)[None].to(context.device)
-        for words, change in SEEN_BEFORE.items():
-            with pytest.raises((CheckpointError, InputError), match=words) as caught:
-                models.load_weights(server, change(published("olmoe")))
-            assert "rank 1" in str(caught.value)
-            assert len(set(everywhere(str(caught.value)))) == 1
-            assert all(same_bits(tensor, before[name]) for name, tensor in server.state_dict().items()), words
-            assert server(input_ids=ids, use_cache=False).logits.isfinite().all(), "it goes on with the old ones"
-
-
-def poisoned(at):
-    """A number that is none in one expert of one rank, in the last layer."""
-
-    def change(weights):
-        if dist.get_rank() == 1:
-            weights[EXPERTS][at, 0, 0] = torch.inf
-        return weights
-
-    return change
-
-
-@distributed(2)
-def test_what_fails_on_the_way_is_served_by_no_rank(world_size):
-    """Layer 0 has the new weights when layer 1 turns out to be wrong."""
-    quiet()
-    with context_of() as context:
-        server = serving_model("olmoe", context, quantization="fp8_block", expert_map=ExpertMap.redundant(8, 2, 4))
-        ids = torch.arange(5)[None].to(context.device)
-        wrong = {
-            "must be finite, got inf": lambda: poisoned(7)(published("olmoe")),
-            "experts.gate_up_proj is missing": lambda: iter(changed(EXPERTS, None)(published("olmoe")).items()),
-        }
-        for words, make in wrong.items():
-            text = same_error(CheckpointError, lambda make=make: models.load_weights(server, make()))
-            assert words in text
-            assert "rank 1" in text
-            for _ in range(2):
-                text = same_error(CheckpointError, lambda: server(input_ids=ids, use_cache=False))
-                assert text.startswith("model.layers.0.mlp.experts holds a part of the pushed weights, whose loading")
-            models.load_weights(server, published("olmoe"))
-            wanted = expert_parallel(
-                KINDS["olmoe"](), context, experts="reference", quantization="fp8_block",
-                expert_map=ExpertMap.redundant(8, 2, 4),
-            )  # fmt: skip
-            check_model(server, wanted, words)
-            assert server(input_ids=ids, use_cache=False).logits.isfinite().all()
-
-
-@distributed(2)
-def test_a_rank_with_a_bad_tensor_takes_part_to_the_end(world_size):
-    """The trainer's ranks gather each tensor together."""
-    quiet()
-
-    def spoiled(pairs, value):
-        for name, tensor in pairs:
-            yield name, value(tensor) if dist.get_rank() == 1 and name == "model.layers.0.mlp.gate.weight" else tensor
-
-    wrong = {
-        "rank 1: model.layers.0.mlp.gate.weight must have shape [8, 128], got [1, 128]": lambda tensor: tensor[:1],
-        "rank 1: model.layers.0.mlp.gate.weight must be a Tensor, got NoneType": lambda _: None,
-    }
-    with context_of() as ours, context_of() as theirs:
-        trainer = expert_parallel(KINDS["olmoe"](), ours, experts="reference")
-        server, wanted = (serving_model("olmoe", theirs) for _ in range(2))
-        models.load_weights(wanted, published("olmoe"))
-        for words, value in wrong.items():
-            with pytest.raises((CheckpointError, InputError)) as caught:
-                models.load_weights(server, spoiled(export_weights(trainer), value))
-            assert words in str(caught.value)
-            assert len(set(everywhere(str(caught.value)))) == 1
-            models.load_weights(server, export_weights(trainer))
-            check_model(server, wanted, words)
-
-
-@distributed(2)
-def test_a_folder_that_fails_on_the_way_is_served_by_no_rank(tmp_path, world_size):
-    quiet()
-    model = KINDS["qwen3_moe"]()
-    with torch.no_grad():
-        model.model.layers[2].mlp.experts.down_proj[7, 0, 0] = torch.nan
-    if dist.get_rank() == 0:
-        save(model, tmp_path / "wrong")
-        save(KINDS["qwen3_moe"](), tmp_path / "right")
-    config = replace(CONFIGS["qwen3_moe"], hidden_size=128, intermediate_size=256)
-    with context_of() as context:
-        dist.barrier()
-        layers = {n: MoELayer(config, context, quantization="fp8_block") for n in LAYERS["qwen3_moe"]}
-        x = torch.ones(2, 128, device=context.device)
-        with pytest.raises(CheckpointError, match="holds neither"):
-            load_layers(layers, tmp_path, "qwen3_moe", progress=False)
-        layers[0](x)  # as before
-        text = same_error(CheckpointError, lambda: load_layers(layers, tmp_path / "wrong", "qwen3_moe", progress=False))
-        assert "must be finite, got nan" in text
-        for layer in layers.values():
-            assert str(tmp_path / "wrong") in same_error(CheckpointError, lambda: layer(x))  # noqa: B023
-        load_layers(layers, tmp_path / "right", "qwen3_moe", progress=False)
-        assert all(layer(x).isfinite().all() for layer in layers.values())
-
-
-@distributed(2)
-def test_an_iterable_that_is_wrong_from_the_start_changes_nothing(world_size):
-    quiet()
-    with context_of() as context:
-        server = serving_model("olmoe", context)
-        ids = torch.arange(5)[None].to(context.device)
-        prefixed = [(f"module.{name}", tensor) for name, tensor in published("olmoe").items()]  # by a wrapper
-        for weights in ([], prefixed, [("model.layers.0.mlp.odd.weight", torch.ones(1))], ["no pair"], 7):
-            with pytest.raises((CheckpointError, InputError)):
-                models.load_weights(server, weights)
-            assert server(input_ids=ids, use_cache=False).logits.isfinite().all()
-
-
-@distributed(2)
-def test_ranks_that_push_different_weights_are_told(world_size):
-    quiet()
-    rank = dist.get_rank()
-    with context_of() as context:
-        for name, words in (
-            ("model.layers.1.mlp.gate.weight", "all ranks must hold the same router"),
-            ("model.layers.1.mlp.experts.down_proj", "copies of expert 0 on ranks 0, 1 differ"),
-        ):
-            layers = {1: MoELayer(CONFIGS["deepseek_v3"], context, expert_map=ExpertMap.redundant(8, 2, 4))}
-            weights = tiny_model("deepseek_v3").state_dict()
-            layers[1](torch.ones(2, 32, device=context.device))  # ranks are compared in the first call
-            load_layer_weights(layers, weights, "deepseek_v3")
-            weights[name] = weights[name] + rank
-            assert words in same_error(InputError, lambda: load_layer_weights(layers, weights, "deepseek_v3"))  # noqa: B023
-            same_error(CheckpointError, lambda: layers[1](torch.ones(2, 32, device=context.device)))  # noqa: B023
-
-
-@distributed(1)
-def test_what_cannot_be_pushed_is_refused(world_size):
-    quiet()
-    with context_of() as context:
-        model = expert_parallel(KINDS["qwen3_moe"](), context, experts="reference", quantization="fp8_dynamic")
-        with pytest.raises(ConfigError, match="quantization must be none for export_weights, got fp8_dynamic"):
-            next(export_weights(model))
-        with pytest.raises(ConfigError, match="must have expert-parallel layers"):
-            models.load_weights(KINDS["qwen3_moe"](), {})
-        with pytest.raises(InputError, match="at least one layer"):
-            load_layer_weights({}, {}, "qwen3_moe")
-        tuned = expert_parallel(KINDS["olmoe"](), context, experts="reference")
-        add_lora(models.moe_layers(tuned)[0].expert_weights, {"w13": LowRank(2, 1.0)}, 0)
-        for call in (lambda: models.load_weights(tuned, published("olmoe")), lambda: next(export_weights(tuned))):
-            with pytest.raises(ConfigError, match="have LoRA factors"):
-                call()
-        tied = published("qwen3_moe")
-        tied["lm_head.weight"] = tied["lm_head.weight"] + 1
-        with pytest.raises(CheckpointError, match="are one tensor in Qwen3MoeForCausalLM, and differ"):
-            models.load_weights(model, tied)
-        twice = [*published("qwen3_moe").items()]
-        with pytest.raises(CheckpointError, match="is there twice"):
-            models.load_weights(model, twice + twice[3:4])
-        models.load_weights(model, twice)
-        layer = models.moe_layers(model)[0]
-        layer.router.register_forward_hook(lambda *_: models.load_weights(model, published("qwen3_moe")))
-        with pytest.raises(InputError, match="weights are loaded between two calls"):
-            layer(torch.ones(2, 128))
 
 
 # --- beside other things ----------------------------------------------------------------------------------------------
