@@ -77,9 +77,7 @@ def test_a_server_has_what_the_trainer_has(world_size):
                     server, where = serving_model(kind, theirs, **options), (trains, serves, kind, scheme)
                     wanted = expert_parallel(copied_model(kind), theirs, experts="reference", **options)
                     before = addresses(server)
-                    loaded = models.load_layer_weights(
-                        server, export_weights(trainer, save_original_format=at % 2 == 0)
-                    )
+                    loaded = models.load_weights(server, export_weights(trainer, save_original_format=at % 2 == 0))
                     check_model(server, wanted, where)
                     assert addresses(server) == before, "graphs that were captured read them"
                     assert loaded >= {"model.norm.weight", "model.embed_tokens.weight"}
@@ -139,7 +137,7 @@ def test_every_kind_of_model_takes_both_forms_of_names(world_size):
                 with torch.no_grad():
                     for parameter in server.parameters():
                         parameter.add_(0.25)
-                models.load_layer_weights(server, export_weights(trainer, save_original_format=original))
+                models.load_weights(server, export_weights(trainer, save_original_format=original))
                 check_model(server, trainer, (kind, original))
 
 
@@ -193,7 +191,7 @@ def test_tensors_come_in_any_order_and_memory(world_size):
         published = {name: tensor.cpu().clone() for name, tensor in export_weights(wanted)}
         for weights in (shuffled(published), overwritten(published), overwritten(KINDS["olmoe"]().state_dict())):
             server = serving_model("olmoe", context)
-            models.load_layer_weights(server, weights)
+            models.load_weights(server, weights)
             check_model(server, wanted, weights)
 
 
@@ -210,14 +208,14 @@ def test_numbers_are_rounded_to_the_servers_dtype(world_size):
                 for parameter in server.parameters():
                     parameter.view(torch.uint8).zero_()
             if scheme == "none":  # elsewhere the numbers are quantized as they come, and here those of the model
-                models.load_layer_weights(server, KINDS["olmoe"]().state_dict())
+                models.load_weights(server, KINDS["olmoe"]().state_dict())
                 check_model(server, wanted, scheme)
-            models.load_layer_weights(server, KINDS["olmoe"]().bfloat16().state_dict())
+            models.load_weights(server, KINDS["olmoe"]().bfloat16().state_dict())
             check_model(server, wanted, scheme)
             wide = KINDS["olmoe"]().double().state_dict()
             wide["model.norm.weight"][3] = 1e39
             with pytest.raises(CheckpointError, match=r"model.norm.weight has numbers up to 1e\+39"):
-                models.load_layer_weights(server, wide)
+                models.load_weights(server, wide)
 
 
 @distributed(2)
@@ -248,14 +246,14 @@ def test_shards_of_fsdp_are_gathered(world_size):
         assert any(hasattr(tensor, "full_tensor") for tensor in model.state_dict().values())
         for weights in (model.state_dict(), iter(model.state_dict().items())):
             server = serving_model("deepseek_v3", context)
-            models.load_layer_weights(server, weights)
+            models.load_weights(server, weights)
             check_model(server, wanted, "FSDP2")
     with context_of(dp=2, ep=1) as ours, context_of() as theirs:
         trainer = expert_parallel(KINDS["olmoe"](), ours, experts="reference")
         trainer = training.fully_shard(trainer, ours)
         wanted = expert_parallel(KINDS["olmoe"](), theirs, experts="reference")
         server = serving_model("olmoe", theirs)
-        models.load_layer_weights(server, export_weights(trainer))
+        models.load_weights(server, export_weights(trainer))
         check_model(server, wanted, "experts that ep_moe shards over their replicas")
 
 
@@ -267,11 +265,11 @@ def test_codes_are_kept_or_widened(world_size):
         trainer = expert_parallel(KINDS["deepseek_v3"](), context, experts="reference")
         packed, numbers = quantise_fp8({name: tensor.cpu() for name, tensor in export_weights(trainer)})
         wanted, server, kept = (serving_model("deepseek_v3", context, quantization=q) for q in ("none", "none", BLOCK))
-        models.load_layer_weights(wanted, numbers)
+        models.load_weights(wanted, numbers)
         for weights in (lambda: packed, lambda: iter(packed.items())):
-            models.load_layer_weights(server, weights())
+            models.load_weights(server, weights())
             check_model(server, wanted, "fp8")
-            models.load_layer_weights(kept, weights())
+            models.load_weights(kept, weights())
             for number, layer in zip((1, 2), models.moe_layers(kept), strict=True):
                 for expert in layer.expert_weights.held:
                     name = f"model.layers.{number}.mlp.experts.{expert}"

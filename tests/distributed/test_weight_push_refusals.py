@@ -62,7 +62,7 @@ def test_a_mapping_that_is_wrong_changes_nothing(world_size):
         ids = torch.arange(5)[None].to(context.device)
         for words, change in SEEN_BEFORE.items():
             with pytest.raises((CheckpointError, InputError), match=words) as caught:
-                models.load_layer_weights(server, change(published("olmoe")))
+                models.load_weights(server, change(published("olmoe")))
             assert "rank 1" in str(caught.value)
             assert len(set(everywhere(str(caught.value)))) == 1
             assert all(same_bits(tensor, before[name]) for name, tensor in server.state_dict().items()), words
@@ -92,13 +92,13 @@ def test_what_fails_on_the_way_is_served_by_no_rank(world_size):
             "experts.gate_up_proj is missing": lambda: iter(changed(EXPERTS, None)(published("olmoe")).items()),
         }
         for words, make in wrong.items():
-            text = same_error(CheckpointError, lambda make=make: models.load_layer_weights(server, make()))
+            text = same_error(CheckpointError, lambda make=make: models.load_weights(server, make()))
             assert words in text
             assert "rank 1" in text
             for _ in range(2):
                 text = same_error(CheckpointError, lambda: server(input_ids=ids, use_cache=False))
                 assert text.startswith("model.layers.0.mlp.experts holds a part of the pushed weights, whose loading")
-            models.load_layer_weights(server, published("olmoe"))
+            models.load_weights(server, published("olmoe"))
             wanted = expert_parallel(
                 KINDS["olmoe"](), context, experts="reference", quantization="fp8_block",
                 expert_map=ExpertMap.redundant(8, 2, 4),
@@ -123,13 +123,13 @@ def test_a_rank_with_a_bad_tensor_takes_part_to_the_end(world_size):
     with context_of() as ours, context_of() as theirs:
         trainer = expert_parallel(KINDS["olmoe"](), ours, experts="reference")
         server, wanted = (serving_model("olmoe", theirs) for _ in range(2))
-        models.load_layer_weights(wanted, published("olmoe"))
+        models.load_weights(wanted, published("olmoe"))
         for words, value in wrong.items():
             with pytest.raises((CheckpointError, InputError)) as caught:
-                models.load_layer_weights(server, spoiled(export_weights(trainer), value))
+                models.load_weights(server, spoiled(export_weights(trainer), value))
             assert words in str(caught.value)
             assert len(set(everywhere(str(caught.value)))) == 1
-            models.load_layer_weights(server, export_weights(trainer))
+            models.load_weights(server, export_weights(trainer))
             check_model(server, wanted, words)
 
 
@@ -167,7 +167,7 @@ def test_an_iterable_that_is_wrong_from_the_start_changes_nothing(world_size):
         prefixed = [(f"module.{name}", tensor) for name, tensor in published("olmoe").items()]  # by a wrapper
         for weights in ([], prefixed, [("model.layers.0.mlp.odd.weight", torch.ones(1))], ["no pair"], 7):
             with pytest.raises((CheckpointError, InputError)):
-                models.load_layer_weights(server, weights)
+                models.load_weights(server, weights)
             assert server(input_ids=ids, use_cache=False).logits.isfinite().all()
 
 
@@ -197,23 +197,23 @@ def test_what_cannot_be_pushed_is_refused(world_size):
         with pytest.raises(ConfigError, match="quantization must be none for export_weights, got fp8_dynamic"):
             next(export_weights(model))
         with pytest.raises(ConfigError, match="must have expert-parallel layers"):
-            models.load_layer_weights(KINDS["qwen3_moe"](), {})
+            models.load_weights(KINDS["qwen3_moe"](), {})
         with pytest.raises(InputError, match="at least one layer"):
             load_layer_weights({}, {}, "qwen3_moe")
         tuned = expert_parallel(KINDS["olmoe"](), context, experts="reference")
         add_lora(models.moe_layers(tuned)[0].expert_weights, {"w13": LowRank(2, 1.0)}, 0)
-        for call in (lambda: models.load_layer_weights(tuned, published("olmoe")), lambda: next(export_weights(tuned))):
+        for call in (lambda: models.load_weights(tuned, published("olmoe")), lambda: next(export_weights(tuned))):
             with pytest.raises(ConfigError, match="have LoRA factors"):
                 call()
         tied = published("qwen3_moe")
         tied["lm_head.weight"] = tied["lm_head.weight"] + 1
         with pytest.raises(CheckpointError, match="are one tensor in Qwen3MoeForCausalLM, and differ"):
-            models.load_layer_weights(model, tied)
+            models.load_weights(model, tied)
         twice = [*published("qwen3_moe").items()]
         with pytest.raises(CheckpointError, match="is there twice"):
-            models.load_layer_weights(model, twice + twice[3:4])
-        models.load_layer_weights(model, twice)
+            models.load_weights(model, twice + twice[3:4])
+        models.load_weights(model, twice)
         layer = models.moe_layers(model)[0]
-        layer.router.register_forward_hook(lambda *_: models.load_layer_weights(model, published("qwen3_moe")))
+        layer.router.register_forward_hook(lambda *_: models.load_weights(model, published("qwen3_moe")))
         with pytest.raises(InputError, match="weights are loaded between two calls"):
             layer(torch.ones(2, 128))
