@@ -17,7 +17,7 @@ from ep_moe.checkpoint.unread import left_out
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations.experts_twin import computes, find_activation, is_experts
+from ep_moe.integrations.experts_probe import computes, find_activation, is_experts
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
 from ep_moe.integrations.generic import ExpertParallelExperts
 from ep_moe.integrations.model_hooks import TokenMasks

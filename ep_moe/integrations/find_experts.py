@@ -1,8 +1,8 @@
 """Which modules of a transformers model are experts, how they hold them, and what they compute.
 
 Modules on transformers' experts interface (`use_experts_implementation`) say how they hold their experts. Any other
-module that is called with rows, ids and weights is tried: a small twin computes with random experts, beside each layout
-that its parameters' shapes allow.
+module that is called with rows, ids and weights is tried: a small probe computes with random experts, beside each
+layout that its parameters' shapes allow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.model_names import HeldTensor, ModuleLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.experts_twin import FoundActivation, find_activation, identify, identify_block, is_experts
+from ep_moe.integrations.experts_probe import FoundActivation, find_activation, identify, identify_block, is_experts
 from ep_moe.types import dtype_name
 
 _MOST = 8  # parameters of a module of experts, or of a block with its router

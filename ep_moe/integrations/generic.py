@@ -22,7 +22,7 @@ from ep_moe.checkpoint.unread import listed
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.edited import changed_methods
-from ep_moe.integrations.experts_twin import sorted_routes
+from ep_moe.integrations.experts_probe import sorted_routes
 from ep_moe.integrations.find_experts import (
     KEEP,
     NORM,

@@ -30,7 +30,7 @@ from ep_moe.integrations.lora_targets import (
     converted,
     expert_targets,
     is_named,
-    meta_twin,
+    meta_copy,
     moved_modules,
 )
 from ep_moe.training.wrappers import exclude_experts
@@ -174,7 +174,7 @@ def save_lora(model: Any, folder: str | Path) -> None:
 
 
 def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> Any:
-    """Put a PEFT adapter of a model on its expert-parallel twin: each rank keeps its own experts' factors.
+    """Put a PEFT adapter of a model on the expert-parallel model: each rank keeps its own experts' factors.
 
     Args:
         model: of `expert_parallel` or `load_pretrained`, without factors.
@@ -252,7 +252,7 @@ def _fused(tensors: dict[str, Tensor], config: Any, model: Any, folder: Path) ->
             f"install peft 0.21 or newer"
         ) from error
     try:
-        found: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(meta_twin(model), config, tensors)
+        found: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(meta_copy(model), config, tensors)
     except Exception as error:  # of PEFT, for which an adapter may be any dict
         raise CheckpointError(
             f"{folder}: PEFT cannot put the factors of each expert together ({type(error).__name__}: {error}); every "

@@ -94,12 +94,12 @@ def expert_targets(model: Any, wanted: list[str]) -> Iterator[Target]:
     """In the order of layers. PEFT's wrapper of the last parameter of a module is the outermost."""
     layers = saved_experts(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    twin = meta_twin(base) if any(one.layout.tensors[0].transposed for one in layers) else None
+    theirs = meta_copy(base) if any(one.layout.tensors[0].transposed for one in layers) else None
     for one in layers:
         held = [each for each in one.layout.tensors if each.part in ("w13", "w2") and not each.flat]
         names = {each.part: each.name for each in held}
         found = [s for s, p in names.items() if any(is_named(f"{one.name}.{p}", each) for each in wanted)]
-        turned = twin is not None and not getattr(twin.get_submodule(one.name), "is_transposed", False)
+        turned = theirs is not None and not getattr(theirs.get_submodule(one.name), "is_transposed", False)
         for at, stored in enumerate(found):
             yield Target(one, stored, names[stored], len(found) - 1 - at, turned)
 
@@ -117,7 +117,7 @@ def converted(config: Any, model: Any) -> Any:
     except ImportError:  # an older PEFT, which knows no other names
         return config
     try:
-        convert_peft_config_for_transformers(config, model=meta_twin(model), conversions=None)
+        convert_peft_config_for_transformers(config, model=meta_copy(model), conversions=None)
     except ValueError as error:
         raise ConfigError(f"LoraConfig.target_modules={config.target_modules!r}: {error}; name all of them") from error
     return config
@@ -134,7 +134,7 @@ def moved_modules(targets: Any, model: Any) -> Any:
             inside = re.sub(rf"\.{theirs}(?=\.|$)", f".{ours}", target)
             moved[target] = re.sub(rf"^{theirs}(?=\.|$)", ours.rpartition(".")[2], inside)
     names = [name for name, _ in model.named_modules()]
-    theirs_alone = [name for name, _ in meta_twin(model).named_modules()]
+    theirs_alone = [name for name, _ in meta_copy(model).named_modules()]
     for target, ours in moved.items():
         if any(is_named(each, target) for each in theirs_alone) and not any(is_named(each, ours) for each in names):
             raise ConfigError(
@@ -158,7 +158,7 @@ def check_config(config: Any) -> None:
         )
 
 
-def meta_twin(model: Any) -> Any:
+def meta_copy(model: Any) -> Any:
     """transformers' own model, on the meta device."""
     with torch.device("meta"):
         return type(model)._from_config(copy.deepcopy(model.config))

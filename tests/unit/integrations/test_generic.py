@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import gelu, silu
 
 from ep_moe import Activation, ConfigError, EPContext, InputError
-from ep_moe.integrations.experts_twin import find_activation
+from ep_moe.integrations.experts_probe import find_activation
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.transformers import expert_parallel, moe_layers, read_moe_config

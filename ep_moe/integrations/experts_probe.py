@@ -1,7 +1,7 @@
-"""What a module computes that may be experts: a small twin of it is asked.
+"""What a module computes that may be experts: a small probe of it is asked.
 
-The twin has the module's class and attributes, and parameters of small sizes. It runs in float64 on the CPU. Nothing is
-taken for experts whose numbers are not those of a layout with a known activation.
+The probe has the module's class and attributes, and parameters of small sizes. It runs in float64 on the CPU. Nothing
+is taken for experts whose numbers are not those of a layout with a known activation.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ def identify(module: nn.Module, layout: ModuleLayout, hidden: int, inner: int) -
         hidden: H of its parameters.
         inner: I of its parameters.
     """
-    return _asked(_Twin, module, layout, (hidden, inner))
+    return _asked(_Probe, module, layout, (hidden, inner))
 
 
 def identify_block(module: nn.Module, layout: ModuleLayout, hidden: int, inner: int) -> FoundActivation | None:
     """As `identify`, of a block that sorts its rows as its child `router` says (`sorted_routes`)."""
-    found = _asked(_BlockTwin, module, layout, (hidden, inner))
+    found = _asked(_BlockProbe, module, layout, (hidden, inner))
     return None if found is None else found[0]
 
 
 def _asked(
-    kind: type[_Twin], module: nn.Module, layout: ModuleLayout, real: tuple[int, int]
+    kind: type[_Probe], module: nn.Module, layout: ModuleLayout, real: tuple[int, int]
 ) -> tuple[FoundActivation, bool] | None:
     sizes = _small(layout.experts, *real)
     if sizes is None:
         return None
-    twin = kind(module, layout, real, sizes)
+    probe = kind(module, layout, real, sizes)
     try:
         with torch.no_grad(), torch.device("cpu"):
-            found = find_activation(twin, type(module).__name__)
-            return (found, twin.zero_experts()) if twin.agrees(found) else None
+            found = find_activation(probe, type(module).__name__)
+            return (found, probe.zero_experts()) if probe.agrees(found) else None
     except Exception:  # another class of modules may do anything with such inputs
         return None
 
 
 def _small(experts: int, hidden: int, inner: int) -> tuple[int, int] | None:
-    """H and I of the twin. Attributes are recognized by their values: equal sizes stay equal, and E stays as it is."""
+    """H and I of the probe. Attributes are recognized by their values: equal sizes stay equal, and E stays as it is."""
     small_hidden = hidden if hidden == experts else 2 * WIDTH + (experts == 2 * WIDTH)
     small_inner = inner if inner == experts else WIDTH + (experts == WIDTH)
     if hidden == inner:
@@ -67,8 +67,8 @@ def _small(experts: int, hidden: int, inner: int) -> tuple[int, int] | None:
     return (small_hidden, small_inner) if small_hidden >= 2 * WIDTH and small_inner >= WIDTH else None
 
 
-class _Twin:
-    """Calls a small twin of a module with given experts. `find_activation` takes it for a class of the interface."""
+class _Probe:
+    """Calls a small probe of a module with given experts. `find_activation` takes it for a class of the interface."""
 
     has_bias, is_transposed, is_concatenated = False, False, True
 
@@ -97,7 +97,7 @@ class _Twin:
     act_fn = _apply_gate
 
     def agrees(self, activation: FoundActivation) -> bool:
-        """Whether the twin, with random experts, gives the sum of the weighted experts of each row."""
+        """Whether the probe, with random experts, gives the sum of the weighted experts of each row."""
         count, rows = self._layout.experts, self._inner * (2 if self.has_gate else 1)
         x, chosen = self._random(_ROWS, self._hidden), min(2, count)
         ids = self._random(_ROWS, count).topk(chosen).indices
@@ -131,8 +131,8 @@ class _Twin:
         return False
 
     def _call(self, experts: Mapping[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        twin = _copied(self._module, self._parameters(experts), self._attributes)
-        out: Tensor = type(self._module).forward(twin, x, ids, weights)
+        probe = _copied(self._module, self._parameters(experts), self._attributes)
+        out: Tensor = type(self._module).forward(probe, x, ids, weights)
         return out.reshape(x.shape)
 
     def _parameters(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ class _Twin:
         return {one.name: one.join(held[one.name]) for one in self._layout.tensors}
 
 
-class _BlockTwin(_Twin):
+class _BlockProbe(_Probe):
     """Of a block with a router of its own, and perhaps a `bias` of its output."""
 
     def agrees(self, activation: FoundActivation) -> bool:
@@ -148,9 +148,9 @@ class _BlockTwin(_Twin):
         count, rows = self._layout.experts, self._inner * (2 if self.has_gate else 1)
         w13, w2 = self._random(count, rows, self._hidden) / 4, self._random(count, self._hidden, self._inner) / 4
         self._tried = {"w13": w13, "w2": w2}, self._random(_ROWS, self._hidden)
-        twin = self._twin(self._tried[0])
-        found = type(self._module).forward(twin, self._tried[1].unsqueeze(0))
-        ids, weights = sorted_routes(twin.router(self._tried[1]), _ROWS)
+        probe = self._probe(self._tried[0])
+        found = type(self._module).forward(probe, self._tried[1].unsqueeze(0))
+        ids, weights = sorted_routes(probe.router(self._tried[1]), _ROWS)
         expected = self._expected(activation, ids, weights) + self._rest.get("bias", 0.0)
         return _close(found, expected.unsqueeze(0))
 
@@ -160,10 +160,10 @@ class _BlockTwin(_Twin):
     def _call(self, experts: Mapping[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Of experts that are all alike, under weights whose sum is 1."""
         self._rest = {name: x.new_zeros(shape) for name, shape in self._shapes().items()}
-        out: Tensor = type(self._module).forward(self._twin(experts), x.unsqueeze(0))
+        out: Tensor = type(self._module).forward(self._probe(experts), x.unsqueeze(0))
         return out.squeeze(0)
 
-    def _twin(self, experts: Mapping[str, Tensor]) -> Any:
+    def _probe(self, experts: Mapping[str, Tensor]) -> Any:
         return _copied(self._module, self._parameters(experts) | self._rest, self._attributes)
 
     def _shapes(self) -> dict[str, list[int]]:
@@ -202,8 +202,8 @@ def _one_choice(x: Tensor, expert: int, weight: float) -> tuple[Tensor, Tensor]:
 
 def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int, int], prefix: str = "") -> Any:
     """A module with other parameters, whose integer attributes follow; without hooks, and without a replaced call."""
-    twin = copy.copy(module)
-    own = twin.__dict__
+    probe = copy.copy(module)
+    own = probe.__dict__
     for name, value in own.items():
         if type(value) is int:
             own[name] = sizes.get(value, value)
@@ -218,7 +218,7 @@ def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int
         for name, one in module._modules.items()
     }
     own["training"] = False
-    return twin
+    return probe
 
 
 # --- gate functions ---------------------------------------------------------------------------------------------------
