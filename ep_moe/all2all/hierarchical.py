@@ -6,7 +6,8 @@ node       from there to the ranks of the node that hold experts of them
 combine    the way back: summed per node in the order of its ranks, one row per (token, node) over the rail, summed in
            the order of nodes. Both sums are in float32, and are rounded to the dtype of the rows
 
-A rank's seat is node * (ranks of a node) + local rank. On one node this is `torch_a2a` with another order of rows.
+A rank's node-major number is node * (ranks of a node) + local rank. On one node this is `torch_a2a` with another
+order of rows.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class HierarchicalDispatcher(Dispatcher):
         self._over_rail: Hop = partial(all_to_all_rows, rank_group=levels.rail)
         # a transport of one host can stand here: nothing else knows how rows move within a node
         self._within_node: Hop = partial(all_to_all_rows, rank_group=levels.node)
-        self._seats = Seats(levels, dispatch_shape.slots_per_rank)
+        self._node_major_ids = NodeMajorIds(levels, dispatch_shape.slots_per_rank)
 
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
@@ -99,8 +100,8 @@ class HierarchicalDispatcher(Dispatcher):
         ranks, slots_per_rank = self.rank_group.size, self.dispatch_shape.slots_per_rank
         if problem is not None:
             self.rank_group.agree([0] * (ranks + 1), problem, x.device)
-        ids = self._seated(routing.ids.long())
-        wanted = wanted_places(ids, slots_per_rank, ranks)  # [T, R], by seat
+        ids = self._node_major(routing.ids.long())
+        wanted = wanted_places(ids, slots_per_rank, ranks)  # [T, R], node-major
         per_node = wanted.view(len(ids), self._nodes, self._locals)
         by_node = per_node.any(2)
         packed = per_node.sum(0)
@@ -134,14 +135,14 @@ class HierarchicalDispatcher(Dispatcher):
 
         return Pending(finish)
 
-    def _seated(self, ids: Tensor) -> Tensor:
-        return self._seats.of(ids)
+    def _node_major(self, ids: Tensor) -> Tensor:
+        return self._node_major_ids.of(ids)
 
     def _counts(self, rows: list[list[int]]) -> Counts:
-        """rows: of each rank, how many of its tokens go to each seat, and above `_HIGH` bits in the first seat of each
-        node, how many go to that node."""
+        """rows: of each rank, how many of its tokens go to each, node-major, and above `_HIGH` bits in the first of
+        each node, how many go to that node."""
         levels, locals_ = self._levels, self._locals
-        sender = dict(zip(levels.seats, rows, strict=True))
+        sender = dict(zip(levels.node_major_ranks, rows, strict=True))
         here, local = levels.rail.rank, levels.node.rank
         low = (1 << _HIGH) - 1
 
@@ -158,23 +159,23 @@ class HierarchicalDispatcher(Dispatcher):
         )
 
 
-class Seats:
+class NodeMajorIds:
     """Physical ids, numbered as if the ranks of a node followed each other."""
 
     def __init__(self, levels: Levels, slots_per_rank: int) -> None:
-        self._seats, self._slots_per_rank = levels.seats, slots_per_rank
+        self._ranks, self._slots_per_rank = levels.node_major_ranks, slots_per_rank
         self._shifts: dict[torch.device, Tensor] = {}
 
     def of(self, ids: Tensor) -> Tensor:
         """ids: int [T, K]; those of no expert stay as they are"""
-        seats, slots_per_rank = self._seats, self._slots_per_rank
-        if seats == tuple(range(len(seats))):
+        ranks, slots_per_rank = self._ranks, self._slots_per_rank
+        if ranks == tuple(range(len(ranks))):
             return ids
         if ids.device not in self._shifts:
-            shifts = [(seat - rank) * slots_per_rank for rank, seat in enumerate(seats)]
+            shifts = [(place - rank) * slots_per_rank for rank, place in enumerate(ranks)]
             self._shifts[ids.device] = torch.tensor([*shifts, 0], dtype=ids.dtype, device=ids.device)
-        valid = (ids >= 0) & (ids < len(seats) * slots_per_rank)
-        return ids + self._shifts[ids.device][(ids // slots_per_rank).where(valid, len(seats))]
+        valid = (ids >= 0) & (ids < len(ranks) * slots_per_rank)
+        return ids + self._shifts[ids.device][(ids // slots_per_rank).where(valid, len(ranks))]
 
 
 def _reached(places: int, top_k: int) -> float:

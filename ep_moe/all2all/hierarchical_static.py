@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
 from ep_moe.all2all.fan_out import in_order
-from ep_moe.all2all.hierarchical import Seats, levels_of, without_rails
+from ep_moe.all2all.hierarchical import NodeMajorIds, levels_of, without_rails
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.parallel.collectives import all_to_all_rows, gather_rows
 from ep_moe.parallel.layout import RankLayout
@@ -216,8 +216,8 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
         assert dispatch_shape.max_tokens is not None, "the base class checks it"
         of_node = dataclasses.replace(dispatch_shape, num_ranks=node.size, max_tokens=nodes * dispatch_shape.max_tokens)
         self._node = NVLinkP2PDispatcher(of_node, node)
-        self._seats = Seats(self._levels, dispatch_shape.slots_per_rank)
-        self._base = self._levels.rail.rank * of_node.num_physical  # the node's first id, counted by seats
+        self._node_major_ids = NodeMajorIds(self._levels, dispatch_shape.slots_per_rank)
+        self._base = self._levels.rail.rank * of_node.num_physical  # the node's first id, node-major
 
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
@@ -250,7 +250,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
 
     def _within_node(self, message: Tensor, handle: StaticHandle, unpacked: Unpacked) -> Received:
         rows, ids, weights, scale = unpacked(message)
-        ids = self._seats.of(ids) - self._base
+        ids = self._node_major_ids.of(ids) - self._base
         ids = ids.where((ids >= 0) & (ids < self._node.dispatch_shape.num_physical), -1)
         received = self._node.dispatch(rows, PhysicalRouting(PhysicalIds(ids), weights), scale, max_tokens=len(rows))
         return dataclasses.replace(received, handle=dataclasses.replace(handle, node=received))

@@ -37,7 +37,7 @@ TimePair = Callable[[torch.device, int, int], float]
 
 
 @dataclass(frozen=True)
-class Seat:
+class LaunchEnvironment:
     """Where this process sits in the job, and where the ranks meet."""
 
     rank: int
@@ -50,7 +50,7 @@ class Seat:
     bound: bool  # the launcher may show each process its own GPU alone
 
     @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Seat:
+    def read(cls, environment: Mapping[str, str]) -> LaunchEnvironment:
         """From the variables of torchrun, else of srun.
 
         Raises:
@@ -135,25 +135,28 @@ def run(
     """
     if (wrong := deadline_problem("--deadline", deadline_s)) is not None:
         raise ConfigError(wrong)
-    seat = Seat.read(os.environ if environment is None else environment)
-    gpu = seat.gpu()
-    own = facts(seat.rank, seat.local_rank, gpu)
+    launch = LaunchEnvironment.read(os.environ if environment is None else environment)
+    gpu = launch.gpu()
+    own = facts(launch.rank, launch.local_rank, gpu)
     try:
-        store = seat.store(deadline_s)
+        store = launch.store(deadline_s)
     except RuntimeError as error:
-        where = f"{seat.host}:{seat.port}"
+        where = f"{launch.host}:{launch.port}"
         report = ClusterReport(
-            [f"rank {seat.rank}: no answer from the store of rank 0 at {where} within {deadline_s:g} s: {_line(error)}"]
+            [
+                f"rank {launch.rank}: no answer from the store of rank 0 at {where} within {deadline_s:g} s: "
+                f"{_line(error)}"
+            ]
         )
         show(report)
         return report
-    meeting = _Meeting(seat, store, deadline_s)
+    meeting = _Meeting(launch, store, deadline_s)
     meeting.tell("facts", asdict(own))
     if missing := meeting.missing("facts"):
-        report = ClusterReport([f"{named(missing)} did not come within {deadline_s:g} s, of {seat.world} ranks"])
+        report = ClusterReport([f"{named(missing)} did not come within {deadline_s:g} s, of {launch.world} ranks"])
         return meeting.part(report, show, missing)
     every = [_read_facts(entry) for entry in meeting.answers("facts")]
-    nodes = NodeLayout.found(range(seat.world), [entry.host for entry in every])
+    nodes = NodeLayout.found(range(launch.world), [entry.host for entry in every])
     backend, reason = chosen_backend(every)
     device = torch.device("cpu") if backend == "gloo" or gpu is None else torch.device("cuda", gpu)
     rates, failures, lost = _measure(meeting, nodes, backend, device, time_pair or pair_rate, show)
@@ -211,11 +214,11 @@ def _measure(
 ) -> tuple[dict[tuple[int, int], float], list[str], list[int]]:
     """The rate of each pair, the best of up to PASSES passes; sentences about transfers that failed; lost ranks."""
     rates: dict[tuple[int, int], float] = {}
-    if meeting.seat.world == 1:
+    if meeting.launch.world == 1:
         return rates, [], []
     for attempt in range(PASSES):
         what = f"rates {attempt}"
-        watch = threading.Timer(meeting.deadline_s, _transfers_hang, (meeting.seat, meeting.deadline_s, show))
+        watch = threading.Timer(meeting.deadline_s, _transfers_hang, (meeting.launch, meeting.deadline_s, show))
         watch.daemon = True
         watch.start()
         own = _own_rates(meeting, nodes, backend, device, time_pair)
@@ -240,12 +243,12 @@ def _own_rates(
     meeting: _Meeting, nodes: NodeLayout, backend: str, device: torch.device, time_pair: TimePair
 ) -> tuple[str, list[tuple[int, float]]]:
     """What failed, and this rank's rate to each peer."""
-    rank, row = meeting.seat.rank, []
+    rank, row = meeting.launch.rank, []
     try:
         with on_device(device):
             if not dist.is_initialized():
                 dist.init_process_group(
-                    backend, store=meeting.transfers, rank=rank, world_size=meeting.seat.world,
+                    backend, store=meeting.transfers, rank=rank, world_size=meeting.launch.world,
                     timeout=timedelta(seconds=2 * meeting.deadline_s + 60),  # the watch comes first
                     device_id=device if device.type == "cuda" else None,
                 )  # fmt: skip
@@ -262,16 +265,16 @@ def _own_rates(
     return "", row
 
 
-def _transfers_hang(seat: Seat, deadline_s: float, show: Callable[[ClusterReport], None]) -> NoReturn:
+def _transfers_hang(launch: LaunchEnvironment, deadline_s: float, show: Callable[[ClusterReport], None]) -> NoReturn:
     """End a process that waits in a transfer, with the ranks that are behind. Runs on a thread: the main one is stuck,
     and holds its own connection to the store."""
     try:
-        store = seat.store(_FAREWELL_S, serve=False)
-        steps = [store.add(f"steps/{rank}", 0) for rank in range(seat.world)]
+        store = launch.store(_FAREWELL_S, serve=False)
+        steps = [store.add(f"steps/{rank}", 0) for rank in range(launch.world)]
         behind = [rank for rank, number in enumerate(steps) if number == min(steps)]
         text = f"{named(behind)}: transfers did not end within {deadline_s:g} s, and these ranks are behind"
-        consensus = StoreConsensus(store, range(seat.world), seat.rank, deadline_s)
-        if consensus.first("report of a hang", str(seat.rank)) == str(seat.rank):
+        consensus = StoreConsensus(store, range(launch.world), launch.rank, deadline_s)
+        if consensus.first("report of a hang", str(launch.rank)) == str(launch.rank):
             show(ClusterReport([text]))
     finally:
         time.sleep(1.0)  # others may still ask the store of rank 0
@@ -281,24 +284,24 @@ def _transfers_hang(seat: Seat, deadline_s: float, show: Callable[[ClusterReport
 class _Meeting:
     """The ranks' exchange of small things through the store."""
 
-    def __init__(self, seat: Seat, store: Store, deadline_s: float) -> None:
-        self.seat, self.store, self.deadline_s = seat, store, deadline_s
+    def __init__(self, launch: LaunchEnvironment, store: Store, deadline_s: float) -> None:
+        self.launch, self.store, self.deadline_s = launch, store, deadline_s
         self.transfers = PrefixStore("transfers", store)
-        self._consensus = StoreConsensus(store, range(seat.world), seat.rank, deadline_s)
+        self._consensus = StoreConsensus(store, range(launch.world), launch.rank, deadline_s)
 
     def tell(self, what: str, value: Any) -> None:
-        self.store.set(f"{what}/{self.seat.rank}", json.dumps(value))
+        self.store.set(f"{what}/{self.launch.rank}", json.dumps(value))
 
     def answers(self, what: str) -> list[Any]:
-        return [json.loads(self.store.get(f"{what}/{rank}")) for rank in range(self.seat.world)]
+        return [json.loads(self.store.get(f"{what}/{rank}")) for rank in range(self.launch.world)]
 
     def step(self) -> None:
         """Count what this rank has done of its transfers."""
-        self.store.add(f"steps/{self.seat.rank}", 1)
+        self.store.add(f"steps/{self.launch.rank}", 1)
 
     def missing(self, what: str) -> list[int]:
         """The ranks without an answer within the deadline: what the first rank saw whose deadline passed."""
-        keys = [f"{what}/{rank}" for rank in range(self.seat.world)]
+        keys = [f"{what}/{rank}" for rank in range(self.launch.world)]
         decided = f"first/{what} missing"
         ends = time.monotonic() + self.deadline_s
         while time.monotonic() < ends and not self.store.check(keys) and not self.store.check([decided]):
@@ -311,17 +314,17 @@ class _Meeting:
         self, report: ClusterReport, show: Callable[[ClusterReport], None], missing: Sequence[int]
     ) -> ClusterReport:
         """Show the report on one rank; the others leave after it, and rank 0, which may serve the store, last."""
-        here = [rank for rank in range(self.seat.world) if rank not in missing]
-        if self.seat.rank in missing:  # it came after the others had given up
+        here = [rank for rank in range(self.launch.world) if rank not in missing]
+        if self.launch.rank in missing:  # it came after the others had given up
             return report
-        if self.seat.rank == here[0]:
+        if self.launch.rank == here[0]:
             show(report)
             self.store.set("shown", "")
         else:
             self.store.wait(["shown"], timedelta(seconds=self.deadline_s))
         left = self.store.add("left", 1)
         ends = time.monotonic() + _FAREWELL_S
-        while self.seat.rank == here[0] and left < len(here) and time.monotonic() < ends:
+        while self.launch.rank == here[0] and left < len(here) and time.monotonic() < ends:
             time.sleep(_POLL_S)
             left = self.store.add("left", 0)
         if dist.is_initialized() and report.rates:  # else transfers failed, and NCCL may wait for them

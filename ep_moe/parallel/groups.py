@@ -261,8 +261,8 @@ class RankGroups:
 
     def _levels(self, layout: RankLayout) -> Levels:
         nodes = layout.ep_nodes
-        seats = {rank: seat for seat, rank in enumerate(rank for part in nodes for rank in part)}
-        return Levels(self["ep_node"], self["ep_rail"], tuple(seats[rank] for rank in self["ep"].ranks))
+        node_major = {rank: place for place, rank in enumerate(rank for part in nodes for rank in part)}
+        return Levels(self["ep_node"], self["ep_rail"], tuple(node_major[rank] for rank in self["ep"].ranks))
 
     def __getitem__(self, kind: str) -> RankGroup:
         return self._links[kind]

@@ -56,12 +56,12 @@ class Levels:
 
     node: its ranks on this node, by local rank
     rail: its ranks with this one's local rank, by node
-    seats: of each of its ranks, node * (ranks of a node) + local rank
+    node_major_ranks: of each of its ranks, node * (ranks of a node) + local rank
     """
 
     node: RankGroup
     rail: RankGroup
-    seats: tuple[int, ...]
+    node_major_ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def test_ranks_that_are_dealt_out_over_hosts(world_size):
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = ("even", "odd")[rank % 2]
     with EPContext.from_groups(device=rank_device()) as context:
-        assert context.rank_groups["ep"].levels.seats == (0, 2, 1, 3)
+        assert context.rank_groups["ep"].levels.node_major_ranks == (0, 2, 1, 3)
         for name, expert_map in maps(4).items():
             check_layer(context, expert_map, [(COUNTS[0][rank], rank)], name)
     with EPContext.from_groups(device=rank_device()) as context:
@@ -338,8 +338,8 @@ def test_a_row_per_rank_is_seen(world_size):
 class PaddingTravels(HierarchicalDispatcher):
     """Sends tokens without an expert to the first node."""
 
-    def _seated(self, ids):
-        found = super()._seated(ids)
+    def _node_major(self, ids):
+        found = super()._node_major(ids)
         return found.where((found >= 0).any(1, keepdim=True), 0)
 
 

@@ -27,7 +27,7 @@ def test_hosts_are_found_from_the_ranks(world_size):
         levels = context.rank_groups["ep"].levels
         assert levels.node.ranks == ((0, 1), (2, 3))[rank // 2]
         assert levels.rail.ranks == ((0, 2), (1, 3))[rank % 2]
-        assert levels.seats == (0, 1, 2, 3)
+        assert levels.node_major_ranks == (0, 1, 2, 3)
         for group in (levels.node, levels.rail):
             found = torch.tensor([rank], device=context.device)
             dist.all_reduce(found, group=group.group)

@@ -160,11 +160,11 @@ SRUN = {
 
 @pytest.mark.parametrize("environment", [TORCHRUN, SRUN], ids=["torchrun", "srun"])
 def test_the_launchers_variables(environment):
-    seat = cluster.Seat.read(environment)
-    assert (seat.rank, seat.world, seat.local_rank, seat.host, seat.port) == (3, 4, 1, "head", 5)
+    launch = cluster.LaunchEnvironment.read(environment)
+    assert (launch.rank, launch.world, launch.local_rank, launch.host, launch.port) == (3, 4, 1, "head", 5)
     for name in environment:
         with pytest.raises(ConfigError, match=name if name not in ("RANK", "SLURM_PROCID") else "RANK"):
-            cluster.Seat.read({key: value for key, value in environment.items() if key != name})
+            cluster.LaunchEnvironment.read({key: value for key, value in environment.items() if key != name})
 
 
 def test_facts_of_this_machine_are_written_and_read():
