@@ -1,5 +1,6 @@
 """A value of a wrong type or range is refused in one sentence that names field and value."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -61,6 +62,11 @@ def of(cls, good, values, *names):
     return [(lambda v, name=name: cls(**{**good, name: v}), values, f"{cls.__name__}.{name}") for name in names]
 
 
+def flags(cls, good):
+    """All fields that are True or False."""
+    return of(cls, good, NO_FLAG, *[field.name for field in dataclasses.fields(cls) if field.type == "bool"])
+
+
 def some(values):
     """Without None, which stands for a default."""
     return tuple(value for value in values if value is not None)
@@ -74,10 +80,10 @@ def layer():
 # call, wrong values, what the sentence names
 TABLE = [
     *of(MoEConfig, SIZES, NO_COUNT, *SIZES),
-    *of(MoEConfig, SIZES, NO_FLAG, "expert_bias", "shared_gate"),
+    *flags(MoEConfig, SIZES),
     *of(MoEConfig, SIZES, NO_NUMBER, "activation_alpha", "activation_limit"),
     *of(MoEConfig, SIZES, ("swiglu", None, 1), "activation", "routing"),
-    *of(RoutingConfig, SIGMOID, NO_FLAG, "renormalize", "correction_bias", "bias", "weight_on_input", "float32_logits"),
+    *flags(RoutingConfig, SIGMOID),
     *of(RoutingConfig, SIGMOID, NO_COUNT, "num_groups", "top_groups"),
     *of(RoutingConfig, {}, NO_NUMBER, "scaling_factor"),
     *of(ParallelConfig, {}, NO_COUNT, "pp", "dp", "tp", "etp"),
@@ -85,7 +91,8 @@ TABLE = [
     *of(ParallelConfig, {}, ("replicated", None), "tokens"),
     *of(RankLayout, {"world": 2, "rank": 0, "dp": 2, "ep": 2}, NO_COUNT, "world", "rank", "dp", "ep"),
     *of(ExpertsOptions, {}, NO_COUNT, "chunk_rows", "spare_sms"),
-    *of(ExpertsOptions, {}, NO_FLAG, "deterministic"),
+    *flags(ExpertsOptions, {}),
+    *flags(EPLBConfig, {}),
     *of(Wire, {}, (None, 1, [], "FP8"), "dispatch", "combine"),
     *of(ModelConfig, MODEL, NO_COUNT, "num_layers", "dense_layers"),
     *of(ModelConfig, MODEL, (None, 1), "name", "family", "moe"),

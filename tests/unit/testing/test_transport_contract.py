@@ -1,11 +1,14 @@
 """The contract of transports: what a check leaves behind for the next one, and in the caller's process."""
 
 import contextlib
+import dataclasses
+from unittest import mock
 
 import pytest
 import torch
 
-from ep_moe.testing import transport_case
+from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
+from ep_moe.testing import distributed, transport_case, transport_contract
 from ep_moe.testing.transport_contract import _uninitialised_is_nan
 
 
@@ -26,3 +29,20 @@ def test_a_transport_that_writes_to_its_rows_changes_none_of_the_next_check():
         assert routing.weights.all()
         assert (routing.ids < 99).all()
         x.zero_(), routing.weights.zero_(), routing.ids.fill_(99)
+
+
+class RowsOfRoutes(TorchAll2AllDispatcher):
+    capabilities = dataclasses.replace(TorchAll2AllDispatcher.capabilities, per_route=True)
+
+
+@distributed(1)
+def test_what_a_transport_promises_is_checked(world_size):
+    shapes = []
+    with mock.patch.object(transport_contract, "_check_shape", lambda _, shape, *__: shapes.append(shape)):
+        for kind in (TorchAll2AllDispatcher, RowsOfRoutes):
+            shapes.append(kind)
+            transport_contract.check_dispatcher(kind, top_ks=(2, 3))
+    plain, promised = shapes[1 : shapes.index(RowsOfRoutes)], shapes[shapes.index(RowsOfRoutes) + 1 :]
+    assert promised[: len(plain)] == plain
+    assert not any(shape.per_route for shape in plain)
+    assert [shape.per_route for shape in promised[len(plain) :]] == [True]

@@ -1,8 +1,10 @@
 """When a rank's gradients are its parameters' as they are, and when ranks sum them."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ep_moe import ExpertMap
 from ep_moe.weights.trained import GradientSum
@@ -11,7 +13,7 @@ ONE, TWICE = ExpertMap.linear(4, 1), ExpertMap.from_ranks([[0, 1, 2, 3, 0]], 4, 
 
 
 def made(ep=1, etp=1, replicas=1, expert_map=ONE, names=("w13", "w2")):
-    weights = SimpleNamespace(expert_map=expert_map, names=names)
+    weights = SimpleNamespace(expert_map=expert_map, names=names, num_slots=4)
     return GradientSum(weights, *(SimpleNamespace(size=size) for size in (ep, etp, replicas)))
 
 
@@ -41,3 +43,14 @@ def test_a_divisor_is_one_more_step():
     found.divisor = 2
     assert not found.alone
     assert found.is_local
+
+
+@pytest.mark.parametrize(("sharded", "wanted"), [(False, 3.0), (True, 3.0)])
+def test_a_gradient_is_divided_by_each_rank_once(sharded, wanted):
+    """Over 2 EP groups with gradients of 6 and 6 and 4 ranks' tokens; FSDP's mean over the groups comes later."""
+    found = made(replicas=2)
+    step = SimpleNamespace(step=lambda *_, **__: nullcontext())
+    found.replicas = SimpleNamespace(size=2, flight_recorder=step, all_reduce=lambda gradient: gradient.mul_(2))
+    found.divisor, found.sharded = 4, sharded
+    (total,) = found({"w13": torch.tensor([6.0])}).values()
+    assert total.item() == wanted
