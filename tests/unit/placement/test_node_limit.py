@@ -49,6 +49,15 @@ def test_a_token_goes_to_no_more_nodes_than_it_has_experts():
     assert NodeLimit.of(config(top_groups=3, top_k=2), layout("aabbccdd")).most == 2
 
 
+def test_every_ep_group_of_a_job_has_the_limit_of_the_first():
+    for expert_map in (None, ExpertMap.redundant(32, 8, 8)):
+        first, *others = (
+            NodeLimit.of(config(), layout("aabbccddeeffgghh", rank, ep=8), expert_map) for rank in (0, 8, 15)
+        )
+        assert first.nodes == 4
+        assert others == [first] * 2
+
+
 def test_where_nothing_is_limited():
     assert NodeLimit.of(config(), layout("aaaa")) is None
     assert NodeLimit.of(config(), layout("aabb", ep=2)) is None
