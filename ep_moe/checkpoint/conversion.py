@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.source import TensorSource, matrix_name
-from ep_moe.checkpoint.unread import listed
+from ep_moe.checkpoint.unexpected_tensors import listed
 from ep_moe.errors import CheckpointError
 from ep_moe.types import dtype_name
 

@@ -15,12 +15,12 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ep_moe.checkpoint.conversion import Destinations, ExpertRecipe
-from ep_moe.checkpoint.declared import foreign, foreign_refusal
 from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused, PerExpert
 from ep_moe.checkpoint.model_names import ModuleLayout
+from ep_moe.checkpoint.quantization_config import foreign, foreign_refusal
 from ep_moe.checkpoint.source import TensorSource
 from ep_moe.checkpoint.stored import check_fits
-from ep_moe.checkpoint.unread import HARMLESS_NAMES, listed
+from ep_moe.checkpoint.unexpected_tensors import HARMLESS_NAMES, listed
 from ep_moe.errors import CheckpointError
 
 

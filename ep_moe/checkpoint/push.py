@@ -19,7 +19,7 @@ from ep_moe.checkpoint.formats import ExpertFormat
 from ep_moe.checkpoint.model_names import CheckpointNames, names_of
 from ep_moe.checkpoint.reader import checked, loading, quantised_again, read_experts, read_rest, replacing
 from ep_moe.checkpoint.source import MemorySource, our_name
-from ep_moe.checkpoint.unread import left_out
+from ep_moe.checkpoint.unexpected_tensors import left_out
 from ep_moe.errors import CheckpointError, InputError
 from ep_moe.layer import MoELayer
 from ep_moe.renamed import renamed_in

@@ -12,14 +12,14 @@ from typing import Any, Protocol, Unpack
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.declared import Declared, foreign_refusal
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked, find_format, wrong_tensors
 from ep_moe.checkpoint.hub import HubOptions, model_folder
-from ep_moe.checkpoint.kept import read_quantized, rounds_again, wrong_scheme
 from ep_moe.checkpoint.model_names import CheckpointNames, names_of
+from ep_moe.checkpoint.quantization_config import Declared, foreign_refusal
+from ep_moe.checkpoint.quantized_experts import read_quantized, rounds_again, wrong_scheme
 from ep_moe.checkpoint.source import CheckpointSource, TensorSource
 from ep_moe.checkpoint.stored import check_finite, check_fits, factors, input_scales, wrong_dtype
-from ep_moe.checkpoint.unread import left_out, other_family, refusal, unread
+from ep_moe.checkpoint.unexpected_tensors import left_out, other_family, refusal, unread
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError, InputError, OutOfMemory, PeerTimeout
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.layer import MoELayer

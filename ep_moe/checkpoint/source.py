@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ep_moe.checkpoint.declared import Declared, foreign, read_declared
 from ep_moe.checkpoint.hub import file_inside, weight_map
+from ep_moe.checkpoint.quantization_config import Declared, foreign, read_declared
 from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, Tensors, beside_of
 from ep_moe.checkpoint.stored_4bit import Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
+from ep_moe.checkpoint.stored_awq_gptq import AwqMatrix, GptqMatrix
 from ep_moe.checkpoint.stored_fp8 import ScaledFp8
-from ep_moe.checkpoint.stored_words import AwqMatrix, GptqMatrix
-from ep_moe.checkpoint.unread import unused_in_shard
+from ep_moe.checkpoint.unexpected_tensors import unused_in_shard
 from ep_moe.errors import CheckpointError
 
 # --- names ------------------------------------------------------------------------------------------------------------

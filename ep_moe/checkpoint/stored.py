@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.declared import Declared
+from ep_moe.checkpoint.quantization_config import Declared
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.fp8 import FP8_MAX, rescale_fp8
 from ep_moe.quant.microscale import e8m0_values, rescale_nvfp4

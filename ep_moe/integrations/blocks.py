@@ -13,7 +13,7 @@ from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
 from ep_moe.checkpoint.model_names import CheckpointNames, fused_layout, names_of
 from ep_moe.checkpoint.reader import checked_block, read_experts
 from ep_moe.checkpoint.source import ModuleSource
-from ep_moe.checkpoint.unread import left_out
+from ep_moe.checkpoint.unexpected_tensors import left_out
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError

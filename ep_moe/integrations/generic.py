@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ep_moe.checkpoint.model_names import ModuleLayout
-from ep_moe.checkpoint.unread import listed
+from ep_moe.checkpoint.unexpected_tensors import listed
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.edited import changed_methods

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.checkpoint.conversion import in_file
 from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.kept import wrong_scheme
 from ep_moe.checkpoint.model_files import ExpertFiles, load_skeleton
 from ep_moe.checkpoint.model_names import ModuleLayout
+from ep_moe.checkpoint.quantized_experts import wrong_scheme
 from ep_moe.checkpoint.reader import quantised_again, read_experts
 from ep_moe.checkpoint.source import CheckpointSource
-from ep_moe.checkpoint.unread import listed
+from ep_moe.checkpoint.unexpected_tensors import listed
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.config_file import class_of, read_whole_config
 from ep_moe.integrations.families import FAMILIES, Family, checked_config

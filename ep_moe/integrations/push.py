@@ -20,7 +20,7 @@ from ep_moe.checkpoint.model_files import ExpertFiles, check_dtype, swapped
 from ep_moe.checkpoint.push import ORIGIN, Staged, Target, Weights, part_of, push
 from ep_moe.checkpoint.source import MemorySource
 from ep_moe.checkpoint.stored import check_fits
-from ep_moe.checkpoint.unread import listed
+from ep_moe.checkpoint.unexpected_tensors import listed
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import model_parts
 from ep_moe.integrations.load import check_files, fill

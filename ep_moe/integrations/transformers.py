@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ep_moe.checkpoint.declared import foreign_refusal
 from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.model_files import keep_in_float32
 from ep_moe.checkpoint.model_names import names_of
+from ep_moe.checkpoint.quantization_config import foreign_refusal
 from ep_moe.checkpoint.reader import largest_input_scale, load_layers, loading
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.stored import check_fits
-from ep_moe.checkpoint.unread import listed, unexpected
+from ep_moe.checkpoint.unexpected_tensors import listed, unexpected
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.formats import find_format
-from ep_moe.checkpoint.kept import read_quantized
 from ep_moe.checkpoint.model_names import names_of
+from ep_moe.checkpoint.quantized_experts import read_quantized
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError

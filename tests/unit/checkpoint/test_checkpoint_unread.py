@@ -19,7 +19,7 @@ from ep_moe.checkpoint import model_names
 from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.reader import checked, load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
-from ep_moe.checkpoint.unread import HARMLESS, listed
+from ep_moe.checkpoint.unexpected_tensors import HARMLESS, listed
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
 from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, LAYERS, make_layers, tiny_model, written

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
-from ep_moe.checkpoint.stored_words import GptqMatrix
+from ep_moe.checkpoint.stored_awq_gptq import GptqMatrix
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
 from ep_moe.quant.schemes import SCHEMES

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
-from ep_moe.checkpoint.unread import unexpected
+from ep_moe.checkpoint.unexpected_tensors import unexpected
 from ep_moe.integrations.config_file import read_config
 from ep_moe.integrations.transformers import load_pretrained, read_moe_config
 from ep_moe.testing import distributed, rank_device

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from ep_moe.checkpoint.declared import Declared
 from ep_moe.checkpoint.formats import ExpertFormat, Source
 from ep_moe.checkpoint.hub import read_object
 from ep_moe.checkpoint.model_names import ALIASES, CheckpointNames
+from ep_moe.checkpoint.quantization_config import Declared
 from ep_moe.errors import CheckpointError
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router

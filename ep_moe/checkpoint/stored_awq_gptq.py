@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.declared import foreign_refusal
+from ep_moe.checkpoint.quantization_config import foreign_refusal
 from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, check_products, factors, span, wrong_dtype
 from ep_moe.checkpoint.stored_4bit import INT4_MAX, int4_keeps, int4_scales
 from ep_moe.errors import CheckpointError

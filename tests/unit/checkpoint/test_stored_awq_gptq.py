@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from ep_moe.checkpoint.declared import Declared
+from ep_moe.checkpoint.quantization_config import Declared
 from ep_moe.checkpoint.stored import ALL
-from ep_moe.checkpoint.stored_words import AwqMatrix, GptqMatrix
+from ep_moe.checkpoint.stored_awq_gptq import AwqMatrix, GptqMatrix
 
 ROWS, COLUMNS, GROUP, EXPERTS = 32, 48, 16, 3
 KINDS = {torch.int32: "I32", torch.float32: "F32"}
