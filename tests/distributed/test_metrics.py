@@ -46,6 +46,15 @@ def test_a_ranks_own_load_and_that_of_all(transport, exact, world_size):
         assert metrics.snapshot(context).deadline_s == 20.0
 
 
+@distributed(4)
+def test_rows_to_an_etp_peer_are_not_sent_to_another_ep_rank(world_size):
+    with context_of(dp=4, ep=2, etp=2) as context:
+        layer = MoELayer(CONFIG, context, expert_map=ExpertMap.linear(10, 2), all2all="torch_a2a")
+        call(layer, [[0, 1, 2]] * 2)  # all to EP rank 0, from the 2 tokens of each etp peer
+        sent = everywhere(metrics.snapshot(context).layers[0].sent_bytes)
+    assert sent == [0, 0, 12 * ROW, 12 * ROW]
+
+
 @distributed(2)
 def test_members_of_an_etp_group_count_the_same(world_size):
     with context_of(dp=2, etp=2) as context:
