@@ -1,0 +1,18 @@
+"""E4M3 numbers with a factor for each block."""
+
+import pytest
+import torch
+
+from ep_moe.quant.fp8 import FP8, dequantize_fp8_blocks
+
+
+@pytest.mark.parametrize("block", [(4, 4), (2, 8), (8, 2)])
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (5, 3)])
+def test_a_part_has_the_factors_of_its_blocks(block, row, column):
+    """Of blocks of any shape, from any row and column on."""
+    scale = torch.arange(1.0, 65.0).reshape(8, 8)
+    whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    part = whole[row : row + 7, column : column + 6]
+    left = scale[row // block[0] :, column // block[1] :]
+    codes = torch.ones(7, 6).to(FP8)
+    assert torch.equal(dequantize_fp8_blocks(codes, left, row=row, column=column, block=block), part)
