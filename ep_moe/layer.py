@@ -14,11 +14,11 @@ from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
+from ep_moe.execution.autocast import call_cast
 from ep_moe.execution.exact_exchange import ExactExchange, three_ways
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
     NO_ROUTING,
-    call_cast,
     call_problem,
     chosen_problem,
     mask_problem,

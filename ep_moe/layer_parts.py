@@ -16,7 +16,7 @@ from ep_moe.config import PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.execution.graphs import CallGraphs
-from ep_moe.execution.layer_checks import RankChecks, fresh_numbers
+from ep_moe.execution.layer_checks import RankChecks
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.fused.base import INSIDE, fused_dispatch_shape
@@ -33,6 +33,7 @@ from ep_moe.selection.tuned import Kernel, Tuned
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.full_state import refuse_full_state
+from ep_moe.weights.initial import fresh_numbers
 
 _FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes of a layer, once it is made
 
@@ -99,7 +100,7 @@ class LayerParts(nn.Module):
         if device is None:
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
         device = as_device(device)
-        with torch.device(device), fresh_numbers(context, device):
+        with torch.device(device), fresh_numbers(context._shared_seed, device):
             self.router = Router(config, dtype=dtype, exact=self.exact) if asked.router is None else asked.router
             self.shared_experts: nn.Module | None = asked.shared
             if asked.shared is None and config.shared_intermediate_size:

@@ -16,7 +16,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, check_finite, join_halves, span
+from ep_moe.checkpoint.halves import join_halves
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, check_finite, span
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import dtype_name

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.checkpoint.formats import ExpertFormat, Inner, Projection, Projections, Source, named
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, check_finite, concatenate, join_halves
+from ep_moe.checkpoint.halves import concatenate, join_halves
+from ep_moe.checkpoint.stored import ALL, StoredMatrix, check_finite
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme
 from ep_moe.weights.parts import etp_shard

@@ -6,8 +6,7 @@ What is wrong is returned, not raised: all ranks must raise together.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, kind_problem, routing_problem
 from ep_moe.config import PLAIN_WIRE, Wire
-from ep_moe.context import EPContext
 from ep_moe.errors import InputError
+from ep_moe.execution.autocast import CAST
 from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
-from ep_moe.runtime.devices import unseen_by_modes, with_index, without_class
+from ep_moe.runtime.devices import unseen_by_modes, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 
 _WRAPPED = (
@@ -111,29 +110,6 @@ class RankChecks:
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 
 
-# --- fresh numbers ----------------------------------------------------------------------------------------------------
-# The numbers of a fresh layer: the same ones on all ranks, under every layout and map.
-
-
-@contextmanager
-def fresh_numbers(context: EPContext, device: torch.device) -> Iterator[None]:
-    """Within, torch's default generators begin with a seed that all ranks of the stage share: one number that the first
-    rank draws from its own default generator. Afterwards they go on as if that number were all that was drawn, so that
-    what a model draws next depends on no layout either. On the meta device nothing is drawn."""
-    if device.type == "meta":
-        yield
-        return
-    seed = context._shared_seed(int(torch.randint(2**62, (), device="cpu")))
-    index = with_index(device).index
-    gpus = [index] if device.type == "cuda" and index is not None else []
-    with torch.random.fork_rng(devices=gpus):
-        torch.default_generator.manual_seed(seed)
-        for gpu in gpus:
-            torch.cuda.default_generators[gpu].manual_seed(seed)
-        yield
-
-
-CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
 NO_ROUTING: Any = object()  # what `forward_routed` makes of None, which stands for the layer's own router further on
 
 
@@ -391,22 +367,3 @@ def id_problem(ids: Tensor, experts: int) -> str | None:
     if not len(bad):
         return None
     return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"
-
-
-# --- under autocast ---------------------------------------------------------------------------------------------------
-# A layer under `torch.autocast`: what a user sees is what `nn.Linear` shows, and the layer computes in its own dtype.
-#
-# Autocast chooses dtypes operation by operation. Kernels, transports and the router of a layer have one dtype each,
-# so it is switched off inside: x is cast to the layer's dtype, and the result to autocast's.
-
-
-def call_cast(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-    """The layer's call where autocast is on. Gradients arrive in the dtypes that were given."""
-    kind = layer.context.device.type
-    with torch.autocast(kind, enabled=False):
-        if isinstance(x, Tensor) and x.dtype in CAST:
-            x = x.to(layer.dtype)
-        if isinstance(routing, Routing) and isinstance(routing.weights, Tensor) and routing.weights.dtype in CAST:
-            routing = Routing(routing.ids, routing.weights.float())
-        out: Tensor = layer._call(x, routing, mask)
-    return out.to(torch.get_autocast_dtype(kind))

@@ -28,7 +28,8 @@ from ep_moe.quant.microscale import (
     quantize_mxfp8,
     quantize_nvfp4,
 )
-from ep_moe.quant.schemes import Int4Groups, Nvfp4, Rounding, Scheme
+from ep_moe.quant.schemes import Rounding, Scheme
+from ep_moe.quant.weight_formats import Int4Groups, Nvfp4
 from ep_moe.weights.layouts.cutlass import activation_bound
 
 Z = 7.0

@@ -13,7 +13,6 @@ Parameters and saved tensors of the plain scheme have the two halves of w13 apar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -23,12 +22,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.checks import as_id, shown
-from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.quant.damaged import damaged
-from ep_moe.quant.schemes import PLAIN, Scheme
+from ep_moe.quant.schemes import PLAIN
 from ep_moe.types import dtype_name
 from ep_moe.weights.full_state import laid_apart
+from ep_moe.weights.initial import initial_expert
 from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.parts import etp_shard, full, join, part_names, parts_of, split_parts
 from ep_moe.weights.slots import ExpertSlots
@@ -402,38 +401,3 @@ def _copy_into(parameter: Tensor, value: Tensor) -> None:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
     parameter.copy_(value)
-
-
-# --- the numbers of fresh experts -------------------------------------------------------------------------------------
-# What a fresh expert holds.
-
-
-def initial_expert(
-    config: MoEConfig, scheme: Scheme, dtype: torch.dtype, seed: int, device: torch.device
-) -> dict[str, Tensor]:
-    """One whole expert's canonical tensors, drawn by a generator of its own.
-
-    Matrices are uniform in +-1/sqrt(fan in), biases zero, input scales 1. The numbers are drawn in float32 and then
-    rounded, so that they are the same ones in every dtype and scheme.
-
-    Args:
-        config: the layer's.
-        scheme: by which the matrices are quantized.
-        dtype: of the activations.
-        seed: of this expert.
-        device: where the numbers are drawn; generators of CPUs and GPUs give different ones.
-
-    Returns:
-        Tensors by canonical name, of the shapes and dtypes of `scheme.expert`.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    tensors = {}
-    for name, spec in PLAIN.expert(config, torch.float32).items():
-        tensor = torch.zeros(spec.shape, dtype=torch.float32, device=device)
-        if name in ("w13", "w2"):
-            bound = 1 / math.sqrt(spec.shape[1])
-            tensor.uniform_(-bound, bound, generator=generator)
-        tensors[name] = tensor
-    if scheme.activations.calibrated:
-        tensors |= {f"{name}_input_scale": torch.ones((), device=device) for name in ("w13", "w2")}
-    return scheme.quantize(tensors, dtype)

@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from ep_moe.config import MoEConfig
 from ep_moe.quant.fp8 import FP8_BLOCK
-from ep_moe.quant.schemes import Scheme, TensorSpec
+from ep_moe.quant.schemes import Scheme
+from ep_moe.quant.weight_formats import TensorSpec
 
 
 class WeightLayout:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.quant.schemes import Scheme, TensorSpec
+from ep_moe.quant.schemes import Scheme
+from ep_moe.quant.weight_formats import TensorSpec
 from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
 
 GROUP = 64  # rows of up, then as many of gate

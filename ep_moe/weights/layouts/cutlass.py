@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.quant.schemes import Rounding, Scheme, TensorSpec
+from ep_moe.quant.schemes import Rounding, Scheme
+from ep_moe.quant.weight_formats import TensorSpec
 from ep_moe.weights.layouts import cutlass_mixed as mixed
 from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
 

@@ -34,7 +34,8 @@ from torch.nn.functional import pad
 from ep_moe.config import MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.quant.microscale import MX_BLOCK, pack_nibbles, unpack_nibbles
-from ep_moe.quant.schemes import Int4Groups, Mxfp4, Scheme, TensorSpec
+from ep_moe.quant.schemes import Scheme
+from ep_moe.quant.weight_formats import Int4Groups, Mxfp4, TensorSpec
 from ep_moe.weights.layouts.base import WeightLayout
 
 BLOCK, WORDS = 128, 16  # columns, and words of a row, in a block

@@ -14,7 +14,8 @@ from ep_moe.checkpoint.quantized_experts import read_quantized
 from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError
-from ep_moe.quant.schemes import SCHEMES, Mxfp4
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.weight_formats import Mxfp4
 from ep_moe.weights.parts import etp_shard
 
 CPU = torch.device("cpu")

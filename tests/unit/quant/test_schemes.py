@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ep_moe import Activation, ConfigError, MoEConfig
+from ep_moe.quant.fp8 import FP8_MAX
 from ep_moe.quant.microscale import dequantize_mxfp4
-from ep_moe.quant.schemes import FP8_MAX, SCHEMES, Scheme, scheme_of
+from ep_moe.quant.schemes import SCHEMES, Scheme, scheme_of
 from ep_moe.weights.parts import etp_shard, join
 
 ROWS, COLUMNS = 256, 384

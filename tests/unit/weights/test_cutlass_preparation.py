@@ -11,7 +11,8 @@ from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS
 from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.quant.schemes import FP8, SCHEMES, Rounding, Scheme
+from ep_moe.quant.fp8 import FP8
+from ep_moe.quant.schemes import SCHEMES, Rounding, Scheme
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts import cutlass_mixed as mixed

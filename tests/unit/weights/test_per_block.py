@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.quant.schemes import SCHEMES, Fp8Blocks
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.quant.weight_formats import Fp8Blocks
 from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import PerBlock
