@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ep_moe.bench.expected_time import FEW_TOKENS, ITSELF, Expected, held_back
-from ep_moe.bench.fit import Found, Question, answer, best, crossover
+from ep_moe.bench.fit import Found, answer, best, crossover
+from ep_moe.bench.fit_question import Question
 from ep_moe.bench.floors import SECOND_LEVEL_US, Crossover
 from ep_moe.checks import check_count
 from ep_moe.config import ONE_SCALE, MoEConfig, ParallelConfig, Wire, load_model_config

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,10 +19,11 @@ from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.bench.harness import eager, replayed
 from ep_moe.checks import did_you_mean
 from ep_moe.cli.output import log_records, note
+from ep_moe.cli.rank_times import attempt, barrier, by_the_clock, slowest
 from ep_moe.cli.run import LAPTOP_RANKS
 from ep_moe.config import ONE_SCALE, PLAIN_WIRE, MoEConfig, Wire
 from ep_moe.context import EPContext
-from ep_moe.errors import ConfigError, PeerTimeout
+from ep_moe.errors import ConfigError
 from ep_moe.execution.exchange import Exchange
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import INSIDE
@@ -37,8 +36,8 @@ from ep_moe.runtime.devices import on_device_of
 from ep_moe.runtime.progress import Progress
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Measured, Tuned, fastest_per_bucket, layer_facts, machine_facts, versions
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing, dtype_name
+from ep_moe.weights.initial import random_expert
 
 CUTS = (2, 4)  # parts that a call is cut into, where the transport has fixed buffers
 CUT_FROM = 512  # tokens: with fewer, what each part adds in launches and waiting is all that is measured
@@ -177,9 +176,9 @@ def tune(
     with Progress(len(kernels) + len(counts), "tuning", "step", shown=shown) as bar:  # kernels, then buckets
         for kernel in kernels:
             make = partial(_layer, context, config, pairs, kernel, quantization, wire, dtype)
-            layer, problem = _tried(context, f"making {kernel}", make)
+            layer, problem = attempt(context, f"making {kernel}", make)
             if problem is None:
-                _, problem = _tried(
+                _, problem = attempt(
                     context, f"tuning {kernel}", partial(layer.tune, _rows(context, layer, counts), cache=cache)
                 )
             if problem is None:
@@ -279,7 +278,7 @@ def _measure(
     """All candidates at the bound in force: a trial of each, then the close ones in turns."""
     tried: list[tuple[_Candidate, float]] = []
     for candidate in _candidates(context, layers, pairs, say):
-        times, problem = _tried(context, str(candidate.line), partial(_times, context, [candidate], trial=True))
+        times, problem = attempt(context, str(candidate.line), partial(_times, context, [candidate], trial=True))
         if problem is None:
             tried.append((candidate, times[0]))
         else:
@@ -317,7 +316,7 @@ def _candidates(
                 layer._dispatch_shape(), max_tokens=pipeline or context._max_dispatch_tokens
             )
             make = partial(_transport, context, transport, dispatch_shape, pipeline)
-            dispatcher, problem = _tried(context, f"making {transport}", make)
+            dispatcher, problem = attempt(context, f"making {transport}", make)
             if problem is not None:
                 say(f"{tokens} tokens, {line}: left out, {problem}")
             elif dispatcher is None:
@@ -357,48 +356,8 @@ def _times(context: EPContext, candidates: Sequence[_Candidate], *, trial: bool 
         return []
     calls, tokens = [one.call for one in candidates], candidates[0].line.tokens
     if context.device.type != "cuda":
-        return _slowest(context, _by_the_clock(calls, 1 if trial else 7, partial(_barrier, context)))
+        return slowest(context, by_the_clock(calls, 1 if trial else 7, partial(barrier, context)))
     # several calls in a row, since one is short; what ranks start late after the barrier is in none of them
     sizes = (2, 1) if trial else (10 if tokens <= 128 else 4 if tokens <= 1024 else 2, 15)
     measure = replayed if candidates[0].captured else eager
-    return _slowest(context, measure(calls, repeat=sizes[0], replays=sizes[1], before=partial(_barrier, context)))
-
-
-def _by_the_clock(calls: Sequence[Callable[[], Any]], rounds: int, before: Callable[[], Any]) -> list[float]:
-    """Medians in microseconds of calls that take turns, the first round not counted."""
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(rounds + 1):
-        for call, own in zip(calls, times, strict=True):
-            before()
-            start = time.perf_counter()
-            call()
-            own.append((time.perf_counter() - start) * 1e6)
-    return [statistics.median(own[1:]) for own in times]
-
-
-def _slowest(context: EPContext, times: Sequence[float]) -> list[float]:
-    nanoseconds = torch.tensor([round(us * 1e3) for us in times], device=context.device)
-    rows = context.rank_groups["lockstep"].exchange(nanoseconds)
-    return [max(column) / 1e3 for column in zip(*rows, strict=True)]
-
-
-def _barrier(context: EPContext) -> None:
-    context.rank_groups["lockstep"].exchange(torch.zeros(1, dtype=torch.int64, device=context.device))
-
-
-def _tried(context: EPContext, what: str, make: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `make` gives, or why it failed on some rank: alike on all ranks. A lost peer is raised."""
-    found, problem = None, None
-    try:
-        found = make()
-    except PeerTimeout:
-        raise
-    except Exception as error:  # whatever a library raises: it must not take the other candidates with it
-        problem = error
-    try:
-        context.consensus.healthy(what, problem)
-    except PeerTimeout:
-        raise
-    except Exception as error:
-        return None, str(error)
-    return found, None
+    return slowest(context, measure(calls, repeat=sizes[0], replays=sizes[1], before=partial(barrier, context)))

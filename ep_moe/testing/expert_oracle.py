@@ -29,48 +29,10 @@ from ep_moe.quant.microscale import (
     quantize_nvfp4,
 )
 from ep_moe.quant.schemes import Rounding, Scheme
-from ep_moe.quant.weight_formats import Int4Groups, Nvfp4
+from ep_moe.quant.weight_formats import Int4Groups
 from ep_moe.weights.layouts.cutlass import activation_bound
 
 Z = 7.0
-
-
-def random_expert(
-    config: MoEConfig, scheme: Scheme, expert: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> dict[str, Tensor]:
-    """Canonical quantized tensors of one expert, of the size that keeps activations near 1. Static input scales are
-    wide enough for normal rows, and for squares of what they give: a saturated number has no bound."""
-    # far from the seeds of rows: rows equal to weights would have products as large as nowhere else
-    generator = torch.Generator(device=device).manual_seed(1_000_003 + expert)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device)
-
-    tensors = {
-        "w13": normal(config.w13_rows, config.hidden_size) / config.hidden_size**0.5,
-        "w2": normal(config.hidden_size, config.intermediate_size) / config.intermediate_size**0.5,
-    }
-    if config.expert_bias:
-        tensors |= {"w13_bias": 0.3 * normal(config.w13_rows), "w2_bias": 0.3 * normal(config.hidden_size)}
-        tensors = {name: t.to(dtype) if name.endswith("bias") else t for name, t in tensors.items()}
-    if scheme.activations is Rounding.FP8_STATIC:
-        wide = 4.0 if config.activation is Activation.RELU2 else 1.0
-        tensors |= {
-            "w13_input_scale": torch.tensor(0.014 + 0.0005 * (expert % 3), device=device),
-            "w2_input_scale": torch.tensor(wide * (0.1 + 0.001 * (expert % 5)), device=device),
-        }
-    if scheme.activations is Rounding.NVFP4:
-        tensors |= {
-            "w13_input_scale": torch.tensor(0.0024 * 2 ** (expert % 3), device=device),
-            "w2_input_scale": torch.tensor(0.017 * 2 ** (expert % 2), device=device),
-        }
-    quantized = scheme.quantize(tensors, dtype)
-    if isinstance(scheme.weights, Nvfp4):
-        # the same numbers under global scales that differ by expert and matrix, so that another's shows
-        for name, factor in (("w13", 2 ** (expert % 2)), ("w2", 2 ** (expert % 3))):
-            quantized[f"{name}_scale"] = (quantized[f"{name}_scale"].float() / factor).to(torch.float8_e4m3fn)
-            quantized[f"{name}_global_scale"] = quantized[f"{name}_global_scale"] * factor
-    return quantized
 
 
 def half_step(values: Tensor, scale: Tensor | float, rounding: Rounding, dtype: torch.dtype) -> Tensor:

@@ -14,9 +14,10 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import Scheme
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.testing.expert_oracle import expected_and_limit, numbers_of, random_expert
+from ep_moe.testing.expert_oracle import expected_and_limit, numbers_of
 from ep_moe.types import Activation, LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.parts import parts_of
 
 SLOTS = 5

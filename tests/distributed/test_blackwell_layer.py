@@ -12,8 +12,9 @@ from ep_moe.experts.flashinfer import cutedsl as cutedsl_op
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import Routing
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutedsl
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from tests.fixtures.blackwell_layer import on_the_cpu

@@ -15,8 +15,8 @@ from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Wire
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime import devices
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing
+from ep_moe.weights.initial import random_expert
 from tests.fixtures.helpers import integer_routing, moved
 
 CONFIG = MoEConfig(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4)

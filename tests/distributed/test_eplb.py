@@ -19,8 +19,8 @@ from ep_moe.eplb.migration.schedule import sub_plans
 from ep_moe.placement.placement import Replicas
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Routing
+from ep_moe.weights.initial import random_expert
 from tests.fixtures.distributed_cases import batch_of, check_call, everywhere
 from tests.fixtures.eplb_cases import (
     CONFIG,

@@ -24,7 +24,7 @@ from ep_moe.eplb.migration.consensus import State
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.weights.initial import random_expert
 from tests.fixtures.distributed_cases import everywhere
 from tests.fixtures.eplb_cases import all_alike, assert_slots, make_layers, on_request, random_map
 from tests.fixtures.layer_static import TOKENS, WIDE, Captured

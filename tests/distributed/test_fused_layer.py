@@ -17,9 +17,10 @@ from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaB
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.testing.transport_case import said_within
 from ep_moe.types import PhysicalIds, PhysicalRouting
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.base import MegaBf16
 from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
 from tests.fixtures.eplb_cases import all_alike, assert_slots, on_request, random_map

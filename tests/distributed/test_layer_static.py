@@ -18,9 +18,10 @@ from ep_moe.errors import ConfigError, InputError
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.testing.transport_case import said_within
 from ep_moe.types import Routing
+from ep_moe.weights.initial import random_expert
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
 from tests.fixtures.layer_static import CONFIG, TOKENS, WIDE, Captured, as_it_arrives, on_the_cpu

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.weights.initial import random_expert
 from tests.fixtures.helpers import integer_routing, moved
 
 EXPERTS = 10

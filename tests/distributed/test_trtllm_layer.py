@@ -15,8 +15,9 @@ from ep_moe.experts.flashinfer.trtllm import FlashInferTrtllmExperts
 from ep_moe.experts.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import Activation
+from ep_moe.weights.initial import random_expert
 from tests.emulations.trtllm import emulate
 from tests.fixtures.helpers import integer_routing
 

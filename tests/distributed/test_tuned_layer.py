@@ -18,6 +18,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_collectives import AllGatherDispatcher
+from ep_moe.cli import rank_times
 from ep_moe.cli import tune as tuning
 from ep_moe.errors import InputError
 from ep_moe.experts.base import Experts
@@ -25,7 +26,8 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.tuned import Measured, Tuned, layer_facts, machine_facts, versions
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.weights.initial import random_expert
 from tests.fixtures.distributed_cases import check_call, everywhere, no_payload, same_error
 from tests.fixtures.helpers import fill, integer_routing, moved
 from tests.fixtures.layer_static import WIDE, on_the_cpu
@@ -251,7 +253,7 @@ def _by(clock):
 
     def times(context, candidates, *, trial=False):
         calls = [one.call for one in candidates]
-        return tuning._slowest(context, clock(calls, 1, lambda: tuning._barrier(context))) if calls else []
+        return rank_times.slowest(context, clock(calls, 1, lambda: rank_times.barrier(context))) if calls else []
 
     return times
 

@@ -15,7 +15,7 @@ from ep_moe.quant.fp8 import round_blocks, round_by, widen_blocks
 from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
-from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.weights.initial import random_expert
 from tests.fixtures import layer_static as test_layer_static
 from tests.fixtures.blackwell_layer import on_the_cpu
 from tests.fixtures.distributed_cases import everywhere, same_error

@@ -20,13 +20,13 @@ from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution import graphs
-from ep_moe.experts.hopper.experts import (
-    Bf16TritonExperts,
+from ep_moe.experts.hopper.experts import Bf16TritonExperts
+from ep_moe.experts.hopper.experts_4bit import W4A16TritonExperts
+from ep_moe.experts.hopper.experts_fp8 import (
     Fp8BlockTritonExperts,
     Fp8ChannelTritonExperts,
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
-    W4A16TritonExperts,
 )
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import RankGroups

@@ -15,7 +15,8 @@ from ep_moe import EPContext, MoEConfig, MoELayer, RoutingConfig, registry
 from ep_moe.config import RoutingMethod
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import check_experts
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.weights.initial import random_expert
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)

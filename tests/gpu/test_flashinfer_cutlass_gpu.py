@@ -17,9 +17,10 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
 from tests.fixtures.flashinfer_cutlass_gpu import BF16, DEEPSEEK, GPU, QWEN3, SMALL, rows
 

@@ -21,12 +21,8 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 from ep_moe.experts.base import Experts
 from ep_moe.experts.hopper import step
-from ep_moe.experts.hopper.experts import (
-    ACTIVATIONS,
-    Fp8BlockTritonExperts,
-    Fp8ChannelTritonExperts,
-    Fp8DynamicTritonExperts,
-)
+from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8DynamicTritonExperts
 from ep_moe.experts.hopper.scaling import Scaling
 from ep_moe.experts.hopper.scaling_fp8 import BlockScaled
 from ep_moe.quant.fp8 import round_blocks

@@ -18,18 +18,15 @@ if torch.cuda.get_device_capability() != (9, 0):
 from ep_moe import ExpertMap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import step
-from ep_moe.experts.hopper.experts import (
-    ACTIVATIONS,
-    Fp8BlockTritonExperts,
-    Fp8ChannelTritonExperts,
-    Fp8DynamicTritonExperts,
-)
+from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8DynamicTritonExperts
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from tests.fixtures import fp8_dynamic_triton, fp8_tensor_triton
 from tests.fixtures.bf16_triton import BF16, DEVICE, SMALL, check_peers, rows
 from tests.fixtures.hopper_gpu import ODD, QWEN3

@@ -22,13 +22,11 @@ from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.scaling_fp8 import BLOCK
 from ep_moe.experts.hopper.step import SCALINGS
-from ep_moe.experts.layouts import expected_pairs, row_bounds, scaled_by_block
+from ep_moe.experts.layouts import expected_pairs, row_bounds
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.launch_cache import KeptLaunches, Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
-from ep_moe.weights.layouts.base import PerBlock
-from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit, Hopper4BitFp8
 from ep_moe.weights.main_grads import GradientOut
 
 if TYPE_CHECKING:
@@ -196,7 +194,7 @@ class HopperExperts(Experts):
         return received.weights if received.layout is RowLayout.RANK_MAJOR else received.weights.flatten()
 
 
-_HOPPER = ExpertsCapabilities(
+HOPPER = ExpertsCapabilities(
     layouts=frozenset({RowLayout.RANK_MAJOR}),
     weightings=frozenset(Weighting),
     activations=ACTIVATIONS,
@@ -227,7 +225,7 @@ class Bf16TritonExperts(HopperExperts):
     own_backward = True
     writes_gradients = True
     capabilities = dataclasses.replace(
-        _HOPPER,
+        HOPPER,
         differentiable=True,
         exact=True,
         float8=True,
@@ -293,124 +291,3 @@ class Bf16TritonExperts(HopperExperts):
                 found.stored[name] = torch.zeros_like(tensor)
         by_weight = None if weights is None else found.weights  # under Weighting.COMBINE they have no part here
         return StepGradients(found.x, by_weight, found.stored)
-
-
-class Fp8TensorTritonExperts(HopperExperts):
-    """Experts in fp8 with one calibrated scale a matrix. Rows come plain and are rounded here, or were rounded before
-    they traveled."""
-
-    name = "fp8_tensor_triton"
-    tested_machines = "1, 2 and 4 H200, 2 H100"
-    scaling = "matrix"
-    capabilities = dataclasses.replace(
-        _HOPPER, schemes=frozenset({"fp8_static"}), row_formats=frozenset({"plain", "fp8_tensor"}), exact=True
-    )
-
-
-class Fp8ChannelTritonExperts(HopperExperts):
-    """Experts in fp8 with one scale for each row of weights, an output channel, which the products multiply into their
-    sums. Rows have one scale each, found here, and may have traveled so."""
-
-    name = "fp8_channel_triton"
-    tested_machines = "1 and 2 H200, 2 H100"
-    scaling = "channel"
-    capabilities = dataclasses.replace(
-        _HOPPER,
-        schemes=frozenset({"fp8_channel"}),
-        biases=True,
-        exact=True,
-        row_formats=frozenset({"plain", "fp8_row"}),
-    )
-
-
-class W4A16TritonExperts(HopperExperts):
-    """Experts with weights of 4 bits and rows in bf16: each scheme is a scaling of its own."""
-
-    name = "w4a16_triton"
-    tested_machines = "1 H100, 1 H200"
-    weight_layout = Hopper4Bit
-    capabilities = dataclasses.replace(
-        _HOPPER,
-        schemes=frozenset({"mxfp4", "mxint4", "int4", "nvfp4a16"}),
-        biases=True,
-        spare_sms=False,
-        alignment_bytes=LINE,
-    )
-
-    @cached_property
-    def scaling(self) -> str:
-        return self.weights.scheme.name
-
-
-class W4A8TritonExperts(W4A16TritonExperts):
-    """The same with rows in E4M3, which have one scale each, found here, and may have traveled so."""
-
-    name = "w4a8_triton"
-    tested_machines = "1 H100, 1 H200"
-    weight_layout = Hopper4BitFp8
-    capabilities = dataclasses.replace(
-        W4A16TritonExperts.capabilities,
-        schemes=frozenset({"mxfp4_fp8", "int4_fp8", "mxint4_fp8"}),
-        row_formats=frozenset({"plain", "fp8_row"}),
-    )
-
-
-class Fp8BlockTritonExperts(HopperExperts):
-    """DeepSeek's fp8 blocks of 128 x 128. Takes every row layout as it is: CONTIGUOUS and BATCHED rows are neither
-    sorted nor copied."""
-
-    name = "fp8_block_triton"
-    tested_machines = "1, 2 and 4 H200, 1 and 2 H100"
-    needs_nvrtc = False
-    scaling = "block"
-    capabilities = dataclasses.replace(
-        _HOPPER,
-        layouts=frozenset(RowLayout),
-        dtypes=frozenset({torch.bfloat16, torch.float16}),
-        schemes=frozenset({"fp8_block"}),
-        alignment_bytes=16,
-        row_formats=frozenset({"plain", "fp8_block"}),
-    )
-
-    def compute(self, received: Received, out: Tensor | None) -> Tensor:
-        out, slots = super().compute(received, out), self.weights.num_slots
-        if received.layout is RowLayout.BATCHED:
-            out[slots:].zero_()  # slots that only wider ranks have; a transport may fill rows up there
-        return out
-
-
-class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
-    """Experts in fp8 with one scale a matrix, whose activations get theirs from the rows.
-
-    Rows have one scale each, and may have traveled so. Those that traveled in fp8_block, those that are grouped
-    already and those of fp16 layers go by blocks, where rows have a scale for each 128 columns: that way finds the
-    scale of a matrix at each of its blocks, and the one of a row that came with it likewise.
-    """
-
-    name = "fp8_dynamic_triton"
-    tested_machines = "1 and 2 H200, 2 H100"
-    weight_layout = PerBlock
-    capabilities = dataclasses.replace(
-        Fp8BlockTritonExperts.capabilities,
-        schemes=frozenset({"fp8_dynamic"}),
-        alignment_bytes=2 * BLOCK,
-        row_formats=frozenset({"plain", "fp8_block", "fp8_row"}),
-    )
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._compiles = nvrtc.missing() is None
-
-    def workspace_bytes(self) -> int:
-        return max(self._scratch_bytes("block"), self._scratch_bytes("row"))
-
-    def _launch(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
-        if self._by_row(received):
-            self._launch_scaled("row", received, out, peers, launch)
-        else:
-            self._launch_scaled("block", scaled_by_block(received), out, peers, launch)
-
-    def _by_row(self, received: Received) -> bool:
-        if received.layout is not RowLayout.RANK_MAJOR or received.format == "fp8_block":
-            return False
-        return self.weights.dtype == torch.bfloat16 and self._compiles

@@ -17,8 +17,8 @@ from ep_moe.bench.floors import Rates
 from ep_moe.errors import BackendUnavailable
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import Activation
+from ep_moe.weights.initial import random_expert
 from tests.emulations import bench_libraries as emulated
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)

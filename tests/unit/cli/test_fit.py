@@ -22,6 +22,7 @@ from ep_moe import (
 )
 from ep_moe.bench import fit
 from ep_moe.bench.expected_time import ITSELF, RANKS, held_back
+from ep_moe.bench.fit_question import Question
 from ep_moe.bench.measured_lines import measured
 from ep_moe.bench.wire_rows import two_level
 from ep_moe.cli.app import app
@@ -45,10 +46,10 @@ def ask(*args: object, code: int = 0) -> str:
     return found.output
 
 
-def question(**fields) -> fit.Question:
+def question(**fields) -> Question:
     rest = {"config": SMALL, "layers": 3, "gpu": GPUS["h200"], "gpus": 4, "per_host": 8, "tokens": 8}
     rest |= {"scheme": scheme_of("none"), "all2all": "allgather", "experts": "reference"}
-    return fit.Question(**rest | fields)
+    return Question(**rest | fields)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

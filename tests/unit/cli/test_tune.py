@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe import EPContext, MoEConfig, RankLayout, Wire, registry
-from ep_moe.cli import tune
+from ep_moe.cli import rank_times, tune
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=8, top_k=2)
@@ -38,7 +38,7 @@ def test_a_batch_is_the_same_for_all_candidates_and_another_on_each_rank():
 
 def test_the_first_round_by_the_clock_is_not_counted(monkeypatch):
     now, order = [0.0], []
-    monkeypatch.setattr(tune.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(rank_times.time, "perf_counter", lambda: now[0])
 
     def call(name, seconds):
         left = iter(seconds)
@@ -50,7 +50,7 @@ def test_the_first_round_by_the_clock_is_not_counted(monkeypatch):
         return run
 
     calls = [call("a", (90.0, 1.0, 3.0)), call("b", (0.0, 6.0, 4.0))]
-    assert tune._by_the_clock(calls, 2, lambda: order.append("|")) == [pytest.approx(2e6), pytest.approx(5e6)]
+    assert rank_times.by_the_clock(calls, 2, lambda: order.append("|")) == [pytest.approx(2e6), pytest.approx(5e6)]
     assert "".join(order) == "|a|b" * 3, "in turns, and all ranks together"
 
 

@@ -21,14 +21,9 @@ from ep_moe import (
 )
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.experts.hopper.experts import (
-    Bf16TritonExperts,
-    Fp8BlockTritonExperts,
-    Fp8ChannelTritonExperts,
-    Fp8TensorTritonExperts,
-    W4A8TritonExperts,
-    W4A16TritonExperts,
-)
+from ep_moe.experts.hopper.experts import Bf16TritonExperts
+from ep_moe.experts.hopper.experts_4bit import W4A8TritonExperts, W4A16TritonExperts
+from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8TensorTritonExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
 from ep_moe.selection.resolve import LayerRequest, agree

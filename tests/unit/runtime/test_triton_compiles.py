@@ -29,14 +29,13 @@ from ep_moe.experts.hopper import (
     gemm_skinny_4bit,
     gemm_streaming,
 )
-from ep_moe.experts.hopper.experts import (
-    Bf16TritonExperts,
+from ep_moe.experts.hopper.experts import Bf16TritonExperts
+from ep_moe.experts.hopper.experts_4bit import W4A8TritonExperts, W4A16TritonExperts
+from ep_moe.experts.hopper.experts_fp8 import (
     Fp8BlockTritonExperts,
     Fp8ChannelTritonExperts,
     Fp8DynamicTritonExperts,
     Fp8TensorTritonExperts,
-    W4A8TritonExperts,
-    W4A16TritonExperts,
 )
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales

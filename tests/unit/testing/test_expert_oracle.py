@@ -12,7 +12,8 @@ from ep_moe import Activation, MoEConfig
 from ep_moe.experts.shared_experts import activate
 from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES, Rounding
-from ep_moe.testing.expert_oracle import expected_and_limit, half_step, random_expert, rounded, scale_of_rows, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, half_step, rounded, scale_of_rows, worst
+from ep_moe.weights.initial import random_expert
 
 BF16 = torch.bfloat16
 SLOTS = 3

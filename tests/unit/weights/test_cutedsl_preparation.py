@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.base import ScaleLayout, arrange
 from ep_moe.weights.layouts.cutedsl import CuteDsl, deinterleave, interleave, mma_view
 from ep_moe.weights.parts import etp_shard

@@ -13,8 +13,8 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.fp8 import FP8
 from ep_moe.quant.schemes import SCHEMES, Rounding, Scheme
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutlass_mixed as mixed
 from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.layouts.cutlass import BOUND, SM90_SCHEMES, CutlassSm90, activation_bound

@@ -7,8 +7,8 @@ import torch
 
 from ep_moe import Activation, ExpertMap
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES, CutlassSm90, CutlassSm100
 from ep_moe.weights.parts import etp_shard

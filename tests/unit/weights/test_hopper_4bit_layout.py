@@ -10,8 +10,8 @@ import torch
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.hopper_4bit import (
     Hopper4Bit,
     Hopper4BitFp8,

@@ -10,8 +10,8 @@ import torch
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.weight_formats import Fp8Blocks
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.base import PerBlock
 from tests.fixtures.expert_weights import etp_link
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ep_moe import Activation, MoEConfig
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.testing.expert_oracle import random_expert
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.trtllm import (
     LAYOUTS,
     Trtllm,

@@ -17,9 +17,10 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutedsl
 from ep_moe.weights.parts import etp_shard
 from tests.emulations.cutedsl import Wrapper

@@ -17,9 +17,9 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import explain
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts.cutlass import SM100_SCHEMES
 from ep_moe.weights.parts import etp_shard

@@ -14,9 +14,9 @@ from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
-from ep_moe.testing.expert_oracle import random_expert
 from ep_moe.types import LocalIds, Received
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts import cutlass_mixed
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES

@@ -18,8 +18,9 @@ from ep_moe.experts.fused.base import RouterLogits
 from ep_moe.experts.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic, routing_method
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose
-from ep_moe.testing.expert_oracle import expected_and_limit, random_expert, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import Activation
+from ep_moe.weights.initial import random_expert
 from tests.emulations.trtllm import emulate
 
 NAME, CPU, BF16 = "flashinfer_trtllm_monolithic", torch.device("cpu"), torch.bfloat16

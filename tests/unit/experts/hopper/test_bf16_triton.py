@@ -18,7 +18,8 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe import Activation
-from ep_moe.experts.hopper.experts import ACTIVATIONS, Bf16TritonExperts, Fp8BlockTritonExperts
+from ep_moe.experts.hopper.experts import ACTIVATIONS, Bf16TritonExperts
+from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime.workspace import Workspaces

@@ -15,7 +15,8 @@ if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 
 from ep_moe.experts.base import Experts
-from ep_moe.experts.hopper.experts import ACTIVATIONS, Fp8ChannelTritonExperts, Fp8DynamicTritonExperts
+from ep_moe.experts.hopper.experts import ACTIVATIONS
+from ep_moe.experts.hopper.experts_fp8 import Fp8ChannelTritonExperts, Fp8DynamicTritonExperts
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime import nvrtc
