@@ -108,7 +108,7 @@ def in_halves(w13: Tensor) -> Tensor:
 # How block scales lie in memory for Blackwell's kernels, one scale per row and block of columns.
 #
 # LINEAR          [..., rows, blocks], row-major: how scales are quantized, stored in checkpoints, and sent
-# SWIZZLED_128X4  tiles of 128 rows x 4 blocks, row-major among tiles, and in a tile row r % 32, then r // 32, then block
+# SWIZZLED_128X4  tiles of 128 rows x 4 blocks, row-major among tiles, in a tile row r % 32, then r // 32, then block
 # SWIZZLED_8X4    tiles of 8 rows x 4 blocks, row-major, for few rows
 # MMA             the bytes of SWIZZLED_128X4 seen as (32, 4, rows / 128, 4, blocks / 4, groups), for CuteDSL
 #
