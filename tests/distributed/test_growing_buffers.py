@@ -33,6 +33,7 @@ from ep_moe.testing.transport_case import (
     same,
 )
 from ep_moe.types import Routing
+from tests.fixtures import p2p_bodies
 from tests.fixtures.captured_layer import WIDE, built, on_gpus
 from tests.fixtures.captured_layer import routes as wide_routes
 from tests.fixtures.captured_layer import rows as wide_rows
@@ -40,9 +41,9 @@ from tests.fixtures.distributed_cases import check_call, everywhere, ran, same_e
 from tests.fixtures.eplb_cases import drive, make_layers, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 from tests.fixtures.layer_static import CONFIG
+from tests.fixtures.p2p_bodies import LEAST, growing, rooms
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
-LEAST = 4
 LAYOUTS = {
     "dp 4": {"dp": 4},
     "dp 4 ep 2": {"dp": 4, "ep": 2},
@@ -53,30 +54,10 @@ LAYOUTS = {
 on_the_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="over memory that ranks of a CPU share")
 
 
-@contextlib.contextmanager
-def growing(deadline_s: float = 20, low_latency_bytes: int = 0, **sizes):
-    """A context whose layers take `nvlink_p2p` by themselves, with room for LEAST tokens at first."""
-    parallel = ParallelConfig(**(sizes or {"dp": dist.get_world_size()}))
-    with (
-        p2p_on_cpu(),
-        mock.patch.object(NVLinkP2PDispatcher, "least_room", LEAST),
-        mock.patch.object(NVLinkP2PDispatcher, "low_latency_bytes", low_latency_bytes),
-        EPContext.from_groups(parallel, device=rank_device(), deadline_s=deadline_s) as context,
-    ):
-        yield context
-
-
 def made(context, **options) -> MoELayer:
     layer = fill(MoELayer(CONFIG, context, experts="reference", **options))
     assert layer.choice.all2all == "nvlink_p2p", "by itself"
     return layer
-
-
-def rooms(layer: MoELayer) -> list[int]:
-    """Tokens of a rank that each of the transport's buffers holds, the same on all ranks."""
-    found = [slot.library.room for slot in layer._dispatcher().buffer_pool.made]
-    assert everywhere(found) == [found] * dist.get_world_size()
-    return found
 
 
 @distributed(2, 4)
@@ -400,28 +381,8 @@ def test_captures_name_max_tokens(world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
 @pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
-@torch.no_grad()
 def test_replays_beside_calls_that_run_and_that_grow(low_latency_bytes, pair, world_size):
-    """The bits of the layer's own run, on ranks that replay beside ranks that do not, under bounds that change."""
-    rank = dist.get_rank()
-    with growing(low_latency_bytes=low_latency_bytes) as context:
-        layers, replayed = [built(context, pair) for _ in range(2)], 0
-        for step in range(120):
-            layer, most = layers[step % 2], (1, 3, 40, 200)[min(step // 30, step // 2 % 4)]
-            tokens = most if rank == step % world_size else (0, most // 2)[(step + rank) % 2]
-            x, routing = wide_rows(layer, tokens, 10 * step + rank), wide_routes(layer, tokens, step)
-            if (step + rank) % 3 == 0:  # rows that no graph takes
-                room = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
-                x = room[1:].view(x.shape).copy_(x)
-            with mock.patch.object(MoELayer, "run", autospec=True, side_effect=MoELayer.run) as run:
-                y = layer.forward_routed(x, routing)
-            replayed += not run.called
-            assert torch.equal(y, ran(layer, x, routing)), step
-            assert y.isfinite().all()
-            assert (y != 0).any() == ((routing.ids >= 0) & (routing.weights != 0)).any()
-        assert replayed > 20
-        assert rooms(layers[0]) == [256]
-        assert len(set(everywhere(context.flight_recorder.number))) == 1
+    p2p_bodies.replays_beside_calls_that_run_and_that_grow(low_latency_bytes, pair, world_size)
 
 
 @on_gpus

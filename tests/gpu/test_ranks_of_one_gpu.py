@@ -3,8 +3,8 @@ there is no second GPU. A wait for a peer takes a turn of some milliseconds, and
 
 from __future__ import annotations
 
-import importlib
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.testing import rank_device
+from tests.fixtures import p2p_bodies
 
 DEADLINE_S = 100.0  # within pytest's own
 GPU = torch.device("cuda", 0)
@@ -38,21 +39,19 @@ class SharedMemory:
         dist.barrier(rank_group.group)
 
 
-def rank(body: str, given: dict) -> None:
+def rank(body: Callable[..., None], given: dict) -> None:
     """On each rank: a test's body, whose ranks all have this GPU."""
-    folder, name = body.split(":")
-    test = getattr(importlib.import_module(folder), name)
     dispatcher.make_memory = SharedMemory
     dispatcher.NVLinkP2PDispatcher.unsupported_platform = classmethod(lambda cls, layout: None)
     for module in list(sys.modules.values()):
         if getattr(module, "rank_device", None) is rank_device and module.__name__ != __name__:
             module.rank_device = lambda: GPU
-    test.body(**given)
+    body(**given)
     torch.cuda.synchronize(GPU)
     dist.barrier()
 
 
-def run(world: int, body: str, **given: object) -> None:
+def run(world: int, body: Callable[..., None], **given: object) -> None:
     run_local_ranks(f"{__name__}:rank", world, {"body": body, "given": given}, deadline_s=DEADLINE_S)
 
 
@@ -60,26 +59,24 @@ def run(world: int, body: str, **given: object) -> None:
 @pytest.mark.parametrize("bound", [40, 200], ids=["by packets", "by flags"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_automatic_graphs(world, bound, pair):
-    body = "tests.distributed.test_automatic_graphs_layer:test_the_same_bits_with_other_rows_routes_tokens_and_maps"
-    run(world, body, bound=bound, pair=pair, world_size=world)
+    run(world, p2p_bodies.other_rows_routes_tokens_and_maps, bound=bound, pair=pair, world_size=world)
 
 
 def test_automatic_graphs_with_shared_experts():
-    run(2, "tests.distributed.test_automatic_graphs_layer:test_shared_experts", world_size=2)
+    run(2, p2p_bodies.shared_experts, world_size=2)
 
 
 def test_automatic_graphs_beside_other_streams_and_captures():
-    run(2, "tests.distributed.test_automatic_graphs_layer:test_other_streams_and_a_capture_around_it", world_size=2)
+    run(2, p2p_bodies.other_streams_and_a_capture_around_it, world_size=2)
 
 
 @pytest.mark.parametrize("tokens", [1, 24, 150, 1500], ids=["one", "by packets", "by flags", "many"])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
 def test_kernels_that_start_early(kind, tokens):
-    body = "tests.distributed.test_early_start:test_the_bits_of_kernels_that_wait"
-    run(2, body, kind=kind, tokens=tokens, world_size=2)
+    run(2, p2p_bodies.kernels_that_start_early, kind=kind, tokens=tokens, world_size=2)
 
 
 @pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 def test_automatic_graphs_over_buffers_that_grow(low_latency_bytes):
-    body = "tests.distributed.test_growing_buffers:test_replays_beside_calls_that_run_and_that_grow"
+    body = p2p_bodies.replays_beside_calls_that_run_and_that_grow
     run(2, body, low_latency_bytes=low_latency_bytes, pair="bf16", world_size=2)
