@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from ep_moe import (
@@ -33,6 +33,7 @@ from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
+from tests.fixtures.random_examples import random_examples
 
 EXPERTS, POOL, HIDDEN = 7, 40, 320  # MKL's kernels for 320 columns differ by the number of rows
 EXACT = ExpertsOptions(exact=True)
@@ -116,14 +117,7 @@ def differences(world_size: int, examples: int, config: MoEConfig, dtype: torch.
     x = rows(dtype).to(device)
 
     @seed(world_size)
-    @settings(
-        max_examples=examples,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
+    @random_examples(examples)
     @given(data=st.data())
     def example(data: st.DataObject) -> None:
         layout = data.draw(st.sampled_from(LAYOUTS[world_size]))

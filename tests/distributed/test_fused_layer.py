@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Tokens, Wire
+from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Wire
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError, PeerTimeout
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaBf16, FlashInferMegaFp8, Window
 from ep_moe.parallel.rank_group import barrier
@@ -26,21 +26,13 @@ from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
 from tests.fixtures.eplb_cases import all_alike, assert_slots, on_request, random_map
 from tests.fixtures.fused_conformance import ready
 from tests.fixtures.helpers import integer_routing, moved
-from tests.fixtures.layer_static import TOKENS, WIDE, Captured
+from tests.fixtures.layer_static import LAYOUTS, TOKENS, WIDE, Captured
 
 pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its products at first use
 BF16 = {"experts": "flashinfer_mega_bf16", "quantization": "none", "dtype": torch.bfloat16}
 FP8 = {"experts": "flashinfer_mega_fp8", "quantization": "fp8_block", "dtype": torch.bfloat16}
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=10, top_k=3)
 MOST = 24
-LAYOUTS = {
-    "dp 4": {"dp": 4},
-    "tp 4": {"tp": 4},
-    "dp 2 tp 2": {"dp": 2, "tp": 2},
-    "dp 2 tp 2 etp 2": {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
-    "dp 4 etp 2": {"dp": 4, "ep": 2, "etp": 2},
-    "sharded": {"dp": 2, "tp": 2, "tokens": Tokens.SHARDED},
-}
 
 
 def kinds() -> None:

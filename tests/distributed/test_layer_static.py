@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, Tokens, Wire
+from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, Wire
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p import dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
@@ -24,17 +24,7 @@ from ep_moe.types import Routing
 from ep_moe.weights.initial import random_expert
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
-from tests.fixtures.layer_static import CONFIG, TOKENS, WIDE, Captured, as_it_arrives, on_the_cpu
-
-LAYOUTS = {
-    "dp 4": {"dp": 4},
-    "tp 4": {"tp": 4},
-    "dp 2 tp 2": {"dp": 2, "tp": 2},
-    "dp 2 tp 2 etp 2": {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
-    "dp 4 etp 2": {"dp": 4, "ep": 2, "etp": 2},
-    "sharded": {"dp": 2, "tp": 2, "tokens": Tokens.SHARDED},
-}
-
+from tests.fixtures.layer_static import CONFIG, LAYOUTS, TOKENS, WIDE, Captured, as_it_arrives, on_the_cpu
 
 WAYS = {
     "flashinfer_nvlink": (FlashInferNVLinkDispatcher,),

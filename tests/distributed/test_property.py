@@ -8,13 +8,14 @@ import dataclasses
 
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import given, seed
 from hypothesis import strategies as st
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
+from tests.fixtures.random_examples import random_examples
 
 EXPERTS = 7
 CONFIGS = [
@@ -84,14 +85,7 @@ def test_any_layout_map_and_batch_equals_one_process(world_size):
     device, contexts = rank_device(), {}
 
     @seed(0)
-    @settings(
-        max_examples=25,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
+    @random_examples(25)
     @given(data=st.data())
     def example(data: st.DataObject) -> None:
         layout = data.draw(st.sampled_from(LAYOUTS[world_size]))

@@ -10,13 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ep_moe import Activation, CheckpointError, EPContext, MoEConfig, MoELayer, RoutingConfig
-from ep_moe.checkpoint.reader import load_layers
+from ep_moe import Activation, CheckpointError, MoEConfig, MoELayer, RoutingConfig
 from ep_moe.checkpoint.source import SINGLE
 from ep_moe.checkpoint.stored import scalar_factor
 from ep_moe.config import RoutingMethod
 from ep_moe.quant.schemes import SCHEMES
-from tests.fixtures.checkpoint_files import same_bytes, stored
+from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
 
 CPU = torch.device("cpu")
 FP8, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -85,9 +84,7 @@ def write(folder, tensors: dict[str, Tensor], quantization: dict | None = None) 
 
 
 def load(folder, quantization: str, dtype=torch.float32, family="qwen3_moe", **fields) -> MoELayer:
-    layer = MoELayer(config(**fields), EPContext.local(CPU), quantization=quantization, dtype=dtype)
-    load_layers({0: layer}, folder, family, progress=False)
-    return layer
+    return load_one(config(**fields), folder, quantization, family, dtype=dtype)
 
 
 @pytest.mark.parametrize("make", [blocks, groups], ids=["128 x 128", "1 x 32"])

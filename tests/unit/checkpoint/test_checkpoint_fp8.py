@@ -12,12 +12,12 @@ from torch import Tensor
 from ep_moe import EPContext, MoEConfig, MoELayer, Wire
 from ep_moe.checkpoint.formats import PerExpert, find_format
 from ep_moe.checkpoint.model_names import names_of
-from ep_moe.checkpoint.reader import largest_input_scale, load_layers
+from ep_moe.checkpoint.reader import largest_input_scale
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.parts import etp_shard
-from tests.fixtures.checkpoint_files import same_bytes, stored
+from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -59,9 +59,7 @@ def save(folder, matrices=None, *, without: str = "") -> list:
 
 
 def load(folder, quantization: str) -> MoELayer:
-    layer = MoELayer(CONFIG, EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
-    load_layers({0: layer}, folder, "qwen3_moe", progress=False)
-    return layer
+    return load_one(CONFIG, folder, quantization)
 
 
 def numbers(matrix: dict[str, Tensor]) -> Tensor:

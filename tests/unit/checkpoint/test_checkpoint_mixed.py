@@ -7,15 +7,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
+from ep_moe import CheckpointError, MoEConfig, MoELayer
 from ep_moe.checkpoint.formats import find_format
 from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.quantized_experts import read_quantized
-from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.parts import etp_shard
-from tests.fixtures.checkpoint_files import same_bytes, stored
+from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
@@ -61,9 +60,7 @@ def write(folder, kind: str, plain=(), change=None) -> dict[str, Tensor]:
 
 
 def load(folder, quantization: str) -> MoELayer:
-    layer = MoELayer(CONFIG, EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
-    load_layers({0: layer}, folder, "qwen3_moe", progress=False)
-    return layer
+    return load_one(CONFIG, folder, quantization)
 
 
 def wanted(tensors: dict[str, Tensor], expert: int, names: tuple[str, ...], scheme: str) -> dict[str, Tensor]:

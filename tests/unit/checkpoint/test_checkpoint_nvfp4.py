@@ -10,13 +10,12 @@ from torch import Tensor
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.formats import PerExpert, find_format
 from ep_moe.checkpoint.model_names import names_of
-from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.parts import etp_shard
-from tests.fixtures.checkpoint_files import same_bytes, stored
+from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 96, 64, 3
@@ -61,9 +60,7 @@ def save(folder, matrices=None, *, without: str = "", more: dict[str, Tensor] | 
 
 
 def load(folder, quantization: str, config: MoEConfig = CONFIG) -> MoELayer:
-    layer = MoELayer(config, EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
-    load_layers({0: layer}, folder, "qwen3_moe", progress=False)
-    return layer
+    return load_one(config, folder, quantization)
 
 
 def as_ours(projections: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -7,16 +7,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ep_moe import Activation, EPContext, MoEConfig, MoELayer
+from ep_moe import Activation, MoEConfig, MoELayer
 from ep_moe.checkpoint.formats import find_format
 from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.quantized_experts import read_quantized
-from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.quant.weight_formats import Mxfp4
 from ep_moe.weights.parts import etp_shard
+from tests.fixtures.checkpoint_files import load_one
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 256, 128, 3
@@ -85,9 +85,7 @@ def packed_words(data: Tensor) -> Tensor:
 
 
 def load(kind: str, folder, quantization: str) -> MoELayer:
-    layer = MoELayer(config(kind), EPContext.local(CPU), quantization=quantization, dtype=torch.bfloat16)
-    load_layers({0: layer}, folder, KINDS[kind][0], progress=False)
-    return layer
+    return load_one(config(kind), folder, quantization, KINDS[kind][0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ep_moe import Activation, ExpertMap, MoEConfig
+from ep_moe import Activation, MoEConfig
 from ep_moe.errors import InputError
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -21,7 +21,7 @@ from ep_moe.weights.layouts.hopper_4bit import (
     unpack,
     unpack_from_e4m3,
 )
-from tests.fixtures.expert_weights import etp_link
+from tests.fixtures.expert_weights import etp_link, stored_weights
 
 CONFIG = MoEConfig(
     hidden_size=384, intermediate_size=256, num_experts=3, top_k=2, expert_bias=True, activation=Activation.SWIGLU
@@ -34,15 +34,7 @@ each_shape = pytest.mark.parametrize(("scheme", "config"), SHAPES, ids=lambda va
 
 
 def made(scheme: str, config: MoEConfig, **rank_group) -> ExpertWeights:
-    return ExpertWeights(
-        config,
-        ExpertMap.linear(3, 1),
-        dtype=BF16,
-        scheme=SCHEMES[scheme],
-        weight_layout=Hopper4BitFp8 if scheme.endswith("_fp8") else Hopper4Bit,
-        trainable=False,
-        **rank_group,
-    )
+    return stored_weights(config, scheme, Hopper4BitFp8 if scheme.endswith("_fp8") else Hopper4Bit, **rank_group)
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -7,13 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.quant.schemes import SCHEMES
-from ep_moe.quant.weight_formats import Fp8Blocks
+from ep_moe import Activation, MoEConfig
+from ep_moe.quant.schemes import SCHEMES, Fp8Blocks
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.base import PerBlock
-from tests.fixtures.expert_weights import etp_link
+from tests.fixtures.expert_weights import etp_link, stored_weights
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=384, num_experts=3, top_k=2)
 DYNAMIC = SCHEMES["fp8_dynamic"]
@@ -21,15 +20,7 @@ BF16, CPU = torch.bfloat16, torch.device("cpu")
 
 
 def made(config: MoEConfig = CONFIG, **rank_group) -> ExpertWeights:
-    return ExpertWeights(
-        config,
-        ExpertMap.linear(3, 1),
-        dtype=BF16,
-        scheme=DYNAMIC,
-        weight_layout=PerBlock,
-        trainable=False,
-        **rank_group,
-    )
+    return stored_weights(config, "fp8_dynamic", PerBlock, **rank_group)
 
 
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda a: a.value)

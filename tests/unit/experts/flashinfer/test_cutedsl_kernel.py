@@ -18,12 +18,13 @@ from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
+from ep_moe.types import LocalIds, PhysicalIds, Received, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutedsl
 from ep_moe.weights.parts import etp_shard
 from tests.emulations.cutedsl import Wrapper
+from tests.fixtures.received import random_rows
 
 SLOTS, ROWS, TOP_K, NVFP4, BF16 = 5, 24, 3, SCHEMES["nvfp4"], torch.bfloat16
 ACTIVATIONS = [Activation.SWIGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2]
@@ -81,19 +82,7 @@ def one_input_scale(tensors: Tensors) -> Tensors:
 
 
 def rows(count: int = ROWS) -> Received:
-    generator = torch.Generator().manual_seed(9)
-    ids = torch.rand(count, SLOTS, generator=generator).topk(TOP_K).indices
-    ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.4, -1, ids)
-    if count > 3:
-        ids[3] = -1
-    return Received(
-        x=torch.randn(count, 256, generator=generator).to(BF16),
-        layout=RowLayout.RANK_MAJOR,
-        weighting=Weighting.EXPERTS,
-        handle=None,
-        local_ids=LocalIds(ids),
-        weights=torch.rand(ids.shape, generator=generator) + 0.1,
-    )
+    return random_rows(count, slots=SLOTS, top_k=TOP_K, hidden=256, dtype=BF16)
 
 
 def times_the_limit(experts: FlashInferCuteDslExperts, tensors: Tensors, received: Received) -> float:

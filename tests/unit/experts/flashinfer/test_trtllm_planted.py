@@ -17,6 +17,7 @@ from ep_moe.weights.layouts.trtllm import LAYOUTS
 from tests.fixtures.trtllm_experts import (  # noqa: F401 (a fixture)
     SLOTS,
     TOP_K,
+    before_call,
     build,
     emulated,
     rows,
@@ -35,17 +36,6 @@ def ratio(name: str, config: MoEConfig | None = None) -> float:
     config = config or shape()
     experts, tensors = build(config, name)
     return times_the_limit(experts, tensors, rows(hidden=config.hidden_size))
-
-
-def before_call(monkeypatch, change) -> None:
-    """Let `change(arguments)` change what the kernel is given."""
-    call = trtllm_op.call
-
-    def planted(entry: str, **given) -> None:
-        change(given)
-        call(entry, **given)
-
-    monkeypatch.setattr(trtllm_op, "call", planted)
 
 
 @each_scheme

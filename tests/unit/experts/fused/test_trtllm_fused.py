@@ -1,5 +1,7 @@
 """`flashinfer_trtllm_monolithic` in a layer, without a GPU: FlashInfer's entries are emulated, routing included."""
 
+# ruff: noqa: F811
+
 from __future__ import annotations
 
 import dataclasses
@@ -21,7 +23,7 @@ from ep_moe.selection.explain import choose
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import Activation
 from ep_moe.weights.initial import random_expert
-from tests.emulations.trtllm import emulate
+from tests.fixtures.trtllm_experts import before_call, emulated  # noqa: F401 (a fixture)
 
 NAME, CPU, BF16 = "flashinfer_trtllm_monolithic", torch.device("cpu"), torch.bfloat16
 EXPERTS, TOKENS = 8, 20
@@ -46,24 +48,16 @@ ON_INPUT = RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch) -> list[dict]:
-    """FlashInfer's entries replaced by the emulation; the list of the calls' arguments."""
-    calls: list[dict] = []
-
-    def call(entry: str, **given) -> None:
-        calls.append(given | {"entry": entry})
-        emulate(entry, **given)
-
+def on_the_cpu(monkeypatch, emulated) -> None:
+    """The kernel runs here, over the emulation."""
     can = dataclasses.replace(
         FlashInferTrtllmMonolithic.capabilities,
         devices=frozenset({"cpu"}),
         min_compute_capability=None,
         max_compute_capability=None,
     )
-    monkeypatch.setattr(trtllm_op, "call", call)
     monkeypatch.setattr(FlashInferTrtllmMonolithic, "capabilities", can)
     monkeypatch.setattr(FlashInferTrtllmMonolithic, "available", classmethod(lambda cls: None))
-    return calls
 
 
 def shape(routing: RoutingConfig = DEEPSEEK, scheme: str = "none", **fields) -> MoEConfig:
@@ -107,16 +101,6 @@ def ratio(layer: MoELayer, tensors: list[dict[str, Tensor]], tokens: int = TOKEN
         rows, weights = x.float() * weights, torch.ones_like(weights)
     scheme = layer.expert_weights.scheme
     return worst(layer(x), *expected_and_limit(config, scheme, tensors, rows, routing.ids, weights, BF16))
-
-
-def before_call(monkeypatch, change) -> None:
-    call = trtllm_op.call
-
-    def planted(entry: str, **given) -> None:
-        change(given)
-        call(entry, **given)
-
-    monkeypatch.setattr(trtllm_op, "call", planted)
 
 
 # --- what it gives --------------------------------------------------------------------------------------------------
