@@ -1,0 +1,88 @@
+"""Bytes of a layer by kind, counted from shapes alone: `execution.memory_plan`, in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer
+from ep_moe.execution import memory_plan
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.experts.reference import ReferenceExperts
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2, shared_intermediate_size=32)
+EXPERT = 3 * 16 * 8 * 4  # bytes: gate, up and down in float32
+SHARED = 3 * 16 * 32 * 4
+ROUTER = 6 * 16 * 4
+
+
+@pytest.fixture
+def layer():
+    with EPContext.local("cpu") as context:
+        yield MoELayer(CONFIG, context)
+
+
+@pytest.fixture
+def recomputing():
+    """What it keeps for backward follows from shapes."""
+    with EPContext.local("cpu") as context:
+        yield MoELayer(CONFIG, context, options=ExpertsOptions(recompute=True))
+
+
+def test_what_a_layer_holds(layer):
+    found = memory_plan.layer_bytes(layer, None)
+    assert found.keys() == {"experts", "router", "placement", "shared_experts", "workspace", "transport"}
+    assert (found["experts"], found["router"], found["shared_experts"]) == (6 * EXPERT, ROUTER, SHARED)
+    tables = sum(tensor.numel() * tensor.itemsize for tensor in layer.placement.buffers())
+    assert found["placement"] == tables > 0
+    assert (found["workspace"], found["transport"]) == (0, 0), "the reference kernel and local hold nothing"
+
+
+def test_what_is_no_module_counts_nothing():
+    found = memory_plan.held_bytes(router=None, experts=nn.Linear(4, 3), load=print)
+    assert found == {"experts": (4 * 3 + 3) * 4}
+
+
+def test_gradients_of_what_is_trained_alone(recomputing):
+    def gradients() -> int:
+        return memory_plan.layer_bytes(recomputing, 1)["gradients"]
+
+    assert gradients() == 6 * EXPERT + ROUTER + SHARED
+    recomputing.router.requires_grad_(False)
+    assert gradients() == 6 * EXPERT + SHARED
+
+
+def test_what_is_kept_for_backward_grows_with_the_tokens(recomputing):
+    saved = [memory_plan.layer_bytes(recomputing, tokens)["saved"] for tokens in (1, 2, 8)]
+    assert saved[0] > 0
+    assert saved == [saved[0], 2 * saved[0], 8 * saved[0]]
+    row = 16 * 4 + CONFIG.top_k * (4 + 4)  # numbers in float32; ids and weights of its routes
+    assert saved[0] >= row
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 1.5, "8"])
+def test_train_tokens_is_a_count(tokens, recomputing):
+    with pytest.raises(ConfigError, match="train_tokens must be an integer of at least 1"):
+        memory_plan.layer_bytes(recomputing, tokens)
+
+
+def test_what_does_not_follow_from_shapes_is_refused(layer):
+    with pytest.raises(ConfigError, match="train_tokens=4: what experts=reference over all2all=local keeps does not"):
+        memory_plan.layer_bytes(layer, 4)
+
+
+def test_no_plan_of_training_where_there_is_no_backward(recomputing, monkeypatch):
+    can = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
+    monkeypatch.setattr(ReferenceExperts, "capabilities", can)
+    with pytest.raises(ConfigError, match="train_tokens=4: experts=reference has no backward"):
+        memory_plan.layer_bytes(recomputing, 4)
+
+
+def test_the_plan_is_the_layers_own(layer):
+    before = layer.plan()
+    assert before == memory_plan.layer_bytes(layer, None)
+    layer(torch.zeros(3, 16))
+    assert layer.plan() == before, "a call changes nothing"
