@@ -1,5 +1,6 @@
 """What documents say of the code is so: the generated page, links, files, names and options."""
 
+import functools
 import pkgutil
 import re
 import runpy
@@ -17,6 +18,26 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 PRESENT = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names what was
 
 
+TESTS = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def anchors(page: Path) -> set[str]:
+    """Those of a page's headings, as Python-Markdown makes them, and of its `<a id>`."""
+    text, found = without_code(page), set[str]()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        words = re.sub(r"[^\w\s-]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)).strip().lower()
+        anchor, number = re.sub(r"[-\s]+", "-", words), 0
+        while (name := f"{anchor}_{number}" if number else anchor) in found:
+            number += 1
+        found.add(name)
+    return found | set(re.findall(r'<a id="([^"]+)"', text))
+
+
 def test_backends_page_is_what_the_classes_state():
     page = runpy.run_path(str(ROOT / "tools" / "backends.py"))["document"]()
     assert (ROOT / "docs" / "reference" / "backends.md").read_text() == page, (
@@ -26,16 +47,21 @@ def test_backends_page_is_what_the_classes_state():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
-        if not target.startswith("http"):
-            assert (page.parent / target).exists(), target
+    """And to a heading, where they name one."""
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", without_code(page)):
+        if not target.startswith(("http", "mailto")):
+            file = page.parent / target if target else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_are_named_exist(page):
-    """Paths with a folder, in backticks: from the root or within the package."""
+    """Paths with a folder, in backticks: from the root or within the package. And tests by name alone."""
     for name in re.findall(r"`([\w./]+/[\w.]+\.(?:py|md|toml|sbatch|sh))`", page.read_text()):
         assert any((base / name).exists() for base in (ROOT, ROOT / "ep_moe", page.parent)), name
+    for name in re.findall(r"(?<![\w/])test_\w+\.py\b", page.read_text()) if page in PRESENT else ():
+        assert name in TESTS or f'title="{name}"' in page.read_text(), name
 
 
 @pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
