@@ -25,7 +25,7 @@ NEWEST = "newest"
 RELEASES = ("2.11.0", "2.12.0", "2.13.0", NEWEST)
 TESTS = (
     "tests/unit/test_layer_single.py",
-    "tests/unit/test_router.py",
+    "tests/unit/router/test_router.py",
     "tests/unit/execution/test_autocast.py",
     "tests/unit/experts/test_experts.py",
     "tests/unit/parallel/test_layout.py",

@@ -23,7 +23,7 @@ ON_CPU: Mapping[str, tuple[str, ...]] = {
 # launches alone.
 IN_PART: Mapping[str, tuple[str, ...]] = {"torch": ("2.14.1", "2.11.0"), "triton": ("3.7.1", "3.8.0", "3.9.0")}
 # Minor versions of Triton whose launcher takes arguments as `runtime.launch_cache` gives them: read in their sources,
-# and held by tests/unit/runtime/test_launches.py for the installed one.
+# and held by tests/unit/runtime/test_launch_cache.py for the installed one.
 LAUNCHERS = ("3.6", "3.7", "3.8", "3.9")
 
 

@@ -218,7 +218,7 @@ def test_a_plugin_may_go_ahead_of_others(plugins):
 BROKEN = {
     "no such module": ("nowhere_at_all.module:Class", "nowhere_at_all"),
     "no such class": ("tests.fixtures.plugins:Nobody", "Nobody"),
-    "no class named": ("tests.unit.selection.test_select_plugins", "tests.unit.selection.test_select_plugins"),
+    "no class named": ("tests.unit.selection.test_explain_plugins", "tests.unit.selection.test_explain_plugins"),
 }
 
 
