@@ -100,15 +100,15 @@ def test_a_lost_message(world_size):
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=ROW, deadline_s=DEADLINE_S))
         balancer.move_to([new_map(layer) for layer in layers])
         step_until(balancer, lambda: balancer.state is State.MOVING)
-        swap, lost = Mover.swap, []
+        exchange, lost = Mover.exchange, []
 
         def drops_one(mover, sent, received):
             if dist.get_rank() == LOST and sent is not None and not lost:
                 lost.append(sent)
                 sent = None
-            return swap(mover, sent, received)
+            return exchange(mover, sent, received)
 
-        with mock.patch.object(Mover, "swap", drops_one):
+        with mock.patch.object(Mover, "exchange", drops_one):
             sentence = raises_everywhere(PeerTimeout, balancer, layers, context)
         # a device whose bytes wait for those of the peer may not have sent its own either
         assert re.search(f"bytes (to rank {LOST} and )?from rank {LOST} did not arrive within 1 s", sentence)

@@ -224,11 +224,11 @@ def test_the_scale_that_rows_travel_under(tmp_path):
     assert largest_input_scale(tmp_path, "qwen3_moe") == 2.0
 
 
-def scales_of_others(block: str) -> dict[str, Tensor]:
-    """A layer that predicts more tokens, an expert that no layer has, and names that end alike."""
+def scales_of_others(block: str, experts: int) -> dict[str, Tensor]:
+    """A layer that predicts more tokens, the first expert that no layer has, and names that end alike."""
     names = (
         "model.layers.3.mlp.experts.0.gate_proj",
-        f"{block}.experts.{EXPERTS}.up_proj",  # the first that no layer has
+        f"{block}.experts.{experts}.up_proj",
         f"{block}.experts.0.down_proj",
         f"{block}.shared_experts.gate_proj",
         f"model.mtp.layers.0.{block.removeprefix('model.layers.0.')}.experts.0.gate_proj",
@@ -249,7 +249,7 @@ def test_layers_that_the_model_has_not(tmp_path):
     for config in ({"num_hidden_layers": 3}, {"text_config": {"num_hidden_layers": 3}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert largest_input_scale(tmp_path, "qwen3_moe") == expected
-    save_file(tensors | scales_of_others(BLOCK), tmp_path / SINGLE)
+    save_file(tensors | scales_of_others(BLOCK, EXPERTS), tmp_path / SINGLE)
     assert largest_input_scale(tmp_path, "qwen3_moe", num_experts=EXPERTS) == expected
 
 
@@ -377,7 +377,7 @@ def test_load_pretrained(family, by_row, tmp_path):
     file, plain = exported(load_file(tmp_path / "source" / SINGLE), by_row=by_row)
     how = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
     if not by_row:
-        file |= scales_of_others("model.layers.0.mlp")
+        file |= scales_of_others("model.layers.0.mlp", 8)
         # deepseek_v3: a layer that is dense in the model
         file |= {"model.layers.0.mlp.experts.0.gate_proj.input_scale": torch.tensor(5.0)} if "deep" in family else {}
     saved_twice(tmp_path, file, plain, how)
