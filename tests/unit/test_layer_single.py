@@ -147,6 +147,16 @@ def test_any_module_is_a_shared_expert(context):
     assert layer.plan()["shared_experts"] == 4 * HIDDEN * (HIDDEN + 1)
 
 
+def test_shared_experts_have_padding_as_it_is(context):
+    """Other experts get zeros in its place, so that no gradient and no NaN comes of it."""
+    layer, mask = MoELayer(full(), context), torch.tensor([True, False, True, False])
+    x = torch.randn(4, HIDDEN, requires_grad=True)
+    y = layer(x, mask)
+    torch.testing.assert_close(y[~mask], layer.shared_experts(x)[~mask])
+    y.sum().backward()
+    assert x.grad[~mask].any()
+
+
 # --- what can be seen -----------------------------------------------------------------------------------------------
 
 

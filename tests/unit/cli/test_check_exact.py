@@ -1,10 +1,13 @@
 """`ep-moe check-exact` from end to end."""
 
+import contextlib
 import json
 
 import pytest
 from typer.testing import CliRunner
 
+from ep_moe import ConfigError
+from ep_moe.cli import check_exact
 from ep_moe.cli.app import app
 from ep_moe.cli.check_exact import LOGITS, Found
 from ep_moe.parallel.groups import TorchrunEnv
@@ -77,3 +80,13 @@ def test_wrong_options_are_one_line(args, problem):
     assert result.exit_code == 2
     assert problem in result.output
     assert result.output.count("\n") <= 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fits"), [((1,), True), ((64, 2), True), ((65,), False), ((0, 2), False), ((), False)]
+)
+def test_ranks_from_1_to_64_are_started_here(ranks, fits):
+    with (
+        contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"--ranks must be numbers in \[1, 64\]")
+    ):
+        check_exact._check(check_exact.CheckOptions(ranks=ranks))

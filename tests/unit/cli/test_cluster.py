@@ -5,6 +5,7 @@ import socket
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 
 import pytest
 
@@ -236,3 +237,18 @@ def test_without_a_launcher_it_says_how_to_launch():
     code, _, err = ran("-m", "ep_moe", "doctor", "--cluster", env=given)
     assert code == 2
     assert "environment variable RANK must be a number, got ''; launch ep-moe doctor --cluster with torchrun" in err
+
+
+def test_a_links_rate_is_the_best_of_all_passes(monkeypatch):
+    """What another job slowed in one pass is no slow link."""
+    passes = [{(0, 1): 9.0}, {(0, 1): 4.0}, {(0, 1): 6.0}]
+    ours = iter(passes)
+    monkeypatch.setattr(cluster, "PASSES", len(passes))
+    monkeypatch.setattr(cluster, "slow_links", lambda *_: ["slow"])
+    monkeypatch.setattr(cluster, "_own_rates", lambda *_: next(ours))
+    meeting = SimpleNamespace(launch=SimpleNamespace(world=2), deadline_s=60.0, missing=lambda _: [])
+    told = []
+    meeting.tell = lambda _, rates: told.append(rates[0, 1])
+    meeting.answers = lambda _: [("", [(1, told[-1])]), ("", [(0, told[-1])])]
+    assert cluster._measure(meeting, None, "gloo", None, None, None) == ({(0, 1): 9.0}, [], [])
+    assert told == [9.0, 4.0, 6.0]

@@ -1,16 +1,31 @@
-"""What `ep-moe run --eplb` counts of a rebalance."""
+"""Perplexities of `ep-moe run`: which must equal transformers', and what a rebalance counts."""
 
 from unittest import mock
 
+import pytest
 import torch
 
 from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Routing
 from ep_moe.cli import perplexity
+from ep_moe.cli.run import RunOptions, is_exact
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import everywhere
 from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "exact"),
+    [
+        ({}, torch.float32, True),
+        ({}, torch.bfloat16, False),
+        ({"wire": "fp8_block"}, torch.float32, False),
+        ({"quantization": "fp8_dynamic"}, torch.float32, False),
+    ],
+)
+def test_what_rounds_nothing_must_be_exact(options, dtype, exact):
+    assert is_exact(RunOptions(**options), dtype) is exact
 
 
 @distributed(2)

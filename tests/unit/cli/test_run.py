@@ -125,6 +125,7 @@ def test_rebalanced(options):
     assert report.agrees, "before, after and in the untouched model"
     assert f"{found.perplexity:#.5g}" == f"{report.perplexity:#.5g}"
     alone = len(report.rank_load[0]) == 1
+    assert list(map(sum, report.rank_load)) == list(map(sum, report.expert_load)), "the same routes"
     # with redundant experts it reckons with equal shares of their replicas
     assert found.before == pytest.approx(critical_path(report.rank_load), abs=0.01 if options["redundant"] else 1e-9)
     # an expert that is alone can be no lighter than it is

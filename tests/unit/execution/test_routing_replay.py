@@ -1,5 +1,7 @@
 """Routes that are recorded and replayed: the layer in one process."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -93,6 +95,18 @@ def test_a_block_within_another_gives_back_its_record_and_its_ids(context):
         layer(x)
     assert torch.equal(inner.read()[0], others)
     assert torch.equal(outer.read()[0], ids)
+
+
+def test_an_idle_step_within_a_block_leaves_its_record_and_its_ids(context):
+    layer, x, ids = MoELayer(shape(), context), rows_of(4), torch.tensor([[0, 1]] * 4)
+    buffer = RoutingBuffer(8, TOP_K)
+    with layer.record_routing(buffer), layer.replay_routing(ids):
+        for _ in range(2):
+            with contextlib.suppress(KeyError), layer._routes.idle():
+                layer(rows_of(3))  # of another number: these are no tokens
+                raise KeyError
+        layer(x)
+    assert torch.equal(buffer.read()[0], ids)
 
 
 def test_what_is_made_in_inference_mode_serves_outside_too(context):

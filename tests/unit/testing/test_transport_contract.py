@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
+from ep_moe import EPContext
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
-from ep_moe.testing import distributed, transport_case, transport_contract
+from ep_moe.testing import distributed, rank_device, transport_case, transport_contract
 from ep_moe.testing.transport_contract import _uninitialised_is_nan
 
 
@@ -46,3 +47,13 @@ def test_what_a_transport_promises_is_checked(world_size):
     assert promised[: len(plain)] == plain
     assert not any(shape.per_route for shape in plain)
     assert [shape.per_route for shape in promised[len(plain) :]] == [True]
+
+
+@distributed(2)
+def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(world_size):
+    with EPContext.from_groups(device=rank_device(), deadline_s=5) as context:
+        group = context.rank_groups["ep"]
+        for odd in range(world_size):
+            own = "ValueError: boom" if group.rank == odd else "PeerTimeout: it never came"
+            with pytest.raises(AssertionError, match=rf"a check on ranks \[0, 1\]; rank {odd}: ValueError: boom"):
+                transport_case._tell("a check", group, [own])

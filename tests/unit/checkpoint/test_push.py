@@ -1,0 +1,39 @@
+"""Weights that are pushed tensor by tensor, on a rank where one is wrong."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
+from ep_moe.checkpoint import push
+from ep_moe.checkpoint.reader import replacing
+from ep_moe.testing import distributed, rank_device
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
+
+
+def test_a_rank_with_a_problem_gathers_the_rest_with_its_peers(monkeypatch):
+    gathered = []
+    monkeypatch.setattr(push, "full", lambda value: gathered.append(value) or value)
+
+    def take(name, tensor):
+        raise CheckpointError(f"{name} is wrong")
+
+    weights = {name: torch.ones(1) for name in "abc"}
+    with pytest.raises(CheckpointError, match="a is wrong"):
+        push._receive(weights, SimpleNamespace(take=take))
+    assert gathered == list(weights.values())
+
+
+@distributed(2)
+@pytest.mark.parametrize("writer", [None, 0, 1])
+def test_layers_are_served_again_where_no_rank_wrote(writer, world_size):
+    with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
+        layer = MoELayer(CONFIG, context)
+        with contextlib.suppress(CheckpointError), replacing([layer], "a trainer") as replaced:
+            replaced.written = dist.get_rank() == writer
+            context.consensus.healthy("a tensor", CheckpointError("bad"))
+        assert layer._unfinished == ("" if writer is None else "a trainer")

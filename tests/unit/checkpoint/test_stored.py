@@ -1,0 +1,21 @@
+"""Factors beside a checkpoint's matrices."""
+
+import contextlib
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ep_moe import CheckpointError
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
+from ep_moe.checkpoint.stored import scalar_factor
+
+
+@pytest.mark.parametrize("positive", [False, True])
+@pytest.mark.parametrize(("factors", "expert"), [([0.0], None), ([2.0, 0.0], 1)])
+def test_a_factor_of_0_is_refused_where_it_must_be_positive(factors, expert, positive, tmp_path):
+    """One for all, or that of an expert."""
+    save_file({"input_scale": torch.tensor(factors)}, tmp_path / SINGLE)
+    source = CheckpointSource(tmp_path)
+    with pytest.raises(CheckpointError, match="input_scale") if positive else contextlib.nullcontext():
+        assert scalar_factor(source, "input_scale", expert, positive=positive) == 0

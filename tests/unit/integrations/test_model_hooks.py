@@ -1,0 +1,29 @@
+"""Hooks on models of transformers, and what a call that raises leaves behind."""
+
+import pytest
+import torch
+
+from ep_moe import EPContext
+from ep_moe.integrations.transformers import expert_parallel, moe_layers
+from tests.fixtures.checkpoint_files import quiet, tiny_model
+
+pytest.importorskip("transformers")
+
+
+def test_a_call_that_raises_records_no_logits_of_later_ones():
+    quiet()
+    model, ids = tiny_model("mixtral"), torch.arange(6).view(1, 6)
+    with EPContext.local(torch.device("cpu")) as context:
+        model = expert_parallel(model, context)
+        fails = [True]
+
+        def once(*_):
+            if fails:
+                raise KeyError(fails.pop())
+
+        model.model.norm.register_forward_pre_hook(once)
+        with pytest.raises(KeyError):
+            model(ids, output_router_logits=True)
+        assert not any(layer._logit_taps for layer in moe_layers(model))
+        found = model(ids, output_router_logits=True).router_logits
+        assert len(found) == len(moe_layers(model))
