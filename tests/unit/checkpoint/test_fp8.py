@@ -246,7 +246,13 @@ def test_layers_that_the_model_has_not(tmp_path):
     save_file(tensors | {"model.layers.3.mlp.experts.0.up_proj.input_scale": torch.tensor(5.0)}, tmp_path / SINGLE)
     assert largest_input_scale(tmp_path, "qwen3_moe") == 5.0
     assert largest_input_scale(tmp_path, "qwen3_moe", layers=[0]) == expected
-    for config in ({"num_hidden_layers": 3}, {"text_config": {"num_hidden_layers": 3}}):
+    inner = {"text_config": {"num_hidden_layers": 3}}  # the innermost one is the model's
+    for config in (
+        {"num_hidden_layers": 3},
+        inner,
+        {"num_hidden_layers": 40} | inner,
+        {"num_hidden_layers": 1} | inner,
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert largest_input_scale(tmp_path, "qwen3_moe") == expected
     save_file(tensors | scales_of_others(BLOCK, EXPERTS), tmp_path / SINGLE)

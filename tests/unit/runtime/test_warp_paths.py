@@ -151,5 +151,20 @@ def test_what_the_analysis_does_not_follow(body):
     assert parting_branch(kernel(body)) is not None
 
 
+@pytest.mark.parametrize(("made", "parts"), [("mov.u32 %r7, %r5;", False), ("add.s32 %r7, %r5, %r11;", True)])
+def test_a_carry_reaches_the_bits_above(made, parts):
+    """Two warps' numbers that differ in bit 5 alone: their sums with another number may differ in all bits above."""
+    body = f"""
+    and.b32 %r5, %r10, 32;
+    {made}
+    shr.u32 %r6, %r7, 6;
+$L__BB0_1:
+    bar.sync 0;
+    setp.gt.s32 %p1, %r6, 0;
+    @%p1 bra $L__BB0_1;
+"""
+    assert (parting_branch(kernel(body)) is not None) is parts
+
+
 def test_no_ptx():
     assert parting_branch("") is not None
