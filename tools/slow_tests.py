@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "tests" / "slow_tests.txt"
-ALWAYS, FUNCTION, BLOCK = 0.1, 2.5, 2.0
+ALWAYS, FUNCTION, BLOCK = 0.3, 2.5, 2.0
 
 
 class _Marked(ast.NodeTransformer):
