@@ -43,6 +43,17 @@ def test_a_bound_ends_with_its_block():
     assert context._current_limit == 9
 
 
+def test_what_ranks_compare_of_a_call_follows_the_map_in_force(monkeypatch):
+    context = EPContext.local(CPU)
+    layer, reversed_map = MoELayer(shape(), context), ExpertMap.from_ranks([range(EXPERTS)[::-1]], EXPERTS)
+    monkeypatch.setattr(type(context.flight_recorder), "alone", False)
+    before, first = layer._carried(), layer.placement.expert_map
+    layer.placement.update(reversed_map)
+    assert layer._carried() != before
+    layer.placement.update(first)
+    assert layer._carried() == before
+
+
 def test_recorded_calls_end_with_what_they_stand_for():
     """Whether there are kernels here that can be recorded or not."""
     for end in (

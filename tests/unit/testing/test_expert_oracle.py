@@ -207,3 +207,12 @@ def test_no_mxfp8_number_is_further_than_half_a_step():
     assert (error > 0.9 * limit)[limit > 0].any()
     true = torch.exp2(quantize_mxfp8(values)[1].float() - 127).repeat_interleave(32, 1)
     assert (true <= scale)[4:].all()
+
+
+def test_the_outputs_bias_may_be_left_to_another_rank_of_etp():
+    shape, experts, rows, (whole, _) = case("nvfp4", bias=True)
+    without, _ = expected_and_limit(shape, SCHEMES["nvfp4"], experts, *rows, BF16, output_bias=False)
+    _, ids, weights = rows
+    bias = torch.stack([tensors["w2_bias"].double() for tensors in experts])
+    wanted = (bias[ids.clamp(min=0)] * (weights.double() * (ids >= 0)).unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(whole - without, wanted)

@@ -127,6 +127,15 @@ def test_what_parameters_carry_goes_with_them():
     assert not any(parameter.requires_grad for parameter in weights.parameters())
 
 
+def test_an_expert_that_arrives_learns_as_those_here_did():
+    expert_map = ExpertMap.from_ranks([[0, 1], [2, 3]], 4)
+    weights = ExpertWeights(shape(bias=False), expert_map, ep_rank=0)
+    for name, parameter in weights.named_parameters():
+        parameter.requires_grad_(name.endswith("w2"))
+    weights.set_expert_map(ExpertMap.from_ranks([[0, 3], [2, 1]], 4))
+    assert {name for name, p in weights.named_parameters() if p.requires_grad} == {"0.w2", "3.w2"}
+
+
 def test_what_keeps_a_rank_in_the_graph_is_where_the_weights_are():
     weights = ExpertWeights(shape(), REDUNDANT, device=torch.device("meta"))
     weights.get_submodule("4").w2.requires_grad_(False)
