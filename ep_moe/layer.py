@@ -37,8 +37,7 @@ from ep_moe.experts.fused.base import (
 )
 from ep_moe.layer_tools import LayerTools
 from ep_moe.parallel.rank_group import NO_GRADIENTS
-from ep_moe.parallel.row_comparison import passed_alike
-from ep_moe.parallel.token_flow import Share
+from ep_moe.parallel.token_flow import Share, passed_alike
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import aligned, elsewhere, on_device, without_class

@@ -18,9 +18,9 @@ from ep_moe.config import Tokens
 from ep_moe.parallel.collectives import all_gather_single
 from ep_moe.parallel.rank_group import WORDS, RankGroup, checksum, place_factors
 from ep_moe.runtime.devices import unseen_by_modes
-from ep_moe.types import Routing, TokenMask
 
-NAMES = ("x", "routing.ids", "routing.weights", "mask", "mask with send_masked")  # what a call may pass
+MASKS = ("mask", "mask with send_masked")
+NAMES = ("x", "routing.ids", "routing.weights", *MASKS)  # what a call may pass
 _SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
 # of a row's norm: what rounding may come to through many layers, and far below what other tokens differ by
 _ROUNDING = {torch.bfloat16: 2**-4, torch.float16: 2**-4, torch.float32: 2**-9, torch.float64: 2**-9}
@@ -31,28 +31,6 @@ _REMEDY = (
 )
 
 Passed = Mapping[str, Tensor]  # by a name of NAMES
-
-
-def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None) -> Passed:
-    """Name what tp ranks must pass alike in a call of a layer.
-
-    Args:
-        rows: x.
-        routing: What the caller gave, or None.
-        mask: What the caller gave, or None.
-        replayed_ids: Of a router whose choice is replayed, or None.
-
-    Returns:
-        Tensors by a name of NAMES.
-    """
-    passed = {"x": rows}
-    if replayed_ids is not None:
-        passed |= {"routing.ids": replayed_ids}
-    if routing is not None:
-        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
-    if mask is not None:
-        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
-    return passed
 
 
 def argument_bits(passed: Passed) -> int:

@@ -22,9 +22,9 @@ from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_s
 from ep_moe.parallel.layout import RankLayout, share
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.parallel.row_comparison import (
+    MASKS,
     Passed,
     RowComparison,
-    argument_bits,
     arguments_problem,
     counts_problem,
     has_mask,
@@ -47,6 +47,28 @@ class Share:
     etp_counts: list[int]
     tp_counts: list[int]
     masked: bool = False
+
+
+def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None) -> Passed:
+    """Name what tp ranks must pass alike in a call of a layer.
+
+    Args:
+        rows: x.
+        routing: What the caller gave, or None.
+        mask: What the caller gave, or None.
+        replayed_ids: Of a router whose choice is replayed, or None.
+
+    Returns:
+        Tensors by name, one of `row_comparison.NAMES`.
+    """
+    passed = {"x": rows}
+    if replayed_ids is not None:
+        passed |= {"routing.ids": replayed_ids}
+    if routing is not None:
+        passed |= {"routing.ids": routing.ids, "routing.weights": routing.weights}
+    if mask is not None:
+        passed["mask with send_masked" if mask.sent else "mask"] = mask.tokens.reshape(-1)
+    return passed
 
 
 class TokenFlow:
@@ -103,7 +125,7 @@ class TokenFlow:
             InputError: on all ranks, where any has a problem, or tp ranks that must pass the same do not.
         """
         layout = self._layout
-        masked = passed is not None and has_mask(argument_bits(passed))
+        masked = passed is not None and any(name in passed for name in MASKS)
         if self.whole:
             return Share((0, total), [total], [total], masked)
         totals = {layout.rank: total}
