@@ -328,7 +328,7 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     except ConfigError as error:
         pytest.fail(str(error))
     if why == "another transport":
-        monkeypatch.setattr(NVLinkP2PDispatcher, "again", lambda *given: None)
+        monkeypatch.setattr(NVLinkP2PDispatcher, "recordable_call", lambda *given: None)
     x, routing = given(1)
     routing = Routing(routing.ids[:, : config.top_k].contiguous(), routing.weights[:, : config.top_k].clone())
     with pytest.warns(UserWarning, match="it allocates") if why == "widened" else nullcontext():
