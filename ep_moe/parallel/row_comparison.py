@@ -117,9 +117,8 @@ class RowComparison:
             self._warned = True
             warnings.warn(
                 f"the rows of tp ranks {', '.join(map(str, self._rank_group.ranks))} are not equal bit for bit; they "
-                f"differ "
-                f"by up to {largest:.1e} of a row's norm, as rounding does. Each such call compares them in a further "
-                f"exchange",
+                f"differ by up to {largest:.1e} of a row's norm, as rounding does. Each such call compares them in a "
+                f"further exchange",
                 stacklevel=2,
             )
         return None

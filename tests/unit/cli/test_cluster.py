@@ -247,8 +247,8 @@ def test_a_links_rate_is_the_best_of_all_passes(monkeypatch):
     monkeypatch.setattr(cluster, "slow_links", lambda *_: ["slow"])
     monkeypatch.setattr(cluster, "_own_rates", lambda *_: next(ours))
     meeting = SimpleNamespace(launch=SimpleNamespace(world=2), deadline_s=60.0, missing=lambda _: [])
-    told = []
-    meeting.tell = lambda _, rates: told.append(rates[0, 1])
-    meeting.answers = lambda _: [("", [(1, told[-1])]), ("", [(0, told[-1])])]
+    sent = []
+    meeting.tell = lambda _, rates: sent.append(rates[0, 1])
+    meeting.answers = lambda _: [("", [(1, sent[-1])]), ("", [(0, sent[-1])])]
     assert cluster._measure(meeting, None, "gloo", None, None, None) == ({(0, 1): 9.0}, [], [])
-    assert told == [9.0, 4.0, 6.0]
+    assert sent == [9.0, 4.0, 6.0]

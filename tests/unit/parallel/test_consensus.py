@@ -36,11 +36,11 @@ def test_an_agreement_on_longer_work_has_a_longer_deadline(monkeypatch):
     assert waited == [("usual", 5.0), ("long", 60.0), ("short", 5.0), ("made", 60.0)]
 
 
-def test_an_error_of_fewer_ranks_is_told_to_all_of_the_agreement_around_it(monkeypatch):
+def test_an_error_of_fewer_ranks_is_reported_to_all_of_the_agreement_around_it(monkeypatch):
     """The others did not hear of it, and would wait."""
-    pair, whole, told = StoreConsensus(None, [0], 0, 1.0), StoreConsensus(None, [0], 0, 1.0), []
-    monkeypatch.setattr(whole, "healthy", lambda what, problem: told.append((what, str(problem))))
+    pair, whole, reported = StoreConsensus(None, [0], 0, 1.0), StoreConsensus(None, [0], 0, 1.0), []
+    monkeypatch.setattr(whole, "healthy", lambda what, problem: reported.append((what, str(problem))))
     with pytest.raises(InputError, match="bad"), whole.together("all"):
         pair.healthy("one", InputError("bad"))
-    assert [what for what, _ in told] == ["all"]
-    assert "bad" in told[0][1]
+    assert [what for what, _ in reported] == ["all"]
+    assert "bad" in reported[0][1]

@@ -13,14 +13,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("users", [False, True])
-def test_an_error_of_ours_from_a_users_module_is_told_to_peers(users, monkeypatch):
-    told = []
+def test_an_error_of_ours_from_a_users_module_is_reported_to_peers(users, monkeypatch):
+    reported = []
     with EPContext.local(CPU) as context:
-        of_many = SimpleNamespace(alone=False, failed=None, fail=lambda error, _: told.append(str(error)))
+        of_many = SimpleNamespace(alone=False, failed=None, fail=lambda error, _: reported.append(str(error)))
         monkeypatch.setattr(context, "flight_recorder", of_many)
         context._broken_by(InputError("raised by a router"), users=users)
         monkeypatch.undo()
-    assert told == ["raised by a router"] * users, "what ep_moe raises itself, all ranks raise"
+    assert reported == ["raised by a router"] * users, "what ep_moe raises itself, all ranks raise"
 
 
 def test_causes_in_a_circle_come_to_an_end():

@@ -1,4 +1,4 @@
-"""The contract of fused kernels: whose faults are told."""
+"""The contract of fused kernels reports the faults of each layer that it checks."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from ep_moe.testing.fused_contract import layers_that_share
 
 
-def test_faults_of_both_layers_that_share_buffers_are_told():
+def test_faults_of_both_layers_that_share_buffers_are_reported():
     def layer(name):
         faults: list[str] = []
         return SimpleNamespace(
