@@ -21,7 +21,6 @@ from ep_moe import (
     RoutingConfig,
     Tokens,
 )
-from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.distributed_cases import batch_of, check_call, no_payload, same_error
@@ -456,40 +455,3 @@ def test_a_bad_deadline_is_refused_on_all_ranks(world_size):
     assert text == f"EPContext: rank 1: deadline_s must be a number of seconds, {BOUNDS}, got -1"
     with made(ParallelConfig(dp=2)) as context:  # and the next one is the next one on both
         check_call(fill(MoELayer(CONFIG, context)), context)
-
-
-def test_without_torch_distributed(monkeypatch):
-    if dist.is_initialized():
-        pytest.skip("torchrun's ranks have a process group already")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match=r"RANK must be a number, got None; .* EPContext\.local\(\) for one process"):
-        EPContext.from_torchrun(device=torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialized; call EPContext\.from_torchrun"):
-        EPContext.from_groups(device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("env", "sentence"),
-    [
-        ({}, r"RANK must be a number, got None; launch with torchrun, or use EPContext\.local\(\) for one process"),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be a number, got 'one'"),
-        ({"RANK": "1"}, "WORLD_SIZE must be a number, got None"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "LOCAL_RANK must be a number, got '-1'"),
-    ],
-)
-def test_torchruns_environment_is_incomplete(env, sentence, monkeypatch):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"^environment variable {sentence}"):
-        TorchrunEnv.read()
-
-
-def test_torchruns_environment(monkeypatch):
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    assert TorchrunEnv.read() == TorchrunEnv(rank=5, local_rank=1, world_size=8, local_world_size=4)
-    monkeypatch.delenv("LOCAL_RANK")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert TorchrunEnv.read() == TorchrunEnv(rank=5, local_rank=5, world_size=8, local_world_size=8)

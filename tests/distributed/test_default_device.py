@@ -7,14 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import Activation, EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig, Wire
+from ep_moe import EPContext, ExpertBalancer, ExpertMap, MoELayer, ParallelConfig
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.eplb.load import LoadRecorder
-from ep_moe.experts.reference import ReferenceExperts
-from ep_moe.quant.fp8 import dequantize_fp8_blocks
-from ep_moe.quant.row_format import round_to_travel, widen_arrived
-from ep_moe.testing import check_dispatcher, check_experts, distributed, kernel_contract, rank_device
+from ep_moe.testing import check_dispatcher, distributed, rank_device
 from tests.fixtures.eplb_cases import CONFIG, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
 from tests.fixtures.layer_static import on_the_cpu
@@ -48,33 +45,6 @@ def test_calls_and_moves(all2all, world_size):
         assert_same(layer.forward_routed(x, routing), expected, "after they moved")
         recorder.step()
         assert recorder.finish().counts.sum() == sum(layer.stats().rank_load) > 0
-
-
-@pytest.mark.parametrize(
-    "wire",
-    [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), Wire(dispatch="fp8_tensor", input_scale=0.1),
-     Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=0.1)],
-    ids=lambda wire: wire.dispatch,
-)  # fmt: skip
-def test_rows_of_the_wire(wire):
-    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    expected = widen_arrived(*round_to_travel(x, wire), wire, torch.float32)
-    with torch.device("meta"):
-        assert_same(widen_arrived(*round_to_travel(x, wire), wire, torch.float32), expected)
-
-
-def test_checkpoints_blocks():
-    weight, scale = torch.ones(130, 200).to(torch.float8_e4m3fn), torch.arange(4.0).view(2, 2)
-    expected = dequantize_fp8_blocks(weight, scale)
-    with torch.device("meta"):
-        assert_same(dequantize_fp8_blocks(weight, scale), expected)
-
-
-def test_the_contract_of_kernels(monkeypatch):
-    monkeypatch.setattr(kernel_contract, "ROWS", (33, 1, 0))  # where a tensor is made is the same for any number
-    with torch.device("meta"):
-        asked = {"schemes": ["none", "fp8_block"], "activations": [Activation.SWIGLU], "hidden": 128}
-        assert check_experts(ReferenceExperts, device=torch.device("cpu"), **asked) > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU")

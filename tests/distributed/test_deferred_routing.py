@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,32 +15,15 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, to_place
-from ep_moe.placement.placement import Placement
+from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
+from ep_moe.types import Routing
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
+from tests.fixtures.late_routing import Late
 from tests.fixtures.layer_static import CONFIG, on_the_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs on the CPU")
 KINDS = {"nvlink_p2p": NVLinkP2PDispatcher, "torch_a2a": TorchAll2AllDispatcher}
-
-
-class Late:
-    """Makes a layer's placement late, by its own torch form. looks: how often ids were placed"""
-
-    def __init__(self, placement: Placement) -> None:
-        self.looks, self._forward = 0, placement.forward
-        placement.forward = self.forward
-
-    def forward(self, routing: Routing, mask: object = None) -> DeferredRouting:
-        return DeferredRouting(
-            routing.ids, routing.weights, SimpleNamespace(place=partial(self._place, routing.weights))
-        )
-
-    def _place(self, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        self.looks += 1
-        return self._forward(Routing(ids, weights)).materialize().ids
 
 
 def seen_by(kind: type[Dispatcher]) -> list[bool]:
@@ -134,31 +116,3 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
                     layer._dispatcher().dispatch(x, late)
                 assert not layer.placement.expert_load.any()
         barrier(rank_device())
-
-
-def test_what_is_there_of_a_late_routing():
-    routing, placement = integer_routing(5, CONFIG, 0), Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
-    expected = placement(routing).materialize().ids
-    placement.reset_load()
-    late = Late(placement)
-    given = placement(routing)
-    assert given_ids(given) is routing.ids, "a check of shapes places nothing"
-    with pytest.raises(AttributeError, match=r"materialize\(\)"):
-        _ = given.ids
-    assert late.looks == 0
-    there = given.materialize()
-    assert type(there) is PhysicalRouting
-    assert torch.equal(there.ids, expected)
-    assert given.materialize() is there, "placed and counted once"
-    assert late.looks == 1
-    placed_already = (there.ids, (None,) * 6, Placing(0, None, None))
-    assert to_place(given) == placed_already, "what is placed and counted is sent as it is"
-    there = PhysicalRouting(PhysicalIds(expected), routing.weights)
-    assert there.materialize() is there
-    assert given_ids(there) is expected
-    own = Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
-    ids, tables, placing = to_place(DeferredRouting(routing.ids, routing.weights, own.tables))
-    assert ids is routing.ids
-    assert placing == Placing(2, 3266489917, 6)
-    assert tables[0] is own.logical_to_physical
-    assert tables[1:] == (own.replica_count, own.expert_load, own.slot_load, own.counting, own.invalid_ids.address)

@@ -14,20 +14,15 @@ from ep_moe import EPContext
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.errors import InputError
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_case import HIDDEN, SLOTS, dispatch_shape, expected, identity, moved, routes, rows
-from ep_moe.types import PhysicalIds, PhysicalRouting, Received, Routing
+from ep_moe.testing.transport_case import HIDDEN, SLOTS, dispatch_shape, expected, moved, routes, rows
+from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from tests.fixtures.distributed_cases import no_payload, same_error
 from tests.fixtures.helpers import assert_same
+from tests.fixtures.identity_experts import once
 
 TOP_K = 4
 F32 = torch.float32
 TRANSPORTS = ["allgather", "torch_a2a"]
-
-
-def once(dispatcher: Dispatcher, x: torch.Tensor, routing: PhysicalRouting) -> tuple[torch.Tensor, Received]:
-    received = dispatcher.dispatch(x, routing)
-    assert int(received.local_ids.max() if received.local_ids.numel() else -1) < SLOTS
-    return dispatcher.combine(identity(received, x.dtype), received.handle), received
 
 
 def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[list[float]]:
@@ -61,23 +56,6 @@ def for_each_transport(check: Callable[[Dispatcher, torch.device], None]) -> Non
     with EPContext.from_groups(device=device, deadline_s=30) as context, poisoned():
         for name in TRANSPORTS:
             check(context._dispatcher(name, dispatch_shape(context.layout.world, TOP_K, F32)), device)
-
-
-@pytest.mark.parametrize("name", ["local", *TRANSPORTS])
-@pytest.mark.parametrize("tokens", [0, 5])
-def test_one_rank(name, tokens):
-    context = EPContext.local(torch.device("cpu"))
-    dispatcher = context._dispatcher(name, dispatch_shape(1, TOP_K, F32))
-    x, routing = rows(0, tokens, F32), routes(0, tokens, 1, TOP_K)
-    y, received = once(dispatcher, x, routing)
-    assert_same(y, expected(x, routing))
-    assert len(received.x) <= tokens
-    wrong = PhysicalRouting(PhysicalIds(routing.ids + SLOTS), routing.weights)
-    if tokens:
-        with pytest.raises(InputError, match=r"routing\.ids must be -1 or an expert id in range"):
-            dispatcher.dispatch(x, wrong)
-    with pytest.raises(InputError, match="must be a PhysicalRouting"):
-        dispatcher.dispatch(x, Routing(routing.ids, routing.weights))
 
 
 @distributed(2, 4, set_device=True)

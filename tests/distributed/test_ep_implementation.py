@@ -238,17 +238,6 @@ def test_refusals_are_alike_on_all_ranks(checkpoints, world_size):
             call()
 
 
-def test_names_of_transformers_are_left_alone():
-    with pytest.raises(ConfigError, match="name='auto' is an implementation of transformers"):
-        register_ep_implementation("auto")
-
-
-def test_an_older_transformers_is_named(monkeypatch):
-    monkeypatch.delattr(expert_parallel, "EPImplementationInterface")
-    with pytest.raises(ConfigError, match=r"no EPImplementationInterface; install transformers 5.23 or newer, or use"):
-        register_ep_implementation()
-
-
 @distributed(1)
 def test_importing_ep_moe_registers_nothing(world_size):
     """A rank comes from a process that has imported the package, and has called nothing of it."""

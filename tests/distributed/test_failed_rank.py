@@ -2,14 +2,11 @@
 call and in each further one."""
 
 import dataclasses
-import threading
 import time
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
 from torch.utils.checkpoint import checkpoint
 
 from ep_moe import (
@@ -23,48 +20,18 @@ from ep_moe import (
     OutOfMemory,
     PeerTimeout,
 )
-from ep_moe.errors import EPMoEError, RankFailed
-from ep_moe.parallel import failed
-from ep_moe.parallel import flight_recorder as recorder_module
-from ep_moe.parallel.failed import is_out_of_memory
-from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.errors import RankFailed
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
 from tests.fixtures.distributed_cases import check_call, everywhere, same_error
 from tests.fixtures.helpers import fill
+from tests.fixtures.planted_errors import FULL, plant, raises_once
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
 DEADLINE_S = 2.0
 ODD = 1
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 # the default on GPUs has kernels there that wait for a peer, and go on waiting where it left the call between them
 WAITS = {"all2all": "allgather"}
-FULL = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB of which 1 MiB is free."
-
-
-def raises_once(error):
-    """For a hook: the first call raises."""
-    left = [error]
-
-    def hook(*_):
-        if left:
-            raise left.pop()
-
-    return hook
-
-
-def plant(layer, where, error):
-    if where == "router":
-        layer.router.register_forward_pre_hook(raises_once(error))
-    elif where == "pre-hook":
-        layer.register_forward_pre_hook(raises_once(error))
-    elif where == "placement":
-        layer.placement.register_forward_pre_hook(raises_once(error))
-    elif where == "shared experts":
-        layer.shared_experts.register_forward_pre_hook(raises_once(error))
-    else:
-        compute, hook = layer.experts.compute, raises_once(error)
-        layer.experts.compute = lambda *args: (hook(), compute(*args))[1]
 
 
 def heard(layer, x):
@@ -247,104 +214,3 @@ def test_after_a_lost_peer_the_first_verdict_is_raised(world_size):
         with pytest.raises(PeerTimeout) as again:
             use()
         assert str(again.value) == str(first.value)
-
-
-def test_one_process_has_no_peers_to_tell():
-    layer = fill(MoELayer(CONFIG, EPContext.local(CPU)))
-    plant(layer, "experts", torch.OutOfMemoryError(FULL))
-    with pytest.raises(torch.OutOfMemoryError, match="total capacity") as caught:
-        layer(torch.ones(2, 16))
-    assert not isinstance(caught.value, EPMoEError)
-    assert layer(torch.ones(2, 16)).shape == (2, 16)
-
-
-@pytest.mark.parametrize(
-    ("error", "memory"),
-    [
-        (torch.OutOfMemoryError("x"), True),
-        (RuntimeError("CUDA error: out of memory"), True),
-        (ValueError("out of memory"), False),
-        (RuntimeError("shapes"), False),
-        (RuntimeError("NCCL error in: x.cpp:1, unhandled cuda error"), True),
-    ],
-)
-def test_what_is_memory(error, memory, monkeypatch):
-    monkeypatch.setattr(failed, "memory_left", lambda device: (1 << 20, 80 << 30))
-    assert is_out_of_memory(error, GPU) is memory
-
-
-def test_an_nccl_error_beside_free_memory_is_none_of_memory(monkeypatch):
-    monkeypatch.setattr(failed, "memory_left", lambda device: (40 << 30, 80 << 30))
-    assert not is_out_of_memory(RuntimeError("NCCL error in: x.cpp:1, unhandled cuda error"), GPU)
-
-
-def test_what_comes_from_memory_is_memory():
-    error = RuntimeError("cannot run here")
-    error.__cause__ = torch.OutOfMemoryError("x")
-    assert is_out_of_memory(error, CPU)
-
-
-# --- the watch, without ranks -----------------------------------------------------------------------------------------
-
-
-def pair(**more):
-    store = HashStore()
-    return [FlightRecorder(store, [0, 1], rank, deadline_s=0.4, **more) for rank in range(2)]
-
-
-def test_peers_that_wait_on_a_device_are_freed():
-    freed = threading.Event()
-    one, two = pair(abort=freed.set)
-    try:
-        one.fail(ValueError("x"))
-        with pytest.raises(RankFailed, match="rank 0 left"), two.step("dispatch"):
-            assert freed.wait(5)
-    finally:
-        one.close()
-        two.close()
-
-
-@pytest.mark.parametrize("inside", ["step", "call"])
-def test_a_host_that_waits_for_ever_is_ended(inside, monkeypatch, capfd):
-    ended = threading.Event()
-    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(recorder_module, "COMPILING_S", 0.5)
-    one, two = pair(abort=lambda: None)
-    try:
-        two.enter("moe0")
-        if inside == "step":
-            two.step("dispatch").__enter__()
-        assert ended.wait(6)
-    finally:
-        one.close()
-        two.close()
-    text = capfd.readouterr().err
-    assert "PeerTimeout: rank 1 lost its peers" in text
-    assert "The host still waits: ending." in text
-
-
-def test_a_host_that_left_its_call_is_not_ended(monkeypatch):
-    ended = threading.Event()
-    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
-    monkeypatch.setattr(recorder_module, "COMPILING_S", 0.0)
-    one, two = pair(abort=lambda: None)
-    try:
-        two.enter("moe0")
-        with two.step("dispatch"):
-            pass
-        two.where = ""
-        assert not ended.wait(1.5)
-        two.check()
-    finally:
-        one.close()
-        two.close()
-
-
-def test_the_first_of_two_failures_is_everyones():
-    one, two = pair()
-    try:
-        with mock.patch.object(two, "_failed_elsewhere", return_value=None):  # before a heartbeat
-            assert str(one.fail(ValueError("first"))) == str(two.fail(ValueError("second")))
-    finally:
-        one.close()
-        two.close()

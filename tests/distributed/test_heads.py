@@ -94,13 +94,3 @@ def test_a_new_head_is_alike_on_all_ranks_and_learns(tmp_path, world_size):
             loss.backward()
             sync_gradients(model, context)  # raises where ranks hold other numbers
             assert model.score.weight.grad.abs().max() > 0
-
-
-def test_classes_that_are_none_are_refused(tmp_path):
-    quiet()
-    tiny_config("mixtral").save_pretrained(tmp_path)
-    context = EPContext.local(rank_device())
-    with pytest.raises(ConfigError, match="model_class must be a model class of transformers or an auto class"):
-        load_pretrained(tmp_path, context, model_class=torch.nn.Linear, progress=False)
-    with pytest.raises(ConfigError, match="model_class=AutoModelForImageClassification: Unrecognized"):
-        load_pretrained(tmp_path, context, model_class=transformers.AutoModelForImageClassification, progress=False)

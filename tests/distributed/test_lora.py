@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from ep_moe import CheckpointError, ConfigError, EPContext, ParallelConfig
+from ep_moe import ConfigError, EPContext, ParallelConfig
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 from ep_moe.integrations.transformers import idle_step, load_pretrained, moe_layers, save_pretrained
 from ep_moe.testing import distributed, rank_device
@@ -13,6 +13,7 @@ from ep_moe.training import clip_grad_norm_, sync_gradients
 from ep_moe.weights import lora
 from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.interface_models import interface_model
+from tests.fixtures.lora_models import lora_config, plain_twin
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 peft = pytest.importorskip("peft")
@@ -33,27 +34,8 @@ def models(tmp_path_factory):
     return folder
 
 
-def lora_config(kind, **changes):
-    first = "up_proj" if kind == "nemotron_h" else "gate_up_proj"
-    attention = [] if kind == "nemotron_h" else ["q_proj", "v_proj"]  # this one has none
-    attention += ["shared_expert.down_proj"] if kind == "llama4_text" else []  # moved into our block
-    own = {"target_modules": attention, "target_parameters": [f"experts.{first}", "experts.down_proj"]}
-    return peft.LoraConfig(r=4, lora_alpha=8, **own | changes)
-
-
 def batches(ranks):
     return [torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(at)) for at in range(ranks)]
-
-
-def plain_twin(folder, kind, **changes):
-    """transformers' model with PEFT's own factors, all of them random."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / kind)
-    model = peft.get_peft_model(model, lora_config(kind, **changes))
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(std=0.1, generator=generator)
-    return model.train()
 
 
 def apart(found, expected):
@@ -226,41 +208,6 @@ def test_fresh_factors_change_nothing_and_learn(models, world_size):
             assert context.layout.dp_rank or losses[-1] < losses[0] - 0.1, losses
 
 
-def test_layers_begin_with_numbers_of_their_own(models):
-    """By the seed and the layer's name alone."""
-
-    def factors(seed):
-        with EPContext.local(torch.device("cpu")) as context:
-            model = load_pretrained(models / "olmoe", context, progress=False)
-            add_lora(model, lora_config("olmoe", target_modules=[]), seed=seed)
-            weights = [layer.expert_weights for layer in moe_layers(model)]
-            return [held.lora.factors("w2", held.stored_tensors()["w2"])[0].detach() for held in weights]
-
-    first, again, other = factors(0), factors(0), factors(1)
-    assert len(first) == 2
-    assert all(map(torch.equal, first, again))
-    rows = torch.cat([*first, *other]).flatten(1)
-    assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
-
-
-def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models, tmp_path):
-    config = lora_config("olmoe", target_modules=[])
-    with EPContext.local(torch.device("cpu")) as context:
-
-        def model():
-            return load_pretrained(models / "olmoe", context, progress=False)
-
-        save_lora(add_lora(model(), config), tmp_path)
-        trained = {}
-        for trainable in (False, True):
-            loaded = load_lora(model(), tmp_path, trainable=trainable)
-            trained[trainable] = {name.rpartition(".")[2] for name, p in loaded.named_parameters() if p.requires_grad}
-        assert trained[False] == set()
-        assert trained[True] == {f"lora_{factor}_{matrix}" for factor in "AB" for matrix in ("w13", "w2")}
-        with pytest.raises(ConfigError, match="its factors may be merged already"):
-            save_lora(merge_lora(loaded), tmp_path)
-
-
 @distributed(2)
 def test_disabled_adapters_are_those_of_experts_too(models, world_size):
     """As preference optimization uses them, whose reference is the model without its adapter."""
@@ -322,28 +269,3 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
         with pytest.raises(ConfigError, match="each expert is cut over 2 ranks"):
             add_lora(model, lora_config("olmoe"))
         etp.destroy()
-
-
-def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    quiet()
-    plain_twin(models, "olmoe").save_pretrained(tmp_path)
-    file = tmp_path / "adapter_model.safetensors"
-    tensors = load_file(file)
-    key = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
-    attention = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
-    for changed, text in (
-        ({k: v for k, v in tensors.items() if k != key}, f"{key} is missing"),
-        (tensors | {key: tensors[key][1:]}, f"{key} and .* must be of"),
-        ({k: v for k, v in tensors.items() if k != attention}, f"{attention} is missing"),
-        (tensors | {f"{key}.more": tensors[key].clone()}, "more is in no module"),
-        (
-            tensors | {key.replace("lora_A", "3.up_proj.lora_A"): tensors[key].clone()},
-            "PEFT cannot put the factors",
-        ),
-    ):
-        save_file(changed, file)
-        model = load_pretrained(models / "olmoe", EPContext.local(rank_device()), progress=False)
-        with pytest.raises(CheckpointError, match=text):
-            load_lora(model, tmp_path)

@@ -12,10 +12,9 @@ import torch.distributed as dist
 import transformers
 
 from ep_moe import EPContext, ParallelConfig
-from ep_moe.errors import ConfigError
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, quiet, save, tiny_config, tiny_model
+from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, quiet, save, tiny_model
 from tests.fixtures.distributed_cases import batch_of
 
 WITH_LOSS = ("mixtral", "qwen3_moe", "gpt_oss")  # the others return logits and leave the loss to the user
@@ -142,17 +141,3 @@ def test_a_checkpoint_that_wants_logits(world_size):
         out = model(input_ids=torch.arange(6, device=rank_device()).view(1, 6))
         assert [tuple(logits.shape) for logits in out.router_logits] == [(6, 8)] * 2
         assert out.aux_loss > 0
-
-
-def test_a_model_that_has_no_such_output_says_so():
-    context = EPContext.local(torch.device("cpu"))
-    model = expert_parallel(tiny_model("mixtral"), context)
-    ids = torch.arange(4).view(1, 4)
-    kind = type(model.model)
-    with mock.patch.object(kind, "_can_record_outputs", {"hidden_states": None}):
-        assert model(input_ids=ids).router_logits is None
-        with pytest.raises(
-            ConfigError, match=r"MixtralModel of transformers returns no router logits; set it to False"
-        ):
-            model(input_ids=ids, output_router_logits=True)
-    assert tiny_config("mixtral").output_router_logits is False

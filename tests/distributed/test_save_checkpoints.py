@@ -1,7 +1,6 @@
 """Models with expert-parallel layers saved as checkpoints that transformers loads, bit for bit."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +9,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
-from ep_moe.checkpoint.source import INDEX, SINGLE
-from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations import save as saving
-from ep_moe.integrations.transformers import expert_parallel, load_pretrained, save_pretrained
+from ep_moe.checkpoint.source import INDEX
+from ep_moe.errors import CheckpointError
+from ep_moe.integrations.transformers import load_pretrained, save_pretrained
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.checkpoint_files import FAMILIES, quiet, save, tiny_model
+from tests.fixtures.checkpoint_files import FAMILIES, check_equal, quiet, save, tensors_of, tiny_model
 from tests.fixtures.distributed_cases import everywhere
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_model
 
@@ -39,14 +37,6 @@ def folders(tmp_path_factory):
     return root
 
 
-def tensors_of(folder):
-    found = {}
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            found |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
-    return found
-
-
 def check_sizes(folder, most):
     """Files hold at most so many bytes of tensors, unless there is one."""
     for file in folder.glob("*.safetensors"):
@@ -54,13 +44,6 @@ def check_sizes(folder, most):
             sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118 (no mapping)
         assert len(sizes) == 1 or sum(sizes) <= most, file
         assert file.stat().st_size < sum(sizes) + 20_000, "what a view is cut from is no part of it"
-
-
-def check_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for name in wanted:
-        assert found[name].dtype == wanted[name].dtype
-        assert torch.equal(found[name], wanted[name]), name
 
 
 def kinds_of(sizes, at):
@@ -104,88 +87,6 @@ def test_experts_travel_to_the_rank_that_writes_alone(folders, monkeypatch, worl
             save_pretrained(model, folders / "once" / str(len(senders)))
             found = {rank for rank, count in enumerate(everywhere(len(sent))) if count}
             assert found == senders, context.layout
-
-
-def local():
-    return EPContext.local(torch.device("cpu"))
-
-
-def test_what_training_changed_is_saved(tmp_path):
-    model = expert_parallel(interface_model("olmoe"), local())
-    before = interface_model("olmoe").state_dict()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1.0)
-    (tmp_path / INDEX).write_text("an older checkpoint's")
-    save_pretrained(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {SINGLE, "config.json", "generation_config.json"}
-    found = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert found.lm_head.weight is found.model.embed_tokens.weight
-    check_equal(found.state_dict(), {name: tensor + 1.0 for name, tensor in before.items()})
-
-
-def test_a_save_that_fails_leaves_no_files(tmp_path, monkeypatch):
-    def full_disk(tensors, path, metadata):
-        Path(path).write_bytes(b"a part")
-        if len(list(tmp_path.iterdir())) == 2:
-            raise OSError("no space left")
-
-    monkeypatch.setattr(saving, "save_file", full_disk)
-    with pytest.raises(CheckpointError, match=r"the model cannot be saved: .*no space left"):
-        save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_failure_is_not_forgotten_for_what_is_written_after_it(tmp_path, monkeypatch):
-    """There may be room again for the next file."""
-    write, failed = saving.save_file, []
-
-    def full_once(tensors, path, metadata):
-        if not failed:
-            failed.append(path)
-            raise OSError("no space left")
-        write(tensors, path, metadata)
-
-    monkeypatch.setattr(saving, "save_file", full_once)
-    with pytest.raises(CheckpointError, match="no space left"):
-        save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
-    """A view would keep the experts of its layer."""
-    writer, whole = saving._Writer(tmp_path, 1000), torch.ones(8, 100)
-    writer.write({"first": whole[0], "all": whole[:1]})
-    assert [tensor.untyped_storage().nbytes() for tensor in writer._pending.values()] == [400, 400]
-
-
-def test_the_dtype_that_is_saved_is_the_models(tmp_path):
-    model = expert_parallel(interface_model("olmoe").bfloat16(), local())
-    model.config.dtype = "float32"
-    save_pretrained(model, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-def test_what_the_class_does_not_save_is_left_out(tmp_path):
-    model = expert_parallel(interface_model("olmoe"), local())
-    model._keys_to_ignore_on_save = ["model.norm.weight"]
-    save_pretrained(model, tmp_path)
-    assert interface_model("olmoe").state_dict().keys() > {"model.norm.weight"}
-    assert "model.norm.weight" not in tensors_of(tmp_path)
-
-
-def test_quantised_layers_are_refused(tmp_path):
-    model = expert_parallel(interface_model("olmoe"), local(), quantization="fp8_dynamic", experts="reference")
-    with pytest.raises(ConfigError, match=r"quantization must be none for save_pretrained, got fp8_dynamic"):
-        save_pretrained(model, tmp_path)
-
-
-def test_models_without_layers_and_their_own_method_are_refused(tmp_path):
-    model = interface_model("olmoe")
-    with pytest.raises(ConfigError, match="must have expert-parallel layers, got none"):
-        save_pretrained(model, tmp_path)
-    with pytest.raises(ConfigError, match=r"call ep_moe.integrations.transformers.save_pretrained\(model, folder\)"):
-        expert_parallel(model, local()).save_pretrained(tmp_path)
 
 
 @distributed(2)

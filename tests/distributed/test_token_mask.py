@@ -14,10 +14,8 @@ from ep_moe import (
     RoutingConfig,
     RoutingMethod,
 )
-from ep_moe.integrations.model_hooks import tokens_of
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
 from ep_moe.testing import distributed, rank_device
-from ep_moe.types import Routing
 from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
 from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_rows
@@ -235,41 +233,3 @@ def test_padding_in_training_is_computed_and_not_counted(world_size):
             ours, theirs = (m.model.embed_tokens.weight.grad for m in (model, plain))
             torch.testing.assert_close(ours, theirs, rtol=0, atol=BOUND * float(theirs.abs().max()))
             assert routes(model, context.layout) == [48, 48]
-
-
-def test_what_a_mask_says():
-    two = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
-    causal = torch.ones(4, 4, dtype=torch.bool).tril() & two.bool()[:, None, None, :]
-    added = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
-    rows = torch.Size([2, 4])
-    for mask in (two, two.bool(), two * 3, causal, added, {"full_attention": causal, "sliding_attention": causal}):
-        assert tokens_of(mask, rows, None).tolist() == two.bool().tolist()
-    blocks = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
-    blocks[..., 2:, :2] = False  # packed sequences
-    assert tokens_of(blocks, rows, None).tolist() == [[True] * 4] * 2
-    for mask in (None, two[:, :3], two[:1], two[None], causal.long(), {}, "mask"):
-        assert tokens_of(mask, rows, None) is None
-
-    class Cache:
-        def __init__(self, length):
-            self.length = length
-
-        def get_seq_length(self):
-            return self.length
-
-    last = torch.Size([2, 1])
-    for past in (0, torch.tensor(0), 3, torch.tensor(3)):
-        assert tokens_of(two, last, Cache(past)).tolist() == two[:, int(past) : int(past) + 1].bool().tolist()
-    assert tokens_of(two, last, Cache(4)) is None
-
-
-def test_a_mask_of_a_layer_that_was_given_ids():
-    """`forward_routed` has ids of -1 for it."""
-    layer = fill(MoELayer(CONFIG, EPContext.local(torch.device("cpu"))))
-    x = integer_rows(3, 16, 0)
-    with torch.no_grad():
-        routing = layer.router(x)
-        ids = routing.ids.masked_fill(torch.tensor([[True], [False], [False]]), -1)
-        found = layer.forward_routed(x, Routing(ids, routing.weights))
-        want = layer(x, torch.tensor([False, True, True]))
-    assert_same(found, want)

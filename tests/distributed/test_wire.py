@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire, registry
+from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
-from ep_moe.quant.fp8 import round_blocks, round_by, widen_blocks
 from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
@@ -149,68 +148,3 @@ def test_what_cannot_be_is_said_on_all_ranks(world_size):
         x = torch.ones(2, CONFIG.hidden_size, requires_grad=True)
         assert "has no backward" in same_error(InputError, lambda: layer(x))
         assert everywhere("alive") == ["alive"] * 2
-
-
-def test_formats_that_do_not_exist():
-    with pytest.raises(
-        ConfigError, match=r"dispatch must be one of plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4, got 'fp4'"
-    ):
-        Wire(dispatch="fp4")
-    with pytest.raises(ConfigError, match=r"Wire\.combine must be one of plain, fp8, got 'fp8_block'"):
-        Wire(combine="fp8_block")
-    for name, largest in (("fp8_tensor", 448), ("nvfp4", 2688)):
-        needs = rf"Wire\(dispatch='{name}'\) needs input_scale, a positive number \(largest magnitude / {largest}, as"
-        for scale in (None, 0.0, -1.0, float("inf"), float("nan"), "1"):
-            with pytest.raises(ConfigError, match=rf"{needs} .*, got {scale!r}"):
-                Wire(dispatch=name, input_scale=scale)
-    for name in ("plain", "fp8_block", "fp8_row", "mxfp8"):
-        with pytest.raises(ConfigError, match=rf"for fp8_tensor and nvfp4 rows only, got 1\.0 with {name}"):
-            Wire(dispatch=name, input_scale=1.0)
-
-
-def test_every_format_of_the_wire_is_one_of_rows():
-    with pytest.raises(ConfigError) as refusal:
-        Wire(dispatch="none")
-    assert str(refusal.value).partition("one of ")[2].partition(", got")[0].split(", ") == list(ROW_FORMATS)
-
-
-def test_rows_that_transports_cannot_align():
-    """Numbers of one byte leave rows shorter than those of the layer's dtype."""
-    for name in ("nvlink_p2p", "pplx", "flashinfer_nvlink"):
-        kind = registry.load("dispatchers", name)
-        assert kind.unsupported_reason(24, 1, 2, torch.bfloat16, 8) is None
-        reason = kind.unsupported_reason(24, 1, 2, torch.bfloat16, 8, FP8_TENSOR)
-        assert reason == f"{name} needs hidden_size to be a multiple of 16 in float8_e4m3fn, got 24"
-        assert kind.unsupported_reason(32, 1, 2, torch.bfloat16, 8, FP8_TENSOR) is None
-    assert "deepep carries fp8_block, plain rows in dispatch, not fp8_tensor" in (
-        registry.load("dispatchers", "deepep").unsupported_reason(32, 1, 2, torch.bfloat16, 8, FP8_TENSOR) or ""
-    )
-
-
-def test_scales_that_a_transport_cannot_align(monkeypatch):
-    kind = registry.load("dispatchers", "torch_a2a")
-    assert kind.unsupported_reason(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row")) is None
-    able = dataclasses.replace(kind.capabilities, scale_alignment_bytes=16)
-    monkeypatch.setattr(kind, "capabilities", able)
-    reason = kind.unsupported_reason(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row"))
-    assert reason == "torch_a2a wants a multiple of 16 bytes of scales in a row, and fp8_row rows have 4"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rounding(dtype):
-    x = torch.randn(7, 384, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[2], x[3, 130], x[4, 5] = 0, torch.nan, 3e4
-    data, scale = round_blocks(x)
-    assert (data.dtype, scale.dtype, list(scale.shape)) == (torch.float8_e4m3fn, torch.float32, [7, 3])
-    whole, of_rows = round_to_travel(x, Wire(dispatch="fp8_row"))
-    assert torch.equal(of_rows[:3], x[:3].float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448)
-    assert torch.equal(whole[4, 128:].float(), round_by(x[4, 128:], float(of_rows[4])).float()), "small beside 3e4"
-    back = widen_blocks(data, scale, torch.float32)
-    assert (back[2] == 0).all()
-    assert back[3, 128:256].isnan().any()
-    assert not back[3, :128].isnan().any()
-    fine = torch.ones(7, dtype=torch.bool).index_fill(0, torch.tensor([3]), False)
-    error = (back - x.float())[fine].abs().unflatten(1, (3, 128))
-    largest = x.float()[fine].abs().unflatten(1, (3, 128))
-    # half a unit in the fourth bit, or half of the smallest step, 2**-9, of numbers that end at 448
-    assert (error <= torch.maximum(largest * 2**-4, largest.amax(-1, keepdim=True) * 2**-10 / 448) * 1.001).all()

@@ -9,7 +9,17 @@ from importlib import resources
 import pytest
 from safetensors import safe_open
 
-from ep_moe import Activation, ConfigError, ModelConfig, MoEConfig, ParallelConfig, RoutingConfig, RoutingMethod, Tokens
+from ep_moe import (
+    Activation,
+    ConfigError,
+    ModelConfig,
+    MoEConfig,
+    ParallelConfig,
+    RoutingConfig,
+    RoutingMethod,
+    Tokens,
+    Wire,
+)
 from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checks import from_table
 from ep_moe.config import load_model_config, model_configs
@@ -426,3 +436,20 @@ def test_a_file_of_other_bytes_is_no_configuration(tmp_path):
     (tmp_path / "mine.toml").write_bytes(b"name = \xff")
     with pytest.raises(ConfigError, match=r"mine\.toml is not valid TOML"):
         load_model_config(tmp_path / "mine.toml")
+
+
+def test_formats_that_do_not_exist():
+    with pytest.raises(
+        ConfigError, match=r"dispatch must be one of plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4, got 'fp4'"
+    ):
+        Wire(dispatch="fp4")
+    with pytest.raises(ConfigError, match=r"Wire\.combine must be one of plain, fp8, got 'fp8_block'"):
+        Wire(combine="fp8_block")
+    for name, largest in (("fp8_tensor", 448), ("nvfp4", 2688)):
+        needs = rf"Wire\(dispatch='{name}'\) needs input_scale, a positive number \(largest magnitude / {largest}, as"
+        for scale in (None, 0.0, -1.0, float("inf"), float("nan"), "1"):
+            with pytest.raises(ConfigError, match=rf"{needs} .*, got {scale!r}"):
+                Wire(dispatch=name, input_scale=scale)
+    for name in ("plain", "fp8_block", "fp8_row", "mxfp8"):
+        with pytest.raises(ConfigError, match=rf"for fp8_tensor and nvfp4 rows only, got 1\.0 with {name}"):
+            Wire(dispatch=name, input_scale=1.0)

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.profiler import ProfilerActivity, profile
 
-from ep_moe import Activation, ExpertMap, InputError, MoELayer, Routing
+from ep_moe import Activation, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, Routing
 from ep_moe.placement.placement import balancedness
 from ep_moe.runtime.profiling import StageTimes
-from tests.fixtures.helpers import fill, integer_rows
+from tests.fixtures.helpers import assert_same, fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, INNER, STAGES, WEIGHTS, context, full, routing, shape  # noqa: F401 (a fixture)
+
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, shared_intermediate_size=16)
 
 
 def by_hand(layer: MoELayer, x: Tensor, chosen: Routing) -> Tensor:
@@ -208,3 +210,15 @@ def test_update_expert_takes_whole_tensors_by_name(context):
     with pytest.raises(InputError) as error:
         layer.update_expert(2, w3=torch.ones(1))
     assert "expert 2 has no tensor 'w3'" in str(error.value)
+
+
+def test_a_mask_of_a_layer_that_was_given_ids():
+    """`forward_routed` has ids of -1 for it."""
+    layer = fill(MoELayer(CONFIG, EPContext.local(torch.device("cpu"))))
+    x = integer_rows(3, 16, 0)
+    with torch.no_grad():
+        routing = layer.router(x)
+        ids = routing.ids.masked_fill(torch.tensor([[True], [False], [False]]), -1)
+        found = layer.forward_routed(x, Routing(ids, routing.weights))
+        want = layer(x, torch.tensor([False, True, True]))
+    assert_same(found, want)

@@ -174,3 +174,13 @@ class BiasOnEveryRank(ReferenceExperts):
 def test_it_is_seen(wrong, sentence):
     with pytest.raises(AssertionError, match=sentence):
         check_experts(wrong, device=CPU, schemes=["none"], activations=[Activation.RELU2])
+
+
+# --- where torch makes new tensors elsewhere than on the host by default ---------------------------------------------
+
+
+def test_the_contract_of_kernels(monkeypatch):
+    monkeypatch.setattr(kernel_contract, "ROWS", (33, 1, 0))  # where a tensor is made is the same for any number
+    with torch.device("meta"):
+        asked = {"schemes": ["none", "fp8_block"], "activations": [Activation.SWIGLU], "hidden": 128}
+        assert check_experts(ReferenceExperts, device=torch.device("cpu"), **asked) > 0

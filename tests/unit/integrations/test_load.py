@@ -1,13 +1,19 @@
-"""Heads that a checkpoint does not have."""
+"""Models that are loaded: heads that a checkpoint does not have, classes that are none, and tensors without a place."""
+
+import shutil
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
-from tests.fixtures.checkpoint_files import quiet, tiny_model
-
-pytest.importorskip("transformers")
-
+from ep_moe import ConfigError, EPContext
+from ep_moe.checkpoint.source import SINGLE
 from ep_moe.integrations.load import draw_head, head_names
+from ep_moe.integrations.transformers import load_pretrained
+from ep_moe.testing import rank_device
+from tests.fixtures.checkpoint_files import quiet, tiny_config, tiny_model
+from tests.fixtures.interface_models import interface_checkpoints
 
 
 def test_a_head_that_is_drawn_is_alike_on_all_ranks_and_leaves_the_random_state():
@@ -22,3 +28,28 @@ def test_a_head_that_is_drawn_is_alike_on_all_ranks_and_leaves_the_random_state(
         assert torch.equal(torch.rand(3), wanted)
         drawn.append(model.lm_head.weight.clone())
     assert torch.equal(*drawn)
+
+
+def test_classes_that_are_none_are_refused(tmp_path):
+    quiet()
+    tiny_config("mixtral").save_pretrained(tmp_path)
+    context = EPContext.local(rank_device())
+    with pytest.raises(ConfigError, match="model_class must be a model class of transformers or an auto class"):
+        load_pretrained(tmp_path, context, model_class=torch.nn.Linear, progress=False)
+    with pytest.raises(ConfigError, match="model_class=AutoModelForImageClassification: Unrecognized"):
+        load_pretrained(tmp_path, context, model_class=transformers.AutoModelForImageClassification, progress=False)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    quiet()
+    return interface_checkpoints(tmp_path_factory.mktemp("interface_load"), ["olmoe"])
+
+
+def test_what_the_model_has_no_place_for_is_one_warning(checkpoints, tmp_path):
+    good = checkpoints / "olmoe" / "per_expert"
+    tensors = load_file(good / SINGLE) | {"model.layers.9.mlp.gate.weight": torch.zeros(2)}
+    save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
+    shutil.copy(good / "config.json", tmp_path)
+    with pytest.warns(UserWarning, match=r"layers.9.mlp.gate.weight is not loaded: OlmoeForCausalLM has no such"):
+        load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)

@@ -1,11 +1,14 @@
 """Hooks on models of transformers, and what a call that raises leaves behind."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from ep_moe import EPContext
+from ep_moe.errors import ConfigError
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
-from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.checkpoint_files import quiet, tiny_config, tiny_model
 
 pytest.importorskip("transformers")
 
@@ -27,3 +30,17 @@ def test_a_call_that_raises_records_no_logits_of_later_ones():
         assert not any(layer._logit_taps for layer in moe_layers(model))
         found = model(ids, output_router_logits=True).router_logits
         assert len(found) == len(moe_layers(model))
+
+
+def test_a_model_that_has_no_such_output_says_so():
+    context = EPContext.local(torch.device("cpu"))
+    model = expert_parallel(tiny_model("mixtral"), context)
+    ids = torch.arange(4).view(1, 4)
+    kind = type(model.model)
+    with mock.patch.object(kind, "_can_record_outputs", {"hidden_states": None}):
+        assert model(input_ids=ids).router_logits is None
+        with pytest.raises(
+            ConfigError, match=r"MixtralModel of transformers returns no router logits; set it to False"
+        ):
+            model(input_ids=ids, output_router_logits=True)
+    assert tiny_config("mixtral").output_router_logits is False

@@ -196,3 +196,29 @@ def test_a_mask_that_ends_before_the_rows_of_the_call_says_nothing_of_them():
     cache = SimpleNamespace(get_seq_length=lambda: 2)
     assert tokens_of(MASK, torch.Size([2, 1]), cache).tolist() == [[True], [True]]
     assert tokens_of(MASK, torch.Size([2, 2]), cache) is None
+
+
+def test_what_a_mask_says():
+    two = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
+    causal = torch.ones(4, 4, dtype=torch.bool).tril() & two.bool()[:, None, None, :]
+    added = torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)
+    rows = torch.Size([2, 4])
+    for mask in (two, two.bool(), two * 3, causal, added, {"full_attention": causal, "sliding_attention": causal}):
+        assert tokens_of(mask, rows, None).tolist() == two.bool().tolist()
+    blocks = torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    blocks[..., 2:, :2] = False  # packed sequences
+    assert tokens_of(blocks, rows, None).tolist() == [[True] * 4] * 2
+    for mask in (None, two[:, :3], two[:1], two[None], causal.long(), {}, "mask"):
+        assert tokens_of(mask, rows, None) is None
+
+    class Cache:
+        def __init__(self, length):
+            self.length = length
+
+        def get_seq_length(self):
+            return self.length
+
+    last = torch.Size([2, 1])
+    for past in (0, torch.tensor(0), 3, torch.tensor(3)):
+        assert tokens_of(two, last, Cache(past)).tolist() == two[:, int(past) : int(past) + 1].bool().tolist()
+    assert tokens_of(two, last, Cache(4)) is None

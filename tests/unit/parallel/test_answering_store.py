@@ -1,8 +1,17 @@
-"""The job's store, asked on a thread beside the caller's."""
+"""The job's store, asked on a thread beside the caller's, and what raises where the store is lost."""
 
-from torch.distributed import HashStore
+import os
+import threading
 
-from ep_moe.parallel.answering_store import AnsweringStore
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
+
+from ep_moe import PeerTimeout
+from ep_moe.parallel.answering_store import AnsweringStore, StoreLost, holder, holder_of_port
+from ep_moe.parallel.consensus import StoreConsensus
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.nodes import NodeLayout
 
 
 def test_a_store_answers_where_its_thread_is_gone():
@@ -12,3 +21,105 @@ def test_a_store_answers_where_its_thread_is_gone():
     store._calls.put(None)
     store._thread.join()
     assert store.get("key") == b"value"
+
+
+def server() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def client(of: TCPStore) -> TCPStore:
+    return TCPStore("127.0.0.1", of.port, is_master=False, wait_for_workers=False)
+
+
+def test_a_device_that_waits_is_freed_without_the_store():
+    """As NCCL does: nothing but the watch ends the wait."""
+    held, freed = server(), threading.Event()
+    nodes = NodeLayout.counted([0, 1], 1).with_store(["rank", ""])
+    flight_recorder = FlightRecorder(client(held), [0, 1], 1, deadline_s=1.0, abort=freed.set, nodes=nodes)
+    try:
+        del held
+        sentence = (
+            r"^rank 1 lost its peers in combine \(step 1\): no progress for 1 s\. The store of the job is gone: the "
+            r"process of rank 0 on host node 0 \(rank 0\) held it"
+        )
+        with pytest.raises(PeerTimeout, match=sentence), flight_recorder.step("combine"):
+            assert freed.wait(5)
+    finally:
+        flight_recorder.close()
+
+
+def test_every_wait_for_a_lost_store_raises_the_same():
+    held = server()
+    recorder = FlightRecorder(client(held), [0, 1], 1, deadline_s=2.0)
+    consensus = StoreConsensus(client(held), [0, 1], 1, 2.0)
+    at = rf"The store of the job is gone: it was at 127\.0\.0\.1:{held.port}\.$"
+    del held
+    try:
+        for call in (
+            lambda: recorder.meet("x", [0, 1], "capture"),
+            lambda: recorder.share(None, owner=0, group=(0, 1)),
+            lambda: consensus.same("x", {}),
+            lambda: consensus.healthy("x", None),
+            lambda: consensus.share("x", dict),
+            lambda: consensus.first("x", "y"),
+        ):
+            with pytest.raises(PeerTimeout, match=at):
+                call()
+        recorder.refuse("no rank hears this")
+    finally:
+        recorder.close()
+
+
+class Slow:
+    """A store that answers when it is let."""
+
+    def __init__(self):
+        self.let = threading.Event()
+
+    def check(self, keys):
+        self.let.wait()
+        return True
+
+
+def test_a_store_that_was_slow_is_asked_again():
+    slow, before = Slow(), set(threading.enumerate())
+    store = AnsweringStore(slow, 0.2)
+    for _ in range(2):
+        with pytest.raises(StoreLost, match=r"^The store of the job does not answer\.$"):
+            store.has("x")
+    (thread,) = set(threading.enumerate()) - before
+    slow.let.set()
+    assert store.has("x")
+    assert set(threading.enumerate()) - before == {thread}
+    del store
+    thread.join(5)
+    assert not thread.is_alive(), "it ends with the store"
+
+
+def test_a_key_that_does_not_come_is_no_lost_store():
+    held = server()
+    store = AnsweringStore(client(held), 5.0)
+    assert not store.wait(["x"], 0.2)
+    store.set("x", "y")
+    assert store.wait(["x"], 0.2)
+    assert store.get("x") == store.first("x", "z") == b"y"
+
+
+def test_the_process_that_holds_a_store_is_found():
+    held = server()
+    assert holder(dist.PrefixStore("a", dist.PrefixStore("b", held))) == holder(client(held)) == "rank"
+    assert holder(dist.HashStore()) == ""
+    port = held.port
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.closerange(3, writer)  # as after exec: the server's socket is its parent's alone
+            os.write(writer, holder_of_port(port).encode())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writer)
+    assert os.read(reader, 100) == b"agent"
+    del held
+    assert holder_of_port(port) == ""

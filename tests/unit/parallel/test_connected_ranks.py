@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from ep_moe import EPContext, ParallelConfig, Tokens
+from ep_moe import ConfigError, EPContext, ParallelConfig, Tokens
 from ep_moe.parallel import connected_ranks
 
 CPU = torch.device("cpu")
@@ -71,3 +72,13 @@ def test_numbers_become_pythons(monkeypatch):
     EPContext._connect(LAYOUT, range(2), {}, CPU, np.float32(8), np.int64(3))
     assert made == [("layout", "context0", None, {}, CPU, 3, 8.0, None)]
     assert [type(one) for one in made[0][5:7]] == [int, float], "NumPy's are no JSON"
+
+
+def test_without_torch_distributed(monkeypatch):
+    if dist.is_initialized():
+        pytest.skip("torchrun's ranks have a process group already")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"RANK must be a number, got None; .* EPContext\.local\(\) for one process"):
+        EPContext.from_torchrun(device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"torch\.distributed is not initialized; call EPContext\.from_torchrun"):
+        EPContext.from_groups(device=torch.device("cpu"))

@@ -1,9 +1,13 @@
-"""Agreements of ranks, on one rank."""
+"""Agreements of ranks, on one rank or with a thread for each."""
+
+import threading
+from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
 
-from ep_moe import InputError
+from ep_moe import BackendUnavailable, ConfigError, EPMoEError, InputError, PeerTimeout
 from ep_moe.parallel.consensus import StoreConsensus
 
 
@@ -44,3 +48,100 @@ def test_an_error_of_fewer_ranks_is_reported_to_all_of_the_agreement_around_it(m
         pair.healthy("one", InputError("bad"))
     assert [what for what, _ in reported] == ["all"]
     assert "bad" in reported[0][1]
+
+
+def agree(*turns: Callable[[StoreConsensus], None] | None, deadline_s: float = 5.0) -> list[EPMoEError | None]:
+    """Run one call of a StoreConsensus per rank in threads (None: that rank does not come); what each raised."""
+    store = HashStore()
+    outcome: list[EPMoEError | None] = [None] * len(turns)
+
+    def run(rank: int) -> None:
+        try:
+            turns[rank](StoreConsensus(store, range(len(turns)), rank, deadline_s))
+        except EPMoEError as error:
+            outcome[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(turns)) if turns[rank] is not None]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcome
+
+
+def test_agreement_on_equal_facts():
+    assert agree(*[lambda a: a.same("layer", {"x": 1, "y": [2, None]})] * 3) == [None] * 3
+
+
+def test_agreement_names_every_field_that_differs():
+    outcome = agree(
+        lambda a: a.same("layer", {"x": 1, "y": "a", "z": 0}),
+        lambda a: a.same("layer", {"x": 2, "y": "a", "z": 0}),
+        lambda a: a.same("layer", {"x": 1, "y": "b", "z": 0}),
+    )
+    assert {type(error) for error in outcome} == {ConfigError}
+    assert {str(error) for error in outcome} == {
+        "layer: the ranks were given different values; give all the same. "
+        'x: 1 on ranks 0, 2, 2 on rank 1; y: "a" on ranks 0, 1, "b" on rank 2'
+    }
+
+
+def test_agreement_names_a_field_that_one_rank_lacks():
+    outcome = agree(lambda a: a.same("layer", {"x": 1}), lambda a: a.same("layer", {}))
+    assert "x: 1 on rank 0, null on rank 1" in str(outcome[0])
+
+
+def test_agreement_of_ranks_that_are_elsewhere():
+    outcome = agree(lambda a: a.healthy("EPContext.destroy", None), lambda a: a.same("MoELayer moe0", {}))
+    assert {str(error) for error in outcome} == {
+        "EPContext.destroy: the ranks were given different values; give all the same. "
+        'what: "EPContext.destroy" on rank 0, "MoELayer moe0" on rank 1'
+    }
+
+
+@pytest.mark.parametrize("kind", [ConfigError, BackendUnavailable])
+def test_agreement_passes_a_problem_on(kind):
+    fine = lambda a: a.same("layer", {})  # noqa: E731
+    outcome = agree(fine, lambda a: a.same("layer", {}, kind("no such thing")), fine)
+    assert {(type(error), str(error)) for error in outcome} == {(kind, "layer: rank 1: no such thing")}
+
+
+def test_a_problem_that_fewer_ranks_agreed_on_is_named_once():
+    found = ConfigError("layer: rank 1: no such thing")
+    outcome = agree(*[lambda a: a.healthy("layer", found)] * 2)
+    assert {str(error) for error in outcome} == {"layer: rank 1: no such thing"}
+    outcome = agree(lambda a: a.healthy("layer", None), lambda a: a.healthy("layer", ConfigError("layer: no such")))
+    assert {str(error) for error in outcome} == {"layer: rank 1: no such"}
+
+
+def test_agreement_on_a_problem_that_is_not_ours():
+    outcome = agree(lambda a: a.healthy("groups", None), lambda a: a.healthy("groups", OSError("disk")))
+    assert {(type(error), str(error)) for error in outcome} == {(ConfigError, "groups: rank 1: disk")}
+
+
+def test_agreement_of_one_rank_needs_no_store():
+    alone = StoreConsensus(None, [0], 0, 1.0)
+    alone.same("layer", {})
+    with pytest.raises(BackendUnavailable, match="no such thing"):
+        alone.healthy("layer", BackendUnavailable("no such thing"))
+
+
+def test_agreements_come_in_order():
+    def three(a: StoreConsensus) -> None:
+        for turn in range(3):
+            a.same("layer", {"turn": turn})
+
+    assert agree(three, three) == [None, None]
+
+
+def test_agreement_names_who_did_not_come():
+    comes = lambda a: a.healthy("destroy", None)  # noqa: E731
+    outcome = agree(comes, None, comes, None, deadline_s=0.2)
+    sentence = "destroy: ranks 1, 3 did not arrive within 0.2 s; all ranks must make the same calls in the same order"
+    assert {str(error) for error in outcome if error} == {sentence}
+
+
+def test_agreement_without_the_rank_that_decides():
+    outcome = agree(None, lambda a: a.healthy("destroy", None), deadline_s=0.2)
+    assert isinstance(outcome[1], PeerTimeout)
+    assert str(outcome[1]) == "destroy: no verdict from rank 0 within 0.4 s; it died or never got here"

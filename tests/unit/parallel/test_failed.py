@@ -5,11 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import EPContext
-from ep_moe.errors import InputError, PeerTimeout
+from ep_moe import Activation, EPContext, MoEConfig, MoELayer
+from ep_moe.errors import EPMoEError, InputError, PeerTimeout
+from ep_moe.parallel import failed
 from ep_moe.parallel.failed import causes, is_out_of_memory, with_cause
+from tests.fixtures.helpers import fill
+from tests.fixtures.planted_errors import FULL, plant
 
-CPU = torch.device("cpu")
+CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("users", [False, True])
@@ -62,3 +66,38 @@ def test_a_step_left_by_the_recorded_failure():
             assert raised.value is found
             assert found.__cause__ is not found
             assert found.__cause__ is None or found.__cause__.__cause__ is None
+
+
+def test_one_process_has_no_peers_to_tell():
+    layer = fill(MoELayer(CONFIG, EPContext.local(CPU)))
+    plant(layer, "experts", torch.OutOfMemoryError(FULL))
+    with pytest.raises(torch.OutOfMemoryError, match="total capacity") as caught:
+        layer(torch.ones(2, 16))
+    assert not isinstance(caught.value, EPMoEError)
+    assert layer(torch.ones(2, 16)).shape == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("error", "memory"),
+    [
+        (torch.OutOfMemoryError("x"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (ValueError("out of memory"), False),
+        (RuntimeError("shapes"), False),
+        (RuntimeError("NCCL error in: x.cpp:1, unhandled cuda error"), True),
+    ],
+)
+def test_what_is_memory(error, memory, monkeypatch):
+    monkeypatch.setattr(failed, "memory_left", lambda device: (1 << 20, 80 << 30))
+    assert is_out_of_memory(error, GPU) is memory
+
+
+def test_an_nccl_error_beside_free_memory_is_none_of_memory(monkeypatch):
+    monkeypatch.setattr(failed, "memory_left", lambda device: (40 << 30, 80 << 30))
+    assert not is_out_of_memory(RuntimeError("NCCL error in: x.cpp:1, unhandled cuda error"), GPU)
+
+
+def test_what_comes_from_memory_is_memory():
+    error = RuntimeError("cannot run here")
+    error.__cause__ = torch.OutOfMemoryError("x")
+    assert is_out_of_memory(error, CPU)

@@ -125,3 +125,20 @@ def test_nccl_hostid_stands_for_the_host(monkeypatch):
 )
 def test_consecutive_ranks_of_a_node(hosts, sizes, size):
     assert {layout(hosts, rank, **sizes).ep_ranks_per_node for rank in range(len(hosts))} == {size}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "holders", "words"),
+    [
+        ("aabb", ["", "", "", ""], ""),
+        ("aabb", ["rank", "", "", ""], "the process of rank 0 on host a (ranks 0, 1) held it, so this process"),
+        ("aabb", ["", "", "agent", "agent"], "the agent that started ranks 2, 3 on host b held it, so this process"),
+        ("aaaa", ["rank", "", "", ""], "the process of rank 0 held it, so this process is lost"),
+        ("aaaa", ["agent"] * 4, "the agent that started ranks 0, 1, 2, 3 held it, so this process is lost"),
+    ],
+    ids=str,
+)
+def test_what_holds_the_store_in_words(hosts, holders, words):
+    nodes = NodeLayout.found(range(4), [(host, host) for host in hosts])
+    assert re.match(re.escape(words), nodes.with_store(holders).store)
+    assert bool(words) == bool(nodes.with_store(holders).store)

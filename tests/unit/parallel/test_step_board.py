@@ -1,6 +1,8 @@
 """Numbers exchanged through a host's memory, among boards of one process."""
 
 import contextlib
+import json
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -86,3 +88,42 @@ def test_what_failed_elsewhere_ends_the_wait(made, monkeypatch):
 
     with pytest.raises(KeyError, match="rank 2 ran out of memory"):
         made[0].exchange(4, 0, SimpleNamespace(deadline_s=20.0, check=check), contextlib.nullcontext)
+
+
+def test_a_board_tells_the_newest_step_after_its_process_is_gone():
+    reader, writer = os.pipe()
+    mapped, map_done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        board = StepBoard()
+        board.put(1, ("block", "dispatch", "torch_a2a"), False)
+        os.write(writer, board.address.encode())
+        os.read(mapped, 1)
+        board.put(7, ("block", "combine", "torch_a2a"), True)
+        os._exit(0)
+    board = PeerBoard.at(os.read(reader, 1000).decode())
+    assert board is not None
+    assert board.read() == (1, ("block", "dispatch", "torch_a2a"), False)
+    os.write(map_done, b".")
+    os.waitpid(child, 0)
+    assert board.read() == (7, ("block", "combine", "torch_a2a"), True)
+
+
+def test_a_board_without_room_for_a_name_says_nothing():
+    board = StepBoard()
+    peer = PeerBoard.at(board.address)
+    assert peer is not None
+    assert peer.read() is None
+    for number in range(2000):
+        board.put(number, ("block", f"phase {number}", ""), False)
+    assert peer.read() is None
+    board.put(5, ("block", "phase 3", ""), True)
+    assert peer.read() == (5, ("block", "phase 3", ""), True)
+    board.close()
+
+
+@pytest.mark.parametrize("change", [{"host": "another"}, {"path": "/proc/self/fd/9999"}, {"token": 1}])
+def test_a_board_that_is_not_here_is_not_read(change):
+    board = StepBoard()
+    assert PeerBoard.at(json.dumps(json.loads(board.address) | change)) is None
+    board.close()

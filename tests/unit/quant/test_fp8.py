@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ep_moe.quant.fp8 import FP8, dequantize_fp8_blocks
+from tests.fixtures.helpers import assert_same
 
 
 @pytest.mark.parametrize("block", [(4, 4), (2, 8), (8, 2)])
@@ -16,3 +17,13 @@ def test_a_part_has_the_factors_of_its_blocks(block, row, column):
     left = scale[row // block[0] :, column // block[1] :]
     codes = torch.ones(7, 6).to(FP8)
     assert torch.equal(dequantize_fp8_blocks(codes, left, row=row, column=column, block=block), part)
+
+
+# --- where torch makes new tensors elsewhere than on the host by default ---------------------------------------------
+
+
+def test_checkpoints_blocks():
+    weight, scale = torch.ones(130, 200).to(torch.float8_e4m3fn), torch.arange(4.0).view(2, 2)
+    expected = dequantize_fp8_blocks(weight, scale)
+    with torch.device("meta"):
+        assert_same(dequantize_fp8_blocks(weight, scale), expected)

@@ -1,0 +1,31 @@
+"""Rows that a transport does not carry."""
+
+import dataclasses
+
+import torch
+
+from ep_moe import Wire, registry
+
+FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)
+
+
+def test_rows_that_transports_cannot_align():
+    """Numbers of one byte leave rows shorter than those of the layer's dtype."""
+    for name in ("nvlink_p2p", "pplx", "flashinfer_nvlink"):
+        kind = registry.load("dispatchers", name)
+        assert kind.unsupported_reason(24, 1, 2, torch.bfloat16, 8) is None
+        reason = kind.unsupported_reason(24, 1, 2, torch.bfloat16, 8, FP8_TENSOR)
+        assert reason == f"{name} needs hidden_size to be a multiple of 16 in float8_e4m3fn, got 24"
+        assert kind.unsupported_reason(32, 1, 2, torch.bfloat16, 8, FP8_TENSOR) is None
+    assert "deepep carries fp8_block, plain rows in dispatch, not fp8_tensor" in (
+        registry.load("dispatchers", "deepep").unsupported_reason(32, 1, 2, torch.bfloat16, 8, FP8_TENSOR) or ""
+    )
+
+
+def test_scales_that_a_transport_cannot_align(monkeypatch):
+    kind = registry.load("dispatchers", "torch_a2a")
+    assert kind.unsupported_reason(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row")) is None
+    able = dataclasses.replace(kind.capabilities, scale_alignment_bytes=16)
+    monkeypatch.setattr(kind, "capabilities", able)
+    reason = kind.unsupported_reason(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row"))
+    assert reason == "torch_a2a wants a multiple of 16 bytes of scales in a row, and fp8_row rows have 4"

@@ -1,0 +1,32 @@
+"""Families of models: their configurations, and what is refused of their blocks."""
+
+import pytest
+import torch
+
+from ep_moe import EPContext
+from ep_moe.errors import ConfigError
+from ep_moe.integrations.families import FAMILIES as BLOCKS
+from ep_moe.integrations.transformers import expert_parallel
+from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, tiny_config, tiny_model
+
+pytest.importorskip("transformers")
+
+
+def test_configurations_are_read():
+    assert {family: BLOCKS[family].config(tiny_config(family)) for family in FAMILIES} == CONFIGS
+    assert BLOCKS.keys() == CONFIGS.keys()
+
+
+def local():
+    return EPContext.local(torch.device("cpu"))
+
+
+def test_replaced_model_is_refused():
+    model = expert_parallel(tiny_model("mixtral"), local())
+    with pytest.raises(ConfigError, match="no block of class MixtralSparseMoeBlock; was it replaced already"):
+        expert_parallel(model, local())
+
+
+def test_unknown_activation_is_refused():
+    with pytest.raises(ConfigError, match=r"hidden_act must be one of silu, .*, got 'relu'"):
+        expert_parallel(tiny_model("mixtral", hidden_act="relu"), local())

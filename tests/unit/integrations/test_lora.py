@@ -1,0 +1,80 @@
+"""LoRA of PEFT on one rank: fresh factors, what is trained of an adapter, and which do not fit."""
+
+import pytest
+import torch
+
+from ep_moe import CheckpointError, ConfigError, EPContext
+from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
+from ep_moe.integrations.transformers import load_pretrained, moe_layers
+from ep_moe.testing import rank_device
+from tests.fixtures.checkpoint_files import quiet
+from tests.fixtures.interface_models import interface_model
+from tests.fixtures.lora_models import lora_config, plain_twin
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    quiet()
+    folder = tmp_path_factory.mktemp("lora")
+    interface_model("olmoe").save_pretrained(folder / "olmoe")
+    return folder
+
+
+def test_layers_begin_with_numbers_of_their_own(models):
+    """By the seed and the layer's name alone."""
+
+    def factors(seed):
+        with EPContext.local(torch.device("cpu")) as context:
+            model = load_pretrained(models / "olmoe", context, progress=False)
+            add_lora(model, lora_config("olmoe", target_modules=[]), seed=seed)
+            weights = [layer.expert_weights for layer in moe_layers(model)]
+            return [held.lora.factors("w2", held.stored_tensors()["w2"])[0].detach() for held in weights]
+
+    first, again, other = factors(0), factors(0), factors(1)
+    assert len(first) == 2
+    assert all(map(torch.equal, first, again))
+    rows = torch.cat([*first, *other]).flatten(1)
+    assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
+
+
+def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models, tmp_path):
+    config = lora_config("olmoe", target_modules=[])
+    with EPContext.local(torch.device("cpu")) as context:
+
+        def model():
+            return load_pretrained(models / "olmoe", context, progress=False)
+
+        save_lora(add_lora(model(), config), tmp_path)
+        trained = {}
+        for trainable in (False, True):
+            loaded = load_lora(model(), tmp_path, trainable=trainable)
+            trained[trainable] = {name.rpartition(".")[2] for name, p in loaded.named_parameters() if p.requires_grad}
+        assert trained[False] == set()
+        assert trained[True] == {f"lora_{factor}_{matrix}" for factor in "AB" for matrix in ("w13", "w2")}
+        with pytest.raises(ConfigError, match="its factors may be merged already"):
+            save_lora(merge_lora(loaded), tmp_path)
+
+
+def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    quiet()
+    plain_twin(models, "olmoe").save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    key = "base_model.model.model.layers.0.mlp.experts.lora_A.weight"
+    attention = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    for changed, text in (
+        ({k: v for k, v in tensors.items() if k != key}, f"{key} is missing"),
+        (tensors | {key: tensors[key][1:]}, f"{key} and .* must be of"),
+        ({k: v for k, v in tensors.items() if k != attention}, f"{attention} is missing"),
+        (tensors | {f"{key}.more": tensors[key].clone()}, "more is in no module"),
+        (
+            tensors | {key.replace("lora_A", "3.up_proj.lora_A"): tensors[key].clone()},
+            "PEFT cannot put the factors",
+        ),
+    ):
+        save_file(changed, file)
+        model = load_pretrained(models / "olmoe", EPContext.local(rank_device()), progress=False)
+        with pytest.raises(CheckpointError, match=text):
+            load_lora(model, tmp_path)

@@ -1,0 +1,98 @@
+"""What `save_pretrained` writes on one rank, what a failure leaves, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ep_moe import EPContext
+from ep_moe.checkpoint.source import INDEX, SINGLE
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations import save as saving
+from ep_moe.integrations.transformers import expert_parallel, save_pretrained
+from tests.fixtures.checkpoint_files import check_equal, tensors_of
+from tests.fixtures.interface_models import interface_model
+
+
+def local():
+    return EPContext.local(torch.device("cpu"))
+
+
+def test_what_training_changed_is_saved(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local())
+    before = interface_model("olmoe").state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    (tmp_path / INDEX).write_text("an older checkpoint's")
+    save_pretrained(model, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {SINGLE, "config.json", "generation_config.json"}
+    found = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert found.lm_head.weight is found.model.embed_tokens.weight
+    check_equal(found.state_dict(), {name: tensor + 1.0 for name, tensor in before.items()})
+
+
+def test_a_save_that_fails_leaves_no_files(tmp_path, monkeypatch):
+    def full_disk(tensors, path, metadata):
+        Path(path).write_bytes(b"a part")
+        if len(list(tmp_path.iterdir())) == 2:
+            raise OSError("no space left")
+
+    monkeypatch.setattr(saving, "save_file", full_disk)
+    with pytest.raises(CheckpointError, match=r"the model cannot be saved: .*no space left"):
+        save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_is_not_forgotten_for_what_is_written_after_it(tmp_path, monkeypatch):
+    """There may be room again for the next file."""
+    write, failed = saving.save_file, []
+
+    def full_once(tensors, path, metadata):
+        if not failed:
+            failed.append(path)
+            raise OSError("no space left")
+        write(tensors, path, metadata)
+
+    monkeypatch.setattr(saving, "save_file", full_once)
+    with pytest.raises(CheckpointError, match="no space left"):
+        save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
+    """A view would keep the experts of its layer."""
+    writer, whole = saving._Writer(tmp_path, 1000), torch.ones(8, 100)
+    writer.write({"first": whole[0], "all": whole[:1]})
+    assert [tensor.untyped_storage().nbytes() for tensor in writer._pending.values()] == [400, 400]
+
+
+def test_the_dtype_that_is_saved_is_the_models(tmp_path):
+    model = expert_parallel(interface_model("olmoe").bfloat16(), local())
+    model.config.dtype = "float32"
+    save_pretrained(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_the_class_does_not_save_is_left_out(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local())
+    model._keys_to_ignore_on_save = ["model.norm.weight"]
+    save_pretrained(model, tmp_path)
+    assert interface_model("olmoe").state_dict().keys() > {"model.norm.weight"}
+    assert "model.norm.weight" not in tensors_of(tmp_path)
+
+
+def test_quantised_layers_are_refused(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local(), quantization="fp8_dynamic", experts="reference")
+    with pytest.raises(ConfigError, match=r"quantization must be none for save_pretrained, got fp8_dynamic"):
+        save_pretrained(model, tmp_path)
+
+
+def test_models_without_layers_and_their_own_method_are_refused(tmp_path):
+    model = interface_model("olmoe")
+    with pytest.raises(ConfigError, match="must have expert-parallel layers, got none"):
+        save_pretrained(model, tmp_path)
+    with pytest.raises(ConfigError, match=r"call ep_moe.integrations.transformers.save_pretrained\(model, folder\)"):
+        expert_parallel(model, local()).save_pretrained(tmp_path)

@@ -1,0 +1,107 @@
+"""`expert_parallel` and `load_pretrained` on one rank: dtypes, the meta device, and which models are refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+
+from ep_moe import EPContext
+from ep_moe.errors import ConfigError, InputError
+from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
+from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, logits, quiet, save, tiny_config, tiny_model, written
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    return written(tmp_path_factory.getbasetemp())
+
+
+def local():
+    return EPContext.local(torch.device("cpu"))
+
+
+def test_dtype_is_the_checkpoints(tmp_path):
+    save(tiny_model("deepseek_v3").to(torch.bfloat16), tmp_path)
+    model = load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)
+    assert model.dtype == torch.bfloat16
+    assert {layer.dtype for layer in moe_layers(model)} == {torch.bfloat16}
+    assert {layer.router.e_score_correction_bias.dtype for layer in moe_layers(model)} == {torch.float32}
+
+
+def kept_in_float32(model):
+    blocks = tuple(name for name, m in model.named_modules() if isinstance(m, ExpertParallelBlock))
+    rest = {name for name, p in model.named_parameters() if p.dtype == torch.float32 and not name.startswith(blocks)}
+    return rest, [layer.router.weight.dtype for layer in moe_layers(model)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_float32_parts_of_a_model_of_16_bits(family, dtype, tmp_path):
+    """What transformers keeps in float32, with its logits, of files with the router in float32 and the rest not."""
+    quiet()
+    written = tiny_model(family)
+    for name, parameter in written.named_parameters():
+        if not name.endswith(("gate.weight", "router.weight", "router.bias")):
+            parameter.data = parameter.data.to(dtype)
+    save(written, tmp_path)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+    loaded = load_pretrained(tmp_path, local(), dtype=dtype, progress=False)
+    replaced = expert_parallel(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval(), local())
+    kept = {name for name, p in plain.named_parameters() if p.dtype == torch.float32}
+    routers = {name for name in kept if name.endswith(("gate.weight", "router.weight", "router.bias"))}
+    if family == "deepseek_v3" and not routers and transformers.__version__ < "5.24":
+        pytest.skip(f"transformers {transformers.__version__} keeps no router in float32")
+    assert bool(routers) == (family == "deepseek_v3")
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for model in (loaded, replaced):
+        rest, of_routers = kept_in_float32(model)
+        assert rest == kept - routers
+        assert set(of_routers) == {torch.float32 if routers else dtype}
+        assert {layer.dtype for layer in moe_layers(model)} == {dtype}
+        for layer, number in zip(moe_layers(model), LAYERS[family], strict=True):
+            if routers:
+                gate, stored = (m.model.layers[number].mlp.gate for m in (plain, written))
+                close = {"rtol": 1e-5, "atol": 1e-5}  # of sums in another order; rounded weights are off by 1e-2
+                torch.testing.assert_close(layer.router.logits(x), gate(x)[0], **close)
+                assert torch.equal(layer.router.weight, stored.weight)
+                assert torch.equal(layer.to(dtype).router.weight, stored.weight)
+
+
+def test_meta_model_stays_on_meta():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config("deepseek_v3"))
+    context = EPContext.local(torch.device("cpu"))
+    expert_parallel(model, context)
+    assert len(moe_layers(model)) == 2
+    for layer in moe_layers(model):
+        tensors = [*layer.parameters(), *layer.buffers()]
+        assert tensors
+        assert all(t.is_meta for t in tensors)
+        with pytest.raises(InputError, match="on the meta device"):
+            layer(torch.zeros(1, 32))
+
+
+def test_a_family_published_under_another_name(checkpoints, tmp_path):
+    """As Kimi-K2 is: the form of DeepSeek-V3, and code of its own that is not run."""
+    published = tmp_path / "published"
+    shutil.copytree(checkpoints["deepseek_v3 fp8"].folder, published)
+    config = json.loads((published / "config.json").read_text())
+    named = {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    (published / "config.json").write_text(json.dumps(config | named))
+    models = [load_pretrained(f, local()) for f in (published, checkpoints["deepseek_v3 fp8"].folder)]
+    ids = torch.arange(20).reshape(1, 20)
+    assert torch.equal(*[logits(model, ids) for model in models])
+    assert models[0].config.to_dict() | {"_name_or_path": ""} == models[1].config.to_dict() | {"_name_or_path": ""}
+
+
+def test_unknown_model_type_is_refused(tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    save(model, tmp_path)
+    for call in (lambda: expert_parallel(model, local()), lambda: load_pretrained(tmp_path, local())):
+        with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(model_type 'llama'\) has no module that computes"):
+            call()

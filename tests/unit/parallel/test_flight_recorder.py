@@ -1,0 +1,157 @@
+"""The flight recorder: what an aborted step raises, what a verdict says, and what its watch ends. Without ranks."""
+
+import threading
+from unittest import mock
+
+import pytest
+from torch.distributed import HashStore
+
+from ep_moe import ConfigError, InputError, PeerTimeout
+from ep_moe.errors import RankFailed
+from ep_moe.parallel import flight_recorder as recorder_module
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.heartbeats import Step
+
+
+def test_a_flight_recorder_turns_communication_failures_only():
+    flight_recorder = FlightRecorder()
+    flight_recorder.where = "moe0"
+    sentence = r"^rank 0 lost its peers in dispatch of moe0 \(step 1\): gloo: closed\.$"
+    with pytest.raises(PeerTimeout, match=sentence), flight_recorder.step("dispatch", keep=False):
+        raise RuntimeError("gloo: closed\nmore")
+    with pytest.raises(RuntimeError, match="shapes"), flight_recorder.step("dispatch"):
+        raise RuntimeError("shapes")
+    with pytest.raises(ConfigError), flight_recorder.step("dispatch"):
+        raise ConfigError("ours")
+    assert flight_recorder.number == 3
+    with flight_recorder.step("gather", counted=False):
+        assert str(flight_recorder._step) == "in gather of moe0 (step 3)"
+
+
+@pytest.mark.parametrize("left", [RuntimeError("NCCL communicator was aborted"), InputError("noise"), None])
+def test_what_the_watch_found_is_what_an_aborted_step_raises(left):
+    """What a collective raises or leaves behind after the abort is no news of its own."""
+    flight_recorder = FlightRecorder()
+
+    def step():
+        with flight_recorder.step("dispatch"):
+            flight_recorder._failure = PeerTimeout("what the watch found")
+            if left is not None:
+                raise left
+
+    with pytest.raises(PeerTimeout, match=r"^what the watch found$"):
+        step()
+    with pytest.raises(PeerTimeout, match=r"^what the watch found$"):
+        flight_recorder.step("combine")
+
+
+def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
+    """A balancer may lose a rank that was only late, and the layers go on."""
+    store = HashStore()
+    recorders = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(3)]
+
+    def diagnosed(by, numbers):
+        for flight_recorder, number in zip(recorders, numbers, strict=True):
+            flight_recorder.leave_at(Step(number, "moe0", "combine", "", True))
+        return [str(recorders[rank]._diagnose("no answer")) for rank in by]
+
+    try:
+        behind = "Rank 1 is alive but behind: finished combine of moe0 (step 10)."
+        first, again = diagnosed([0, 2], [11, 10, 11])
+        assert behind in first
+        assert behind in again
+        for text in diagnosed([0, 1], [12, 12, 11]):
+            assert "Rank 2 is alive but behind: finished combine of moe0 (step 11)." in text
+            assert behind not in text
+    finally:
+        for flight_recorder in recorders:
+            flight_recorder.close()
+
+
+def test_the_first_verdict_is_everyones():
+    store = HashStore()
+    recorders = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(2)]
+    try:
+        assert "Rank 2 shows no sign of life." in str(recorders[0]._diagnose("no answer"))
+        recorders[0].close()  # as one whose process ended with that sentence
+        assert "Rank 0" not in str(recorders[1]._diagnose("no answer"))
+    finally:
+        recorders[1].close()
+
+
+def test_an_overdue_step_is_aborted_and_named(monkeypatch):
+    """The watch thread frees a rank that waits on a device: here an event instead of the device."""
+    freed = threading.Event()
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # a host slower than two deadlines
+    flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.2, abort=freed.set)
+    try:
+        sentence = r"in combine \(step 1\): no progress for 0.2 s\. Rank 1 shows no sign"
+        with pytest.raises(PeerTimeout, match=sentence), flight_recorder.step("combine"):
+            assert freed.wait(5)
+        with pytest.raises(PeerTimeout, match="no progress"), flight_recorder.step("dispatch"):
+            pass
+    finally:
+        flight_recorder.close()
+
+
+def pair(**more):
+    store = HashStore()
+    return [FlightRecorder(store, [0, 1], rank, deadline_s=0.4, **more) for rank in range(2)]
+
+
+def test_peers_that_wait_on_a_device_are_freed():
+    freed = threading.Event()
+    one, two = pair(abort=freed.set)
+    try:
+        one.fail(ValueError("x"))
+        with pytest.raises(RankFailed, match="rank 0 left"), two.step("dispatch"):
+            assert freed.wait(5)
+    finally:
+        one.close()
+        two.close()
+
+
+@pytest.mark.parametrize("inside", ["step", "call"])
+def test_a_host_that_waits_for_ever_is_ended(inside, monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(recorder_module, "COMPILING_S", 0.5)
+    one, two = pair(abort=lambda: None)
+    try:
+        two.enter("moe0")
+        if inside == "step":
+            two.step("dispatch").__enter__()
+        assert ended.wait(6)
+    finally:
+        one.close()
+        two.close()
+    text = capfd.readouterr().err
+    assert "PeerTimeout: rank 1 lost its peers" in text
+    assert "The host still waits: ending." in text
+
+
+def test_a_host_that_left_its_call_is_not_ended(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(recorder_module, "COMPILING_S", 0.0)
+    one, two = pair(abort=lambda: None)
+    try:
+        two.enter("moe0")
+        with two.step("dispatch"):
+            pass
+        two.where = ""
+        assert not ended.wait(1.5)
+        two.check()
+    finally:
+        one.close()
+        two.close()
+
+
+def test_the_first_of_two_failures_is_everyones():
+    one, two = pair()
+    try:
+        with mock.patch.object(two, "_failed_elsewhere", return_value=None):  # before a heartbeat
+            assert str(one.fail(ValueError("first"))) == str(two.fail(ValueError("second")))
+    finally:
+        one.close()
+        two.close()

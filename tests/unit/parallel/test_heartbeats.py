@@ -1,0 +1,50 @@
+"""What the last heartbeats of peers say of them."""
+
+import time
+
+import pytest
+
+from ep_moe.parallel.heartbeats import _FEWER_CALLS, Step, compare
+
+
+def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool = False) -> Step:
+    return Step(number, where, phase, "torch_a2a", done)
+
+
+def test_what_a_heartbeat_does_not_know_is_said():
+    dead, mine = (5, step(7)), (9, step(9))
+    text = compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {}, {1: time.time() - 3})
+    assert text == (
+        "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7) 3 s ago, from where it may have come "
+        "further."
+    )
+    text = compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {1: step(8)}, {1: 0.0})
+    assert text == "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 8)."
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "sentence"),
+    [
+        ((5, step(7)), (9, step(7)), "Every peer is alive and in the same step."),
+        ((5, step(7)), (5, step(7)), "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7)."),
+        (None, None, "Rank 1 shows no sign of life."),
+        (
+            (5, step(6)),
+            (9, step(6, done=True)),
+            f"Rank 1 is alive but behind: finished dispatch of moe3 (step 6). {_FEWER_CALLS}",
+        ),
+        ((5, step(7, "combine")), (9, step(7, "combine")), "Rank 1 went another way: in combine of moe3 (step 7)."),
+        ((5, step(7, where="")), (9, step(7, where="")), "Rank 1 went another way: in dispatch (step 7)."),
+        ((5, step(8, "combine")), (9, step(8, "combine")), "Every peer is alive and in the same step."),
+    ],
+)
+def test_comparison_of_heartbeats(before, after, sentence):
+    mine = (1, step(7))
+    assert compare(step(7), 0, {0: mine, 1: before}, {0: mine, 1: after}) == sentence
+
+
+def test_comparison_names_every_rank():
+    before = {0: (1, step(7)), 1: (1, step(7)), 2: None, 3: (4, step(5))}
+    after = {0: (2, step(7)), 1: (2, step(7)), 2: None, 3: (9, step(5))}
+    sentence = "Rank 2 shows no sign of life. Rank 3 is alive but behind: in dispatch of moe3 (step 5)."
+    assert compare(step(7), 0, before, after) == sentence
