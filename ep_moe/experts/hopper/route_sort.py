@@ -347,6 +347,7 @@ def _reduce(
         expert = tl.load(ids + route, mask=n < rows, other=-1).to(tl.int32) - base
         valid = (expert >= 0) & (expert < experts) & (n < rows)
         here = here | valid
+        valid = valid & (row >= 0)
         if WEIGHTED:
             valid = valid & (weight != 0.0)
         value = tl.load(y + row * size + at, mask=inside & valid, other=0.0).to(tl.float32)
