@@ -264,11 +264,14 @@ class SlowTraining:
         if layer._asked["experts"] != explain.AUTO:
             return
         kernels = {name for name in registry.targets("experts") if registry.load("experts", name).own_backward}
-        refused = {row.experts: row.reason for row in layer.explain() if row.experts in kernels}
-        if refused:
-            text = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-            warnings.warn(
-                f"{layer.name} is trained with experts=reference, in plain torch, several times slower than a kernel "
-                f"with a backward of its own ({text}); name experts='reference' to be asked no more",
-                stacklevel=2,
-            )
+        rows = [r for r in layer.explain() if r.experts in kernels and r.all2all == layer.choice.all2all]
+        if not rows:
+            return
+        dtype = dtype_name(layer.dtype)
+        built = f"the layer was built in another dtype than {dtype}, which it was converted to; pass dtype=torch.{dtype}"
+        text = "; ".join(f"{row.experts}: {row.reason if row.status == 'refused' else built}" for row in rows)
+        warnings.warn(
+            f"{layer.name} is trained with experts=reference, in plain torch, several times slower than a kernel "
+            f"with a backward of its own ({text}); name experts='reference' to be asked no more",
+            stacklevel=2,
+        )
