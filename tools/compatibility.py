@@ -32,6 +32,8 @@ TESTS = (
     "tests/distributed/test_compile.py",
     "tests/distributed/test_layer.py",
     "tests/distributed/test_transformers.py",
+    "tests/unit/integrations/test_families.py",
+    "tests/unit/integrations/test_transformers.py",
 )
 _NEEDED = ("pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6.100")
 _SHOWN = ("torch", "transformers", "numpy")
