@@ -2,6 +2,10 @@
 
 import gc
 import importlib
+import os
+
+# whoever asks whether there is a GPU starts CUDA otherwise, which a forked rank cannot use then
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
