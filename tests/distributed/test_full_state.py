@@ -56,6 +56,7 @@ def test_ranks_that_hold_all_experts_have_a_full_state():
         assert len(found) == len(layer.state_dict())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate's ranks are CPUs here, over gloo")
 @distributed(2)
 def test_files_of_one_rank_are_refused_on_all(tmp_path):
     """accelerate writes what the first process has, and took views of one memory for one tensor."""
