@@ -268,7 +268,7 @@ class SlowTraining:
         if not rows:
             return
         dtype = dtype_name(layer.dtype)
-        built = f"the layer was built in another dtype than {dtype}, which it was converted to; pass dtype=torch.{dtype}"
+        built = f"the layer was built in another dtype, and converted to {dtype}; pass dtype=torch.{dtype} to MoELayer"
         text = "; ".join(f"{row.experts}: {row.reason if row.status == 'refused' else built}" for row in rows)
         warnings.warn(
             f"{layer.name} is trained with experts=reference, in plain torch, several times slower than a kernel "
