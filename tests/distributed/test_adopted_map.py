@@ -7,11 +7,13 @@ import torch.distributed as dist
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.errors import PeerTimeout
+from ep_moe.placement.expert_map import EMPTY
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import same_error
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2)
 FIRST = ExpertMap.redundant(8, 2, 4)
+HALVES = [range(4), range(4, 8)]
 OTHER = ExpertMap.from_ranks([list(FIRST.local(rank)) for rank in (1, 0)], 8)
 
 
@@ -33,6 +35,17 @@ def test_a_map_that_one_rank_alone_adopted(world_size):
         if context.layout.rank == 0:
             layer.load_state_dict(state)
         assert torch.equal(layer(x), wanted)
+
+
+@distributed(2)
+def test_a_map_with_empty_slots_is_adopted(world_size):
+    first, other = (ExpertMap.from_ranks([[*held, EMPTY] for held in ranks], 8) for ranks in (HALVES, HALVES[::-1]))
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context, torch.no_grad():
+        layer, saved = made(context, first), made(context, other)
+        x = torch.randn(3, 16, device=context.device)
+        layer.load_state_dict(saved.state_dict())
+        assert layer.placement.expert_map == other
+        assert torch.equal(layer(x), saved(x))
 
 
 @distributed(2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, Routing
+from ep_moe.parallel.layout import RankLayout
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
 
@@ -41,6 +42,15 @@ def test_a_bound_ends_with_its_block():
         with pytest.raises(ConfigError), context.token_limit(wrong):
             pass
     assert context._current_limit == 9
+
+
+def test_a_bound_of_tokens_is_one_of_what_ranks_dispatch(monkeypatch):
+    """tp ranks dispatch a share of a call's tokens each."""
+    context = EPContext.local(CPU)
+    monkeypatch.setattr(context, "layout", RankLayout(world=4, rank=0, dp=1, tp=4, ep=4))
+    context.max_tokens = 9
+    with context.token_limit(8):
+        assert context._current_limit == 2
 
 
 def test_what_ranks_compare_of_a_call_follows_the_map_in_force(monkeypatch):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from ep_moe.types import Pending, Received, RowLayout, Weighting
+from ep_moe.types import Pending, Received, RowLayout, Weighting, recomputing
 
 
 def test_a_pending_result_is_given_once():
@@ -25,3 +25,10 @@ def test_received_rows_become_dense_in_each_tensor():
         assert torch.equal(getattr(dense, name), view)
     assert dense.dense() is dense
     assert dataclasses.replace(rows, **dict.fromkeys(names)).dense().weights is None
+
+
+def test_each_backward_of_a_process_counts_the_first_one_too(monkeypatch):
+    """torch numbers them from 0, and says -1 outside of one."""
+    assert not recomputing()
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 0)
+    assert recomputing()

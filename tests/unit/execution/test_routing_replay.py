@@ -265,6 +265,14 @@ def test_an_id_of_no_expert_has_no_weight(routing):
     assert same_bits(named, none)
 
 
+def test_a_row_of_no_experts_is_replayed_as_none(context):
+    layer = MoELayer(shape(), context)
+    with torch.no_grad(), layer.replay_routing(torch.tensor([[-1, -1], [0, 1]])):
+        out = layer(rows_of(2))
+    assert out[0].count_nonzero() == 0
+    assert out[1].count_nonzero() > 0
+
+
 def test_what_has_weights_of_its_own_is_not_replayed(context):
     x, ids = rows_of(2), torch.tensor([[0, 1], [2, 3]])
     layer = MoELayer(shape(), context)
