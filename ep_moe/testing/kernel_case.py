@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from functools import cached_property
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
+from ep_moe.experts.differentiable import StepGradients
 from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import ExpertMap
@@ -18,6 +21,7 @@ from ep_moe.testing.expert_oracle import expected_and_limit, numbers_of
 from ep_moe.types import Activation, LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
+from ep_moe.weights.main_grads import GradientOut
 from ep_moe.weights.parts import parts_of
 
 SLOTS = 5
@@ -149,17 +153,23 @@ def exact_expert(config: MoEConfig, expert: int, dtype: torch.dtype, device: tor
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
-def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
-    """By name, what the kernel finds and what it should find. layer: of `exact_expert`s, trainable"""
+def _exact_call(layer: Layer) -> tuple[Received, Tensor]:
+    """Rows, and the gradient of what comes of them."""
     weighted = Weighting.EXPERTS in layer.kind.capabilities.weightings
     received = layer.rows(ROWS, Weighting.EXPERTS if weighted else Weighting.COMBINE)
     generator = torch.Generator().manual_seed(2)
     received.x.copy_(torch.randint(0, 3, received.x.shape, generator=generator))
-    received.x.requires_grad_()
     if received.weights is not None:
         received.weights.copy_(torch.randint(1, 3, received.weights.shape, generator=generator) / 2)
+    return received, torch.randint(-1, 2, received.x.shape, generator=generator).to(received.x)
+
+
+def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
+    """By name, what the kernel finds and what it should find. layer: of `exact_expert`s, trainable"""
+    received, slope = _exact_call(layer)
+    received.x.requires_grad_()
+    if received.weights is not None:
         received.weights.requires_grad_()
-    slope = torch.randint(-1, 2, received.x.shape, generator=generator).to(received.x)
     layer.experts(received).backward(slope)
     wanted = _wanted(layer, received, slope)
     found = {"x": _grad(received.x)}
@@ -174,6 +184,35 @@ def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
             canonical = weights.weight_layout.restore(own)
         found |= {f"{name} of slot {slot}": tensor for name, tensor in canonical.items()}
     return {name: (found[name], value) for name, value in wanted.items()}
+
+
+@torch.no_grad()
+def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """What a kernel with `writes_gradients` finds where it writes into buffers, and what it should find: what it
+    returns without them, by halves, in place of NaN or added. layer: as `gradients` has it"""
+    experts, (received, slope) = layer.experts, _exact_call(layer)
+    stored = dict(experts.weights.stored_tensors())
+
+    def backward(names: Collection[str], into: dict[str, GradientOut] | None) -> StepGradients:
+        saved = experts.compute_saving(received)[1]
+        wanted = {name: name in names for name in stored}
+        given = {} if into is None else {"into": into}
+        return experts.gradients(received, saved, stored, slope, wanted, **given)
+
+    alone = backward(stored, None)
+    for dtype, start, names in product({layer.dtype, torch.float32}, (None, 3.0), (tuple(stored), tuple(stored)[:1])):
+        before = torch.nan if start is None else start
+        outs = {name: torch.full_like(stored[name], before, dtype=dtype) for name in names}
+        into = {name: GradientOut(out, start is not None, 0.5) for name, out in outs.items()}
+        found = backward(names, into)
+        yield "the gradient of x beside written ones", found.x, alone.x
+        yield "the gradient of weights beside written ones", found.weights, alone.weights
+        for name in stored:
+            yield f"what is returned for {name}, which is written or not wanted,", found.stored.get(name), None
+        for name, out in outs.items():
+            gradient = alone.stored[name]
+            assert gradient is not None
+            yield f"the written gradient of {name}", out, (0.5 * gradient.float() + (start or 0.0)).to(dtype)
 
 
 def _wanted(layer: Layer, received: Received, slope: Tensor) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.testing.distributed import made_on_the_host
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from ep_moe.testing.kernel_case import EXACT, SLOTS, Layer, exact_expert, gradients, that
+from ep_moe.testing.kernel_case import EXACT, SLOTS, Layer, exact_expert, gradients, that, written_gradients
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.parts import etp_shard
 
@@ -329,3 +329,7 @@ def _gradients(layer: Layer) -> None:
     exact = Layer(layer.kind, config, layer.scheme, dtype, device, tensors=tensors, trainable=True)
     for name, (found, wanted) in gradients(exact).items():
         that(torch.equal(found.double(), wanted), layer, f"the gradient of {name} is wrong")
+    if layer.kind.writes_gradients:
+        for what, written, meant in written_gradients(exact):
+            same = written is meant or (written is not None and meant is not None and torch.equal(written, meant))
+            that(same, layer, f"{what} is wrong")

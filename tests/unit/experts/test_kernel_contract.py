@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from ep_moe.testing.kernel_contract import computed_on
 from ep_moe.types import Received
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES
 from tests.fixtures.flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
+from tests.fixtures.main_grads import writing_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
 CPU = torch.device("cpu")
@@ -184,3 +186,13 @@ def test_the_contract_of_kernels(monkeypatch):
     with torch.device("meta"):
         asked = {"schemes": ["none", "fp8_block"], "activations": [Activation.SWIGLU], "hidden": 128}
         assert check_experts(ReferenceExperts, device=torch.device("cpu"), **asked) > 0
+
+
+@pytest.mark.parametrize("wrong", [None, "factor", "accumulate", "returned"])
+def test_gradients_that_a_kernel_writes_are_those_that_it_returns(wrong, monkeypatch):
+    """And each of three errors in what is written is seen."""
+    monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
+    with writing_kernel(wrong):
+        sentence = "what is returned for w13" if wrong == "returned" else "the written gradient of w13 is wrong"
+        with nullcontext() if wrong is None else pytest.raises(AssertionError, match=sentence):
+            check_experts(ReferenceExperts, device=CPU, schemes=["none"], activations=[Activation.SWIGLU])
