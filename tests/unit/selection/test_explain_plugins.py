@@ -48,6 +48,13 @@ def test_entry_point_with_the_name_of_a_built_in_is_ignored_with_a_warning(plugi
         assert registry.load("dispatchers", "local") is LocalDispatcher
 
 
+@pytest.mark.parametrize("answer", [True, "", 0])
+def test_an_answer_that_is_no_reason_is_one(answer):
+    why = registry.asked("dispatchers", "local", lambda: answer)
+    assert why is not None
+    assert why.startswith(f"it answered {answer!r} when it was asked")
+
+
 def test_backend_that_says_it_is_unavailable(plugins):
     plugins(dispatchers={"missing": "tests.fixtures.plugins:Missing"})
     assert registry.unsupported_reason("dispatchers", "missing") == "libsibling.so is not installed"
