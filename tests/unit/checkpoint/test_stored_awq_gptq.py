@@ -1,9 +1,11 @@
 """Parts of matrices that AWQ and GPTQ write in words of eight numbers: each part is that of the whole matrix."""
 
+import json
+
 import pytest
 import torch
 
-from ep_moe.checkpoint.quantization_config import Declared
+from ep_moe.checkpoint.quantization_config import Declared, read_declared
 from ep_moe.checkpoint.stored import ALL
 from ep_moe.checkpoint.stored_awq_gptq import AwqMatrix, GptqMatrix
 
@@ -54,3 +56,9 @@ def test_a_part_is_that_of_the_whole(kind, expert):
         for columns in [*parts, slice(32, 48), slice(33, 47)]:
             wanted = whole[..., rows, columns] if expert is None else whole[expert, rows, columns]
             assert torch.equal(stored.numbers(rows, columns, expert), wanted), (rows, columns)
+
+
+@pytest.mark.parametrize("how", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}])
+def test_a_factor_for_a_whole_row_is_stated_as_minus_one(how, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": how | {"group_size": -1}}))
+    assert read_declared(tmp_path).groups == {0}

@@ -45,6 +45,16 @@ def test_a_divisor_is_one_more_step():
     assert found.is_local
 
 
+def test_gradients_that_are_here_follow_the_divisor():
+    found, gradient = made(), torch.tensor([12.0])
+    found._weights.gradients = lambda: [gradient]
+    seen = []
+    for ranks in (2, 4, 1):
+        found.divide(ranks)
+        seen.append(gradient.item())
+    assert seen == [6.0, 3.0, 12.0]
+
+
 @pytest.mark.parametrize(("sharded", "wanted"), [(False, 3.0), (True, 3.0)])
 def test_a_gradient_is_divided_by_each_rank_once(sharded, wanted):
     """Over 2 EP groups with gradients of 6 and 6 and 4 ranks' tokens; FSDP's mean over the groups comes later."""

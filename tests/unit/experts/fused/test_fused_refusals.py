@@ -7,7 +7,7 @@ import torch
 
 from ep_moe import Activation, BackendUnavailable, ConfigError, ExpertMap, MoEConfig, RankLayout, Wire, registry
 from ep_moe.experts.base import ExpertsOptions
-from ep_moe.experts.fused.base import FusedDispatchShape
+from ep_moe.experts.fused.base import FusedDispatchShape, fused_dispatch_shape
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
@@ -182,6 +182,12 @@ def dispatch_shape(kind, **fields) -> FusedDispatchShape:
         "max_tokens": 100,
     }
     return FusedDispatchShape(**sizes | {"kernel": kind.name, "intermediate_size": 256} | fields)
+
+
+def test_a_shard_of_each_expert_sizes_the_buffers():
+    layout = RankLayout(world=4, rank=0, dp=2, tp=2, ep=2, etp=2)
+    shape = fused_dispatch_shape("a kernel", config(), layout, 8, torch.bfloat16, 9)
+    assert shape.intermediate_size == config().intermediate_size // 2
 
 
 def test_planned_memory_is_the_sum_of_what_flashinfer_allocates():

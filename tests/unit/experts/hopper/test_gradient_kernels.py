@@ -1,4 +1,5 @@
-"""Sums of pairs' rows for the gradients of biases, against float64: on a GPU, or in Triton's interpreter."""
+"""Derivatives of activations, and sums of pairs' rows for the gradients of biases, against float64: on a GPU, or in
+Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +10,11 @@ from tests.fixtures.interpreter import interpreter_problem
 
 if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
-from ep_moe.experts.hopper.gradients_triton import add_dots, sum_rows
+from ep_moe.config import MoEConfig
+from ep_moe.experts.hopper.gradients_triton import add_dots, differentiate, sum_rows
+from ep_moe.experts.shared_experts import activate
+from ep_moe.runtime.launch_cache import at_once
+from ep_moe.types import Activation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = [0, 1, 70, 0, 33]  # rows of each expert
@@ -56,3 +61,32 @@ def test_dots_with_the_experts_bias(size):
     untouched = torch.ones(len(out), dtype=torch.bool, device=DEVICE)
     untouched[at] = False
     assert torch.equal(out[untouched], before.float()[untouched])
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_clamped", "relu2"])
+def test_derivatives_of_an_activation(activation, weighed):
+    """Also where gates and ups are clamped, from above and from below."""
+    activation, size, limit = Activation(activation), 72, 1.0
+    config = MoEConfig(
+        num_experts=5, top_k=1, hidden_size=8, intermediate_size=size, activation=activation, activation_alpha=1.7,
+        activation_limit=limit,
+    )  # fmt: skip
+    given, ends, _, routes, weights = sorted_rows(size)
+    count, generator = len(given) - 2, torch.Generator().manual_seed(3)
+    h = torch.randn(count, size * (2 if activation.gated else 1), generator=generator).mul(1.5).bfloat16().to(DEVICE)
+    at, x = routes[:count].long(), h.double().requires_grad_()
+    value = activate(x, config)
+    factor = weights.double()[at].unsqueeze(1) if weighed else torch.ones(count, 1, dtype=torch.float64, device=DEVICE)
+    (slope,) = torch.autograd.grad(value, x, factor * given[:count].double())
+    dots, wanted = (value * given[:count].double()).sum(1), (factor * value).detach()
+    terms = (value * given[:count].double()).abs().sum(1)
+    grad, grad_h, out = given[:count].clone(), torch.full_like(h, torch.nan), torch.zeros_like(weights)
+    at_once(
+        differentiate, (count,), h, grad, routes, weights if weighed else None, grad_h, out, ends, len(ends), size, 1.7,
+        limit, ACTIVATION=activation.value, GATED=activation.gated, BLOCK=64,
+    )  # fmt: skip
+    small = 2**-16  # of float32's functions, where a result is the difference of larger numbers
+    assert ((grad.double() - wanted).abs() <= STEP * wanted.abs() + small * 8).all()
+    assert ((grad_h.double() - slope).abs() <= STEP * slope.abs() + small * 8).all()
+    assert ((out.double()[at] - dots).abs() <= 2**-16 * terms).all()
