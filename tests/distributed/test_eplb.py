@@ -66,6 +66,20 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
             assert sum(everywhere(stats.received_bytes)) > 0
 
 
+@distributed(2)
+def test_what_a_rank_copies_from_itself_is_not_received(world_size):
+    with context_of() as context:
+        layers = make_layers(context, 1, redundant=0)
+        old = layers[0].placement.expert_map
+        new = ExpertMap.from_ranks([old.local(rank)[::-1] for rank in range(world_size)], 10)
+        with ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30)) as balancer:
+            balancer.move_to([new])
+            drive(balancer, layers, context)
+            assert layers[0].placement.expert_map == new
+            assert_slots(layers[0])
+            assert balancer.stats().received_bytes == 0
+
+
 @distributed(2, 4)
 def test_a_layer_is_put_in_force_in_pieces(world_size):
     """Experts that change places with one another, slot by slot: every map on the way serves, and is undone by none."""
