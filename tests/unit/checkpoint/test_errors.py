@@ -14,7 +14,7 @@ from ep_moe.checkpoint.reader import load_layers, replacing
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.checkpoint_files import LAYERS, check_layer, make_layers, write_tensors, written
+from tests.fixtures.checkpoint_files import LAYERS, check_layer, make_layers, tensors_of, write_tensors, written
 
 
 @pytest.fixture(scope="session")
@@ -22,122 +22,138 @@ def checkpoints(tmp_path_factory):
     return written(tmp_path_factory.getbasetemp())
 
 
+EXPERTS = "model.layers.2.mlp.experts"
+QUANTISED = "model.layers.1.mlp.experts.6.gate_proj.weight"
+FACTORS = rf"{QUANTISED} is float8 of shape \[144, 160\].*{QUANTISED}_scale_inv of shape \[2, 2\].*got"
+SHARD = "model-00002-of-0000"
+
+
+def without(part):
+    """A change that removes the tensors with this in their names."""
+    return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+def reshaped(name, *shape):
+    return lambda tensors: tensors | {name: torch.ones(shape)}
+
+
+# what is wrong: (the checkpoint, what becomes of its tensors, what the error must say)
+CHANGED_TENSORS = {
+    "missing expert": (
+        "qwen3_moe single",
+        without(f"{EXPERTS}.5.up_proj.weight"),
+        rf"{EXPERTS}\.5\.up_proj\.weight is missing; expected shape \[48, 32\]",
+    ),
+    "misshapen expert": (
+        "qwen3_moe single",
+        reshaped(f"{EXPERTS}.7.down_proj.weight", 32, 20),
+        rf"{EXPERTS}\.7\.down_proj\.weight must have shape \[32, 48\], got \[32, 20\]",
+    ),
+    "missing router": (
+        "qwen3_moe single",
+        without("model.layers.0.mlp.gate.weight"),
+        r"model\.layers\.0\.mlp\.gate\.weight is missing; expected shape \[8, 32\]",
+    ),
+    "too many experts": (
+        "qwen3_moe single",
+        reshaped("model.layers.0.mlp.gate.weight", 9, 32),
+        r"model\.layers\.0\.mlp\.gate\.weight must have shape \[8, 32\], got \[9, 32\]",
+    ),
+    "no such layer": (
+        "qwen3_moe single",
+        without("layers.2"),
+        r"model\.layers\.2\.mlp has no experts, experts\.0\.gate_proj\.weight or experts\.gate_up_proj or .* missing",
+    ),
+    "missing correction bias": (
+        "deepseek_v3 single",
+        without("model.layers.1.mlp.gate.e_score_correction_bias"),
+        r"model\.layers\.1\.mlp\.gate.e_score_correction_bias is missing; expected shape \[8\]",
+    ),
+    "missing shared expert": (
+        "deepseek_v3 single",
+        without("model.layers.1.mlp.shared_experts.down_proj.weight"),
+        r"model\.layers\.1\.mlp\.shared_experts.down_proj.weight is missing; expected shape \[32, 96\]",
+    ),
+    "missing factors": ("deepseek_v3 fp8", without(f"{QUANTISED}_scale_inv"), f"{FACTORS} nothing"),
+    "misshapen factors": ("deepseek_v3 fp8", reshaped(f"{QUANTISED}_scale_inv", 144, 1), rf"{FACTORS} \[144, 1\]"),
+}
+
+
+def shard_of(folder):
+    return next(folder.glob(f"{SHARD}*"))
+
+
+def cut_shard(folder):
+    path = shard_of(folder)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def name_another_file(folder):
+    index = json.loads((folder / INDEX).read_text())
+    files = sorted(set(index["weight_map"].values()))
+    name = f"{EXPERTS}.3.up_proj.weight"
+    index["weight_map"][name] = next(file for file in files if file != index["weight_map"][name])
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def remove_files(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def pickle_alone(folder):
+    remove_files(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+# what is wrong: (what becomes of the files of "qwen3_moe shards", what the error must say)
+CHANGED_FILES = {
+    "missing shard": (lambda folder: shard_of(folder).unlink(), rf"{SHARD}.*is missing, though {INDEX}"),
+    "truncated shard": (cut_shard, rf"{SHARD}.*is not a readable safetensors file"),
+    "empty shard": (
+        lambda folder: shard_of(folder).write_bytes(b""),
+        rf"{SHARD}.*is not a readable safetensors file",
+    ),
+    "pointer of Git LFS": (
+        lambda folder: shard_of(folder).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a"),
+        rf"{SHARD}.*is a pointer of Git LFS; run git lfs pull",
+    ),
+    "index names another file": (
+        name_another_file,
+        rf"{EXPERTS}\.3\.up_proj\.weight is not in .*model-0000.*, though {INDEX}",
+    ),
+    "no checkpoint": (remove_files, f"holds neither {INDEX} nor {SINGLE}"),
+    "pickled": (pickle_alone, rf"holds neither {INDEX} nor {SINGLE}; save pytorch_model.bin as safetensors"),
+}
+BROKEN_INDICES = (
+    b'{"weight_map": ', b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": ["a"]}', b"\xff\xfe", b"",
+    b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": ""}}', b'{"weight_map": {"a": null}}', b"[" * 100_000,
+)  # fmt: skip
+CHANGED_FILES |= {
+    f"broken index {number}": (
+        lambda folder, text=text: (folder / INDEX).write_bytes(text),
+        f"{INDEX} is not a safetensors index",
+    )
+    for number, text in enumerate(BROKEN_INDICES)
+}
+
+
 def damage(root, checkpoints):
     """name -> (folder, family, what the error must say); each a copy of a good checkpoint with one thing wrong."""
     good = checkpoints["qwen3_moe shards"]
-    tensors = load_file(Path(checkpoints["qwen3_moe single"].folder) / SINGLE)
-    experts = "model.layers.2.mlp.experts"
-    cases = {}
-
-    def changed(name, change, pattern, *, base=tensors, family="qwen3_moe"):
-        copy = dict(base)
-        change(copy)
-        write_tensors(root / name, copy, shards=3)
-        cases[name] = (str(root / name), family, pattern)
-
-    def spoiled(name, change, pattern):
+    cases = {
+        "no folder": (str(root / "nothing here"), "qwen3_moe", "there is no folder .*nothing here; give the folder"),
+        "wrong family": (good.folder, "mixtral", r"has no experts, experts\.0\.w1\.weight or experts\.gate_up_proj"),
+        "wrong fused family": (checkpoints["llama4_text shards"].folder, "gpt_oss", "has no experts, experts"),
+    }
+    for name, (source, change, pattern) in CHANGED_TENSORS.items():
+        checkpoint = checkpoints[source]
+        write_tensors(root / name, change(tensors_of(checkpoint.folder)), shards=3)
+        cases[name] = (str(root / name), checkpoint.family, pattern)
+    for name, (change, pattern) in CHANGED_FILES.items():
         shutil.copytree(good.folder, root / name)
         change(root / name)
-        cases[name] = (str(root / name), "qwen3_moe", pattern)
-
-    changed(
-        "missing expert",
-        lambda t: t.pop(f"{experts}.5.up_proj.weight"),
-        rf"{experts}\.5\.up_proj\.weight is missing; expected shape \[48, 32\]",
-    )
-    changed(
-        "misshapen expert",
-        lambda t: t.update({f"{experts}.7.down_proj.weight": torch.zeros(32, 20)}),
-        rf"{experts}\.7\.down_proj\.weight must have shape \[32, 48\], got \[32, 20\]",
-    )
-    changed(
-        "missing router",
-        lambda t: t.pop("model.layers.0.mlp.gate.weight"),
-        r"model\.layers\.0\.mlp\.gate\.weight is missing; expected shape \[8, 32\]",
-    )
-    changed(
-        "too many experts",
-        lambda t: t.update({"model.layers.0.mlp.gate.weight": torch.zeros(9, 32)}),
-        r"model\.layers\.0\.mlp\.gate\.weight must have shape \[8, 32\], got \[9, 32\]",
-    )
-    changed(
-        "no such layer",
-        lambda t: [t.pop(name) for name in list(t) if "layers.2" in name],
-        r"model\.layers\.2\.mlp has no experts, experts\.0\.gate_proj\.weight or experts\.gate_up_proj or .* missing",
-    )
-    deepseek = load_file(Path(checkpoints["deepseek_v3 single"].folder) / SINGLE)
-    for what, name, shape in (
-        ("missing correction bias", "gate.e_score_correction_bias", r"\[8\]"),
-        ("missing shared expert", "shared_experts.down_proj.weight", r"\[32, 96\]"),
-    ):
-        changed(
-            what,
-            lambda t, name=name: t.pop(f"model.layers.1.mlp.{name}"),
-            rf"model\.layers\.1\.mlp\.{name} is missing; expected shape {shape}",
-            base=deepseek,
-            family="deepseek_v3",
-        )
-    shard = "model-00002-of-0000"
-    spoiled("missing shard", lambda f: next(f.glob(f"{shard}*")).unlink(), rf"{shard}.*is missing, though {INDEX}")
-    spoiled(
-        "truncated shard",
-        lambda f: (path := next(f.glob(f"{shard}*"))).write_bytes(path.read_bytes()[:-100]),
-        rf"{shard}.*is not a readable safetensors file",
-    )
-    spoiled(
-        "empty shard",
-        lambda f: next(f.glob(f"{shard}*")).write_bytes(b""),
-        rf"{shard}.*is not a readable safetensors file",
-    )
-    spoiled(
-        "pointer of Git LFS",
-        lambda f: next(f.glob(f"{shard}*")).write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a"),
-        rf"{shard}.*is a pointer of Git LFS; run git lfs pull",
-    )
-    indices = (
-        b'{"weight_map": ', b"{}", b"[]", b'{"weight_map": 3}', b'{"weight_map": ["a"]}', b"\xff\xfe", b"",
-        b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": ""}}', b'{"weight_map": {"a": null}}', b"[" * 100_000,
-    )  # fmt: skip
-    for number, text in enumerate(indices):
-        pattern = f"{INDEX} is not a safetensors index"
-        spoiled(f"broken index {number}", lambda f, text=text: (f / INDEX).write_bytes(text), pattern)
-
-    def swap(folder):
-        index = json.loads((folder / INDEX).read_text())
-        files = sorted(set(index["weight_map"].values()))
-        name = f"{experts}.3.up_proj.weight"
-        index["weight_map"][name] = next(file for file in files if file != index["weight_map"][name])
-        (folder / INDEX).write_text(json.dumps(index))
-
-    spoiled(
-        "index names another file", swap, rf"{experts}\.3\.up_proj\.weight is not in .*model-0000.*, though {INDEX}"
-    )
-    spoiled("no checkpoint", lambda f: [path.unlink() for path in f.iterdir()], f"holds neither {INDEX} nor {SINGLE}")
-
-    def pickled(folder):
-        for path in folder.iterdir():
-            path.unlink()
-        (folder / "pytorch_model.bin").write_bytes(b"")
-
-    spoiled("pickled", pickled, rf"holds neither {INDEX} nor {SINGLE}; save pytorch_model.bin as safetensors")
-    cases["no folder"] = (str(root / "nothing here"), "qwen3_moe", "there is no folder .*nothing here; give the folder")
-    cases["wrong family"] = (
-        good.folder,
-        "mixtral",
-        r"has no experts, experts\.0\.w1\.weight or experts\.gate_up_proj",
-    )
-    cases["wrong fused family"] = (checkpoints["llama4_text shards"].folder, "gpt_oss", "has no experts, experts")
-
-    quantised = {}
-    for path in Path(checkpoints["deepseek_v3 fp8"].folder).glob("*.safetensors"):
-        quantised |= load_file(path)
-    name = "model.layers.1.mlp.experts.6.gate_proj.weight"
-    for what, change, found in (
-        ("missing factors", lambda t: t.pop(f"{name}_scale_inv"), "nothing"),
-        ("misshapen factors", lambda t: t.update({f"{name}_scale_inv": torch.ones(144, 1)}), r"\[144, 1\]"),
-    ):
-        pattern = rf"{name} is float8 of shape \[144, 160\].*{name}_scale_inv of shape \[2, 2\].*got {found}"
-        changed(what, change, pattern, base=quantised, family="deepseek_v3")
+        cases[name] = (str(root / name), good.family, pattern)
     return cases
 
 

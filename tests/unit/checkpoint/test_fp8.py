@@ -9,22 +9,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ep_moe import EPContext, MoEConfig, MoELayer, Wire
-from ep_moe.checkpoint.formats import PerExpert, find_format
-from ep_moe.checkpoint.model_names import names_of
+from ep_moe import EPContext, MoELayer, Wire
 from ep_moe.checkpoint.reader import largest_input_scale
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.parts import etp_shard
 from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
+from tests.fixtures.per_expert_files import (
+    BLOCK,
+    CONFIG,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    PROJECTIONS,
+    check_etp_pieces,
+    save_matrices,
+)
 
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
-HIDDEN, INNER, EXPERTS = 96, 64, 3
-BLOCK = "model.layers.0.mlp"
-CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=2)
-PROJECTIONS = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
 SCALES = {"gate_proj": 0.5, "up_proj": 0.5, "down_proj": 0.75}
 
 
@@ -49,13 +52,7 @@ def experts(up: float = 0.5, *, by_row: bool = False, calibrated: bool = True) -
 
 
 def save(folder, matrices=None, *, without: str = "") -> list:
-    matrices = matrices or experts()
-    tensors = {f"{BLOCK}.gate.weight": torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))}
-    for e, projections in enumerate(matrices):
-        for name, parts in projections.items():
-            tensors |= {f"{BLOCK}.experts.{e}.{name}.{part}": tensor for part, tensor in parts.items()}
-    save_file({name: tensor for name, tensor in tensors.items() if name != without}, folder / SINGLE)
-    return matrices
+    return save_matrices(folder, matrices or experts(), without=without)
 
 
 def load(folder, quantization: str) -> MoELayer:
@@ -123,41 +120,20 @@ def test_bytes_with_a_scale_a_row_are_kept(end, calibrated, tmp_path, recwarn):
 @pytest.mark.parametrize("etp", [2, 4])
 def test_a_rank_of_etp_reads_its_piece_with_the_scales_of_its_rows(etp, tmp_path):
     """Rows of w13 are cut, and their scales with them; of w2 columns, and each rank has the scales of all rows."""
-    matrices = save(tmp_path, experts(by_row=True))
-    source = CheckpointSource(tmp_path)
-    found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
-    assert isinstance(found, PerExpert)
-    whole = as_ours(matrices[1], "fp8_channel")
-    for rank in range(etp):
-        inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
-        piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "fp8_channel")
-        assert piece.keys() == whole.keys()
-        for name, tensor in whole.items():
-            assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, etp, rank)), name
+    whole = as_ours(save(tmp_path, experts(by_row=True))[1], "fp8_channel")
+    gate, up = whole["w13_scale"].chunk(2)
+    for rank, (piece, _) in enumerate(check_etp_pieces(tmp_path, "fp8_channel", whole, etp)):
+        inner = slice(rank * INNER // etp, (rank + 1) * INNER // etp)
         assert torch.equal(piece["w2_scale"], whole["w2_scale"])
-        gate, up = whole["w13_scale"].chunk(2)
-        assert torch.equal(piece["w13_scale"], torch.cat([gate[slice(*inner)], up[slice(*inner)]]))
+        assert torch.equal(piece["w13_scale"], torch.cat([gate[inner], up[inner]]))
 
 
 @pytest.mark.parametrize("etp", [2, 4])
 def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
-    matrices = save(tmp_path)
-    source = CheckpointSource(tmp_path)
-    found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
-    assert isinstance(found, PerExpert)
-    whole = as_ours(matrices[1], "fp8_static")
-    for rank in range(etp):
-        inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
-        before = source.bytes_read
-        piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "fp8_static")
-        for name, tensor in whole.items():
-            assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, etp, rank)), name
-        assert source.bytes_read - before == (whole["w13"].numel() + whole["w2"].numel()) // etp + 6 * 4
-        plain = found.read(source, BLOCK, CONFIG, 1, inner)
-        for name in ("w13", "w2"):
-            assert torch.equal(
-                plain[name], etp_shard(CONFIG, name, SCHEMES["fp8_static"].dequantize(whole, name), etp, rank)
-            )
+    whole = as_ours(save(tmp_path)[1], "fp8_static")
+    matrices = (whole["w13"].numel() + whole["w2"].numel()) // etp
+    for _, read in check_etp_pieces(tmp_path, "fp8_static", whole, etp):
+        assert read == matrices + 6 * 4
 
 
 @pytest.mark.parametrize("larger", ["gate", "up"])

@@ -8,21 +8,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.formats import PerExpert, find_format
-from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import dequantize_nvfp4, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.weights.parts import etp_shard
 from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
+from tests.fixtures.per_expert_files import (
+    BLOCK,
+    CONFIG,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    PROJECTIONS,
+    check_etp_pieces,
+    save_matrices,
+)
 
 CPU = torch.device("cpu")
-HIDDEN, INNER, EXPERTS = 96, 64, 3
-BLOCK = "model.layers.0.mlp"
-CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=2)
-# the same global scale for gate and up; an input scale of its own for each projection
-PROJECTIONS = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
 
 
 def linear(rows: int, columns: int, seed: int, global_scale: float, input_scale: float) -> dict[str, Tensor]:
@@ -38,6 +40,7 @@ def linear(rows: int, columns: int, seed: int, global_scale: float, input_scale:
 
 
 def experts(global_scales: tuple[float, float] = (0.003, 0.003)) -> list[dict[str, dict[str, Tensor]]]:
+    """Gate and up have the same global scale by default, and each projection an input scale of its own."""
     found = []
     for e in range(EXPERTS):
         scales = dict(zip(PROJECTIONS, (*global_scales, 0.007), strict=True))
@@ -49,14 +52,7 @@ def experts(global_scales: tuple[float, float] = (0.003, 0.003)) -> list[dict[st
 
 
 def save(folder, matrices=None, *, without: str = "", more: dict[str, Tensor] | None = None) -> list:
-    matrices = matrices or experts()
-    tensors = {f"{BLOCK}.gate.weight": torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))}
-    for e, projections in enumerate(matrices):
-        for name, parts in projections.items():
-            tensors |= {f"{BLOCK}.experts.{e}.{name}.{part}": tensor for part, tensor in parts.items()}
-    tensors = {name: tensor for name, tensor in tensors.items() if name != without}
-    save_file(tensors | (more or {}), folder / SINGLE)
-    return matrices
+    return save_matrices(folder, matrices or experts(), without=without, more=more)
 
 
 def load(folder, quantization: str, config: MoEConfig = CONFIG) -> MoELayer:
@@ -107,23 +103,10 @@ def test_scalars_may_have_one_dimension(tmp_path):
 
 @pytest.mark.parametrize("etp", [2, 4])
 def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
-    matrices = save(tmp_path)
-    source = CheckpointSource(tmp_path)
-    found = find_format(source, BLOCK, names_of("qwen3_moe").experts)
-    assert isinstance(found, PerExpert)
-    for rank in range(etp):
-        inner = (rank * INNER // etp, (rank + 1) * INNER // etp)
-        before = source.bytes_read
-        piece = found.read_stored(source, BLOCK, CONFIG, 1, inner, "nvfp4")
-        whole = as_ours(matrices[1])
-        for name, tensor in whole.items():
-            assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, etp, rank)), name
-        matrix = sum(whole[n].numel() for n in ("w13", "w2", "w13_scale", "w2_scale")) // etp
-        assert source.bytes_read - before == matrix + 6 * 4
-        plain = found.read(source, BLOCK, CONFIG, 1, inner)
-        for name in ("w13", "w2"):
-            tensor = etp_shard(CONFIG, name, SCHEMES["nvfp4"].dequantize(whole, name), etp, rank)
-            assert torch.equal(plain[name], tensor)
+    whole = as_ours(save(tmp_path)[1])
+    matrices = sum(whole[name].numel() for name in ("w13", "w2", "w13_scale", "w2_scale")) // etp
+    for _, read in check_etp_pieces(tmp_path, "nvfp4", whole, etp):
+        assert read == matrices + 6 * 4
 
 
 @pytest.mark.parametrize("columns", [(0, 64), (16, 48), (3, 21), (31, 32), (17, 18)])
@@ -235,9 +218,9 @@ def exported(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
         file[name] = plain[name] = tensor
         if ".layers." not in name or tensor.dim() != 2 or name.endswith("mlp.gate.weight") or tensor.shape[1] % 16:
             continue
-        twin = tensors[name.replace("up_proj", "gate_proj")] if "up_proj" in name else tensor
-        twin = tensors.get(name.replace("gate_proj", "up_proj"), twin) if "gate_proj" in name else twin
-        global_scale = torch.maximum(tensor.abs().max(), twin.abs().max()) / (448 * 6)
+        other = tensors[name.replace("up_proj", "gate_proj")] if "up_proj" in name else tensor
+        other = tensors.get(name.replace("gate_proj", "up_proj"), other) if "gate_proj" in name else other
+        global_scale = torch.maximum(tensor.abs().max(), other.abs().max()) / (448 * 6)
         file[name], file[f"{name}_scale"] = quantize_nvfp4(tensor, global_scale)
         file[f"{name}_scale_2"] = global_scale
         file[f"{name.removesuffix('weight')}input_scale"] = torch.tensor(0.01)
