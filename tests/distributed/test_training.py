@@ -99,6 +99,18 @@ def test_losses_are_those_of_one_process(way, world_size):
                 check_copies(model, context, what)
 
 
+@distributed(2)
+def test_the_mean_of_tokens_that_tp_ranks_share_is_one_rank_s(world_size):
+    with EPContext.from_groups(P(tp=2), device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(CONFIG, context)
+        layer(torch.ones(3, WIDTH, device=context.device)).sum().backward()
+        before = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        training.sync_gradients(layer, context)
+        assert any(name.startswith("expert_weights") for name in before)
+        for name, gradient in before.items():
+            assert torch.allclose(local(layer.get_parameter(name).grad), local(gradient)), name
+
+
 @distributed(2, 4, deadline_s=120)
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_whose_experts_do_not_learn(way, world_size):

@@ -372,6 +372,7 @@ def test_load_pretrained(family, by_row, tmp_path):
         context = EPContext.local(CPU)
         wire = calibrated_wire(tmp_path / "quantised", context)
         assert wire == Wire(dispatch="fp8_tensor", input_scale=float(torch.tensor(0.01)))
+        assert calibrated_wire(tmp_path / "quantised", context, combine="fp8").combine == "fp8"
         asked = {"quantization": "fp8_static", "wire": wire, "dtype": torch.bfloat16}
         model = load_pretrained(tmp_path / "quantised", context, **asked)
         own = stored(moe_layers(model)[-1], 1)

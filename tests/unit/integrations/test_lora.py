@@ -1,12 +1,16 @@
 """LoRA of PEFT on one rank: fresh factors, what is trained of an adapter, and which do not fit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ep_moe import CheckpointError, ConfigError, EPContext
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
+from ep_moe.integrations.lora_targets import Target
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
 from ep_moe.testing import rank_device
+from ep_moe.weights.lora import LowRank
 from tests.fixtures.checkpoint_files import quiet
 from tests.fixtures.interface_models import interface_model
 from tests.fixtures.lora_models import lora_config, plain_twin
@@ -35,6 +39,13 @@ def test_layers_begin_with_numbers_of_their_own(models):
     assert all(map(torch.equal, first, again))
     rows = torch.cat([*first, *other]).flatten(1)
     assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
+
+
+def test_patterns_of_ranks_and_of_alphas_are_apart():
+    of, name = SimpleNamespace(name="layers.0.mlp"), "experts.down_proj"
+    target = Target(of=of, parameter=name, stored="w2", depth=0, turned=False)  # r is 4, lora_alpha 8
+    assert target.low_rank(lora_config("olmoe", alpha_pattern={name: 12})) == LowRank(4, 3.0)
+    assert target.low_rank(lora_config("olmoe", rank_pattern={name: 2})) == LowRank(2, 4.0)
 
 
 def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models, tmp_path):

@@ -49,6 +49,25 @@ def test_what_a_transport_promises_is_checked(world_size):
     assert [shape.per_route for shape in promised[len(plain) :]] == [True]
 
 
+class WritesToPeers(TorchAll2AllDispatcher):
+    capabilities = dataclasses.replace(TorchAll2AllDispatcher.capabilities, peer_out=True)
+
+
+@distributed(1)
+def test_rows_that_are_written_to_peers_are_checked_too(world_size):
+    checked = []
+
+    def run(check, dispatcher, device, *, to_peers=False):
+        checked.append((check, to_peers))
+
+    with mock.patch.object(transport_contract, "run", run):
+        for kind in (TorchAll2AllDispatcher, WritesToPeers):
+            transport_contract.check_dispatcher(kind, top_ks=(2,), dtypes=(torch.bfloat16,), wires=())
+            assert {check for check, to_peers in checked if to_peers} == (
+                set(transport_contract.CHECKS) if kind is WritesToPeers else set()
+            )
+
+
 @distributed(2)
 def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(world_size):
     with EPContext.from_groups(device=rank_device(), deadline_s=5) as context:

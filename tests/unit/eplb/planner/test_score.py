@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap
 from ep_moe.eplb import balancedness, critical_path, loads_by_rank, traffic
+from ep_moe.placement.expert_map import EMPTY
 
 MAP = ExpertMap.from_ranks([[0, 1], [2, 0], [3, -1]], 4)
 
@@ -47,6 +48,12 @@ def test_traffic_by_link():
     assert (found.local_bytes, found.same_node_bytes, found.other_node_bytes, found.lost_bytes) == (20, 40, 0, 0)
     apart = traffic([old], [new], expert_bytes=10, ranks_per_node=1)
     assert (apart.same_node_bytes, apart.other_node_bytes, apart.moved) == (0, 40, 4)
+
+
+def test_a_slot_that_is_emptied_moves_nothing():
+    old = ExpertMap.from_ranks([[0, 1, 1], [2, 3, 3]], 4, allow_duplicates=True)
+    new = ExpertMap.from_ranks([[0, 1, EMPTY], [2, 3, EMPTY]], 4)
+    assert traffic([old], [new], expert_bytes=1).local.tolist() == [[0, 0]]
 
 
 def test_a_copy_on_the_own_node_is_preferred():
