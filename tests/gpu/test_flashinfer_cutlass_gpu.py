@@ -22,6 +22,7 @@ from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
+from tests.fixtures.expert_weights import first_slots
 from tests.fixtures.flashinfer_cutlass_gpu import BF16, DEEPSEEK, GPU, QWEN3, SMALL, rows
 
 COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
@@ -52,19 +53,9 @@ GPT_OSS = (
 def build(
     config: MoEConfig, slots: int, scheme: str, dtype: torch.dtype = BF16, options: ExpertsOptions | None = None
 ) -> tuple[FlashInferCutlassExperts, list[dict[str, Tensor]]]:
-    weights = ExpertWeights(
-        config,
-        ExpertMap.uneven([slots, config.num_experts - slots]),
-        device=GPU,
-        dtype=dtype,
-        scheme=SCHEMES[scheme],
-        weight_layout=FlashInferCutlassExperts.weight_layout,
-        trainable=False,
-    )
-    tensors = []
-    for expert in range(slots):
-        tensors.append(random_expert(config, SCHEMES[scheme], expert, dtype, GPU))
-        weights.update_expert(expert, tensors[-1])
+    tensors = [random_expert(config, SCHEMES[scheme], expert, dtype, GPU) for expert in range(slots)]
+    layout = FlashInferCutlassExperts.weight_layout
+    weights = first_slots(config, tensors, SCHEMES[scheme], layout, device=GPU, dtype=dtype)
     return FlashInferCutlassExperts(config, weights, Workspaces(GPU), options), tensors
 
 

@@ -15,7 +15,6 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a GPU of compute capability 9.0", allow_module_level=True)
 
-from ep_moe import ExpertMap
 from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.experts import ACTIVATIONS
@@ -25,10 +24,10 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
-from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
 from tests.fixtures import fp8_dynamic_triton, fp8_tensor_triton
 from tests.fixtures.bf16_triton import BF16, DEVICE, SMALL, check_peers, rows
+from tests.fixtures.expert_weights import first_slots
 from tests.fixtures.hopper_gpu import ODD, QWEN3
 
 pytestmark = pytest.mark.timeout(600)
@@ -158,18 +157,8 @@ def test_biases_with_a_scale_for_each_channel(model, activation, count, output_b
 
 
 def block(config: MoEConfig, slots: int, dtype: torch.dtype = BF16, **options) -> tuple[Experts, list[dict]]:
-    weights = ExpertWeights(
-        config,
-        ExpertMap.uneven([slots, config.num_experts - slots]),
-        device=DEVICE,
-        dtype=dtype,
-        scheme=BLOCK,
-        weight_layout=Fp8BlockTritonExperts.weight_layout,
-        trainable=False,
-    )
     tensors = [random_expert(config, BLOCK, expert, dtype, DEVICE) for expert in range(slots)]
-    for expert, own in enumerate(tensors):
-        weights.update_expert(expert, own)
+    weights = first_slots(config, tensors, BLOCK, Fp8BlockTritonExperts.weight_layout, device=DEVICE, dtype=dtype)
     return Fp8BlockTritonExperts(config, weights, Workspaces(DEVICE), ExpertsOptions(**options)), tensors
 
 

@@ -12,8 +12,6 @@ from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutedsl as cutedsl_op
 from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
-from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
@@ -22,8 +20,8 @@ from ep_moe.types import LocalIds, PhysicalIds, Received, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutedsl
-from ep_moe.weights.parts import etp_shard
 from tests.emulations.cutedsl import Wrapper
+from tests.fixtures.expert_weights import etp_half, first_slots
 from tests.fixtures.received import random_rows
 
 SLOTS, ROWS, TOP_K, NVFP4, BF16 = 5, 24, 3, SCHEMES["nvfp4"], torch.bfloat16
@@ -65,13 +63,8 @@ def planted(monkeypatch, change) -> None:
 
 
 def build(config: MoEConfig, **options) -> tuple[FlashInferCuteDslExperts, Tensors]:
-    weights = ExpertWeights(
-        config, ExpertMap.uneven([SLOTS, 3]), dtype=BF16, scheme=NVFP4,
-        weight_layout=FlashInferCuteDslExperts.weight_layout, trainable=False,
-    )  # fmt: skip
     tensors = [random_expert(config, NVFP4, expert, BF16) for expert in range(SLOTS)]
-    for expert, own in enumerate(tensors):
-        weights.update_expert(expert, own)
+    weights = first_slots(config, tensors, NVFP4, FlashInferCuteDslExperts.weight_layout)
     return FlashInferCuteDslExperts(config, weights, options=ExpertsOptions(**options)), tensors
 
 
@@ -287,16 +280,7 @@ def test_pieces_of_etp():
     config = shape(inner=256)
     whole = [random_expert(config, NVFP4, expert, BF16) for expert in range(SLOTS)]
     for rank in range(2):
-        weights = ExpertWeights(
-            config, ExpertMap.uneven([SLOTS, 3]), etp=RankGroup(None, (0, 1), rank, FlightRecorder()), dtype=BF16,
-            scheme=NVFP4,
-            weight_layout=cutedsl.CuteDsl,
-        )  # fmt: skip
-        for expert, tensors in enumerate(whole):
-            weights.update_expert(expert, tensors)
-        own = [
-            {name: etp_shard(config, name, tensor, 2, rank) for name, tensor in tensors.items()} for tensors in whole
-        ]
+        weights, own = etp_half(config, whole, NVFP4, cutedsl.CuteDsl, rank)
         assert times_the_limit(FlashInferCuteDslExperts(config, weights), own, rows()) <= 1
 
 

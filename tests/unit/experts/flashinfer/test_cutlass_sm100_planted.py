@@ -12,8 +12,6 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass, cutlass_op
 from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExperts
 from ep_moe.experts.layouts import widened
-from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import explain
@@ -22,7 +20,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts.cutlass import SM100_SCHEMES
-from ep_moe.weights.parts import etp_shard
+from tests.fixtures.expert_weights import etp_half
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.flashinfer_cutlass_planted import before_run, ratio, times_the_limit
 
@@ -279,15 +277,7 @@ def test_pieces_of_etp(name, monkeypatch):
     config = shape(Activation.SWIGLU_CLAMPED, bias=True, inner=256)
     whole = [random_expert(config, SCHEMES[name], expert, BF16) for expert in range(SLOTS)]
     for rank in range(2):
-        weights = ExpertWeights(
-            config, ExpertMap.uneven([SLOTS, 3]), etp=RankGroup(None, (0, 1), rank, FlightRecorder()), dtype=BF16,
-            scheme=SCHEMES[name], weight_layout=FlashInferCutlassExperts.weight_layout,
-        )  # fmt: skip
-        for expert, tensors in enumerate(whole):
-            weights.update_expert(expert, tensors)
-        own = [
-            {part: etp_shard(config, part, tensor, 2, rank) for part, tensor in tensors.items()} for tensors in whole
-        ]
+        weights, own = etp_half(config, whole, SCHEMES[name], FlashInferCutlassExperts.weight_layout, rank)
         experts = FlashInferCutlassExperts(config, weights)
         assert times_the_limit(experts, own, rows(config), output_bias=rank == 0) <= 1
     before_run(monkeypatch, lambda arguments: arguments.update({"tp_rank": 0}))

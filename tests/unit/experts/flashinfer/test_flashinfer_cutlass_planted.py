@@ -11,8 +11,6 @@ from torch import Tensor
 from ep_moe import Activation, ExpertMap, MoEConfig
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
-from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import PLAIN, SCHEMES, Scheme
 from ep_moe.types import LocalIds, Received
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -20,7 +18,7 @@ from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutlass as cutlass_layouts
 from ep_moe.weights.layouts import cutlass_mixed
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
-from ep_moe.weights.parts import etp_shard
+from tests.fixtures.expert_weights import etp_half
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulated, rows, shape  # noqa: F401 (a fixture)
 from tests.fixtures.flashinfer_cutlass_planted import before_run, each_scheme, ratio, times_the_limit
 
@@ -194,19 +192,7 @@ def pieces(config: MoEConfig, scheme: Scheme) -> list[tuple[FlashInferCutlassExp
     whole = [random_expert(config, scheme, expert, BF16) for expert in range(SLOTS)]
     made = []
     for rank in range(2):
-        weights = ExpertWeights(
-            config,
-            ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
-            etp=RankGroup(None, (0, 1), rank, FlightRecorder()),
-            dtype=BF16,
-            scheme=scheme,
-            weight_layout=FlashInferCutlassExperts.weight_layout,
-        )
-        for expert, tensors in enumerate(whole):
-            weights.update_expert(expert, tensors)
-        own = [
-            {name: etp_shard(config, name, tensor, 2, rank) for name, tensor in tensors.items()} for tensors in whole
-        ]
+        weights, own = etp_half(config, whole, scheme, FlashInferCutlassExperts.weight_layout, rank)
         made.append((FlashInferCutlassExperts(config, weights), own))
     return made
 
