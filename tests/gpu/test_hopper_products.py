@@ -187,17 +187,17 @@ def test_gathered_rows_give_the_same_bits(tiles, dtype, turned, n):
 @each_form
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("n", [384, 320], ids=["whole tiles", "a part of one"])
-def test_rows_that_go_home_have_the_same_bits(tiles, dtype, n):
+def test_rows_written_to_peers_have_the_same_bits(tiles, dtype, n):
     """To the lines of two memories, in any order, and to nothing between them."""
     a, b, ends, _ = operands(n, 384, dtype)
     scales = channel_scales(len(a), len(b), n) if dtype is FP8 else None
     out, rows = torch.full((len(a), n), torch.nan, device="cuda", dtype=BF16), int(ends[-1])
     kernels.grouped_gemm(a, b, ends, out, tiles, scales=scales)
-    homes = torch.full((2, len(a), n + 8), torch.nan, device="cuda", dtype=BF16)
+    peer_memory = torch.full((2, len(a), n + 8), torch.nan, device="cuda", dtype=BF16)
     line = torch.randperm(2 * len(a), generator=torch.Generator().manual_seed(n))[: len(a)].cuda()
-    addresses = homes.data_ptr() + line * (n + 8) * BF16.itemsize
+    addresses = peer_memory.data_ptr() + line * (n + 8) * BF16.itemsize
     kernels.grouped_gemm(a, b, ends, torch.empty_like(out), tiles, scales=scales, addresses=addresses)
-    found = homes.flatten(0, 1)
+    found = peer_memory.flatten(0, 1)
     assert torch.equal(found[line[:rows], :n], out[:rows])
     found[line[:rows], :n] = torch.nan
     assert bool(found.isnan().all())

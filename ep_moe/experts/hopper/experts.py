@@ -176,7 +176,7 @@ class HopperExperts(Experts):
             self.options.spare_sms,
             self.options.exact,
             received.per_route,
-            *step.home_of(peers),
+            *step.peer_arguments(peers),
             launch=launch,
         )
 

@@ -32,9 +32,8 @@ IdsReady = tuple[Tensor, Tensor]  # `types.WireIds.ids_ready` and `sequence`
 
 
 @dataclass(frozen=True)
-class Home:
-    """The ranks that received rows came from, for a kernel that writes its rows there: `types.PeerRows` without its
-    blocks.
+class PeerAddresses:
+    """Where the ranks that received rows came from want the experts' rows written: `types.PeerRows` without its blocks.
 
     number, stride: of `types.PeerPackets`, for rows that go by packets; first: the number of a call's first row among
         all that were received"""
@@ -53,7 +52,8 @@ class Lists:
     """Pairs by expert, as `group_pairs` leaves them.
 
     source: int32 [N * K], the row of each; slots: int32 [N, K], where each route's pair is; ends: int32 [L], one past
-    each expert's last; addresses: int64 [N * K], where each goes home, a row for each route, or None
+    each expert's last; addresses: int64 [N * K], where each one's result is written in the memory
+    of peers, a row for each route, or None
     """
 
     source: Tensor
@@ -62,19 +62,21 @@ class Lists:
     addresses: Tensor | None = None
 
 
-def passes(rows: int, most: int, home: Home | None, returned: int = 1) -> list[tuple[slice, Home | None]]:
-    """Received rows in parts of at most so many, and the home of each. The first one has this rank's own rows, so that
-    not all ranks write to the same few at once. returned: rows that go home for a received one"""
+def passes(
+    rows: int, most: int, peer_out: PeerAddresses | None, returned: int = 1
+) -> list[tuple[slice, PeerAddresses | None]]:
+    """Received rows in parts of at most so many, and where the results of each are written. The first part has this
+    rank's own rows, so that not all ranks write to the same few at once. returned: results of a received row"""
     parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
-    if home is None:
+    if peer_out is None:
         return [(part, None) for part in parts]
-    turn = home.rank * (home.bound // returned) // most
-    return [(part, replace(home, first=part.start * returned)) for part in parts[turn:] + parts[:turn]]
+    turn = peer_out.rank * (peer_out.bound // returned) // most
+    return [(part, replace(peer_out, first=part.start * returned)) for part in parts[turn:] + parts[:turn]]
 
 
 def reduce(
     y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
-    slots: Tensor | None = None, home: Home | None = None, pdl: bool = False, per_route: bool = False,
+    slots: Tensor | None = None, peer_out: PeerAddresses | None = None, pdl: bool = False, per_route: bool = False,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the routes whose
@@ -82,7 +84,7 @@ def reduce(
 
     y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a route of weight 0 is none
     slots: int32 [N, K], a route's row is y[slots[n, k]] then, and below 0 for no route
-    out: [N, H]; with a `home` only its dtype counts, E4M3 for sums that are rounded so, saturating at 448, and rows
+    out: [N, H]; with `peer_out` only its dtype counts, E4M3 for sums that are rounded so, saturating at 448, and rows
         without any expert here are left as they are, but for the packet that comes for each
     pdl: start before the kernel ahead has ended, and let the next one
     per_route: each of the K is a row of its own: out is [N * K, H]
@@ -93,10 +95,11 @@ def reduce(
         return
     block = min(REDUCE_BLOCK, next_power_of_2(size))
     # as many ranks as rows came from take turns, so that all links are busy all the time
-    turns = 1 if home is None else max(1, min(len(home.addresses), rows // home.bound))
+    turns = 1 if peer_out is None else max(1, min(len(peer_out.addresses), rows // peer_out.bound))
     to: tuple[Tensor | int | None, ...] = (None, 0, 1, 0, 0, None, 0)
-    if home is not None:
-        to = (home.addresses, home.offset, home.bound, home.first, home.rank, home.number, home.stride)
+    if peer_out is not None:
+        at, packets = (peer_out.offset, peer_out.bound, peer_out.first), (peer_out.number, peer_out.stride)
+        to = (peer_out.addresses, *at, peer_out.rank, *packets)
     launch(
         _reduce, (turns * cdiv(rows, turns), cdiv(size, block)),
         y, ids, weights, slots, out.view(torch.uint8) if out.itemsize == 1 else out, *to, base, num_experts, rows, size,
@@ -139,14 +142,15 @@ def _pairs_per_program(num_pairs: int, programs: int) -> int:
 
 def list_pairs(
     own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, pdl: bool = False,
-    ids_ready: IdsReady | None = None, home: Home | None = None, row_bytes: int = 0, launch: Launch = at_once,
+    ids_ready: IdsReady | None = None, peer_out: PeerAddresses | None = None, row_bytes: int = 0,
+    launch: Launch = at_once,
 ) -> Lists:  # fmt: skip
-    """`group_pairs` into tensors of `list_shapes`. home: with addresses there, of rows of so many bytes"""
-    addresses = None if home is None else own["addresses"]
+    """`group_pairs` into tensors of `list_shapes`. peer_out: with addresses there, of rows of so many bytes"""
+    addresses = None if peer_out is None else own["addresses"]
     lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"], addresses)
     group_pairs(
         ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, pdl=pdl,
-        ids_ready=ids_ready, home=home, addresses=addresses, row_bytes=row_bytes, launch=launch,
+        ids_ready=ids_ready, peer_out=peer_out, addresses=addresses, row_bytes=row_bytes, launch=launch,
     )  # fmt: skip
     return lists
 
@@ -154,7 +158,8 @@ def list_pairs(
 def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
     base: int = 0, weights: Tensor | None = None, pdl: bool = False, ids_ready: IdsReady | None = None,
-    home: Home | None = None, addresses: Tensor | None = None, row_bytes: int = 0, launch: Launch = at_once,
+    peer_out: PeerAddresses | None = None, addresses: Tensor | None = None, row_bytes: int = 0,
+    launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
 
@@ -166,7 +171,7 @@ def group_pairs(
     pdl: start before the kernel ahead has ended, and let the next one, where one launch does it all
     ids_ready: of `types.WireIds`, if rows may still travel: one launch does it all, beside them
     addresses: int64 [N * K] or None, where each sorted pair's row of `row_bytes` belongs, if each has one of its own at
-        `home`
+        `peer_out`
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
@@ -175,8 +180,8 @@ def group_pairs(
     lanes, ranks = next_power_of_2(num_experts), 1 if ids_ready is None else len(ids_ready[0])
     to: tuple[Tensor | int | None, ...] = (None, None, 0, 1, 0, 0)
     if addresses is not None:
-        assert home is not None
-        to = (addresses, home.addresses, home.offset, home.bound, home.first, row_bytes)
+        assert peer_out is not None
+        to = (addresses, peer_out.addresses, peer_out.offset, peer_out.bound, peer_out.first, row_bytes)
     found, lists = (ids, weights, base), (source_row, slots, ends, pairs, num_experts, top_k, *to)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     place = given | {"BLOCKS": max(1, min(128, 8192 // lanes)), "RANKS": ranks, "LANES": next_power_of_2(ranks)}

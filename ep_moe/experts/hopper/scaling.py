@@ -86,7 +86,7 @@ class Scaling(ABC):
     """One scheme's part of a step, for one call. `own` is the scratch memory that `scratch` named."""
 
     names: ClassVar[tuple[str, ...]] = ()  # of the parameters that `Products.scales` holds, in order
-    goes_home: ClassVar[bool] = True  # `grouped` heeds `Lists.addresses`
+    writes_to_peers: ClassVar[bool] = True  # `grouped` heeds `Lists.addresses`
     blocks: ClassVar[bool] = False  # of 128 along K have scales
 
     def __init__(self, products: Products) -> None:

@@ -147,7 +147,7 @@ class BlockScaled(Scaling):
     found here or come with the rows. In fp16 too, and for rows that are grouped already."""
 
     names = ("w13_scale", "w2_scale")
-    goes_home = False
+    writes_to_peers = False
     blocks = True
     gemm_grouped_up_to = 88.0  # rows of an expert, on average: `gemm_fp8_block` is ahead with more
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.hopper import route_sort
-from ep_moe.experts.hopper.route_sort import Home, IdsReady, list_shapes, passes
+from ep_moe.experts.hopper.route_sort import IdsReady, PeerAddresses, list_shapes, passes
 from ep_moe.experts.hopper.scaling import Products, Rows, Scaling, Trained, Unscaled
 from ep_moe.experts.hopper.scaling_4bit import Int4, Int4Fp8, Mxfp4, Mxfp4Fp8, Mxint4, Mxint4Fp8, Nvfp4
 from ep_moe.experts.hopper.scaling_fp8 import BlockScaled, ChannelScaled, MatrixScaled, RowScaled
@@ -117,7 +117,8 @@ def hopper_moe(
     spare_sms: multiprocessors that the large products leave free
     exact: go ways of one order of sums (`Scaling.same_bits`), for few rows too; with ids only
     ids_ready, sequence: of `types.WireIds`
-    peers to stride: of `route_sort.Home`, whose memory is written instead of `out` unless peers is None; with ids only
+    peers to stride: of `route_sort.PeerAddresses`. Unless peers is None, that memory is written instead of `out`; with
+        ids only
     """
     products = Products(w13, w2, scales, dtype, Activation(activation), alpha, limit, spare_sms, launch, biases, exact)
     step = SCALINGS[scaling](products)
@@ -132,10 +133,10 @@ def hopper_moe(
         if weights is not None:
             out.mul_(weights.unsqueeze(1))
         return
-    home = None if peers is None else Home(peers, offset, bound, rank, number, stride)
+    peer_out = None if peers is None else PeerAddresses(peers, offset, bound, rank, number, stride)
     coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
     returned = ids.shape[1] if per_route else 1
-    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), home, returned):
+    for part, to in passes(len(x), max(1, chunk // ids.shape[1]), peer_out, returned):
         found = (ids[part], None if weights is None else weights[part], base)
         own = out if to else out[part.start * returned : part.stop * returned]
         _pass(step, scaling, workspace, rows.part(part), found, coming, own, to, expected, exact, per_route)
@@ -144,7 +145,7 @@ def hopper_moe(
 
 def _pass(
     step: Scaling, scaling: str, workspace: Tensor, rows: Rows, found: tuple[Tensor, Tensor | None, int],
-    coming: IdsReady | None, out: Tensor, home: Home | None, expected: float, exact: bool,
+    coming: IdsReady | None, out: Tensor, peer_out: PeerAddresses | None, expected: float, exact: bool,
     per_route: bool,
 ) -> None:  # fmt: skip
     """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
@@ -159,16 +160,17 @@ def _pass(
     )
     if tiles is not None and not tiles.sort:
         step.run_skinny(step.rounded(rows, own), found, tiles, None, own)
-        route_sort.reduce(own["y"], *found, slots, out, home=home, per_route=per_route, launch=launch)
+        route_sort.reduce(own["y"], *found, slots, out, peer_out=peer_out, per_route=per_route, launch=launch)
         return
     pdl = ring is not None  # weights are fetched while routes are sorted
     if pdl:
         rows = step.rounded(rows, own)
-    # a row for each route goes home by the second product itself
-    goes = per_route and step.goes_home and tiles is None and not pdl and home is not None and home.number is None
+    # the second product itself writes a row for each route to its peer
+    to_peers = peer_out is not None and peer_out.number is None
+    direct = per_route and step.writes_to_peers and tiles is None and not pdl and to_peers
     lists = route_sort.list_pairs(
-        own, *found, slots, pdl=pdl, ids_ready=coming, home=home if goes else None, row_bytes=hidden * out.itemsize,
-        launch=launch,
+        own, *found, slots, pdl=pdl, ids_ready=coming, peer_out=peer_out if direct else None,
+        row_bytes=hidden * out.itemsize, launch=launch,
     )  # fmt: skip
     if tiles is not None:
         step.run_skinny(step.rounded(rows, own), found, tiles, lists, own)
@@ -176,10 +178,10 @@ def _pass(
         step.streamed(rows, lists, ring, own)
     else:
         step.grouped(rows, lists, each, total, own)
-        if goes:
+        if direct:
             return
     route_sort.reduce(
-        own["y"], *found, slots, out, slots=lists.slots, home=home, pdl=pdl, per_route=per_route, launch=launch
+        own["y"], *found, slots, out, slots=lists.slots, peer_out=peer_out, pdl=pdl, per_route=per_route, launch=launch
     )
 
 
@@ -206,8 +208,8 @@ def ids_ready_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
     return (None, None) if ids is None else (ids.ids_ready, ids.sequence)
 
 
-def home_of(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:
-    """The fields of `route_sort.Home`, as `hopper_moe` takes them: of types that a graph's node can have."""
+def peer_arguments(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:
+    """The fields of `route_sort.PeerAddresses`, as `hopper_moe` takes them: of types that a graph's node can have."""
     if peers is None:
         return None, 0, 1, 0, None, 0
     number, stride = (None, 0) if peers.packets is None else (peers.packets.number, peers.packets.stride)

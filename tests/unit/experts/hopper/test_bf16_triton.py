@@ -212,7 +212,7 @@ def test_a_call_on_other_memory_is_not_taken_for_an_earlier_one(moved):
     experts, _ = build(*SMALL)
     received = rows(*SMALL, 6)
     out = torch.zeros_like(received.x)
-    to: torch.Tensor | PeerRows = home(out[:3], out[3:]) if moved == "peers" else out
+    to: torch.Tensor | PeerRows = peer_rows(out[:3], out[3:]) if moved == "peers" else out
     for seed in range(3):  # the first is seen, the second recorded, the third launched again
         ahead = rows(*SMALL, 6, seed)
         for name in ("x", "local_ids", "weights"):
@@ -245,7 +245,7 @@ def test_a_call_on_other_memory_is_not_taken_for_an_earlier_one(moved):
             experts.workspaces.reserve(experts.workspace_bytes() + 1)
             experts.workspace().fill_(255)
         case "peers":
-            to = home(out[:3], block)
+            to = peer_rows(out[:3], block)
     expected = Bf16TritonExperts(experts.config, weights, Workspaces(DEVICE))(given)
     experts(given, to)
     if moved == "peers":
@@ -269,7 +269,7 @@ def test_scales_on_other_memory_are_not_taken_for_earlier_ones():
     assert torch.equal(out, build(*SMALL, Fp8BlockTritonExperts)[0](dataclasses.replace(given, x_scale=2 * scale)))
 
 
-def home(*blocks: torch.Tensor) -> PeerRows:
+def peer_rows(*blocks: torch.Tensor) -> PeerRows:
     return PeerRows(blocks, torch.tensor([block.data_ptr() for block in blocks], device=DEVICE), 0, 0)
 
 

@@ -183,7 +183,7 @@ def test_gradients_into_buffers_compile_for_hopper_without_a_word(out_bytes, acc
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
 @pytest.mark.parametrize(("itemsize", "scaled"), [(2, {}), (2, {"biased": True}), (1, {}), (1, CHANNELS)])
-def test_rows_that_go_home_compile_for_hopper_without_a_word(itemsize, scaled):
+def test_rows_written_to_peers_compile_for_hopper_without_a_word(itemsize, scaled):
     form = gemm_grouped.options(itemsize, 2, None, away=True, **scaled)
     binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(itemsize), form)
     assert 0 < len(binary) < 105 * 1024

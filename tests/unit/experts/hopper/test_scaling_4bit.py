@@ -111,12 +111,12 @@ def test_the_fewest_routes(scheme):
 
 @each_scheme
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("goes_home", [False, True])
+@pytest.mark.parametrize("writes_to_peers", [False, True])
 @pytest.mark.parametrize("each", [0.5, 5.0, 15.0, 40.0, 500.0])
-def test_sorted_rows(each, goes_home, exact, scheme):
+def test_sorted_rows(each, writes_to_peers, exact, scheme):
     step, own = made(scheme, exact=exact)
     source, ends = torch.zeros(ROUTES, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
-    lists = Lists(source, source, ends, torch.zeros(ROUTES) if goes_home else None)
+    lists = Lists(source, source, ends, torch.zeros(ROUTES) if writes_to_peers else None)
     e4m3 = "act_scale" in own
     rows = (
         Rows(torch.zeros(ROUTES, HIDDEN), torch.ones(ROUTES)) if e4m3 else Rows(torch.zeros(9, HIDDEN), source=source)
@@ -125,7 +125,7 @@ def test_sorted_rows(each, goes_home, exact, scheme):
     check(step, own, calls)
     few = [each <= limit and not exact for limit in step.listed_up_to]
     assert [module for module, _ in calls] == [
-        "listed" if few[0] else "grouped", "listed" if few[1] and not goes_home else "grouped"
+        "listed" if few[0] else "grouped", "listed" if few[1] and not writes_to_peers else "grouped"
     ]  # fmt: skip
     for which, (module, given) in enumerate(calls):
         if module == "listed":
