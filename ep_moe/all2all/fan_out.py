@@ -1,7 +1,7 @@
 """Rows that go to several places, whose results come back as one sum: what transports of torch's collectives share.
 
-`Fan` says which copies go where, `Rows` is what travels, and `in_order` adds what comes back. A place is a rank, or a
-node.
+`FanOut` says which copies go where, `Rows` is what travels, and `in_order` adds what comes back. A place is a rank, or
+a node.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ep_moe.types import LocalIds, Pending, Received, RowLayout, Weighting
 
 # Rows grouped by destination, and how many go to and come from each rank of a group, to rows grouped by source.
 # Backward carries their gradients the other way.
-Hop: TypeAlias = "Callable[[Tensor, list[int], list[int]], Pending[Tensor]]"
+RowExchange: TypeAlias = "Callable[[Tensor, list[int], list[int]], Pending[Tensor]]"
 
 
 @dataclass(frozen=True)
-class Fan:
+class FanOut:
     """Rows that go to several places: nodes of a rail, or ranks of a node.
 
     place, row: int64 [copies], of each copy; places ascending, and rows within them
@@ -36,7 +36,7 @@ class Fan:
     slots: Tensor
 
     @classmethod
-    def out(cls, wanted: Tensor, copies: int, top_k: int) -> Fan:
+    def of(cls, wanted: Tensor, copies: int, top_k: int) -> FanOut:
         """wanted: bool [rows, places], which rows go where; copies: how many are True, so that nothing waits for the
         device; top_k: in how many places a row is at most."""
         rows, places = wanted.shape
@@ -67,14 +67,16 @@ class Rows:
     ids: Tensor
     weights: Tensor
 
-    def start(self, fan: Fan, ids_per_place: int, hop: Hop, send: list[int], receive: list[int]) -> Pending[Rows]:
+    def start(
+        self, fan_out: FanOut, ids_per_place: int, exchange: RowExchange, send: list[int], receive: list[int]
+    ) -> Pending[Rows]:
         """Send a copy to each place that has an expert of a row."""
-        x = hop(fan.copies(self.x), send, receive)
-        scale = None if self.scale is None else hop(self.scale[fan.row], send, receive)
-        ids = self.ids[fan.row] - fan.place.unsqueeze(1) * ids_per_place
+        x = exchange(fan_out.copies(self.x), send, receive)
+        scale = None if self.scale is None else exchange(self.scale[fan_out.row], send, receive)
+        ids = self.ids[fan_out.row] - fan_out.place.unsqueeze(1) * ids_per_place
         ids = ids.where((ids >= 0) & (ids < ids_per_place), -1)
         # ids are far below 2**24, so that float32 holds them exactly and both travel in one message
-        meta = hop(torch.cat([ids.float(), fan.copies(self.weights)], dim=1), send, receive)
+        meta = exchange(torch.cat([ids.float(), fan_out.copies(self.weights)], dim=1), send, receive)
 
         def finish() -> Rows:
             ids, weights = meta.wait().chunk(2, dim=1)
@@ -138,7 +140,7 @@ class _Summed(Function):
 
 
 def spread(x: Tensor, token: Tensor, slots: Tensor) -> Tensor:
-    """x[token], [rows, ...]. token, slots: as `Fan.row` and `Fan.slots`"""
+    """x[token], [rows, ...]. token, slots: as `FanOut.row` and `FanOut.slots`"""
     found: Tensor = _Spread.apply(x, token, slots)
     return found
 

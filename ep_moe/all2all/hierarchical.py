@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
-from ep_moe.all2all.fan_out import Fan, Hop, Rows, wanted_places
+from ep_moe.all2all.fan_out import FanOut, RowExchange, Rows, wanted_places
 from ep_moe.parallel.collectives import all_to_all_rows, as_bytes
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import Levels, RankGroup
@@ -45,8 +45,8 @@ class _Handle:
     """rail: how this rank's tokens fan out over nodes; node: how the rows that it passes on fan out over ranks."""
 
     counts: Counts
-    rail: Fan
-    node: Fan
+    rail: FanOut
+    node: FanOut
 
 
 class HierarchicalDispatcher(Dispatcher):
@@ -70,9 +70,9 @@ class HierarchicalDispatcher(Dispatcher):
         super().__init__(dispatch_shape, rank_group)
         levels = levels_of(rank_group)
         self._levels, self._nodes, self._locals = levels, levels.rail.size, levels.node.size
-        self._over_rail: Hop = partial(all_to_all_rows, rank_group=levels.rail)
+        self._over_rail: RowExchange = partial(all_to_all_rows, rank_group=levels.rail)
         # a transport of one host can stand here: nothing else knows how rows move within a node
-        self._within_node: Hop = partial(all_to_all_rows, rank_group=levels.node)
+        self._within_node: RowExchange = partial(all_to_all_rows, rank_group=levels.node)
         self._node_major_ids = NodeMajorIds(levels, dispatch_shape.slots_per_rank)
 
     @classmethod
@@ -112,14 +112,14 @@ class HierarchicalDispatcher(Dispatcher):
         self._check_ids([row[0] for row in facts])
         counts = self._counts([row[1:] for row in facts])
 
-        rail = Fan.out(by_node, sum(counts.to_nodes), self.dispatch_shape.top_k)
+        rail = FanOut.of(by_node, sum(counts.to_nodes), self.dispatch_shape.top_k)
         rows = Rows(as_bytes(x), None if x_scale is None else as_bytes(x_scale), ids, routing.weights)
         over_rail = rows.start(rail, self._locals * slots_per_rank, self._over_rail, counts.to_nodes, counts.from_nodes)
 
         def finish() -> Received:
             arrived = over_rail.wait()  # with ids among those of the node
             wanted = wanted_places(arrived.ids, slots_per_rank, self._locals)
-            node = Fan.out(wanted, sum(counts.to_ranks), self.dispatch_shape.top_k)
+            node = FanOut.of(wanted, sum(counts.to_ranks), self.dispatch_shape.top_k)
             here = arrived.start(node, slots_per_rank, self._within_node, counts.to_ranks, counts.from_ranks).wait()
             return here.received(self.dispatch_shape, x.dtype, _Handle(counts, rail, node))
 

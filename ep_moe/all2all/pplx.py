@@ -98,8 +98,8 @@ class PplxDispatcher(Dispatcher):
         g = self.dispatch_shape
         ids = torch.empty(routing.ids.shape, dtype=torch.int32, device=x.device)
         weights = torch.empty(routing.ids.shape, dtype=torch.float32, device=x.device)
-        home = self.rank_group.rank * g.slots_per_rank
-        to_distinct(routing.ids.contiguous(), routing.weights.contiguous(), home, g.num_physical, ids, weights)
+        own_expert = self.rank_group.rank * g.slots_per_rank
+        to_distinct(routing.ids.contiguous(), routing.weights.contiguous(), own_expert, g.num_physical, ids, weights)
         routed = ((routing.ids >= 0) & (routing.ids < g.num_physical)).any(1, keepdim=True)
         buffer_slot.busy = True
         handle = _Handle(buffer_slot, ids.view(torch.uint32), weights, routed)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShape
-from ep_moe.all2all.fan_out import Fan, Hop, Rows, wanted_places
+from ep_moe.all2all.fan_out import FanOut, RowExchange, Rows, wanted_places
 from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import all_to_all_rows, as_bytes, as_rows, gather_rows, reduce_scatter_rows
 from ep_moe.parallel.layout import RankLayout
@@ -136,11 +136,11 @@ class AllGatherDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class _Handle:
-    """sent, received: rows per peer. fan: which of this rank's tokens go to whom"""
+    """sent, received: rows per peer. fan_out: which of this rank's tokens go to whom"""
 
     sent: list[int]
     received: list[int]
-    fan: Fan
+    fan_out: FanOut
 
 
 class TorchAll2AllDispatcher(Dispatcher):
@@ -162,7 +162,7 @@ class TorchAll2AllDispatcher(Dispatcher):
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)
-        self._over_ranks: Hop = partial(all_to_all_rows, rank_group=rank_group)
+        self._over_ranks: RowExchange = partial(all_to_all_rows, rank_group=rank_group)
 
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
@@ -185,12 +185,12 @@ class TorchAll2AllDispatcher(Dispatcher):
         sent = facts[self.rank_group.rank][1:]
         received = [row[1 + self.rank_group.rank] for row in facts]
 
-        fan = Fan.out(wanted, sum(sent), self.dispatch_shape.top_k)
+        fan_out = FanOut.of(wanted, sum(sent), self.dispatch_shape.top_k)
         rows = Rows(as_bytes(x), None if x_scale is None else as_bytes(x_scale), ids, routing.weights)
-        pending = rows.start(fan, self.dispatch_shape.slots_per_rank, self._over_ranks, sent, received)
+        pending = rows.start(fan_out, self.dispatch_shape.slots_per_rank, self._over_ranks, sent, received)
 
         def finish() -> Received:
-            return pending.wait().received(self.dispatch_shape, x.dtype, _Handle(sent, received, fan))
+            return pending.wait().received(self.dispatch_shape, x.dtype, _Handle(sent, received, fan_out))
 
         return Pending(finish)
 
@@ -198,6 +198,6 @@ class TorchAll2AllDispatcher(Dispatcher):
         pending = self._over_ranks(y, handle.received, handle.sent)
 
         def finish() -> Tensor:
-            return handle.fan.sums(pending.wait())
+            return handle.fan_out.sums(pending.wait())
 
         return Pending(finish)

@@ -15,20 +15,22 @@ from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
 
-def to_wire(ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids: Tensor, out_weights: Tensor) -> None:
+def to_wire(
+    ids: Tensor, weights: Tensor, own_expert: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
+) -> None:
     """Physical ids with -1 (or anything out of range) to ids that all name an expert: where a route has none, or
-    W > K leaves room, the row's first valid id, so that no further rank is involved; `home` in a row without any.
+    W > K leaves room, the row's first valid id, so that no further rank is involved; `own_expert` in a row without any.
 
-    ids: int [T, K]; weights: float32 [T, K]; home: an expert of this rank; out_ids: int32 [T, W]; out_weights: float32
-    [T, W], 0 where a route named no expert; all contiguous
+    ids: int [T, K]; weights: float32 [T, K]; own_expert: an expert of this rank; out_ids: int32 [T, W]; out_weights:
+    float32 [T, W], 0 where a route named no expert; all contiguous
     """
     if ids.is_cuda:
-        launch_to_wire(ids, weights, home, num_physical, out_ids, out_weights)
+        launch_to_wire(ids, weights, own_expert, num_physical, out_ids, out_weights)
         return
     top_k = ids.shape[1]
     valid = (ids >= 0) & (ids < num_physical)
     first = ids.gather(1, valid.int().argmax(1, keepdim=True))
-    first = torch.where(valid.any(1, keepdim=True), first, home)
+    first = torch.where(valid.any(1, keepdim=True), first, own_expert)
     out_ids.copy_(first.expand_as(out_ids))
     out_ids[:, :top_k] = torch.where(valid, ids, first)
     out_weights.zero_()
@@ -36,21 +38,22 @@ def to_wire(ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids:
 
 
 def to_distinct(
-    ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
+    ids: Tensor, weights: Tensor, own_expert: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
 ) -> None:
     """As `to_wire`, for transports with room for one copy of a row per expert: all ids of a row differ. Routes without
-    an expert name the next ones from `home` on that the row does not; of a repeated id the first has all its weight.
+    an expert name the next ones from `own_expert` on that the row does not; of a repeated id the first has all its
+    weight.
 
     out_ids: int32 [T, K]; out_weights: float32 [T, K]; K at most num_physical
     """
     if ids.is_cuda:
-        launch_to_distinct(ids, weights, home, num_physical, out_ids, out_weights)
+        launch_to_distinct(ids, weights, own_expert, num_physical, out_ids, out_weights)
         return
     top_k = ids.shape[1]
     valid = (ids >= 0) & (ids < num_physical)
     same = (ids.unsqueeze(2) == ids.unsqueeze(1)) & valid.unsqueeze(1)  # [T, K, K]
     keep = valid & ~(same & ids.new_ones(top_k, top_k, dtype=torch.bool).tril(-1)).any(2)
-    others = (home + torch.arange(top_k, device=ids.device)) % num_physical
+    others = (own_expert + torch.arange(top_k, device=ids.device)) % num_physical
     free = ~((others.unsqueeze(1) == ids.unsqueeze(1)) & valid.unsqueeze(1)).any(2)  # [T, K] of `others`
     nth_free, nth_wanted = free.cumsum(1), (~keep).cumsum(1)
     mine = (nth_wanted.unsqueeze(2) == nth_free.unsqueeze(1)) & free.unsqueeze(1)
@@ -77,7 +80,7 @@ _BLOCK = 1024
 
 
 def launch_to_wire(
-    ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
+    ids: Tensor, weights: Tensor, own_expert: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
 ) -> None:
     (rows, top_k), wire = ids.shape, out_ids.shape[1]
     if not rows:
@@ -85,13 +88,14 @@ def launch_to_wire(
     width = next_power_of_2(wire)
     block = _BLOCK // width
     _to_wire[(cdiv(rows, block),)](
-        ids, weights, out_ids, out_weights, rows, home, num_physical, TOP_K=top_k, WIRE=wire, WIDTH=width, BLOCK=block
-    )
+        ids, weights, out_ids, out_weights, rows, own_expert, num_physical,
+        TOP_K=top_k, WIRE=wire, WIDTH=width, BLOCK=block,
+    )  # fmt: skip
 
 
 @triton.jit
 def _to_wire(
-    ids, weights, out_ids, out_weights, rows, home, num_physical,
+    ids, weights, out_ids, out_weights, rows, own_expert, num_physical,
     TOP_K: tl.constexpr, WIRE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
@@ -102,14 +106,14 @@ def _to_wire(
     valid = (id >= 0) & (id < num_physical)
     place = tl.min(tl.where(valid, column, WIDTH), axis=1)[:, None]
     first = tl.sum(tl.where(valid & (column == place), id, 0), axis=1)[:, None]
-    first = tl.where(place < WIDTH, first, home)
+    first = tl.where(place < WIDTH, first, own_expert)
     inside = (row < rows) & (column < WIRE)
     tl.store(out_ids + row * WIRE + column, tl.where(valid, id, first).to(tl.int32), mask=inside)
     tl.store(out_weights + row * WIRE + column, tl.where(valid, weight, 0.0), mask=inside)
 
 
 def launch_to_distinct(
-    ids: Tensor, weights: Tensor, home: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
+    ids: Tensor, weights: Tensor, own_expert: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
 ) -> None:
     rows, top_k = ids.shape
     if not rows:
@@ -117,13 +121,13 @@ def launch_to_distinct(
     width = next_power_of_2(top_k)
     block = max(1, 2 * _BLOCK // width**2)  # pairs of columns that a program compares at once
     _to_distinct[(cdiv(rows, block),)](
-        ids, weights, out_ids, out_weights, rows, home, num_physical, TOP_K=top_k, WIDTH=width, BLOCK=block
+        ids, weights, out_ids, out_weights, rows, own_expert, num_physical, TOP_K=top_k, WIDTH=width, BLOCK=block
     )
 
 
 @triton.jit
 def _to_distinct(
-    ids, weights, out_ids, out_weights, rows, home, num_physical,
+    ids, weights, out_ids, out_weights, rows, own_expert, num_physical,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
@@ -137,7 +141,7 @@ def _to_distinct(
     earlier = column[None, None, :] < column[None, :, None]
     repeated = tl.max((same & earlier).to(tl.int32), axis=2) > 0
     keep = valid & (repeated == 0)
-    other = (home + column) % num_physical
+    other = (own_expert + column) % num_physical
     taken = tl.max(((other[None, :, None] == id[:, None, :]) & valid[:, None, :]).to(tl.int32), axis=2)
     free = taken == 0
     nth_free, nth_wanted = tl.cumsum(free.to(tl.int32), axis=1), tl.cumsum((keep == 0).to(tl.int32), axis=1)

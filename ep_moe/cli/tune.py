@@ -102,7 +102,7 @@ def run(options: TuneOptions, say: Say) -> Tuned | None:
     arguments = {"options": options, "device": torch.device("cpu")}
     if not options.quiet:
         note(f"tune: starting {LAPTOP_RANKS} ranks on this machine")
-    lines, found = run_local_ranks("ep_moe.cli.tune:told_on_rank", LAPTOP_RANKS, arguments, deadline_s=3 * DEADLINE_S)[
+    lines, found = run_local_ranks("ep_moe.cli.tune:lines_on_rank", LAPTOP_RANKS, arguments, deadline_s=3 * DEADLINE_S)[
         0
     ]
     for line in lines:
@@ -111,7 +111,7 @@ def run(options: TuneOptions, say: Say) -> Tuned | None:
     return tuned
 
 
-def told_on_rank(options: TuneOptions, device: torch.device) -> tuple[list[str], Tuned | None]:
+def lines_on_rank(options: TuneOptions, device: torch.device) -> tuple[list[str], Tuned | None]:
     """`run_on_rank`, and what it says."""
     lines: list[str] = []
     with nullcontext() if options.log_level is None else log_records(options.log_level):

@@ -28,7 +28,7 @@ from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts
-from ep_moe.experts.differentiable import Kept
+from ep_moe.experts.differentiable import SavedForBackward
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.profiling import stage
@@ -287,20 +287,20 @@ class _TrainedExchange(Function):
         y, saved = experts.compute_saving(own)
         out = transports.rows.combine(y, received.handle)
         ctx.transports = transports
-        ctx.kept = Kept(experts, own, saved, dict(zip(names, stored, strict=True)))
-        ctx.save_for_backward(ids, weights, *ctx.kept.give_tensors())
+        ctx.saved = SavedForBackward(experts, own, saved, dict(zip(names, stored, strict=True)))
+        ctx.save_for_backward(ids, weights, *ctx.saved.give_tensors())
         return out
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        kept: Kept = ctx.kept
-        wanted, absent = kept.begin_backward(ctx.needs_input_grad)
+        saved: SavedForBackward = ctx.saved
+        wanted, absent = saved.begin_backward(ctx.needs_input_grad)
         ids, weights, *tensors = ctx.saved_tensors
         rows, narrow_rows, bound = ctx.transports.rows, ctx.transports.weights, ctx.transports.bound
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         received = rows.dispatch(grad.contiguous(), routing, max_tokens=bound)
-        found = kept.gradients(tuple(tensors), received.x, wanted)
+        found = saved.gradients(tuple(tensors), received.x, wanted)
         dx = rows.combine(found.x, received.handle)
         assert found.weights is not None
         shape = narrow_rows.dispatch_shape
@@ -310,8 +310,8 @@ class _TrainedExchange(Function):
         rows_back = torch.nn.functional.pad(found.weights, (0, more)) if more else found.weights
         dweights = narrow_rows.combine(rows_back, there.handle)[:, : ids.shape[1]]
         if absent:
-            kept.experts.weights.gradient_sum.take_part()
-        return (None, None, None, None, None, dx, dweights, *kept.of_stored(found))
+            saved.experts.weights.gradient_sum.take_part()
+        return (None, None, None, None, None, dx, dweights, *saved.of_stored(found))
 
 
 def _private_copy(received: Received, num_slots: int) -> Received:

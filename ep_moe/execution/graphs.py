@@ -29,7 +29,7 @@ from ep_moe.execution.recorded_calls import (
     CallerInputs,
     CopiedInputs,
     Layer,
-    Places,
+    LayerAddresses,
     RecordedCall,
     capture_problem,
     inputs_of,
@@ -154,7 +154,7 @@ class CallGraphs:
             gone = False
             for buffer_slot in call.buffer_slots:
                 busy, gone = busy or buffer_slot.busy, gone or buffer_slot.given_back
-            if gone or not call.places.kept(layer):
+            if gone or not call.addresses.unchanged(layer):
                 self.drop(mode)
                 continue
             if busy or layer.placement.invalid_ids.word.value != NO_ID:
@@ -169,7 +169,7 @@ class CallGraphs:
                     continue
                 call = found.calls[0]
                 if call is not agreeing.like:  # recorded at another time
-                    if any(slot.given_back for slot in call.buffer_slots) or not call.places.kept(layer):
+                    if any(slot.given_back for slot in call.buffer_slots) or not call.addresses.unchanged(layer):
                         self.drop(mode)
                         continue
                     self._agreeing[key[2:]] = agreeing._replace(like=call)  # the next one has its bound, as a rule
@@ -207,7 +207,7 @@ class CallGraphs:
             inputs = inputs_of(layer, sorted(set(tokens)), routed, recorder.memory)
             made = self._record_all(layer, inputs, recorder, what)
         earlier = [calls.calls[0] for key, calls in self._calls.items() if key[0] is CopiedInputs and calls is not None]
-        if not all(call.places.kept(layer) for call in earlier):
+        if not all(call.addresses.unchanged(layer) for call in earlier):
             self.drop(CopiedInputs)
         key = (CopiedInputs, bound, routed)
         calls = self._calls[key] = self._calls.get(key) or Sizes()
@@ -223,9 +223,9 @@ class CallGraphs:
             for given in inputs:  # together with the peers; recording is each rank's own
                 given.clear()
                 recorder.warm(partial(run_copied, layer, given))
-            before, places = flight_recorder.newest, Places(layer)
+            before, addresses = flight_recorder.newest, LayerAddresses(layer)
             try:
-                made = [record_copied(layer, given, recorder, places) for given in inputs]
+                made = [record_copied(layer, given, recorder, addresses) for given in inputs]
             except Exception as error:  # whatever a router or shared experts of the user's raise
                 problem = ConfigError(
                     f"the call could not be captured, {type(error).__name__}: {error}; a router or shared experts that "

@@ -299,14 +299,17 @@ def _with_backward(kind: registry.Kind) -> str:
     return ", ".join(name for name, can in kinds.items() if can.differentiable or getattr(can, "adjoint", False))
 
 
-def rows_problem(x: Any, hidden: int, dtype: torch.dtype, device: torch.device, home: torch.device) -> str | None:
-    """hidden, dtype, device: the layer's; home: its context's device."""
+def rows_problem(
+    x: Any, hidden: int, dtype: torch.dtype, device: torch.device, context_device: torch.device
+) -> str | None:
+    """hidden, dtype, device: the layer's; context_device: its context's."""
     if not isinstance(x, Tensor):
         return f"x must be a Tensor, got {type(x).__name__}"
     if device.type == "meta":
         return "the layer is on the meta device; call to_empty(device=...) and load weights first"
-    if device != home:
-        return f"the layer is on {device} and its EPContext on {home}; move it there with layer.to({str(home)!r})"
+    if device != context_device:
+        move = f"move it there with layer.to({str(context_device)!r})"
+        return f"the layer is on {device} and its EPContext on {context_device}; {move}"
     if (problem := kind_problem("x", x)) is not None:
         return problem
     if x.dim() < 1 or x.shape[-1] != hidden:

@@ -65,10 +65,10 @@ class Layer(Protocol):
     def run(self, x: Tensor, routing: Routing | None) -> Tensor: ...
 
 
-class Kept(Protocol):
+class TensorAddresses(Protocol):
     """The addresses that a graph reads beside its inputs."""
 
-    def kept(self, layer: Layer) -> bool:
+    def unchanged(self, layer: Layer) -> bool:
         """Whether the layer's tensors still lie there."""
         ...
 
@@ -86,7 +86,7 @@ class RecordedCall:
     least: int
     most: int
     stream: int
-    places: Kept
+    addresses: TensorAddresses
     buffer_slots: tuple[BufferSlot, ...]
     steps: int
     left: tuple[str, str, str, bool]
@@ -105,7 +105,7 @@ class RecordedCall:
 # --- copied into fixed buffers ----------------------------------------------------------------------------------------
 
 
-class Places:
+class LayerAddresses:
     """The addresses of a layer's tensors and the identity of its modules: graphs read there, whatever replaces them."""
 
     def __init__(self, layer: Layer) -> None:
@@ -119,9 +119,9 @@ class Places:
         self._weights = [module for module in weights if module.named]
         self._sizes = list(map(len, self._owners))
         self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
-        self._places = self._now()
+        self._addresses = self._now()
 
-    def kept(self, layer: Layer) -> bool:
+    def unchanged(self, layer: Layer) -> bool:
         for children, parts in self._children:
             if list(children.values()) != parts:
                 return False
@@ -130,7 +130,7 @@ class Places:
                 return False
             if not weights.settled:
                 weights.settle()
-        return self._now() == self._places and list(map(len, self._owners)) == self._sizes
+        return self._now() == self._addresses and list(map(len, self._owners)) == self._sizes
 
     def _now(self) -> list[int]:
         return [owner[name].data_ptr() for owner, name in self._tensors]
@@ -183,14 +183,14 @@ def run_copied(layer: Layer, inputs: Inputs) -> Tensor:
     return layer.run(inputs.x, inputs.masked(layer.router(inputs.x)))
 
 
-def record_copied(layer: Layer, inputs: Inputs, recorder: Recorder, places: Places) -> CopiedInputs:
+def record_copied(layer: Layer, inputs: Inputs, recorder: Recorder, addresses: LayerAddresses) -> CopiedInputs:
     flight_recorder, before = layer.context.flight_recorder, layer.context.flight_recorder.number
     replay, out = recorder.record(partial(run_copied, layer, inputs))
     last = flight_recorder.newest
     return CopiedInputs(
         signature=inputs.signature, least=inputs.least, most=inputs.most, stream=recorder.handle,
         buffer_slots=tuple(slots_of(layer)), steps=last.number - before, left=last[1:],
-        inputs=inputs, recorder=recorder, replay=replay, out=out, places=places,
+        inputs=inputs, recorder=recorder, replay=replay, out=out, addresses=addresses,
     )  # fmt: skip
 
 
@@ -248,21 +248,21 @@ def _fits(count: object, bound: int | None) -> bool:
 # --- the caller's own tensors -----------------------------------------------------------------------------------------
 
 
-class WeightPlaces:
+class WeightAddresses:
     """The addresses of a layer's expert weights, and of its router's where the graph holds it."""
 
     def __init__(self, layer: Layer, own: bool) -> None:
         self._place, self._own = layer.expert_weights.place, own
-        self._router = _places(layer.router) if own else []
+        self._router = _addresses_of(layer.router) if own else []
 
-    def kept(self, layer: Layer) -> bool:
-        if self._own and (type(layer.router) is not Router or _places(layer.router) != self._router):
+    def unchanged(self, layer: Layer) -> bool:
+        if self._own and (type(layer.router) is not Router or _addresses_of(layer.router) != self._router):
             return False
         weights = layer.expert_weights
         return (weights.place if weights.settled else weights.settle()) == self._place
 
 
-def _places(router: Router) -> list[int]:
+def _addresses_of(router: Router) -> list[int]:
     found: list[Any] = [*router._parameters.values(), *router._buffers.values()]
     return [tensor.data_ptr() for tensor in found if tensor is not None]
 
@@ -374,7 +374,7 @@ def record_caller(
         signature=signature, least=0, most=bound, stream=recorder.handle, buffer_slots=(call.buffer_slot,),
         steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
         graph=recorder.graph_of(launch, arguments),
-        latency_bound=call.latency_bound, placing=placing, places=WeightPlaces(layer, own is not None), own=own,
+        latency_bound=call.latency_bound, placing=placing, addresses=WeightAddresses(layer, own is not None), own=own,
     )  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def differentiable_step(experts: Experts, received: Received) -> Tensor:
     return out
 
 
-class Kept:
+class SavedForBackward:
     """What a forward leaves for its backward: tensors, which autograd keeps, and the rest.
 
     stored: as `ExpertWeights.stored_tensors`, the last inputs of the node of autograd's graph
@@ -173,16 +173,16 @@ class _DifferentiableStep(Function):
         weights: Tensor | None, *stored: Tensor,
     ) -> Tensor:  # fmt: skip
         y, saved = experts.compute_saving(received)
-        ctx.kept = Kept(experts, received, saved, dict(zip(names, stored, strict=True)))
-        ctx.save_for_backward(*ctx.kept.give_tensors())
+        ctx.saved = SavedForBackward(experts, received, saved, dict(zip(names, stored, strict=True)))
+        ctx.save_for_backward(*ctx.saved.give_tensors())
         return y
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        kept: Kept = ctx.kept
-        wanted, absent = kept.begin_backward(ctx.needs_input_grad)
+        saved: SavedForBackward = ctx.saved
+        wanted, absent = saved.begin_backward(ctx.needs_input_grad)
         if absent:
-            kept.experts.weights.gradient_sum.take_part()
-        found = kept.gradients(ctx.saved_tensors, grad.contiguous(), wanted)
-        return (None, None, None, None, found.x, found.weights, *kept.of_stored(found))
+            saved.experts.weights.gradient_sum.take_part()
+        found = saved.gradients(ctx.saved_tensors, grad.contiguous(), wanted)
+        return (None, None, None, None, found.x, found.weights, *saved.of_stored(found))

@@ -77,16 +77,16 @@ def _changes(name: str, block: nn.Module, made: Mapping[str, nn.Module], shared:
     if name not in made:
         yield f"{name} is a {type(block).__name__}, and no block of its configuration"
         return
-    twins, modules = (_modules(name, one, shared) for one in (made[name], block))
-    for path in sorted(twins.keys() | modules.keys()):
-        module, twin = modules.get(path), twins.get(path)
-        if module is None or twin is None or type(module) is not type(twin):
-            now, before = (type(one).__name__ if one is not None else "nothing" for one in (module, twin))
+    expected, modules = (_modules(name, one, shared) for one in (made[name], block))
+    for path in sorted(expected.keys() | modules.keys()):
+        module, original = modules.get(path), expected.get(path)
+        if module is None or original is None or type(module) is not type(original):
+            now, before = (type(one).__name__ if one is not None else "nothing" for one in (module, original))
             yield f"{path} is {now}, and {before} by the configuration"
             continue
         if (changed := changed_methods(module, path)) is not None:
             yield changed
-        for attribute, stated in _stated(twin).items():
+        for attribute, stated in _stated(original).items():
             if (held := vars(module).get(attribute)) != stated:
                 yield f"{path}.{attribute} is {held!r}, and {stated!r} by the configuration"
 

@@ -41,10 +41,10 @@ def check_family(config: Any, *, context: EPContext | None = None, tolerance: fl
     from ep_moe.integrations.transformers import expert_parallel, load_pretrained
 
     with torch.random.fork_rng(devices=[]):
-        return _Twin(config, context, tolerance, expert_parallel, load_pretrained).check()
+        return _FamilyCheck(config, context, tolerance, expert_parallel, load_pretrained).check()
 
 
-class _Twin:
+class _FamilyCheck:
     """One tiny model and its probe batch."""
 
     def __init__(

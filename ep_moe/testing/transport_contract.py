@@ -155,11 +155,11 @@ def uneven_and_empty_ranks(case: Case) -> None:
 
 def rows_go_where_they_belong(case: Case) -> None:
     """All that fits to one rank, to one expert, to several experts of one rank, to none at all."""
-    g, home = case.shape, (case.ranks - 1) * SLOTS
+    g, first_id = case.shape, (case.ranks - 1) * SLOTS
     x = rows(case.rank, MAX_TOKENS, g.dtype, g.wire)
     for chosen, what in (([0, 1, 2], "three experts of one rank"), ([1], "one expert"), ([], "no expert")):
         local = (chosen + [-1] * g.top_k)[: g.top_k]
-        ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * MAX_TOKENS)
+        ids = torch.tensor([[i + first_id if i >= 0 else -1 for i in local]] * MAX_TOKENS)
         weights = torch.arange(1, g.top_k + 1).float().expand(MAX_TOKENS, -1).contiguous()
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         received = localized(case.dispatch(x.to(case.device), moved(routing, case.device)), SLOTS)

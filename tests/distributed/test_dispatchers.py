@@ -80,13 +80,13 @@ def test_where_rows_go(world_size):
 
 def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -> None:
     rank, ranks = dispatcher.rank_group.rank, dispatcher.rank_group.size
-    home, x = (ranks - 1) * SLOTS, rows(rank, 4, F32)
+    first_id, x = (ranks - 1) * SLOTS, rows(rank, 4, F32)
     for local, what in (
         ([0, 1, 2, -1], "three experts of one rank: the row travels once"),
         ([-1, -1, 0, -1], "all tokens to one expert"),
         ([-1, -1, -1, -1], "no expert at all"),
     ):
-        ids = torch.tensor([[i + home if i >= 0 else -1 for i in local]] * 4)
+        ids = torch.tensor([[i + first_id if i >= 0 else -1 for i in local]] * 4)
         weights = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 4)
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         y, received = once(dispatcher, x.to(device), moved(routing, device))

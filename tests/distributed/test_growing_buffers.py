@@ -66,14 +66,14 @@ def test_all_ranks_grow_together(low_latency_bytes, world_size):
     """To powers of two that hold the most tokens of any rank, and never back; uneven ranks, some without a token."""
     rank = dist.get_rank()
     with growing(low_latency_bytes=low_latency_bytes) as context:
-        layer, twin = made(context), made(context)
+        layer, second = made(context), made(context)
         assert context.plan()["transport"] == 0
         most = LEAST
         for step, tokens in enumerate((0, 1, 3, 9, 2, 33, 0, 32, 64, 5, 65)):
             here = tokens if rank == step % world_size else (0, tokens // 3)[rank % 2]
-            check_call((layer, twin)[step % 2], context, tokens=here, what=f"{tokens} tokens")
+            check_call((layer, second)[step % 2], context, tokens=here, what=f"{tokens} tokens")
             most = max(most, 1 << max(tokens - 1, 0).bit_length())
-            assert rooms(layer) == rooms(twin) == [most]
+            assert rooms(layer) == rooms(second) == [most]
             assert layer._dispatcher().newest_bound == 1 << max(tokens - 1, 0).bit_length()
             sized = layer._dispatcher().buffer_pool.made[0].library.dispatch_shape
             assert sized.max_tokens == most

@@ -36,10 +36,10 @@ CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3,
 on_the_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 
 
-class Twin(ReferenceExperts):
+class OtherReference(ReferenceExperts):
     """Another kernel of the same layout."""
 
-    name = "twin"
+    name = "other_reference"
 
 
 class Sizeless(AllGatherDispatcher):
@@ -109,15 +109,19 @@ def test_a_transport_that_raises_is_left_out_of_tuning(world_size):
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}], ids=lambda sizes: f"{sizes}")
 def test_each_bound_by_its_own_pair(sizes, world_size):
     """Bounds below, at and above each bucket's; the last one serves what is above all."""
-    own = {"twin": f"{__name__}:Twin"}
+    own = {"other_reference": f"{__name__}:OtherReference"}
     with (
         mock.patch.dict(registry._BUILT_IN["experts"], own),
         EPContext.from_groups(ParallelConfig(**sizes), device=rank_device(), max_tokens=9) as context,
     ):
-        buckets = (bucket(2, "allgather"), bucket(4, "torch_a2a", "twin"), bucket(6, "allgather", "twin"))
+        buckets = (
+            bucket(2, "allgather"),
+            bucket(4, "torch_a2a", "other_reference"),
+            bucket(6, "allgather", "other_reference"),
+        )
         layer = fill(MoELayer(CONFIG, context, tuned=tuned(context, *buckets), dtype=torch.float32))
         untuned = fill(MoELayer(CONFIG, context, dtype=torch.float32))
-        assert (layer.choice.all2all, layer.choice.experts) == ("allgather", "twin")
+        assert (layer.choice.all2all, layer.choice.experts) == ("allgather", "other_reference")
         for most in (1, 2, 3, 4, 5, 6, 7, 9):
             sent = context.layout.max_dispatch_tokens(most)
             expected = buckets[0] if sent <= 2 else buckets[1] if sent <= 4 else buckets[2]
@@ -128,8 +132,8 @@ def test_each_bound_by_its_own_pair(sizes, world_size):
                 check_call(untuned, context, tokens=most, what=f"untuned, at most {most}")
         with recorded(layer) as seen:
             check_call(layer, context, tokens=3)
-        assert seen == ["allgather", "twin"], "the context's bound is in force, not the number of tokens"
-        assert [kernel.name for kernel in layer._kernels] == ["twin", "reference"]
+        assert seen == ["allgather", "other_reference"], "the context's bound is in force, not the number of tokens"
+        assert [kernel.name for kernel in layer._kernels] == ["other_reference", "reference"]
         assert all(kernel.weights is layer.expert_weights for kernel in layer._kernels)
         with context.token_limit(2), recorded(layer) as seen, pytest.raises(InputError, match=r"rank \d: x must be"):
             layer(torch.zeros(1, 3, device=context.device))
@@ -173,8 +177,8 @@ def test_fixed_buffers_and_parts(world_size):
         assert planned == layer.plan()
         assert planned["transport"] == context.plan()["transport"] == sum(expected.values())
         assert context._pool.keys() == expected.keys(), "what was made is what was planned"
-        twin = MoELayer(CONFIG, context, all2all="nvlink_p2p", pipeline=5, dtype=torch.float32)
-        assert twin.plan()["transport"] == expected["nvlink_p2p", dispatch_shape[5]]
+        in_parts = MoELayer(CONFIG, context, all2all="nvlink_p2p", pipeline=5, dtype=torch.float32)
+        assert in_parts.plan()["transport"] == expected["nvlink_p2p", dispatch_shape[5]]
         assert context.plan()["transport"] == sum(expected.values()), "shared with an untuned layer"
     with EPContext.from_groups(ParallelConfig(dp=4), device=rank_device(), max_tokens=3) as context:
         layer = fill(MoELayer(CONFIG, context, tuned=tuned(context, *buckets), dtype=torch.float32))
@@ -299,17 +303,17 @@ def test_what_fails_is_left_out_on_all_ranks(world_size):
     def full(self, rows, cache):
         raise OSError("no space left on device")
 
-    own = {"twin": f"{__name__}:Twin"}
+    own = {"other_reference": f"{__name__}:OtherReference"}
     with (
         mock.patch.dict(registry._BUILT_IN["experts"], own),
-        mock.patch.object(Twin, "tune", full),
+        mock.patch.object(OtherReference, "tune", full),
         mock.patch.object(AllGatherDispatcher, "_dispatch", broken),
         EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=3) as context,
     ):
         found = tuning.tune(context, CONFIG, (3,), dtype=torch.float32, say=said.append)
-        assert not [one for one in found.measured if one.all2all == "allgather" or one.experts == "twin"]
+        assert not [one for one in found.measured if one.all2all == "allgather" or one.experts == "other_reference"]
         assert found.buckets[0].all2all != "allgather"
-        assert any("twin is left out" in line and "no space left" in line for line in said)
+        assert any("other_reference is left out" in line and "no space left" in line for line in said)
         assert any("3 tokens, allgather with reference: left out" in line and "no such symbol" in line for line in said)
 
 

@@ -77,24 +77,24 @@ def legal_layers(problem: Problem) -> Any:
 class Fresh:
     """The published algorithm's result for L layers, with N nodes.
 
-    home: int64 [L, groups], the node of each group
+    group_nodes: int64 [L, groups], the node of each group
     table: int64 [L * N, R / N, S], the algorithm's, but with the second copy of an expert on a rank moved away
     twice: bool [L * N], there was one
     published: float64 [L], the algorithm's own fullest rank
     bound: float64 [L], what no map with these nodes stays under
     """
 
-    home: Ints
+    group_nodes: Ints
     table: Ints
     twice: Any
     published: Floats
     bound: Floats
 
     def only(self, layers: Ints) -> Fresh:
-        nodes = len(self.table) // len(self.home)
+        nodes = len(self.table) // len(self.group_nodes)
         rows = (layers[:, None] * nodes + np.arange(nodes)).ravel()
         return Fresh(
-            self.home[layers],
+            self.group_nodes[layers],
             self.table[rows],
             self.twice[rows],
             self.published[layers],
@@ -104,20 +104,20 @@ class Fresh:
 
 def make_fresh(problem: Problem) -> Fresh:
     layers, nodes = len(problem.load), problem.nodes
-    home = _homes(problem)
-    rows = _Rows.of(problem, home)
+    group_nodes = _fresh_group_nodes(problem)
+    rows = _Rows.of(problem, group_nodes)
     counts = packing.greedy_counts(rows.load, rows.room.sum(1))
     table = packing.fill(rows.load, counts, packing.empty_table(rows.room), distinct=False)
     published = packing.rank_loads(rows.load, table).reshape(layers, -1).max(1)
     twice = packing.has_twice(table)
-    table = packing.part_twins(rows.load, table)
+    table = packing.move_second_copies(rows.load, table)
     counts[twice] = _legal_counts(rows, twice)
     heaviest = (rows.load / counts).max(1)
     bound = np.maximum(heaviest, rows.load.sum(1) / (rows.room > 0).sum(1)).reshape(layers, nodes).max(1)
-    return Fresh(home, table, twice, published, bound)
+    return Fresh(group_nodes, table, twice, published, bound)
 
 
-def _homes(problem: Problem) -> Ints:
+def _fresh_group_nodes(problem: Problem) -> Ints:
     """int64 [L, groups]: the published packing of groups to nodes, the nodes renamed after what they hold now."""
     layers, nodes, groups = len(problem.load), problem.nodes, problem.groups
     if nodes == 1:
@@ -125,13 +125,13 @@ def _homes(problem: Problem) -> Ints:
     weight = problem.load.reshape(layers, groups, -1).sum(2)
     room = np.full((layers, nodes), groups // nodes)
     packed = packing.fill(weight, np.ones_like(room[:, :1]).repeat(groups, 1), packing.empty_table(room))
-    home = _home_of(packed)
+    group_nodes = _group_nodes_of(packed)
     common = np.zeros((layers, nodes, nodes))
-    np.add.at(common, (np.arange(layers)[:, None], home), _residents(problem).transpose(0, 2, 1))
+    np.add.at(common, (np.arange(layers)[:, None], group_nodes), _residents(problem).transpose(0, 2, 1))
     slots = problem.room.reshape(layers, nodes, -1)
     kind = (slots[:, :, None] == slots[:, None]).all(3).argmax(2)  # the first node with the same slots
     taken = assign(common, kind)  # [L, old node] -> new set
-    return np.take_along_axis(np.argsort(taken, axis=1), home, 1)
+    return np.take_along_axis(np.argsort(taken, axis=1), group_nodes, 1)
 
 
 def _residents(problem: Problem) -> Ints:
@@ -154,10 +154,10 @@ class _Rows:
     member: Ints
 
     @classmethod
-    def of(cls, problem: Problem, home: Ints) -> _Rows:
+    def of(cls, problem: Problem, group_nodes: Ints) -> _Rows:
         layers, experts = problem.load.shape
         nodes, ranks = problem.nodes, problem.room.shape[1]
-        own = home.repeat(experts // problem.groups, 1)  # [L, E]
+        own = group_nodes.repeat(experts // problem.groups, 1)  # [L, E]
         member = np.argsort(own, axis=1, kind="stable")
         number = np.argsort(member, axis=1, kind="stable") % (experts // nodes)
         flat = np.maximum(problem.now, 0).reshape(layers, -1)
@@ -184,8 +184,8 @@ class _Rows:
 def adapted(problem: Problem, goal: Floats, fresh: Fresh) -> Ints:
     """The current tables with as few changes as bring the fullest rank to the goal, where that succeeds."""
     nodes = problem.nodes
-    home = _kept_homes(problem, fresh)
-    rows = _Rows.of(problem, home)
+    group_nodes = _current_group_nodes(problem, fresh)
+    rows = _Rows.of(problem, group_nodes)
     goals = goal.repeat(nodes)
     start = _start(rows)
     held = packing.count_copies(start, rows.load.shape[1])
@@ -199,28 +199,30 @@ def adapted(problem: Problem, goal: Floats, fresh: Fresh) -> Ints:
     return rows.logical(start)
 
 
-def _kept_homes(problem: Problem, fresh: Fresh) -> Ints:
+def _current_group_nodes(problem: Problem, fresh: Fresh) -> Ints:
     """int64 [L, groups]: where each group is now, but for swaps that bring the fullest node to that of the fresh
     packing; the fresh packing where nodes hold unequal numbers of groups now."""
     nodes, groups = problem.nodes, problem.groups
-    home = _residents(problem).argmax(1)
-    whole = ((home[:, None, :] == np.arange(nodes)[:, None]).sum(2) == groups // nodes).all(1)
+    group_nodes = _residents(problem).argmax(1)
+    whole = ((group_nodes[:, None, :] == np.arange(nodes)[:, None]).sum(2) == groups // nodes).all(1)
     if nodes == 1 or not whole.any():
-        return fresh.home
-    weight = problem.load.reshape(len(home), groups, -1).sum(2)
+        return fresh.group_nodes
+    weight = problem.load.reshape(len(group_nodes), groups, -1).sum(2)
     start, packed = (
         np.argsort(one, axis=1, kind="stable").reshape(-1, nodes, groups // nodes)
-        for one in (np.where(whole[:, None], home, fresh.home), fresh.home)
+        for one in (np.where(whole[:, None], group_nodes, fresh.group_nodes), fresh.group_nodes)
     )
     goal = np.maximum(packing.rank_loads(weight, packed).max(1), weight.sum(1) / nodes * (1 + problem.tolerance))
-    return _home_of(refine(weight, start, goal))
+    return _group_nodes_of(refine(weight, start, goal))
 
 
-def _home_of(packed: Ints) -> Ints:
+def _group_nodes_of(packed: Ints) -> Ints:
     """int64 [L, groups], the node of each group, of [L, nodes, groups / nodes], the groups of each node."""
-    home = np.empty((len(packed), packed.shape[1] * packed.shape[2]), np.int64)
-    np.put_along_axis(home, packed.reshape(home.shape), np.arange(packed.shape[1]).repeat(packed.shape[2])[None], 1)
-    return home
+    group_nodes = np.empty((len(packed), packed.shape[1] * packed.shape[2]), np.int64)
+    np.put_along_axis(
+        group_nodes, packed.reshape(group_nodes.shape), np.arange(packed.shape[1]).repeat(packed.shape[2])[None], 1
+    )
+    return group_nodes
 
 
 def _start(rows: _Rows) -> Ints:
@@ -231,21 +233,22 @@ def _start(rows: _Rows) -> Ints:
 
 def refined(problem: Problem, fresh: Fresh, goal: Floats) -> Ints:
     """The fresh tables on their way to the goal, ranks named after the current ones."""
-    rows, goals = _Rows.of(problem, fresh.home), goal.repeat(problem.nodes)
+    rows, goals = _Rows.of(problem, fresh.group_nodes), goal.repeat(problem.nodes)
     table = refine(rows.load, fresh.table, goals)
-    twins = np.flatnonzero(fresh.twice)
-    if twins.size:
-        table[twins] = _without_twins(rows, twins, table[twins], goals[twins])
+    doubled = np.flatnonzero(fresh.twice)
+    if doubled.size:
+        table[doubled] = _without_second_copies(rows, doubled, table[doubled], goals[doubled])
         least = (fresh.published * SLACK).repeat(problem.nodes)
-        table[twins] = exhaustive_search(rows.load[twins], rows.room[twins], table[twins], least[twins])
+        table[doubled] = exhaustive_search(rows.load[doubled], rows.room[doubled], table[doubled], least[doubled])
     table = relabel_ranks(rows.now, _widened(table, rows.now.shape[2]), rows.load.shape[1])
     return rows.logical(table)
 
 
-def _without_twins(rows: _Rows, twins: Ints, table: Ints, goals: Floats) -> Ints:
-    """`table`, the refined one of rows `twins`, or one packed anew under the rule that forbids twins, if better."""
-    load = rows.load[twins]
-    other = packing.fill(load, _legal_counts(rows, twins), packing.empty_table(rows.room[twins]))
+def _without_second_copies(rows: _Rows, doubled: Ints, table: Ints, goals: Floats) -> Ints:
+    """`table`, the refined one of rows `doubled`, or one packed anew under the rule that forbids second
+    copies, if better."""
+    load = rows.load[doubled]
+    other = packing.fill(load, _legal_counts(rows, doubled), packing.empty_table(rows.room[doubled]))
     other = refine(load, _widened(other, table.shape[2]), goals)
     better = packing.rank_loads(load, other).max(1) < packing.rank_loads(load, table).max(1)
     return np.where(better[:, None, None], other, table)

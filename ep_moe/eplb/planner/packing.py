@@ -121,7 +121,7 @@ def has_twice(table: Ints) -> Bools:
     return np.asarray(((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)).any((1, 2)))
 
 
-def part_twins(load: Floats, table: Ints) -> Ints:
+def move_second_copies(load: Floats, table: Ints) -> Ints:
     """The table with no expert twice on a rank. A second copy is dropped where the rank has all copies of the expert:
     that changes no load. Else it is swapped for what leaves the fuller of the two ranks emptiest, or dropped where no
     swap is legal."""

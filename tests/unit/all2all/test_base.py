@@ -22,10 +22,10 @@ def test_received_rows_say_how_they_were_written(name):
     sent, scale = round_to_travel(x, wire)
     assert scale is None or scale.shape == (3, shape.scales)
     received = LocalDispatcher(shape, RankGroup.alone()).dispatch(sent, PhysicalRouting(ids, ids.float()), scale)
-    told = Wire(dispatch=received.format, input_scale=received.input_scale)
-    assert told == wire
+    reported = Wire(dispatch=received.format, input_scale=received.input_scale)
+    assert reported == wire
     assert torch.equal(
-        widen_arrived(received.x, received.x_scale, told, x.dtype), widen_arrived(sent, scale, wire, x.dtype)
+        widen_arrived(received.x, received.x_scale, reported, x.dtype), widen_arrived(sent, scale, wire, x.dtype)
     )
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from ep_moe.all2all.fan_out import Fan, spread, summed
+from ep_moe.all2all.fan_out import FanOut, spread, summed
 
 TOKENS, RANKS = 7, 3
 
@@ -10,10 +10,10 @@ TOKENS, RANKS = 7, 3
 def routes():
     wanted = torch.rand(TOKENS, RANKS, generator=torch.Generator().manual_seed(1)) < 0.6
     wanted[2] = False  # a token that goes nowhere
-    fan = Fan.out(wanted, int(wanted.sum()), RANKS)
+    fan_out = FanOut.of(wanted, int(wanted.sum()), RANKS)
     place, token = wanted.t().nonzero(as_tuple=True)
-    assert (fan.place.tolist(), fan.row.tolist()) == (place.tolist(), token.tolist())
-    return fan.row, fan.slots
+    assert (fan_out.place.tolist(), fan_out.row.tolist()) == (place.tolist(), token.tolist())
+    return fan_out.row, fan_out.slots
 
 
 def integers(*shape, seed):

@@ -10,12 +10,12 @@ from ep_moe.all2all.wire_ids import to_distinct, to_local, to_wire
 PHYSICAL, SLOTS = 12, 3
 
 
-def wired(ids: list[list[int]], width: int, home: int = 6, dtype: torch.dtype = torch.int64, device="cpu"):
+def wired(ids: list[list[int]], width: int, own_expert: int = 6, dtype: torch.dtype = torch.int64, device="cpu"):
     given = torch.tensor(ids, dtype=dtype, device=device)
     weights = torch.arange(1, given.numel() + 1, device=device).float().view(given.shape)
     out = torch.full((len(ids), width), 99, dtype=torch.int32, device=device)
     out_weights = torch.full((len(ids), width), torch.nan, device=device)
-    to_wire(given, weights, home, PHYSICAL, out, out_weights)
+    to_wire(given, weights, own_expert, PHYSICAL, out, out_weights)
     return out.cpu().tolist(), out_weights.cpu().tolist()
 
 
@@ -71,11 +71,11 @@ def test_there_and_back_is_the_routing(width):
     assert torch.equal(total, wanted)
 
 
-def distinct(ids: list[list[int]], home: int, num_physical: int = PHYSICAL, dtype=torch.int64, device="cpu"):
+def distinct(ids: list[list[int]], own_expert: int, num_physical: int = PHYSICAL, dtype=torch.int64, device="cpu"):
     given = torch.tensor(ids, dtype=dtype, device=device)
     weights = torch.arange(1, given.numel() + 1, device=device).float().view(given.shape)
     out, out_weights = torch.full_like(given, 99, dtype=torch.int32), torch.full_like(weights, torch.nan)
-    to_distinct(given, weights, home, num_physical, out, out_weights)
+    to_distinct(given, weights, own_expert, num_physical, out, out_weights)
     return out.cpu().tolist(), out_weights.cpu().tolist()
 
 

@@ -50,19 +50,19 @@ def test_each_bound_from_its_third_call_on(driver, context):
 
 
 def test_larger_buffers_are_recorded_anew(driver, context):
-    layer, twin = built(context), built(context)
-    for made in (layer, twin):
+    layer, second = built(context), built(context)
+    for made in (layer, second):
         assert [repeats(made, *given(1)) for _ in range(3)] == [False, False, True]
     before = layer._dispatcher().buffer_pool.made[0]
-    assert not repeats(twin, *given(5))
+    assert not repeats(second, *given(5))
     assert room(layer) == 8
     assert before.given_back
-    for made in (layer, twin):
+    for made in (layer, second):
         assert [repeats(made, *given(1)) for _ in range(3)] == [False, False, True], "on memory that is there"
         assert [call.buffer_slots[0].given_back for calls in made._graphs._calls.values() for call in calls.calls] == [
             False
         ]
-    assert [repeats(twin, *given(7)) for _ in range(3)] == [False, False, True]
+    assert [repeats(second, *given(7)) for _ in range(3)] == [False, False, True]
 
 
 @pytest.mark.parametrize("changed", ["buffers", "weights"])

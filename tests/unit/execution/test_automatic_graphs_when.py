@@ -269,7 +269,7 @@ def test_each_mode_ends_by_itself(layer):
     call = SimpleNamespace(
         signature=automatic.calls[0].signature, least=0, stream=0, buffer_slots=(), steps=2,
         left=automatic.calls[0].left,
-        places=SimpleNamespace(kept=lambda layer: keeps[0]),
+        addresses=SimpleNamespace(unchanged=lambda layer: keeps[0]),
         launch=lambda *_: x, result=lambda layer, x, tokens, out: out,
     )  # fmt: skip
     layer._graphs._calls[copied] = graphs.Sizes([MOST], [call])

@@ -124,16 +124,16 @@ def test_modules_of_the_users_see_tokens_alone(layer):
 def test_layers_share_what_is_read(layer):
     """One rank's calls run one after the other, and so what they read has one place."""
     layer.capture([4])
-    twin = MoELayer(CONFIG, layer.context)
-    twin.capture([4])
-    twin.capture_routed([6])
-    (own,), ((_, other), (_, larger)) = (served(layer), twin._graphs._calls.items())
+    second = MoELayer(CONFIG, layer.context)
+    second.capture([4])
+    second.capture_routed([6])
+    (own,), ((_, other), (_, larger)) = (served(layer), second._graphs._calls.items())
     assert own.inputs is other.calls[0].inputs
     assert larger.calls[0].inputs.x.data_ptr() != own.inputs.x.data_ptr(), "no room for 6 rows in 4"
     for seed in range(3):
         assert replayed(layer, rows(4, seed=seed))
-        assert replayed(twin, rows(2, seed=seed))
-        assert replayed(twin, rows(5, seed=seed), integer_routing(5, CONFIG, seed))
+        assert replayed(second, rows(2, seed=seed))
+        assert replayed(second, rows(5, seed=seed), integer_routing(5, CONFIG, seed))
 
 
 def test_copies_of_few_numbers_of_tokens_are_kept_ready(layer):

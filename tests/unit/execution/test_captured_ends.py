@@ -115,19 +115,19 @@ def test_a_parameter_of_an_expert_that_is_replaced_is_seen(layer):
 
 
 def test_the_context_tunes_all_its_layers(layer):
-    twin = MoELayer(CONFIG, layer.context)
-    for each in (layer, twin):
+    second = MoELayer(CONFIG, layer.context)
+    for each in (layer, second):
         each.capture([4])
     layer.context.tune([4])
     assert not len(layer._graphs)
-    assert not len(twin._graphs), "of the same shape, and so not measured"
+    assert not len(second._graphs), "of the same shape, and so not measured"
 
 
 def test_the_context_captures_all_its_layers(layer):
-    twin = MoELayer(CONFIG, layer.context)
+    second = MoELayer(CONFIG, layer.context)
     layer.context.capture([4])
     layer.context.capture_routed([2, 1])
-    for each in (layer, twin):
+    for each in (layer, second):
         assert len(each._graphs) == 3
         assert replayed(each, rows(3))
         assert replayed(each, rows(2), integer_routing(2, CONFIG, 0))

@@ -106,14 +106,14 @@ def test_a_copy_is_dropped_from_the_fullest_rank():
 
 def test_copies_that_are_all_on_one_rank_become_one_and_no_load_changes():
     load, table = np.array([[6.0, 4.0, 2.0, 5.0]]), np.array([[[0, 0, 0], [1, 2, 3]]])
-    found = packing.part_twins(load, table)
+    found = packing.move_second_copies(load, table)
     assert packing.count_copies(found, 4).tolist() == [[1, 1, 1, 1]]
     assert packing.rank_loads(load, found).tolist() == packing.rank_loads(load, table).tolist()
 
 
-def test_a_twin_with_a_copy_elsewhere_is_swapped_for_what_fits_best():
+def test_a_second_copy_with_a_copy_elsewhere_is_swapped_for_what_fits_best():
     load, table = np.array([[6.0, 2.5, 1.0, 1.0]]), np.array([[[0, 0], [0, 1], [2, 3]]])
-    found = packing.part_twins(load, table)
+    found = packing.move_second_copies(load, table)
     assert not packing.has_twice(found).any()
     assert packing.rank_loads(load, found).tolist() == [[3.0, 4.5, 3.0]]
 
