@@ -75,7 +75,7 @@ def test_citation_has_what_the_format_wants():
 def test_the_tests_of_the_compatibility_check_exist():
     text = read("tools/compatibility.py")
     named = re.findall(r'"(tests/[\w/]+\.py)"', text)
-    assert len(named) == 8
+    assert len(named) == 10
     assert all((ROOT / name).is_file() for name in named)
     least = re.search(r"torch>=([\d.]+)", read("pyproject.toml"))[1]
     assert f'RELEASES = ("{least}.0",' in text

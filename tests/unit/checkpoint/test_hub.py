@@ -73,6 +73,16 @@ def test_a_name_is_found_in_the_cache(checkpoints, tmp_path):
     assert model_folder("one-word", **options).name == COMMIT
 
 
+def test_links_to_blobs_of_the_cache_alone_leave_a_folder(tmp_path):
+    for place, followed in (("models--org--name/blobs", True), ("models--org--name/x", False), ("x/blobs", False)):
+        target = tmp_path / place / "file"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.touch()
+        link = tmp_path / f"link to {place.replace('/', ' ')}"
+        link.symlink_to(target)
+        assert hub._is_cached_blob(link) is followed, place
+
+
 def test_a_folder_comes_first(checkpoints, tmp_path, monkeypatch):
     """Also one whose relative path could be a name."""
     monkeypatch.chdir(tmp_path)

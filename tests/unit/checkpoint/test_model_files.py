@@ -201,6 +201,10 @@ BROKEN = {
         r"config\.json: hidden_size must be a finite number, got nan",
     ),
     "epsilon NaN": (change(rms_norm_eps=float("nan")), r"config\.json: rms_norm_eps must be a finite number, got nan"),
+    "epsilon infinite": (
+        change(rms_norm_eps=float("inf")),
+        r"config\.json: rms_norm_eps must be a finite number, got inf",
+    ),
     "vocab_size -5": (change(vocab_size=-5), r"config\.json: vocab_size must be a positive integer, got -5"),
     "no layers": (change(num_hidden_layers=0), r"config\.json: num_hidden_layers must be a positive integer, got 0"),
     "heads 0": (change(num_attention_heads=0), r"config\.json: num_attention_heads must be a positive integer, got 0"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe import EPContext, ExpertMap, InputError, MoELayer, Routing
+from ep_moe import EPContext, ExpertMap, InputError, MoELayer, Routing, RoutingBuffer
 from ep_moe.experts.reference import grouped
 from ep_moe.placement.placement import Placement
 from tests.fixtures.helpers import expert_shapes, fill
@@ -196,3 +196,18 @@ def test_a_fresh_context_needs_no_eager_call():
         layer = layer_of(shape(), made, BF16)
         y = compile_quickly(layer)(rows(4, BF16))
         close(y, layer(rows(4, BF16)), BF16)
+
+
+def test_routes_are_recorded_beside_a_graph(context):  # noqa: F811
+    """And replayed: a call within such a block is no part of it."""
+    layer = fill(MoELayer(shape(), context))
+    compiled, buffer = torch.compile(layer, backend="aot_eager"), RoutingBuffer(8, 2)
+    with torch.no_grad():
+        compiled(rows(3))
+        with layer.record_routing(buffer):
+            for tokens in (3, 5):
+                compiled(rows(tokens))
+        ids = buffer.read()[0]
+        assert torch.equal(ids, torch.cat([layer.router(rows(tokens)).ids for tokens in (3, 5)]).to(ids.dtype))
+        with layer.replay_routing(ids[:5]):
+            assert torch.equal(compiled(rows(5)), layer(rows(5)))

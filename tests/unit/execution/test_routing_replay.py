@@ -327,6 +327,17 @@ def test_a_models_record_is_replayed_from_a_file(context, tmp_path):
         model(x)
 
 
+def test_a_models_replay_has_a_mask(context):
+    model, x = Model(context), rows_of(6)
+    with record_routing(model, rows=6) as record, torch.no_grad():
+        own = model(x)
+    others = {name: (ids + 1) % EXPERTS for name, ids in record.ids().items()}
+    with torch.no_grad(), replay_routing(model, others, mask=torch.arange(6) < 2):
+        found = model(x)
+    assert torch.allclose(found[2:], own[2:], atol=1e-5)
+    assert not torch.allclose(found[:2], own[:2], atol=1e-3)
+
+
 def test_a_record_that_is_too_long_names_its_layer(context):
     model = Model(context)
     with record_routing(model, rows=2) as record:

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import ep_moe
 from ep_moe import Activation, ConfigError, EPContext, InputError, MoEConfig, MoELayer
-from ep_moe.runtime.devices import as_device, elsewhere, on_device, on_device_of, with_index
+from ep_moe.runtime.devices import as_device, elsewhere, on_device, on_device_of, with_index, without_class
 from tests.fixtures.helpers import fill
 
 ROOT = Path(ep_moe.__file__).parent
@@ -189,3 +190,9 @@ def test_what_is_no_device_is_refused(wrong):
         as_device(wrong)
     with pytest.raises(ConfigError, match=r"device must be a torch.device or its name"):
         EPContext.local(wrong)
+
+
+def test_a_result_that_is_under_way_is_waited_for():
+    x = torch.ones(3)
+    assert type(without_class(AsyncCollectiveTensor(x))) is torch.Tensor
+    assert without_class(x) is x

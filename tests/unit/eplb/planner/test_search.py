@@ -11,6 +11,13 @@ from ep_moe.eplb.planner.search import exhaustive_search, refine
 from ep_moe.placement.expert_map import EMPTY
 from tests.fixtures.published import pack, replicate
 
+
+def test_the_mean_is_of_ranks_with_slots():
+    load, now = np.array([[3.0, 5.0], [1.0, 1.0]]), np.zeros((2, 3, 2), int)
+    problem = Problem(load, now, np.array([[2, 0, 2], [1, 1, 2]]), groups=1, nodes=1)
+    assert problem.mean.tolist() == [4.0, 2 / 3]
+
+
 bounded = settings(deadline=None, max_examples=150)
 
 
