@@ -18,7 +18,9 @@ _Callers = dict[str, tuple[str, ...]]  # functions by module
 
 _FULL: _Callers = {"torch.distributed.checkpoint.state_dict": ("_get_model_state_dict", "_get_optim_state_dict")}
 # those whose file is one rank's
-_ONE_RANK: _Callers = {"accelerate.accelerator": ("save_state", "save_model"), "transformers.trainer": ("_save",)}
+_ONE_RANK: _Callers = {
+    "accelerate.accelerator": ("save_state", "save_model", "get_state_dict"), "transformers.trainer": ("_save",),
+}  # fmt: skip
 # those that take tensors of one memory for the same tensor, and keep one of them
 _ONE_OF_A_STORAGE: _Callers = _ONE_RANK | {"safetensors.torch": ("save_model", "load_model")}
 

@@ -70,6 +70,7 @@ def test_files_of_one_rank_are_refused_on_all(tmp_path):
             lambda: accelerator.save_state(str(tmp_path)),
             lambda: accelerator.save_state(str(tmp_path), safe_serialization=False),
             lambda: accelerator.save_model(model, str(tmp_path)),
+            lambda: accelerator.get_state_dict(model),
         ):
             with pytest.raises(ConfigError, match=r"of accelerate would save one rank's experts.*get_model_state_dict"):
                 save()
