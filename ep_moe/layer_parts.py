@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -120,6 +121,9 @@ class LayerParts(nn.Module):
                 weight_layout=kernel.weight_layout,
                 trainable=kernel.capabilities.differentiable,
             )
+        self.expert_weights.gradient_sum.layout = context.layout
+        if isinstance(self.router, nn.Module):
+            self.expert_weights.gradient_sum.router = weakref.ref(self.router)
 
     def _make_kernels(self, kernel: Any, options: ExpertsOptions) -> None:
         """All that computes experts, on the same weights. kernel: a class, of the most tokens"""

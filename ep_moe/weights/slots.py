@@ -158,7 +158,11 @@ class ExpertSlots(nn.Module):
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
         """Run a kernel on the parameters: within, `stored_tensors` gives functions of them, gathered first where they
         are sharded. A module's call, so that wrappers' hooks come before and behind it."""
-        return self.given(self._join(), compute, *arguments)
+        out: Any = self.given(self._join(), compute, *arguments)
+        if self.sharded and isinstance(out, Tensor):
+            out = torch.ops.aten._unsafe_view.default(out, out.shape)  # FSDP2's hook is lost on a view
+        found: Result = out
+        return found
 
     def given(self, stored: dict[str, Tensor], compute: Callable[..., Result], *arguments: Any) -> Result:
         """Run a kernel on stored tensors that are given."""
@@ -279,7 +283,7 @@ class ExpertSlots(nn.Module):
                 for part, view in split_parts(name, tensor[first], self.config.activation.gated).items():
                     parameter = etp_parameter(view, part, self._mesh, requires_grad)
                     module.register_parameter(part, parameter)
-                    if self.gradient_sum.ep.size > 1:
+                    if not self.gradient_sum.of_one_rank:
                         guard_optimizers(parameter, self)
                     views.append((parameter, view))
             modules[str(expert)] = module

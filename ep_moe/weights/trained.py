@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.types import capturing
 from ep_moe.weights.full_state import refuse_full_state
@@ -45,6 +46,7 @@ class GradientSum:
         of their own for the mean, as dense parameters have it (`ep_moe.training`)
     sharded: FSDP cuts the experts over `replicas` and averages over them
     compared: names of dense parameters beside the experts, which `ep_moe.training` has compared over ranks with these
+    layout, router: the layer's; None where there is none
     each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
     stepped: a checksum of the gradients that an optimizer's step took, int64 []; 0 where they were zero or not finite
     """
@@ -55,6 +57,8 @@ class GradientSum:
         self.divisor = 1
         self.sharded = False
         self.compared: set[tuple[str, ...]] = set()
+        self.layout: RankLayout | None = None
+        self.router: Callable[[], Module | None] = lambda: None
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
         self._learns_somewhere = False  # in the EP group; once it does, all ranks sum from then on
@@ -62,8 +66,12 @@ class GradientSum:
     @property
     def alone(self) -> bool:
         """Nothing is summed or divided: one rank of everything, and each expert in one slot."""
-        one = max(self.ep.size, self.etp.size, self.replicas.size) == 1
-        return one and self.divisor == 1 and not self._weights.expert_map.replicated
+        return self.of_one_rank and self.divisor == 1 and not self._weights.expert_map.replicated
+
+    @property
+    def of_one_rank(self) -> bool:
+        """No other rank has rows for these experts."""
+        return max(self.ep.size, self.etp.size, self.replicas.size) == 1
 
     @property
     def is_local(self) -> bool:
@@ -255,8 +263,10 @@ def _owners(optimizer: Optimizer, attribute: str) -> set[ExpertSlots]:
 
 
 def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
-    """This parameter is another expert's on other ranks."""
-    parameter.differs_between_ranks = _Owner(weights)  # type: ignore[attr-defined]
+    """This parameter's gradient is a sum over ranks, and in an EP group of several it is another expert's on others."""
+    parameter.summed_over_ranks = owner = _Owner(weights)  # type: ignore[attr-defined]
+    if weights.gradient_sum.ep.size > 1:
+        parameter.differs_between_ranks = owner  # type: ignore[attr-defined]
     _install()
 
 
@@ -279,8 +289,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if weights.trained:
             raise ConfigError(
                 "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
-                "experts moved since (load_state_dict of another expert map, EPLB), or the layer was converted with "
-                "etp > 1 (.to, .half), and made others; make the optimizer afterwards, and load its state then"
+                "experts moved since (load_state_dict of another expert map, EPLB), the layer was converted with "
+                "etp > 1 (.to, .half), or fully_shard has cut its model, and made others; make the optimizer "
+                "afterwards, and load its state then"
             )
 
 
@@ -307,8 +318,32 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
     optimizer._steps_noted_by_ep_moe = steps  # type: ignore[attr-defined]
     if not steps & (steps - 1):
+        for weights in _owners(optimizer, "summed_over_ranks"):
+            _refuse_sums_beside_means(optimizer, weights)
         for weights in _owners(optimizer, "differs_between_ranks"):
             weights.gradient_sum.note_step()
+
+
+def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> None:
+    """torch's FSDP2 takes the mean of what it shards over ranks, and nothing has told the experts to take theirs."""
+    found, router = weights.gradient_sum, weights.gradient_sum.router()
+    if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1:
+        return
+    own = {id(parameter) for parameter in weights.parameters()}
+    dense = [p for group in optimizer.param_groups for p in group["params"]]
+    dense += [] if router is None else router.parameters()
+    tp = set(found.layout.group("tp"))
+    for parameter in dense:
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None or id(parameter) in own or hasattr(parameter, "summed_over_ranks"):
+            continue
+        if not set(mesh.mesh.flatten().tolist()) <= tp:  # else it is cut over tp, whose ranks have the same tokens
+            ranks = found.layout.token_ranks
+            raise ConfigError(
+                f"torch's fully_shard averages dense gradients over ranks, and experts' are sums of {ranks} ranks: "
+                f"they would take steps {ranks} times too large; use ep_moe.training.fully_shard(model, context), or "
+                f"call sync_gradients(model, context) of ep_moe.training after each backward"
+            )
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
