@@ -16,6 +16,7 @@ from ep_moe.router import Router
 from ep_moe.runtime.devices import elsewhere
 from ep_moe.training.parameters import check_context, compare_ranks, expert_parameters, expert_weights_of
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.trained import leave_behind
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,6 +35,7 @@ def exclude_experts(model: Model) -> Model:
     """
     own = {id(parameter) for parameter in expert_parameters(model)}
     names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
+    names |= {f"_orig_mod.{name}" for name in names}  # of what torch.compile makes of it
     before = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     buffers = {
         f"{prefix}.{name}" if prefix else name
@@ -105,10 +107,11 @@ def fully_shard(
             "itself; pass shard_experts=False, or leave out use_main_grads"
         )
     compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
+    before = {p: weights for weights in expert_weights_of(model) for p in weights.parameters()}
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
         gradients.divide(layout.token_ranks)
-        if not shard_experts or not _to_be_sharded(weights):
+        if not shard_experts or weights.sharded or not _to_be_sharded(weights):
             continue
         weights.sharded = True  # on a rank without experts too: what ranks compare depends on it
         if not weights.held:
@@ -120,6 +123,9 @@ def fully_shard(
         gradients.sharded = True
         shard(weights, mesh=own, **options)
     kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
+    for parameter, weights in before.items():
+        if parameter not in kept:
+            leave_behind([parameter], weights)
     shard(model, mesh=mesh, ignored_params=kept, **options)
     return model
 

@@ -5,10 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
-from ep_moe import EPContext, ParallelConfig, training
+from ep_moe import ConfigError, EPContext, ParallelConfig, training
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet, tiny_model
@@ -33,6 +34,74 @@ def test_a_call_before_the_wrapper_counts_as_those_through_it(world_size):
             found.append([parameter.grad for parameter in model.parameters()])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other)  # the same sums, divided before or after
+
+
+def torchs_fsdp(model):
+    """As torch's own tutorial has it, with the experts left out."""
+    fully_shard(model, ignored_params=set(training.expert_parameters(model)))
+
+
+def torchs_fsdp_of_submodules(model):
+    for block in model.blocks:
+        fully_shard(block.linear)
+        fully_shard(block.moe.router)
+
+
+@distributed(2, set_device=True, deadline_s=60)
+@pytest.mark.parametrize("shard", [torchs_fsdp, torchs_fsdp_of_submodules])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_sums_of_experts_beside_torchs_means_are_refused(shard, ep, world_size):
+    """Its experts would take steps of twice the size."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
+        model = made(context)
+        shard(model)
+        optimizers = [
+            torch.optim.SGD(parameters, lr=0.1)
+            for parameters in (list(training.expert_parameters(model)), list(training.dense_parameters(model)))
+        ]
+        tokens = batch(0).to(context.device)
+        for step in range(2):  # the second one is a comparison of the ranks too
+            loss_of(model, tokens).backward()
+            if step == 0:
+                with pytest.raises(ConfigError, match=r"steps 2 times too large; use ep_moe.training.fully_shard"):
+                    optimizers[0].step()
+            training.sync_gradients(model, context)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@distributed(2, set_device=True, deadline_s=60)
+def test_blocks_and_then_the_model_are_sharded(world_size):
+    """FSDP2's usual order; experts of both ranks are cut with their block."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=20) as context:
+        losses = []
+        for by_block in (False, True):
+            model = made(context)
+            before = torch.optim.SGD(model.parameters(), lr=0.1)
+            for block in model.blocks if by_block else ():
+                training.fully_shard(block, context)
+            training.fully_shard(model, context)
+            optimizer = torch.optim.SGD(training.parameter_groups(model), lr=0.1)
+            for step in range(2):
+                loss = loss_of(model, batch(step).to(context.device))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+            with pytest.raises(ConfigError, match=r"fully_shard has cut its model.*make the optimizer afterwards"):
+                before.step()
+        assert torch.equal(*losses)
+
+
+@distributed(2)
+def test_a_compiled_model_leaves_its_experts_out_too(world_size):
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
+        model = torch.compile(training.exclude_experts(made(context)), backend="eager")
+        wrapped = DistributedDataParallel(model)
+        loss_of(wrapped, batch(0).to(context.device)).backward()
+        managed = {id(parameter) for parameter in wrapped._module_parameters}
+        assert not any(id(parameter) in managed for parameter in training.expert_parameters(model))
 
 
 STEPS, RATE, MAX_NORM = 4, 0.2, 0.3
