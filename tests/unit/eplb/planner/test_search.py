@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ep_moe.eplb.planner import packing
 from ep_moe.eplb.planner.candidates import Problem, occupied
 from ep_moe.eplb.planner.packing import ABSENT, relabel_ranks, relabel_slots
-from ep_moe.eplb.planner.search import exhaustive_search, refine
+from ep_moe.eplb.planner.search import _Search, _swap_pairs, exhaustive_search, refine
 from ep_moe.placement.expert_map import EMPTY
 from tests.fixtures.published import pack, replicate
 
@@ -66,6 +66,22 @@ def test_no_expert_has_more_copies_than_ranks(seed):
     assert (found >= 1).all()
     assert (found <= most[:, None]).all()
     assert (found.sum(1) == np.minimum(slots, 5 * most)).all()
+
+
+@bounded
+@given(st.integers(0, 2**32))
+def test_a_swap_leaves_both_ranks_below_the_fuller_one(seed):
+    load, table = packed_at_random(seed)
+    counts = packing.count_copies(table, load.shape[1])
+    copies, held = packing.copy_loads(load, counts, table), packing.holders(table, load.shape[1])
+    found = _Search(load, np.zeros(len(load)), table.copy(), counts, held, copies, copies.sum(2))
+    before = found.ranks.copy()
+    _swap_pairs(found, np.arange(len(load)))
+    order = np.argsort(before, axis=1, kind="stable")
+    for low in range(order.shape[1] // 2):
+        pair = order[:, [low, -1 - low]]
+        was, now = (np.take_along_axis(ranks, pair, 1).max(1) for ranks in (before, found.ranks))
+        assert (now <= was * (1 + 1e-9)).all()
 
 
 @bounded

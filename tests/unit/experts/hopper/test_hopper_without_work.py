@@ -6,10 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import Activation, ExpertMap, MoEConfig
+from ep_moe import Activation, ExpertMap, MoEConfig, registry
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.experts.hopper.scaling import Products, Rows, Unscaled
 from ep_moe.experts.layouts import row_bounds
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -110,3 +112,20 @@ def test_weights_that_a_transport_multiplies_by_have_no_gradient_here(weighting,
     found = experts.gradients(given, saved, stored, given.x, dict.fromkeys(stored, True))
     assert (found.weights is None) == (weighting is Weighting.COMBINE)
     assert not any(found.stored[name].any() for name in stored)
+
+
+MULTIPLES = {
+    "bf16_triton": 64, "fp8_tensor_triton": 128, "fp8_channel_triton": 128, "fp8_dynamic_triton": 128,
+    "w4a16_triton": 64, "w4a8_triton": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MULTIPLES)
+def test_sizes_that_a_kernel_serves(name):
+    kind, multiple = registry.load("experts", name), MULTIPLES[name]
+    for scheme in kind.capabilities.schemes:
+        for size, wrong in ((3 * multiple, False), (2 * multiple + 32, True)):
+            config = dataclasses.replace(CONFIG, hidden_size=size, intermediate_size=256)
+            why = kind.unsupported_reason(config, torch.bfloat16, 1, SCHEMES[scheme], ExpertsOptions())
+            assert (why is not None) == wrong
+            assert why is None or f"hidden_size must be a multiple of {multiple}" in why

@@ -1,0 +1,24 @@
+"""Who makes a file of the whole model of one rank's state dict, told by the callers' frames."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ep_moe import ConfigError, ExpertMap
+from ep_moe.placement.expert_map import EMPTY
+from ep_moe.weights.full_state import refuse_full_state
+
+WHOLE = ExpertMap.from_ranks([[0, 1, 2], [0, 1, 2]], 3)
+WITHOUT = ExpertMap.from_ranks([[0, 1, EMPTY], [0, 1, 2]], 3)  # an empty slot is no third expert
+
+
+@pytest.mark.parametrize(("held", "full", "refused"), [(WHOLE, True, 0), (WITHOUT, False, 0), (WITHOUT, True, 1)])
+def test_a_full_state_is_one_of_ranks_with_all_experts(held, full, refused):
+    caller = {"__name__": "torch.distributed.checkpoint.state_dict", "refuse": lambda: refuse_full_state(held)}
+    exec("def _get_model_state_dict(info):\n    refuse()", caller)
+    info = SimpleNamespace(full_state_dict=full)
+    if refused:
+        with pytest.raises(ConfigError, match="full_state_dict=True would give one rank's experts for all of them"):
+            caller["_get_model_state_dict"](info)
+    else:
+        caller["_get_model_state_dict"](info)
