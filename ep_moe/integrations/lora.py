@@ -27,6 +27,7 @@ from ep_moe.integrations.blocks import saved_experts, shared_names
 from ep_moe.integrations.lora_targets import (
     PREFIX,
     check_config,
+    check_modules,
     converted,
     expert_targets,
     is_named,
@@ -79,6 +80,10 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         dense = copy.deepcopy(config)
         dense.target_parameters = others or None
         dense.target_modules = moved_modules(config.target_modules, model)
+        dense.modules_to_save = moved_modules(config.modules_to_save, model)
+        named = copy.deepcopy(config)
+        named.target_parameters = others or None  # those of experts are not PEFT's
+        check_modules(named, model, dense)
         for pattern in ("rank_pattern", "alpha_pattern"):
             own = {target.pattern_in(getattr(config, pattern)) for target in targets}
             setattr(dense, pattern, {k: v for k, v in (getattr(config, pattern) or {}).items() if k not in own})

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.blocks import saved_experts, shared_names
+from ep_moe.integrations.blocks import ExpertParallelBlock, saved_experts, shared_names
+from ep_moe.integrations.generic import ExpertParallelExperts
 from ep_moe.integrations.save import SavedExperts
 from ep_moe.weights import lora
 from ep_moe.weights.lora import ExpertLora, LowRank
@@ -124,24 +125,109 @@ def converted(config: Any, model: Any) -> Any:
 
 
 def moved_modules(targets: Any, model: Any) -> Any:
-    """`target_modules` as our model calls these modules. PEFT leaves out without a word what it does not find."""
+    """The names of modules in a `LoraConfig`, as our model calls these modules."""
     if not targets or isinstance(targets, str):
         return targets
-    moved = {}
+    moved = []
     for target in targets:
-        moved[target] = target
-        for _, ours, theirs in shared_names(model):
-            inside = re.sub(rf"\.{theirs}(?=\.|$)", f".{ours}", target)
-            moved[target] = re.sub(rf"^{theirs}(?=\.|$)", ours.rpartition(".")[2], inside)
-    names = [name for name, _ in model.named_modules()]
-    theirs_alone = [name for name, _ in meta_copy(model).named_modules()]
-    for target, ours in moved.items():
-        if any(is_named(each, target) for each in theirs_alone) and not any(is_named(each, ours) for each in names):
+        ours = target
+        for _, held_at, theirs in shared_names(model):
+            inside = re.sub(rf"\.{theirs}(?=\.|$)", f".{held_at}", target)
+            ours = re.sub(rf"^{theirs}(?=\.|$)", held_at.rpartition(".")[2], inside)
+        moved.append(ours)
+    return moved
+
+
+def check_modules(config: Any, model: nn.Module, found: Any) -> None:
+    """Check that PEFT finds each module that a configuration names. PEFT leaves out without a word what it does not
+    find.
+
+    Args:
+        config: of PEFT, with names of transformers' model.
+        model: with expert-parallel layers, of transformers.
+        found: the same configuration, as PEFT gets it.
+
+    Raises:
+        ConfigError: a field names a module or a parameter that expert-parallel layers replaced or moved, or an own one
+            of these layers.
+    """
+    kept = _Kept(model)
+    theirs = meta_copy(model)
+    parameters = [name for name, _ in theirs.named_parameters()]
+    modules = [name for name, _ in theirs.named_modules() if name]
+    for field, names in (("target_modules", modules), ("modules_to_save", modules), ("target_parameters", parameters)):
+        before, after = getattr(config, field, None), getattr(found, field, None)
+        if not before or (isinstance(before, str) and before.lower() == "all-linear"):
+            continue
+        for name in names:
+            if (wanted := _wanted(config, field, before, name)) is None:
+                continue
+            module, own = (name.rpartition(".")[0] if names is parameters else name), kept.name_of(name)
+            if field == "modules_to_save" and kept.holds_experts(name):
+                problem = f"whose experts are on several ranks ({name}); train them with target_parameters"
+            elif not kept.has(module) or _wanted(found, field, after or [], own) is None:
+                problem = f"which {type(model).__name__} with expert-parallel layers has no more"
+            else:
+                continue
             raise ConfigError(
-                f"LoraConfig.target_modules names {target!r}, which {type(model).__name__} with expert-parallel layers "
-                f"has no more; leave it out, or name another module"
+                f"{type(config).__name__}.{field} names {wanted!r}, {problem}; leave it out, or name another module"
             )
-    return list(moved.values())
+        for name in kept.own:
+            if (wanted := _wanted(found, field, after or [], name)) is not None:
+                raise ConfigError(
+                    f"{type(config).__name__}.{field} names {wanted!r}, which only expert-parallel layers have "
+                    f"({name}); leave it out, or name another module"
+                )
+
+
+class _Kept:
+    """What a model with expert-parallel layers has of transformers' modules. own: modules and parameters of its own
+    routers and experts."""
+
+    def __init__(self, model: nn.Module) -> None:
+        kinds = (ExpertParallelBlock, ExpertParallelExperts)
+        modules = {_bare(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        self._names = modules.keys()
+        self._replaced = [name for name, module in modules.items() if isinstance(module, kinds)]
+        self._shared = [(f"{block}.{theirs}", f"{block}.{ours}") for block, ours, theirs in shared_names(model)]
+        names = [*modules, *(_bare(name) for name, _ in model.named_parameters())]
+        made = tuple(f"{name}.moe" for name in self._replaced)
+        shared = tuple(ours for _, ours in self._shared)
+        self.own = [name for name in names if name.startswith(made) and not (shared and name.startswith(shared))]
+
+    def name_of(self, name: str) -> str:
+        """In this model, of one of transformers'."""
+        for theirs, ours in self._shared:
+            if name == theirs or name.startswith(f"{theirs}."):
+                return ours + name.removeprefix(theirs)
+        return name
+
+    def has(self, module: str) -> bool:
+        """Whether transformers' module is in this model."""
+        inside = any(module.startswith(f"{name}.") for name in self._replaced)
+        return self.name_of(module) in self._names if inside else module not in self._replaced
+
+    def holds_experts(self, module: str) -> bool:
+        """Whether transformers' module has replaced ones in it and is still there."""
+        return any(f"{name}.".startswith(f"{module}.") for name in self._replaced)
+
+
+def _bare(name: str) -> str:
+    """Without the names of PEFT's wrappers."""
+    return re.sub(r"\.(base_layer|original_module)(?=\.|$)", "", name)
+
+
+def _wanted(config: Any, field: str, wanted: Any, name: str) -> str | None:
+    """What in a field of a configuration names a module or parameter, as PEFT compares them."""
+    if field == "modules_to_save":
+        return next((each for each in wanted if name.endswith(each)), None)
+    if field == "target_parameters":
+        return next((each for each in wanted if is_named(name, each)), None)
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if not wanted or not check_target_module_exists(config, name):
+        return None
+    return wanted if isinstance(wanted, str) else next((each for each in wanted if is_named(name, each)), name)
 
 
 def check_config(config: Any) -> None:

@@ -236,6 +236,32 @@ def test_disabled_adapters_are_those_of_experts_too(models, world_size):
 
 
 @distributed(2)
+def test_modules_to_save_are_trained_and_saved(models, tmp_path, world_size):
+    """A router that stays the model's, shared experts that moved into our block, and the head."""
+    quiet()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        ids = batches(2)[context.layout.rank].to(rank_device())
+        for kind, names in (("olmoe", ["gate", "lm_head"]), ("llama4_text", ["feed_forward.shared_expert"])):
+            model = load_pretrained(models / kind, context, experts="reference", progress=False)
+            bare = model(input_ids=ids, use_cache=False).logits.detach()
+            changes = {"target_modules": ["q_proj"], "target_parameters": None, "modules_to_save": names}
+            model = add_lora(model, lora_config(kind, **changes))
+            for number, (name, parameter) in enumerate(model.named_parameters()):
+                if parameter.requires_grad and "modules_to_save" in name:
+                    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                    parameter.data += 0.1 * noise.to(parameter.device)
+            with torch.no_grad():
+                expected = model(input_ids=ids, use_cache=False).logits
+            assert apart(expected, bare) > 0.01, kind
+            save_lora(model, tmp_path / kind)
+            dist.barrier()
+            again = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
+            again = peft.PeftModel.from_pretrained(again, tmp_path / kind).eval()
+            with torch.no_grad():
+                assert apart(again(input_ids=ids.cpu(), use_cache=False).logits, expected) < TOLERANCE, kind
+
+
+@distributed(2)
 def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
@@ -253,6 +279,22 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
             known = load_pretrained(models / kind, context, experts="reference", progress=False)
             with pytest.raises(ConfigError, match=text):
                 add_lora(known, lora_config(kind, target_modules=["q_proj", router], target_parameters=None))
+        for kind, field, names, text in (
+            ("qwen3_moe", "modules_to_save", ["gate"], "names 'gate', which Qwen3MoeForCausalLM .* has no more"),
+            ("qwen3_moe", "modules_to_save", ["lm_head", "experts"], "names 'experts', which .* has no more"),
+            ("qwen3_moe", "modules_to_save", ["mlp"], "names 'mlp', whose experts are on several ranks"),
+            ("qwen3_moe", "modules_to_save", ["router"], "names 'router', which only expert-parallel layers have"),
+            ("deepseek_v3", "modules_to_save", ["gate"], "names 'gate', which .* has no more"),
+            ("deepseek_v3", "modules_to_save", ["experts"], "names 'experts', which .* has no more"),
+            ("gpt_oss", "modules_to_save", ["router"], "names 'router', which .* has no more"),
+            ("gpt_oss", "target_modules", r".*\.(o_proj|router)", "names .*router.*has no more"),
+            ("gpt_oss", "target_parameters", ["router.weight"], "names 'router.weight', which .* has no more"),
+            ("olmoe", "modules_to_save", ["experts"], "names 'experts', whose experts are on several ranks"),
+        ):
+            known = load_pretrained(models / kind, context, experts="reference", progress=False)
+            changes = {"target_modules": ["o_proj"], "target_parameters": None, field: names}
+            with pytest.raises(ConfigError, match=rf"LoraConfig\.{field} {text}"):
+                add_lora(known, lora_config(kind, **changes))
         with pytest.raises(ConfigError, match="gate_proj without also targeting up_proj"):
             add_lora(model, lora_config("olmoe", target_modules=["gate_proj"]))
         with pytest.raises(ConfigError, match="save_lora needs a model of add_lora"):
