@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
+from ep_moe.integrations.lora_guard import accept_adapter
 from ep_moe.integrations.lora_targets import (
     PREFIX,
     check_config,
@@ -87,6 +88,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         for pattern in ("rank_pattern", "alpha_pattern"):
             own = {target.pattern_in(getattr(config, pattern)) for target in targets}
             setattr(dense, pattern, {k: v for k, v in (getattr(config, pattern) or {}).items() if k not in own})
+        accept_adapter(model, dense)
         model = peft.get_peft_model(model, dense)
     else:
         model.requires_grad_(False)

@@ -44,6 +44,7 @@ from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load import described, draw_head, head_names, load_model, model_files, on_meta
+from ep_moe.integrations.lora_guard import guard_adapters
 from ep_moe.integrations.model_hooks import RouterLogitsHook
 from ep_moe.integrations.push import export_weights as export_weights
 from ep_moe.integrations.push import load_weights as load_weights
@@ -118,6 +119,7 @@ def _parallel(
         made = dict(replace_blocks(model, context, family, layer_options))
     exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
+    guard_adapters(model)
     # the innermost model is the one whose `_can_record_outputs` transformers heeds
     inner = _innermost(model, list(made))
     first = next(iter(made.values()))

@@ -262,6 +262,53 @@ def test_modules_to_save_are_trained_and_saved(models, tmp_path, world_size):
 
 
 @distributed(2)
+def test_peft_alone_is_refused_what_it_would_leave_out(models, tmp_path, world_size):
+    """Routers and experts of replaced blocks, in adapters from disk and new ones. All else works."""
+    quiet()
+    dense = {"target_modules": ["o_proj"], "target_parameters": None}
+    cases = (
+        ("qwen3_moe", {"modules_to_save": ["gate"]}, "modules_to_save names 'gate'"),
+        ("qwen3_moe", {"modules_to_save": ["experts"]}, "modules_to_save names 'experts'"),
+        ("qwen3_moe", {"target_parameters": ["experts.down_proj"]}, "target_parameters names 'experts.down_proj'"),
+        ("qwen3_moe", {"target_modules": ["o_proj", "gate"]}, "target_parameters names 'gate.weight'"),
+        ("olmoe", {"target_parameters": ["experts.down_proj"]}, "target_parameters names 'experts.down_proj'"),
+        ("gpt_oss", {"modules_to_save": ["router"]}, "modules_to_save names 'router'"),
+        ("qwen3_moe", {"target_modules": "all-linear"}, "target_parameters names '"),  # experts too, by PEFT
+        ("olmoe", {"modules_to_save": ["gate", "lm_head"]}, None),
+        ("qwen3_moe", {"modules_to_save": ["lm_head"]}, None),
+    )
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        ids = batches(2)[context.layout.rank].to(rank_device())
+        for number, (kind, changes, text) in enumerate(cases):
+            where = f"{kind} {changes}"
+            folder, config = tmp_path / str(number), lora_config(kind, **dense | changes)
+            if dist.get_rank() == 0:
+                plain_twin(models, kind, **dense | changes).save_pretrained(folder)
+            dist.barrier()
+
+            def load(kind=kind):
+                return load_pretrained(models / kind, context, experts="reference", progress=False)
+
+            made = peft.get_peft_model(load(), config)
+            if text is not None:
+                for _ in range(2):
+                    with pytest.raises(ConfigError, match=rf"{text}.*load_lora\(model, folder\)"):
+                        made(input_ids=ids, use_cache=False)
+                if kind == "gpt_oss":
+                    continue  # PEFT's KeyError, as our router has the same name in another place
+                with pytest.raises(ConfigError, match=rf"{text}.*load_lora\(model, folder\)"):
+                    peft.PeftModel.from_pretrained(load(), folder)
+                continue
+            made(input_ids=ids, use_cache=False)
+            plain = transformers.AutoModelForCausalLM.from_pretrained(models / kind)
+            plain = peft.PeftModel.from_pretrained(plain, folder).eval()
+            found = peft.PeftModel.from_pretrained(load(), folder)
+            with torch.no_grad():
+                expected = plain(input_ids=ids.cpu(), use_cache=False).logits
+                assert apart(found(input_ids=ids, use_cache=False).logits, expected) < TOLERANCE, where
+
+
+@distributed(2)
 def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
