@@ -107,6 +107,7 @@ class Watch:
             self.mixed = problem, layer.expert_weights.updates
         name = _drifted(layer, layer.context.rank_groups[kind], step)
         if name is None:
+            self._warn_of_sums(layer)
             return
         if kind == "lockstep":  # the other group may find nothing, and goes on
             layer.expert_weights.each_backward = None
@@ -120,6 +121,21 @@ class Watch:
             f"train different models; average gradients before each optimizer step with "
             f"ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, or "
             f"wrap the model as docs/how-to/training.md shows",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    def _warn_of_sums(self, layer: ComparedLayer) -> None:
+        """Once, where routers learn and stay alike, and nothing has told the experts to take means: a loop of the
+        user's own averages the dense gradients, or adds them up."""
+        found, ranks = layer.expert_weights.gradient_sum, layer.context.layout.token_ranks
+        if self._warned or ranks == 1 or found.divisor != 1 or not found.router_steps:
+            return
+        self._warned = True
+        warnings.warn(
+            f"{layer.name}: routers stay alike in optimizer steps, as with gradients that are averaged over ranks, and "
+            f"gradients of experts are sums of {ranks} ranks: beside means they are {ranks} times too large; call "
+            f"ep_moe.training.sync_gradients(model, context) before each step instead of an all_reduce of your own",
             UserWarning,
             stacklevel=2,
         )

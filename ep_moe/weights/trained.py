@@ -47,6 +47,7 @@ class GradientSum:
     sharded: FSDP cuts the experts over `replicas` and averages over them
     compared: names of dense parameters beside the experts, which `ep_moe.training` has compared over ranks with these
     layout, router: the layer's; None where there is none
+    router_steps: whether an optimizer that holds experts has changed the router too
     each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
     stepped: a checksum of the gradients that an optimizer's step took, int64 []; 0 where they were zero or not finite
     """
@@ -59,6 +60,7 @@ class GradientSum:
         self.compared: set[tuple[str, ...]] = set()
         self.layout: RankLayout | None = None
         self.router: Callable[[], Module | None] = lambda: None
+        self.router_steps = False
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
         self._learns_somewhere = False  # in the EP group; once it does, all ranks sum from then on
@@ -320,8 +322,18 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not steps & (steps - 1):
         for weights in _owners(optimizer, "summed_over_ranks"):
             _refuse_sums_beside_means(optimizer, weights)
+            _note_router(optimizer, weights)
         for weights in _owners(optimizer, "differs_between_ranks"):
             weights.gradient_sum.note_step()
+
+
+def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
+    found, router = weights.gradient_sum, weights.gradient_sum.router()
+    if found.router_steps or router is None or capturing(weights.device):
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    gradients = [p.grad for p in router.parameters() if id(p) in stepped and p.grad is not None]
+    found.router_steps = any(bool(local(gradient).any()) for gradient in gradients)
 
 
 def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> None:

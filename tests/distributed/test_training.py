@@ -100,6 +100,31 @@ def test_losses_are_those_of_one_process(way, world_size):
 
 
 @distributed(2)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_means_of_the_users_own_beside_sums_are_warned_of(ep, world_size):
+    """By `all_reduce` of dense gradients: experts' are twice as large as the user thinks."""
+    with EPContext.from_groups(P(dp=2, ep=ep), device=rank_device(), deadline_s=30) as context:
+        for own in (True, False):
+            layer = MoELayer(CONFIG, context)
+            optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for step in range(4):
+                    x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * step + context.layout.rank))
+                    layer(x.to(context.device)).square().sum().backward()
+                    if own:
+                        for parameter in training.dense_parameters(layer):
+                            dist.all_reduce(parameter.grad)
+                            parameter.grad /= 2
+                    else:
+                        training.sync_gradients(layer, context)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found = [str(one.message) for one in caught if "are sums of 2 ranks: beside means" in str(one.message)]
+            assert len(found) == own, caught
+
+
+@distributed(2)
 def test_the_mean_of_tokens_that_tp_ranks_share_is_one_rank_s(world_size):
     with EPContext.from_groups(P(tp=2), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(CONFIG, context)
