@@ -40,6 +40,8 @@ from ep_moe.weights import lora
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _FILE = "adapter_model.safetensors"
+# of init_lora_weights: draw factors alone, which a file overwrites; "pissa" and others change the weights too
+_DRAWN = (False, "gaussian", "orthogonal", "eva")
 
 
 def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
@@ -198,6 +200,9 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
     peft, folder = _peft(), Path(folder)
     config = peft.LoraConfig.from_pretrained(str(folder))
     config.inference_mode = not trainable
+    initial = config.init_lora_weights
+    if initial in _DRAWN:
+        config.init_lora_weights = True
     with saved_experts(model)[0].layer.context.consensus.together("load_lora"):
         try:
             tensors = load_file(folder / _FILE)
@@ -207,7 +212,9 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
             tensors = _fused(tensors, config, model, folder)
         base = model
         model = add_lora(model, config)
-        tensors = _load_experts(model, model.ep_moe_lora, tensors, folder)
+        kept: Any = model.ep_moe_lora
+        kept.init_lora_weights = initial  # as save_lora writes it
+        tensors = _load_experts(model, kept, tensors, folder)
         tensors = _renamed(tensors, base, to_file=False)
         expected = set(peft.get_peft_model_state_dict(model)) if hasattr(model, "peft_config") else set()
         if odd := sorted(expected ^ tensors.keys()):

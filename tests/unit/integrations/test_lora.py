@@ -66,6 +66,27 @@ def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models
             save_lora(merge_lora(loaded), tmp_path)
 
 
+@pytest.mark.parametrize("initial", [False, "gaussian", "pissa"])
+def test_adapters_that_began_otherwise_are_loaded(models, tmp_path, initial):
+    """The file has all factors. Only ways to begin that change the weights too are refused."""
+    import peft
+
+    plain = plain_twin(models, "olmoe").eval()
+    plain.peft_config["default"].init_lora_weights = initial
+    plain.save_pretrained(tmp_path / "theirs")
+    ids = torch.arange(12).view(1, 12)
+    with EPContext.local(torch.device("cpu")) as context, torch.no_grad():
+        model = load_pretrained(models / "olmoe", context, experts="reference", progress=False)
+        if initial == "pissa":
+            with pytest.raises(ConfigError, match="init_lora_weights must be True for experts"):
+                load_lora(model, tmp_path / "theirs")
+            return
+        model = load_lora(model, tmp_path / "theirs")
+        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+        save_lora(model, tmp_path / "ours")
+    assert peft.LoraConfig.from_pretrained(str(tmp_path / "ours")).init_lora_weights == initial
+
+
 def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
     from safetensors.torch import load_file, save_file
 
