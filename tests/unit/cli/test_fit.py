@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from ep_moe.bench.fit_question import Question
 from ep_moe.bench.measured_lines import measured
 from ep_moe.bench.wire_rows import two_level
 from ep_moe.cli.app import app
-from ep_moe.cli.fit import FitOptions, read_model
+from ep_moe.cli.fit import FitOptions, Model, _memory, read_model
 from ep_moe.cli.fit import run as run_fit
 from ep_moe.cli.run import DEMO
 from ep_moe.quant.schemes import scheme_of
@@ -360,3 +361,11 @@ def test_explain_of_gpus_that_are_not_here():
     reason = registry.unsupported_reason("dispatchers", "pplx")  # built apart, and asked here
     assert reason is None or f"pplx: {reason}" in output
     assert "gpu (--gpu) must be one of" in ask("explain", "--config", "demo", "--gpu", "x", code=2)
+
+
+@pytest.mark.parametrize(("total", "tokens"), [(90, 10 // 4), (130, 0)])
+def test_what_does_not_fit_leaves_room_for_no_tokens(total, tokens):
+    asked = SimpleNamespace(dtype=torch.bfloat16, gpu=SimpleNamespace(memory_bytes=100), rest_bytes=0)
+    found = SimpleNamespace(memory=SimpleNamespace(layer={}, total=total), fits=lambda asked: total <= 100)
+    model = Model(name="tiny", config=SMALL, layers=1, rest=0, kv_numbers=2)
+    assert _memory(asked, model, found)["kv_tokens_in_what_is_left"] == tokens

@@ -231,6 +231,7 @@ def test_a_tensor_that_the_probe_cannot_see_is_named(context):
     [
         ("qwen3_moe", GLM, NAMES, "registered already"),
         ("glm4_moe", dataclasses.replace(GLM, shared=None), NAMES, "must both name the shared experts"),
+        ("glm4_moe", GLM, dataclasses.replace(NAMES, shared=None), "must both name the shared experts"),
         ("glm4_moe", GLM, dataclasses.replace(NAMES, elsewhere=("gate",)), "elsewhere=.* has no caller"),
         ("glm4_moe", GLM, dataclasses.replace(NAMES, experts=FORMATS[:1]), r"add ep_moe.checkpoint.formats.Fused\(\)"),
         ("glm4_moe", "GLM", NAMES, "must be a Family"),

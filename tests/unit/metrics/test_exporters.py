@@ -6,6 +6,7 @@ import re
 import sys
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -49,6 +50,13 @@ def parsed(text):
 
 def value(found, name, **labels):
     return found[(name, *sorted({"rank": "5", **labels}.items()))]
+
+
+@prometheus
+def test_a_balancer_without_a_window_has_no_balancedness():
+    before = replace(FOUND, balancers=(replace(BALANCER, layers=()),))
+    assert "ep_moe_eplb_balancedness{" not in metrics.prometheus_text(before)
+    assert "ep_moe_eplb_balancedness{" in metrics.prometheus_text(FOUND)
 
 
 @prometheus

@@ -124,6 +124,16 @@ def test_stage_times_are_of_their_layer(context):
     assert watched.milliseconds()["experts"] == pytest.approx(total)
 
 
+def test_stage_times_of_one_name_are_given_once(context):
+    layers = [MoELayer(CONFIG, context, name="same") for _ in range(2)]
+    with metrics.stages(context):
+        for layer in layers:
+            layer(torch.randn(3, 16))
+        first, second = metrics.snapshot(context).layers
+    assert first.stage_ms["experts"] > 0
+    assert second.stage_ms == {}
+
+
 @contextmanager
 def nvtx_into(said):
     """Stand-ins for the library: what is pushed and popped, in order."""
