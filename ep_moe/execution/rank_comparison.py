@@ -126,8 +126,8 @@ class Watch:
         )
 
     def _warn_of_sums(self, layer: ComparedLayer) -> None:
-        """Once, where routers learn and stay alike, and nothing has told the experts to take means: a loop of the
-        user's own averages the dense gradients, or adds them up."""
+        """Warn once where routers take steps and stay alike, and gradients of experts are not divided: a loop of the
+        user's own averages dense gradients, or sums them."""
         found, ranks = layer.expert_weights.gradient_sum, layer.context.layout.token_ranks
         if self._warned or ranks == 1 or found.divisor != 1 or not found.router_steps:
             return

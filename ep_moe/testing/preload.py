@@ -4,7 +4,7 @@ import gc
 import importlib
 import os
 
-# whoever asks whether there is a GPU starts CUDA otherwise, which a forked rank cannot use then
+# otherwise torch.cuda.is_available() starts CUDA here, and a forked rank cannot use a GPU
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch

@@ -158,11 +158,10 @@ class ExpertSlots(nn.Module):
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
         """Run a kernel on the parameters: within, `stored_tensors` gives functions of them, gathered first where they
         are sharded. A module's call, so that wrappers' hooks come before and behind it."""
-        out: Any = self.given(self._join(), compute, *arguments)
-        if self.sharded and isinstance(out, Tensor):
-            out = torch.ops.aten._unsafe_view.default(out, out.shape)  # FSDP2's hook is lost on a view
-        found: Result = out
-        return found
+        out = self.given(self._join(), compute, *arguments)
+        if self.sharded and isinstance(out, Tensor):  # FSDP2's hook is lost on a view
+            return cast("Result", torch.ops.aten._unsafe_view.default(out, out.shape))
+        return out
 
     def given(self, stored: dict[str, Tensor], compute: Callable[..., Result], *arguments: Any) -> Result:
         """Run a kernel on stored tensors that are given."""

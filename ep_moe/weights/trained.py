@@ -328,6 +328,7 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
+    """Set `router_steps` where this step changes the router: waits for the device, until it is set."""
     found, router = weights.gradient_sum, weights.gradient_sum.router()
     if found.router_steps or router is None or capturing(weights.device):
         return
@@ -337,7 +338,10 @@ def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
 
 
 def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> None:
-    """torch's FSDP2 takes the mean of what it shards over ranks, and nothing has told the experts to take theirs."""
+    """Raise ConfigError where dense gradients are means over ranks, and those of experts still sums.
+
+    torch's FSDP2 averages the gradients of the parameters that it shards.
+    """
     found, router = weights.gradient_sum, weights.gradient_sum.router()
     if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1:
         return

@@ -1,4 +1,4 @@
-"""A routing whose ids are placed by whoever needs them."""
+"""A routing whose ids are placed when they are needed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who makes a file of the whole model of one rank's state dict, told by the callers' frames."""
+"""Callers that would save one rank's state dict as the whole model's are recognized by their frames."""
 
 from types import SimpleNamespace
 
