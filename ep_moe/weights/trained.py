@@ -320,11 +320,29 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
     optimizer._steps_noted_by_ep_moe = steps  # type: ignore[attr-defined]
     if not steps & (steps - 1):
-        for weights in _owners(optimizer, "summed_over_ranks"):
+        found = _owners(optimizer, "summed_over_ranks")
+        if found:
+            _refuse_mixed_groups(optimizer)
+        for weights in found:
             _refuse_sums_beside_means(optimizer, weights)
             _note_router(optimizer, weights)
         for weights in _owners(optimizer, "differs_between_ranks"):
             weights.gradient_sum.note_step()
+
+
+def _refuse_mixed_groups(optimizer: Optimizer) -> None:
+    """Raise ConfigError where torch would update DTensors and plain tensors in one call, which it cannot."""
+    for group in optimizer.param_groups:
+        stepped = [p for p in group["params"] if p.grad is not None]
+        if "foreach" not in group or len({hasattr(p, "placements") for p in stepped}) < 2:
+            continue
+        by_default = group["foreach"] is None and not group.get("differentiable") and any(p.is_cuda for p in stepped)
+        if group["foreach"] or group.get("fused") or by_default:
+            raise ConfigError(
+                f"a group of {type(optimizer).__name__} has DTensors (FSDP2 or etp > 1 makes them) and plain tensors, "
+                f"and torch updates a group in one call; give the optimizer ep_moe.training.parameter_groups(model), "
+                f"or foreach=False, which is slower"
+            )
 
 
 def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:

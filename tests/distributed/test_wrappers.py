@@ -94,6 +94,24 @@ def test_blocks_and_then_the_model_are_sharded(world_size):
         assert torch.equal(*losses)
 
 
+@distributed(2, set_device=True, deadline_s=60)
+def test_a_group_of_dtensors_and_plain_tensors_is_refused(world_size):
+    """torch updates a group in one call: where it is asked to, and by itself on GPUs."""
+    on_gpu = rank_device().type == "cuda"
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
+        model = training.fully_shard(made(context), context)
+        loss_of(model, batch(0).to(context.device)).backward()
+        ways = [({}, on_gpu), ({"foreach": True}, True), ({"fused": True}, True), ({"foreach": False}, False)]
+        for how, refused in ways:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **how)
+            if refused:
+                with pytest.raises(ConfigError, match=r"give the optimizer ep_moe.training.parameter_groups\(model\)"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        torch.optim.AdamW(training.parameter_groups(model), lr=0.1, foreach=True).step()
+
+
 @distributed(2)
 def test_a_compiled_model_leaves_its_experts_out_too(world_size):
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
