@@ -134,7 +134,8 @@ class CallGraphs:
         if torch.compiler.is_compiling() or not self._calls or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
         modules: Any = layer._modules  # a module's attributes are found by a walk
-        placed, held = modules["placement"].expert_map, modules["expert_weights"].expert_map
+        placement = modules["placement"]
+        placed, held = placement.expert_map, modules["expert_weights"].expert_map
         if layer._checks.due or (placed is not held and placed != held):  # an eager call tells
             return None
         context, device, routed = self._context, x.device, routing is not None
@@ -157,7 +158,7 @@ class CallGraphs:
             if gone or not call.addresses.unchanged(layer):
                 self.drop(mode)
                 continue
-            if busy or layer.placement.invalid_ids.word.value != NO_ID:
+            if busy or placement.invalid_ids.word.value != NO_ID:
                 continue
             if agreeing is not None:
                 if agreeing.expert_map is not placed:

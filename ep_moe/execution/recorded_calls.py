@@ -256,9 +256,10 @@ class WeightAddresses:
         self._router = _addresses_of(layer.router) if own else []
 
     def unchanged(self, layer: Layer) -> bool:
-        if self._own and (type(layer.router) is not Router or _addresses_of(layer.router) != self._router):
+        router = layer.router
+        weights = cast("ExpertWeights", layer._modules["expert_weights"])  # without a module's walk
+        if self._own and (type(router) is not Router or _addresses_of(router) != self._router):
             return False
-        weights = layer.expert_weights
         return (weights.place if weights.settled else weights.settle()) == self._place
 
 
@@ -319,7 +320,8 @@ class CallerInputs(RecordedCall):
             if type(layer.router) is not Router:
                 return None
             routing = layer.router(x.view(tokens, self.signature.hidden))
-        first = _launch_arguments(x, layer.placement(routing, mask), tokens, self.placing)
+        placement = cast("Placement", layer._modules["placement"])
+        first = _launch_arguments(x, placement(routing, mask), tokens, self.placing)
         if first is None:
             return None
         out = torch.empty_like(x)

@@ -37,14 +37,14 @@ def given(how: SimpleNamespace) -> list[int]:
 
 
 class Driver(ModuleType):
-    """launched: stream, and of each kernel the arguments; destroyed: by what"""
+    """launched: stream, and of each kernel the arguments; destroyed: by what; sets: of arguments"""
 
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL="this thread's")
 
     def __init__(self) -> None:
         self.nodes, self.edges, self.launched, self.destroyed, self.allocated = None, [], [], [], 0
         self.cuGraphDestroy = self.cuGraphExecDestroy = self._destroy
-        self.failing = ""
+        self.failing, self.sets = "", 0
 
     def _destroy(self, made):
         self.destroyed.append(made)
@@ -81,6 +81,7 @@ class Driver(ModuleType):
 
     def cuGraphExecKernelNodeSetParams(self, made, node, how):  # noqa: N802
         made[node] = given(how)
+        self.sets += 1
         return (INVALID if self.failing == "set" else 0,)
 
     def cuGraphLaunch(self, made, stream):  # noqa: N802
@@ -123,6 +124,18 @@ def test_the_first_and_the_last_are_given_what_a_call_brings(driver):
     ]
 
 
+def test_arguments_are_set_where_they_are_others(driver):
+    """In a loop tensors lie where those of its last round lay."""
+    graph, first, sets = recorded(driver), [*FIRST], []
+    for call in range(5):
+        if call in {1, 2, 4}:
+            first[2] = 30 if call == 1 else FIRST[2] + call  # the caller's own list
+        graph((first, LAST), 9)
+        sets.append(driver.sets)
+    assert [launched[1][2] for launched in driver.launched] == [7, 30, 9, 9, 11]
+    assert sets == [0, 1, 2, 2, 3]
+
+
 def test_one_kernel(driver):
     graph = CallGraph.record(lambda: driver.launch([8, 4], [16, 2]), {0: [16, 2]}, STREAM)
     graph([[32, 3]], 9)
@@ -160,10 +173,11 @@ def test_what_fails_while_it_is_recorded_leaves_the_stream(driver, monkeypatch):
 
 @pytest.mark.parametrize("what", ["set", "launch"])
 def test_a_driver_that_refuses_is_heard(what, driver):
-    graph = recorded(driver)
+    graph, other = recorded(driver), [*FIRST[:2], 8]
     driver.failing = what
-    with pytest.raises(BackendUnavailable, match="the CUDA driver"):
-        graph((FIRST, LAST), 9)
+    for _ in range(2):  # what the driver refused is not taken for given
+        with pytest.raises(BackendUnavailable, match="the CUDA driver"):
+            graph((other, LAST), 9)
 
 
 def test_it_gives_back_what_it_has(driver):
