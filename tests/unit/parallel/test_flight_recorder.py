@@ -155,3 +155,23 @@ def test_the_first_of_two_failures_is_everyones():
     finally:
         one.close()
         two.close()
+
+
+def test_each_meeting_waits_for_all_of_its_ranks():
+    """One under a key that was met under before, too."""
+    recorders = pair()
+
+    def meet(flight_recorder):
+        flight_recorder.meet("layer/state_dict", [0, 1], "state_dict()")
+
+    try:
+        for _ in range(2):
+            peer = threading.Thread(target=meet, args=(recorders[1],))
+            peer.start()
+            meet(recorders[0])
+            peer.join()
+        with pytest.raises(PeerTimeout, match=r"^state_dict\(\) needs rank 1 too, which did not call it within 0.4 s"):
+            meet(recorders[0])
+    finally:
+        for flight_recorder in recorders:
+            flight_recorder.close()

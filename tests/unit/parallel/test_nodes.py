@@ -98,6 +98,7 @@ def test_hosts_of_silent_ranks_are_named():
         "Host b is lost, or the way to it: all its ranks here are silent (ranks 2, 3)."
     ]
     assert nodes.lost([1], range(4)) == ["Host of rank 1: a."]
+    assert on("aabbb").lost([3, 4], range(5)) == ["Host of ranks 3, 4: b."]  # rank 2 of it is there
     assert nodes.lost([], range(4)) == on("aa").lost([1], range(2)) == []
 
 
