@@ -16,7 +16,7 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.selection.explain import choose, explain
 from ep_moe.types import RowLayout
 from tests.fixtures.backend_choice import CPU, config, layout, refusal
-from tests.fixtures.plugins import Aligned, plugins  # noqa: F401 (a fixture)
+from tests.fixtures.plugins import Aligned, EagerTransport, plugins  # noqa: F401 (a fixture)
 
 
 def test_entry_point_is_a_backend(plugins):
@@ -203,6 +203,15 @@ def test_a_plugin_may_go_ahead_of_another(plugins, names):
     plugins(dispatchers={name: f"tests.fixtures.plugins:{classes[name]}" for name in names})
     order = list(dict.fromkeys(row.all2all for row in explain(config(), layout(1), CPU, torch.float32)))
     assert order[:3] == ["first", "eager", "local"]
+
+
+def test_a_plugin_goes_ahead_of_all_that_it_names(plugins, monkeypatch):
+    named = dataclasses.replace(EagerTransport.capabilities, ahead_of=frozenset({"allgather", "local", "torch_a2a"}))
+    monkeypatch.setattr(EagerTransport, "capabilities", named)
+    plugins(dispatchers={"eager": "tests.fixtures.plugins:EagerTransport"})
+    rows = explain(config(), layout(1), CPU, torch.float32)
+    assert list(dict.fromkeys(row.all2all for row in rows))[:2] == ["eager", "local"]
+    assert next(row for row in rows if row.status == "chosen").all2all == "eager"
 
 
 def test_a_plugin_may_go_ahead_of_others(plugins):

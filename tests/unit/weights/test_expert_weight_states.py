@@ -176,10 +176,13 @@ def test_a_state_with_scales_and_without_their_codes_changes_nothing(scheme):
     other = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16, scheme=scheme)
     before = {name: tensor.clone() for name, tensor in weights.stored_tensors().items()}
     state = {name: tensor for name, tensor in other.state_dict().items() if name.startswith("1.w2_")}
-    with pytest.raises(RuntimeError, match=r"expert 1: w2_\w*scale belongs to codes of its own, and w2 is missing"):
-        weights.load_state_dict(state, strict=False)
-    for name, tensor in weights.stored_tensors().items():
-        assert torch.equal(tensor.float(), before[name].float()), name
+    each = [{name: state[name]} for name in ("1.w2_scale", "1.w2_global_scale") if name in state]
+    assert each
+    for given in (state, *each):
+        with pytest.raises(RuntimeError, match=r"expert 1: w2_\w*scale belongs to codes of its own, and w2 is missing"):
+            weights.load_state_dict(given, strict=False)
+        for name, tensor in weights.stored_tensors().items():
+            assert torch.equal(tensor.float(), before[name].float()), name
 
 
 def test_sharded_parameters_are_not_broadcast_into():
