@@ -9,7 +9,9 @@ measured matmul rate), and to FlashInfer's public `cutlass_fused_moe` where it h
 autotuner on the same rows, and with the tiles that this project found (the raw call: what the adapter adds).
 
 peer: Triton's fused_moe of vLLM and SGLang, SonicMoE's forward (eager, its default tiles, routes listed beforehand) and
-DeepGEMM's two grouped products (nothing between them) on the same weights and routes.
+DeepGEMM's two grouped products (nothing between them) on the same weights and routes; for weights of 4 bits vLLM's
+Marlin, and OpenAI's `triton_kernels` as vLLM calls them (GPT-OSS's experts too).
+error: a peer's largest difference from `reference`, over its largest magnitude; WRONG beyond `layer_report.ERRORS`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from rich.table import Table
 from torch import Tensor
 
 from ep_moe import registry
-from ep_moe.bench import floors, libraries
+from ep_moe.bench import floors, libraries, libraries_4bit
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
@@ -37,10 +39,12 @@ from ep_moe.bench.harness import (
     one_sentence,
     parse,
     positive,
+    relative_error,
     replayed,
     show,
     write,
 )
+from ep_moe.bench.layer_report import ERRORS
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.experts.base import Experts, ExpertsOptions
@@ -57,6 +61,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 
 RANKS = 4
 SONIC = "SonicMoE"
+PEER_SCHEMES = ("none", "fp8_block", *libraries_4bit.MARLIN_SCHEMES)  # that another library is called for
 Say = Callable[[str], Any]
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 ROWS = (64, 512, 4096, 16384)
@@ -96,6 +101,11 @@ class ExpertsLine:
     untuned_us: float | None = None
     peer_us: float | None = None
     raw_us: float | None = None
+    error: float | None = None  # of a peer that has a result
+
+    @property
+    def wrong(self) -> bool:
+        return self.error is not None and not self.error <= ERRORS["fp8" if floors.WEIGHTS[self.scheme][1] else "bf16"]
 
 
 def measure_rates(device: torch.device) -> Rates:
@@ -143,8 +153,10 @@ def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chun
         tensors |= {"w13_bias": tensors["w13"][:, 0], "w2_bias": tensors["w2"][:, 0]}
     if scheme != "fp8_static":
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
+    kinds = [tensors | {"w2": tensors["w2"] / 2**kind} for kind in range(3)]  # a row at the wrong expert shows
+    stored = [SCHEMES[scheme].quantize(kind, torch.bfloat16) for kind in kinds]
     for expert in weights.local_experts:
-        weights.update_expert(expert, SCHEMES[scheme].quantize(tensors, torch.bfloat16))
+        weights.update_expert(expert, stored[expert % 3])
     return kind(config, weights, Workspaces(device), ExpertsOptions(chunk_rows=chunk_rows))
 
 
@@ -238,11 +250,18 @@ def public_calls(experts: Any, received: Received, tiles: list[int]) -> dict[str
     return raw | {"peer_us": call}
 
 
+def global_ids(received: Received, slots: int, experts: int) -> Tensor:
+    """int32 [N, K], those of a rank that has the first experts. Routes to other ranks take those ranks' experts in
+    turns: kernels choose tiles by the number of all experts."""
+    assert received.local_ids is not None
+    places = torch.arange(received.local_ids.numel(), device=received.x.device).view_as(received.local_ids)
+    others = slots + places % max(experts - slots, 1)
+    return torch.where(received.local_ids < 0, others, received.local_ids).int()
+
+
 def peers_of(scheme: str, held: libraries.Held, received: Received) -> dict[str, Callable[[], Callable[[], Any]]]:
     """How the call of each other library is made, by name. received: of a rank that has the first experts of `held`"""
-    assert received.local_ids is not None
-    ids = torch.where(received.local_ids < 0, len(held.w2), received.local_ids).int()  # an expert of another rank
-    x, weights = received.x, received.weights
+    ids, x, weights = global_ids(received, len(held.w2), len(held.slots)), received.x, received.weights
     assert weights is not None
 
     def fused(library: str) -> Callable[[], Any]:
@@ -255,6 +274,10 @@ def peers_of(scheme: str, held: libraries.Held, received: Received) -> dict[str,
         made[SONIC] = lambda: partial(libraries.sonic(held, ids, weights), x)
     if scheme == "fp8_block":
         made["DeepGEMM, two products alone"] = lambda: libraries.deepgemm_products(held, ids)
+    if scheme in libraries_4bit.MARLIN_SCHEMES and held.w13_bias is None:
+        made["vLLM Marlin"] = lambda: partial(libraries_4bit.marlin(held, scheme), x, ids, weights)
+    if scheme == "mxfp4":
+        made["triton_kernels"] = lambda: partial(libraries_4bit.triton_kernels(held), x, ids, weights)
     return made
 
 
@@ -263,28 +286,34 @@ def peer_lines(
 ) -> list[ExpertsLine]:
     """Of other libraries, on canonical weights. What cannot run is left out, with its reason, at its first rows."""
     try:
-        libraries.require_plain_swiglu(config, f"other libraries, {scheme}")
+        if scheme != "mxfp4" or not libraries_4bit.is_gpt_oss(config):
+            libraries.require_plain_swiglu(config, f"other libraries, {scheme}")
     except ConfigError as error:
         say(f"left out: {error}")
         return []
-    weights = make("reference", scheme, config, device, max(rows)).weights
-    slots = torch.arange(weights.num_slots + 1, dtype=torch.int32, device=device)
-    slots[-1] = -1
+    reference = make("reference", scheme, config, device, max(rows))
+    weights = reference.weights
+    slots = torch.arange(config.num_experts, dtype=torch.int32, device=device)
+    slots[weights.num_slots :] = -1
     stored = {name: weights.get_parameter(name).detach() for name in weights.names}
     held, lines, failed = libraries.Held(slots=slots, **stored), list[ExpertsLine](), set[str]()
     for count in rows:
         received = received_rows(config, weights.num_slots, count, device)
-        least = floor_us(config, scheme, received, rates)
+        least, wanted = floor_us(config, scheme, received, rates), torch.empty_like(received.x)
+        reference(received, wanted)
         for name, begin in peers_of(scheme, held, received).items():
             if name in failed:
                 continue
             try:
-                (us,) = (eager if name == SONIC else replayed)([begin()])
+                call = begin()
+                out = call()
+                apart = None if out is None else relative_error(out, wanted)
+                (us,) = (eager if name == SONIC else replayed)([call])
             except Exception as error:  # whatever a library raises: the others are still to be measured
                 failed.add(name)
                 say(f"left out: {name}, {scheme}: {type(error).__name__}: {error}")
                 continue
-            lines.append(ExpertsLine(model, count, f"peer: {name}", scheme, "rank_major", us, least))
+            lines.append(ExpertsLine(model, count, f"peer: {name}", scheme, "rank_major", us, least, error=apart))
     return lines
 
 
@@ -334,7 +363,7 @@ def run(
                     lines.append(ExpertsLine(model, count, kernel, scheme, "contiguous", us, least))
             del experts
             torch.cuda.empty_cache()
-        for scheme in [scheme for scheme in ("none", "fp8_block") if peers and scheme in schemes]:
+        for scheme in [scheme for scheme in PEER_SCHEMES if peers and scheme in schemes]:
             lines += peer_lines(model, config, scheme, rows, rates, device, partial(console.print, markup=False))
             torch.cuda.empty_cache()
         show(console, table([line for line in lines if line.model == model], model))
@@ -357,7 +386,7 @@ def _untuned(experts: Experts, config: MoEConfig, count: int, device: torch.devi
 
 def table(lines: list[ExpertsLine], title: str) -> Table:
     found = Table(title=f"{title}, one rank of {RANKS}")
-    numbers = ("us", "x floor", "untuned us", "FlashInfer us", "ours / FlashInfer", "raw us", "ours / raw")
+    numbers = ("us", "x floor", "untuned us", "FlashInfer us", "ours / FlashInfer", "raw us", "ours / raw", "error")
     for name in ("rows", "kernel", "scheme", "layout", *numbers):
         found.add_column(name, no_wrap=True, justify="left" if name in ("kernel", "scheme", "layout") else "right")
     for line in sorted(lines, key=lambda line: line.rows):
@@ -368,6 +397,7 @@ def table(lines: list[ExpertsLine], title: str) -> Table:
             "" if line.peer_us is None else f"{line.us / line.peer_us:.2f}",
             "" if line.raw_us is None else f"{line.raw_us:.0f}",
             "" if line.raw_us is None else f"{line.us / line.raw_us:.2f}",
+            "" if line.error is None else f"{line.error:.3f}" + (" WRONG" if line.wrong else ""),
         )  # fmt: skip
     return found
 

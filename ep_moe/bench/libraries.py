@@ -31,8 +31,10 @@ TILES = {(1024, 4, 4), (2048, 4, 8), (2048, 8, 8)}  # BLOCK_H, BLOCK_K, warps of
 class Held:
     """The experts of a rank.
 
-    w13: [L, 2 * I, H]; w2: [L, H, I]; both bf16, or E4M3 with scales, float32 of 128 x 128 each
+    w13: [L, 2 * I, H]; w2: [L, H, I]; both bf16, or E4M3 with scales, float32 of 128 x 128 each, or codes of 4 bits
+        with scales (`libraries_4bit`)
     slots: int32 [E], the slot of each expert, -1 for those of other ranks
+    w13_bias: [L, 2 * I]; w2_bias: [L, H]; of GPT-OSS's experts
     """
 
     w13: Tensor
@@ -40,6 +42,8 @@ class Held:
     slots: Tensor
     w13_scale: Tensor | None = None
     w2_scale: Tensor | None = None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
 
     @property
     def scales(self) -> tuple[Tensor, Tensor] | None:
