@@ -19,6 +19,7 @@ from ep_moe import (
     MoELayer,
     ParallelConfig,
     PeerTimeout,
+    Tokens,
 )
 from ep_moe.parallel import connected_ranks
 from ep_moe.testing import distributed, rank_device
@@ -278,6 +279,19 @@ def test_deadlines_and_devices_that_are_none_are_refused_by_all(world_size):
         EPContext.from_groups(ParallelConfig(dp=2), device=1.5 if dist.get_rank() else rank_device(), deadline_s=20)
     with EPContext.from_groups(ParallelConfig(dp=2), device=str(rank_device()), deadline_s=20) as context:
         assert context.device == rank_device()
+
+
+@distributed(2, deadline_s=60)
+def test_arguments_that_ranks_differ_in_are_named(world_size):
+    rank = dist.get_rank()
+    sizes: dict[str, list] = {"dp": [2, 1], "tp": [1, 2], "ep": [1, 2], "etp": [1, 2], "tokens": [*Tokens]}
+    others: dict[str, list] = {"deadline_s": [20, 30], "max_tokens": [8, 16], "ranks_per_node": [1, 2]}
+    for name, values in (sizes | others).items():
+        asked, given = {"dp": 2}, {"deadline_s": 20}
+        (asked if name in sizes else given)[name] = values[rank]
+        shown = [f'"{value.value}"' if isinstance(value, Tokens) else str(value) for value in values]
+        with pytest.raises(ConfigError, match=rf"{name}: {shown[0]}\S* on rank 0, {shown[1]}\S* on rank 1"):
+            EPContext.from_groups(ParallelConfig(**asked), device=rank_device(), **given)
 
 
 @distributed(2, deadline_s=60)

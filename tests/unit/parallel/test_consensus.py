@@ -7,7 +7,15 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from ep_moe import BackendUnavailable, ConfigError, EPMoEError, InputError, PeerTimeout
+from ep_moe import (
+    BackendUnavailable,
+    CheckpointError,
+    ConfigError,
+    EPMoEError,
+    InputError,
+    OutOfMemory,
+    PeerTimeout,
+)
 from ep_moe.parallel.consensus import StoreConsensus
 
 
@@ -99,7 +107,9 @@ def test_agreement_of_ranks_that_are_elsewhere():
     }
 
 
-@pytest.mark.parametrize("kind", [ConfigError, BackendUnavailable])
+@pytest.mark.parametrize(
+    "kind", [ConfigError, BackendUnavailable, CheckpointError, InputError, OutOfMemory, PeerTimeout]
+)
 def test_agreement_passes_a_problem_on(kind):
     fine = lambda a: a.same("layer", {})  # noqa: E731
     outcome = agree(fine, lambda a: a.same("layer", {}, kind("no such thing")), fine)
