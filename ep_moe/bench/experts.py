@@ -299,15 +299,18 @@ def peer_lines(
     held, lines, failed = libraries.Held(slots=slots, **stored), list[ExpertsLine](), set[str]()
     for count in rows:
         received = received_rows(config, weights.num_slots, count, device)
-        least, wanted = floor_us(config, scheme, received, rates), torch.empty_like(received.x)
-        reference(received, wanted)
+        least, wanted = floor_us(config, scheme, received, rates), None
+        try:
+            wanted = reference(received)
+        except torch.OutOfMemoryError as error:  # it holds all matrices as numbers
+            say(f"not compared: other libraries, {scheme}, {count} rows: {error}")
         for name, begin in peers_of(scheme, held, received).items():
             if name in failed:
                 continue
             try:
                 call = begin()
                 out = call()
-                apart = None if out is None else relative_error(out, wanted)
+                apart = None if out is None or wanted is None else relative_error(out, wanted)
                 (us,) = (eager if name == SONIC else replayed)([call])
             except Exception as error:  # whatever a library raises: the others are still to be measured
                 failed.add(name)

@@ -14,6 +14,7 @@ from ep_moe import MoEConfig
 from ep_moe.bench import experts, libraries, libraries_4bit
 from ep_moe.bench.floors import Rates
 from ep_moe.errors import BackendUnavailable
+from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.microscale import unpack_nibbles
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import Activation
@@ -106,6 +107,19 @@ def test_a_library_that_computes_something_else_is_marked(monkeypatch):
     monkeypatch.setattr(module, "fused_marlin_moe", lambda x, *rest, **how: torch.zeros_like(x))
     found, _ = peers(CONFIG, "int4", monkeypatch)
     assert found["peer: vLLM Marlin"].wrong
+
+
+def test_lines_stand_where_the_reference_has_no_memory(monkeypatch):
+    emulated.marlin()
+
+    def none_left(self, received, out=None):
+        raise torch.OutOfMemoryError("10 GiB more than there are")
+
+    monkeypatch.setattr(ReferenceExperts, "__call__", none_left)
+    found, said = peers(CONFIG, "int4", monkeypatch)
+    assert said == ["not compared: other libraries, int4, 16 rows: 10 GiB more than there are"]
+    line = found["peer: vLLM Marlin"]
+    assert (line.us, line.error, line.wrong) == (7.0, None, False)
 
 
 def test_routes_to_other_ranks_take_their_experts_in_turns():
