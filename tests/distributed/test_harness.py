@@ -36,6 +36,12 @@ def raises() -> None:
     barrier(rank_device())
 
 
+def raises_beside_one_that_loiters() -> None:
+    if dist.get_rank() == 1:
+        raise InputError("rank one is cross")
+    loiters()
+
+
 def exits() -> None:
     if dist.get_rank() == 1:
         os._exit(7)
@@ -85,6 +91,13 @@ def test_a_rank_that_raises():
     assert time.monotonic() - start < 10
     assert list(caught.value.errors) == [1]
     assert isinstance(caught.value.errors[1], InputError)
+
+
+def test_peers_of_a_rank_that_raised_are_not_waited_for():
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"(?s)rank 0 ---\nhangs .or was stopped.*in loiters\n.*rank one is cross"):
+        run(raises_beside_one_that_loiters, deadline_s=40)
+    assert time.monotonic() - start < 20
 
 
 def test_a_rank_that_exits():

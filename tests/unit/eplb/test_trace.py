@@ -22,6 +22,15 @@ def test_a_file_returns_the_trace(tmp_path):
     assert (found.steps, found.num_layers, found.num_experts) == (4, 2, 3)
 
 
+def test_a_trace_keeps_its_counts():
+    """Whatever becomes of the arrays that it was given."""
+    counts, tokens = COUNTS.astype(np.int64), np.ones(4, np.int64)
+    trace = LoadTrace(counts, tokens)
+    counts[:], tokens[:] = 0, 0
+    assert (trace.counts == COUNTS).all()
+    assert (trace.tokens == 1).all()
+
+
 def test_windows_are_sums_over_steps():
     trace = LoadTrace(COUNTS, np.ones(4, np.int64))
     assert (trace.window() == COUNTS.sum(0)).all()

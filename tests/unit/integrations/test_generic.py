@@ -367,3 +367,18 @@ def test_each_experts_output_is_normalised(context):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
     assert sum(ours.moe.stats().expert_load) == 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(
+    ("kind", "which"), [("qwen3_moe", "down_proj"), ("dbrx", "mlp.v1"), ("jetmoe", "output_linear.weight")]
+)
+def test_experts_of_mixed_or_quantized_numbers_are_refused(kind, which, dtype):
+    """Of transformers' interface, and those that are found by what they compute."""
+    model = tiny_transformers_model(kind)
+    name = next(iter(find_experts(model)))
+    owner, _, parameter = f"{name}.{which}".rpartition(".")
+    module = model.get_submodule(owner)
+    module._parameters[parameter] = nn.Parameter(getattr(module, parameter).detach().to(dtype), requires_grad=False)
+    with pytest.raises(ConfigError, match=rf"{name}.*{which}.*give expert_parallel the model as it was before it was"):
+        find_experts(model)
