@@ -61,7 +61,9 @@ def test_members_of_an_etp_group_count_the_same(world_size):
         layer = MoELayer(CONFIG, context)
         call(layer, [[0, 1, 9]] * (1 + dist.get_rank()))
         found = metrics.snapshot(context)
+        whole = metrics.snapshot(context, whole=True)
         assert everywhere((found.etp_rank, found.layers[0].tokens)) == [(0, 3), (1, 3)]
+        assert whole.layers[0].expert_load == found.layers[0].expert_load  # of one EP rank
         texts = everywhere({family.name: list(family.samples(found)) for family in families()})
         assert texts[0]["ep_moe_layer_tokens"] == [(("moe0",), 3)]
         assert texts[1]["ep_moe_layer_tokens"] == []

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import ConfigError, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig
+from ep_moe.cli import tune as cli_tune
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.testing import distributed, rank_device
@@ -88,3 +89,13 @@ def test_a_kernel_with_nothing_to_tune(world_size):
         assert Experts.tune(layer.experts, (8,), None) == []
         x = torch.ones(3, 16, device=context.device)
         assert layer(x).shape == (3, 16)
+
+
+@distributed(1)
+def test_a_number_of_tokens_is_measured_once(world_size):
+    config = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2)
+    with EPContext.from_groups(ParallelConfig(), device=rank_device(), max_tokens=8) as context:
+        found = cli_tune.tune(context, config, [8, 2, 8], dtype=torch.float32)
+    lines = [(line.tokens, line.all2all, line.experts, line.pipeline) for line in found.measured]
+    assert sorted({line[0] for line in lines}) == [2, 8]
+    assert len(set(lines)) == len(lines)

@@ -19,7 +19,7 @@ from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.checkpoint.unexpected_tensors import unexpected
 from ep_moe.integrations.config_file import read_config
-from ep_moe.integrations.transformers import load_pretrained, read_moe_config
+from ep_moe.integrations.transformers import export_weights, load_pretrained, load_weights, read_moe_config
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet, save, tiny_model, written
 
@@ -92,6 +92,16 @@ def test_tied_weights_are_those_of_transformers(what, tied, tmp_path):
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == stays
     assert (wanted.lm_head.weight is wanted.model.embed_tokens.weight) == stays
     torch.testing.assert_close(logits(model), logits(wanted), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+def test_a_tied_tensor_is_pushed_by_either_name(name, tied):
+    model = load(tied, dtype=torch.float32)
+    weights = {key: tensor + 1.0 for key, tensor in export_weights(model) if key not in (EMBEDDING, HEAD)}
+    weights[name] = model.lm_head.weight.detach() + 1.0
+    assert load_weights(model, weights) == set(weights)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, weights[name])
 
 
 def test_weights_that_must_be_there(tied, tmp_path):

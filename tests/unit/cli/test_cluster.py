@@ -168,6 +168,13 @@ def test_the_launchers_variables(environment):
             cluster.LaunchEnvironment.read({key: value for key, value in environment.items() if key != name})
 
 
+def test_torchruns_variables_count_within_a_job_of_slurm():
+    """srun starts torchrun's agent there, and gives its ranks its own variables."""
+    launch = cluster.LaunchEnvironment.read(SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"} | TORCHRUN)
+    assert (launch.rank, launch.world, launch.local_rank, launch.bound) == (3, 4, 1, False)
+    assert cluster.LaunchEnvironment.read(SRUN).bound
+
+
 def test_facts_of_this_machine_are_written_and_read():
     own = rank_facts(0, 0, None)
     assert own.compared["device"] == "cpu"

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ep_moe import registry
+from ep_moe.cli.explain import grouped
 from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.selection.explain import BackendChoice
 from tests.fixtures.run_command import invoke
 
 transformers = pytest.importorskip("transformers")
@@ -22,6 +24,25 @@ def test_doctor_names_every_backend():
         for name in registry.targets(kind):
             reason = registry.unsupported_reason(kind, name) or "available"
             assert re.search(rf"{kind} +{name} +{re.escape(reason.split()[0])}", result.output), name
+
+
+def test_a_reason_of_one_backend_is_told_once_under_its_name():
+    rows = [
+        BackendChoice(all2all, experts, "refused", f"{owner}: {reason}" if owner else reason)
+        for all2all, experts, owner, reason in (
+            ("a", "x", "x", "has no GPU"),
+            ("b", "x", "x", "has no GPU"),
+            ("b", "y", "b", "is not installed"),
+            ("c", "y", "", "dtypes: differ"),
+        )
+    ]
+    assert grouped(rows) == [
+        "",
+        "refused: 4 pairs, by reason (--all lists the pairs)",
+        "   2  x: has no GPU",
+        "   1  b: is not installed",
+        "   1  c with y: dtypes: differ",
+    ]
 
 
 def test_explain_prints_the_table_of_a_model():

@@ -231,6 +231,7 @@ WRONG = {
     "too small": (torch.tensor([[0, 1]] * 3 + [[2, -3]]), None, "got -3"),
     "live": (torch.tensor([[0, 1]] * 3 + [[LIVE, LIVE]]), None, "got -2"),
     "twice": (torch.tensor([[0, 1]] * 3 + [[2, 2]]), None, "must be distinct"),
+    "the first one twice": (torch.tensor([[0, 1]] * 3 + [[0, 0]]), None, "must be distinct"),
     "mask's dtype": (torch.tensor([[0, 1]] * 4), torch.ones(4), "mask must be a bool Tensor.*got float32"),
     "mask's rows": (torch.tensor([[0, 1]] * 4), torch.ones(5).bool(), r"mask must be \[4\] on cpu"),
 }
