@@ -44,6 +44,16 @@ def patched(model):
     router(model).forward = lambda x: doubles(None, None, own(x))
 
 
+def subclassed(model):
+    own = router(model)
+
+    class Doubled(type(own)):
+        def forward(self, x):
+            return doubles(self, (x,), super().forward(x))
+
+    own.__class__ = Doubled
+
+
 def parametrized(model):
     class Doubled(nn.Module):
         def forward(self, weight):
@@ -67,6 +77,7 @@ CHANGED = {
         lambda model: model.model.layers[-1].mlp.register_forward_pre_hook(lambda block, args: (args[0] * 2,)),
     ),
     "forward": ("deepseek_v3", patched),
+    "subclass": ("qwen3_moe", subclassed),
     "parametrization": ("qwen3_moe", parametrized),
     "activation": ("qwen3_moe", another_activation),
 }

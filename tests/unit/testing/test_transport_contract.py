@@ -11,6 +11,7 @@ from ep_moe import EPContext
 from ep_moe.all2all.torch_collectives import TorchAll2AllDispatcher
 from ep_moe.testing import distributed, rank_device, transport_case, transport_contract
 from ep_moe.testing.transport_contract import _uninitialised_is_nan
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 
 @pytest.mark.parametrize("fill", [False, True])
@@ -76,3 +77,20 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(world_size):
             own = "ValueError: boom" if group.rank == odd else "PeerTimeout: it never came"
             with pytest.raises(AssertionError, match=rf"a check on ranks \[0, 1\]; rank {odd}: ValueError: boom"):
                 transport_case._tell("a check", group, [own])
+
+
+def test_rows_with_a_single_route_here_are_compared_too():
+    """They are most rows of an expert-parallel rank; those without any may hold anything."""
+    ids = torch.tensor([[0, -1], [-1, -1], [1, 0]])
+
+    def bits(x):
+        received = Received(
+            x, RowLayout.RANK_MAJOR, Weighting.EXPERTS, None, local_ids=LocalIds(ids), weights=torch.ones(3, 2)
+        )
+        return transport_contract._bits(received)
+
+    x = torch.ones(3, 4)
+    for row, compared in enumerate((True, False, True)):
+        other = x.clone()
+        other[row, 1] = 2.0
+        assert torch.equal(bits(other), bits(x)) != compared
