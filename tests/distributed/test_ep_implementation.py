@@ -221,6 +221,18 @@ def test_calls_with_gradients_take_a_kernel_with_a_backward(checkpoints, world_s
 
 
 @distributed(2)
+def test_a_model_may_choose_fewer_experts_than_there_is_room_for(checkpoints, world_size):
+    quiet()
+    register_ep_implementation(top_k=4)
+    ids = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0)).to(rank_device())
+    plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / "olmoe" / "fused").to(rank_device()).eval()
+    model = loaded(checkpoints / "olmoe" / "fused", tp_size=2, ep_size=2).eval()
+    with torch.no_grad():
+        assert close(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert {layer.config.top_k for layer in borrowing_layers(model)} == {4}
+
+
+@distributed(2)
 def test_refusals_are_alike_on_all_ranks(checkpoints, world_size):
     quiet()
     folder, sizes = checkpoints / "olmoe" / "fused", {"fsdp_size": 2, "ep_size": 2}

@@ -62,3 +62,12 @@ def test_a_part_is_that_of_the_whole(kind, expert):
 def test_a_factor_for_a_whole_row_is_stated_as_minus_one(how, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": how | {"group_size": -1}}))
     assert read_declared(tmp_path).groups == {0}
+
+
+@pytest.mark.parametrize(("kind", "method"), [(AwqMatrix, "awq"), (GptqMatrix, "gptq")])
+@pytest.mark.parametrize(("bits", "wrong"), [({4}, None), ({4, 8}, "with 4, 8 bits"), ({8}, "with 8 bits")])
+def test_other_bits_beside_four_are_refused(bits, wrong, kind, method):
+    stored = matrix(kind)
+    stored.tensors.declared = Declared(method=method, bits=frozenset(bits), groups=frozenset({GROUP}))
+    problem = stored._wrong_stated()
+    assert problem is None if wrong is None else wrong in problem

@@ -9,13 +9,28 @@ from ep_moe.eplb.load import LoadRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
 
-def test_members_of_an_etp_group_count_a_row_once():
+def layer_of(top_k, etp=1):
     placement = Placement(ExpertMap.linear(4, 1))
-    weights = SimpleNamespace(etp=SimpleNamespace(size=2), config=SimpleNamespace(top_k=2))
-    layer = SimpleNamespace(name="moe", placement=placement, expert_weights=weights)
+    weights = SimpleNamespace(etp=SimpleNamespace(size=etp), config=SimpleNamespace(top_k=top_k))
+    return SimpleNamespace(name=f"moe{top_k}", placement=placement, expert_weights=weights)
+
+
+def test_members_of_an_etp_group_count_a_row_once():
+    layer = layer_of(2, etp=2)
+    placement = layer.placement
     recorder = LoadRecorder([layer], RankGroup.alone(), steps=2)
     placement.expert_load += torch.tensor([4, 0, 2, 2])  # of both members together
     recorder.step()
     trace = recorder.finish()
     assert trace.counts.tolist() == [[[2, 0, 1, 1]]]
     assert trace.tokens.tolist() == [2], "routes by the experts of a token"
+
+
+def test_tokens_are_those_of_the_layer_with_the_most():
+    """By its own experts of a token."""
+    layers = [layer_of(4), layer_of(2)]
+    recorder = LoadRecorder(layers, RankGroup.alone(), steps=1)
+    for layer in layers:
+        layer.placement.expert_load += torch.tensor([2, 2, 2, 2])
+    recorder.step()
+    assert recorder.finish().tokens.tolist() == [4]

@@ -382,3 +382,10 @@ def test_experts_of_mixed_or_quantized_numbers_are_refused(kind, which, dtype):
     module._parameters[parameter] = nn.Parameter(getattr(module, parameter).detach().to(dtype), requires_grad=False)
     with pytest.raises(ConfigError, match=rf"{name}.*{which}.*give expert_parallel the model as it was before it was"):
         find_experts(model)
+
+
+def test_counts_of_nothing_are_no_number_of_experts():
+    model = tiny_transformers_model("dbrx")
+    for module in list(find_experts(model)):
+        vars(model.get_submodule(module))["num_shared_experts"] = 0
+    assert find_experts(model).keys() == find_experts(tiny_transformers_model("dbrx")).keys()

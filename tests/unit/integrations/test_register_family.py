@@ -243,3 +243,13 @@ def test_entries_that_cannot_be_right_are_refused(kind, family, names, text):
     with pytest.raises(ConfigError, match=text):
         register_family(kind, family, names)
     assert before == FAMILIES
+
+
+@pytest.mark.parametrize("attribute", ["forward", "missing"])
+def test_shared_experts_that_are_no_module_are_refused(attribute, context):
+    register_family(
+        "glm4_moe", dataclasses.replace(GLM, shared=attribute), dataclasses.replace(NAMES, shared=attribute)
+    )
+    model = transformers.AutoModelForCausalLM.from_config(glm_config())
+    with pytest.raises(ConfigError, match=rf"has no module '{attribute}'; mend Family.shared"):
+        expert_parallel(model, context)

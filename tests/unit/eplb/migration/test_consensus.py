@@ -1,10 +1,12 @@
 """What follows from all ranks' facts."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
-from ep_moe.eplb.migration.consensus import Action, RankStatus, State, Trouble, Verdict, reach_verdict
+from ep_moe import PeerTimeout
+from ep_moe.eplb.migration.consensus import Action, Connections, RankStatus, State, Trouble, Verdict, reach_verdict
 
 FACTS = RankStatus(7, 31, State.MOVING, 2, True, Trouble.NONE, 0)
 RANKS = (4, 5, 6)
@@ -50,3 +52,13 @@ def test_plans_that_differ():
     found = reach_verdict(rows(digest=99), RANKS)
     assert (found.action, found.explained_by) == (Action.ROLLBACK, None)
     assert "different plans: their digest is 0 on rank 4, 99 on rank 5" in found.text
+
+
+def test_a_balancer_whose_peer_does_not_come_is_closed():
+    def lost(what, problem):
+        raise PeerTimeout(f"{what}: rank 1 did not come")
+
+    connections = Connections([], None, None, "balancer", 1.0, SimpleNamespace(healthy=lost))
+    with pytest.raises(PeerTimeout, match=r"ExpertBalancer\.close"):
+        connections.close()
+    assert connections.closed

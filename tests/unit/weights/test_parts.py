@@ -1,0 +1,27 @@
+"""How an expert's tensors are cut over etp ranks, and joined again."""
+
+import pytest
+import torch
+
+from ep_moe import Activation, MoEConfig
+from ep_moe.weights.parts import etp_shard, join
+
+
+@pytest.mark.parametrize("etp", [1, 2, 4])
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2])
+def test_pieces_are_joined_to_what_was_cut(activation, etp):
+    config = MoEConfig(
+        hidden_size=8, intermediate_size=16, num_experts=4, top_k=2, activation=activation, expert_bias=True
+    )
+    shapes = {"w13": (config.w13_rows, 8), "w2": (8, 16), "w13_bias": (config.w13_rows,), "w2_bias": (8,)}
+    for name, shape in shapes.items():
+        whole = torch.randn(shape)
+        pieces = [etp_shard(config, name, whole, etp, rank) for rank in range(etp)]
+        assert torch.equal(join(config, name, pieces), whole)
+
+
+def test_what_every_etp_rank_has_is_that_of_the_first():
+    """It alone trains w2_bias."""
+    config = MoEConfig(hidden_size=8, intermediate_size=16, num_experts=4, top_k=2, expert_bias=True)
+    pieces = [torch.full((8,), float(rank)) for rank in range(2)]
+    assert join(config, "w2_bias", pieces) is pieces[0]
