@@ -43,6 +43,18 @@ def test_a_rank_that_skips_a_step_is_found_before_anything_is_put_in_force(world
         is_off(balancer, layers, RebalanceError)
 
 
+@distributed(2, deadline_s=60)
+def test_a_rank_that_skipped_a_step_while_nothing_moved_is_found(world_size):
+    with context_of() as context:
+        balancer = ExpertBalancer(make_layers(context, 2), context, on_request())
+        for _ in range(1 + dist.get_rank()):
+            balancer.step()
+        balancer.move_to([random_map(2, 8, seed) for seed in (1, 2)])
+        with pytest.raises(RebalanceError, match=r"step is 1 on rank 0, 2 on rank 1; call ExpertBalancer\.step\(\)"):
+            for _ in range(12):
+                balancer.step()
+
+
 @distributed(2)
 def test_a_step_that_is_skipped_just_before_a_commit(world_size):
     """Too late to be found in time: the call says so, and that rank hears of it and has the others' map."""

@@ -19,6 +19,7 @@ from ep_moe import CheckpointError, ConfigError, EPContext, EPMoEError
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.checkpoint.unexpected_tensors import unexpected
 from ep_moe.integrations.config_file import read_config
+from ep_moe.integrations.families import checked_config
 from ep_moe.integrations.transformers import export_weights, load_pretrained, load_weights, read_moe_config
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet, save, tiny_model, written
@@ -274,6 +275,16 @@ def test_a_configuration_alone(what, checkpoints, tmp_path):
     pattern = broken(folder, what)
     with local() as context, pytest.raises((CheckpointError, ConfigError), match=pattern):
         read_moe_config(folder, context)
+
+
+def test_the_text_model_of_a_multimodal_configuration_is_read(checkpoints):
+    with local() as context:
+        alone, beside = (
+            read_moe_config(checkpoints[f"llama4_text {how}"].folder, context) for how in ("single", "wrapped")
+        )
+    assert alone == beside
+    config, _ = checked_config(Path(checkpoints["llama4_text wrapped"].folder))
+    assert config.model_type == "llama4_text"
 
 
 @pytest.mark.parametrize("path", [5, None, "", "a\0b", "x" * 5000, b"bytes", ["list"]])

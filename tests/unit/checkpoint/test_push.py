@@ -29,11 +29,14 @@ def test_a_rank_with_a_problem_gathers_the_rest_with_its_peers(monkeypatch):
 
 
 @distributed(2)
+@pytest.mark.parametrize("before", ["", "a load that failed"])
 @pytest.mark.parametrize("writer", [None, 0, 1])
-def test_layers_are_served_again_where_no_rank_wrote(writer, world_size):
+def test_layers_are_served_again_where_no_rank_wrote(writer, before, world_size):
+    """If they were served before."""
     with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
         layer = MoELayer(CONFIG, context)
+        layer._unfinished = before
         with contextlib.suppress(CheckpointError), replacing([layer], "a trainer") as replaced:
             replaced.written = dist.get_rank() == writer
             context.consensus.healthy("a tensor", CheckpointError("bad"))
-        assert layer._unfinished == ("" if writer is None else "a trainer")
+        assert layer._unfinished == (before if writer is None else "a trainer")

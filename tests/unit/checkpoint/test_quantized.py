@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,7 +12,7 @@ from torch import Tensor
 from ep_moe import Activation, MoEConfig, MoELayer
 from ep_moe.checkpoint.formats import find_format
 from ep_moe.checkpoint.model_names import names_of
-from ep_moe.checkpoint.quantized_experts import read_quantized
+from ep_moe.checkpoint.quantized_experts import _one_half, read_quantized
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.schemes import SCHEMES
@@ -157,3 +159,17 @@ def test_static_scales_cannot_come_from_these_checkpoints(tmp_path):
     save("fp8", tmp_path)
     with pytest.raises(CheckpointError, match=r"needs calibrated input scales.*update_expert, or choose fp8_dynamic"):
         load("fp8", tmp_path, "fp8_static")
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_half_a_matrix_that_is_quantized_must_be_finite(wrong):
+    """Where the other half has the scheme's bytes."""
+    scheme = SCHEMES["fp8_channel"]
+    codes = scheme.weights.quantize(torch.ones(16, 32), torch.bfloat16)
+    numbers = torch.ones(16, 32)
+    numbers[3, 5] = wrong
+    gate = SimpleNamespace(keeps=lambda name: True, codes=lambda rows: codes)
+    matrix = SimpleNamespace(name="up_proj.weight", tensors=SimpleNamespace(location=lambda name: f"file of {name}"))
+    up = SimpleNamespace(keeps=lambda name: False, numbers=lambda rows: numbers, matrix=matrix)
+    with pytest.raises(CheckpointError, match=r"file of up_proj\.weight .*finite"):
+        _one_half(SimpleNamespace(gate=gate, up=up), (0, 16), scheme, torch.bfloat16, torch.device("cpu"))

@@ -83,14 +83,16 @@ def test_rows_with_a_single_route_here_are_compared_too():
     """They are most rows of an expert-parallel rank; those without any may hold anything."""
     ids = torch.tensor([[0, -1], [-1, -1], [1, 0]])
 
-    def bits(x):
+    def bits(x, x_scale):
         received = Received(
-            x, RowLayout.RANK_MAJOR, Weighting.EXPERTS, None, local_ids=LocalIds(ids), weights=torch.ones(3, 2)
-        )
+            x, RowLayout.RANK_MAJOR, Weighting.EXPERTS, None, local_ids=LocalIds(ids), weights=torch.ones(3, 2),
+            x_scale=x_scale,
+        )  # fmt: skip
         return transport_contract._bits(received)
 
-    x = torch.ones(3, 4)
-    for row, compared in enumerate((True, False, True)):
-        other = x.clone()
-        other[row, 1] = 2.0
-        assert torch.equal(bits(other), bits(x)) != compared
+    rows = {"x": torch.ones(3, 4), "x_scale": torch.ones(3, 2)}
+    for name in rows:
+        for row, compared in enumerate((True, False, True)):
+            other = rows[name].clone()
+            other[row, 1] = 2.0
+            assert torch.equal(bits(**rows | {name: other}), bits(**rows)) != compared
