@@ -121,6 +121,7 @@ class LayerParts(nn.Module):
                 weight_layout=kernel.weight_layout,
                 trainable=kernel.capabilities.differentiable,
             )
+        self._block: Callable[[], nn.Module | None] = lambda: None  # it holds the layer and, say, a router of its own
         self.expert_weights.gradient_sum.layout = context.layout
         if isinstance(self.router, nn.Module):
             self.expert_weights.gradient_sum.router = weakref.ref(self.router)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,6 +40,7 @@ class ComparedLayer(Protocol):
     router: Any
     shared_experts: nn.Module | None
     expert_weights: ExpertWeights
+    _block: Callable[[], nn.Module | None]
 
     def _carried(self) -> str: ...
 
@@ -197,13 +198,24 @@ def _sums(dense: dict[str, Tensor], device: torch.device) -> tuple[list[Tensor],
 
 
 def _dense(layer: ComparedLayer) -> Iterable[tuple[str, Tensor]]:
-    """Parameters and buffers that all ranks hold alike; not what a wrapper has cut."""
+    """Parameters and buffers that all ranks hold alike, those of the model's own router and shared experts beside a
+    layer too; not what a wrapper has cut."""
     for part in ("router", "shared_experts"):
         module = getattr(layer, part)
         if isinstance(module, nn.Module):
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if not (tensor.is_meta or hasattr(tensor, "placements")):
-                    yield f"{part}.{name}", tensor
+            yield from ((f"{part}.{name}", tensor) for name, tensor in _whole(module))
+    block = layer._block()
+    if block is not None:
+        apart = [module for module in block.modules() if isinstance(module, ExpertWeights)]
+        experts = {id(tensor) for module in apart for tensor in [*module.parameters(), *module.buffers()]}
+        # counters are each rank's own
+        yield from ((n, t) for n, t in _whole(block) if id(t) not in experts and t.is_floating_point())
+
+
+def _whole(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if not (tensor.is_meta or hasattr(tensor, "placements")):
+            yield name, tensor
 
 
 def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:

@@ -10,6 +10,7 @@ gates, and gives the replaced module what it gave its own: rows, ids of experts 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn, cast
 
@@ -285,6 +286,7 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             for expert in made.local_experts:
                 made.write_expert(expert, made.layout.one(whole, expert))
         made.train(experts.training)
+        made.moe._block = weakref.ref(made if found[name].block else parent)
         _put(model, experts, made)
         replaced[name] = made
     attach_all_called(model, replaced)

@@ -189,6 +189,26 @@ def test_ranks_that_push_different_weights_are_told(world_size):
             same_error(CheckpointError, lambda: layers[1](torch.ones(2, 32, device=context.device)))  # noqa: B023
 
 
+@distributed(2)
+def test_routers_of_a_models_own_that_differ_are_told(world_size):
+    """Its experts alone are replaced, and its router lies beside the layer: when it is made, and when it is pushed."""
+    quiet()
+    name = "model.layers.1.mlp.gate.weight"
+    with context_of() as context:
+        ids = torch.arange(5)[None].to(context.device)
+        plain = KINDS["olmoe"]()
+        with torch.no_grad():
+            plain.get_parameter(name).add_(dist.get_rank())
+        server = expert_parallel(plain, context)
+        words = "model.layers.1.mlp.experts: all ranks must hold the same router and shared experts, and gate.weight"
+        assert words in same_error(InputError, lambda: server(ids))
+        server = serving_model("olmoe", context)
+        server(ids)
+        weights = changed(name, lambda tensor: tensor + 1.0)(published("olmoe"))
+        assert words in same_error(InputError, lambda: models.load_weights(server, weights))
+        same_error(CheckpointError, lambda: server(ids))
+
+
 @distributed(1)
 def test_what_cannot_be_pushed_is_refused(world_size):
     quiet()
