@@ -122,7 +122,8 @@ class RebalanceLoop:
             if self._state is State.MOVING:
                 assert self._migration is not None
                 self._migration.advance()
-                if self._migration.done and not self._problem:
+                # a row that was written on its way is no damage: the layer begins again
+                if self._migration.done and not self._problem and not self._migration.outdated():
                     self._trouble_here(self._migration.damage())
             elif self._state is State.PLANNING and self._decision is None and not self._problem:
                 self._look_at_plan()

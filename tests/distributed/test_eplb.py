@@ -312,14 +312,18 @@ def same_rows(layer, alone, what):
             assert_same(layer.forward_routed(x, routing), alone.forward_routed(x, routing), what)
 
 
-@distributed(2)
-def test_weights_written_on_the_way_are_not_lost(world_size):
-    """Whenever it comes, an update of an expert is in every replica in the end."""
+@distributed(2, deadline_s=120)
+@pytest.mark.parametrize("row_bytes_per_step", [ROW, ROW // 3])
+def test_weights_written_on_the_way_are_not_lost(row_bytes_per_step, world_size):
+    """Whenever it comes, an update of an expert is in every replica in the end. Half a row before it and half behind
+    it are no damage."""
     with context_of() as context:
         (layer,) = make_layers(context)
         restarts = 0
         for turn in range(12):
-            with ExpertBalancer([layer], context, on_request(bytes_per_step=ROW, sync_every=2)) as balancer:
+            with ExpertBalancer(
+                [layer], context, on_request(bytes_per_step=row_bytes_per_step, sync_every=2)
+            ) as balancer:
                 balancer.move_to([random_map(2, 8, turn)])
                 number = 0
                 while balancer.state is not State.IDLE:
