@@ -249,6 +249,7 @@ class CallGradients:
     def __init__(self, main: MainGrads, names: tuple[str, ...], first: nn.Parameter) -> None:
         self._main, self._names, self._parameters = main, names, main._of
         self._node = get_gradient_edge(first).node
+        self._unwritten = main._weights.gradient_sum.pieces_unwritten()
         self._written = False  # by a kernel
 
     def wanted(self) -> bool:
@@ -276,6 +277,7 @@ class CallGradients:
         }
 
     def _begun(self) -> dict[str, bool]:
+        self._unwritten()
         weights = self._main._weights
         before, now = self._parameters or [], weights._on_views
         if before is not now and (len(before) != len(now) or any(map(operator.is_not, before, now))):

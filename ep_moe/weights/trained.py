@@ -166,12 +166,29 @@ class GradientSum:
         stored = tuple(tensor.detach() for tensor in tensors.values())
         return dict(zip(tensors, Joined.apply(stored, back, *tensors.values()), strict=True))
 
+    def pieces_unwritten(self) -> Callable[[], None]:
+        """A check for a call's backward, from forward: RuntimeError where a parameter was written in place meanwhile.
+        Of etp ranks' pieces, whose memory does not tell autograd of writes that go through their DTensors."""
+        held = self._weights._on_views if self.etp.size > 1 else []
+        seen = [parameter._version for parameter in held]
+
+        def check() -> None:
+            if [parameter._version for parameter in held] != seen:
+                raise RuntimeError(
+                    "an expert's parameter needed for gradient computation has been modified by an inplace operation "
+                    "between forward and backward, such as optimizer.step(); run backward before it"
+                )
+
+        return check
+
     def of_parameters(self, slots: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """The tensors of all slots [L, ...], by stored name, as functions of the parameters that lie in them, which get
         summed gradients. parameters: by expert, and of each in the order of the tensors' parts"""
         self.check()
+        unwritten = self.pieces_unwritten()
 
         def back(gradients: list[Tensor]) -> list[Tensor]:
+            unwritten()
             summed = self(dict(zip(slots, gradients, strict=True)))
             split = []  # by one call of torch's for each tensor: there may be hundreds of parameters
             for name, gradient in summed.items():
