@@ -5,8 +5,9 @@ without a loss.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -324,9 +325,9 @@ class BiasUpdate:
         self._seen = [_Counted(layer) for layer in self._layers]
 
     @torch.no_grad()
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: Any = None, _: Any = (), keywords: Mapping[str, Any] = MappingProxyType({})) -> None:
         """Update the biases by the load since the last call. Collective; takes what an optimizer's hook is given."""
-        if not self._layers:
+        if not self._layers or _makes_state_alone(optimizer, keywords):
             return
         loads = [seen.since() for seen in self._seen]
         total = torch.cat(loads)
@@ -339,6 +340,14 @@ class BiasUpdate:
         for layer, load in zip(self._layers, total.split([len(load) for load in loads]), strict=True):
             way = (load.sum() - load * len(load)).sign()  # of mean - load, in integers
             _bias(layer).add_(way.float() * self.speed)
+
+
+def _makes_state_alone(optimizer: Any, keywords: Mapping[str, Any]) -> bool:
+    """Whether it is the step without a change by which torch has an optimizer make its state, when that is taken or set
+    (`torch.distributed.checkpoint.state_dict`): with a learning rate of 0 and `closure=None`. The same on all ranks."""
+    groups = getattr(optimizer, "param_groups", ())
+    asked = "closure" in keywords and keywords["closure"] is None
+    return asked and bool(groups) and all("lr" in group and float(group["lr"]) == 0 for group in groups)
 
 
 class _Counted:

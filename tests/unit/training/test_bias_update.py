@@ -5,6 +5,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ep_moe import ConfigError, EPContext, MoELayer, Routing, RoutingConfig, RoutingMethod
 from ep_moe.training import BiasUpdate
@@ -33,6 +34,22 @@ def steps(model, optimizer, batches, accumulate):
         if (number + 1) % accumulate == 0:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_a_step_by_which_torch_makes_a_state_moves_no_bias(context):
+    model = Model(context, routing=BIASED)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(BiasUpdate(model, context, speed=0.25))
+    with torch.no_grad():
+        model(rows_of(50, 9))
+    biases = [layer.router.e_score_correction_bias for layer in model.layers]
+    state = get_optimizer_state_dict(model, optimizer)
+    set_optimizer_state_dict(model, optimizer, state)
+    assert not any(bias.any() for bias in biases)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # as a warm-up begins
+    optimizer.step()
+    assert all(bias.any() for bias in biases), "the load before is still counted"
 
 
 def test_bias_follows_the_load_of_a_step(context):
