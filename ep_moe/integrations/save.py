@@ -112,19 +112,20 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
         shard_bytes: of a file, at most, unless a single tensor is larger.
 
     Raises:
-        ConfigError: the layers are quantized, or divided over pipeline stages.
+        ConfigError: the layers are quantized, divided over pipeline stages, or sharded by FSDP2.
         CheckpointError: on all ranks, when the one that writes cannot.
     """
     model, experts = parts.model, parts.experts
     context = experts[0].layer.context
     check_plain(experts, "save_pretrained")
+    rest = parts.rest()
+    _check_whole(rest)
     writer = _Writer(folder, shard_bytes) if context.layout.place == 0 else None
     problem: Exception | None = None
     try:
-        rest = parts.rest() if writer is not None else {}
         with swapped(model, parts.places):
             if writer is not None:
-                problem = _tried(lambda: _write(writer, model, _checked(model, rest), original))
+                problem = _tried(lambda: _write(writer, model, untied(model, rest), original))
             for one in experts:
                 whole = _gathered(one)
                 if writer is not None and problem is None:
@@ -178,14 +179,14 @@ def _tried(act: Callable[[], None]) -> Exception | None:
     return None
 
 
-def _checked(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _check_whole(tensors: dict[str, Tensor]) -> None:
+    """Raise ConfigError, on all ranks alike, where FSDP2 has cut a model: experts' pieces lie on other ranks too."""
     sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "full_tensor")]
     if sharded:
         raise ConfigError(
             f"{sharded[0]} is sharded over ranks, and save_pretrained writes whole tensors; gather it, or use "
             f"torch.distributed.checkpoint"
         )
-    return untied(model, tensors)
 
 
 def untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

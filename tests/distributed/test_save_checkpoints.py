@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from ep_moe import EPContext, ExpertMap, ParallelConfig
 from ep_moe.checkpoint.source import INDEX
-from ep_moe.errors import CheckpointError
-from ep_moe.integrations.transformers import load_pretrained, save_pretrained
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations.transformers import expert_parallel, load_pretrained, save_pretrained
 from ep_moe.testing import distributed, rank_device
+from ep_moe.training import fully_shard
 from tests.fixtures.checkpoint_files import FAMILIES, check_equal, quiet, save, tensors_of, tiny_model
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import everywhere, same_error
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_model
 
 KINDS = {kind: interface_model for kind in MODELS if kind not in FAMILIES} | dict.fromkeys(FAMILIES, tiny_model)
@@ -98,3 +99,14 @@ def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(folders):
         assert len(set(everywhere(str(caught.value)))) == 1
         ids = torch.arange(5)[None].to(rank_device())
         assert model(input_ids=ids, use_cache=False).logits.isfinite().all()  # all can go on
+
+
+@distributed(2, set_device=True, deadline_s=60)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_model_that_fsdp_has_cut_is_refused(ep, tmp_path, world_size):
+    """On all ranks: with ep < dp pieces of experts lie on ranks that do not write."""
+    quiet()
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
+        model = fully_shard(expert_parallel(tiny_model("qwen3_moe"), context), context)
+        text = same_error(ConfigError, lambda: save_pretrained(model, tmp_path / "saved"))
+        assert "is sharded over ranks, and save_pretrained writes whole tensors" in text
