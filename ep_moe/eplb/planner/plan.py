@@ -90,7 +90,7 @@ def plan(
     if groups % nodes or not _fits(room, loads.shape[1], nodes):
         groups = nodes = 1
     planned = _plan(Problem(loads, now, room, groups, nodes, tolerance, enough))
-    return [_map(table, held, int(room.max())) for table, held in zip(planned, current, strict=True)]
+    return [_map(table, held, int(own.max())) for table, held, own in zip(planned, current, room, strict=True)]
 
 
 def _plan(problem: Problem) -> Ints:

@@ -393,3 +393,14 @@ def test_surplus_copies_leave_the_fullest_ranks():
     found = drop_surplus(load, np.array([[1, 1, 1, 1]]), table)
     assert found.tolist() == [[[0, 1], [-1, 2], [-1, 3]]]
     assert drop_surplus(load, np.array([[2, 1, 1, 1]]), table).tolist() == [[[0, 1], [-1, 2], [0, 3]]]
+
+
+def test_each_layer_keeps_its_own_slots():
+    """Layers of a balancer may have different memory."""
+    maps = [ExpertMap.linear(6, 2), ExpertMap.redundant(6, 2, 4)]
+    load = np.array([[9.0, 9.0, 9.0, 1.0, 1.0, 1.0], [30.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    found = plan(load, maps)
+    assert [made.slots_per_rank for made in found] == [3, 5]
+    assert found[0] != maps[0], "its experts of much load lay on one rank"
+    for made, own in zip(found, load, strict=True):
+        assert balancedness(loads_by_rank(own[None], [made])) > 0.75
