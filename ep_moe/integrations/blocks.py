@@ -177,8 +177,13 @@ def saved_experts(model: Any) -> list[SavedExperts]:
 
 
 def model_parts(model: Any) -> ModelParts:
-    """Of a model with expert-parallel layers. Raises ConfigError for another."""
+    """Of a model with expert-parallel layers. Raises ConfigError for another, and for one with adapters."""
     experts = saved_experts(model)
+    if hasattr(model, "peft_config") and hasattr(model, "base_model") and not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"{type(model).__name__} holds LoRA factors beside weights that it has under other names; call "
+            f"ep_moe.integrations.lora.merge_lora(model) first, or save_lora(model, folder) for the factors alone"
+        )
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
     if not blocks:
         return ModelParts(model, experts, {one.name: one.stand_in() for one in experts})

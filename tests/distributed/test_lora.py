@@ -7,7 +7,14 @@ import transformers
 
 from ep_moe import ConfigError, EPContext, ParallelConfig
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
-from ep_moe.integrations.transformers import idle_step, load_pretrained, moe_layers, save_pretrained
+from ep_moe.integrations.transformers import (
+    export_weights,
+    idle_step,
+    load_pretrained,
+    load_weights,
+    moe_layers,
+    save_pretrained,
+)
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
 from ep_moe.weights import lora
@@ -358,3 +365,22 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
         with pytest.raises(ConfigError, match="each expert is cut over 2 ranks"):
             add_lora(model, lora_config("olmoe"))
         etp.destroy()
+
+
+@distributed(2)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
+def test_a_model_of_peft_is_no_checkpoint(kind, models, tmp_path, world_size):
+    """Factors of attention alone, too: it has its weights under other names."""
+    quiet()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
+        known = load_pretrained(models / kind, context, experts="reference", progress=False)
+        model = add_lora(known, lora_config(kind, target_modules=["q_proj"], target_parameters=None))
+        for call in (
+            lambda: list(export_weights(model)),
+            lambda: load_weights(model, {}),
+            lambda: save_pretrained(model, tmp_path / "saved"),
+        ):
+            with pytest.raises(ConfigError, match=r"PeftModel.* call ep_moe\.integrations\.lora\.merge_lora\(model\)"):
+                call()
+        names = {name for name, _ in export_weights(merge_lora(model))}
+        assert any(name.endswith("q_proj.weight") for name in names)
