@@ -50,9 +50,13 @@ def test_a_rank_that_skipped_a_step_while_nothing_moved_is_found(world_size):
         for _ in range(1 + dist.get_rank()):
             balancer.step()
         balancer.move_to([random_map(2, 8, seed) for seed in (1, 2)])
-        with pytest.raises(RebalanceError, match=r"step is 1 on rank 0, 2 on rank 1; call ExpertBalancer\.step\(\)"):
-            for _ in range(12):
+        found = ""
+        for _ in range(12):
+            try:
                 balancer.step()
+            except RebalanceError as error:
+                found = found or str(error)
+        assert "step is 1 on rank 0, 2 on rank 1; call ExpertBalancer.step()" in found
 
 
 @distributed(2)
