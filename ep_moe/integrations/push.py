@@ -54,7 +54,8 @@ def load_weights(model: PreTrainedModel, weights: Weights) -> set[str]:
         The names that were loaded.
 
     Raises:
-        CheckpointError: on all ranks, where a tensor of any of them is missing, superfluous or wrong.
+        CheckpointError: on all ranks, where a tensor of any of them is missing or wrong, or a replaced block has no
+            place for it. What else the model has no place for is left out with a warning.
         InputError: on all ranks, where something is no pair of name and tensor, or ranks hold different weights.
         ConfigError: the model has no expert-parallel layers.
     """
