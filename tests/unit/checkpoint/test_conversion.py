@@ -139,6 +139,7 @@ BROKEN = [
     (put(NAME.format(0, "odd"), lambda t: torch.zeros(2)), "experts.0.odd_proj.weight, which .* no place for"),
     (put("model.layers.0.mlp.experts.0.gate_proj.qweight", lambda t: torch.zeros(2).int()), "qweight is there, and"),
     (put("model.layers.1.mlp.experts.down_proj", lambda t: torch.zeros(8, 32, 48)), "become .*remove|both .*remove"),
+    (put("norm.weight", lambda t: torch.zeros(32)), "are both model.norm.weight; remove what is not meant"),
     (drop("model.layers.0.self_attn.q_proj.weight"), "layers.0.self_attn.q_proj.weight is missing in"),
     (drop("model.embed_tokens.weight"), "is missing in"),
     (put("model.norm.weight", lambda t: torch.zeros(31)), r"model.norm.weight must have shape \[32\], got \[31\]"),

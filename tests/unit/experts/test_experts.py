@@ -119,6 +119,17 @@ def test_equal_calls_give_equal_bits():
     assert torch.equal(run(call), run(call))
 
 
+@torch.no_grad()
+def test_results_are_written_where_the_caller_wants_them():
+    """By experts whose weights are parameters, too."""
+    run, call = experts(shape(bias=True)), received(local_ids("some of them"))
+    assert run.weights.named
+    out = torch.full_like(call.x, torch.nan)
+    found = run(call, out)
+    assert found.data_ptr() == out.data_ptr()
+    assert torch.equal(out, run(call))
+
+
 def test_weights_are_read_at_each_call():
     """An update in place is seen: the kernel keeps no copy."""
     run, call = experts(shape()), received(local_ids("some of them"))
