@@ -142,12 +142,16 @@ def test_experts_without_rows_get_zeros(checkpoints, world_size):
         layer.experts.compute = lambda received, *rest, compute=compute: (
             reached.append(int((received.local_ids >= 0).sum())) or compute(received, *rest)
         )
+    experts = model.config.num_experts
     for block in model.model.layers:  # ranks 0 and 1 send all rows to experts 0 and 1, the others spread theirs
         choose = block.mlp.gate.forward
-        if rank < 2:
-            block.mlp.gate.forward = lambda x, choose=choose: (
-                lambda logits, weights, ids: (logits, weights, torch.arange(2).expand_as(ids).contiguous())
-            )(*choose(x))
+
+        def chosen(x, choose=choose):
+            logits, weights, ids = choose(x)
+            spread = torch.arange(ids.numel(), device=ids.device).view_as(ids) % experts
+            return logits, weights, spread % 2 if rank < 2 else spread
+
+        block.mlp.gate.forward = chosen
     ids = torch.randint(0, 64, (1, 9), device=rank_device())
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
