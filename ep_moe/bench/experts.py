@@ -154,7 +154,7 @@ def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chun
     if scheme != "fp8_static":
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
     kinds = [tensors | {"w2": tensors["w2"] / 2**kind} for kind in range(3)]  # a row at the wrong expert shows
-    stored = [SCHEMES[scheme].quantize(kind, torch.bfloat16) for kind in kinds]
+    stored = [SCHEMES[scheme].quantize(numbers, torch.bfloat16) for numbers in kinds]
     for expert in weights.local_experts:
         weights.update_expert(expert, stored[expert % 3])
     return kind(config, weights, Workspaces(device), ExpertsOptions(chunk_rows=chunk_rows))

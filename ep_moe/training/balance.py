@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -325,9 +324,15 @@ class BiasUpdate:
         self._seen = [_Counted(layer) for layer in self._layers]
 
     @torch.no_grad()
-    def __call__(self, optimizer: Any = None, _: Any = (), keywords: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Update the biases by the load since the last call. Collective; takes what an optimizer's hook is given."""
-        if not self._layers or _makes_state_alone(optimizer, keywords):
+    def __call__(self, optimizer: Any = None, args: Any = None, kwargs: Mapping[str, Any] | None = None) -> None:
+        """Update the biases by the load since the last call. Collective.
+
+        Args:
+            optimizer: That calls its hooks; None where it is called by hand.
+            args: Of the optimizer's step; not read.
+            kwargs: Of the optimizer's step.
+        """
+        if not self._layers or _makes_state_alone(optimizer, kwargs or {}):
             return
         loads = [seen.since() for seen in self._seen]
         total = torch.cat(loads)
@@ -342,11 +347,11 @@ class BiasUpdate:
             _bias(layer).add_(way.float() * self.speed)
 
 
-def _makes_state_alone(optimizer: Any, keywords: Mapping[str, Any]) -> bool:
-    """Whether it is the step without a change by which torch has an optimizer make its state, when that is taken or set
-    (`torch.distributed.checkpoint.state_dict`): with a learning rate of 0 and `closure=None`. The same on all ranks."""
+def _makes_state_alone(optimizer: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step changes nothing, and has the optimizer make its state alone. `torch.distributed.checkpoint`
+    calls it so, by `closure=None` and a learning rate of 0, where a state is taken or set. The same on all ranks."""
     groups = getattr(optimizer, "param_groups", ())
-    asked = "closure" in keywords and keywords["closure"] is None
+    asked = "closure" in kwargs and kwargs["closure"] is None
     return asked and bool(groups) and all("lr" in group and float(group["lr"]) == 0 for group in groups)
 
 
