@@ -193,12 +193,12 @@ def _rank_main(
     if _reader_is_gone(reports, 0):
         os._exit(1)
     threading.Thread(target=_end_with_reader, args=(reports, folder), daemon=True, name="ep_moe parent").start()
-    stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  (faulthandler writes to it until the process ends)
-    faulthandler.register(signal.SIGUSR1, file=stack)
-    torch.set_num_threads(threads)
-    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a rank that is killed leaves behind
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
+        stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  (faulthandler writes to it until the process ends)
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        torch.set_num_threads(threads)
+        tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a rank that is killed leaves behind
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         store = dist.FileStore(f"{folder}/store", -1)
         timeout = timedelta(seconds=deadline_s)
         store.set_timeout(timeout)
@@ -211,6 +211,8 @@ def _rank_main(
             barrier(torch.device("cpu"))
         pipe.send_bytes(pickle.dumps(_Report(True, result)))  # tensors by value: this process does not stay
     except BaseException as error:
+        if _reader_is_gone(reports, 0):  # another rank saw that first, and took the folder away
+            os._exit(1)
         ours = error if isinstance(error, EPMoEError) else None
         pipe.send_bytes(pickle.dumps(_Report(False, traceback.format_exc(), ours)))
     pipe.close()

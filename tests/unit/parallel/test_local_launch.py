@@ -1,6 +1,8 @@
 """Ranks in processes of this host: what ends them."""
 
 import multiprocessing
+import os
+import shutil
 import time
 
 from ep_moe.parallel import local_launch
@@ -30,3 +32,30 @@ def test_a_rank_ends_where_no_process_reads_its_report(tmp_path):
     rank.join(timeout=10)
     assert rank.exitcode == 1
     assert not folder.exists()
+
+
+def test_a_rank_that_begins_while_another_clears_up_ends_without_a_word(tmp_path, monkeypatch, capfd):
+    """The reader goes after this rank looked for it, and a rank that saw it go first has removed the folder."""
+    reader, pipe = multiprocessing.Pipe(duplex=False)
+    folder = tmp_path / "store"
+    folder.mkdir()
+
+    class Gone:
+        """A thread that begins as the others end."""
+
+        def __init__(self, **_):
+            pass
+
+        def start(self):
+            reader.close()
+            shutil.rmtree(folder)
+
+    monkeypatch.setattr(local_launch.threading, "Thread", Gone)
+    if (child := os.fork()) == 0:
+        try:
+            local_launch._rank_main("unused:unused", {}, 0, 1, 60.0, 1, False, pipe, str(folder))
+        finally:
+            os._exit(0)
+    reader.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert capfd.readouterr() == ("", "")
