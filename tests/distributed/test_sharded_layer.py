@@ -1,9 +1,10 @@
 """What FSDP2 needs of a layer that is a module of its own there."""
 
+import pytest
 import torch
 from torch import nn
 
-from ep_moe import EPContext, ParallelConfig, training
+from ep_moe import EPContext, InputError, ParallelConfig, training
 from ep_moe.layer import MoELayer
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.training_model import CONFIG, WIDTH
@@ -27,3 +28,11 @@ def test_a_sharded_layers_result_is_written_in_place():
             gradients = [x.grad, *(parameter.grad for parameter in model.parameters())]
             found.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients])
         torch.testing.assert_close(found[1], found[0])
+
+
+@distributed(2, set_device=True)
+def test_an_expert_that_is_shared_out_is_not_updated():
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
+        layer = training.fully_shard(MoELayer(CONFIG, context), context)
+        with pytest.raises(InputError, match="expert parameters are shared out by fully_shard; load them with"):
+            layer.update_expert(0, w2=torch.ones(WIDTH, CONFIG.intermediate_size))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
+from ep_moe import CheckpointError, EPContext, InputError, MoEConfig, MoELayer
 from ep_moe.checkpoint import push
 from ep_moe.checkpoint.reader import replacing
 from ep_moe.testing import distributed, rank_device
@@ -40,3 +40,9 @@ def test_layers_are_served_again_where_no_rank_wrote(writer, before, world_size)
             replaced.written = dist.get_rank() == writer
             context.consensus.healthy("a tensor", CheckpointError("bad"))
         assert layer._unfinished == (before if writer is None else "a trainer")
+
+
+def test_layers_of_two_contexts_are_refused():
+    layers = [MoELayer(CONFIG, EPContext.local(rank_device())) for _ in range(2)]
+    with pytest.raises(InputError, match="layers must be of one EPContext"):
+        push.load_layer_weights(dict(enumerate(layers)), {}, "mixtral")

@@ -90,3 +90,10 @@ def test_ranks_from_1_to_64_are_started_here(ranks, fits):
         contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=r"--ranks must be numbers in \[1, 64\]")
     ):
         check_exact._check(check_exact.CheckOptions(ranks=ranks))
+
+
+def test_ranks_are_started_here_or_by_torchrun(monkeypatch):
+    monkeypatch.setattr(TorchrunEnv, "present", lambda: True)
+    check_exact._check(check_exact.CheckOptions(ranks=None))
+    with pytest.raises(ConfigError, match="--ranks is for ranks that are started here"):
+        check_exact._check(check_exact.CheckOptions(ranks=(1,)))

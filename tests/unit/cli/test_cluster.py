@@ -259,3 +259,9 @@ def test_a_links_rate_is_the_best_of_all_passes(monkeypatch):
     meeting.answers = lambda _: [("", [(1, sent[-1])]), ("", [(0, sent[-1])])]
     assert cluster._measure(meeting, None, "gloo", None, None, None) == ({(0, 1): 9.0}, [], [])
     assert sent == [9.0, 4.0, 6.0]
+
+
+@pytest.mark.parametrize("deadline", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_deadline_is_looked_at_before_ranks_meet(deadline):
+    with pytest.raises(ConfigError, match="--deadline"):
+        cluster.run(deadline, lambda _: None, environment={})

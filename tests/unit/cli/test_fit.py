@@ -47,6 +47,12 @@ def ask(*args: object, code: int = 0) -> str:
     return found.output
 
 
+def test_a_revision_is_of_a_model_of_the_hub(tmp_path):
+    for name in ("qwen3-30b-a3b", str(tmp_path / "own.toml")):
+        with pytest.raises(ConfigError, match=f"--revision is for models of the Hub, got 'main' with '{name}'"):
+            read_model(name, "main")
+
+
 def question(**fields) -> Question:
     rest = {"config": SMALL, "layers": 3, "gpu": GPUS["h200"], "gpus": 4, "per_host": 8, "tokens": 8}
     rest |= {"scheme": scheme_of("none"), "all2all": "allgather", "experts": "reference"}

@@ -33,6 +33,7 @@ from ep_moe.selection.tuned import (
     machine_facts,
     versions,
 )
+from ep_moe.weights.layouts.base import WeightLayout
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=2)
@@ -201,6 +202,15 @@ def test_kernels_of_a_layer_are_made_with_the_same(monkeypatch):
             assert kernel.weights is layer.expert_weights
             assert kernel.workspaces is context._workspaces, "scratch memory of one call at a time"
             assert kernel.options is options
+
+
+def test_kernels_that_read_weights_otherwise_share_no_layer(monkeypatch):
+    own = SimpleNamespace(name="own", value="tests.fixtures.plugins:EagerKernel")
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: [own] if group == "ep_moe.experts" else [])
+    registry._plugins.cache_clear()
+    monkeypatch.setattr(registry.load("experts", "own"), "weight_layout", type("Own", (WeightLayout,), {}))
+    with pytest.raises(ConfigError, match="tuned has experts that cannot share one layer's weights: own, reference"):
+        MoELayer(CONFIG, local(), tuned=tuned(line(4, "own", 5), line(9, "reference", 7)))
 
 
 # --- the file ----------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ep_moe import ExpertMap, MoEConfig
+from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer
+from ep_moe.testing import rank_device
 from ep_moe.training import gradients
 from ep_moe.training.gradients import _buckets, _experts_once
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -34,3 +35,14 @@ def test_gradients_are_reduced_in_buckets_of_one_dtype_and_a_bounded_size(monkey
     found = [[(len(one), one.dtype) for one in bucket] for bucket in _buckets(given)]
     wanted = [[4, 6], [1], [20], [3]]
     assert found == [[(n, dtype) for n in bucket] for dtype in (torch.float32, torch.bfloat16) for bucket in wanted]
+
+
+@pytest.mark.parametrize("number", [torch.inf, torch.nan])
+def test_a_norm_that_is_no_number_is_raised_where_that_is_asked(number):
+    with EPContext.local(rank_device()) as context:
+        layer = MoELayer(CONFIG, context)
+        for parameter in layer.parameters():
+            parameter.grad = torch.full_like(parameter, number)
+        with pytest.raises(RuntimeError, match="the gradients' norm is (inf|nan); pass error_if_nonfinite=False"):
+            gradients.clip_grad_norm_(layer, context, 1.0, error_if_nonfinite=True)
+        assert not gradients.clip_grad_norm_(layer, context, 1.0).isfinite()
