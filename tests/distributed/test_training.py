@@ -197,6 +197,14 @@ def test_hybrid_sharding(world_size):
         assert not any(hasattr(p, "device_mesh") for p in training.expert_parameters(copied)), "copies are summed whole"
 
 
+@distributed(2, set_device=True)
+def test_a_mesh_has_all_ranks_with_tokens_of_their_own(world_size):
+    with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:
+        mesh = init_device_mesh(context.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
+        with pytest.raises(ConfigError, match=r"mesh must have the 2 ranks that have tokens of their own.*, got 1"):
+            training.fully_shard(made(context), context, mesh=mesh)
+
+
 @distributed(2, deadline_s=60)
 def test_a_router_in_float32_under_fsdp(world_size):
     """In a model of 16 bits: torch cuts one dtype alone. The remedy that the refusal names works."""

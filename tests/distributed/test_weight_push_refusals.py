@@ -13,6 +13,7 @@ from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations import transformers as models
 from ep_moe.integrations.transformers import export_weights
 from ep_moe.testing import distributed
+from ep_moe.training import fully_shard
 from ep_moe.weights.lora import LowRank, add_lora
 from tests.fixtures.checkpoint_files import CONFIGS, LAYERS, quiet, save, tiny_model
 from tests.fixtures.distributed_cases import everywhere, same_error
@@ -237,3 +238,12 @@ def test_what_cannot_be_pushed_is_refused(world_size):
         layer.router.register_forward_hook(lambda *_: models.load_weights(model, published("qwen3_moe")))
         with pytest.raises(InputError, match="weights are loaded between two calls"):
             layer(torch.ones(2, 128))
+
+
+@distributed(2, set_device=True)
+def test_a_model_that_is_sharded_outside_its_experts_takes_no_weights(world_size):
+    quiet()
+    with context_of() as context:
+        model = fully_shard(expert_parallel(KINDS["olmoe"](), context), context)
+        text = same_error(ConfigError, lambda: models.load_weights(model, published("olmoe")))
+        assert "is sharded over ranks, and load_weights writes whole tensors" in text

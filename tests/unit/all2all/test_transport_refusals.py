@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import BackendUnavailable, ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire
+from ep_moe import BackendUnavailable, ConfigError, EPContext, InputError, MoEConfig, MoELayer, RankLayout, Wire
+from ep_moe.all2all import deepep
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
@@ -248,3 +250,13 @@ def test_rows_are_aligned_as_they_travel(wire, columns):
 
     assert Aligned.unsupported_reason(columns, 2, 1, BF16, None, wire) is None
     assert "hidden_size to be a multiple of" in str(Aligned.unsupported_reason(columns // 2, 2, 1, BF16, None, wire))
+
+
+def test_deepep_makes_no_buffer_in_a_capture(monkeypatch):
+    """Its ranks meet for that on the host."""
+    monkeypatch.setattr(deepep, "capturing", lambda device: True)
+    own = SimpleNamespace(_buffer=None, name="deepep")
+    with pytest.raises(InputError, match="deepep makes its buffer in the first call: run the layer once before"):
+        DeepEPDispatcher._connected(own, GPU)
+    own._buffer = object()
+    assert DeepEPDispatcher._connected(own, GPU) is own._buffer

@@ -1,6 +1,7 @@
 """Experts of transformers models read one by one by transformers' own names, and the rest of the models."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers.core_model_loading import Concatenate, Interleave, Transpose, 
 
 from ep_moe.checkpoint import conversion
 from ep_moe.checkpoint.conversion import in_file
-from ep_moe.checkpoint.model_files import ExpertFiles, keep_in_float32, load_skeleton, swapped
+from ep_moe.checkpoint.model_files import ExpertFiles, check_dtype, keep_in_float32, load_skeleton, swapped
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.find_experts import find_experts, interface_layout
@@ -309,3 +310,15 @@ def test_a_tensor_may_hold_several_parameters(olmoe, checkpoints, monkeypatch):
         for name, tensor in files.read(module, 3).items():
             torch.testing.assert_close(tensor, whole[f"{module}.{name}"][3], rtol=0, atol=0)
     assert files.source.bytes_read == 2 * 96 * 32 * 4
+
+
+def test_numbers_of_another_quantization_are_named():
+    """Of a parameter outside the experts."""
+    others = {"lm_head.qzeros": "AutoRound"}
+    source = SimpleNamespace(
+        dtype=lambda name: "I32", foreign=lambda prefix: others if prefix == "lm_head" else {},
+        location=lambda name: name, declared=SimpleNamespace(said=""),
+    )  # fmt: skip
+    for name, words in (("lm_head.weight", "lm_head.weight is quantized by AutoRound"), ("norm.weight", "is I32; out")):
+        with pytest.raises(CheckpointError, match=words):
+            check_dtype(source, name, torch.ones(2), [name])

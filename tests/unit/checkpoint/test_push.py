@@ -46,3 +46,12 @@ def test_layers_of_two_contexts_are_refused():
     layers = [MoELayer(CONFIG, EPContext.local(rank_device())) for _ in range(2)]
     with pytest.raises(InputError, match="layers must be of one EPContext"):
         push.load_layer_weights(dict(enumerate(layers)), {}, "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [(torch.ones(2, device="meta"), "on the meta device"), (torch.ones(2).to_sparse(), "torch.sparse_coo")],
+)
+def test_a_tensor_without_numbers_is_refused(tensor, what):
+    with pytest.raises(InputError, match=f"w must be a dense tensor with numbers, got one {what}"):
+        push._checked_tensor("w", tensor)

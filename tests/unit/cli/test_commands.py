@@ -18,7 +18,7 @@ from ep_moe.bench.harness import json_text
 from ep_moe.cli import app as cli
 from ep_moe.cli import explain as explain_module
 from ep_moe.cli.output import EXIT_CODES, LEVELS, log_records, model_named
-from ep_moe.cli.run import DEMO
+from ep_moe.cli.run import DEMO, RunReport
 from ep_moe.config import load_model_config
 from ep_moe.eplb import LoadTrace
 from ep_moe.integrations.model_name import ModelKind, checkpoint_named, kind_of, sizes_named
@@ -408,6 +408,17 @@ def test_codes_of_ends(monkeypatch):
     monkeypatch.setattr(cli, "run_model", lambda _: SimpleNamespace())  # a bug: no report
     with pytest.raises(AttributeError, match="no attribute 'title'"):
         invoke("run")
+
+
+@pytest.mark.parametrize(
+    ("reference", "exact", "code"),
+    [(2.0, True, 0), (2.5, True, 1), (2.5, False, 0), (None, True, 0)],
+)
+def test_a_perplexity_that_is_not_the_references_is_an_exit_code(reference, exact, code, monkeypatch):
+    sizes = {"expert_load": [[1, 1]], "rank_load": [[2]], "stages": {"experts": 1.0}, "forwards": 1}
+    report = RunReport(title="demo", tokens=2, perplexity=2.0, reference=reference, exact=exact, **sizes)
+    monkeypatch.setattr(cli, "run_model", lambda _: report)
+    assert object_of(invoke("run", "--json", code=code))["agrees"] is (reference != 2.5)
 
 
 # --- benchmarks ----------------------------------------------------------------------------------------------------

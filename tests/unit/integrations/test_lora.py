@@ -7,7 +7,7 @@ import torch
 
 from ep_moe import CheckpointError, ConfigError, EPContext
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
-from ep_moe.integrations.lora_targets import Target
+from ep_moe.integrations.lora_targets import Target, check_config
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
 from ep_moe.testing import rank_device
 from ep_moe.weights.lora import LowRank
@@ -110,3 +110,18 @@ def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
         model = load_pretrained(models / "olmoe", EPContext.local(rank_device()), progress=False)
         with pytest.raises(CheckpointError, match=text):
             load_lora(model, tmp_path)
+
+
+def test_fields_that_experts_do_not_serve_are_named(models):
+    with EPContext.local(rank_device()) as context:
+        model = load_pretrained(models / "olmoe", context, progress=False)
+        for changes, words in (
+            ({"lora_dropout": 0.1}, r"LoraConfig.lora_dropout=0.1 is not served with target_parameters of experts"),
+            ({"use_rslora": True, "use_dora": True}, r"LoraConfig.use_dora=True is not served"),
+            ({"init_lora_weights": "gaussian"}, r"init_lora_weights must be True for experts .*, got 'gaussian'"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                check_config(lora_config("olmoe", **changes))
+        absent = lora_config("olmoe", target_parameters=["experts.down_proj", "mlp.gate_up"])
+        with pytest.raises(ConfigError, match=r"target_parameters names 'mlp\.gate_up', which is no parameter"):
+            add_lora(model, absent)

@@ -43,6 +43,6 @@ def test_a_norm_that_is_no_number_is_raised_where_that_is_asked(number):
         layer = MoELayer(CONFIG, context)
         for parameter in layer.parameters():
             parameter.grad = torch.full_like(parameter, number)
-        with pytest.raises(RuntimeError, match="the gradients' norm is (inf|nan); pass error_if_nonfinite=False"):
+        with pytest.raises(RuntimeError, match=r"the gradients' norm is (inf|nan); pass error_if_nonfinite=False"):
             gradients.clip_grad_norm_(layer, context, 1.0, error_if_nonfinite=True)
         assert not gradients.clip_grad_norm_(layer, context, 1.0).isfinite()

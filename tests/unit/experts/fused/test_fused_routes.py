@@ -124,3 +124,8 @@ def test_its_buffers_hold_what_a_rank_sends(monkeypatch):
     layer = layer_of()
     assert layer.context.max_tokens != 12
     assert layer.experts.dispatch_shape.max_tokens == 12
+
+
+def test_it_has_no_dispatcher():
+    with pytest.raises(ConfigError, match="experts=routes_inside has its all2all inside, and the layer has no disp"):
+        layer_of()._dispatcher()
