@@ -21,6 +21,7 @@ from ep_moe.cli.output import EXIT_CODES, LEVELS, log_records, model_named
 from ep_moe.cli.run import DEMO, RunReport
 from ep_moe.config import load_model_config
 from ep_moe.eplb import LoadTrace
+from ep_moe.integrations import model_name
 from ep_moe.integrations.model_name import ModelKind, checkpoint_named, kind_of, sizes_named
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import RanksFailed
@@ -172,6 +173,13 @@ def test_forms_of_a_model(tmp_path, monkeypatch):
     assert kind_of("demo") is ModelKind.CHECKPOINT, "a folder comes first"
     with pytest.raises(ConfigError, match=r"'qwen3-30b-a3' \(did you mean 'qwen3-30b-a3b'\?\); there are deepseek"):
         kind_of("qwen3-30b-a3")
+
+
+def test_a_checkpoint_needs_transformers(monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(model_name.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"is a checkpoint, whose config.json needs transformers; install ep-moe"):
+        sizes_named(str(tmp_path))
 
 
 def test_weights_are_needed_to_run():

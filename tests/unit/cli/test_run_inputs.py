@@ -6,7 +6,8 @@ import shutil
 import pytest
 import torch
 
-from ep_moe.cli.run import RunOptions, run
+from ep_moe import ConfigError
+from ep_moe.cli.run import RunOptions, run, settle
 from ep_moe.parallel.groups import TorchrunEnv
 from tests.fixtures.checkpoint_files import tiny_model
 from tests.fixtures.run_command import PRINTED, invoke, single_process
@@ -129,3 +130,23 @@ def test_unparsable_flags():
     assert invoke("run", "--dp", "two").exit_code == 2
     assert invoke("run", "--dpp", 2).exit_code == 2
     assert invoke("walk").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "found"),
+    [
+        ({"tp": 2}, 4, (2, 2)),
+        ({"tp": 3}, 4, None),
+        ({"tp": 3, "dp": 2}, 4, (2, 3)),
+        ({"dp": 2}, 4, (2, 2)),
+        ({}, 3, (3, 1)),
+    ],
+)
+def test_ranks_are_shared_out_evenly(given, world, found):
+    """What does not fit is refused; where both are given, by the layout itself."""
+    if found is None:
+        with pytest.raises(ConfigError, match="tp=3 must divide the number of ranks, got 4; give --dp and --tp"):
+            settle(RunOptions(**given), world)
+    else:
+        settled = settle(RunOptions(**given), world)
+        assert (settled.dp, settled.tp) == found

@@ -8,7 +8,7 @@ from torch.nn.functional import gelu, silu
 
 from ep_moe import Activation, ConfigError, EPContext, InputError
 from ep_moe.integrations.experts_probe import find_activation
-from ep_moe.integrations.find_experts import find_experts
+from ep_moe.integrations.find_experts import config_of, find_experts
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.transformers import expert_parallel, moe_layers, read_moe_config
 from ep_moe.training import router_logits
@@ -367,6 +367,13 @@ def test_each_experts_output_is_normalised(context):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * float(other.abs().max()))
     assert sum(ours.moe.stats().expert_load) == 9
+
+
+def test_a_norm_of_each_output_is_no_part_of_one_layer(context):
+    model = tiny_transformers_model("muse_spark_text")
+    experts = next(one for one in model.modules() if hasattr(one, "post_expert_norm"))
+    with pytest.raises(ConfigError, match="normalizes each expert's output, which one call of MoELayer does not"):
+        config_of(experts, "experts", 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn, torch.int8])

@@ -1,10 +1,12 @@
 """A routing whose ids are placed when they are needed."""
 
+import ctypes
+
 import pytest
 import torch
 
-from ep_moe import ExpertMap
-from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, to_place
+from ep_moe import ExpertMap, InputError
+from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, place, to_place
 from ep_moe.placement.placement import Placement
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.helpers import integer_routing
@@ -40,3 +42,14 @@ def test_what_is_there_of_a_late_routing():
     assert placing == Placing(2, 3266489917, 6)
     assert tables[0] is own.logical_to_physical
     assert tables[1:] == (own.replica_count, own.expert_load, own.slot_load, own.counting, own.invalid_ids.address)
+
+
+def test_a_compiled_layer_tells_of_an_id_that_a_kernel_dropped():
+    """Once, in the next call."""
+    word = ctypes.c_int64(9)
+    experts = CONFIG.num_experts
+    tables = Placement(ExpertMap.linear(experts, 2)).tables._replace(invalid=ctypes.addressof(word))
+    ids = torch.zeros(3, CONFIG.top_k, dtype=torch.int64)
+    with pytest.raises(InputError, match=rf"must be -1 or in \[0, {experts}\), got 9 in an earlier call of a compiled"):
+        place(ids, *tables)
+    place(ids, *tables)

@@ -2,6 +2,9 @@
 
 # ruff: noqa: F811
 
+import contextlib
+import dataclasses
+
 import pytest
 import torch
 
@@ -55,3 +58,22 @@ def test_a_balancer_of_layers_with_factors_is_refused(layer, context):
     layer.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"have LoRA factors, which do not move with them; call merge_lora"):
         ExpertBalancer([layer], context, EPLBConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"quantization": "fp8_block"}, "the experts are quantized, or their kernel has no backward"),
+        ({}, None),
+        ({"device": "meta"}, "the layer is on the meta device, or its experts are sharded by FSDP"),
+    ],
+)
+def test_experts_that_can_have_no_factors_are_refused_by_the_reason(context, options, why):
+    config = dataclasses.replace(full(), hidden_size=128, intermediate_size=128)
+    with torch.device(options.pop("device", "cpu")):
+        weights = MoELayer(config, context, **options).expert_weights
+    with contextlib.nullcontext() if why is None else pytest.raises(ConfigError, match=f"cannot be added: {why}"):
+        add_lora(weights, {"w2": LowRank(2, 1.5)}, seed=0)
+    if why is None:
+        with pytest.raises(ConfigError, match="cannot be added: they have factors already; merge these first"):
+            add_lora(weights, {"w2": LowRank(2, 1.5)}, seed=0)

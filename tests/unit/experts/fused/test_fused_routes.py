@@ -21,6 +21,7 @@ from ep_moe.experts.fused.base import FusedDispatchShape, RouterLogits
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.router import Router
 from ep_moe.selection.explain import choose, explain
+from ep_moe.training import BiasUpdate
 from ep_moe.types import Routing
 from tests.fixtures.fused_routes import RoutesInside
 from tests.fixtures.helpers import fill
@@ -129,3 +130,9 @@ def test_its_buffers_hold_what_a_rank_sends(monkeypatch):
 def test_it_has_no_dispatcher():
     with pytest.raises(ConfigError, match="experts=routes_inside has its all2all inside, and the layer has no disp"):
         layer_of()._dispatcher()
+
+
+def test_it_counts_no_load_for_a_bias_update():
+    layer = layer_of()
+    with pytest.raises(ConfigError, match=r"BiasUpdate: experts=routes_inside of .* counts no load; choose another"):
+        BiasUpdate(layer, layer.context)
