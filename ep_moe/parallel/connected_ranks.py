@@ -239,10 +239,17 @@ class ConnectedRanks:
                 rank_groups.abort()
 
         peers = layout.group("lockstep")  # only these share a layer's collectives
-        scope = PrefixStore(f"flight_recorder/block{peers[0]}", store)
+        others = [rank for rank in layout.group("stage") if rank not in peers]  # which sum gradients with them
         frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
         flight_recorder = FlightRecorder(
-            scope, peers, layout.rank, deadline_s=deadline_s, abort=frees, device=device, nodes=layout.nodes
+            PrefixStore("flight_recorder", store),
+            peers,
+            layout.rank,
+            others=others,
+            deadline_s=deadline_s,
+            abort=frees,
+            device=device,
+            nodes=layout.nodes,
         )
         try:
             if device.type == "cuda":

@@ -1,9 +1,8 @@
 """The flight recorder: what step each rank is in, so that a lost peer has a name and a phase.
 
-Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest one as a
-heartbeat (`heartbeats`). When a step fails or outlasts its deadline, the heartbeats of all ranks are compared. A rank
-that leaves a call by an exception of its own publishes what happened, and its peers raise that. There is no collective
-in this and nothing on the hot path but filling in a record.
+Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest as a heartbeat
+(`heartbeats`). When a step fails or outlasts its deadline, the ranks' heartbeats are compared. A rank whose call raises
+publishes that, and its peers raise it. There is no collective in this, and nothing on the hot path but a record.
 """
 
 from __future__ import annotations
@@ -59,9 +58,10 @@ class FlightRecorder:
         store: Shared by the ranks; None for a single process.
         ranks: Global ranks that are watched, this one too.
         rank: This rank.
+        others: Global ranks that only sum gradients with these; their heartbeats are read, no more.
         deadline_s: How long a step may last before its peers are examined.
-        abort: Called once when a step outlasts its deadline or a peer's call failed, to free a thread that waits on a
-            device. None where the transport has a timeout of its own (gloo).
+        abort: Called once when a step outlasts its deadline or a peer failed, to free a thread that waits on a device.
+            None where the transport has a timeout of its own (gloo).
         device: The layers' device, for errors about its memory.
         nodes: The ranks' hosts, for the names of hosts that are lost, that of the store too.
     """
@@ -72,6 +72,7 @@ class FlightRecorder:
         ranks: Sequence[int] = (0,),
         rank: int = 0,
         *,
+        others: Sequence[int] = (),
         deadline_s: float = 300.0,
         abort: Callable[[], None] | None = None,
         device: torch.device | None = None,
@@ -95,7 +96,8 @@ class FlightRecorder:
         self._period = min(5.0, max(0.05, deadline_s / 8))
         self._board: StepBoard | None = None  # of this rank, and those of its peers on this host
         self._boards: dict[int, PeerBoard] = {}
-        self._heartbeats = Heartbeats(self._ranks, rank, lambda: self._step, self._boards, nodes)
+        self._heartbeats = Heartbeats(self._ranks, rank, lambda: self._step, self._boards, nodes, others)
+        self._key = f"block{self._ranks[0]}"  # of what concerns these ranks alone, in a store that others write too
         self._exchanging = False  # whether a group has what they exchange
         self.device_watch = DeviceWatch(self._period, abortable=abort is not None)
         self._shared: dict[object, int] = {}  # calls of `share` and `meet`, by what names them
@@ -104,12 +106,12 @@ class FlightRecorder:
         if store is not None:
             patience_s, held = max(2.0, 2.5 * self._period), "" if nodes is None else nodes.store
             self._store = AnsweringStore(store, patience_s, held)
-        if store is not None and self._store is not None and len(self._ranks) > 1:
+        if store is not None and self._store is not None and (len(self._ranks) > 1 or others):
             clone = store.clone()  # type: ignore[attr-defined]  # a waiting call holds its connection's lock
             own = AnsweringStore(clone, patience_s, held)
             self._board = StepBoard.made()
             self._store.set(f"board/{rank}", "" if self._board is None else self._board.address)
-            self.device_watch.active = True
+            self.device_watch.active = len(self._ranks) > 1
             self._thread = threading.Thread(target=self._watch, args=(own,), daemon=True, name="ep_moe flight recorder")
             self._thread.start()
 
@@ -226,14 +228,14 @@ class FlightRecorder:
             with suppress(StoreLost):  # the peers find that out too
                 entry = json.dumps({"memory": memory, "text": text})
                 # of two ranks that fail the first one is the cause
-                failure = published_failure(self._store.first("failed", entry)) or failure
+                failure = published_failure(self._store.first(f"{self._key}/failed", entry)) or failure
             self._failure = failure
         return failure
 
     def _failed_elsewhere(self, store: AnsweringStore) -> EPMoEError | None:
-        if not store.has("failed"):
+        if not store.has(f"{self._key}/failed"):
             return None
-        return published_failure(store.get("failed"))
+        return published_failure(store.get(f"{self._key}/failed"))
 
     def check(self) -> None:
         """Raise what the watch found, if anything: PeerTimeout, RankFailed, OutOfMemory, or InputError of a peer that
@@ -277,9 +279,9 @@ class FlightRecorder:
     def refuse(self, text: str) -> None:
         """This rank cannot go on: raise `text` as InputError at every rank's next step, here and on the peers."""
         self._failure = self._failure or InputError(text)
-        if self._store is not None and len(self._ranks) > 1:
+        if self._store is not None and not self.alone:
             with suppress(StoreLost):  # the peers find that out too
-                self._store.set("refusal", text)
+                self._store.set(f"{self._key}/refusal", text)
 
     def close(self, *, wait: bool = True) -> None:
         """End the watch. wait: until its thread has ended"""
@@ -297,8 +299,8 @@ class FlightRecorder:
     # --- the watch ---------------------------------------------------------------------------------------------
 
     def _watch(self, store: AnsweringStore) -> None:
-        """Go on without the store, which may be lost with a peer: what waits for that peer is still to be freed. That
-        the store is gone is no failure by itself, because the rank that holds it may end its part of the job first."""
+        """Go on without the store, which may be lost with a peer: what waits for that peer is still to be freed. A
+        store that is gone is no failure by itself: the rank that holds it may end its part of the job first."""
         while not self._stop.wait(self._period):
             try:
                 self._heartbeats.beat(store)
@@ -319,12 +321,12 @@ class FlightRecorder:
 
     def _hear(self, store: AnsweringStore) -> None:
         """Take over what a peer says that cannot go on."""
-        if self._failure is None and store.has("refusal"):
-            self._failure = InputError(store.get("refusal").decode())
+        if self._failure is None and store.has(f"{self._key}/refusal"):
+            self._failure = InputError(store.get(f"{self._key}/refusal").decode())
         if self._failure is None and (found := self._failed_elsewhere(store)) is not None:
             self._failure = found
             self._free(store)
-        if self.device_watch.reads_aborts and store.has("aborted"):
+        if self.device_watch.reads_aborts and store.has(f"{self._key}/aborted"):
             self.device_watch.note_abort()  # a collective of this rank with those that gave up leaves noise too
 
     def _say_unwatched(self, lost: StoreLost) -> None:
@@ -338,7 +340,7 @@ class FlightRecorder:
         if self.device_watch.reads_aborts:
             self.device_watch.note_abort()  # before a device can go on
             with suppress(StoreLost):
-                store.set("aborted", "")
+                store.set(f"{self._key}/aborted", "")
         if self._abort is not None:
             threading.Thread(target=self._abort_once_heard, daemon=True, name="ep_moe abort").start()
 
@@ -379,9 +381,9 @@ class FlightRecorder:
         os._exit(1)
 
     def _diagnose(self, cause: str, store: AnsweringStore | None = None) -> EPMoEError:
-        """What a rank that failed says of itself; else compare two readings of all heartbeats. The first rank to reach
-        a verdict publishes it, because its own exit is what the others see next. A later failure, of ranks that went on
-        after this one, has another key: by then the one that is furthest behind is not where it was."""
+        """What a rank that failed says of itself; else compare two readings of all heartbeats. The first to reach a
+        verdict publishes it: its own exit is what the others see next. A later failure, of ranks that went on after
+        this one, has another key: by then the one that is furthest behind is not where it was."""
         step = self._step
         store = store or self._store
         text = f"rank {self._rank} lost its peers {step}: {cause}."
@@ -393,7 +395,7 @@ class FlightRecorder:
             verdict, behind = self._heartbeats.compared(store, step, 2.5 * self._period)
             if (failed := self._failed_elsewhere(store)) is not None:
                 return failed
-            verdict = store.first(f"verdict/{behind}", verdict).decode() or verdict
+            verdict = store.first(f"{self._key}/verdict/{behind}", verdict).decode() or verdict
         except StoreLost as lost:
             return PeerTimeout(f"{text} {lost}")
         return PeerTimeout(f"{text} {verdict} Raise deadline_s (now {self.deadline_s:g} s) if it was only slow.")

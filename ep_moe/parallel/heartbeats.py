@@ -42,7 +42,8 @@ class Step(NamedTuple):
 class Heartbeats:
     """Those of a job's ranks, in its store.
 
-    newest: gives this rank's newest step; boards: what peers on this host write of theirs, once they are mapped
+    newest: gives this rank's newest step; boards: what peers on this host write of theirs, once they are mapped;
+    others: ranks of other EP groups, which share gradients with these and count their own steps
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Heartbeats:
         newest: Callable[[], Step],
         boards: Mapping[int, PeerBoard],
         nodes: NodeLayout | None,
+        others: Sequence[int] = (),
     ) -> None:
-        self._ranks, self._rank, self._nodes = ranks, rank, nodes
+        self._ranks, self._rank, self._nodes, self._others = ranks, rank, nodes, others
         self._newest, self._boards = newest, boards
         self._beats = 0
         self._heard: dict[int, float] = {}  # when a rank's newest heartbeat was, by its clock
@@ -67,7 +69,7 @@ class Heartbeats:
 
     def _read(self, store: AnsweringStore) -> dict[int, tuple[int, Step] | None]:
         found: dict[int, tuple[int, Step] | None] = {}
-        for rank in self._ranks:
+        for rank in (*self._ranks, *self._others):
             key = f"beat/{rank}"
             if not store.has(key):
                 found[rank] = None
@@ -93,8 +95,12 @@ class Heartbeats:
         time.sleep(wait_s)
         self.beat(store)
         after = self._read(store)
-        found = compare(mine, self._rank, before, after, self._exact(), self._heard, self._nodes)
-        return found, min([mine.number, *(entry[1].number for entry in after.values() if entry is not None)])
+        peers = {rank: after[rank] for rank in self._ranks}
+        found = compare(mine, self._rank, before, peers, self._exact(), self._heard, self._nodes)
+        if not found:
+            found = compare_others(mine, before, {rank: after[rank] for rank in self._others}, self._heard)
+        behind = min([mine.number, *(entry[1].number for entry in peers.values() if entry is not None)])
+        return found or "Every peer is alive and in the same step.", behind
 
 
 def compare(
@@ -106,7 +112,7 @@ def compare(
     heard: Mapping[int, float] = _NONE,
     nodes: NodeLayout | None = None,
 ) -> str:
-    """Describe what two readings of all heartbeats say of the peers.
+    """Describe what two readings of all heartbeats say of the peers; "" where all are alive and in the same step.
 
     mine, rank: this rank's step and number; exact: steps that are known as they are, of ranks on this host; heard: when
     a rank's heartbeat was; nodes: of all ranks
@@ -129,7 +135,28 @@ def compare(
         findings += nodes.lost(silent, list(after))
     if any(entry is not None and entry[1].done and entry[1].number < mine.number for entry in after.values()):
         findings.append(_FEWER_CALLS)
-    return " ".join(findings) or "Every peer is alive and in the same step."
+    return " ".join(findings)
+
+
+def compare_others(
+    mine: Step,
+    before: Mapping[int, tuple[int, Step] | None],
+    after: Mapping[int, tuple[int, Step] | None],
+    heard: Mapping[int, float] = _NONE,
+) -> str:
+    """Describe those of other EP groups that are silent, or at an earlier step: a sum of gradients waits for them.
+
+    Their calls may rightly be fewer where nothing is summed, and so it is only told where they are.
+    """
+    findings = []
+    for rank, entry in after.items():
+        if entry is None or entry == before[rank]:
+            findings.append(
+                f"Rank {rank} of another EP group shows no sign of life{_by_heartbeat(entry, heard.get(rank))}."
+            )
+        elif entry[1].number < mine.number:
+            findings.append(f"Rank {rank} of another EP group is alive, and {entry[1]}.")
+    return " ".join(findings)
 
 
 def _by_heartbeat(entry: tuple[int, Step] | None, at: float | None) -> str:

@@ -79,6 +79,30 @@ def test_the_first_verdict_is_everyones():
         recorders[1].close()
 
 
+def test_ranks_of_other_groups_are_looked_at_where_every_peer_is_well():
+    """They share its gradients. What fails in one group is no failure of the other."""
+    store = HashStore()
+    recorders = [FlightRecorder(store, [rank], rank, others=[1 - rank], deadline_s=0.4) for rank in range(2)]
+
+    def said(number):
+        recorders[0].leave_at(Step(number, "moe0", "backward", "", False))
+        return str(recorders[0]._diagnose("no answer"))
+
+    try:
+        assert "Every peer is alive and in the same step." in said(0)
+        assert "Rank 1 of another EP group is alive, and finished start (step 0)." in said(3)
+        recorders[1].close()
+        assert "Rank 1 of another EP group shows no sign of life, last seen finished start" in said(4)
+        pair = [FlightRecorder(store, ranks, ranks[0], deadline_s=0.4) for ranks in ([4, 5], [6, 7])]
+        pair[0].fail(ValueError("of this group"))
+        pair[1]._hear(pair[1]._store)
+        assert not pair[1].failed
+        for recorder in pair:
+            recorder.close()
+    finally:
+        recorders[0].close()
+
+
 def test_an_overdue_step_is_aborted_and_named(monkeypatch):
     """The watch thread frees a rank that waits on a device: here an event instead of the device."""
     freed = threading.Event()

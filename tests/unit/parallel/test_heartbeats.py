@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ep_moe.parallel.heartbeats import _FEWER_CALLS, Step, compare
+from ep_moe.parallel.heartbeats import _FEWER_CALLS, Step, compare, compare_others
 
 
 def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool = False) -> Step:
@@ -25,7 +25,7 @@ def test_what_a_heartbeat_does_not_know_is_said():
 @pytest.mark.parametrize(
     ("before", "after", "sentence"),
     [
-        ((5, step(7)), (9, step(7)), "Every peer is alive and in the same step."),
+        ((5, step(7)), (9, step(7)), ""),
         ((5, step(7)), (5, step(7)), "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7)."),
         (None, None, "Rank 1 shows no sign of life."),
         (
@@ -35,7 +35,7 @@ def test_what_a_heartbeat_does_not_know_is_said():
         ),
         ((5, step(7, "combine")), (9, step(7, "combine")), "Rank 1 went another way: in combine of moe3 (step 7)."),
         ((5, step(7, where="")), (9, step(7, where="")), "Rank 1 went another way: in dispatch (step 7)."),
-        ((5, step(8, "combine")), (9, step(8, "combine")), "Every peer is alive and in the same step."),
+        ((5, step(8, "combine")), (9, step(8, "combine")), ""),
     ],
 )
 def test_comparison_of_heartbeats(before, after, sentence):
@@ -48,3 +48,13 @@ def test_comparison_names_every_rank():
     after = {0: (2, step(7)), 1: (2, step(7)), 2: None, 3: (9, step(5))}
     sentence = "Rank 2 shows no sign of life. Rank 3 is alive but behind: in dispatch of moe3 (step 5)."
     assert compare(step(7), 0, before, after) == sentence
+
+
+def test_ranks_of_other_groups_are_named_where_they_are_silent_or_not_as_far():
+    before = {2: (1, step(7)), 3: (4, step(5)), 4: (4, step(5)), 5: None}
+    after = {2: (2, step(7)), 3: (9, step(5)), 4: (4, step(5)), 5: None}
+    assert compare_others(step(7), before, after, {4: time.time() - 3}) == (
+        "Rank 3 of another EP group is alive, and in dispatch of moe3 (step 5). "
+        "Rank 4 of another EP group shows no sign of life, last seen in dispatch of moe3 (step 5) 3 s ago, from where "
+        "it may have come further. Rank 5 of another EP group shows no sign of life."
+    )
