@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ep_moe.all2all.base import Dispatcher, DispatchShape
-from ep_moe.errors import CheckpointError, ConfigError, EPMoEError
+from ep_moe.errors import CheckpointError, ConfigError, EPMoEError, InputError
 from ep_moe.execution.autocast import call_cast
 from ep_moe.execution.exact_exchange import ExactExchange, three_ways
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
-    NO_ROUTING,
     call_problem,
-    chosen_problem,
     mask_problem,
     refuse_tracing,
     routing_without_class,
+    shared_problem,
 )
 from ep_moe.execution.rank_comparison import dense_digest
+from ep_moe.execution.routing_checks import NO_ROUTING, routed_problem
 from ep_moe.execution.routing_replay import Replay
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import (
@@ -62,7 +62,8 @@ class MoELayer(LayerTools):
         config: The layer's shape and routing.
         context: The ranks and what their layers share.
         expert_map: Where experts are. Default: linear over the EP group.
-        router: Any callable x [T, H] -> Routing. Default: a `Router` of the configuration.
+        router: Any callable x [T, H] -> Routing, row by row: under tensor parallelism each rank routes its share of the
+            rows. Its parameters are those of a `torch.nn.Module`. Default: a `Router` of the configuration.
         shared_experts: Any module [T, H] -> [T, H]. Default: by `config.shared_intermediate_size`.
         all2all: A transport's name, or "auto".
         experts: A kernel's name, or "auto". Fused kernels are named here too.
@@ -238,7 +239,7 @@ class MoELayer(LayerTools):
                 gathered, routed = self._weigh_input(gathered, routed)
             with self._stage("place"):
                 placed = self.placement(routed, flow.mask(mask, rows, call)) if isinstance(routed, Routing) else routed
-            work = None if self.shared_experts is None else partial(self._replicated, self.shared_experts, local)
+            work = None if self.shared_experts is None else partial(self._shared, local)
             out, shared = self._travel(gathered, placed).run(work)
             with self._stage("gather"):
                 out = flow.etp_reduce(out, call)
@@ -291,7 +292,7 @@ class MoELayer(LayerTools):
         rows = rows if flow.etp_rows_are_local else local
         chosen = self._chosen(rows, call)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
-            problem = chosen_problem(self, chosen, rows)
+            problem = routed_problem(self, chosen, rows)
             flow.agree(problem, rows.device)
             if problem is not None:
                 self._refuse_dispatch(problem)
@@ -342,6 +343,15 @@ class MoELayer(LayerTools):
         except EPMoEError as error:
             self.context._broken_by(error, users=True)
             raise
+
+    def _shared(self, rows: Tensor) -> Tensor:
+        out: Tensor = self._replicated(self.shared_experts, rows)
+        problem = shared_problem(out, rows)
+        if problem is not None:
+            error = InputError(f"{self.name}: {problem}")
+            self.context._broken_by(error, self.name, users=True)
+            raise error
+        return out
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         return stage(name, self.context._stage_times)

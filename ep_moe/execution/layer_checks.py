@@ -16,13 +16,13 @@ from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, kind_problem, routing_problem
+from ep_moe.all2all.base import Dispatcher, kind_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.execution.autocast import CAST
 from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
+from ep_moe.execution.routing_checks import chosen_problem
 from ep_moe.execution.routing_replay import RoutingTap
-from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.router import Router
 from ep_moe.runtime.devices import unseen_by_modes, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
@@ -108,9 +108,6 @@ class RankChecks:
             compare_ranks(layer, self.wrapper_problem(layer) or layer.expert_weights.replaced_problem())
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
-
-
-NO_ROUTING: Any = object()  # what `forward_routed` makes of None, which stands for the layer's own router further on
 
 
 class Layer(ComparedLayer, Protocol):
@@ -240,21 +237,6 @@ def _inference_problem(layer: Layer, x: Tensor) -> str | None:
     )
 
 
-def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
-    """None, or what is wrong with a routing of rows [T, H]. Waits for the device where dispatch does too, and in a
-    layer's first call over buffers that grow; elsewhere `Placement.invalid_ids` tells of ids in a later call."""
-    problem = choice_problem(routing, rows, layer.config.top_k)
-    if problem is None and not torch.compiler.is_compiling():
-        transport = layer.experts if isinstance(layer.experts, FusedExperts) else layer._dispatcher()
-        first = isinstance(transport, Dispatcher) and transport.grows and not layer._checks.saw_ids
-        if transport.capabilities.host_sync or not routing.ids.is_cuda or (first and not capturing(rows.device)):
-            problem = id_problem(routing.ids, layer.config.num_experts)
-            layer._checks.saw_ids = problem is None
-    if problem is None and layer._logit_taps:
-        problem = logits_problem(routing, len(rows), layer.config.num_experts)
-    return problem
-
-
 def _mixed_problem(layer: Layer) -> str | None:
     """What backward found to have put ranks' experts into one another since their weights were loaded."""
     found = layer._checks.watch.mixed
@@ -343,30 +325,10 @@ def routing_without_class(routing: Any) -> Any:
     return Routing(without_class(routing.ids), without_class(routing.weights), without_class(routing.logits))
 
 
-def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
-    """None, or what is wrong with a routing for rows [T, H]."""
-    if routing is NO_ROUTING:
-        return "routing must be a Routing of logical ids, got None; call the layer itself for its own router"
-    if not isinstance(routing, Routing):
-        return f"routing must be a Routing of logical ids, got {type(routing).__name__}"
-    return routing_problem(routing.ids, routing.weights, rows, top_k)
-
-
-def logits_problem(routing: Routing, tokens: int, experts: int) -> str | None:
-    """None, or what is wrong with a routing whose logits are recorded."""
-    if routing.logits is None:
-        return (
-            "ep_moe.training.router_logits records Routing.logits, which is None; let the router return "
-            "Routing(ids, weights, logits=...) with logits [T, E]"
-        )
-    if list(routing.logits.shape) != [tokens, experts]:
-        return f"routing.logits must be [T, E] = {[tokens, experts]}, got {list(routing.logits.shape)}"
+def shared_problem(out: Any, rows: Tensor) -> str | None:
+    """None, or what is wrong with a result of shared experts: what could be broadcast would be added without a word."""
+    if not isinstance(out, Tensor):
+        return f"shared_experts must return a Tensor [T, H] for x [T, H], got {type(out).__name__}"
+    if out.shape != rows.shape:
+        return f"shared_experts must return [T, H] = {list(rows.shape)} for x of that shape, got {list(out.shape)}"
     return None
-
-
-def id_problem(ids: Tensor, experts: int) -> str | None:
-    """Waits for the device."""
-    bad = ids[(ids < -1) | (ids >= experts)]
-    if not len(bad):
-        return None
-    return f"routing.ids must be -1 or in [0, {experts}), got {int(bad[0])} ({len(bad)} ids out of range)"

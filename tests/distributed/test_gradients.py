@@ -311,6 +311,52 @@ def test_a_call_runs_the_parametrization_of_a_router_once(world_size):
                 assert counted.calls == 1, sizes
 
 
+class OwnRouter(torch.nn.Module):
+    """A router of the user's, with parameters of its own or those of another module."""
+
+    def __init__(self, gate, *, owned):
+        super().__init__()
+        self.gates = [gate]
+        if owned:
+            self.gate = gate
+
+    def forward(self, x):
+        weights, ids = self.gates[0](x).softmax(-1).topk(FLOAT.top_k)
+        return Routing(ids, weights)
+
+
+@distributed(2)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_a_router_trains_what_it_holds(sizes, world_size):
+    """Under tp each rank routes a share of the rows, and the layer sums gradients of the router's parameters alone."""
+    torch.manual_seed(0)
+    gate = torch.nn.Linear(16, FLOAT.num_experts, bias=False)
+    x = integer_rows(6, 16, 0) / 8
+    with EPContext.local(torch.device("cpu")) as alone:
+        layer = fill(MoELayer(FLOAT, alone, router=OwnRouter(gate, owned=True)))
+        layer(x).sum().backward()
+    wanted = gate.weight.grad.clone()
+    with EPContext.from_groups(P(**sizes), device=rank_device(), deadline_s=20) as context:
+        gate, x = gate.to(context.device), x.to(context.device)
+        for router in (OwnRouter(gate, owned=False), OwnRouter(gate, owned=False).forward):
+            layer = fill(MoELayer(FLOAT, context, router=router))
+            with torch.no_grad():
+                layer(x)
+            given = x + torch.zeros_like(x, requires_grad=True)  # what lies before the rows is not the router's
+            if "tp" in sizes:
+                with pytest.raises(
+                    InputError, match=r"router= trains a tensor of shape \[\d+, 16\] that is no parameter"
+                ):
+                    layer(given)
+            else:
+                layer(given).sum().backward()
+            fixed = OwnRouter(lambda x: x @ gate.weight.detach().T, owned=False)
+            fill(MoELayer(FLOAT, context, router=fixed))(given).sum().backward()
+        gate.weight.grad = None
+        fill(MoELayer(FLOAT, context, router=OwnRouter(gate, owned=True)))(x).sum().backward()
+        torch.testing.assert_close(gate.weight.grad.cpu(), wanted, rtol=0, atol=BOUND * float(wanted.abs().max()))
+
+
 class Operations(TorchDispatchMode):
     """Keeps the names of operations, as selective checkpointing counts them."""
 

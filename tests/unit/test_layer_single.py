@@ -149,6 +149,28 @@ def test_any_module_is_a_shared_expert(context):
     assert layer.plan()["shared_experts"] == 4 * HIDDEN * (HIDDEN + 1)
 
 
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda y: y[:, :1], r"must return \[T, H\] = \[4, 16\] for x of that shape, got \[4, 1\]"),
+        (lambda y: y[:1], r"got \[1, 16\]"),
+        (lambda y: y[0], r"got \[16\]"),
+        (lambda y: y.sum(), r"got \[\]"),
+        (lambda y: None, r"must return a Tensor \[T, H\] for x \[T, H\], got NoneType"),
+        (lambda y: 1.0, "got float"),
+        (lambda y: (y, y), "got tuple"),
+    ],
+)
+def test_what_shared_experts_return_is_not_broadcast(context, made, words):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return made(x)
+
+    layer = MoELayer(shape(), context, shared_experts=Odd())
+    with pytest.raises(InputError, match=f"shared_experts {words}" if words.startswith("must") else words):
+        layer(torch.ones(4, HIDDEN))
+
+
 def test_shared_experts_have_padding_as_it_is(context):
     """Other experts get zeros in its place, so that no gradient and no NaN comes of it."""
     layer, mask = MoELayer(full(), context), torch.tensor([True, False, True, False])
