@@ -411,9 +411,9 @@ def _connector(known: weakref.ref[EPContext]) -> Callable[[str], bool]:
 def _never_destroyed(flight_recorder: FlightRecorder, layout: str) -> None:
     """Of a context that is garbage. Its groups stay: peers may be within their last call, and to end them is collective
     with NCCL."""
+    flight_recorder.close(wait=False)
     if flight_recorder.alone:
         return
-    flight_recorder.close(wait=False)
     warnings.warn(
         f"an EPContext ({layout}) was dropped with its process groups open, which keep connections and threads; call "
         f"context.destroy() on all ranks, or use it as a context manager",

@@ -129,7 +129,7 @@ class LoadTrace:
             with np.load(path, allow_pickle=False) as file:
                 fields = {name: file[name] for name in file.files}
         except _UNREADABLE as error:
-            raise ConfigError(f"{path} is not a load trace: {error}; write one with LoadTrace.save") from error
+            raise ConfigError(f"{path} is not a load trace; write one with LoadTrace.save") from error
         return cls._of(fields, path)
 
     @classmethod

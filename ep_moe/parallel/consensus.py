@@ -230,6 +230,8 @@ class StoreConsensus:
 
 def _difference(what: str, facts: dict[int, dict[str, Any]]) -> tuple[str, str] | None:
     fields = sorted({name for entry in facts.values() for name in entry})
+    if len({entry["what"] for entry in facts.values()}) > 1:
+        fields = ["what"]  # what other calls agree on has no counterpart
     lines = []
     for name in fields:
         by_value: dict[str, list[int]] = {}

@@ -7,12 +7,13 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, TypeAlias
 
+from ep_moe.checks import shown
 from ep_moe.config import MoEConfig
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import LayerTime, Price, verdict
@@ -77,9 +78,14 @@ def decide(
     """load: int64 [layers, E], a window's routes of all ranks. expert_bytes: of one expert on all its etp ranks."""
     if not load.any():
         return Decision(tuple(current))
-    planned = tuple(planner(load.copy(), current))  # who writes into it does not change what the plan is priced by
+    found = planner(load.copy(), current)  # who writes into it does not change what the plan is priced by
+    if not isinstance(found, Iterable):
+        raise ConfigError(f"the planner must return an ExpertMap per layer, got {shown(found)}")
+    planned = tuple(found)
     if len(planned) != len(current):
         raise ConfigError(f"the planner must return a map per layer, {len(current)}, got {len(planned)}")
+    if odd := [one for one in planned if not isinstance(one, ExpertMap)]:
+        raise ConfigError(f"the planner must return an ExpertMap per layer, got {shown(odd[0])} among them")
     if config.machine is None:
         return Decision(planned)
     ranks = current[0].num_ranks

@@ -89,6 +89,12 @@ def test_an_array_alone_is_refused(tmp_path):
     assert "trace.npy is not a load trace" in str(error.value)
 
 
+def test_a_file_of_text_is_refused_in_own_words(tmp_path):
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ConfigError, match=r"text is not a load trace; write one with LoadTrace.save"):
+        LoadTrace.load(tmp_path / "text")
+
+
 def test_a_damaged_or_other_archive_is_refused(tmp_path):
     file = tmp_path / "trace.npz"
     LoadTrace(COUNTS, np.ones(4, np.int64)).save(file)

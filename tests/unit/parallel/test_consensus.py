@@ -100,7 +100,7 @@ def test_agreement_names_a_field_that_one_rank_lacks():
 
 
 def test_agreement_of_ranks_that_are_elsewhere():
-    outcome = agree(lambda a: a.healthy("EPContext.destroy", None), lambda a: a.same("MoELayer moe0", {}))
+    outcome = agree(lambda a: a.healthy("EPContext.destroy", None), lambda a: a.same("MoELayer moe0", {"x": 1}))
     assert {str(error) for error in outcome} == {
         "EPContext.destroy: the ranks were given different values; give all the same. "
         'what: "EPContext.destroy" on rank 0, "MoELayer moe0" on rank 1'

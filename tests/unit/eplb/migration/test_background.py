@@ -105,6 +105,13 @@ def test_a_planner_returns_a_map_for_each_layer(maps):
         decided(planner=lambda load, current: maps)
 
 
+@pytest.mark.parametrize("found", [None, 7, [1, 2]], ids=str)
+def test_what_is_no_map_is_no_plan(found):
+    got = "1 among them" if isinstance(found, list) else found
+    with pytest.raises(ConfigError, match=f"the planner must return an ExpertMap per layer, got {got}"):
+        decided(planner=lambda load, current: found)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_the_price_is_that_of_a_step(nodes):
     """Loads are of a window of 50 steps, and ranks of a node stand next to each other."""
