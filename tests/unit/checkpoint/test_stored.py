@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from ep_moe import CheckpointError
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
-from ep_moe.checkpoint.stored import scalar_factor
+from ep_moe.checkpoint.stored import factors, scalar_factor
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -19,3 +19,11 @@ def test_a_factor_of_0_is_refused_where_it_must_be_positive(factors, expert, pos
     source = CheckpointSource(tmp_path)
     with pytest.raises(CheckpointError, match="input_scale") if positive else contextlib.nullcontext():
         assert scalar_factor(source, "input_scale", expert, positive=positive) == 0
+
+
+def test_factors_are_numbers_or_exponents(tmp_path):
+    save_file({"scale": torch.ones(2, dtype=torch.int32), "bytes": torch.tensor([127, 128]).byte()}, tmp_path / SINGLE)
+    source = CheckpointSource(tmp_path)
+    assert factors(source, "bytes").tolist() == [1.0, 2.0]
+    with pytest.raises(CheckpointError, match=r"scale must be factors in .*, got"):
+        factors(source, "scale")

@@ -1,5 +1,6 @@
 """Predicted time against a sum by hand; accepted exactly where the gain pays in time."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -116,3 +117,11 @@ def test_within_steps_is_a_count():
             [[1] * 4], [LINEAR], [LINEAR], moved=traffic([LINEAR], [LINEAR], expert_bytes=1), time=TIME, within_steps=0
         )
     assert "within_steps must be an integer of at least 1, got 0" in str(error.value)
+
+
+@pytest.mark.parametrize(("window", "interval", "refused"), [(5, 4, True), (4, 4, False), (5, 0, False)])
+def test_a_window_of_load_is_no_longer_than_the_interval(window, interval, refused):
+    """0: a balancer that is asked."""
+    words = "EPLBConfig.window must not exceed interval, got window=5, interval=4"
+    with pytest.raises(ConfigError, match=words) if refused else contextlib.nullcontext():
+        EPLBConfig(window=window, interval=interval)

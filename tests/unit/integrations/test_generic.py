@@ -201,6 +201,11 @@ def normed(model):
     model.model.layers[0].mlp.experts.has_post_expert_norm = True
 
 
+def narrower(model):
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj[..., :-1].detach())
+
+
 def another(model):
     model.model.layers[1].mlp.experts.act_fn = nn.Tanh()
 
@@ -211,6 +216,7 @@ def another(model):
         (tied, r"layers\.1\.mlp\.experts\.down_proj is tied to model\.layers\.0\.mlp\.experts\.down_proj"),
         (scaled, r"must hold down_proj, gate_up_proj alone, and differs in scale"),
         (coded, r"layers\.0\.mlp\.experts\.down_proj must be bfloat16, .* got float8_e4m3fn; give expert_parallel"),
+        (narrower, r"OlmoeExperts must hold matrices of one hidden and one intermediate size, got gate_up_proj \[8, "),
         (normed, r"OlmoeExperts must have a module post_expert_norm, .* got none"),
         (another, r"layers\.1\.mlp\.experts: OlmoeExperts computes none of"),
     ],

@@ -82,3 +82,18 @@ def test_without_torch_distributed(monkeypatch):
         EPContext.from_torchrun(device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"torch\.distributed is not initialized; call EPContext\.from_torchrun"):
         EPContext.from_groups(device=torch.device("cpu"))
+
+
+def test_a_mesh_without_the_rank_that_calls_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    with pytest.raises(ConfigError, match=r"mesh must hold the rank that calls from_mesh, got .* on rank 5"):
+        connected_ranks.members(SimpleNamespace(get_coordinate=lambda: None))
+    mesh = SimpleNamespace(get_coordinate=lambda: [0], mesh=torch.tensor([[4, 5]]))
+    assert connected_ranks.members(mesh) == (4, 5)
+
+
+@pytest.mark.parametrize("names", [None, (), ("dp", "heads")])
+def test_axes_of_a_mesh_have_known_names(names):
+    mesh = SimpleNamespace(mesh_dim_names=names, size=lambda *_: 2)
+    with pytest.raises(ConfigError, match=r"mesh.mesh_dim_names must be among pp, .*, got"):
+        connected_ranks.read_mesh(mesh, tokens=Tokens.REPLICATED, ep=None, etp=None)

@@ -55,6 +55,16 @@ def test_an_answer_that_is_no_reason_is_one(answer):
     assert why.startswith(f"it answered {answer!r} when it was asked")
 
 
+def test_what_a_plug_in_raises_is_a_reason_and_what_our_own_raise_is_a_bug(plugins):
+    def ask():
+        raise KeyError("libown.so")
+
+    plugins(dispatchers={"sibling": "tests.fixtures.plugins:Sibling"})
+    assert "it raised KeyError when it was asked whether it can run" in registry.asked("dispatchers", "sibling", ask)
+    with pytest.raises(KeyError, match=r"libown.so"):
+        registry.asked("dispatchers", "local", ask)
+
+
 def test_backend_that_says_it_is_unavailable(plugins):
     plugins(dispatchers={"missing": "tests.fixtures.plugins:Missing"})
     assert registry.unsupported_reason("dispatchers", "missing") == "libsibling.so is not installed"

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer
-from ep_moe.training import exclude_experts, fully_shard
+from ep_moe.training import exclude_experts, fully_shard, wrappers
 
 CONFIG = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
 
@@ -19,6 +19,15 @@ def test_what_a_wrapper_shall_ignore_is_added_to_what_it_ignores():
         ignored = set(model._ddp_params_and_buffers_to_ignore)
         assert {"a.bias", "moe.expert_weights.0.w1", "moe.placement.expert_load"} <= ignored
         assert not {"a.weight", "moe.router.weight"} & ignored
+
+
+def test_a_gpu_that_is_not_current_is_refused(monkeypatch):
+    """FSDP2 would put the model there."""
+    monkeypatch.setattr(wrappers, "elsewhere", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    context = EPContext.local(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"current, cuda:1, and the model is on cpu; call torch.cuda.set_device"):
+        fully_shard(MoELayer(CONFIG, context), context)
 
 
 def test_parameters_that_fsdp_would_cast_are_refused():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch import nn
 
-from ep_moe import Activation, MoEConfig
-from ep_moe.weights.parts import etp_shard, join
+from ep_moe import Activation, ConfigError, MoEConfig
+from ep_moe.weights.parts import Changes, Expert, etp_shard, join
 
 
 @pytest.mark.parametrize("etp", [1, 2, 4])
@@ -25,3 +26,13 @@ def test_what_every_etp_rank_has_is_that_of_the_first():
     config = MoEConfig(hidden_size=8, intermediate_size=16, num_experts=4, top_k=2, expert_bias=True)
     pieces = [torch.full((8,), float(rank)) for rank in range(2)]
     assert join(config, "w2_bias", pieces) is pieces[0]
+
+
+def test_an_expert_that_fsdp_cuts_by_itself_is_refused():
+    """FSDP2 replaces each parameter by a DTensor. Each rank has other experts."""
+    expert = Expert(Changes())
+    expert.w1 = nn.Parameter(torch.ones(2, 2))
+    cut = nn.Parameter(torch.ones(1, 2))
+    cut.placements = ()
+    with pytest.raises(ConfigError, match=r"ep_moe.training.fully_shard"):
+        expert.w1 = cut

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import ExpertMap
+from ep_moe import ConfigError, ExpertMap
 from ep_moe.weights.trained import GradientSum
 
 ONE, TWICE = ExpertMap.linear(4, 1), ExpertMap.from_ranks([[0, 1, 2, 3, 0]], 4, allow_duplicates=True)
@@ -64,3 +64,14 @@ def test_a_gradient_is_divided_by_each_rank_once(sharded, wanted):
     found.divisor, found.sharded = 4, sharded
     (total,) = found({"w13": torch.tensor([6.0])}).values()
     assert total.item() == wanted
+
+
+@pytest.mark.parametrize(
+    ("ranks", "refused"),
+    [([[0, 1, 2, 3, 0], []], True), ([[0, 1, 2, 3], []], False), ([[0, 1, 2, 3], [0]], False)],
+)
+def test_a_rank_without_an_expert_sums_no_copies(ranks, refused):
+    found = made(ep=2, expert_map=ExpertMap.from_ranks(ranks, 4, allow_duplicates=True))
+    words = "expert_map gives rank 1 of the EP group no expert and others twice"
+    with pytest.raises(ConfigError, match=words) if refused else nullcontext():
+        found.check()
