@@ -107,9 +107,11 @@ def decide(
 
 def given(maps: Sequence[ExpertMap], layers: int) -> Decision:
     """A user's own maps, checked where all ranks hear of what is wrong."""
-    if len(maps) != layers or not all(isinstance(placed, ExpertMap) for placed in maps):
-        raise ConfigError(f"move_to needs an ExpertMap per layer, {layers}, got {len(maps)}: {list(maps)}")
-    return Decision(tuple(maps))
+    found = tuple(maps) if isinstance(maps, Iterable) else ()
+    if len(found) != layers or not all(isinstance(placed, ExpertMap) for placed in found):
+        got = f"{len(found)}: {shown(list(found))}" if found else shown(maps)
+        raise ConfigError(f"move_to needs an ExpertMap per layer, {layers}, got {got}")
+    return Decision(found)
 
 
 def laid_out(

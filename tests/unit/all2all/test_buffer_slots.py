@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from ep_moe import InputError
+from ep_moe.all2all import buffer_slots
 from ep_moe.all2all.buffer_slots import BufferPool
 
 CPU = torch.device("cpu")
@@ -40,3 +43,14 @@ def test_what_a_first_call_of_inference_mode_makes_is_written_outside():
     with torch.inference_mode():
         made = pool.take(CPU).library
     made.fill_(1)
+
+
+def test_none_is_made_in_a_capture(monkeypatch):
+    monkeypatch.setattr(buffer_slots, "capturing", lambda device: True)
+    pool = BufferPool("mine", lambda device: SimpleNamespace())
+    with pytest.raises(InputError, match="mine makes its buffers in the first call: run the layer once before a capt"):
+        pool.take(CPU)
+    monkeypatch.undo()
+    made = pool.take(CPU)
+    monkeypatch.setattr(buffer_slots, "capturing", lambda device: True)
+    assert pool.take(CPU) is made

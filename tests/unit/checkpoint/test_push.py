@@ -55,3 +55,20 @@ def test_layers_of_two_contexts_are_refused():
 def test_a_tensor_without_numbers_is_refused(tensor, what):
     with pytest.raises(InputError, match=f"w must be a dense tensor with numbers, got one {what}"):
         push._checked_tensor("w", tensor)
+
+
+def test_a_part_comes_in_one_piece():
+    """It is written once it is complete; a tensor that comes behind would be lost."""
+    written = []
+    target = SimpleNamespace(
+        part=lambda name: name[0], own=set(), write=written.append,
+        stage=lambda tensors, headers: push.Staged(frozenset(tensors), list(tensors), dict(tensors)),
+    )  # fmt: skip
+    arrived = push._Arrived(target, SimpleNamespace(written=False), copies=False)
+    for name in ("a1", "a2", "b1"):
+        arrived.take(name, torch.ones(1))
+    assert [set(part) for part in written] == [{"a1", "a2"}]
+    with pytest.raises(CheckpointError, match="a1 is there twice; push each tensor once"):
+        arrived.take("a1", torch.ones(1))
+    with pytest.raises(CheckpointError, match="a3 comes behind all that a has; remove it, or push a in one piece"):
+        arrived.take("a3", torch.ones(1))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import transformers
 
 from ep_moe import EPContext
 from ep_moe.errors import ConfigError, InputError
+from ep_moe.integrations import transformers as module
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
 from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, logits, quiet, save, tiny_config, tiny_model, written
 
@@ -20,6 +22,22 @@ def checkpoints(tmp_path_factory):
 
 def local():
     return EPContext.local(torch.device("cpu"))
+
+
+def test_one_number_of_experts_is_asked_of_layers_that_are_alike(tmp_path, monkeypatch):
+    quiet()
+    save(tiny_model("mixtral"), tmp_path)
+    monkeypatch.setattr(module, "described", lambda *_: (None, None, None))
+    counts = {"a": 8, "b": 8, "c": 4}
+    monkeypatch.setattr(
+        module, "find_experts",
+        lambda model: {name: SimpleNamespace(layout=SimpleNamespace(experts=n)) for name, n in counts.items()},
+    )  # fmt: skip
+    with local() as context:
+        with pytest.raises(ConfigError, match=r"layers have \[4, 8\] experts, and one number for all is asked"):
+            module.num_experts(tmp_path, context)
+        del counts["c"]
+        assert module.num_experts(tmp_path, context) == 8
 
 
 def test_dtype_is_the_checkpoints(tmp_path):

@@ -1,12 +1,13 @@
 """Exceptions that leave a call: what they come from."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
-from ep_moe.errors import EPMoEError, InputError, PeerTimeout
+from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel import failed
 from ep_moe.parallel.failed import causes, is_out_of_memory, with_cause
 from tests.fixtures.helpers import fill
@@ -25,6 +26,27 @@ def test_an_error_of_ours_from_a_users_module_is_reported_to_peers(users, monkey
         context._broken_by(InputError("raised by a router"), users=users)
         monkeypatch.undo()
     assert reported == ["raised by a router"] * users, "what ep_moe raises itself, all ranks raise"
+
+
+@pytest.mark.parametrize(
+    ("before", "failure", "raised"),
+    [
+        (True, RankFailed("rank 1 failed"), True),
+        (False, OutOfMemory("rank 0 ran out"), True),
+        (False, RankFailed("f"), False),
+    ],
+)
+def test_what_is_raised_in_place_of_a_users_error(before, failure, raised, monkeypatch):
+    """What failed before, and a sentence on memory. Else the error itself, with a note."""
+    error = KeyError("of the user's")
+    with EPContext.local(CPU) as context:
+        monkeypatch.setattr(
+            context, "flight_recorder", SimpleNamespace(alone=False, failed=before, fail=lambda error, _: failure)
+        )
+        with pytest.raises(type(failure)) if raised else contextlib.nullcontext() as caught:
+            context._broken_by(error, users=True)
+        monkeypatch.undo()
+    assert caught.value is failure if raised else error.__notes__ == ["ep_moe: f"]
 
 
 def test_causes_in_a_circle_come_to_an_end():

@@ -17,6 +17,7 @@ from ep_moe import (
 )
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.errors import InputError
+from ep_moe.experts.fused import base
 from ep_moe.experts.fused.base import FusedDispatchShape, RouterLogits
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.router import Router
@@ -136,3 +137,10 @@ def test_it_counts_no_load_for_a_bias_update():
     layer = layer_of()
     with pytest.raises(ConfigError, match=r"BiasUpdate: experts=routes_inside of .* counts no load; choose another"):
         BiasUpdate(layer, layer.context)
+
+
+def test_a_capture_that_it_cannot_be_part_of_is_refused(monkeypatch):
+    monkeypatch.setattr(base, "capturing", lambda device: True)
+    layer, x = layer_of(), torch.randn(3, 16)
+    with pytest.raises(InputError, match="routes_inside cannot be captured in a CUDA graph; choose other experts"):
+        layer.experts(x, RouterLogits(torch.randn(3, 6)))
