@@ -77,18 +77,25 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Give dense and expert parameters a group each, for an optimizer.
+    """Give dense and expert parameters groups of their own, for an optimizer.
 
-    DTensors, which parameters are under FSDP2 and of experts with etp > 1, and plain tensors cannot be in one group on
-    GPUs: torch's optimizers update a group in one call.
+    Plain tensors have one group, and the DTensors of each mesh another. FSDP2, tensor parallelism and etp > 1 make
+    DTensors. torch's optimizers update a group in one call on GPUs, which cannot take both.
 
     Args:
         model: any module with `MoELayer`s in it, wrapped or not.
 
     Returns:
-        What `torch.optim.AdamW(...)` takes; options of a group can be added to each. No group is empty.
+        What `torch.optim.AdamW(...)` takes; options of a group can be added to each. Dense parameters come first. No
+        group is empty.
     """
-    groups = [dense_parameters(model), expert_parameters(model)]
+    groups = []
+    for parameters in (dense_parameters(model), expert_parameters(model)):
+        by_mesh: dict[Any, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        plain = by_mesh.pop(None, [])
+        groups += [plain, *by_mesh.values()]
     return [{"params": group} for group in groups if group]
 
 

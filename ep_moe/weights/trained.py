@@ -356,9 +356,9 @@ def _refuse_mixed_groups(optimizer: Optimizer) -> None:
         by_default = group["foreach"] is None and not group.get("differentiable") and any(p.is_cuda for p in stepped)
         if group["foreach"] or group.get("fused") or by_default:
             raise ConfigError(
-                f"a group of {type(optimizer).__name__} has DTensors (FSDP2 or etp > 1 makes them) and plain tensors, "
-                f"and torch updates a group in one call; give the optimizer ep_moe.training.parameter_groups(model), "
-                f"or foreach=False, which is slower"
+                f"a group of {type(optimizer).__name__} has DTensors (FSDP2, tensor parallelism and etp > 1 make them) "
+                f"and plain tensors, and torch updates a group in one call; give the optimizer "
+                f"ep_moe.training.parameter_groups(model), or foreach=False, which is slower"
             )
 
 
