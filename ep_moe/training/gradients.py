@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,6 +100,19 @@ def _average(model: nn.Module, context: EPContext) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
+def _settle(parameters: Iterable[nn.Parameter], context: EPContext) -> None:
+    """Give a DTensor's gradient the placements of its parameter: sequence parallelism leaves each rank a summand of it.
+    Collective over the DTensor's mesh, whose ranks all had it in backward, or none."""
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is None or not is_sharded(parameter):
+            continue
+        placements = parameter.placements  # type: ignore[attr-defined]
+        if gradient.placements != placements:
+            with context.flight_recorder.step("sum gradients of DTensors", counted=False):
+                parameter.grad = gradient.redistribute(placements=placements)
+
+
 def _share_overflow(model: nn.Module, context: EPContext) -> None:
     """Write an infinity into the experts' gradients of all ranks where one rank's are not finite.
 
@@ -167,9 +181,10 @@ def clip_grad_norm_(
         max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
     if norm_type != math.inf:
         norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
+    _settle(dense_parameters(model), context)
     rank_group, p = context.rank_groups["stage"], norm_type
     experts, dense = _power(_experts_once(model), p, context.device), _power(_dense(model), p, context.device)
-    sharded = _power(_fsdp_shards(model, context.layout.stage), p, context.device)
+    sharded = _power(_pieces(model, context.layout.stage), p, context.device)
     how = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
     if rank_group.size > 1:
         with context.flight_recorder.step("clip gradients", counted=False):
@@ -237,15 +252,15 @@ def _dense(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
             yield parameter.grad, 1.0
 
 
-def _fsdp_shards(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
-    """Dense parameters that FSDP shards over the stage's `ranks`: this rank's pieces, each divided by how many ranks
-    hold it."""
+def _pieces(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
+    """Dense parameters that are DTensors over some or all of the stage's `ranks`: this rank's pieces, each divided by
+    how many ranks hold it."""
     for parameter in dense_parameters(model):
         if parameter.grad is not None and is_sharded(parameter):
             gradient = parameter.grad
             copies = ranks
             for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
-                if placement.is_shard():
+                if not placement.is_replicate():  # FSDP2 over tensor parallelism has shards that deny `is_shard`
                     copies //= gradient.device_mesh.size(dim)  # type: ignore[attr-defined]
             yield local(gradient), 1.0 / copies
 
