@@ -36,7 +36,7 @@ from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.versions import installed
 
 DEADLINE_S = 300.0
-LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "pp", "ep_node", "ep_rail")
+LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "dp", "pp", "ep_node", "ep_rail")
 
 
 @dataclass(frozen=True)

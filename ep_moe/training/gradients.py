@@ -22,13 +22,13 @@ from ep_moe.checks import check_not_negative, check_positive
 from ep_moe.context import EPContext
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import GIVEN
+from ep_moe.training.dtensors import is_dtensor, within_tp
 from ep_moe.training.parameters import (
     check_context,
     compare_ranks,
     dense_parameters,
     expert_parameters,
     expert_weights_of,
-    is_sharded,
 )
 from ep_moe.weights.parts import local
 
@@ -39,7 +39,8 @@ _BUCKET = 1 << 24  # numbers of one all-reduce
 def sync_gradients(model: nn.Module, context: EPContext) -> None:
     """Average gradients over the ranks that have tokens of their own, after backward and before the optimizer's step.
 
-    Dense gradients are averaged by all-reduce. Under `DistributedDataParallel` or `fully_shard` the wrapper has
+    Dense gradients are averaged by all-reduce: over the stage, and for weights that torch's tensor parallelism cuts
+    over a tp group (DTensors) over dp. Under `DistributedDataParallel` or `fully_shard` the wrapper has
     averaged them, and this function leaves them alone. Expert gradients are sums over ranks already. The first call
     divides them, and from then on backward does. A second call, or one for each micro-batch, changes nothing but
     rounding. Where an expert's gradient is not finite on one rank, one number of it is infinite on all ranks
@@ -50,7 +51,9 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         context: of its layers.
 
     Raises:
-        ConfigError: the model's layers have a context of another layout.
+        ConfigError: the model's layers have a context of another layout. On all ranks, at the first call with these
+            parameters, where a dense one is a DTensor over some dp ranks, or over tp ranks with tokens of their own
+            whose gradients it sums.
         InputError: on all ranks, at the first call with these parameters, where ranks hold different numbers in one
             that they should hold alike; on CPUs where a rank is in a layer's call or its backward, or gives another
             model. No gradient is changed then.
@@ -84,18 +87,28 @@ def _meet(what: str, model: nn.Module, context: EPContext) -> None:
 
 
 def _average(model: nn.Module, context: EPContext) -> None:
-    """The dense gradients that no wrapper shards."""
-    gradients = []
-    for parameter in dense_parameters(model):
-        if parameter.requires_grad and not is_sharded(parameter):
-            if parameter.grad is None:  # a rank without use for it takes part all the same
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
+    """The dense gradients that no wrapper averages: of whole parameters over the stage, and of a tp rank's pieces over
+    the dp ranks that hold the same."""
+    learning = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
+    pieces = [parameter for parameter in learning if within_tp(parameter, context.layout)]
+    _settle(pieces, context)
+    _make_means([parameter for parameter in learning if not is_dtensor(parameter)], context, "stage")
+    if context.layout.dp > 1:
+        _make_means(pieces, context, "dp")
+
+
+def _make_means(parameters: list[nn.Parameter], context: EPContext, kind: str) -> None:
+    """kind: of the group, whose ranks all hold the same of each parameter"""
+    gradients, rank_group = [], context.rank_groups[kind]
+    for parameter in parameters:
+        if parameter.grad is None:  # a rank without use for it takes part all the same
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(local(parameter.grad))
     for bucket in _buckets(gradients):
         flat = torch.cat([gradient.flatten() for gradient in bucket])
         with context.flight_recorder.step("sync gradients", counted=False):
-            context.rank_groups["stage"].all_reduce(flat)
-        flat /= context.layout.stage
+            rank_group.all_reduce(flat)
+        flat /= rank_group.size
         for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
@@ -105,7 +118,7 @@ def _settle(parameters: Iterable[nn.Parameter], context: EPContext) -> None:
     Collective over the DTensor's mesh, whose ranks all had it in backward, or none."""
     for parameter in parameters:
         gradient: Any = parameter.grad
-        if gradient is None or not is_sharded(parameter):
+        if gradient is None or not is_dtensor(parameter):
             continue
         placements = parameter.placements  # type: ignore[attr-defined]
         if gradient.placements != placements:
@@ -248,7 +261,7 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 def _dense(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
     for parameter in dense_parameters(model):
-        if parameter.grad is not None and not is_sharded(parameter):
+        if parameter.grad is not None and not is_dtensor(parameter):
             yield parameter.grad, 1.0
 
 
@@ -256,7 +269,7 @@ def _pieces(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
     """Dense parameters that are DTensors over some or all of the stage's `ranks`: this rank's pieces, each divided by
     how many ranks hold it."""
     for parameter in dense_parameters(model):
-        if parameter.grad is not None and is_sharded(parameter):
+        if parameter.grad is not None and is_dtensor(parameter):
             gradient = parameter.grad
             copies = ranks
             for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]

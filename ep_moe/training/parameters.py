@@ -13,6 +13,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import RankGroup, checksum
+from ep_moe.training.dtensors import cut, is_dtensor, mesh_problem, within_tp
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local
 
@@ -99,14 +100,9 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": group} for group in groups if group]
 
 
-def is_sharded(parameter: Tensor) -> bool:
-    """Whether a wrapper holds a piece of it on each rank."""
-    return hasattr(parameter, "placements")
-
-
 def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
-    """Compare dense parameters over the stage, and experts' with those of other EP groups, once for each set of dense
-    parameters that layers come with: gradients keep alike what was alike.
+    """Compare dense parameters over the stage, pieces of tensor parallelism over dp, and experts with those of other EP
+    groups, once for each set of dense parameters that layers come with: gradients keep alike what was alike.
 
     Args:
         model: The model.
@@ -114,6 +110,7 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         what: What errors call the caller.
 
     Raises:
+        ConfigError: on all ranks, where a dense parameter's gradient cannot be made a mean over ranks.
         InputError: on all ranks, where a parameter differs.
     """
     held = expert_weights_of(model)
@@ -122,23 +119,27 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
     if not held or dense in held[0].gradient_sum.compared:
         return
     sharded = {id(p) for weights in held if weights.gradient_sum.sharded for p in weights.parameters()}
-    named = {
-        name: local(parameter)
-        for name, parameter in model.named_parameters()
-        if not parameter.is_meta
-        and id(parameter) not in sharded
-        and (id(parameter) in experts or not is_sharded(parameter))
-    }
-    own = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
+    named: dict[str, dict[str, Tensor]] = {"stage": {}, "dp": {}, "expert_data": {}}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in experts:
+            kind = None if id(parameter) in sharded else "expert_data"
+        elif is_dtensor(parameter):
+            kind = "dp" if within_tp(parameter, context.layout) else None
+        else:
+            kind = "stage"
+        if kind is not None and not parameter.is_meta:
+            named[kind][name] = parameter
     stage, device = context.rank_groups["stage"], context.device
     with context.flight_recorder.step("compare parameters", counted=False):
-        problem = _difference(stage, {name: p for name, p in named.items() if name not in own}, device)
-        other = _difference(
-            context.rank_groups["expert_data"], {name: p for name, p in named.items() if name in own}, device
-        )
-        found = _first_text(stage, problem or other, device)  # other EP groups may have found nothing
-    if found is not None:
-        raise InputError(f"{what}: {found}")
+        refused = _first_text(stage, mesh_problem(model, dense, context.layout), device)
+        if refused is None:
+            problems = [_difference(context.rank_groups[kind], found, device) for kind, found in named.items()]
+            different = next(filter(None, problems), None)
+            different = _first_text(stage, different, device)  # other groups may have found nothing
+    if refused is not None:
+        raise ConfigError(f"{what}: {refused}")
+    if different is not None:
+        raise InputError(f"{what}: {different}")
     for weights in held:
         weights.gradient_sum.compared.add(dense)
 
@@ -160,17 +161,17 @@ def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.d
     """What the ranks of a group hold otherwise than its first one, None where they hold the same."""
     if rank_group.size == 1:
         return None
-    kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in named.items()]
+    kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, cut(p)) for name, p in named.items()]
     facts = rank_group.exchange(torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], device=device))
     odd = [rank for rank, found in zip(rank_group.ranks, facts, strict=True) if found != facts[0]]
     if odd:
         return (
-            f"rank {rank_group.ranks[0]} and {', '.join(map(str, odd))} have parameters of other names, shapes, "
-            f"dtypes or requires_grad; make the same model on all ranks"
+            f"rank {rank_group.ranks[0]} and {', '.join(map(str, odd))} have parameters of other placements, names, "
+            f"shapes, dtypes or requires_grad; make the same model on all ranks"
         )
     if not named:
         return None
-    rows = rank_group.exchange(torch.stack([checksum(parameter, device) for parameter in named.values()]))
+    rows = rank_group.exchange(torch.stack([checksum(local(parameter), device) for parameter in named.values()]))
     for name, column in zip(named, zip(*rows, strict=True), strict=True):
         odd = [rank for rank, found in zip(rank_group.ranks, column, strict=True) if found != column[0]]
         if odd:

@@ -1,0 +1,80 @@
+"""Dense parameters that are DTensors: FSDP averages the gradients of its own, tensor parallelism those of none."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from ep_moe.parallel.layout import RankLayout
+
+
+def is_dtensor(parameter: Tensor) -> bool:
+    """Whether each rank holds a piece or a copy of it that torch knows as such."""
+    return hasattr(parameter, "placements")
+
+
+def within_tp(parameter: Tensor, layout: RankLayout) -> bool:
+    """Whether a DTensor is over tp ranks of one dp rank alone, so that no wrapper averages it over dp."""
+    return is_dtensor(parameter) and set(_ranks(parameter)) <= set(layout.group("tp"))
+
+
+def cut(parameter: Tensor) -> tuple[Any, ...] | None:
+    """Which piece this rank holds of a DTensor; None for a plain tensor."""
+    if not is_dtensor(parameter):
+        return None
+    mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+    return parameter.placements, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())  # type: ignore[attr-defined]
+
+
+def mesh_problem(model: nn.Module, dense: Collection[str], layout: RankLayout) -> str | None:
+    """Say whose gradient cannot be made a mean over ranks.
+
+    Args:
+        model: Any.
+        dense: Names of its parameters that are no experts'.
+        layout: Of its layers.
+
+    Returns:
+        The first such parameter and the remedy; None where there is none.
+    """
+    found = {n: p for n, p in model.named_parameters() if n in dense and p.requires_grad and is_dtensor(p)}
+    if not found:
+        return None
+    from torch.distributed.fsdp import FSDPModule
+
+    by_fsdp = {id(p) for module in model.modules() if isinstance(module, FSDPModule) for p in module.parameters()}
+    problems = (_problem(name, p, layout, by_fsdp=id(p) in by_fsdp) for name, p in found.items())
+    return next(filter(None, problems), None)
+
+
+def _problem(name: str, parameter: nn.Parameter, layout: RankLayout, *, by_fsdp: bool) -> str | None:
+    ranks, stage, tp = _ranks(parameter), layout.group("stage"), layout.group("tp")
+    among, inside = f"{name} is a DTensor over ranks {', '.join(map(str, ranks))}", set(ranks) <= set(tp)
+    batches = len({stage.index(rank) // layout.split for rank in ranks if rank in stage})
+    placements = parameter.placements  # type: ignore[attr-defined]
+    # FSDP2 puts its own dimensions of a mesh before that of tensor parallelism, and shards the last of them
+    summed = not by_fsdp or (len(placements) > 1 and not placements[-2].is_replicate())
+    if not by_fsdp and not inside:
+        return (
+            f"{among}, which are not of one tp group, and whether its gradient is a sum or a mean over them cannot be "
+            f"told; cut weights over {', '.join(map(str, tp))}, this rank's tp group, or make the context with a "
+            f"larger ParallelConfig.tp"
+        )
+    if summed and batches > 1 and layout.split < layout.tp:
+        return (
+            f"{among}, and its gradient is a sum over tp ranks with tokens of their own, where all others are means; "
+            f"set ParallelConfig.tokens to Tokens.REPLICATED, and pass layers all tokens of the dp rank"
+        )
+    if by_fsdp and not inside and batches != layout.token_ranks:
+        return (
+            f"{among}, over which FSDP averages its gradient, and {layout.token_ranks} ranks have tokens of their own; "
+            f"call ep_moe.training.fully_shard(model, context) instead"
+        )
+    return None
+
+
+def _ranks(parameter: Tensor) -> list[int]:
+    ranks: list[int] = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+    return ranks
