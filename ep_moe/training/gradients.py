@@ -30,6 +30,7 @@ from ep_moe.training.parameters import (
     expert_parameters,
     expert_weights_of,
 )
+from ep_moe.types import capturing
 from ep_moe.weights.parts import local
 
 _BUCKET = 1 << 24  # numbers of one all-reduce
@@ -40,11 +41,14 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     """Average gradients over the ranks that have tokens of their own, after backward and before the optimizer's step.
 
     Dense gradients are averaged by all-reduce: over the stage, and for weights that torch's tensor parallelism cuts
-    over a tp group (DTensors) over dp. Under `DistributedDataParallel` or `fully_shard` the wrapper has
-    averaged them, and this function leaves them alone. Expert gradients are sums over ranks already. The first call
-    divides them, and from then on backward does. A second call, or one for each micro-batch, changes nothing but
-    rounding. Where an expert's gradient is not finite on one rank, one number of it is infinite on all ranks
-    afterwards, so that `torch.amp.GradScaler` skips the step on all. Collective over the stage: all ranks call it.
+    over a tp group (DTensors) over dp. Under `DistributedDataParallel` or `fully_shard` the wrapper has averaged them,
+    and this function leaves them alone. A dense parameter without a gradient on some ranks gets one there, for which
+    these ranks wait for their device. One without a gradient on all ranks keeps None (zeros in a CUDA graph).
+
+    Expert gradients are sums over ranks already. The first call divides them, and from then on backward does. A second
+    call, or one for each micro-batch, changes nothing but rounding. Where an expert's gradient is not finite on one
+    rank, one number of it is infinite on all ranks afterwards, so that `torch.amp.GradScaler` skips the step on all.
+    Collective over the stage: all ranks call it.
 
     Args:
         model: the model, wrapped or not, after `loss.backward()` of a loss that is a mean over this rank's tokens.
@@ -98,19 +102,37 @@ def _average(model: nn.Module, context: EPContext) -> None:
 
 
 def _make_means(parameters: list[nn.Parameter], context: EPContext, kind: str) -> None:
-    """kind: of the group, whose ranks all hold the same of each parameter"""
-    gradients, rank_group = [], context.rank_groups[kind]
+    """Leaves a parameter without a gradient where no rank has one: with zeros an optimizer would move it by its
+    momentum and decay. kind: of the group, whose ranks all hold the same of each parameter."""
+    gradients, rank_group = list[Tensor](), context.rank_groups[kind]
+    lacking: dict[int, nn.Parameter] = {}  # by their gradients here
     for parameter in parameters:
-        if parameter.grad is None:  # a rank without use for it takes part all the same
+        found = parameter.grad
+        if found is None:  # takes part all the same, since a peer may have one
             parameter.grad = torch.zeros_like(parameter)
-        gradients.append(local(parameter.grad))
+        gradients.append(local(parameter.grad))  # type: ignore[arg-type]
+        if found is None:
+            lacking[id(gradients[-1])] = parameter
+    counted: list[tuple[list[nn.Parameter | None], Tensor]] = []
     for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
+        unused = [lacking.get(id(gradient)) for gradient in bucket]
+        counts = bucket[0].new_ones(len(bucket))  # of ranks that have each gradient; they travel behind them
+        for at in (at for at, lacked in enumerate(unused) if lacked is not None):
+            counts[at] = 0
+        flat = torch.cat([*(gradient.flatten() for gradient in bucket), counts])
         with context.flight_recorder.step("sync gradients", counted=False):
             rank_group.all_reduce(flat)
         flat /= rank_group.size
-        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        *parts, counts = flat.split([*(gradient.numel() for gradient in bucket), len(bucket)])
+        for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
+        if any(lacked is not None for lacked in unused):
+            counted.append((unused, counts.clone()))
+    if not capturing(context.device):  # a replay could take no gradient away
+        for unused, counts in counted:
+            for lacked, ranks in zip(unused, counts.tolist(), strict=True):  # waits for the device
+                if lacked is not None and ranks == 0:
+                    lacked.grad = None
 
 
 def _settle(parameters: Iterable[nn.Parameter], context: EPContext) -> None:
