@@ -20,6 +20,7 @@ from torch.nn.utils import get_total_norm
 
 from ep_moe.checks import check_not_negative, check_positive
 from ep_moe.context import EPContext
+from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import GIVEN
 from ep_moe.training.dtensors import is_dtensor, within_tp
@@ -29,6 +30,7 @@ from ep_moe.training.parameters import (
     dense_parameters,
     expert_parameters,
     expert_weights_of,
+    sparse_problem,
 )
 from ep_moe.types import capturing
 from ep_moe.weights.parts import local
@@ -57,7 +59,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     Raises:
         ConfigError: the model's layers have a context of another layout. On all ranks, at the first call with these
             parameters, where a dense one is a DTensor over some dp ranks, or over tp ranks with tokens of their own
-            whose gradients it sums.
+            whose gradients it sums. A gradient is sparse; on all ranks at the first call.
         InputError: on all ranks, at the first call with these parameters, where ranks hold different numbers in one
             that they should hold alike; on CPUs where a rank is in a layer's call or its backward, or gives another
             model. No gradient is changed then.
@@ -68,6 +70,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
     if not wrapped:
         compare_ranks(model, context, "sync_gradients")
+        _refuse_sparse("sync_gradients", model)
     for weights in expert_weights_of(model):
         weights.gradient_sum.divide(layout.token_ranks)
     if not wrapped:
@@ -88,6 +91,14 @@ def _meet(what: str, model: nn.Module, context: EPContext) -> None:
         given = f"{GIVEN}{layers}, dense parameters that learn={len(dense)} (digest {digest:08x})"
         with context._entered(what, given), context.flight_recorder.step(what, counted=False):
             context.rank_groups["lockstep"].agree([], None, context.device)
+
+
+def _refuse_sparse(what: str, model: nn.Module) -> None:
+    """Raise ConfigError where this rank has a sparse gradient. The first `sync_gradients` has exchanged it, so that a
+    rank which lacks that gradient learns of it there; later calls exchange nothing more."""
+    problem = sparse_problem(model)
+    if problem is not None:
+        raise ConfigError(f"{what}: {problem}")
 
 
 def _average(model: nn.Module, context: EPContext) -> None:
@@ -175,7 +186,7 @@ def _share_overflow(model: nn.Module, context: EPContext) -> None:
     for group, flag in zip(groups, flags[0], strict=True):
         if group:
             _make_infinite(group[0], flag)
-    dense = (local(p.grad) for p in dense_parameters(model) if p.grad is not None)
+    dense = (local(p.grad) for p in dense_parameters(model) if p.grad is not None and not p.grad.is_sparse)
     first = next((gradient for gradient in dense if gradient.numel()), None)
     if first is not None:
         _make_infinite(first, (flags[0] * flags[1]).max())
@@ -207,11 +218,12 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: norm_type is not a positive number, or max_norm not one of at least 0, or the model's layers have
-            a context of another layout.
+            a context of another layout. A gradient is sparse.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on all ranks alike.
     """
     check_context("clip_grad_norm_", model, context)
     _meet("clip_grad_norm_", model, context)
+    _refuse_sparse("clip_grad_norm_", model)
     if max_norm != math.inf:
         max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
     if norm_type != math.inf:

@@ -100,6 +100,24 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": group} for group in groups if group]
 
 
+def sparse_problem(model: nn.Module) -> str | None:
+    """Say which parameter has a gradient that is not dense, and the remedy.
+
+    Args:
+        model: Any.
+
+    Returns:
+        Of the first one; None where there is none.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            return (
+                f"{name} must have a dense gradient, got {parameter.grad.layout}; make its nn.Embedding or "
+                f"nn.EmbeddingBag with sparse=False"
+            )
+    return None
+
+
 def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
     """Compare dense parameters over the stage, pieces of tensor parallelism over dp, and experts with those of other EP
     groups, once for each set of dense parameters that layers come with: gradients keep alike what was alike.
@@ -110,7 +128,7 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         what: What errors call the caller.
 
     Raises:
-        ConfigError: on all ranks, where a dense parameter's gradient cannot be made a mean over ranks.
+        ConfigError: on all ranks, where a dense parameter's gradient cannot be made a mean over ranks, or is sparse.
         InputError: on all ranks, where a parameter differs.
     """
     held = expert_weights_of(model)
@@ -131,7 +149,8 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
             named[kind][name] = parameter
     stage, device = context.rank_groups["stage"], context.device
     with context.flight_recorder.step("compare parameters", counted=False):
-        refused = _first_text(stage, mesh_problem(model, dense, context.layout), device)
+        problem = mesh_problem(model, dense, context.layout) or sparse_problem(model)
+        refused = _first_text(stage, problem, device)
         if refused is None:
             problems = [_difference(context.rank_groups[kind], found, device) for kind, found in named.items()]
             different = next(filter(None, problems), None)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from ep_moe import EPContext, MoELayer, ParallelConfig, training
+from ep_moe import ConfigError, EPContext, MoELayer, ParallelConfig, training
 from ep_moe.testing import distributed, rank_device
+from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.training_model import CONFIG, WIDTH
 
 
@@ -55,3 +56,28 @@ def test_what_no_rank_uses_does_not_move(world_size):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@distributed(2, deadline_s=60)
+def test_sparse_gradients_are_refused_on_all_ranks(world_size):
+    """At the first call on a rank without a gradient too, which learns nothing by its own."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
+        for using in ({0, 1}, {1}):
+            model = made(context)
+            model.words = nn.Embedding(4, WIDTH, sparse=True, device=context.device)
+            x = torch.ones(3, WIDTH, device=context.device, requires_grad=True)
+            if context.layout.rank in using:
+                x = x + model.words(torch.arange(3, device=context.device))
+            model(x, "moe").square().mean().backward()
+            before = [parameter.grad for parameter in model.parameters()]
+            text = same_error(ConfigError, lambda model=model: training.sync_gradients(model, context))
+            assert text == (
+                "sync_gradients: words.weight must have a dense gradient, got torch.sparse_coo; make its nn.Embedding "
+                "or nn.EmbeddingBag with sparse=False"
+            )
+            assert all(
+                parameter.grad is gradient for parameter, gradient in zip(model.parameters(), before, strict=True)
+            )
+        model.words.weight.grad = torch.zeros(4, WIDTH, device=context.device).to_sparse()
+        text = same_error(ConfigError, lambda: training.clip_grad_norm_(model, context, 1.0))
+        assert "clip_grad_norm_: words.weight must have a dense gradient" in text
