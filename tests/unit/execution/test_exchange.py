@@ -202,3 +202,14 @@ def test_parts_have_from_one_token_to_all_that_a_rank_sends(monkeypatch):
             check_pipeline(tokens, 8, "fixed")
     with pytest.raises(ConfigError, match="needs a transport with fixed buffers"):
         check_pipeline(4, None, "fixed")
+
+
+@pytest.mark.parametrize(("per_route", "rows"), [(False, 3), (True, 6)])
+def test_a_refused_call_returns_as_many_rows_as_its_transport_expects(per_route, rows):
+    """All of them NaN; a transport that carries routes brings back a row for each."""
+    shape = SimpleNamespace(hidden_size=4, returned=2, dtype=torch.float32)
+    of = SimpleNamespace(dispatcher=SimpleNamespace(dispatch_shape=shape))
+    received = SimpleNamespace(x=torch.zeros(3, 8), per_route=per_route)
+    found = Exchange._nan(of, received, None)
+    assert found.shape == (rows, 4)
+    assert found.isnan().all()

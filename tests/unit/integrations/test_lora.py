@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ep_moe import CheckpointError, ConfigError, EPContext
+from ep_moe.integrations import lora_targets
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 from ep_moe.integrations.lora_targets import Target, check_config
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
@@ -125,3 +126,12 @@ def test_fields_that_experts_do_not_serve_are_named(models):
         absent = lora_config("olmoe", target_parameters=["experts.down_proj", "mlp.gate_up"])
         with pytest.raises(ConfigError, match=r"target_parameters names 'mlp\.gate_up', which is no parameter"):
             add_lora(model, absent)
+
+
+def test_shared_experts_go_by_transformers_names():
+    """They lie in our block; a name that only begins alike is another module's."""
+    kept = object.__new__(lora_targets._Kept)
+    kept._shared = [("layers.0.mlp.shared", "layers.0.mlp.moe.shared_experts")]
+    names = ("layers.0.mlp.shared", "layers.0.mlp.shared.up_proj", "layers.0.mlp.shared_gate", "layers.0.mlp.gate")
+    ours = "layers.0.mlp.moe.shared_experts"
+    assert [kept.name_of(name) for name in names] == [ours, f"{ours}.up_proj", *names[2:]]
