@@ -16,7 +16,7 @@ from ep_moe.router import Router
 from ep_moe.runtime.devices import elsewhere
 from ep_moe.training.parameters import check_context, compare_ranks, expert_parameters, expert_weights_of
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.trained import leave_behind
+from ep_moe.weights.optimizers import leave_behind
 
 Model = TypeVar("Model", bound=nn.Module)
 

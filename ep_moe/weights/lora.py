@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY
-from ep_moe.weights.trained import guard_optimizers
+from ep_moe.weights.optimizers import guard_optimizers
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots

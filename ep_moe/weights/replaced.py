@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ep_moe.types import dtype_name
+from ep_moe.weights.optimizers import guard_optimizers, leave_behind
 from ep_moe.weights.parts import local, split_parts
-from ep_moe.weights.trained import guard_optimizers, leave_behind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,6 +16,7 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
 from ep_moe.weights.layouts.base import WeightLayout
+from ep_moe.weights.optimizers import guard_optimizers, leave_behind
 from ep_moe.weights.parts import (
     Changes,
     Expert,
@@ -27,7 +28,7 @@ from ep_moe.weights.parts import (
     split_parts,
 )
 from ep_moe.weights.replaced import follow, offloaded_problem, stored_problem, take_over, take_replaced
-from ep_moe.weights.trained import GradientSum, guard_optimizers, leave_behind
+from ep_moe.weights.trained import GradientSum
 
 if TYPE_CHECKING:
     from ep_moe.weights.lora import ExpertLora

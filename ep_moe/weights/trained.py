@@ -1,34 +1,23 @@
-"""What training adds to a rank's experts: sums of their copies' gradients, and a guard of their optimizers.
+"""Sums of the gradients of a rank's experts over ranks.
 
-- Gradients: every copy of an expert gets that of all tokens, and so copies that are equal stay equal. Copies are in
-  other slots of the EP group (a redundant map), and in the same slots of other EP groups (ep < dp). Both sums are part
-  of backward. All ranks that share an expert must therefore run backward equally often.
-- An optimizer's own `state_dict()` is refused in a distributed checkpoint. That dict numbers parameters, and ranks with
-  different experts give one number to different ones: the checkpoint would keep one rank's state under it and give it
-  to all, without a word. `get_optimizer_state_dict` goes by names, which is right on any ranks and under any map. The
-  layer is not given the optimizer, and parameters do not know it. What sees it is torch's hook on every optimizer's
-  step (`register_optimizer_step_post_hook`); it is installed with the first expert parameters that differ between
-  ranks. Another one notes gradients before steps, from which a later backward tells that ranks' experts were mixed.
+Every copy of an expert gets the gradient of all tokens, and so copies that are equal stay equal. Copies are in other
+slots of the EP group (a redundant map), and in the same slots of other EP groups (ep < dp). Both sums are part of
+backward. All ranks that share an expert must therefore run backward equally often.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
-from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.nn import Module
 
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.types import capturing
-from ep_moe.weights.full_state import refuse_full_state
 from ep_moe.weights.parts import Joined, local, parts_of
 
 if TYPE_CHECKING:
@@ -235,177 +224,3 @@ class GradientSum:
 def _zeros(stored: Tensor, experts: int) -> Tensor:
     """float32 [experts, ...] for a stored tensor [L, ...]."""
     return torch.zeros(experts, *stored.shape[1:], dtype=torch.float32, device=stored.device)
-
-
-KEY = "parameters differ between ranks"
-_REFUSAL = (
-    "optimizer.state_dict() numbers parameters, and ranks hold different experts under one number: a checkpoint would "
-    "keep {fqn} of one rank alone; save get_optimizer_state_dict(model, optimizer) of "
-    "torch.distributed.checkpoint.state_dict, and load with set_optimizer_state_dict"
-)
-
-
-class _Refused:
-    """A value that torch.distributed.checkpoint asks how it is to be written or read. A file of torch.save, one for
-    each rank, keeps a plain empty set in its place."""
-
-    def __create_write_items__(self, fqn: str, value: Any) -> Any:
-        raise ConfigError(_REFUSAL.format(fqn=fqn.rpartition(".")[0] or fqn))
-
-    def __create_chunk_list__(self) -> Any:
-        raise ConfigError(_REFUSAL.format(fqn="the optimizer"))
-
-    def __get_tensor_shard__(self, index: Any) -> Any:
-        raise ConfigError(_REFUSAL.format(fqn="the optimizer"))
-
-    def __reduce__(self) -> Any:
-        return set, ()
-
-
-class _Owner:
-    """The expert weights of a parameter, held weakly. A file of torch.save keeps a plain empty set in its place."""
-
-    def __init__(self, weights: ExpertSlots) -> None:
-        self._weights = weakref.ref(weights)
-
-    def __call__(self) -> ExpertSlots | None:
-        return self._weights()
-
-    def __reduce__(self) -> Any:
-        return set, ()
-
-
-def _owners(optimizer: Optimizer, attribute: str) -> set[ExpertSlots]:
-    """Those that an optimizer's parameters name."""
-    named = (getattr(p, attribute, None) for group in optimizer.param_groups for p in group["params"])
-    return {weights for owner in named if isinstance(owner, _Owner) and (weights := owner()) is not None}
-
-
-def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
-    """This parameter's gradient is a sum over ranks, and in an EP group of several it is another expert's on others."""
-    parameter.summed_over_ranks = owner = _Owner(weights)  # type: ignore[attr-defined]
-    if weights.gradient_sum.ep.size > 1:
-        parameter.differs_between_ranks = owner  # type: ignore[attr-defined]
-    _install()
-
-
-def leave_behind(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
-    """These are the layer's no more: it made others when experts moved, which no optimizer knows that was made before.
-    From then on such an optimizer's step is refused, unless the layer's experts are frozen."""
-    owner = _Owner(weights)
-    for parameter in parameters:
-        parameter.left_behind_by = owner  # type: ignore[attr-defined]
-    _look_before_steps()
-
-
-@cache
-def _look_before_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for weights in _owners(optimizer, "left_behind_by"):
-        if weights.trained:
-            raise ConfigError(
-                "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
-                "experts moved since (load_state_dict of another expert map, EPLB), the layer was converted with "
-                "etp > 1 (.to, .half), or fully_shard has cut its model, and made others; make the optimizer "
-                "afterwards, and load its state then"
-            )
-
-
-@cache
-def _install() -> None:
-    register_optimizer_step_pre_hook(_refuse_whole_steps)
-    register_optimizer_step_pre_hook(_note_gradients)
-    register_optimizer_step_post_hook(_after_step)
-
-
-def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """LBFGS finds one direction and length for all parameters by their inner products, which on a rank would lack other
-    ranks' experts."""
-    if isinstance(optimizer, LBFGS) and _owners(optimizer, "differs_between_ranks"):
-        raise ConfigError(
-            "LBFGS takes one step of all its parameters by their inner products, and this rank's optimizer has the "
-            "experts of this rank alone, so that ranks would train different models; use an optimizer that steps "
-            "each parameter by itself, such as AdamW, or give LBFGS ep_moe.training.dense_parameters(model)"
-        )
-
-
-def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """In an optimizer's steps 1, 2, 4, 8 and so on, for a comparison of ranks in a later backward."""
-    steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
-    optimizer._steps_noted_by_ep_moe = steps  # type: ignore[attr-defined]
-    if not steps & (steps - 1):
-        found = _owners(optimizer, "summed_over_ranks")
-        if found:
-            _refuse_mixed_groups(optimizer)
-        for weights in found:
-            _refuse_sums_beside_means(optimizer, weights)
-            _note_router(optimizer, weights)
-        for weights in _owners(optimizer, "differs_between_ranks"):
-            weights.gradient_sum.note_step()
-
-
-def _refuse_mixed_groups(optimizer: Optimizer) -> None:
-    """Raise ConfigError where torch would update DTensors and plain tensors in one call, which it cannot."""
-    for group in optimizer.param_groups:
-        stepped = [p for p in group["params"] if p.grad is not None]
-        if "foreach" not in group or len({hasattr(p, "placements") for p in stepped}) < 2:
-            continue
-        by_default = group["foreach"] is None and not group.get("differentiable") and any(p.is_cuda for p in stepped)
-        if group["foreach"] or group.get("fused") or by_default:
-            raise ConfigError(
-                f"a group of {type(optimizer).__name__} has DTensors (FSDP2, tensor parallelism and etp > 1 make them) "
-                f"and plain tensors, and torch updates a group in one call; give the optimizer "
-                f"ep_moe.training.parameter_groups(model), or foreach=False, which is slower"
-            )
-
-
-def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
-    """Set `router_steps` where this step changes the router: waits for the device, until it is set."""
-    found, router = weights.gradient_sum, weights.gradient_sum.router()
-    if found.router_steps or router is None or capturing(weights.device):
-        return
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    gradients = [p.grad for p in router.parameters() if id(p) in stepped and p.grad is not None]
-    found.router_steps = any(bool(local(gradient).any()) for gradient in gradients)
-
-
-def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> None:
-    """Raise ConfigError where dense gradients are means over ranks, and those of experts still sums.
-
-    torch's FSDP2 averages the gradients of the parameters that it shards.
-    """
-    found, router = weights.gradient_sum, weights.gradient_sum.router()
-    if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1:
-        return
-    own = {id(parameter) for parameter in weights.parameters()}
-    dense = [p for group in optimizer.param_groups for p in group["params"]]
-    dense += [] if router is None else router.parameters()
-    tp = set(found.layout.group("tp"))
-    for parameter in dense:
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is None or id(parameter) in own or hasattr(parameter, "summed_over_ranks"):
-            continue
-        if not set(mesh.mesh.flatten().tolist()) <= tp:  # else it is cut over tp, whose ranks have the same tokens
-            ranks = found.layout.token_ranks
-            raise ConfigError(
-                f"torch's fully_shard averages dense gradients over ranks, and experts' are sums of {ranks} ranks: "
-                f"they would take steps {ranks} times too large; use ep_moe.training.fully_shard(model, context), or "
-                f"call sync_gradients(model, context) of ep_moe.training after each backward"
-            )
-
-
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer.__dict__.get("_guarded_by_ep_moe"):
-        return
-    optimizer._guarded_by_ep_moe = True  # type: ignore[attr-defined]
-    if any(hasattr(p, "differs_between_ranks") for group in optimizer.param_groups for p in group["params"]):
-        optimizer.register_state_dict_post_hook(_guard)
-
-
-def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    for weights in _owners(optimizer, "differs_between_ranks"):
-        refuse_full_state(weights.expert_map)
-    state_dict[KEY] = _Refused()

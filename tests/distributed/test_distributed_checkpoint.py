@@ -20,7 +20,7 @@ from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, PeerTimeout, 
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.testing import distributed
-from ep_moe.weights.trained import KEY
+from ep_moe.weights.optimizers import KEY
 from tests.fixtures.training_model import CONFIG, CPU, EPS, EXPERTS, furthest, made, one_process, run
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs of CPU ranks, over gloo")
