@@ -6,6 +6,8 @@ step, installed with the first expert parameters.
 - An optimizer's own `state_dict()` is refused in a distributed checkpoint. That dict numbers parameters, and ranks with
   different experts give one number to different ones: the checkpoint would keep one rank's state under it and give it
   to all, without a word. `get_optimizer_state_dict` goes by names, which is right on any ranks and under any map.
+  torch has no hook of an optimizer that has not made a step yet: the state that `load_state_dict` gave one is refused
+  from its first step on.
 - Steps that would train ranks apart are refused, and those of parameters that are their layer's no more.
 - Gradients are noted before steps, from which a later backward tells that ranks' experts were mixed.
 """
@@ -190,14 +192,15 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer.__dict__.get("_guarded_by_ep_moe"):
-        return
-    optimizer._guarded_by_ep_moe = True  # type: ignore[attr-defined]
-    if any(hasattr(p, "differs_between_ranks") for group in optimizer.param_groups for p in group["params"]):
+    """Guard every optimizer's `state_dict()`, whatever it holds: experts may join it later, by `add_param_group`."""
+    if not optimizer.__dict__.get("_guarded_by_ep_moe"):
+        optimizer._guarded_by_ep_moe = True  # type: ignore[attr-defined]
         optimizer.register_state_dict_post_hook(_guard)
 
 
 def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    if not any(hasattr(p, "differs_between_ranks") for group in optimizer.param_groups for p in group["params"]):
+        return
     for weights in _owners(optimizer, "differs_between_ranks"):
         refuse_full_state(weights.expert_map)
     state_dict[KEY] = _Refused()

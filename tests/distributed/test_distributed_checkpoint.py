@@ -115,6 +115,21 @@ def test_an_optimizers_own_state_is_refused(world_size):
 
 
 @distributed(2)
+def test_the_state_of_experts_that_joined_an_optimizer_later_is_refused(tmp_path, world_size):
+    """As where a model is unfrozen bit by bit: the first steps are of dense parameters alone."""
+    with EPContext.from_groups(device=CPU, deadline_s=10) as context:
+        model = made(context)
+        optimizer = torch.optim.AdamW(training.dense_parameters(model))
+        run(model, context, optimizer, lambda: training.sync_gradients(model, context), range(1))
+        assert KEY not in optimizer.state_dict(), "all ranks have the same parameters"
+        optimizer.add_param_group({"params": training.expert_parameters(model)})
+        run(model, context, optimizer, lambda: training.sync_gradients(model, context), range(1))
+        with pytest.raises(BaseException, match="keep optimizer of one rank alone; save get_optimizer_state_dict"):
+            dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=str(tmp_path))
+        dist.barrier()
+
+
+@distributed(2)
 def test_a_rank_finds_its_experts_after_they_moved(world_size):
     """Saved under the map that EPLB left, loaded into a fresh layer under the first one."""
     with EPContext.from_groups(device=CPU, deadline_s=10) as context:
