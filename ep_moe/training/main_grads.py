@@ -29,6 +29,10 @@ def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     ranks sum (ep < dp, redundant experts), and those of `reference`, are rounded to the parameters' dtype before they
     are added.
 
+    What scales `grad` does not scale `main_grad`. A `GradScaler`'s step of an optimizer with such parameters is
+    refused, and a call in a schedule of `torch.distributed.pipelining` with `scale_grads=True` and several
+    micro-batches.
+
     Hooks of expert parameters, LoRA factors and FSDP2 over experts are refused. Where a graph of `torch.compile` holds
     the layer, on one process, autograd brings its gradients, which are taken over. `torch.autograd.grad` of expert
     parameters raises an error, or gives None with `allow_unused=True`. `backward(inputs=...)` takes all expert

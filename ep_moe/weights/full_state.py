@@ -5,24 +5,19 @@ Modules and optimizers do not learn what their state_dict() is for: the callers'
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from types import FrameType
-
 from torch import Tensor
 
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
+from ep_moe.weights.callers import Callers, frames_of
 
-_Callers = dict[str, tuple[str, ...]]  # functions by module
-
-_FULL: _Callers = {"torch.distributed.checkpoint.state_dict": ("_get_model_state_dict", "_get_optim_state_dict")}
+_FULL: Callers = {"torch.distributed.checkpoint.state_dict": ("_get_model_state_dict", "_get_optim_state_dict")}
 # those whose file is one rank's
-_ONE_RANK: _Callers = {
+_ONE_RANK: Callers = {
     "accelerate.accelerator": ("save_state", "save_model", "get_state_dict"), "transformers.trainer": ("_save",),
 }  # fmt: skip
 # those that take tensors of one memory for the same tensor, and keep one of them
-_ONE_OF_A_STORAGE: _Callers = _ONE_RANK | {"safetensors.torch": ("save_model", "load_model")}
+_ONE_OF_A_STORAGE: Callers = {**_ONE_RANK, "safetensors.torch": ("save_model", "load_model")}
 
 
 def refuse_full_state(expert_map: ExpertMap) -> None:
@@ -39,7 +34,7 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
     """
     if all(len({*expert_map.local(rank)} - {EMPTY}) == expert_map.num_experts for rank in range(expert_map.num_ranks)):
         return
-    for frame in _frames(_FULL):
+    for frame in frames_of(_FULL):
         if getattr(frame.f_locals.get("info"), "full_state_dict", False):
             raise ConfigError(
                 "full_state_dict=True would give one rank's experts for all of them; leave it out, call "
@@ -47,7 +42,7 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
                 "torch.distributed.checkpoint.format_utils"
             )
         return
-    for frame in _frames(_ONE_RANK):
+    for frame in frames_of(_ONE_RANK):
         if getattr(frame.f_locals.get("self"), "_save_model_state_pre_hook", None):
             return  # the user's, which says what is saved of a model
         raise ConfigError(
@@ -67,15 +62,6 @@ def laid_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     Returns:
         The same, or copies.
     """
-    if next(_frames(_ONE_OF_A_STORAGE), None) is None:
+    if next(frames_of(_ONE_OF_A_STORAGE), None) is None:
         return tensors
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def _frames(callers: _Callers) -> Iterator[FrameType]:
-    """Those of these functions among the callers, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name in callers.get(frame.f_globals.get("__name__", ""), ()):
-            yield frame
-        frame = frame.f_back

@@ -11,6 +11,7 @@ that begin are zeroed, and all are added to.
 from __future__ import annotations
 
 import operator
+import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -26,10 +27,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
 from ep_moe.types import dtype_name
+from ep_moe.weights.callers import Callers, frames_of
 from ep_moe.weights.parts import local, parts_of, split_parts
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
+
+_PIPELINE = "torch.distributed.pipelining.schedules"
+_SCHEDULES: Callers = {_PIPELINE: ("_step_microbatches",)}
+_SCALERS: Callers = {"torch.amp.grad_scaler": ("step",)}
 
 
 class GradientOut(NamedTuple):
@@ -106,7 +112,21 @@ class MainGrads:
             return None
         if self._weights.lora is not None:
             return "expert_weights has LoRA factors and use_main_grads; call merge_lora, or build a model without it"
-        return self._hooked()
+        return self._hooked() or self._scaled_later()
+
+    def _scaled_later(self) -> str | None:
+        """None, or that the pipeline schedule that calls will divide what is in `grad` by its micro-batches."""
+        if self.dtype is None or _PIPELINE not in sys.modules:
+            return None
+        for schedule in (frame.f_locals.get("self") for frame in frames_of(_SCHEDULES)):
+            parts = getattr(schedule, "_n_microbatches", 1)
+            if getattr(schedule, "scale_grads", False) and getattr(schedule, "_has_backward", True) and parts > 1:
+                return (
+                    f"{type(schedule).__name__} has scale_grads=True and divides .grad by its {parts} micro-batches, "
+                    f"and not .main_grad, which use_main_grads(dtype=...) fills; call use_main_grads(model) without "
+                    f"dtype, or set scale_grads=False and divide the loss by {parts}"
+                )
+        return None
 
     def _hooked(self) -> str | None:
         for parameter in self._weights._on_views:
@@ -351,15 +371,32 @@ def look_before_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if getattr(optimizer, "reads_main_grad", False):
-        return
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if parameter.grad is None and _fold in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-            if parameter.main_grad is None:
-                continue
+    held = [
+        (parameter.grad, parameter.main_grad)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if _fold in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+    ]
+    if any(grad is not None or main_grad is not None for grad, main_grad in held):
+        _refuse_scaler(optimizer)
+    skipped = next((main_grad for grad, main_grad in held if grad is None and main_grad is not None), None)
+    if skipped is not None and not getattr(optimizer, "reads_main_grad", False):
+        raise ConfigError(
+            f"the optimizer ({type(optimizer).__name__}) would skip expert parameters: their gradients are in "
+            f".main_grad ({dtype_name(skipped.dtype)}), and .grad is None; set p.grad = p.main_grad.to(p.dtype) "
+            f"before the step, call use_main_grads(model) without dtype, or set optimizer.reads_main_grad = True where "
+            f"it reads .main_grad"
+        )
+
+
+def _refuse_scaler(optimizer: Optimizer) -> None:
+    """Raise ConfigError where a scaler calls the step: whether `grad` was copied from `main_grad` before `unscale_` or
+    after it, which leaves the scale in, nothing tells."""
+    if getattr(optimizer, "reads_main_grad", False) and getattr(optimizer, "_step_supports_amp_scaling", False):
+        return  # it unscales by itself
+    for scaler in (frame.f_locals.get("self") for frame in frames_of(_SCALERS)):
+        if scaler is not None and scaler.is_enabled():
             raise ConfigError(
-                f"the optimizer ({type(optimizer).__name__}) would skip expert parameters: their gradients are in "
-                f".main_grad ({dtype_name(parameter.main_grad.dtype)}), and .grad is None; set "
-                f"p.grad = p.main_grad.to(p.dtype) before the step, call use_main_grads(model) without dtype, or set "
-                f"optimizer.reads_main_grad = True where it reads .main_grad"
+                f"{type(scaler).__name__} unscales .grad and not .main_grad, which use_main_grads(dtype=...) fills: "
+                f"experts would take steps too large by the scale; call use_main_grads(model) without dtype"
             )
