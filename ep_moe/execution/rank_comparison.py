@@ -130,7 +130,7 @@ class Watch:
         """Warn once where routers take steps and stay alike, and gradients of experts are not divided: a loop of the
         user's own averages dense gradients, or sums them."""
         found, ranks = layer.expert_weights.gradient_sum, layer.context.layout.token_ranks
-        if self._warned or ranks == 1 or found.divisor != 1 or not found.router_steps:
+        if self._warned or ranks == 1 or found.divisor != 1 or found.followed is not None or not found.router_steps:
             return
         self._warned = True
         warnings.warn(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -122,12 +124,36 @@ def fully_shard(
         weights.unstack()
         gradients.sharded = True
         shard(weights, mesh=own, **options)
+        gradients.shard_divisor = _divisor_of(weights, gradients.replicas.size)
     kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
     for parameter, weights in before.items():
         if parameter not in kept:
             leave_behind([parameter], weights)
     shard(model, mesh=mesh, ignored_params=kept, **options)
+    follow = _divisor_of(model, mesh.size(), mesh.size() // layout.token_ranks)
+    for weights in expert_weights_of(model):
+        if weights.gradient_sum.followed is None:  # else a block holds its router, which was sharded before
+            weights.gradient_sum.followed = follow
     return model
+
+
+def _divisor_of(module: nn.Module, ranks: int, alike: int = 1) -> Callable[[], float]:
+    """Tell what FSDP2 divides a sum of gradients by, whenever asked: `set_gradient_divide_factor` may come at any time.
+
+    module: an FSDPModule, which is held weakly
+    ranks: it reduces over, and divides by unless it was told otherwise
+    alike: so many ranks each have the same tokens, of which the sum counts one
+    """
+    held = weakref.ref(module)
+
+    def divisor() -> float:
+        state = getattr(held(), "_get_fsdp_state", lambda: None)()
+        # torch 2.11 has one group
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        factor = getattr(groups[0], "gradient_divide_factor", None)
+        return (ranks if factor is None else factor) / alike
+
+    return divisor
 
 
 def _to_be_sharded(weights: ExpertWeights) -> bool:

@@ -172,7 +172,7 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
     torch's FSDP2 averages the gradients of the parameters that it shards.
     """
     found, router = weights.gradient_sum, weights.gradient_sum.router()
-    if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1:
+    if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1 or found.followed is not None:
         return
     own = {id(parameter) for parameter in weights.parameters()}
     dense = [p for group in optimizer.param_groups for p in group["params"]]

@@ -33,7 +33,9 @@ class GradientSum:
     ep, etp: the groups of this rank; replicas: to the ranks with the same slots in other EP groups
     divisor: what backward divides gradients by: 1 for the sum over all ranks' tokens; the number of ranks with tokens
         of their own for the mean, as dense parameters have it (`ep_moe.training`)
-    sharded: FSDP cuts the experts over `replicas` and averages over them
+    followed: what a wrapper of dense parameters makes of it, asked in each backward; None for no such wrapper
+    sharded: FSDP cuts the experts over `replicas`
+    shard_divisor: what FSDP divides gradients of these by, asked in each backward
     compared: names of dense parameters beside the experts, which `ep_moe.training` has compared over ranks with these
     layout, router: the layer's; None where there is none
     router_steps: whether an optimizer that holds experts has changed the router too
@@ -44,8 +46,10 @@ class GradientSum:
     def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
         self._weights = weights
         self.ep, self.etp, self.replicas = ep, etp, replicas
-        self.divisor = 1
+        self._divisor = 1.0
+        self.followed: Callable[[], float] | None = None
         self.sharded = False
+        self.shard_divisor: Callable[[], float] = lambda: replicas.size
         self.compared: set[tuple[str, ...]] = set()
         self.layout: RankLayout | None = None
         self.router: Callable[[], Module | None] = lambda: None
@@ -53,6 +57,14 @@ class GradientSum:
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
         self._learns_somewhere = False  # in the EP group; once it does, all ranks sum from then on
+
+    @property
+    def divisor(self) -> float:
+        return self._divisor if self.followed is None else self.followed()
+
+    @divisor.setter
+    def divisor(self, ranks: float) -> None:
+        self._divisor = ranks
 
     @property
     def alone(self) -> bool:
@@ -84,8 +96,9 @@ class GradientSum:
 
     @torch.no_grad()
     def divide(self, ranks: int) -> None:
-        """Have backward divide by this from now on, and divide the gradients that are here by the same."""
-        if self.divisor != ranks:
+        """Have backward divide by this from now on, and divide the gradients that are here by the same. Where a wrapper
+        is followed, backward has divided them already."""
+        if self.followed is None and self.divisor != ranks:
             for gradient in self._weights.gradients():
                 gradient.mul_(self.divisor / ranks)
             self.divisor = ranks
@@ -114,7 +127,7 @@ class GradientSum:
         """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""
         if self.each_sum is not None:
             self.each_sum()
-        divisor = self.divisor / self.replicas.size if self.sharded else self.divisor  # FSDP takes the mean itself
+        divisor = self.divisor / self.shard_divisor() if self.sharded else self.divisor  # FSDP divides too
         if divisor != 1:
             gradients = {name: gradient / divisor for name, gradient in gradients.items()}
         if self.etp.size > 1 and "w2_bias" in gradients:  # etp rank 0 alone used it, all hold it

@@ -5,13 +5,14 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
 from ep_moe import ConfigError, EPContext, ParallelConfig, training
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.testing import distributed, rank_device
+from ep_moe.weights.parts import local
 from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.training_model import batch, loss_of, made
 
@@ -110,6 +111,37 @@ def test_a_group_of_dtensors_and_plain_tensors_is_refused(world_size):
             else:
                 optimizer.step()
         torch.optim.AdamW(training.parameter_groups(model), lr=0.1, foreach=True).step()
+
+
+def root_alone(model):
+    return [model]
+
+
+def each_fsdp_module(model):
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@distributed(2, set_device=True, deadline_s=60)
+@pytest.mark.parametrize("told", [root_alone, each_fsdp_module])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_are_divided_as_fsdp_is_told_to(told, ep, world_size):
+    """As loops have it that divide by the number of tokens themselves: gradients of all parameters are sums."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
+        model = training.fully_shard(made(context), context)
+        found = []
+        own = batch(0).chunk(2)[context.layout.dp_rank].to(context.device)
+        for factor in (None, 1.0):
+            for module in told(model) if factor else ():
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no other for a factor
+                module.set_gradient_divide_factor(factor)
+            loss_of(model, own).backward()
+            training.sync_gradients(model, context)  # changes nothing
+            found.append([local(parameter.grad).clone() for parameter in model.parameters()])
+            model.zero_grad()
+        for mean, total in zip(*found, strict=True):
+            torch.testing.assert_close(total, 2 * mean)
+        loss_of(model, own).backward()
+        torch.optim.SGD(training.parameter_groups(model), lr=0.1).step()
 
 
 @distributed(2)
