@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.parallel import DistributedDataParallel
@@ -20,17 +19,13 @@ from ep_moe.all2all.base import Dispatcher, kind_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.execution.autocast import CAST
+from ep_moe.execution.data_parallel import join_problem, wrapper_problem
 from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
 from ep_moe.execution.routing_checks import chosen_problem
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.router import Router
 from ep_moe.runtime.devices import unseen_by_modes, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
-
-_WRAPPED = (
-    "DistributedDataParallel has overwritten the experts of each rank with rank 0's, and would average gradients of "
-    "different experts; wrap DistributedDataParallel(ep_moe.training.exclude_experts(model)), and load the weights anew"
-)
 
 
 class RankChecks:
@@ -62,22 +57,17 @@ class RankChecks:
         if layer.context.layout.world == 1:
             return None
         wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is None or (self._wrapper is not None and self._wrapper() is wrapper):
+        if wrapper is None:
             return None
-        managed = {id(parameter) for parameter in wrapper._module_parameters}
-        if any(id(p) in managed for p in layer.expert_weights.parameters()):
-            return _WRAPPED
-        layout = layer.context.layout
-        ranks = sorted(dist.get_process_group_ranks(wrapper.process_group))
-        if ranks not in (sorted(layout.group("stage")), sorted(layout.group("dp"))):
-            return (
-                f"DistributedDataParallel averages over ranks {', '.join(map(str, ranks))}, and this layer's experts "
-                f"get gradients of ranks {', '.join(map(str, sorted(layout.group('stage'))))}; give it a process_group "
-                f"of these"
-            )
-        layer.expert_weights.gradient_sum.divide(layout.token_ranks)  # as it does with dense ones
-        self._wrapper = weakref.ref(wrapper)
-        return None
+        if (problem := join_problem(wrapper)) is not None:
+            return problem
+        if self._wrapper is not None and self._wrapper() is wrapper:
+            return None
+        problem = wrapper_problem(wrapper, layer)
+        if problem is None:
+            layer.expert_weights.gradient_sum.divide(layer.context.layout.token_ranks)  # as it does with dense ones
+            self._wrapper = weakref.ref(wrapper)
+        return problem
 
     def look_again(self, layer: ComparedLayer) -> None:
         """As `first_call`, though the layer was called before: its weights are others now."""

@@ -27,7 +27,9 @@ def exclude_experts(model: Model) -> Model:
     """Tell `DistributedDataParallel` to leave expert parameters alone.
 
     The wrapper then broadcasts and averages everything else. Experts' gradients are summed over ranks in backward and
-    divided as it divides, so that nothing is to be called after backward.
+    divided by the number of ranks with tokens of their own, as the wrapper does, so that nothing is to be called after
+    backward. A communication hook (`register_comm_hook`) must average too: one that is not torch's is named in a
+    warning, unless it has an attribute `averages_gradients = True`. The wrapper's `join()` is refused.
 
     Args:
         model: what is given to `DistributedDataParallel(model)` or `accelerator.prepare(model)` next.

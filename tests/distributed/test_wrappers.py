@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
-from ep_moe import ConfigError, EPContext, ParallelConfig, training
+from ep_moe import ConfigError, EPContext, InputError, ParallelConfig, training
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
@@ -111,6 +111,16 @@ def test_a_group_of_dtensors_and_plain_tensors_is_refused(world_size):
             else:
                 optimizer.step()
         torch.optim.AdamW(training.parameter_groups(model), lr=0.1, foreach=True).step()
+
+
+@distributed(2)
+def test_ranks_that_may_end_before_others_are_refused(world_size):
+    """Those that go on would wait for the experts of one that ended."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
+        wrapped = DistributedDataParallel(training.exclude_experts(made(context)))
+        own = batch(0).chunk(2)[context.layout.dp_rank].to(context.device)
+        with pytest.raises(InputError, match=r"join\(\) lets a rank end before the others"), wrapped.join():
+            loss_of(wrapped, own)
 
 
 def root_alone(model):

@@ -1,0 +1,70 @@
+"""What `DistributedDataParallel` around a layer does to its experts and beside them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ep_moe.execution.rank_comparison import ComparedLayer
+
+_WRAPPED = (
+    "DistributedDataParallel has overwritten the experts of each rank with rank 0's, and would average gradients of "
+    "different experts; wrap DistributedDataParallel(ep_moe.training.exclude_experts(model)), and load the weights anew"
+)
+_JOINED = (
+    "DistributedDataParallel.join() lets a rank end before the others, which wait for its experts; leave join out, and "
+    "let a rank without a batch call the layer with x[:0], or ep_moe.integrations.transformers.idle_step"
+)
+# of torch's hooks all others average over the ranks of the wrapper
+_NO_MEANS = ("noop_hook", "post_localSGD_hook")
+
+
+def join_problem(wrapper: DistributedDataParallel) -> str | None:
+    """None, or that ranks may make fewer calls than others. With `throw_on_early_termination` none does."""
+    join = getattr(wrapper, "_join_config", None)
+    return _JOINED if join is not None and join.enable and not join.throw_on_early_termination else None
+
+
+def wrapper_problem(wrapper: DistributedDataParallel, layer: ComparedLayer) -> str | None:
+    """None, or what it does to a layer's experts. Warns where dense gradients may be sums."""
+    managed = {id(parameter) for parameter in wrapper._module_parameters}
+    if any(id(p) in managed for p in layer.expert_weights.parameters()):
+        return _WRAPPED
+    layout = layer.context.layout
+    ranks = sorted(dist.get_process_group_ranks(wrapper.process_group))
+    if ranks not in (sorted(layout.group("stage")), sorted(layout.group("dp"))):
+        return (
+            f"DistributedDataParallel averages over ranks {', '.join(map(str, ranks))}, and this layer's experts "
+            f"get gradients of ranks {', '.join(map(str, sorted(layout.group('stage'))))}; give it a process_group "
+            f"of these"
+        )
+    for hook, _ in getattr(wrapper, "_comm_hooks", ()):
+        _warn_of_sums(layer.name, hook)
+    return None
+
+
+def _warn_of_sums(name: str, hook: Any) -> None:
+    """Warn of a communication hook that may leave sums over ranks of dense gradients, where DDP takes means."""
+    if _averages(hook):
+        return
+    warnings.warn(
+        f"{name}: DistributedDataParallel has the communication hook {getattr(hook, '__qualname__', hook)!r}, which is "
+        f"not known to average over ranks, and gradients of experts are means: where it sums, dense gradients are too "
+        f"large beside them; divide in it by the number of ranks, and silence this by hook.averages_gradients = True",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _averages(hook: Any) -> bool:
+    """Whether it says so, or is torch's. Those that torch makes of another hook (`fp16_compress_wrapper`) hold it."""
+    said = getattr(hook, "averages_gradients", None)
+    if said is not None:
+        return bool(said)
+    own = str(getattr(hook, "__module__", "")).startswith("torch.distributed.algorithms.")
+    inner = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    known = own and getattr(hook, "__name__", "") not in _NO_MEANS
+    return known and all(_averages(held) for held in inner if callable(held))
