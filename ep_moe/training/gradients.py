@@ -47,10 +47,11 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     and this function leaves them alone. A dense parameter without a gradient on some ranks gets one there, for which
     these ranks wait for their device. One without a gradient on all ranks keeps None (zeros in a CUDA graph).
 
-    Expert gradients are sums over ranks already. The first call divides them, and from then on backward does. A second
-    call, or one for each micro-batch, changes nothing but rounding. Where an expert's gradient is not finite on one
-    rank, one number of it is infinite on all ranks afterwards, so that `torch.amp.GradScaler` skips the step on all.
-    Collective over the stage: all ranks call it.
+    Expert gradients are sums over ranks already. The first call divides them, and from then on backward does. Where
+    anything but the layer's backward writes or takes them, call it once before the first backward too. A second call,
+    or one for each micro-batch, changes nothing but rounding. Where an expert's gradient is not finite on one rank, one
+    number of it is infinite on all ranks afterwards, so that `torch.amp.GradScaler` skips the step on all. Collective
+    over the stage: all ranks call it.
 
     Args:
         model: the model, wrapped or not, after `loss.backward()` of a loss that is a mean over this rank's tokens.

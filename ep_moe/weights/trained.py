@@ -18,6 +18,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup, checksum
 from ep_moe.types import capturing
+from ep_moe.weights.first_backward import FirstBackward
 from ep_moe.weights.parts import Joined, local, parts_of
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class GradientSum:
         self.router_steps = False
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
+        self._first = FirstBackward()
         self._learns_somewhere = False  # in the EP group; once it does, all ranks sum from then on
 
     @property
@@ -99,6 +101,7 @@ class GradientSum:
         """Have backward divide by this from now on, and divide the gradients that are here by the same. Where a wrapper
         is followed, backward has divided them already."""
         if self.followed is None and self.divisor != ranks:
+            self._first.warn(ranks)
             for gradient in self._weights.gradients():
                 gradient.mul_(self.divisor / ranks)
             self.divisor = ranks
@@ -198,7 +201,10 @@ class GradientSum:
                 pieces = gradient.unflatten(1, (parts, -1)).flatten(0, 1).unbind() if len(gradient) else ()
                 split.append((parts, pieces))
             firsts = [held[0] for held in self._weights.held.values()]
-            return [pieces[parts * first + i] for first in firsts for parts, pieces in split for i in range(parts)]
+            given = [pieces[parts * first + i] for first in firsts for parts, pieces in split for i in range(parts)]
+            if self.layout is not None and self.layout.token_ranks > 1 and self.divisor == 1 and given:
+                self._first.note(parameters, given)
+            return given
 
         return dict(zip(slots, Joined.apply(tuple(slots.values()), back, *parameters), strict=True))
 
