@@ -19,7 +19,7 @@ from ep_moe.all2all.base import Dispatcher, kind_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.execution.autocast import CAST
-from ep_moe.execution.data_parallel import join_problem, wrapper_problem
+from ep_moe.execution.data_parallel import join_problem, split_backward_problem, wrapper_problem
 from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
 from ep_moe.execution.routing_checks import chosen_problem
 from ep_moe.execution.routing_replay import RoutingTap
@@ -131,6 +131,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
         problem = _transform_problem(layer) or held.replaced_problem() or held.lora_problem()
+        problem = problem or split_backward_problem(layer)
         if problem is None and held.main_grads is not None:
             problem = held.main_grads.problem()
     if problem is None and not torch.compiler.is_compiling():

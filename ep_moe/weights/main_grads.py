@@ -11,7 +11,6 @@ that begin are zeroed, and all are added to.
 from __future__ import annotations
 
 import operator
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -27,14 +26,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
 from ep_moe.types import dtype_name
-from ep_moe.weights.callers import Callers, frames_of
+from ep_moe.weights.callers import Callers, frames_of, training_schedules
 from ep_moe.weights.parts import local, parts_of, split_parts
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
 
-_PIPELINE = "torch.distributed.pipelining.schedules"
-_SCHEDULES: Callers = {_PIPELINE: ("_step_microbatches",)}
 _SCALERS: Callers = {"torch.amp.grad_scaler": ("step",)}
 
 
@@ -116,11 +113,9 @@ class MainGrads:
 
     def _scaled_later(self) -> str | None:
         """None, or that the pipeline schedule that calls will divide what is in `grad` by its micro-batches."""
-        if self.dtype is None or _PIPELINE not in sys.modules:
-            return None
-        for schedule in (frame.f_locals.get("self") for frame in frames_of(_SCHEDULES)):
+        for schedule in training_schedules() if self.dtype is not None else ():
             parts = getattr(schedule, "_n_microbatches", 1)
-            if getattr(schedule, "scale_grads", False) and getattr(schedule, "_has_backward", True) and parts > 1:
+            if getattr(schedule, "scale_grads", False) and parts > 1:
                 return (
                     f"{type(schedule).__name__} has scale_grads=True and divides .grad by its {parts} micro-batches, "
                     f"and not .main_grad, which use_main_grads(dtype=...) fills; call use_main_grads(model) without "

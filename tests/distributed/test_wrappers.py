@@ -6,15 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
 
-from ep_moe import ConfigError, EPContext, InputError, ParallelConfig, training
+from ep_moe import ConfigError, EPContext, InputError, MoELayer, ParallelConfig, training
 from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
 from tests.fixtures.checkpoint_files import quiet, tiny_model
-from tests.fixtures.training_model import batch, loss_of, made
+from tests.fixtures.training_model import CONFIG, WIDTH, batch, loss_of, made
 
 
 @distributed(2, deadline_s=60)
@@ -152,6 +153,32 @@ def test_experts_are_divided_as_fsdp_is_told_to(told, ep, world_size):
             torch.testing.assert_close(total, 2 * mean)
         loss_of(model, own).backward()
         torch.optim.SGD(training.parameter_groups(model), lr=0.1).step()
+
+
+@distributed(2, set_device=True, deadline_s=60)
+@pytest.mark.parametrize("shard_experts", [False, True])
+def test_cut_experts_under_a_pipeline_that_splits_backward_are_refused(shard_experts, world_size):
+    """torch's FSDP2 reduces wrongly what it has cut by itself. Each rank has a pipeline of two stages of its own."""
+    alone = [dist.new_group([rank]) for rank in range(world_size)][dist.get_rank()]
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=20) as context:
+        x = torch.randn(4, WIDTH, device=context.device)
+        torch.manual_seed(0)
+        layers = [MoELayer(CONFIG, context).to(context.device) for _ in range(2)]
+        layers[1](layers[0](x)).square().mean().backward()
+        wanted = [[p.grad / 2 for p in layer.expert_weights.parameters()] for layer in layers]
+        for layer in layers:
+            layer.zero_grad()
+            training.fully_shard(layer, context, shard_experts=shard_experts)
+        stages = [PipelineStage(layer, i, 2, context.device, group=alone) for i, layer in enumerate(layers)]
+        schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=lambda y, _: y.square().mean())
+        if shard_experts:
+            with pytest.raises(InputError, match="ScheduleInterleavedZeroBubble splits backward, in which"):
+                schedule.step(x, target=x)
+            return
+        schedule.step(x, target=x)
+        for layer, gradients in zip(layers, wanted, strict=True):
+            for parameter, gradient in zip(layer.expert_weights.parameters(), gradients, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
 
 
 @distributed(2)
