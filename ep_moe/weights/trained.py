@@ -64,10 +64,6 @@ class GradientSum:
     def divisor(self) -> float:
         return self._divisor if self.followed is None else self.followed()
 
-    @divisor.setter
-    def divisor(self, ranks: float) -> None:
-        self._divisor = ranks
-
     @property
     def alone(self) -> bool:
         """Nothing is summed or divided: one rank of everything, and each expert in one slot."""
@@ -104,7 +100,7 @@ class GradientSum:
             self._first.warn(ranks)
             for gradient in self._weights.gradients():
                 gradient.mul_(self.divisor / ranks)
-            self.divisor = ranks
+            self._divisor = ranks
 
     def meet(self, *, sums: bool) -> bool:
         """Learn at the begin of a backward whether peers will sum over copies. Collective over the EP group.

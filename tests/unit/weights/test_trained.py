@@ -13,7 +13,7 @@ ONE, TWICE = ExpertMap.linear(4, 1), ExpertMap.from_ranks([[0, 1, 2, 3, 0]], 4, 
 
 
 def made(ep=1, etp=1, replicas=1, expert_map=ONE, names=("w13", "w2")):
-    weights = SimpleNamespace(expert_map=expert_map, names=names, num_slots=4)
+    weights = SimpleNamespace(expert_map=expert_map, names=names, num_slots=4, gradients=list)
     return GradientSum(weights, *(SimpleNamespace(size=size) for size in (ep, etp, replicas)))
 
 
@@ -40,7 +40,7 @@ def test_where_sums_are_due(how, alone, is_local):
 
 def test_a_divisor_is_one_more_step():
     found = made()
-    found.divisor = 2
+    found.divide(2)
     assert not found.alone
     assert found.is_local
 
@@ -61,7 +61,8 @@ def test_a_gradient_is_divided_by_each_rank_once(sharded, wanted):
     found = made(replicas=2)
     step = SimpleNamespace(step=lambda *_, **__: nullcontext())
     found.replicas = SimpleNamespace(size=2, flight_recorder=step, all_reduce=lambda gradient: gradient.mul_(2))
-    found.divisor, found.sharded = 4, sharded
+    found.divide(4)
+    found.sharded = sharded
     (total,) = found({"w13": torch.tensor([6.0])}).values()
     assert total.item() == wanted
 
