@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,12 +15,21 @@ from torch import Tensor
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError, PeerTimeout
-from ep_moe.experts.layouts import localized, widened
+from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.parallel.groups import default_store, numbered
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.fp8 import round_by
 from ep_moe.quant.row_format import round_to_travel
-from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, capturing
+from ep_moe.types import (
+    LocalIds,
+    PeerRows,
+    Pending,
+    PhysicalIds,
+    PhysicalRouting,
+    Received,
+    Weighting,
+    capturing,
+)
 
 DispatcherFactory = Callable[[DispatchShape, RankGroup], Dispatcher]
 Result = TypeVar("Result")
@@ -42,7 +51,11 @@ class Case:
         """This rank's rows and routes on the device, and what must come back."""
         x = rows(self.rank + seed, tokens, self.shape.dtype, self.shape.wire)
         routing = routes(self.rank + seed, tokens, self.ranks, self.shape.top_k)
-        return x.to(self.device), moved(routing, self.device), expected(x, routing)
+        return x.to(self.device), moved(routing, self.device), self.expected(x, routing)
+
+    def expected(self, x: Tensor, routing: PhysicalRouting) -> Tensor:
+        """What `experts` make of all ranks' rows."""
+        return expected(x, routing, factors(routing.ids % SLOTS, routing.ids // SLOTS))
 
     def dispatch(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None) -> Received:
         return self.dispatch_start(x, routing, max_tokens).wait()
@@ -63,11 +76,15 @@ class Case:
         return self.dispatcher.combine(self.experts(received), received.handle)
 
     def experts(self, received: Received) -> Tensor | PeerRows:
+        """Each multiplies by a number of its own, so that a row which meets another expert tells."""
         received = localized(received, SLOTS)
         ids = received.local_ids
         if ids is not None and not capturing(self.device):
             self.that(bool(((ids >= -1) & (ids < self.shape.slots_per_rank)).all()), "local ids out of range")
-        return identity(received, self.shape.dtype, to_peers=self.to_peers)
+            after = ids.sort(1).values
+            repeated = (after[:, 1:] == after[:, :-1]) & (after[:, 1:] >= 0)
+            self.that(not bool(repeated.any()), "a local id comes twice in a row")
+        return multiplied(received, self.shape.dtype, self.rank, to_peers=self.to_peers)
 
     def that(self, condition: bool, fault: str) -> None:
         if not condition:
@@ -160,10 +177,12 @@ def hold_back(rank_group: RankGroup, lost: int, seconds: float) -> None:
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
-# What transports are checked with: rows and routes that every rank can compute for every other, experts that return
-# their input, and what must come back.
+# What transports are checked with: rows and routes that every rank can compute for every other, experts that multiply
+# their input by a number, and what must come back.
 
 HIDDEN, SLOTS, MAX_TOKENS = 512, 4, 24
+LARGEST = 7  # magnitude in a row
+MOST = 36  # sum of weight times factor over a row's routes: 7 * 36 = 252, and bfloat16 has all integers to 256
 # tokens of four ranks in one call
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
 NVFP4 = Wire(dispatch="nvfp4", input_scale=1.0)
@@ -191,21 +210,22 @@ def rows(rank: int, tokens: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE) ->
 @functools.lru_cache(maxsize=1024)  # checks ask for the same few again and again
 def _rows(rank: int, tokens: int, dtype: torch.dtype, wire: Wire) -> Tensor:
     """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 7:
-    products with up to 8 weights of 3 are exact in bfloat16. And a 7 in each 128: the scale is 1 / 64, and all numbers
+    sums of products with `routes` are exact in bfloat16. And a 7 in each 128: the scale is 1 / 64, and all numbers
     are exact in fp8_block too, as in mxfp8, whose scales are powers of two. In nvfp4 the eight numbers of E2M1 stand
     for the integers, with the largest in each 16 columns: the scale is 1."""
     generator = torch.Generator().manual_seed(1000 + rank)
     x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
     number = torch.arange(tokens)
-    x[:, 0], x[:, 1], x[:, 2], x[:, 3::128] = rank % 7 + 1, number % 8, number // 8, 7
+    x[:, 0], x[:, 1], x[:, 2], x[:, 3::128] = rank % 7 + 1, number % 8, number // 8, LARGEST
     if wire.dispatch == "nvfp4":
-        x[:, 3::16] = 7
+        x[:, 3::16] = LARGEST
         x = torch.tensor(_E2M1)[x.abs().long()].copysign(x)
     return x.to(dtype)
 
 
 def routes(rank: int, tokens: int, ranks: int, top_k: int, *, drop: float = 0.3) -> PhysicalRouting:
-    """Distinct physical ids with some -1, and weights of small integers, for the caller to write to."""
+    """Distinct physical ids with some -1, and weights of small integers, for the caller to write to. A row has no more
+    routes than `MOST` allows."""
     routing = _routes(rank, tokens, ranks, top_k, drop)
     return PhysicalRouting(PhysicalIds(routing.ids.clone()), routing.weights.clone())
 
@@ -217,7 +237,15 @@ def _routes(rank: int, tokens: int, ranks: int, top_k: int, drop: float) -> Phys
     ids = torch.rand(tokens, width, generator=generator).topk(top_k).indices
     dropped = (torch.rand(ids.shape, generator=generator) < drop) | (ids >= ranks * SLOTS)
     weights = torch.randint(1, 4, ids.shape, generator=generator).float()
+    products = weights * factors(ids % SLOTS, ids // SLOTS)
+    dropped |= products.masked_fill(dropped, 0).cumsum(1) > MOST
     return PhysicalRouting(PhysicalIds(ids.masked_fill(dropped, -1)), weights)
+
+
+def factors(slots: Tensor, rank: Tensor | int) -> Tensor:
+    """What the experts in these slots multiply by: 1 to 4, all of a rank's different, and in another order on the next
+    rank."""
+    return ((slots + rank) % SLOTS + 1).float()
 
 
 def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
@@ -225,41 +253,42 @@ def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
 
 
 def identity(received: Received, dtype: torch.dtype, *, to_peers: bool = False) -> Tensor | PeerRows:
-    """Experts that return their input: x times this rank's weights where the experts weigh; exactly zero in rows
-    without any, and one row for each id where the transport wants that. Written where the transport would have it;
-    to_peers: to `peer_out`, if it offers that."""
+    """Experts that return their input."""
+    return multiplied(received, dtype, None, to_peers=to_peers)
+
+
+def multiplied(
+    received: Received, dtype: torch.dtype, rank: int | None, *, to_peers: bool = False
+) -> Tensor | PeerRows:
+    """A rank's experts, which multiply their input by `factors`, or by 1 for None: x times these times the weights
+    where the experts weigh; exactly zero in rows without any, and one row for each id where the transport wants that.
+    Written where the transport would have it; to_peers: to `peer_out`, if it offers that."""
     received = widened(localized(received, SLOTS), dtype)
-    x = received.x
-    match received.layout:
-        case RowLayout.RANK_MAJOR:
-            assert received.local_ids is not None
-            mine = received.local_ids >= 0
-            if received.per_route:
-                x, mine = x.repeat_interleave(mine.shape[1], 0), mine.view(-1, 1)
-            valid = mine.any(1)
-            factor: Tensor | None = None
-            if received.weighting is Weighting.EXPERTS:
-                assert received.weights is not None
-                factor = received.weights.masked_fill(~mine, 0).sum(1)
-        case RowLayout.CONTIGUOUS:
-            assert received.expert_offsets is not None
-            valid = torch.arange(len(x), device=x.device) < received.expert_offsets[-1]
-            factor = received.weights
-        case RowLayout.BATCHED:
-            assert received.expert_counts is not None
-            valid = torch.arange(x.shape[1], device=x.device) < received.expert_counts.unsqueeze(1)
-            factor = received.weights
-    y = x if factor is None or received.weighting is Weighting.COMBINE else x * factor.unsqueeze(-1).to(x.dtype)
-    y = torch.where(valid.unsqueeze(-1), y, torch.zeros_like(y))
+    flat = as_rank_major(received, SLOTS)
+    x, slots = flat.x, flat.local_ids
+    assert slots is not None
+    if received.per_route:
+        x, slots = x.repeat_interleave(slots.shape[1], 0), cast("LocalIds", slots.view(-1, 1))
+    mine = slots >= 0
+    factor = mine.float() if rank is None else factors(slots, rank)
+    if received.weighting is Weighting.EXPERTS:
+        assert flat.weights is not None
+        factor = factor * flat.weights
+    factor = factor.masked_fill(~mine, 0).sum(1, keepdim=True)  # a weight without an expert may be NaN
+    y = torch.where(mine.any(1, keepdim=True), x * factor.to(x.dtype), torch.zeros_like(x))
     if to_peers and received.peer_out is not None:
         travels = received.peer_out.blocks[0].dtype
         received.peer_out.write(y if travels == y.dtype else round_by(y, 1.0))
         return received.peer_out
-    return y if received.out is None else received.out.copy_(y.view_as(received.out))
+    if received.out is not None:
+        return received.out.copy_(y.view_as(received.out))
+    return y if received.per_route else y.view_as(received.x)
 
 
-def expected(x: Tensor, routing: PhysicalRouting) -> Tensor:
-    return (x.float() * routing.weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
+def expected(x: Tensor, routing: PhysicalRouting, factor: Tensor | None = None) -> Tensor:
+    """What comes back: x times the sum of weights, each times the factor [T, K] of its expert."""
+    weights = routing.weights if factor is None else routing.weights * factor
+    return (x.float() * weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
 
 
 def tolerance(shape: DispatchShape) -> float:

@@ -36,7 +36,6 @@ from ep_moe.testing.transport_case import (
     Case,
     DispatcherFactory,
     dispatch_shape,
-    expected,
     moved,
     rounded,
     routes,
@@ -169,7 +168,7 @@ def rows_go_where_they_belong(case: Case) -> None:
             here = MAX_TOKENS * case.ranks if case.rank == case.ranks - 1 and max(local) >= 0 else 0
             case.that(carried == here, f"{what}: {carried} rows with experts arrived, not {here}")
         y = case.dispatcher.combine(case.experts(received), received.handle)
-        case.same(y, expected(x, routing), what)
+        case.same(y, case.expected(x, routing), what)
 
 
 def views_are_taken(case: Case) -> None:

@@ -20,12 +20,14 @@ from ep_moe.testing.transport_case import (
     COUNTS,
     HIDDEN,
     MAX_TOKENS,
+    SLOTS,
     Case,
     DispatcherFactory,
-    expected,
+    factors,
     hold_back,
     identity,
     moved,
+    multiplied,
     routes,
     rows,
     said,
@@ -76,8 +78,9 @@ def gradients_flow(case: Case) -> None:
         out = case.once(x, routing)
         out.backward(slope)
         chosen = routing.ids >= 0
-        case.same(_grad(x), slope * weights.masked_fill(~chosen, 0).sum(1, keepdim=True).to(x.dtype), "gradient of x")
-        own = (x * slope).float().sum(1, keepdim=True).expand(chosen.shape).masked_fill(~chosen, 0)
+        factor = factors(routing.ids % SLOTS, routing.ids // SLOTS).masked_fill(~chosen, 0)
+        case.same(_grad(x), slope * (weights * factor).sum(1, keepdim=True).to(x.dtype), "gradient of x")
+        own = (x * slope).float().sum(1, keepdim=True) * factor
         case.same(_grad(weights), own.detach(), "gradient of the weights")
 
 
@@ -115,7 +118,7 @@ def single_rows_keep_their_order_and_bits(case: Case) -> None:
         here = received.x[(local >= 0).any(1)].float()
         places = (here[:, 0] * MAX_TOKENS + here[:, 1]).tolist()
         case.that(places == sorted(places), f"single rows arrive in another order, got {places}")
-        back = case.dispatcher.combine(case.experts(received), received.handle)
+        back = case.dispatcher.combine(identity(received, g.dtype, to_peers=case.to_peers), received.handle)
         case.that(torch.equal(back, x), "single rows come back with other bits")
 
 
@@ -141,7 +144,7 @@ def captured_and_replayed(case: Case) -> None:
         new = rows(case.rank + seed, MAX_TOKENS, g.dtype, g.wire)
         to = routes(case.rank + seed, MAX_TOKENS, case.ranks, g.top_k)
         to.ids[tokens:] = -1  # rows that fill a batch up to its captured size
-        batches.append((new.to(device), moved(to, device), expected(new, to).to(device)))
+        batches.append((new.to(device), moved(to, device), case.expected(new, to).to(device)))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for replay in range(REPLAYS):
         new, to, wanted = batches[replay % len(batches)]
@@ -234,7 +237,7 @@ def a_peer_that_comes_too_late(
         time.sleep(1.7 * deadline_s)
     x, routing, wanted = case.call(3, seed=1)  # else what an aborted collective leaves could be right
     received = case.dispatch(x, routing)
-    late = case.dispatcher.combine(identity(received, x.dtype), received.handle)
+    late = case.dispatcher.combine(multiplied(received, x.dtype, case.rank), received.handle)  # waits for no device
     while case.rank != lost and not message and time.monotonic() - start < 1.7 * deadline_s:
         time.sleep(0.1)
         try:

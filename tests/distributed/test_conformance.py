@@ -245,6 +245,50 @@ class ForeignIds(Unweighted):
         return dataclasses.replace(received, local_ids=LocalIds(ids))
 
 
+class OtherExperts(Unweighted):
+    """Rows meet other experts of the right rank."""
+
+    def _changed(self, received: Received) -> Received:
+        ids, weights = received.local_ids, received.weights
+        other = self._met(ids, weights)
+        return dataclasses.replace(received, local_ids=LocalIds(torch.where(ids >= 0, other, ids)))
+
+    def _met(self, ids, weights):
+        raise NotImplementedError
+
+
+class Reversed(OtherExperts):
+    def _met(self, ids, weights):
+        return self.dispatch_shape.slots_per_rank - 1 - ids
+
+
+class NextSlot(OtherExperts):
+    def _met(self, ids, weights):
+        return (ids + 1) % self.dispatch_shape.slots_per_rank
+
+
+class LastSlotElsewhere(OtherExperts):
+    def _met(self, ids, weights):
+        free = torch.where((ids == 0).any(1, keepdim=True), 1, 0)  # so that the ids of a row stay distinct
+        return torch.where(ids == self.dispatch_shape.slots_per_rank - 1, free, ids).to(ids.dtype)
+
+
+class OneForAll(OtherExperts):
+    """All of a row's routes on this rank go to its first expert there."""
+
+    def _met(self, ids, weights):
+        return ids.masked_fill(ids < 0, 99).amin(1, keepdim=True)
+
+
+class WeightsSwapped(Unweighted):
+    """Among a row's own experts."""
+
+    def _changed(self, received: Received) -> Received:
+        mine = received.local_ids >= 0
+        both = mine.all(1, keepdim=True)
+        return dataclasses.replace(received, weights=torch.where(both, received.weights.flip(1), received.weights))
+
+
 class SharedState(TorchAll2AllDispatcher):
     """Keeps the newest call's handle for all."""
 
@@ -433,6 +477,12 @@ def test_the_suite_sees_what_refusals_lack(world_size):
     [
         (Unweighted, "uneven and empty ranks"),
         (ForeignIds, "local ids out of range"),
+        (OffByOne, "uneven and empty ranks"),
+        (Reversed, "uneven and empty ranks"),
+        (NextSlot, "uneven and empty ranks"),
+        (LastSlotElsewhere, "uneven and empty ranks"),
+        (OneForAll, "a local id comes twice in a row"),
+        (WeightsSwapped, "uneven and empty ranks"),
         (SharedState, "two in flight"),
         (LastRowLost, "uneven and empty ranks"),
         (WritesItsInput, "weights must be left as they were"),
