@@ -3,6 +3,7 @@ captured calls."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from functools import partial
 
@@ -14,7 +15,7 @@ from ep_moe.all2all.base import DispatchShape
 from ep_moe.config import PLAIN_WIRE
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
-from ep_moe.experts.layouts import localized
+from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing.transport_case import (
     COUNTS,
@@ -35,7 +36,7 @@ from ep_moe.testing.transport_case import (
     tell,
     tolerance,
 )
-from ep_moe.types import PhysicalIds, PhysicalRouting
+from ep_moe.types import PhysicalIds, PhysicalRouting, RowLayout, Weighting
 
 REPLAYS = 1000
 
@@ -100,26 +101,62 @@ def equal_calls_give_equal_bits(case: Case) -> None:
 
 
 def single_rows_keep_their_order_and_bits(case: Case) -> None:
-    """Rows of one route arrive in the order of ranks and tokens, and come back as they were, if it says so."""
-    g = case.shape
-    if not case.dispatcher.capabilities.exact or g.wire != PLAIN_WIRE:
+    """Plain rows of one route arrive as they were, with their weights, and come back as they were: in any dtype, the
+    sum of one row is that row. They arrive in the order of ranks and tokens, if it says `exact`."""
+    g, can = case.shape, case.dispatcher.capabilities
+    if g.wire != PLAIN_WIRE:
         return
     for counts in COUNTS[:4]:
-        tokens = counts[case.rank % 4]
-        generator = torch.Generator().manual_seed(case.rank)
-        x = torch.randn(tokens, HIDDEN, generator=generator)
-        x[:, 0], x[:, 1] = case.rank + 1, torch.arange(tokens)
-        ids = torch.full((tokens, g.top_k), -1)
-        ids[:, -1] = torch.randint(g.num_physical, (tokens,), generator=generator)
-        x, ids = x.to(g.dtype).to(case.device), ids.to(case.device)
-        received = case.dispatch(x, PhysicalRouting(PhysicalIds(ids), torch.ones(ids.shape, device=case.device)))
-        local = localized(received, g.slots_per_rank).local_ids
-        assert local is not None
-        here = received.x[(local >= 0).any(1)].float()
-        places = (here[:, 0] * MAX_TOKENS + here[:, 1]).tolist()
-        case.that(places == sorted(places), f"single rows arrive in another order, got {places}")
-        back = case.dispatcher.combine(identity(received, g.dtype, to_peers=case.to_peers), received.handle)
+        x, routing = _single_rows(case, counts[case.rank % 4])
+        received = case.dispatch(x, routing)
+        flat = as_rank_major(localized(received, SLOTS), SLOTS)
+        assert flat.local_ids is not None
+        mine = flat.local_ids >= 0
+        here = flat.x[mine.any(1)].cpu()
+        places = here[:, :2].long() - torch.tensor([1, 0])  # rank and token
+        numbers = (places[:, 0] * MAX_TOKENS + places[:, 1]).tolist()
+        if can.exact and received.layout is RowLayout.RANK_MAJOR:
+            case.that(numbers == sorted(numbers), f"single rows arrive in another order, got {numbers}")
+        if received.weighting is Weighting.COMBINE:
+            back = case.dispatcher.combine(identity(received, g.dtype, to_peers=case.to_peers), received.handle)
+            _weighted_once(case, x, routing.weights[:, -1:], back)
+            continue
+        assert flat.weights is not None
+        sent = torch.stack([_single_weights(rank) for rank in range(case.ranks)])
+        wanted = sent[places[:, 0].clamp(0, case.ranks - 1), places[:, 1].clamp(0, MAX_TOKENS - 1)]
+        case.that(torch.equal(flat.weights[mine].cpu(), wanted), "weights arrive with other bits")
+        unweighted = dataclasses.replace(received, weighting=Weighting.COMBINE)
+        back = case.dispatcher.combine(identity(unweighted, g.dtype, to_peers=case.to_peers), received.handle)
         case.that(torch.equal(back, x), "single rows come back with other bits")
+
+
+def _single_rows(case: Case, tokens: int) -> tuple[Tensor, PhysicalRouting]:
+    """Rows of any numbers, but for the rank and the token in the first columns; their one route is in the last."""
+    g, generator = case.shape, torch.Generator().manual_seed(case.rank)
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    x[:, 0], x[:, 1] = case.rank + 1, torch.arange(tokens)
+    ids = torch.full((tokens, g.top_k), -1)
+    ids[:, -1] = torch.randint(g.num_physical, (tokens,), generator=generator)
+    weights = _single_weights(case.rank)[:tokens].unsqueeze(1).expand(-1, g.top_k).contiguous()
+    return x.to(g.dtype).to(case.device), moved(PhysicalRouting(PhysicalIds(ids), weights), case.device)
+
+
+def _single_weights(rank: int) -> Tensor:
+    """Of each token of a rank: every second one is 1."""
+    weights = torch.rand(MAX_TOKENS, generator=torch.Generator().manual_seed(rank)) / 2 + 0.5
+    weights[::2] = 1
+    return weights
+
+
+def _weighted_once(case: Case, x: Tensor, weights: Tensor, back: Tensor) -> None:
+    """Combine multiplies: a weight of 1 leaves the bits as they were, and the product with another is rounded in
+    float32, by 2**-24 of itself, and then once to the layer's dtype, by half a step. Twice the former is allowed."""
+    ones = (weights == 1).squeeze(1)
+    case.that(torch.equal(back[ones], x[ones]), "single rows come back with other bits")
+    numbers = torch.finfo(case.shape.dtype)
+    product = x.double() * weights.double()
+    step = product.abs() * (numbers.eps / 2 + 2**-23) + numbers.smallest_normal * numbers.eps
+    case.that(bool(((back.double() - product).abs() <= step).all()), "a weighted row was rounded more than once")
 
 
 def captured_and_replayed(case: Case) -> None:

@@ -411,6 +411,37 @@ class Rounds(TorchAll2AllDispatcher):
         return super()._combine(y + (rounded - y).detach(), handle, out)
 
 
+class RowsRounded(TorchAll2AllDispatcher):
+    """To 8 bits on the way there, whatever the layer's dtype."""
+
+    capabilities = dataclasses.replace(TorchAll2AllDispatcher.capabilities, exact=False)
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        return super()._dispatch(x.bfloat16().to(x.dtype), x_scale, routing, problem, max_tokens)
+
+
+class SumsRounded(TorchAll2AllDispatcher):
+    capabilities = dataclasses.replace(TorchAll2AllDispatcher.capabilities, exact=False)
+
+    def _combine(self, y, handle, out):
+        pending = super()._combine(y, handle, out)
+        return mock.Mock(wait=lambda: pending.wait().bfloat16().to(y.dtype), ready=False)
+
+
+def _rounded_weights(routing: PhysicalRouting) -> PhysicalRouting:
+    return PhysicalRouting(routing.ids, routing.weights.bfloat16().float())
+
+
+class WeightsRounded(TorchAll2AllDispatcher):
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        return super()._dispatch(x, x_scale, _rounded_weights(routing), problem, max_tokens)
+
+
+class WeightsRoundedInCombine(pplx.PplxDispatcher):
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        return super()._dispatch(x, x_scale, _rounded_weights(routing), problem, max_tokens)
+
+
 class AnyId(TorchAll2AllDispatcher):
     """Takes an id of no expert for an empty one."""
 
@@ -501,6 +532,25 @@ def test_the_suite_sees_it(wrong, sentence, world_size):
     formats = [FP8_TENSOR] if "fp8_tensor" in sentence else None
     with pytest.raises(Exception, match=sentence):
         check_dispatcher(wrong, top_ks=(2,), dtypes=(torch.bfloat16,), wires=formats, deadline_s=10)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
+@distributed(2, set_device=True)
+@pytest.mark.parametrize(
+    ("wrong", "dtype", "sentence"),
+    [
+        (RowsRounded, torch.float32, "single rows come back with other bits"),
+        (RowsRounded, torch.float16, "single rows come back with other bits"),
+        (SumsRounded, torch.float32, "single rows come back with other bits"),
+        (WeightsRounded, torch.bfloat16, "weights arrive with other bits"),
+        (WeightsRoundedInCombine, torch.bfloat16, "a weighted row was rounded more than once"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_suite_sees_what_is_rounded(wrong, dtype, sentence, world_size):
+    pplx.make_all2all = make_all2all
+    with pytest.raises(AssertionError, match=f"single rows keep their order and bits .*{sentence}"):
+        check_dispatcher(wrong, top_ks=(2,), dtypes=(dtype,), wires=(), deadline_s=10)
 
 
 class Alone(LocalDispatcher):
