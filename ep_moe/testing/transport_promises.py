@@ -85,6 +85,23 @@ def gradients_flow(case: Case) -> None:
         case.same(_grad(weights), own.detach(), "gradient of the weights")
 
 
+def gradients_are_wanted_alike(case: Case) -> None:
+    """All ranks raise where one alone wants a gradient: its backward would wait for theirs. Transports that wait on the
+    host, which can tell."""
+    can = case.dispatcher.capabilities
+    if not (can.differentiable and can.host_sync) or case.ranks == 1 or case.shape.wire != PLAIN_WIRE:
+        return
+    for odd in {0, case.ranks - 1}:
+        for name in ("x", "weights"):
+            x, routing, _ = case.call(4, seed=odd)
+            given = x if name == "x" else routing.weights
+            given.requires_grad_(case.rank == odd)
+            message = said(partial(_waited, case, x, routing))
+            case.that(bool(message), f"rank {odd} alone wants a gradient of {name}, which was not refused")
+    x, routing, wanted = case.call(4)
+    case.same(case.once(x, routing), wanted, "after a refusal")
+
+
 def _grad(given: Tensor) -> Tensor:
     return torch.zeros_like(given) if given.grad is None else given.grad
 

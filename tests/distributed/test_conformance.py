@@ -14,7 +14,7 @@ from ep_moe.all2all import deepep, flashinfer_nvlink, pplx
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
-from ep_moe.all2all.torch_collectives import LocalDispatcher, TorchAll2AllDispatcher
+from ep_moe.all2all.torch_collectives import AllGatherDispatcher, LocalDispatcher, TorchAll2AllDispatcher
 from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.testing import check_dispatcher, distributed, rank_device
@@ -456,6 +456,17 @@ class NoGradients(TorchAll2AllDispatcher):
         return super()._combine(y.detach().requires_grad_(y.requires_grad), handle, out)
 
 
+class GradientsUnasked(AllGatherDispatcher):
+    """Learns from no rank whether it wants gradients."""
+
+    def _dispatch(self, x, x_scale, routing, problem, max_tokens):
+        agree = self.rank_group.agree
+        with mock.patch.object(
+            RankGroup, "agree", lambda _, values, problem, device, **options: agree(values, problem, device)
+        ):
+            return super()._dispatch(x, x_scale, routing, problem, max_tokens)
+
+
 class RaisesOnOneRank(TorchAll2AllDispatcher):
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
         if self.rank_group.rank == 1 and len(x) == 5:
@@ -522,6 +533,7 @@ def test_the_suite_sees_what_refusals_lack(world_size):
         (OutOfOrder, "single rows keep their order and bits .*in another order"),
         (Rounds, "single rows keep their order and bits .*with other bits"),
         (NoGradients, "gradients flow .*gradient of x"),
+        (GradientsUnasked, "gradients are wanted alike .*rank 0 alone wants a gradient of x"),
         (Untyped, "uneven and empty ranks .*fp8_tensor"),
         (Unscaled, "uneven and empty ranks .*fp8_tensor"),
         (CoarseScales, "rows that come plain are rounded as before the wire .*fp8_block.*other bits"),
