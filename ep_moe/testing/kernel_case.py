@@ -14,7 +14,7 @@ from ep_moe.experts.base import Experts, ExpertsOptions
 from ep_moe.experts.differentiable import StepGradients
 from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.placement.expert_map import ExpertMap
+from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import Scheme
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, numbers_of
@@ -25,10 +25,14 @@ from ep_moe.weights.main_grads import GradientOut
 from ep_moe.weights.parts import parts_of
 
 SLOTS = 5
+# The logical experts of a rank's slots. A slot's number is no expert's, so that a kernel which takes one for the other
+# tells.
+PERMUTED = (3, 0, 4, 1, 2)
+WITH_AN_EMPTY_SLOT = (3, 0, EMPTY, 4, 1)
 
 
 class Layer:
-    """One kernel object with the weights of `SLOTS` experts, and their canonical tensors."""
+    """One kernel object with the weights of a rank's experts, and their canonical tensors by slot."""
 
     def __init__(
         self,
@@ -42,13 +46,19 @@ class Layer:
         *,
         tensors: list[dict[str, Tensor]] | None = None,
         trainable: bool = False,
+        held: tuple[int, ...] = PERMUTED,
     ) -> None:
+        """held: the logical expert of each slot, `EMPTY` for none"""
         self.config, self.scheme, self.dtype, self.device, self.kind = config, scheme, dtype, device, kind
-        random = (random_expert(config, scheme, expert, dtype, device) for expert in range(SLOTS))
-        self.tensors = list(random) if tensors is None else tensors
+        self.held = held
+        if tensors is None:  # an empty slot's are not read: the first's, so that no scale is the largest by them
+            numbers = [0 if expert == EMPTY else slot for slot, expert in enumerate(held)]
+            tensors = [random_expert(config, scheme, number, dtype, device) for number in numbers]
+        self.tensors = tensors
+        elsewhere = [expert for expert in range(config.num_experts) if expert not in held]
         weights = ExpertWeights(
             config,
-            ExpertMap.uneven([SLOTS, config.num_experts - SLOTS]),
+            ExpertMap.from_ranks([held, elsewhere], config.num_experts),
             etp=etp or RankGroup.alone(),
             device=device,
             dtype=dtype,
@@ -56,13 +66,18 @@ class Layer:
             weight_layout=kind.weight_layout,
             trainable=trainable,
         )
-        for expert, own in enumerate(self.tensors):
-            weights.update_expert(expert, own)
         self.experts = kind(config, weights, Workspaces(device), options)
+        self._write()
 
     def __str__(self) -> str:
         bias = ", biases" if self.config.expert_bias else ""
         return f"{self.kind.name} ({self.scheme.name}, {self.dtype}, {self.config.activation.value}{bias})"
+
+    def _write(self) -> None:
+        """Slots without an expert keep zeros, and no route leads there."""
+        for expert, own in zip(self.held, self.tensors, strict=True):
+            if expert != EMPTY:
+                self.experts.weights.update_expert(expert, own)
 
     @property
     def rounds(self) -> bool:
@@ -106,7 +121,8 @@ class Layer:
         generator = torch.Generator().manual_seed(count)
         width = max(SLOTS, self.config.top_k)
         ids = torch.rand(count, width, generator=generator).topk(self.config.top_k).indices
-        ids = torch.where((torch.rand(ids.shape, generator=generator) < 0.4) | (ids >= SLOTS), -1, ids)
+        full = torch.tensor([slot for slot, expert in enumerate(self.held) if expert != EMPTY], dtype=torch.int64)
+        ids = torch.where((torch.rand(ids.shape, generator=generator) < 0.4) | ~torch.isin(ids, full), -1, ids)
         ids[3:5] = -1
         weights = torch.rand(ids.shape, generator=generator) + 0.1
         x = torch.randn(count, self.config.hidden_size, generator=generator).to(self.dtype)

@@ -24,7 +24,16 @@ from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.testing.distributed import made_on_the_host
 from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from ep_moe.testing.kernel_case import EXACT, SLOTS, Layer, exact_expert, gradients, that, written_gradients
+from ep_moe.testing.kernel_case import (
+    EXACT,
+    SLOTS,
+    WITH_AN_EMPTY_SLOT,
+    Layer,
+    exact_expert,
+    gradients,
+    that,
+    written_gradients,
+)
 from ep_moe.types import Activation, LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.parts import etp_shard
 
@@ -75,6 +84,7 @@ def check_experts(
     can.check()
     for scheme in schemes or computed_on(device, kind):
         for dtype in sorted(can.dtypes, key=str):
+            served = None
             for activation in activations or sorted(can.activations, key=lambda a: a.value):
                 for bias in (False, True) if can.biases else (False,):
                     config = MoEConfig(
@@ -87,8 +97,9 @@ def check_experts(
                     )
                     if kind.unsupported_reason(config, dtype, 1, SCHEMES[scheme]) is None:
                         _check_layer(Layer(kind, config, SCHEMES[scheme], dtype, device))
-                        checked += 1
-            _check_top_ks(kind, config, SCHEMES[scheme], dtype, device)
+                        checked, served = checked + 1, config
+            if served is not None:
+                _check_top_ks(kind, served, SCHEMES[scheme], dtype, device)
     assert checked, f"{kind.name}: its capabilities name nothing that it serves"
     return checked
 
@@ -133,7 +144,7 @@ def _check_top_ks(
     for top_k in TOP_KS:
         other = dataclasses.replace(config, top_k=top_k)
         if kind.unsupported_reason(other, dtype, 1, scheme) is None:
-            layer = Layer(kind, other, scheme, dtype, device)
+            layer = Layer(kind, other, scheme, dtype, device, held=WITH_AN_EMPTY_SLOT)
             for count in ROWS[:2]:
                 _rank_major(layer, layer.rows(count))
 
@@ -204,12 +215,13 @@ def _as_written(layer: Layer, received: Received, wire: Wire) -> None:
 
 def _slots_of_wider_ranks(layer: Layer) -> None:
     """A transport has room for the widest rank's slots, and may fill rows there."""
-    x = torch.ones(SLOTS + 2, 3, layer.config.hidden_size, dtype=layer.dtype, device=layer.device)
-    counts = torch.full((SLOTS + 2,), 2, dtype=torch.int32, device=layer.device)
+    slots = len(layer.held)
+    x = torch.ones(slots + 2, 3, layer.config.hidden_size, dtype=layer.dtype, device=layer.device)
+    counts = torch.full((slots + 2,), 2, dtype=torch.int32, device=layer.device)
     y = layer.run(
         Received(x=x, layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None, expert_counts=counts)
     )
-    that((y[SLOTS:, :2] == 0).all(), layer, "rows in slots that the rank does not have must be zero")
+    that((y[slots:, :2] == 0).all(), layer, "rows in slots that the rank does not have must be zero")
 
 
 def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:

@@ -131,6 +131,15 @@ class EightChoicesAreTooMany(Wrong):
         return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 8 else y
 
 
+class ByLogicalId(ReferenceExperts):
+    """Takes an expert's number for its slot."""
+
+    def compute(self, received, out):
+        numbers = torch.tensor([*self.weights.local_experts, -1], device=received.x.device)
+        ids = numbers[received.local_ids.long()]
+        return super().compute(dataclasses.replace(received, local_ids=ids), out)
+
+
 class RowsWithoutGradient(Wrong):
     def before(self, received):
         return dataclasses.replace(received, x=received.x.detach())
@@ -170,6 +179,7 @@ class BiasOnEveryRank(ReferenceExperts):
         (GradientOfOtherColumns, "the gradient of w2 of slot 0 is wrong"),
         (EightChoicesAreTooMany, "times what rounding may cause"),
         (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
+        (ByLogicalId, "33 rows, experts: off by"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
