@@ -147,12 +147,15 @@ def _check_top_ks(
             layer = Layer(kind, other, scheme, dtype, device, held=WITH_AN_EMPTY_SLOT)
             for count in ROWS[:2]:
                 _rank_major(layer, layer.rows(count))
+            if top_k == min(TOP_KS):
+                layer.rewrite()
+                _rank_major(layer, layer.rows(ROWS[0]), "weights that were written after a call")
 
 
-def _rank_major(layer: Layer, received: Received) -> None:
+def _rank_major(layer: Layer, received: Received, beside: str = "") -> None:
     out = torch.full_like(received.x, torch.nan)
     y = layer.run(received, out)
-    what = f"{len(received.x)} rows, {received.weighting.value}"
+    what = f"{len(received.x)} rows, {received.weighting.value}{beside and f', {beside}'}"
     that(y.data_ptr() == out.data_ptr(), layer, f"{what}: it must write into `out` and return it")
     found = worst(y, *layer.wanted(received))
     that(found <= 1, layer, f"{what}: off by {found:.3g} times what rounding may cause")

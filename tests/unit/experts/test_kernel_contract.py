@@ -140,6 +140,18 @@ class ByLogicalId(ReferenceExperts):
         return super().compute(dataclasses.replace(received, local_ids=ids), out)
 
 
+class WeightsKept(ReferenceExperts):
+    """Those of the first call."""
+
+    capabilities = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
+
+    def compute(self, received, out):
+        if not hasattr(self, "first"):
+            self.first = {name: self.weights.dense(name).detach().clone() for name in ("w13", "w2")}
+        with mock.patch.object(self.weights, "dense", self.first.get):
+            return super().compute(received, out)
+
+
 class RowsWithoutGradient(Wrong):
     def before(self, received):
         return dataclasses.replace(received, x=received.x.detach())
@@ -180,6 +192,7 @@ class BiasOnEveryRank(ReferenceExperts):
         (EightChoicesAreTooMany, "times what rounding may cause"),
         (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
         (ByLogicalId, "33 rows, experts: off by"),
+        (WeightsKept, "33 rows, experts, weights that were written after a call: off by"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
