@@ -47,6 +47,7 @@ WIRES = (
     Wire(dispatch="mxfp8"),
     Wire(dispatch="nvfp4", input_scale=0.0015),
 )
+MANY, REPEATS = 257, 17  # rows, and how often each: more than 2**12
 COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
 
 
@@ -100,6 +101,7 @@ def check_experts(
                         checked, served = checked + 1, config
             if served is not None:
                 _check_top_ks(kind, served, SCHEMES[scheme], dtype, device)
+                _rank_without_experts(Layer(kind, served, SCHEMES[scheme], dtype, device, held=()))
     assert checked, f"{kind.name}: its capabilities name nothing that it serves"
     return checked
 
@@ -148,8 +150,32 @@ def _check_top_ks(
             for count in ROWS[:2]:
                 _rank_major(layer, layer.rows(count))
             if top_k == min(TOP_KS):
+                _many_rows(layer)
                 layer.rewrite()
                 _rank_major(layer, layer.rows(ROWS[0]), "weights that were written after a call")
+
+
+def _many_rows(layer: Layer) -> None:
+    """The same rows again and again: what a kernel has room or tiles for, and what it does beyond, gives the same."""
+    few = layer.rows(MANY)
+    assert few.local_ids is not None
+    assert few.weights is not None
+    x, ids, weights = (tensor.repeat(REPEATS, 1) for tensor in (few.x, few.local_ids, few.weights))
+    y = layer.run(dataclasses.replace(few, x=x, local_ids=LocalIds(ids), weights=weights))
+    found = worst(y, *(tensor.repeat(REPEATS, 1) for tensor in layer.wanted(few)))
+    that(found <= 1, layer, f"{len(x)} rows: off by {found:.3g} times what rounding may cause")
+
+
+def _rank_without_experts(layer: Layer) -> None:
+    """L = 0: all rows are others'."""
+    received = layer.rows(ROWS[0])
+    received.x.fill_(torch.nan)
+    y = layer.run(received)
+    that(
+        y.shape == received.x.shape, layer, f"with no slots rows must be {list(received.x.shape)}, got {list(y.shape)}"
+    )
+    that((y == 0).all(), layer, "with no slots all rows must be zero")
+    _slots_of_wider_ranks(layer)
 
 
 def _rank_major(layer: Layer, received: Received, beside: str = "") -> None:

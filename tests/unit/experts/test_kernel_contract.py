@@ -152,6 +152,12 @@ class WeightsKept(ReferenceExperts):
             return super().compute(received, out)
 
 
+class ManyRowsAreLost(Wrong):
+    def after(self, y, received):
+        y[4096:] = 0
+        return y
+
+
 class RowsWithoutGradient(Wrong):
     def before(self, received):
         return dataclasses.replace(received, x=received.x.detach())
@@ -193,6 +199,7 @@ class BiasOnEveryRank(ReferenceExperts):
         (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
         (ByLogicalId, "33 rows, experts: off by"),
         (WeightsKept, "33 rows, experts, weights that were written after a call: off by"),
+        (ManyRowsAreLost, "4369 rows: off by"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
