@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import product
 
@@ -29,6 +30,11 @@ SLOTS = 5
 # tells.
 PERMUTED = (3, 0, 4, 1, 2)
 WITH_AN_EMPTY_SLOT = (3, 0, EMPTY, 4, 1)
+
+
+def case_name(kind: type[Experts], config: MoEConfig, scheme: Scheme, dtype: torch.dtype) -> str:
+    bias = ", biases" if config.expert_bias else ""
+    return f"{kind.name} ({scheme.name}, {dtype}, {config.activation.value}{bias})"
 
 
 class Layer:
@@ -70,8 +76,7 @@ class Layer:
         self._write()
 
     def __str__(self) -> str:
-        bias = ", biases" if self.config.expert_bias else ""
-        return f"{self.kind.name} ({self.scheme.name}, {self.dtype}, {self.config.activation.value}{bias})"
+        return case_name(self.kind, self.config, self.scheme, self.dtype)
 
     def _write(self) -> None:
         """Slots without an expert keep zeros, and no route leads there."""
@@ -118,7 +123,8 @@ class Layer:
         ids = None if received.wire_ids is None else received.wire_ids.ids
         given = {name: value for name, value in (vars(received) | {"ids": ids}).items() if isinstance(value, Tensor)}
         before = {name: tensor.clone() for name, tensor in given.items()}
-        y = self.experts(received, out)
+        with named(self, f"{received.layout.value} rows {list(received.x.shape[:-1])}"):
+            y = self.experts(received, out)
         for name, was in before.items():
             same = torch.equal(given[name].view(torch.uint8), was.view(torch.uint8))  # NaN too
             that(same, self, f"{received.layout.value}: {name} must be left as it was")
@@ -142,6 +148,17 @@ class Layer:
             local_ids=LocalIds(ids.int().to(self.device)),
             weights=weights.to(self.device) if weighting is Weighting.EXPERTS else None,
         )
+
+
+@contextmanager
+def named(case: object, what: str) -> Iterator[None]:
+    """Raise what a kernel raises within as an AssertionError that names the case."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, AssertionError) and str(error).startswith(f"{case}: "):
+            raise
+        raise AssertionError(f"{case}: {what}: {type(error).__name__}: {error}") from error
 
 
 def that(condition: object, layer: Layer, fault: str) -> None:

@@ -29,8 +29,10 @@ from ep_moe.testing.kernel_case import (
     SLOTS,
     WITH_AN_EMPTY_SLOT,
     Layer,
+    case_name,
     exact_expert,
     gradients,
+    named,
     that,
     written_gradients,
 )
@@ -78,7 +80,7 @@ def check_experts(
         How many layers were checked.
 
     Raises:
-        AssertionError: names the first layer that is wrong.
+        AssertionError: names the first layer that is wrong, also where the kernel raises.
     """
     device = as_device(device)
     can, checked = kind.capabilities, 0
@@ -97,11 +99,13 @@ def check_experts(
                         expert_bias=bias,
                     )
                     if kind.unsupported_reason(config, dtype, 1, SCHEMES[scheme]) is None:
-                        _check_layer(Layer(kind, config, SCHEMES[scheme], dtype, device))
+                        with named(case_name(kind, config, SCHEMES[scheme], dtype), "layer"):
+                            _check_layer(Layer(kind, config, SCHEMES[scheme], dtype, device))
                         checked, served = checked + 1, config
             if served is not None:
-                _check_top_ks(kind, served, SCHEMES[scheme], dtype, device)
-                _rank_without_experts(Layer(kind, served, SCHEMES[scheme], dtype, device, held=()))
+                with named(case_name(kind, served, SCHEMES[scheme], dtype), "other layers"):
+                    _check_top_ks(kind, served, SCHEMES[scheme], dtype, device)
+                    _rank_without_experts(Layer(kind, served, SCHEMES[scheme], dtype, device, held=()))
     assert checked, f"{kind.name}: its capabilities name nothing that it serves"
     return checked
 

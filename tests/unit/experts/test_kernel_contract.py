@@ -152,10 +152,28 @@ class WeightsKept(ReferenceExperts):
             return super().compute(received, out)
 
 
+class AnExpertAtLeast(ReferenceExperts):
+    def compute(self, received, out):
+        self.weights.dense("w13")[0]
+        return super().compute(received, out)
+
+
 class ManyRowsAreLost(Wrong):
     def after(self, y, received):
         y[4096:] = 0
         return y
+
+
+class ShortIdsAlone(ReferenceExperts):
+    def compute(self, received, out):
+        if received.local_ids.dtype != torch.int32:
+            raise TypeError("ids must be int32")
+        return super().compute(received, out)
+
+
+class NotMade(ReferenceExperts):
+    def __init__(self, *arguments, **options):
+        raise ValueError("no memory")
 
 
 class RowsWithoutGradient(Wrong):
@@ -199,7 +217,10 @@ class BiasOnEveryRank(ReferenceExperts):
         (BiasOnEveryRank, "etp = 2: the pieces' sum is off"),
         (ByLogicalId, "33 rows, experts: off by"),
         (WeightsKept, "33 rows, experts, weights that were written after a call: off by"),
+        (AnExpertAtLeast, r"reference \(none, .*\): rank_major rows \[33\]: IndexError: "),
         (ManyRowsAreLost, "4369 rows: off by"),
+        (ShortIdsAlone, r"reference \(none, .*\): batched rows \[7, 3\]: TypeError: ids must be int32"),
+        (NotMade, r"reference \(none, .*\): layer: ValueError: no memory"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
