@@ -7,8 +7,9 @@ import torch
 from safetensors.torch import save_file
 
 from ep_moe import CheckpointError
-from ep_moe.checkpoint.source import SINGLE, CheckpointSource
-from ep_moe.checkpoint.stored import factors, scalar_factor
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource, stored_matrix
+from ep_moe.checkpoint.stored import PlainMatrix, factors, scalar_factor
+from ep_moe.checkpoint.stored_4bit import Nvfp4Matrix
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -27,3 +28,11 @@ def test_factors_are_numbers_or_exponents(tmp_path):
     assert factors(source, "bytes").tolist() == [1.0, 2.0]
     with pytest.raises(CheckpointError, match=r"scale must be factors in .*, got"):
         factors(source, "scale")
+
+
+def test_codes_alone_are_those_of_nvfp4(tmp_path):
+    """Whatever lies beside a matrix of numbers."""
+    beside = {"w.weight_scale_2": torch.ones(()), "w.weight_scale": torch.ones(4, 1).to(torch.float8_e4m3fn)}
+    for weight, kind in ((torch.zeros(4, 8).byte(), Nvfp4Matrix), (torch.zeros(4, 16).bfloat16(), PlainMatrix)):
+        save_file({"w.weight": weight} | beside, tmp_path / SINGLE)
+        assert type(stored_matrix(CheckpointSource(tmp_path), "w.weight")) is kind

@@ -265,3 +265,11 @@ def test_a_links_rate_is_the_best_of_all_passes(monkeypatch):
 def test_a_deadline_is_looked_at_before_ranks_meet(deadline):
     with pytest.raises(ConfigError, match="--deadline"):
         cluster.run(deadline, lambda _: None, environment={})
+
+
+def test_links_that_were_not_measured_have_no_table():
+    report = cluster.ClusterReport(odd=["a rank is missing"], facts=sound(TWO), nodes=TWO, backend="nccl")
+    titles = [title for title, *_ in doctor.tables(report)]
+    assert not any("between hosts" in title or "each way over" in title for title in titles)
+    measured = replace(report, rates=rates_of(TWO))
+    assert len(doctor.tables(measured)) == len(titles) + 2

@@ -9,7 +9,9 @@ import torch
 from ep_moe import ConfigError, InputError, Wire, registry
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.torch_collectives import LocalDispatcher
+from ep_moe.execution import graphs
 from ep_moe.execution.exchange import Exchange, check_pipeline
+from ep_moe.execution.recorded_calls import CallerInputs
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.devices import SideStream
 from ep_moe.testing.transport_case import dispatch_shape
@@ -213,3 +215,14 @@ def test_a_refused_call_returns_as_many_rows_as_its_transport_expects(per_route,
     found = Exchange._nan(of, received, None)
     assert found.shape == (rows, 4)
     assert found.isnan().all()
+
+
+@pytest.mark.parametrize("noted", [0, 3])
+def test_recorded_calls_make_room_for_others(noted):
+    """Those that were only noted go first. Where all are recorded, they go."""
+    calls = graphs.CallGraphs.__new__(graphs.CallGraphs)
+    keys = [(CallerInputs, number) for number in range(graphs._AUTOMATIC)]
+    calls._calls = {key: None if at < noted else graphs.Sizes() for at, key in enumerate(keys)}
+    calls._calls["of the user"] = None
+    calls._make_room()
+    assert list(calls._calls) == (keys[noted:] if noted else []) + ["of the user"]

@@ -400,3 +400,21 @@ def test_one_rank_of_etp_adds_the_bias_of_outputs():
         weights = ExpertWeights(config, ExpertMap.linear(1, 1), etp=etp_link(2, rank))
         weights.update_expert(0, {"w2": torch.zeros(8, 32), "w2_bias": torch.full((8,), 3.0)})
         assert ReferenceExperts(config, weights)(rows).tolist() == [[added] * 8]
+
+
+def test_what_a_call_does_not_use_has_a_gradient_of_zeros():
+    """Backward of a kernel without one of its own: a call without routes reads no weights."""
+    config = MoEConfig(hidden_size=8, intermediate_size=32, num_experts=2, top_k=1)
+    weights = ExpertWeights(config, ExpertMap.linear(2, 1))
+    kernel = ReferenceExperts(config, weights)
+    rows = Received(
+        x=torch.ones(3, 8), layout=RowLayout.RANK_MAJOR, weighting=Weighting.EXPERTS, handle=None,
+        local_ids=LocalIds(torch.zeros(3, 1, dtype=torch.int64)), weights=torch.ones(3, 1),
+    )  # fmt: skip
+    kernel.compute = lambda received, out: received.x * received.weights
+    stored = dict(weights.stored_tensors())
+    found = kernel.gradients(rows, (), stored, torch.ones(3, 8), {"w13": True, "w2": False})
+    assert torch.equal(found.stored["w13"], torch.zeros_like(stored["w13"]))
+    assert found.stored["w2"] is None
+    assert torch.equal(found.x, torch.ones(3, 8))
+    assert torch.equal(found.weights, torch.full((3, 1), 8.0))
