@@ -49,6 +49,23 @@ def test_a_map_with_empty_slots_is_adopted(world_size):
 
 
 @distributed(2)
+def test_a_state_with_all_experts_serves_the_map_in_force(world_size):
+    """Such as one that is put together of all ranks' files: its metadata are of one of them."""
+    first, other = (ExpertMap.from_ranks(ranks, 8) for ranks in (HALVES, [[0, 2, 4, 6], [1, 3, 5, 7]]))
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context, torch.no_grad():
+        layer, saved = made(context, first), made(context, other)
+        state, found = saved.state_dict(), [None, None]
+        dist.all_gather_object(found, {name: 2 * tensor.cpu() for name, tensor in state.items()})
+        for one in found:
+            state.update(one)
+        layer.load_state_dict(state)
+        assert layer.placement.expert_map == first
+        saved.load_state_dict(state)
+        x = torch.randn(3, 16, device=context.device)
+        assert torch.equal(layer(x), saved(x))
+
+
+@distributed(2)
 def test_a_state_that_one_rank_alone_loaded(world_size):
     """In inference too, where no gradient says it. A rank whose load has failed may load again."""
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context, torch.no_grad():
