@@ -294,13 +294,34 @@ def test_arguments_that_ranks_differ_in_are_named(world_size):
             EPContext.from_groups(ParallelConfig(**asked), device=rank_device(), **given)
 
 
+def watches() -> int:
+    return sum(thread.name == "ep_moe flight recorder" for thread in threading.enumerate())
+
+
+@distributed(2)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_watch_ends_with_its_context(ep, world_size):
+    """Also of a rank that has no peers in a layer's call, but others to sum gradients with."""
+    parallel = ParallelConfig(dp=2, ep=ep)
+    context = EPContext.from_groups(parallel, device=rank_device(), deadline_s=10)
+    assert watches() == 1
+    context.destroy()
+    assert watches() == 0
+    dropped = EPContext.from_groups(parallel, device=rank_device(), deadline_s=2)
+    assert watches() == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        del dropped
+        gc.collect()
+    begins = time.monotonic()
+    while watches():
+        assert time.monotonic() < begins + 5
+        time.sleep(0.01)
+
+
 @distributed(2, deadline_s=60)
 def test_a_dropped_context_is_named(world_size):
     """As an open file is; its watch ends."""
-
-    def watches() -> int:
-        return sum(thread.name == "ep_moe flight recorder" for thread in threading.enumerate())
-
     kept = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)
     dropped = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)
     layer = MoELayer(DEEP, dropped)
