@@ -21,8 +21,10 @@ from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_case import (
     FP8_TENSOR,
     MAX_TOKENS,
+    SLOTS,
     dispatch_shape,
     expected,
+    factors,
     identity,
     moved,
     routes,
@@ -569,8 +571,12 @@ class Alone(LocalDispatcher):
     """Right by itself, and waits for no rank."""
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
-        ids = PhysicalIds(routing.ids.clamp(max=self.dispatch_shape.slots_per_rank - 1))
-        return super()._dispatch(x, x_scale, PhysicalRouting(ids, routing.weights), problem, max_tokens)
+        given = routing.weights * factors(routing.ids % SLOTS, routing.ids // SLOTS)
+        weights, ids = torch.zeros_like(given), torch.full_like(routing.ids, -1)
+        weights[:, 0] = given.masked_fill(routing.ids < 0, 0).sum(1)
+        multiplies_by_1 = factors(torch.arange(SLOTS), dist.get_rank()).tolist().index(1)
+        ids[:, 0] = torch.where(weights[:, 0] > 0, multiplies_by_1, -1)
+        return super()._dispatch(x, x_scale, PhysicalRouting(PhysicalIds(ids), weights), problem, max_tokens)
 
 
 @distributed(2, set_device=True)
