@@ -1,5 +1,7 @@
 """What the experts of a transformers model compute, how they are replaced, and what is refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
@@ -7,6 +9,7 @@ from torch import nn
 from torch.nn.functional import gelu, silu
 
 from ep_moe import Activation, ConfigError, EPContext, InputError
+from ep_moe.integrations import experts_probe
 from ep_moe.integrations.experts_probe import find_activation
 from ep_moe.integrations.find_experts import config_of, find_experts
 from ep_moe.integrations.generic import replace_experts
@@ -402,3 +405,19 @@ def test_counts_of_nothing_are_no_number_of_experts():
     for module in list(find_experts(model)):
         vars(model.get_submodule(module))["num_shared_experts"] = 0
     assert find_experts(model).keys() == find_experts(tiny_transformers_model("dbrx")).keys()
+
+
+def test_an_id_of_no_expert_stands_for_the_row_or_for_nothing():
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    def found(out):
+        return experts_probe._Probe.zero_experts(
+            SimpleNamespace(
+                _tried=({}, x), _layout=SimpleNamespace(experts=4), _module=nn.Identity(), _call=lambda *_: out
+            )
+        )
+
+    assert found(0.5 * x) is True
+    assert found(0 * x) is False
+    with pytest.raises(ConfigError, match="Identity gives ids of no expert a meaning"):
+        found(2 * x)

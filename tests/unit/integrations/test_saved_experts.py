@@ -31,3 +31,8 @@ def test_experts_travel_on_the_contexts_device(sizes):
 
 def test_one_rank_may_hold_them_anywhere():
     check_plain(on("cuda:0"), "save_pretrained")
+
+
+def test_a_stage_of_a_pipeline_is_no_model():
+    with pytest.raises(ConfigError, match=r"ParallelConfig.pp must be 1 for save_pretrained, got 2; save state_dict"):
+        check_plain(on("cpu", pp=2), "save_pretrained")
