@@ -1,9 +1,13 @@
 """Registration of `ep_implementation="ep_moe"`, and what it refuses."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.ep_implementation import register_ep_implementation
+from ep_moe.integrations import ep_implementation
+from ep_moe.integrations.ep_implementation import Borrower, register_ep_implementation
 
 expert_parallel = pytest.importorskip("transformers.distributed.expert_parallel")
 if not hasattr(expert_parallel, "EPImplementationInterface"):
@@ -19,3 +23,18 @@ def test_an_older_transformers_is_named(monkeypatch):
     monkeypatch.delattr(expert_parallel, "EPImplementationInterface")
     with pytest.raises(ConfigError, match=r"no EPImplementationInterface; install transformers 5.23 or newer, or use"):
         register_ep_implementation()
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_how_many_experts_a_token_takes_must_be_known(top_k, monkeypatch):
+    """By a known name of the configuration, or as it was given."""
+    experts = SimpleNamespace(config=SimpleNamespace(), has_gate=True, has_bias=False, gate_up_proj=torch.ones(1))
+    asked = SimpleNamespace(top_k=top_k)
+    monkeypatch.setattr(ep_implementation, "config_of", lambda experts, kind, most: most)
+    monkeypatch.setattr(Borrower, "_make", lambda self, config, dtype, trains: config)
+    monkeypatch.setattr(ep_implementation, "_trains", lambda layer: True)
+    if top_k is not None:
+        assert Borrower(experts, None, asked).layer == 2
+        return
+    with pytest.raises(ConfigError, match="does not say how many experts a token takes"):
+        Borrower(experts, None, asked)

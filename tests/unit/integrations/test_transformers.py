@@ -40,6 +40,15 @@ def test_one_number_of_experts_is_asked_of_layers_that_are_alike(tmp_path, monke
         assert module.num_experts(tmp_path, context) == 8
 
 
+def test_a_model_on_the_meta_device_takes_no_weights():
+    quiet()
+    with local() as context:
+        with torch.device("meta"):
+            model = expert_parallel(tiny_model("mixtral"), context)
+        with pytest.raises(ConfigError, match="the model is on the meta device; load it with load_pretrained"):
+            module.load_weights(model, {})
+
+
 def test_dtype_is_the_checkpoints(tmp_path):
     save(tiny_model("deepseek_v3").to(torch.bfloat16), tmp_path)
     model = load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)
