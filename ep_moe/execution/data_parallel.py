@@ -5,12 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.execution.rank_comparison import ComparedLayer
-from ep_moe.weights.callers import training_schedules
 
 _WRAPPED = (
     "DistributedDataParallel has overwritten the experts of each rank with rank 0's, and would average gradients of "
@@ -45,23 +43,6 @@ def wrapper_problem(wrapper: DistributedDataParallel, layer: ComparedLayer) -> s
         )
     for hook, _ in getattr(wrapper, "_comm_hooks", ()):
         _warn_of_sums(layer.name, hook)
-    return None
-
-
-def split_backward_problem(layer: ComparedLayer) -> str | None:
-    """None, or that a pipeline runs the backward of inputs before that of weights, and FSDP2 has cut the experts: torch
-    then reduces the gradients of a submodule that it has cut by itself wrongly, or drops them."""
-    if not layer.expert_weights.sharded or not torch.is_grad_enabled():
-        return None
-    for schedule in training_schedules():
-        order = getattr(schedule, "pipeline_order", None) or {}
-        kinds = (getattr(action, "computation_type", None) for actions in order.values() for action in actions)
-        if any(getattr(kind, "name", "") == "BACKWARD_INPUT" for kind in kinds):
-            return (
-                f"{type(schedule).__name__} splits backward, in which FSDP2 gives experts that it has cut wrong "
-                f"gradients or none; pass shard_experts=False to fully_shard, or take a schedule that does not split "
-                f"it, such as Schedule1F1B or ScheduleInterleaved1F1B"
-            )
     return None
 
 

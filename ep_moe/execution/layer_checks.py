@@ -19,13 +19,14 @@ from ep_moe.all2all.base import Dispatcher, kind_problem
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.execution.autocast import CAST
-from ep_moe.execution.data_parallel import join_problem, split_backward_problem, wrapper_problem
+from ep_moe.execution.data_parallel import join_problem, wrapper_problem
 from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
 from ep_moe.execution.routing_checks import chosen_problem
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.router import Router
 from ep_moe.runtime.devices import unseen_by_modes, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
+from ep_moe.weights.callers import training_schedules
 
 
 class RankChecks:
@@ -131,7 +132,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
         problem = _transform_problem(layer) or held.replaced_problem() or held.lora_problem()
-        problem = problem or split_backward_problem(layer)
+        problem = problem or _split_backward_problem(layer)
         if problem is None and held.main_grads is not None:
             problem = held.main_grads.problem()
     if problem is None and not torch.compiler.is_compiling():
@@ -226,6 +227,23 @@ def _inference_problem(layer: Layer, x: Tensor) -> str | None:
         "x was made in torch.inference_mode(), and backward cannot keep it; pass x.clone(), or call the layer under "
         "torch.no_grad()"
     )
+
+
+def _split_backward_problem(layer: Layer) -> str | None:
+    """None, or that a pipeline runs the backward of inputs before that of weights, and FSDP2 has cut the experts: torch
+    then reduces the gradients of a submodule that it has cut by itself wrongly, or drops them."""
+    if not layer.expert_weights.sharded or not torch.is_grad_enabled():
+        return None
+    for schedule in training_schedules():
+        order = getattr(schedule, "pipeline_order", None) or {}
+        kinds = (getattr(action, "computation_type", None) for actions in order.values() for action in actions)
+        if any(getattr(kind, "name", "") == "BACKWARD_INPUT" for kind in kinds):
+            return (
+                f"{type(schedule).__name__} splits backward, in which FSDP2 gives experts that it has cut wrong "
+                f"gradients or none; pass shard_experts=False to fully_shard, or take a schedule that does not split "
+                f"it, such as Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+    return None
 
 
 def _mixed_problem(layer: Layer) -> str | None:
