@@ -85,11 +85,16 @@ def test_lines_of_an_output(expected, out, missing):
 
 
 def test_ranks_that_torchrun_starts_write_whole_lines(became):
-    rank = fenced('python title="a.py"', "import time", "print('one', end=' ')", "time.sleep(0.3)", "print('two')")
-    as_torchrun_does = fenced("bash", '"$PYTHON_EXEC" -u a.py & "$PYTHON_EXEC" -u a.py', "wait")
+    rank = fenced(
+        'python title="a.py"', "import os, sys, time", "print('one', end=' ')", "here = 'begun' + sys.argv[1]",
+        "open(f'{here}-{os.getpid()}', 'w').close()",
+        "while sum(name.startswith(here) for name in os.listdir()) < 2:", "    time.sleep(0.01)", "print('two')",
+    )  # fmt: skip
+    as_torchrun_does = fenced("bash", '"$PYTHON_EXEC" -u a.py 1 & "$PYTHON_EXEC" -u a.py 1', "wait")
     output = fenced('text title="output"', "one two", "one two")
     assert became(rank + as_torchrun_does + output)[0][2] is False
-    assert became(rank + as_torchrun_does.replace('"$PYTHON_EXEC"', "python") + output)[0][2] is True
+    as_python_does = as_torchrun_does.replace('"$PYTHON_EXEC"', "python").replace("a.py 1", "a.py 2")
+    assert became(rank + as_python_does + output)[0][2] is True
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

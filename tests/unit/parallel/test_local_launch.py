@@ -49,6 +49,7 @@ def test_a_rank_that_begins_while_another_clears_up_ends_without_a_word(tmp_path
         def start(self):
             reader.close()
             shutil.rmtree(folder)
+            assert local_launch._reader_is_gone(pipe.fileno(), 10_000)  # once the test has closed its own too
 
     monkeypatch.setattr(local_launch.threading, "Thread", Gone)
     if (child := os.fork()) == 0:
