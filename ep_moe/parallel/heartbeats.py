@@ -146,7 +146,7 @@ def compare_others(
 ) -> str:
     """Describe those of other EP groups that are silent, or at an earlier step: a sum of gradients waits for them.
 
-    Their calls may rightly be fewer where nothing is summed, and so it is only told where they are.
+    Their calls may rightly be fewer where nothing is summed, and so no step is called wrong.
     """
     findings = []
     for rank, entry in after.items():

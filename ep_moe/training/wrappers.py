@@ -143,7 +143,7 @@ def _divisor_of(module: nn.Module, ranks: int, alike: int = 1) -> Callable[[], f
     """Tell what FSDP2 divides a sum of gradients by, whenever asked: `set_gradient_divide_factor` may come at any time.
 
     module: an FSDPModule, which is held weakly
-    ranks: it reduces over, and divides by unless it was told otherwise
+    ranks: it reduces over, and divides by unless set_gradient_divide_factor set another number
     alike: so many ranks each have the same tokens, of which the sum counts one
     """
     held = weakref.ref(module)

@@ -36,21 +36,21 @@ def step_in_backward(model: nn.Module) -> torch.Tensor:
 @distributed(2, deadline_s=60)
 @pytest.mark.parametrize("beside", [nothing, penalty, step_in_backward])
 @pytest.mark.parametrize("parallel", [ParallelConfig(dp=2), ParallelConfig(dp=2, ep=1)])
-def test_what_comes_before_the_first_division_is_told(beside, parallel, world_size):
+def test_what_comes_before_the_first_division_is_warned_of(beside, parallel, world_size):
     with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
         own = [batch(step).chunk(2)[context.layout.dp_rank].to(context.device) for step in range(2)]
         for first in (False, True):
             model = made(context)
             if first:
                 training.sync_gradients(model, context)
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 loss = loss_of(model, own[0]) + loss_of(model, own[1])  # two calls of each layer
                 (loss + beside(model).to(context.device)).backward()
                 loss_of(model, own[1]).backward()
                 training.sync_gradients(model, context)
             wanted = 2 * (beside is not nothing and not first)  # of each layer
-            assert sum("wrote or took them" in str(one.message) for one in told) == wanted
+            assert sum("wrote or took them" in str(one.message) for one in caught) == wanted
 
 
 @distributed(2, deadline_s=60)

@@ -133,16 +133,16 @@ def each_fsdp_module(model):
 
 
 @distributed(2, set_device=True, deadline_s=60)
-@pytest.mark.parametrize("told", [root_alone, each_fsdp_module])
+@pytest.mark.parametrize("chosen", [root_alone, each_fsdp_module])
 @pytest.mark.parametrize("ep", [1, 2])
-def test_experts_are_divided_as_fsdp_is_told_to(told, ep, world_size):
+def test_experts_are_divided_by_the_factor_of_fsdp(chosen, ep, world_size):
     """As loops have it that divide by the number of tokens themselves: gradients of all parameters are sums."""
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
         model = training.fully_shard(made(context), context)
         found = []
         own = batch(0).chunk(2)[context.layout.dp_rank].to(context.device)
         for factor in (None, 1.0):
-            for module in told(model) if factor else ():
+            for module in chosen(model) if factor else ():
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other for a factor
                 module.set_gradient_divide_factor(factor)
             loss_of(model, own).backward()

@@ -43,6 +43,7 @@ def test_what_a_first_call_of_inference_mode_makes_is_written_outside():
     with torch.inference_mode():
         made = pool.take(CPU).library
     made.fill_(1)
+    assert made.item() == 1
 
 
 def test_none_is_made_in_a_capture(monkeypatch):

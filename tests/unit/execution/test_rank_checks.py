@@ -83,9 +83,9 @@ def test_hooks_that_may_leave_sums_are_named(name, layer, monkeypatch):
     wrapper = Wrapper(_comm_hooks=[(hook, None)], process_group=None, _module_parameters=())
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", wrapper)
     checks = RankChecks(layer)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             assert checks.wrapper_problem(layer) is None
-    assert len(told) == (name in UNKNOWN), "once for a wrapper"
-    assert all("not known to average over ranks" in str(one.message) for one in told)
+    assert len(caught) == (name in UNKNOWN), "once for a wrapper"
+    assert all("not known to average over ranks" in str(one.message) for one in caught)
