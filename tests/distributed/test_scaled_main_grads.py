@@ -65,10 +65,11 @@ def test_a_pipeline_that_scales_gradients(dtype, world_size):
         if dtype is None:
             scaling.step(x, target=target)
         else:
-            with pytest.raises(
-                InputError, match=f"ScheduleGPipe has scale_grads=True and divides .grad by its {PARTS}"
-            ):
+            with pytest.raises((InputError, RuntimeError)) as refused:  # torch 2.11 wraps what a stage raises
                 scaling.step(x, target=target)
+            error = refused.value if isinstance(refused.value, InputError) else refused.value.__cause__
+            assert isinstance(error, InputError)
+            assert f"ScheduleGPipe has scale_grads=True and divides .grad by its {PARTS}" in str(error)
             stage.clear_runtime_states()
             ScheduleGPipe(stage, PARTS, loss_fn=lambda y, t: mean(y, t) / PARTS, scale_grads=False).step(
                 x, target=target
