@@ -209,19 +209,19 @@ def default_tiles(device: torch.device) -> None:
 # --- transformers ---------------------------------------------------------------------------------------------------
 
 
-def transformers_all_to_all(held: Held, config: MoEConfig, device: torch.device) -> Step:
-    """transformers' experts over its `all_to_all`: each route's row travels, and the host reads how many do. All ranks
-    are the EP group. Collective."""
+def transformers_all_to_all(w13: nn.Parameter, w2: nn.Parameter, config: MoEConfig, device: torch.device) -> Step:
+    """transformers' experts over its `all_to_all`, forward and backward: each route's row travels, and the host reads
+    how many do. All ranks are the EP group. Collective."""
     modeling = imported("transformers.models.qwen3_moe.modeling_qwen3_moe")
     parallel = imported("transformers.distributed.expert_parallel")
     settings = imported("transformers").Qwen3MoeConfig(
-        hidden_size=config.hidden_size, moe_intermediate_size=config.intermediate_size, num_experts=len(held.w2),
+        hidden_size=config.hidden_size, moe_intermediate_size=config.intermediate_size, num_experts=len(w2),
         num_experts_per_tok=config.top_k, hidden_act="silu", num_hidden_layers=1,
     )  # fmt: skip
     settings._experts_implementation = "grouped_mm"
     with torch.device("meta"):
         experts = modeling.Qwen3MoeExperts(settings)
-    experts.gate_up_proj, experts.down_proj = (nn.Parameter(w, requires_grad=False) for w in (held.w13, held.w2))
+    experts.gate_up_proj, experts.down_proj = w13, w2
     experts._is_expert_parallel = True
     mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
     how = {"tp_mesh": mesh["tp"], "ep_implementation": "all_to_all"}

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ep_moe.all2all.flashinfer_nvlink import communication
 from ep_moe.bench import libraries
@@ -195,7 +195,9 @@ class Peers:
 
     def transformers(self) -> Entry:
         """A row travels once for each of its experts."""
-        step = libraries.transformers_all_to_all(self._held("none"), self.config, self.device)
+        held = self._held("none")
+        w13, w2 = (nn.Parameter(w, requires_grad=False) for w in (held.w13, held.w2))
+        step = libraries.transformers_all_to_all(w13, w2, self.config, self.device)
         call = partial(step, self.x, self.ids, self.weights)
         name = "transformers all_to_all, eager"
         return Entry("peer", name, "none", "bf16", "bf16 / bf16", call, graph=False)

@@ -11,6 +11,7 @@ by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index
 torchtitan   (where it is installed) its layer over MinimalAsyncEP, whose buffers hold all rows that can arrive: none is
              dropped. It is computed again in backward, as its trainer demands, eager and compiled; and "4 buffers":
              nothing again, with more buffers than it has. See train_torchtitan.py
+transformers (where it is installed) its experts over its own `all_to_all`, eager: it waits for the device
 SonicMoE     (where it is installed) its local experts beside --rows, with its default tiles or tuned (--sonic)
 main_grad    (--main-grad) the "auto" pair after `use_main_grads`: each step overwrites the experts' gradients in place,
              in bf16, and in float32
@@ -295,6 +296,8 @@ def main() -> list[TrainLine]:
     parser.add_argument("--transports", nargs="*", choices=transports(), default=transports(), help='beside "auto"')
     parser.add_argument("--by-hand", nargs="*", choices=list(BY_HAND), default=list(BY_HAND))
     parser.add_argument("--torchtitan", nargs="*", choices=list(WAYS), default=list(WAYS), help="where it is installed")
+    where = "beside layers, where it is installed"
+    parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True, help=where)
     sonic = ["none", *train_sonic.WAYS]
     parser.add_argument("--sonic", choices=sonic, default="default", help="beside --rows, where it is installed")
     parser.add_argument("--float8", action="store_true", help='the "auto" pair with ExpertsOptions(float8=True) too')
@@ -309,7 +312,7 @@ def main() -> list[TrainLine]:
     check(asked)
     options = Options(
         asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact,
-        asked.main_grad, asked.accumulate, asked.sonic,
+        asked.main_grad, asked.accumulate, asked.sonic, asked.transformers,
     )  # fmt: skip
     console, lines = Console(width=160), list[TrainLine]()
     with EPContext.from_torchrun() as context:

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import grouped_mm, silu
 
 from ep_moe.bench import overlap
 from ep_moe.bench.harness import attempt, relative_error
-from ep_moe.bench.libraries import require_plain_swiglu
+from ep_moe.bench.libraries import require_plain_swiglu, transformers_all_to_all
 from ep_moe.bench.train_report import ERROR, FLOAT8_ERROR
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
@@ -62,12 +62,6 @@ class ByHand:
         y = self.compute(arrived, received.view(group.size, -1), self.w13, self.w2)
         merged: Tensor = self.merge(Exchange.apply(y, receive, send, group.group), order, weights)
         return merged
-
-    def gradients(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Of w13 and w2 of one expert."""
-        assert self.w13.grad is not None
-        assert self.w2.grad is not None
-        return self.w13.grad[slot], self.w2.grad[slot]
 
 
 class Exchange(Function):
@@ -132,7 +126,8 @@ class Options:
     """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
     "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`; exact: also layers of the "auto" pair
     with `ExpertsOptions.exact`; main_grad: also that pair after `use_main_grads`, in bf16 and in float32; accumulate: a
-    timed step adds to the gradients of the step before; sonic: a name of `train_sonic.WAYS`, or "none" """
+    timed step adds to the gradients of the step before; sonic: a name of `train_sonic.WAYS`, or "none"; transformers:
+    its experts over its `all_to_all`, beside whole layers"""
 
     experts: str = AUTO
     transports: Sequence[str] = ()
@@ -144,6 +139,7 @@ class Options:
     main_grad: bool = False
     accumulate: bool = False
     sonic: str = "none"
+    transformers: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +198,7 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tu
     if first is not None:
         entries += auto_entries(context, context, config, options, over, exact=options.exact)
         entries += by_hand(context, config, context, first, options)
+        entries += over_transformers(context, config, first, options)
     return entries, first
 
 
@@ -300,9 +297,35 @@ def by_hand(outer: EPContext, config: MoEConfig, context: EPContext, layer: MoEL
         )  # fmt: skip
         peer = attempt(outer, f"by hand, {name}", make)
         if peer is not None:
-            both, slots = (peer.w13, peer.w2), len(peer.w2)
-            entries.append(Entry("by hand", name, peer, both, peer.gradients, slots, adds=options.accumulate))
+            entries.append(stacked("by hand", name, peer, peer.w13, peer.w2, options))
     return entries
+
+
+def over_transformers(context: EPContext, config: MoEConfig, layer: MoELayer, options: Options) -> list[Entry]:
+    """transformers' experts on the layer's weights. Collective."""
+    if not options.transformers:
+        return []
+    stored = layer.expert_weights.stored_tensors()
+    w13, w2 = (nn.Parameter(stored[name].detach()) for name in ("w13", "w2"))
+
+    def make() -> Entry:
+        require_plain_swiglu(config, "transformers")
+        call = transformers_all_to_all(w13, w2, config, context.device)
+        return stacked("transformers", "all_to_all, eager", call, w13, w2, options)
+
+    found = attempt(context, "transformers' all_to_all", make)
+    return [] if found is None else [found]
+
+
+def stacked(owner: str, name: str, call: Call, w13: Tensor, w2: Tensor, options: Options) -> Entry:
+    """Of a peer whose experts are parameters w13 [L, 2 * I, H] and w2 [L, H, I]."""
+
+    def gradients(slot: int) -> tuple[Tensor, Tensor]:
+        if w13.grad is None or w2.grad is None:
+            raise ConfigError(f"{owner} leaves its experts without a gradient")
+        return w13.grad[slot], w2.grad[slot]
+
+    return Entry(owner, name, call, (w13, w2), gradients, len(w2), adds=options.accumulate)
 
 
 def trained(entry: Entry, batch: Batch) -> dict[str, Tensor]:

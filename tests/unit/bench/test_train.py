@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch.nn.functional import silu
 
@@ -106,17 +107,18 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
         p2p_on_cpu(),
         EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=8) as context,
     ):
-        lines = layers(context, exact=True, main_grad=True)
+        lines = layers(context, exact=True, main_grad=True, transformers=True)
         alone = train.experts_lines(context, "m", CONFIG, [32], OPTIONS, RATES)
     names = [(line.owner, line.name) for line in lines]
     assert names[0][0] == "ours"
     assert names[0][1].endswith(", auto")
-    assert names[-1] == ("by hand", "eager")
-    assert names[-2][1].endswith(", exact")
-    assert names[-3][1].endswith(", main_grad float32")
-    assert names[-4][1].endswith(", main_grad")
+    assert names[-1] == ("transformers", "all_to_all, eager")
+    assert names[-2] == ("by hand", "eager")
+    assert names[-3][1].endswith(", exact")
+    assert names[-4][1].endswith(", main_grad float32")
+    assert names[-5][1].endswith(", main_grad")
     for transport in ("nvlink_p2p", "allgather", "torch_a2a"):
-        assert len([name for _, name in names[:-4] if f"+ {transport}" in name]) == 1, "once, as auto or by its name"
+        assert len([name for _, name in names[:-5] if f"+ {transport}" in name]) == 1, "once, as auto or by its name"
     assert not [name for _, name in names if "local" in name], "it cannot serve two ranks, and takes no other with it"
     assert [line.owner for line in alone] == ["ours", "by hand"]
     assert [line.rows for line in alone] == [32, 32]
@@ -126,7 +128,7 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
         assert line.forward_ms > 0
         assert line.step_ms > 0
         assert line.floor_ms > 0
-    assert [line.x_hand for line in lines] == [lines[-1].step_ms / line.step_ms for line in lines]
+    assert [line.x_hand for line in lines] == [lines[-2].step_ms / line.step_ms for line in lines]
     assert len(set(everywhere([dataclasses.astuple(line) for line in lines].__repr__()))) == 1, "the slowest rank's"
 
 
@@ -135,7 +137,7 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
 def test_a_fault_in_a_gradient_is_marked(fault, world_size):
     """A result 5 % off; rows that come back without their gradient; routing weights without one; an expert's gradient
     of one rank."""
-    merge, backward, gradients = train_entries.merge, train_entries.Exchange.backward, train_entries.ByHand.gradients
+    merge, backward, stacked = train_entries.merge, train_entries.Exchange.backward, train_entries.stacked
     if fault == "result":
         train_entries.merge = lambda rows, order, weights: 1.05 * merge(rows, order, weights)
     elif fault == "rows":
@@ -144,17 +146,22 @@ def test_a_fault_in_a_gradient_is_marked(fault, world_size):
         train_entries.merge = lambda rows, order, weights: merge(rows, order, weights.detach() + 0 * weights)
     else:
 
-        def off(self, slot):
-            w13, w2 = gradients(self, slot)
-            return w13, w2 * (1.05 if (slot, self.rank_group.rank) == (0, 1) else 1)
+        def off(*given):
+            entry = stacked(*given)
 
-        train_entries.ByHand.gradients = off
+            def gradients(slot):
+                w13, w2 = entry.gradients(slot)
+                return w13, w2 * (1.05 if (slot, dist.get_rank()) == (0, 1) else 1)
+
+            return dataclasses.replace(entry, gradients=gradients)
+
+        train_entries.stacked = off
     try:
         with EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=24) as context:
             lines = layers(context, tokens=24)
     finally:
         train_entries.merge, train_entries.Exchange.backward = merge, staticmethod(backward)
-        train_entries.ByHand.gradients = gradients
+        train_entries.stacked = stacked
     assert [line.owner for line in lines if line.wrong] == ["by hand"]
     assert lines[0].x_hand is None, "nothing is ahead of what computes something else"
 
