@@ -15,6 +15,7 @@ from ep_moe.integrations.transformers import expert_parallel
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
 from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.pipelines import refused_within, splits_backward_of_functions
 from tests.fixtures.training_model import CONFIG, WIDTH, batch, loss_of, made
 
 
@@ -172,8 +173,10 @@ def test_cut_experts_under_a_pipeline_that_splits_backward_are_refused(shard_exp
         stages = [PipelineStage(layer, i, 2, context.device, group=alone) for i, layer in enumerate(layers)]
         schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=lambda y, _: y.square().mean())
         if shard_experts:
-            with pytest.raises(InputError, match="ScheduleInterleavedZeroBubble splits backward, in which"):
+            with refused_within(InputError, "ScheduleInterleavedZeroBubble splits backward, in which"):
                 schedule.step(x, target=x)
+            return
+        if not splits_backward_of_functions():
             return
         schedule.step(x, target=x)
         for layer, gradients in zip(layers, wanted, strict=True):
