@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.all2all.base import Dispatcher
+from ep_moe.all2all.dispatch_shape import whole_bound
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import BackendUnavailable, ConfigError
@@ -86,14 +87,18 @@ class Agreeing(NamedTuple):
     expert_map: ExpertMap
     carried: str
 
-    def bound(self, name: str, x: Tensor, tokens: int) -> int:
-        """Of this rank's call of the layer `name`, as `MoELayer.run` finds it on ranks that do not replay."""
-        flight_recorder = self.dispatcher.rank_group.flight_recorder
-        flight_recorder.enter(name, self.carried)
+    def bound(self, layer: Layer, x: Tensor, tokens: int) -> tuple[int, bool]:
+        """Of this rank's call, as `MoELayer.run` finds it on ranks that do not replay; and whether the addresses of
+        `like` are unchanged, which is looked up while the peers' numbers are on their way."""
+        rank_group = self.dispatcher.rank_group
+        rank_group.flight_recorder.enter(layer.name, self.carried)
         try:
-            return self.dispatcher.call_bound(tokens, x.device, gradients={"x": x, "routing.weights": x})
+            gradients = {"x": x, "routing.weights": x}
+            most = rank_group.begin_most_tokens(tokens, None, x.device, self.dispatcher.name, gradients=gradients)
+            unchanged = self.like.addresses.unchanged(layer)
+            return whole_bound(most()), unchanged
         finally:
-            flight_recorder.where = ""
+            rank_group.flight_recorder.where = ""
 
 
 class CallGraphs:
@@ -155,16 +160,19 @@ class CallGraphs:
             gone = False
             for buffer_slot in call.buffer_slots:
                 busy, gone = busy or buffer_slot.busy, gone or buffer_slot.given_back
-            if gone or not call.addresses.unchanged(layer):
-                self.drop(mode)
-                continue
             if busy or placement.invalid_ids.word.value != NO_ID:
                 continue
-            if agreeing is not None:
+            if agreeing is None or gone:
+                unchanged = not gone and call.addresses.unchanged(layer)
+            else:
                 if agreeing.expert_map is not placed:
                     agreeing = agreeing._replace(expert_map=placed, carried=layer._carried())
                     self._agreeing[key[2:]] = agreeing
-                bound = agreeing.bound(layer.name, x, tokens)
+                bound, unchanged = agreeing.bound(layer, x, tokens)
+            if not unchanged:
+                self.drop(mode)
+                continue
+            if agreeing is not None:
                 found = self._calls.get((mode, bound, *key[2:]))
                 if found is None:
                     continue

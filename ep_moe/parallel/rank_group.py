@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -253,19 +253,42 @@ class RankGroup:
         Raises:
             InputError: On all ranks, where `agree` raises it.
         """
-        recorder = self.flight_recorder
+        return self.begin_most_tokens(tokens, problem, device, what, gradients=gradients)()
+
+    def begin_most_tokens(
+        self, tokens: int, problem: str | None, device: torch.device, what: str, *, gradients: Gradients = NO_GRADIENTS
+    ) -> Callable[[], int]:
+        """As `most_tokens`, in two steps: peers read this rank's number while it does something else.
+
+        Returns:
+            What waits for the peers' numbers, and returns the most tokens. It is called before the next exchange.
+        """
+        recorder, by = self.flight_recorder, self.known.by
         if self.size == 1:
             if problem is not None:
                 raise InputError(f"rank {self.ranks[0]}: {problem}")
-            return tokens
+            return lambda: tokens
         recorder.check()
-        known = self.known
-        if known.by is not None:
-            facts = zlib.crc32(recorder.where.encode(), _asked(gradients))
-            facts = zlib.crc32(recorder.carried.encode(), facts)
-            found = known.by.exchange(tokens << 1 | (problem is not None), facts, recorder, lambda: self._aside(what))
-            if all(given == facts and not first & 1 for first, given in found):
-                return max(found)[0] >> 1
+        if by is None:
+            return lambda: self._agreed_most(tokens, problem, device, what, gradients)
+        facts = zlib.crc32(recorder.where.encode(), _asked(gradients))
+        facts = zlib.crc32(recorder.carried.encode(), facts)
+        by.post(tokens << 1 | (problem is not None), facts)
+
+        def collect() -> int:
+            most, alike = tokens, problem is None
+            for first, given in by.collect(recorder, lambda: self._aside(what)):
+                most = max(most, first >> 1)
+                alike = alike and given == facts and not first & 1
+            return most if alike else self._agreed_most(tokens, problem, device, what, gradients)
+
+        return collect
+
+    def _agreed_most(
+        self, tokens: int, problem: str | None, device: torch.device, what: str, gradients: Gradients
+    ) -> int:
+        """By a collective: before it is known whether the host's memory serves, and where ranks differ."""
+        recorder, known = self.flight_recorder, self.known
         if not known.asked:
             known.own, known.asked = recorder.host_exchange(self.ranks), True
         with self._aside(what), unseen_by_modes():  # later calls go through the host's memory

@@ -174,13 +174,22 @@ class HostExchange:
         first, second: in [0, LARGEST]
         late: entered where a peer is not here yet, for a `with`; what it makes of an exception is raised
         """
+        self.post(first, second)
+        return [(first, second), *self.collect(recorder, late)]
+
+    def post(self, first: int, second: int) -> None:
+        """Write this rank's pair for its peers. The next step is `collect`."""
         number = self._number = self._number + 1 & _NUMBERS
         at = EXCHANGED + 2 * (number & 1)
         self._own[at], self._own[at + 1] = first << _BITS | number, second << _BITS | number
+
+    def collect(self, recorder: Recorder, late: Callable[[], AbstractContextManager[object]]) -> list[tuple[int, int]]:
+        """The peers' pairs of the exchange that was posted last. late: as `exchange` takes it"""
+        number, at = self._number, EXCHANGED + 2 * (self._number & 1)
         if self._missing(at, number, _POLLS):
             with late():
                 self._wait(at, number, recorder)
-        return [(first, second), *((words[at] >> _BITS, words[at + 1] >> _BITS) for words in self._peers.values())]
+        return [(words[at] >> _BITS, words[at + 1] >> _BITS) for words in self._peers.values()]
 
     def _missing(self, at: int, number: int, polls: int) -> list[int]:
         """Ranks that have not written, after so many looks at one that has not."""

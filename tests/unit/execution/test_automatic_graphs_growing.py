@@ -17,9 +17,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ep_moe import EPContext, InputError, MoELayer
 from ep_moe.all2all import base
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
+from ep_moe.execution import graphs
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import RankGroups
 from ep_moe.parallel.layout import RankLayout
+from ep_moe.parallel.rank_group import RankGroup
 from tests.emulations.automatic_graphs import CONFIG, CPU, built, driver, given, repeats, shifted  # noqa: F401 (fixtures)
 from tests.fixtures.launches import INTERPRETED, Driver
 
@@ -82,16 +84,18 @@ def test_what_changes_where_nothing_is_replayed(changed, driver, context):
 def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
     """And ranks agree once in each call, whether it is replayed or not."""
     draw, layers, most, repeated = random.Random(0), [built(context), built(context)], 0, 0
-    agrees = mock.patch.object(
-        NVLinkP2PDispatcher, "call_bound", autospec=True, side_effect=NVLinkP2PDispatcher.call_bound
-    )
+    agrees = mock.patch.object(RankGroup, "begin_most_tokens", autospec=True, side_effect=RankGroup.begin_most_tokens)
     for step in range(200):
         layer = draw.choice(layers)
         x, routing = given(draw.choice((0, 1, 2, 3, 4, 5 if step > 60 else 1, 9 if step > 120 else 2)), step)
         x = x if draw.random() < 0.8 else shifted(x)
-        most = max(most, len(x))
+        most, moved = max(most, len(x)), draw.random() < 0.05
+        if moved:
+            layer.expert_weights.w2.data = layer.expert_weights.w2.data.clone()
         with agrees as agreed:
-            repeated += repeats(layer, x, routing)
+            repeats_now = repeats(layer, x, routing)
+        repeated += repeats_now
+        assert not (moved and repeats_now), step
         assert agreed.call_count == 1, step
         assert context._agreed_limit is None
         assert context.flight_recorder.where == "", "the watch would take the time until the next call for a step"
@@ -99,7 +103,24 @@ def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
         replayed, run = (launched(driver, call, x, routing) for call in (layer.forward_routed, layer.run))
         if x.data_ptr() % 16 == 0:
             assert replayed == run, step
-    assert 80 < repeated < 190, repeated
+    assert 50 < repeated < 190, repeated
+
+
+def test_addresses_are_looked_up_while_the_peers_numbers_come(driver, context):
+    layer, order = built(context), []
+    assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
+    (agreeing,) = layer._graphs._agreeing.values()
+    addresses, begin = agreeing.like.addresses, RankGroup.begin_most_tokens
+
+    def posts(*arguments, **options):
+        collect = begin(*arguments, **options)
+        order.append("post")
+        return lambda: (order.append("collect"), collect())[1]
+
+    looks = mock.Mock(side_effect=lambda layer: (order.append("look"), type(addresses).unchanged(addresses, layer))[1])
+    with mock.patch.object(RankGroup, "begin_most_tokens", posts), mock.patch.object(addresses, "unchanged", looks):
+        assert repeats(layer, *given(1))
+    assert order == ["post", "look", "collect"]
 
 
 @torch.no_grad()
@@ -137,6 +158,7 @@ def test_a_capture_names_max_tokens(driver, context):
     x, routing = given(2)
     with (
         mock.patch.object(base, "capturing", return_value=True),
+        mock.patch.object(graphs, "capturing", return_value=True),
         pytest.raises(
             InputError, match=r"a captured call has one size; say .* EPContext.from_torchrun\(max_tokens=\.\.\.\)"
         ),
