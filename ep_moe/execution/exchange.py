@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
 from ep_moe.context import EPContext
-from ep_moe.errors import ConfigError
+from ep_moe.errors import ConfigError, InputError
 from ep_moe.experts.base import Experts
 from ep_moe.experts.differentiable import SavedForBackward
 from ep_moe.experts.layouts import as_rank_major, localized
@@ -72,6 +72,11 @@ class Exchange:
         """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.
 
         Without work and in one part everything stays on the current stream."""
+        if not self.kernel.capabilities.cuda_graph and capturing(self.x.device):
+            raise InputError(
+                f"experts={self.kernel.name} waits for the device and cannot be captured in a CUDA graph; choose other "
+                f"experts (docs/reference/backends.md), or call the layer outside of the capture"
+            )
         if self.bound is None and self.dispatcher.grows:
             gradients = {"x": self.x, "routing.weights": self.routing.weights}
             self.bound = self.dispatcher.call_bound(len(self.x), self.x.device, gradients=gradients)

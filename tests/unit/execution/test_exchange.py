@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import ConfigError, InputError, Wire, registry
+from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer, Wire, registry
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.torch_collectives import LocalDispatcher
+from ep_moe.execution import exchange as exchange_module
 from ep_moe.execution import graphs
 from ep_moe.execution.exchange import Exchange, check_pipeline
 from ep_moe.execution.recorded_calls import CallerInputs
@@ -42,7 +43,7 @@ def exchange(tokens: int, *, most: int, bound: int):
         refuse=lambda problem: None,
     )
     context = SimpleNamespace(_call_limit=bound, _stage_times=None)
-    experts = SimpleNamespace(capabilities=SimpleNamespace(peer_out=False))
+    experts = SimpleNamespace(capabilities=SimpleNamespace(peer_out=False, cuda_graph=True))
     routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
     return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), given
 
@@ -97,7 +98,7 @@ def in_parts(tokens: int):
         raise Refused(problem)
 
     call, _ = exchange(tokens, most=4, bound=12)
-    experts.capabilities = SimpleNamespace(peer_out=True)
+    experts.capabilities = SimpleNamespace(peer_out=True, cuda_graph=True)
     dispatcher = SimpleNamespace(
         dispatch_shape=call.dispatcher.dispatch_shape,
         capabilities=call.dispatcher.capabilities,
@@ -226,3 +227,17 @@ def test_recorded_calls_make_room_for_others(noted):
     calls._calls["of the user"] = None
     calls._make_room()
     assert list(calls._calls) == (keys[noted:] if noted else []) + ["of the user"]
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_capture_with_a_kernel_that_waits_is_refused(train, monkeypatch):
+    """By name, before a row sets out; the layer goes on."""
+    with EPContext.local("cpu") as context, torch.set_grad_enabled(train):
+        layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2), context)
+        x = torch.randn(3, 16)
+        before = layer(x)
+        with monkeypatch.context() as capture:
+            capture.setattr(exchange_module, "capturing", lambda device: True)
+            with pytest.raises(InputError, match="experts=reference waits for the device and cannot be captured"):
+                layer(x)
+        assert torch.equal(layer(x), before)
