@@ -258,10 +258,21 @@ class RankGroup:
     def begin_most_tokens(
         self, tokens: int, problem: str | None, device: torch.device, what: str, *, gradients: Gradients = NO_GRADIENTS
     ) -> Callable[[], int]:
-        """As `most_tokens`, in two steps: peers read this rank's number while it does something else.
+        """Begin `most_tokens`: peers read this rank's number while it does something else.
+
+        Args:
+            tokens: Of this rank.
+            problem: A fault found on this rank, or None.
+            device: Of the call.
+            what: The transport's name, for errors.
+            gradients: As `agree` takes them.
 
         Returns:
-            What waits for the peers' numbers, and returns the most tokens. It is called before the next exchange.
+            What waits for the peers' numbers, and returns the most tokens or raises as `most_tokens`. It is called
+            before the next exchange.
+
+        Raises:
+            InputError: The group has one rank, and that a problem.
         """
         recorder, by = self.flight_recorder, self.known.by
         if self.size == 1:
