@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.parallel.rank_group import RankGroup, checksum, of_other_calls
+from ep_moe.parallel.checksum import checksum
+from ep_moe.parallel.rank_group import RankGroup, of_other_calls
 from ep_moe.placement.placement import Placement
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import Tokens
+from ep_moe.parallel.checksum import WORDS, checksum, place_factors
 from ep_moe.parallel.collectives import all_gather_single
-from ep_moe.parallel.rank_group import WORDS, RankGroup, checksum, place_factors
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.devices import unseen_by_modes
 
 MASKS = ("mask", "mask with send_masked")

@@ -12,7 +12,8 @@ from ep_moe.checks import check_kind
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.rank_group import RankGroup, checksum
+from ep_moe.parallel.checksum import checksum
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.training.dtensors import cut, is_dtensor, mesh_problem, within_tp
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import local

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.checksum import checksum
 from ep_moe.parallel.layout import RankLayout
-from ep_moe.parallel.rank_group import RankGroup, checksum
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import capturing
 from ep_moe.weights.first_backward import FirstBackward
 from ep_moe.weights.parts import Joined, local, parts_of

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from ep_moe.parallel import rank_group, row_comparison
+from ep_moe.parallel import row_comparison
+from ep_moe.parallel.checksum import checksum
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.rank_group import RankGroup, checksum
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.parallel.row_comparison import RowComparison
 
 X, CPU = torch.ones(2, 4), torch.device("cpu")
@@ -50,6 +51,6 @@ def test_a_checksum_is_of_the_numbers_wherever_they_lie(dtype):
 
 
 def test_a_checksum_tells_the_order_of_its_pieces(monkeypatch):
-    monkeypatch.setattr(rank_group, "WORDS", 4)  # 8 MiB else
+    monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB else
     x = torch.arange(8)
     assert checksum(x, CPU) != checksum(x.roll(4), CPU)

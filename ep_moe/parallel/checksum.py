@@ -1,0 +1,38 @@
+"""A number that tells tensors apart, by which ranks compare what they hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORDS = 1 << 20  # that are weighed at a time: 8 MiB of scratch memory
+_FACTOR, _STEP = -7046029254386353131, 6364136223846793005  # odd: 2**64 / golden ratio, and Knuth's of MMIX
+
+
+def place_factors(count: int, device: torch.device) -> Tensor:
+    """The odd numbers of the first places: int64 [count]."""
+    return (torch.arange(count, dtype=torch.int64, device=device) * _FACTOR) | 1
+
+
+def checksum(tensor: Tensor, device: torch.device, ready: Tensor | None = None) -> Tensor:
+    """Sum a tensor's bytes as int64 words, each times an odd number of its place, modulo 2**64.
+
+    Args:
+        tensor: of any shape and dtype. Equal bytes give equal sums on every device.
+        device: where the sum is wanted.
+        ready: `place_factors` on the tensor's device that a caller keeps; made anew where they are too few.
+
+    Returns:
+        int64 [] on `device`.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.numel() % 8 or data.storage_offset() % 8:
+        padded = data.new_zeros(-(-data.numel() // 8) * 8)
+        padded[: data.numel()] = data
+        data = padded
+    total = None
+    for words in data.view(torch.int64).split(WORDS):
+        place = ready[: len(words)] if ready is not None and len(ready) >= len(words) else None
+        part = (words * (place_factors(len(words), tensor.device) if place is None else place)).sum()
+        total = part if total is None else total * _STEP + part
+    return torch.zeros((), dtype=torch.int64, device=device) if total is None else total.to(device)
