@@ -23,6 +23,6 @@ def call_cast(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | 
         if isinstance(x, Tensor) and x.dtype in CAST:
             x = x.to(layer.dtype)
         if isinstance(routing, Routing) and isinstance(routing.weights, Tensor) and routing.weights.dtype in CAST:
-            routing = Routing(routing.ids, routing.weights.float())
+            routing = Routing(routing.ids, routing.weights.float(), routing.logits)
         out: Tensor = layer._call(x, routing, mask)
     return out.to(torch.get_autocast_dtype(kind))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ep_moe import InputError, MoELayer, Routing, RoutingConfig
+from ep_moe.training import router_logits
 from tests.fixtures.helpers import fill
 from tests.fixtures.single_layer import context, shape  # noqa: F401  (a fixture)
 
@@ -63,6 +64,14 @@ def test_the_router_keeps_its_precision(float32_logits, context):  # noqa: F811
         with torch.autocast("cpu", dtype=BF16):
             layer(rows())
     assert torch.equal(*seen)
+
+
+def test_logits_that_a_model_gives_are_recorded(context):  # noqa: F811
+    layer, logits = made(context, F32), torch.randn(5, 6)
+    routing = given(layer, BF16)
+    with torch.autocast("cpu", dtype=BF16), router_logits(layer) as recorded:
+        layer.forward_routed(rows(), Routing(routing.ids, routing.weights, logits))
+    assert [one.tolist() for one in recorded] == [logits.tolist()]
 
 
 def test_autocast_is_off_for_modules_inside_and_on_again_behind(context):  # noqa: F811
