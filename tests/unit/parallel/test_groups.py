@@ -1,9 +1,13 @@
 """Names that ranks find for themselves, and that are the same on all of them; the environment of torchrun."""
 
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace as Some
+
 import pytest
 import torch.distributed as dist
 
-from ep_moe import ConfigError
+from ep_moe import ConfigError, RankLayout
 from ep_moe.parallel import groups
 from ep_moe.parallel.groups import TorchrunEnv
 
@@ -50,3 +54,46 @@ def test_torchruns_environment(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert TorchrunEnv.read() == TorchrunEnv(rank=5, local_rank=5, world_size=8, local_world_size=8)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Names and ranks of process groups that a part of a job's ranks would make, and the job's default group."""
+    c10d, found = dist.distributed_c10d, Some(groups=[], default=Some(bound_device_id="a GPU"))
+
+    def make(size, rank, ranks, backend, store, name, **_):
+        found.groups.append((name, tuple(ranks)))
+        assert found.default.bound_device_id is None, "NCCL would split the default communicator"
+        if found.default.fails:
+            raise RuntimeError("no connection")
+        return name, None
+
+    found.default.fails = False
+    monkeypatch.setattr(c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(c10d, "_get_default_group", lambda: found.default)
+    monkeypatch.setattr(c10d, "_world", Some(pg_group_ranks={}))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(groups, "default_store", dist.HashStore)
+    return found
+
+
+def test_a_group_of_a_part_of_the_ranks_has_a_name_that_only_its_members_know(made):
+    """Groups of two kinds may begin with the same rank."""
+    kinds = ("tp", "dp", "ep", "etp", "lockstep", "stage")
+    members = set()
+    for rank in (4, 5, 6, 7):
+        layout = RankLayout(world=4, rank=rank, dp=2, tp=2, ep=2, etp=2, ranks=(4, 5, 6, 7))
+        for kind in kinds:
+            groups.make_group(layout, kind, "context1", timedelta(seconds=1), "gloo")
+            members.add((kind, tuple(layout.group(kind))))
+    assert len(set(made.groups)) == len(members)
+    assert len({name for name, _ in made.groups}) == len(members)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_default_group_keeps_its_device(fails, made):
+    made.default.fails = fails
+    layout = RankLayout(world=2, rank=4, dp=2, ep=2, ranks=(4, 6))
+    with pytest.raises(RuntimeError, match="no connection") if fails else nullcontext():
+        groups.make_group(layout, "ep", "context1", timedelta(seconds=1), "gloo")
+    assert made.default.bound_device_id == "a GPU"

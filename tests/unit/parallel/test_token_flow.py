@@ -1,9 +1,12 @@
-"""The way of tokens between the attention view and the expert view: masks."""
+"""The way of tokens between the attention view and the expert view: masks, and what a router gave for peers' rows."""
 
 import pytest
 import torch
 
 from ep_moe import ParallelConfig, RankLayout
+from ep_moe.parallel import token_flow as module
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.layout import share
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.parallel.token_flow import Share, TokenFlow
 from ep_moe.types import TokenMask
@@ -30,3 +33,24 @@ def test_etp_ranks_hear_which_rows_are_padding_and_whether_it_is_sent(sent, monk
     found = flow.mask(mask, torch.zeros(3, 4), call)
     assert found.tokens.tolist() == [True, False, True, True, True]
     assert found.sent.tolist() == [True, sent, True, True, True]
+
+
+@pytest.mark.parametrize("tokens", [10, 3, 0])
+@pytest.mark.parametrize(("tp", "etp"), [(2, 2), (4, 2), (4, 4), (6, 2)])
+def test_a_rank_keeps_its_own_tokens_of_what_was_computed_for_its_etp_peers(tp, etp, tokens, monkeypatch):
+    """Of the rows of `etp_gather`, which lie in x where an etp group is part of a tp group."""
+    gathered = []
+    monkeypatch.setattr(module, "gather_replicated", lambda y, counts, rank_group: gathered.append(y) or y)
+    counts = [stop - start for start, stop in (share(tokens, tp, rank) for rank in range(tp))]
+    x = torch.arange(tokens)
+    for rank in range(tp):
+        layout = RankLayout.from_config(ParallelConfig(tp=tp, etp=etp), world=tp, rank=rank)
+        groups = {
+            kind: RankGroup(None, tuple(layout.group(kind)), layout.group(kind).index(rank), FlightRecorder())
+            for kind in ("tp", "etp", "lockstep")
+        }
+        flow = TokenFlow(layout, **groups)
+        assert flow.etp_rows_are_local
+        call = Share(share(tokens, tp, rank), [counts[peer] for peer in groups["etp"].ranks], counts)
+        flow.whole_input(flow.etp_gather(x, call), call)
+        assert torch.equal(gathered.pop(), flow.local_tokens(x, call))
