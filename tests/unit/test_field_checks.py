@@ -28,7 +28,7 @@ from ep_moe import (
     checks,
     load_model_config,
 )
-from ep_moe.checks import as_id, check_count
+from ep_moe.checks import INT32, MOST_EXPERTS, as_id, check_count
 from ep_moe.eplb.cost import Machine
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import balancedness, loads_by_rank, traffic
@@ -251,6 +251,35 @@ def test_ids_are_integers_of_any_library_and_no_flags():
 def test_a_count_is_told_the_bound_that_it_passed(value, bound):
     with pytest.raises(ConfigError, match=f"it must be an integer of {bound}, got {value}"):
         check_count("it", value, at_least=1, at_most=8)
+
+
+@pytest.mark.parametrize(
+    ("call", "named", "most"),
+    [
+        *(
+            (lambda v, cls=cls, good=good, name=name: cls(**{**good, name: v}), f"{cls.__name__}.{name}", most)
+            for cls, good, most, names in (
+                (MoEConfig, SIZES, INT32, ("hidden_size", "intermediate_size", "shared_intermediate_size")),
+                (MoEConfig, SIZES, MOST_EXPERTS, ("num_experts", "top_k")),
+                (ParallelConfig, {}, INT32, ("pp", "dp", "tp", "ep", "etp")),
+                (ModelConfig, MODEL, INT32, ("num_layers", "dense_layers")),
+            )
+            for name in names
+        ),
+        (lambda v: ExpertMap(v, 1, (0,)), "ExpertMap.num_experts", MOST_EXPERTS),
+        (lambda v: ExpertMap(1, v, (0,)), "ExpertMap.num_ranks", MOST_EXPERTS),
+        (lambda v: ExpertMap(1, 1, (0,) * v), "ExpertMap.physical_to_logical slots", MOST_EXPERTS),
+        (lambda v: ExpertMap.linear(v, 2), "ExpertMap.num_experts", MOST_EXPERTS),
+        (lambda v: ExpertMap.linear(8, v), "ExpertMap.num_ranks", MOST_EXPERTS),
+        (lambda v: ExpertMap.redundant(8, 2, v), "ExpertMap.num_redundant", MOST_EXPERTS),
+        (lambda v: ExpertMap.round_robin(v, 2), "ExpertMap.num_experts", MOST_EXPERTS),
+        (lambda v: ExpertMap.round_robin(8, v), "ExpertMap.num_ranks", MOST_EXPERTS),
+        (lambda v: ExpertMap.uneven([v]), r"counts\[0\]", MOST_EXPERTS),
+    ],
+)
+def test_a_size_beyond_what_kernels_and_maps_count_is_refused(call, named, most):
+    with pytest.raises(ConfigError, match=f"^{named} must be an integer of at most {most}, got {most + 1}"):
+        call(most + 1)
 
 
 def test_a_deadline_may_be_as_short_and_as_long_as_the_sentence_says():

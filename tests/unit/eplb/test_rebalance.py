@@ -1,5 +1,6 @@
 """The load of a window as `ExpertBalancer.stats` tells it: made for who asks, of what was there at its end."""
 
+import inspect
 from types import SimpleNamespace as Some
 from typing import Any, cast
 
@@ -47,6 +48,14 @@ def test_a_window_is_told_as_it_was():
         LayerStats(NAMES[0], (4, 2, 3), (5.0, 4.0)),
         LayerStats(NAMES[1], (1, 2, 5), (2.5, 5.5)),
     )
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_a_plan_is_priced_by_an_experts_bytes_on_all_its_etp_ranks(etp):
+    balancer, planned = made(etp)
+    balancer._sums_are_in(torch.tensor([[8, 4, 6], [2, 0, 10]]))
+    (call,) = planned
+    assert inspect.signature(call.func).bind(*call.args).arguments["expert_bytes"] == 8 * etp
 
 
 def test_nothing_is_made_unless_asked_for_and_then_once(monkeypatch):

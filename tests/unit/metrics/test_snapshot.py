@@ -186,10 +186,13 @@ def test_a_torch_without_nvtx_is_said():
 
 def test_scales_are_sent_beside_their_rows(context, monkeypatch):
     config = dataclasses.replace(CONFIG, hidden_size=256)
-    layers = [MoELayer(config, context, wire=Wire(dispatch=name)) for name in ("plain", "fp8_block")]
+    wires = [Wire(dispatch=name) for name in ("plain", "fp8_block", "fp8_row", "mxfp8")]
+    wires.append(Wire(dispatch="nvfp4", input_scale=1.0))
+    layers = [MoELayer(config, context, wire=wire) for wire in wires]
     counts = module._counts
     monkeypatch.setattr(module, "_counts", lambda layer: [*counts(layer)[:2], torch.tensor([3])])  # rows to others
-    assert [one.sent_bytes for one in metrics.snapshot(context).layers] == [3 * 256 * 4, 3 * (256 + 2 * 4)]
+    of_a_row = [256 * 4, 256 + 2 * 4, 256 + 4, 256 + 8, 128 + 16]  # scales of mxfp8 and nvfp4 have one byte
+    assert [one.sent_bytes for one in metrics.snapshot(context).layers] == [3 * size for size in of_a_row]
     del layers
 
 

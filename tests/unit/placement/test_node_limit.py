@@ -49,6 +49,11 @@ def test_a_token_goes_to_no_more_nodes_than_it_has_experts():
     assert NodeLimit.of(config(top_groups=3, top_k=2), layout("aabbccdd")).most == 2
 
 
+def test_a_token_goes_to_no_more_nodes_than_there_are():
+    """Its two groups are on four nodes each, and it has six experts."""
+    assert NodeLimit.of(config(top_k=6), layout("aabbccdd"), ExpertMap.round_robin(32, 8)).most == 4
+
+
 def test_every_ep_group_of_a_job_has_the_limit_of_the_first():
     for expert_map in (None, ExpertMap.redundant(32, 8, 8)):
         first, *others = (
