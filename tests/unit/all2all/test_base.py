@@ -10,7 +10,7 @@ from ep_moe.config import ONE_SCALE
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
-from ep_moe.types import PhysicalRouting
+from ep_moe.types import Pending, PhysicalRouting
 
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
@@ -34,3 +34,15 @@ def test_ids_out_of_range_are_named_by_the_ranks_of_the_job():
     dispatcher = LocalDispatcher(shape, RankGroup(None, (4, 6), 0, FlightRecorder()))
     with pytest.raises(InputError, match="got ids out of range: 3 on rank 6"):
         dispatcher._check_ids([0, 3])
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_transport_writes_to_contiguous_memory_alone(contiguous, monkeypatch):
+    """Into other memory the sum is copied."""
+    shape = DispatchShape(hidden_size=8, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.float32)
+    dispatcher, given = LocalDispatcher(shape, RankGroup.alone()), []
+    monkeypatch.setattr(dispatcher, "_combine", lambda y, handle, out: given.append(out) or Pending.of(y))
+    y, out = torch.randn(3, 8), torch.zeros(3, 8) if contiguous else torch.zeros(8, 3).t()
+    assert dispatcher.combine(y, None, out) is out
+    assert torch.equal(out, y)
+    assert given[0] is (out if contiguous else None)

@@ -28,6 +28,20 @@ def test_a_flight_recorder_turns_communication_failures_only():
         assert str(flight_recorder._step) == "in gather of moe0 (step 3)"
 
 
+@pytest.mark.parametrize(
+    "raised",
+    [RuntimeError("gloo: closed"), RuntimeError("shapes"), InputError("ours"), KeyboardInterrupt()],
+    ids=["a lost peer", "a mistake", "a refusal", "Ctrl-C"],
+)
+def test_a_step_is_over_however_it_was_left(raised):
+    """Else the watch would take the time after it for a wait, where the layers go on."""
+    flight_recorder = FlightRecorder()
+    with pytest.raises((RuntimeError, InputError, KeyboardInterrupt)), flight_recorder.step("eplb sum", keep=False):
+        raise raised
+    assert flight_recorder.newest == Step(1, "", "eplb sum", "", True)
+    assert flight_recorder._late_on_host() == 0
+
+
 @pytest.mark.parametrize("left", [RuntimeError("NCCL communicator was aborted"), InputError("noise"), None])
 def test_what_the_watch_found_is_what_an_aborted_step_raises(left):
     """What a collective raises or leaves behind after the abort is no news of its own."""

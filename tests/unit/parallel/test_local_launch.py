@@ -3,7 +3,10 @@
 import multiprocessing
 import os
 import shutil
+import signal
 import time
+
+import pytest
 
 from ep_moe.parallel import local_launch
 
@@ -60,3 +63,15 @@ def test_a_rank_that_begins_while_another_clears_up_ends_without_a_word(tmp_path
     reader.close()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("how", [signal.SIG_BLOCK, signal.SIG_UNBLOCK], ids=["blocked", "not blocked"])
+def test_the_signals_that_the_caller_blocks_stay_as_they_are(how):
+    """Ctrl-C is blocked while the fork server starts."""
+    before = signal.pthread_sigmask(how, {signal.SIGINT})
+    try:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        local_launch._start_server()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -53,3 +53,32 @@ def test_a_compiled_layer_tells_of_an_id_that_a_kernel_dropped():
     with pytest.raises(InputError, match=rf"must be -1 or in \[0, {experts}\), got 9 in an earlier call of a compiled"):
         place(ids, *tables)
     place(ids, *tables)
+
+
+@pytest.mark.parametrize("by", ["the layer", "the operator of compiled graphs"])
+def test_what_is_placed_within_backward_is_no_load(by):
+    """Activation checkpointing computes there what was counted before."""
+    routing, placement, placed = integer_routing(5, CONFIG, 0), Placement(ExpertMap.redundant(6, 2, 4)), []
+
+    def call() -> None:
+        own = by == "the layer"
+        placed.append(placement(routing).materialize().ids if own else place(routing.ids, *placement.tables))
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            call()
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            call()
+            return grad
+
+    y = Again.apply(torch.zeros(1, requires_grad=True))
+    expert_load, slot_load = placement.expert_load.clone(), placement.slot_load.clone()
+    assert expert_load.sum() == slot_load.sum() == (routing.ids >= 0).sum() > 0
+    y.backward()
+    assert torch.equal(*placed)
+    assert torch.equal(placement.expert_load, expert_load)
+    assert torch.equal(placement.slot_load, slot_load)
