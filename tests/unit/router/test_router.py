@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Router, Routing, RoutingConfig, RoutingMethod
-from ep_moe.router import route, sigmoid_topk, softmax_topk, topk_sigmoid, topk_softmax
+from ep_moe.router import route, sigmoid_topk, softmax_topk, topk_sigmoid, topk_softmax, weights_of
 from tests.fixtures.helpers import fill, integer_rows
 
 deepseek_v3 = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -397,3 +397,24 @@ def test_bad_result_of_a_users_router_is_named(name):
     with pytest.raises(InputError) as error:
         layer(integer_rows(9, HIDDEN, 0))
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "renormalize"),
+    [
+        *((method, False) for method in RoutingMethod),
+        (RoutingMethod.SOFTMAX_TOPK, True),
+        (RoutingMethod.SIGMOID_TOPK, True),
+    ],
+)
+def test_an_exact_choice_is_the_first_of_equal_scores_and_of_its_row_alone(method, renormalize):
+    """Whole numbers from -3 to 3 among 16 experts: in each row some are equal."""
+    config = RoutingConfig(method=method, renormalize=renormalize)
+    logits = torch.randint(-3, 4, (37, EXPERTS), generator=torch.Generator().manual_seed(7)).float()
+    whole = route(logits, TOP_K, config, exact=True)
+    assert torch.equal(whole.ids, logits.argsort(dim=1, descending=True, stable=True)[:, :TOP_K])
+    assert torch.equal(weights_of(logits, whole.ids, config, exact=True), whole.weights)
+    for row in range(len(logits)):
+        alone = route(logits[row : row + 1], TOP_K, config, exact=True)
+        assert torch.equal(alone.ids[0], whole.ids[row])
+        assert torch.equal(alone.weights[0], whole.weights[row])
