@@ -116,6 +116,17 @@ def test_rows_that_backward_cannot_keep_are_refused(context):
     assert torch.equal(layer.requires_grad_(False)(x), wanted), "nothing of it is kept"
 
 
+@pytest.mark.parametrize("part", ["router", "shared_experts", "expert_weights"])
+def test_rows_that_the_backward_of_one_part_cannot_keep_are_refused(part, context):
+    layer = MoELayer(shape(shared_intermediate_size=8), context).requires_grad_(False)
+    with torch.inference_mode():
+        x = torch.ones(3, HIDDEN)
+    layer(x)
+    getattr(layer, part).requires_grad_(True)
+    with pytest.raises(InputError, match=r"x was made in torch\.inference_mode\(\)"):
+        layer(x)
+
+
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
 def test_transforms_of_torch_func_are_refused(context, transform):
     layer, x = MoELayer(shape(), context), torch.ones(2, 3, HIDDEN)

@@ -10,3 +10,14 @@ def test_gradients_of_the_three_ways_are_added_in_float32():
     grads = [torch.full((2, 4), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
     torch.autograd.backward(three_ways(x, None), grads)
     assert torch.equal(x.grad, torch.full((2, 4), 258.0, dtype=torch.bfloat16))  # 256 in bfloat16, one by one
+
+
+def test_padding_is_seen_by_shared_experts_alone():
+    """What it holds, perhaps NaN, would be in the gradients of the router and the experts."""
+    x, padding = torch.tensor([[1.0, 2.0], [torch.nan, 3.0]], requires_grad=True), torch.tensor([[False], [True]])
+    to_router, to_experts, to_shared = three_ways(x, padding)
+    hidden = [[1.0, 2.0], [0.0, 0.0]]
+    assert to_router.tolist() == to_experts.tolist() == hidden
+    assert to_shared.nan_to_num(7).tolist() == [[1.0, 2.0], [7.0, 3.0]]
+    torch.autograd.backward((to_router, to_experts, to_shared), [torch.ones(2, 2)] * 3)
+    assert x.grad.tolist() == [[3.0, 3.0], [1.0, 1.0]]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace as Some
 
 import pytest
 import torch
 from torch import nn
 
 from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer
+from ep_moe.all2all.dispatch_shape import DispatchShape
 from ep_moe.execution import memory_plan
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
@@ -86,3 +88,15 @@ def test_the_plan_is_the_layers_own(layer):
     assert before == memory_plan.layer_bytes(layer, None)
     layer(torch.zeros(3, 16))
     assert layer.plan() == before, "a call changes nothing"
+
+
+@pytest.mark.parametrize(("grown", "trained"), [(1000, 10), (10, 1000)])
+def test_buffers_that_grew_further_than_a_training_call_needs_count_as_they_are(grown, trained, monkeypatch):
+    shape = DispatchShape(hidden_size=8, top_k=1, slots_per_rank=1, num_ranks=1, dtype=torch.float32, max_tokens=4)
+    kind = Some(name="mine", capabilities=Some(adjoint=False), buffer_bytes=lambda shape: trained)
+    monkeypatch.setattr(memory_plan, "_trained", lambda layer, tokens: (kind, shape, 4))
+    pool = {("mine", shape): Some(grows=True, held_bytes=lambda: grown)}
+    table = Some(transport_bytes=lambda shape_of: {("mine", shape): 0})
+    layer = Some(experts=None, _table=table, _shape_of=None, context=Some(_pool=pool))
+    assert memory_plan.transport_bytes(layer, None) == {("mine", shape): grown}
+    assert memory_plan.transport_bytes(layer, 4) == {("mine", shape): 1000}

@@ -1,6 +1,7 @@
 """Routes that are recorded and replayed: the layer in one process."""
 
 import contextlib
+from types import SimpleNamespace as Some
 
 import pytest
 import torch
@@ -369,3 +370,20 @@ def test_an_exact_replay_is_the_record_bit_for_bit():
         ids, _ = recorded(layer, x)
         with layer.replay_routing(ids):
             assert same_bits(layer(x), alone)
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["its etp peers' rows too", "its own tokens"])
+def test_a_router_is_given_the_ids_of_the_rows_that_it_sees(local):
+    """Where an etp group is part of a tp group, a rank routes the rows of its etp peers."""
+    ids, given = torch.arange(12).view(6, 2), []
+    flow = Some(etp_rows_are_local=local, etp_gather=lambda x, call: x[:4], local_tokens=lambda x, call: x[2:4])
+
+    def replicated(router, rows, cut, *, partial):
+        given.append(cut)
+        return Routing(cut, torch.ones(cut.shape))
+
+    routes = Some(replayed=Some(ids=ids, partial=False), seen=lambda weights: weights)
+    layer = Some(context=Some(_tokens=flow), _replayed=routes.replayed, _replicated=replicated, _routes=routes)
+    layer.router = None
+    MoELayer._chosen(layer, torch.zeros(4 if local else 2, HIDDEN), None)
+    assert torch.equal(given[0], ids[:4] if local else ids[2:4])

@@ -144,6 +144,21 @@ def test_agreements_come_in_order():
     assert agree(three, three) == [None, None]
 
 
+def test_one_rank_of_each_place_is_the_first_each_time():
+    found: dict[str, list[bool]] = {place: [] for place in "ab"}
+
+    def twice(place: str) -> Callable[[StoreConsensus], None]:
+        def ask(a: StoreConsensus) -> None:
+            for turn in range(2):
+                found[place].append(a.first_here("download", place))
+                a.healthy(f"download {turn}", None)
+
+        return ask
+
+    assert agree(twice("a"), twice("b"), twice("a"), twice("a")) == [None] * 4
+    assert {place: sum(firsts) for place, firsts in found.items()} == {"a": 2, "b": 2}
+
+
 def test_agreement_names_who_did_not_come():
     comes = lambda a: a.healthy("destroy", None)  # noqa: E731
     outcome = agree(comes, None, comes, None, deadline_s=0.2)

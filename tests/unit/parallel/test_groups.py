@@ -5,10 +5,12 @@ from datetime import timedelta
 from types import SimpleNamespace as Some
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ep_moe import ConfigError, RankLayout
 from ep_moe.parallel import groups
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import TorchrunEnv
 
 
@@ -97,3 +99,15 @@ def test_the_default_group_keeps_its_device(fails, made):
     with pytest.raises(RuntimeError, match="no connection") if fails else nullcontext():
         groups.make_group(layout, "ep", "context1", timedelta(seconds=1), "gloo")
     assert made.default.bound_device_id == "a GPU"
+
+
+@pytest.mark.parametrize("kind", ["tp", "ep", "lockstep", "stage"])
+def test_a_given_group_serves_all_kinds_of_its_ranks(kind, monkeypatch):
+    """Whatever kind is looked at first."""
+    made, given = [], object()
+    monkeypatch.setattr(groups, "make_group", lambda layout, kind, *_: made.append(kind))
+    monkeypatch.setattr(groups, "backend_for", lambda device: None)
+    layout = RankLayout(world=2, rank=0, tp=2, ep=2)
+    found = groups.RankGroups(layout, FlightRecorder(), torch.device("cpu"), {kind: given})
+    assert made == []
+    assert [found[same].group for same in ("tp", "ep", "lockstep", "stage")] == [given] * 4

@@ -8,6 +8,7 @@ from ep_moe.parallel import token_flow as module
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.layout import share
 from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.row_comparison import argument_bits
 from ep_moe.parallel.token_flow import Share, TokenFlow
 from ep_moe.types import TokenMask
 
@@ -33,6 +34,19 @@ def test_etp_ranks_hear_which_rows_are_padding_and_whether_it_is_sent(sent, monk
     found = flow.mask(mask, torch.zeros(3, 4), call)
     assert found.tokens.tolist() == [True, False, True, True, True]
     assert found.sent.tolist() == [True, sent, True, True, True]
+
+
+@pytest.mark.parametrize("name", ["mask", "mask with send_masked"])
+@pytest.mark.parametrize("masks", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_joins_in_the_exchange_of_masks_if_an_etp_peer_passes_one(rank, masks, name, monkeypatch):
+    layout = RankLayout.from_config(ParallelConfig(dp=2, ep=1, etp=2), world=2, rank=rank)
+    both = RankGroup(None, (0, 1), rank, FlightRecorder())
+    flow = TokenFlow(layout, tp=RankGroup(None, (rank,), 0, FlightRecorder()), etp=both, lockstep=both)
+    passed = [{"x": torch.zeros(2, 4)} | ({name: torch.ones(2, dtype=torch.bool)} if mask else {}) for mask in masks]
+    told = [[2, argument_bits(one), 0] for one in passed]
+    monkeypatch.setattr(RankGroup, "agree", lambda *_, **__: told)
+    assert flow.enter(2, None, torch.device("cpu"), passed[rank]).masked is any(masks)
 
 
 @pytest.mark.parametrize("tokens", [10, 3, 0])
