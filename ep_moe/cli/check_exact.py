@@ -119,7 +119,8 @@ def run(options: CheckOptions) -> list[Found] | None:
     for ranks in options.ranks or RANKS:
         longest = max(3 * options.deadline_s, _DEADLINE_S)
         target = "ep_moe.cli.check_exact:run_on_rank"
-        found += run_local_ranks(target, ranks, arguments, deadline_s=longest)[0]
+        # dense parts, on as many threads whatever the number of ranks
+        found += run_local_ranks(target, ranks, arguments, deadline_s=longest, threads=1)[0]
     return found
 
 
@@ -132,8 +133,6 @@ def run_on_rank(
             return run_on_rank(options, device, folder)
     from ep_moe.integrations.transformers import load_pretrained, num_experts
 
-    if forked:
-        torch.set_num_threads(1)  # dense parts, on as many threads whatever the number of ranks
     world, found = dist.get_world_size(), []
     asked = options.as_run()
     with EPContext.from_groups(ParallelConfig(dp=world), device=device, deadline_s=options.deadline_s) as context:
