@@ -206,7 +206,8 @@ class _Arrived:
         self._replaced.written |= bool(staged.covers)
         self._target.write(staged.plan)
         del self._pending[part]
-        self._written.add(part)
+        if staged.covers:  # else more of the part may come: nothing of it has a place so far
+            self._written.add(part)
         self._covered |= staged.covers
         self.loaded |= set(staged.names)
 

@@ -105,6 +105,15 @@ def test_a_tied_tensor_is_pushed_by_either_name(name, tied):
     assert torch.equal(model.lm_head.weight, weights[name])
 
 
+def test_what_a_model_has_no_place_for_is_not_among_the_pushed_names(tied):
+    """Also where it comes ahead of the rest of its layer."""
+    model = load(tied, dtype=torch.float32)
+    weights = dict(export_weights(model))
+    more = {"score.weight": torch.ones(2, 32), "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+    with pytest.warns(UserWarning, match="is not loaded"):
+        assert load_weights(model, more | weights) == set(weights)
+
+
 def test_weights_that_must_be_there(tied, tmp_path):
     neither = with_tensors(tied, tmp_path / "neither", lambda t: [t.pop(name, None) for name in (HEAD, EMBEDDING)])
     with pytest.raises(CheckpointError, match=rf"{HEAD} and {EMBEDDING} are missing"):
