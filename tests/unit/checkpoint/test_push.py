@@ -72,3 +72,18 @@ def test_a_part_comes_in_one_piece():
         arrived.take("a1", torch.ones(1))
     with pytest.raises(CheckpointError, match="a3 comes behind all that a has; remove it, or push a in one piece"):
         arrived.take("a3", torch.ones(1))
+
+
+@pytest.mark.parametrize(("names", "written"), [(["x1", "x2"], False), (["a1", "x1"], True), (["x1", "a1"], True)])
+def test_a_write_is_not_forgotten(names, written):
+    """Parts that the model has no place for (x) write nothing, before or after others."""
+    target = SimpleNamespace(
+        part=lambda name: name, own=set(), write=lambda plan: None, check_whole=lambda covered: None,
+        stage=lambda tensors, headers: push.Staged(frozenset(n for n in tensors if n[0] == "a"), list(tensors), None),
+    )  # fmt: skip
+    replaced = SimpleNamespace(written=False)
+    arrived = push._Arrived(target, replaced, copies=False)
+    for name in names:
+        arrived.take(name, torch.ones(1))
+    arrived.end()
+    assert replaced.written is written
