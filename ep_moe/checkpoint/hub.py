@@ -69,14 +69,16 @@ def model_folder(
     if consensus is None:
         return look()[0]
     waits = isinstance(path, str | Path) and not os.path.isdir(path)
+    longest_s = _LONGEST_S if waits else None
     downloads = consensus.first_here(f"the model {path}", socket.gethostname())
     found, problem = _try(look) if downloads else (None, None)
-    consensus.healthy("checkpoint", problem, deadline_s=_LONGEST_S if waits else None)
+    consensus.healthy("checkpoint", problem, deadline_s=longest_s)
     if found is None:
         found, problem = _try(lambda: look(local_files_only=True))
         if problem is not None and waits:  # hosts of one name do not share a cache
             found, problem = _try(look)
-    consensus.same("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, problem)
+    consensus.healthy("checkpoint", problem, deadline_s=longest_s)
+    consensus.same("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, None)
     assert found is not None
     return found[0]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,6 +160,30 @@ def counted(cache, commits, downloads):
         return honest(name, **(options | HERE))
 
     return download
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, tmp_path, monkeypatch):
+    """By the first rank of a host, or by another whose cache is its own. A folder is there at once."""
+    done = []
+
+    def download(name, **options):
+        if options.get("local_files_only"):
+            raise OSError("not in the cache")
+        done.append("download")
+        return tmp_path / COMMIT
+
+    consensus = SimpleNamespace(
+        first_here=lambda *_: first, same=lambda *_: None,
+        healthy=lambda what, problem, deadline_s=None: done.append(deadline_s),
+    )  # fmt: skip
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    model_folder(NAME, consensus)
+    long = hub._LONGEST_S
+    assert done == (["download", long, long] if first else [long, "download", long])
+    done.clear()
+    model_folder(tmp_path, consensus)
+    assert done == [None, None]  # the context's own
 
 
 @distributed(2)
