@@ -62,6 +62,25 @@ def test_a_failure_is_not_forgotten_for_what_is_written_after_it(tmp_path, monke
     assert not list(tmp_path.iterdir())
 
 
+def test_ranks_wait_long_for_the_one_that_writes(tmp_path, monkeypatch):
+    """Before each layer's experts, and for the files' names at the end."""
+    with local() as context:
+        model = expert_parallel(interface_model("olmoe"), context)
+        waits, step = [], context.flight_recorder.step
+
+        def entered(*names, **options):
+            waits.append(options["more_s"])
+            return step(*names, **options)
+
+        def healthy(what, problem, *, deadline_s=None):
+            waits.extend([deadline_s] if what == "save" else [])
+
+        monkeypatch.setattr(context.flight_recorder, "step", entered)
+        monkeypatch.setattr(context.consensus, "healthy", healthy)
+        save_pretrained(model, tmp_path)
+    assert waits == [saving._LONGEST_S] * (len(model.model.layers) + 1)
+
+
 def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
     """A view would keep the experts of its layer."""
     writer, whole = saving._Writer(tmp_path, 1000), torch.ones(8, 100)
