@@ -136,6 +136,23 @@ def test_a_group_that_contradicts_its_tensors(own, match, tmp_path):
     check_refused(tmp_path, match)
 
 
+@pytest.mark.parametrize(
+    ("make", "how"),
+    [
+        (int4, groups(("Linear", INT4 | {"strategy": "channel", "group_size": -1}))),
+        (awq, AWQ | {"group_size": -1}),
+        (gptq, GPTQ | {"group_size": -1}),
+    ],
+)
+def test_a_factor_for_a_whole_row_whatever_its_length(make, how, tmp_path):
+    """128 columns of gate and up, 64 of down."""
+
+    def rows_alone(rows, columns, generator):
+        return make(rows, columns, generator, group=columns)
+
+    check_read(tmp_path, write(tmp_path, rows_alone, how))
+
+
 def test_an_order_that_is_not_stored_is_no_order(tmp_path):
     check_read(tmp_path, write(tmp_path, int4, groups(("Linear", INT4 | {"actorder": "weight"})), group=32))
 

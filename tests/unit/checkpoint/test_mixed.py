@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ep_moe import CheckpointError, MoEConfig, MoELayer
-from ep_moe.checkpoint.formats import find_format
+from ep_moe.checkpoint.formats import Projection, find_format
 from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.quantized_experts import read_quantized
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
@@ -213,3 +215,12 @@ def test_pieces_of_etp_are_those_of_the_whole(case, kind, tmp_path):
             piece = read_quantized(*given, dtype=torch.bfloat16, device=CPU, etp=(2, rank))
             for name, tensor in whole.items():
                 assert same_bytes(piece[name], etp_shard(CONFIG, name, tensor, 2, rank)), (expert, name)
+
+
+@pytest.mark.parametrize(("row_block", "step", "kept"), [(1, 1, True), (128, 1, True), (1, 2, True), (128, 2, False)])
+def test_factors_of_several_rows_are_of_rows_side_by_side(row_block, step, kept):
+    """Where gate and up alternate, a block of rows has both."""
+    matrix = SimpleNamespace(keeps=lambda scheme: scheme == "fp8_block", row_block=row_block)
+    projection = Projection(matrix, 256, step=step)
+    assert projection.keeps("fp8_block") is kept
+    assert not projection.keeps("mxfp8")

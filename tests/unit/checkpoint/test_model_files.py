@@ -296,6 +296,19 @@ def test_the_text_model_of_a_multimodal_configuration_is_read(checkpoints):
     assert config.model_type == "llama4_text"
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_dtype_that_no_model_has_is_named_in_each_part(inside, field, checkpoints, tmp_path):
+    """transformers takes any attribute of torch, in the text model's configuration too."""
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["llama4_text wrapped"].folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (config["text_config"] if inside else config)[field] = "float8_e4m3fn"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {field} must be one of bfloat16, .*got 'float8_e4m3fn'"):
+        read_config(folder)
+
+
 @pytest.mark.parametrize("path", [5, None, "", "a\0b", "x" * 5000, b"bytes", ["list"]])
 def test_paths_that_are_none(path):
     with pytest.raises(EPMoEError, match="folder"):

@@ -71,3 +71,23 @@ def test_other_bits_beside_four_are_refused(bits, wrong, kind, method):
     stored.tensors.declared = Declared(method=method, bits=frozenset(bits), groups=frozenset({GROUP}))
     problem = stored._wrong_stated()
     assert problem is None if wrong is None else wrong in problem
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "columns", "groups", "fits"),
+    [
+        (AwqMatrix, 16, 48, 3, True),
+        (AwqMatrix, 16, 50, 3, False),
+        (GptqMatrix, 16, 48, 3, True),
+        (GptqMatrix, 16, 56, 3, False),
+        (GptqMatrix, 20, 48, 3, False),
+    ],
+)
+def test_groups_and_words_are_whole(kind, rows, columns, groups, fits):
+    """The last columns would be of a group that is not there, the last rows have no zero point."""
+    codes = (columns, rows // 8) if kind is AwqMatrix else (columns // 8, rows)
+    shapes = {"qweight": codes, "qzeros": (groups, rows // 8)}
+    tensors = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}
+    wrong = kind(InMemory(**tensors, scales=torch.ones(groups, rows)), "weight")._wrong_tensors()
+    assert (wrong is None) == fits
+    assert fits or wrong.startswith(f"scales must have shape [{groups}, {rows}] beside qweight")
