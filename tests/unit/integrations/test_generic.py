@@ -172,6 +172,26 @@ def test_dtypes_and_modes_stay(context):
         assert made[0](x, ids, weights).dtype == torch.float32, "as transformers' module"
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("gate_up_proj", {"w1", "w3"}),
+        ("down_proj", {"w2"}),
+        ("gate_up_proj_bias", {"w1_bias", "w3_bias"}),
+        ("down_proj_bias", {"w2_bias"}),
+    ],
+)
+def test_a_frozen_tensor_stays_frozen(name, parts, context):
+    """All others learn."""
+    model = tiny_transformers_model("gpt_oss")
+    for experts in find_experts(model):
+        model.get_submodule(experts).get_parameter(name).requires_grad_(False)
+    for ours in replace_experts(model, context).values():
+        named = ours.moe.expert_weights.named_parameters()
+        frozen = {each.rpartition(".")[2] for each, parameter in named if not parameter.requires_grad}
+        assert frozen == parts
+
+
 def test_there_is_room_for_the_most_experts_that_a_token_may_take(context):
     model = tiny_transformers_model("olmoe")
     first, second = (layer.mlp for layer in model.model.layers)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe import Activation, ConfigError, MoEConfig
+from ep_moe import Activation, ConfigError, InputError, MoEConfig
 from ep_moe.weights.parts import Changes, Expert, etp_shard, join
 
 
@@ -36,3 +36,15 @@ def test_an_expert_that_fsdp_cuts_by_itself_is_refused():
     cut.placements = ()
     with pytest.raises(ConfigError, match=r"ep_moe.training.fully_shard"):
         expert.w1 = cut
+
+
+def test_a_piece_of_etp_is_replaced_by_a_piece_alone():
+    """A plain tensor is the whole, or says nothing of which rows it has."""
+    expert = Expert(Changes())
+    piece = nn.Parameter(torch.ones(2, 2))
+    piece.placements = ()
+    expert.register_parameter("w1", piece)
+    with pytest.raises(InputError, match=r"w1 of an expert must be replaced by a parameter of its shape .* and kind"):
+        expert.w1 = nn.Parameter(torch.ones(2, 2))
+    assert expert.w1 is piece
+    assert not expert.replaced
