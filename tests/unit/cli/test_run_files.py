@@ -1,13 +1,15 @@
 """The files of `ep-moe run`: a trace of the profiler, a picture, and a load trace that `ep-moe plan` reads."""
 
+import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from ep_moe.cli.app import app
-from ep_moe.cli.reports import write_files
+from ep_moe.cli.reports import _print_loads, write_files
 from ep_moe.cli.run import RunOptions, RunReport
 from ep_moe.eplb import LoadTrace
 from ep_moe.errors import ConfigError
@@ -79,3 +81,16 @@ def test_files_of_a_report(tmp_path):
     assert write_files(RunOptions(plot=plot), REPORT) == [f"\nwritten to {plot}"]
     with pytest.raises(ConfigError, match="a file cannot be written"):
         write_files(RunOptions(plot=str(tmp_path / "no" / "load.png")), REPORT)
+
+
+@pytest.mark.parametrize(("layers", "columns"), [(8, [f"layer {n}" for n in range(8)]), (9, ["all layers"])])
+def test_eight_layers_stand_side_by_side(layers, columns):
+    """More are summed."""
+    load = [[index, 1] for index in range(layers)]
+    tables = []
+    out = SimpleNamespace(table=lambda title, names, rows: tables.append((title, names, rows)))
+    _print_loads(out, dataclasses.replace(REPORT, expert_load=load, rank_load=[[1, 1]] * layers))
+    (_, names, rows) = tables[-1]
+    assert names == ["", *columns]
+    wanted = [sum(range(layers)), layers]
+    assert [sum(map(int, row[1:])) for row in rows] == wanted

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import ep_moe_command
+
 ROOT = Path(__file__).parents[3]
 COMMAND = ("-c", "import sys; sys.argv[0] = 'ep-moe'; import ep_moe_command; ep_moe_command.main()")
 MODULE = ("-m", "ep_moe")
@@ -46,6 +48,25 @@ def test_ctrl_c_of_another_program_is_its_own(started):
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=30)[1].endswith("KeyboardInterrupt\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "begins"),
+    [
+        (["-m", "ep_moe", "run"], True),
+        (["-u", "-m", "ep_moe"], True),
+        (["-m", "other", "ep_moe"], False),
+        (["-mep_moe", "bench", "train", "-m"], False),
+    ],
+    ids=str,
+)
+def test_the_module_form_is_known_by_the_word_behind_m(words, begins, monkeypatch):
+    """Behind the last word is none."""
+    begun = []
+    monkeypatch.setattr(sys, "orig_argv", ["python", *words])
+    monkeypatch.setattr(ep_moe_command, "_begin", lambda: begun.append(True))
+    ep_moe_command.begin_module_form()
+    assert bool(begun) is begins
 
 
 def read_to_end(terminal: int) -> str:

@@ -5,6 +5,9 @@ import torch
 
 from ep_moe import EPContext, ExpertMap, MoELayer, RoutingConfig, Wire
 from ep_moe.experts.base import ExpertsOptions
+from ep_moe.selection.backend_table import BackendTable, TableEntry
+from ep_moe.selection.explain import BackendChoice
+from ep_moe.selection.resolve import LayerRequest, _facts
 from tests.fixtures.single_layer import CPU, EXPERTS, routing, shape
 
 SPARE = ExpertMap.from_ranks([[*range(EXPERTS), 0]], EXPERTS, allow_duplicates=True)
@@ -52,3 +55,14 @@ def test_the_bound_is_of_what_a_rank_sends(monkeypatch):
         context.max_tokens = 9
         layer = MoELayer(shape(), context)
         assert (layer._asked["max_tokens"], layer._entry.tokens, layer._entry.room) == (18, 18, 18)
+
+
+def test_parts_are_compared():
+    """Of `pipeline`, whose exchanges are as many on all ranks."""
+    table = BackendTable([TableEntry(8, BackendChoice("nvlink_p2p", "reference", "chosen", ""), None, 8)])
+    facts = []
+    for pipeline in (None, 4):
+        asked = LayerRequest("auto", "auto", "none", Wire(), pipeline, ExpertsOptions(), torch.float32, None)
+        facts.append(_facts("moe0", shape(), asked, None, table))
+    plain, found = facts
+    assert {name for name in plain if plain[name] != found[name]} == {"pipeline"}
