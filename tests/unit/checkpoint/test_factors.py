@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ep_moe import Activation, CheckpointError, MoEConfig, MoELayer, RoutingConfig
 from ep_moe.checkpoint.source import SINGLE
-from ep_moe.checkpoint.stored import scalar_factor
+from ep_moe.checkpoint.stored import check_fits, scalar_factor
 from ep_moe.config import RoutingMethod
 from ep_moe.quant.schemes import SCHEMES
 from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
@@ -380,3 +380,20 @@ def test_more_factors_than_one_are_refused(shape, expert):
     tensors = SimpleNamespace(header=lambda name: ("F32", shape), location=lambda name: name)
     with pytest.raises(CheckpointError, match=r"scale must have shape \[\], got \[(8|2)"):
         scalar_factor(tensors, "scale", expert)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "largest"),
+    [
+        (torch.float32, torch.float16, 65504.0),
+        (torch.bfloat16, torch.float16, 65504.0),
+        (torch.float64, torch.float16, 65504.0),
+        (torch.float64, torch.float32, float(torch.finfo(torch.float32).max)),
+        (torch.float64, torch.bfloat16, float(torch.finfo(torch.bfloat16).max)),
+    ],
+)
+def test_numbers_beyond_a_narrower_dtype_are_refused(given, dtype, largest):
+    fits = torch.tensor([1.0, -largest / 2], dtype=given)
+    assert check_fits("w", fits, dtype) is fits
+    with pytest.raises(CheckpointError, match=r"w has numbers up to .*choose another dtype"):
+        check_fits("w", fits * 4, dtype)

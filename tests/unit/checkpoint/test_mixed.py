@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from ep_moe import CheckpointError, MoEConfig, MoELayer
 from ep_moe.checkpoint.formats import Projection, find_format
+from ep_moe.checkpoint.halves import join_halves
 from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checkpoint.quantized_experts import read_quantized
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
@@ -224,3 +226,19 @@ def test_factors_of_several_rows_are_of_rows_side_by_side(row_block, step, kept)
     projection = Projection(matrix, 256, step=step)
     assert projection.keeps("fp8_block") is kept
     assert not projection.keeps("mxfp8")
+
+
+@pytest.mark.parametrize("scheme", ["fp8_dynamic", "nvfp4"])
+@pytest.mark.parametrize("larger", [1.0, 2.0])
+def test_a_half_that_is_rounded_again_is_said_in_each_scheme(larger, scheme):
+    """Under equal scales the bytes are kept without a word."""
+    weights = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
+    gate = SCHEMES[scheme].weights.quantize(weights, torch.bfloat16)
+    name = "_global_scale" if scheme == "nvfp4" else "_scale"
+    up = gate | {name: gate[name] * larger}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        joined = join_halves(gate, up)
+    assert ["two scales where a layer has one" in str(one.message) for one in caught] == [True] * (larger > 1)
+    assert torch.equal(joined[""][32:].view(torch.uint8), up[""].view(torch.uint8))
+    assert joined[name] == up[name]

@@ -36,3 +36,12 @@ def test_codes_alone_are_those_of_nvfp4(tmp_path):
     for weight, kind in ((torch.zeros(4, 8).byte(), Nvfp4Matrix), (torch.zeros(4, 16).bfloat16(), PlainMatrix)):
         save_file({"w.weight": weight} | beside, tmp_path / SINGLE)
         assert type(stored_matrix(CheckpointSource(tmp_path), "w.weight")) is kind
+
+
+@pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_scale_2", "_zero_point", "_global_scale"])
+def test_plain_numbers_have_nothing_of_codes_beside_them(end, tmp_path):
+    """It would change what they mean, or belongs to another matrix."""
+    save_file({"w.weight": torch.ones(4, 4), f"w.weight{end}": torch.ones(4)}, tmp_path / SINGLE)
+    wrong = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight").wrong()
+    assert wrong is not None
+    assert f"has plain numbers (F32), and w.weight{end} beside it would scale them" in wrong

@@ -5,6 +5,8 @@
 import dataclasses
 import re
 import sys
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,6 +197,16 @@ def test_names_that_would_mean_two_things_are_ignored_with_a_warning(plugins, ki
         for kind in ("dispatchers", "experts", "fused"):
             registry.targets(kind)
     assert choose(config(), layout(1), CPU, torch.float32).experts == "reference"
+
+
+def test_an_entry_point_that_is_listed_twice_is_one(plugins, monkeypatch):
+    """Metadata of an earlier version may lie beside a package's."""
+    point = SimpleNamespace(name="sibling", value="tests.fixtures.plugins:Sibling")
+    monkeypatch.setattr(registry, "entry_points", lambda *, group: [point, point] * group.endswith("dispatchers"))
+    registry._plugins.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert registry.targets("dispatchers")["sibling"] == point.value
 
 
 def test_metadata_that_cannot_be_read_takes_no_backend_down(monkeypatch):
