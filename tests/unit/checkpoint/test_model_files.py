@@ -309,6 +309,18 @@ def test_a_dtype_that_no_model_has_is_named_in_each_part(inside, field, checkpoi
         read_config(folder)
 
 
+@pytest.mark.parametrize("own", [None, "float16"])
+def test_a_text_model_without_a_dtype_has_that_of_the_whole(own, checkpoints, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints["llama4_text wrapped"].folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    for part, dtype in ((config, "bfloat16"), (config["text_config"], own)):
+        part.pop("torch_dtype", None)
+        part["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_config(folder).dtype == (torch.float16 if own else torch.bfloat16)
+
+
 @pytest.mark.parametrize("path", [5, None, "", "a\0b", "x" * 5000, b"bytes", ["list"]])
 def test_paths_that_are_none(path):
     with pytest.raises(EPMoEError, match="folder"):

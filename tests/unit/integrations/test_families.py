@@ -17,6 +17,17 @@ def test_configurations_are_read():
     assert BLOCKS.keys() == CONFIGS.keys()
 
 
+@pytest.mark.parametrize(
+    ("stated", "found"), [({}, (1.702, 7.0)), ({"swiglu_alpha": 1.5, "swiglu_limit": 3.0}, (1.5, 3.0))]
+)
+def test_constants_of_gpt_oss_are_those_that_its_configuration_states(stated, found):
+    config = tiny_config("gpt_oss")
+    for name, value in stated.items():
+        setattr(config, name, value)
+    ours = BLOCKS["gpt_oss"].config(config)
+    assert (ours.activation_alpha, ours.activation_limit) == found
+
+
 def local():
     return EPContext.local(torch.device("cpu"))
 

@@ -1,5 +1,8 @@
 """Which of a rank's gradients count in a norm over all ranks, in one process."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -46,3 +49,29 @@ def test_a_norm_that_is_no_number_is_raised_where_that_is_asked(number):
         with pytest.raises(RuntimeError, match=r"the gradients' norm is (inf|nan); pass error_if_nonfinite=False"):
             gradients.clip_grad_norm_(layer, context, 1.0, error_if_nonfinite=True)
         assert not gradients.clip_grad_norm_(layer, context, 1.0).isfinite()
+
+
+@pytest.mark.parametrize(("overflows", "lacks", "dense"), [(0, 0, False), (1, 0, False), (0, 1, False), (1, 1, True)])
+def test_an_overflow_is_said_by_a_dense_gradient_where_a_rank_has_none_of_its_kind(overflows, lacks, dense):
+    """Of a peer, in its first kind of parameter. Else that kind says it by itself on all ranks."""
+
+    def all_reduce(flags, operation):
+        flags[0, 0] = max(float(flags[0, 0]), overflows)
+        flags[1, 0] = max(float(flags[1, 0]), lacks)
+
+    with EPContext.local(torch.device("cpu")) as context:
+        layer = MoELayer(CONFIG, context)
+        for parameter in layer.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        seen = SimpleNamespace(
+            device=context.device,
+            flight_recorder=SimpleNamespace(step=lambda *_, **__: nullcontext()),
+            rank_groups={"stage": SimpleNamespace(all_reduce=all_reduce)},
+        )
+        gradients._share_overflow(layer, seen)
+    infinite = {name for name, parameter in layer.named_parameters() if not parameter.grad.isfinite().all()}
+    kind = layer.expert_weights.parameter_kinds[0]
+    assert {name.rpartition(".")[2] for name in infinite if "expert_weights" in name} == (
+        {kind} if overflows else set()
+    )
+    assert any("router" in name for name in infinite) is dense

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoEConfig, MoELayer
 from ep_moe.training import clip_grad_norm_, expert_parameters, use_main_grads, zero_main_grads
+from ep_moe.weights import main_grads
 from ep_moe.weights.lora import LowRank, add_lora
 from tests.fixtures.main_grads import writing_kernel
 
@@ -333,3 +335,16 @@ def test_moves_without_gradients_say_nothing(context, dtype):
     assert all(getattr(p, attribute) is None for p in expert_parameters(layer))
     loss_of(layer, rows()).backward()
     assert all(getattr(p, attribute) is not None for p in expert_parameters(layer))
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_a_scaler_steps_what_unscales_main_gradients_by_itself(reads, scales, enabled, monkeypatch):
+    """An optimizer that reads them, and takes the scale with its step."""
+    scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+    monkeypatch.setattr(main_grads, "frames_of", lambda _: [SimpleNamespace(f_locals={"self": scaler})])
+    optimizer = SimpleNamespace(reads_main_grad=reads, _step_supports_amp_scaling=scales)
+    refused = enabled and not (reads and scales)
+    with pytest.raises(ConfigError, match=r"unscales \.grad and not") if refused else contextlib.nullcontext():
+        main_grads._refuse_scaler(optimizer)
