@@ -27,7 +27,7 @@ from ep_moe.bench.fit_question import Question
 from ep_moe.bench.measured_lines import measured
 from ep_moe.bench.wire_rows import two_level
 from ep_moe.cli.app import app
-from ep_moe.cli.fit import FitOptions, Model, _memory, read_model
+from ep_moe.cli.fit import FitOptions, Model, _kv_numbers, _memory, read_model
 from ep_moe.cli.fit import run as run_fit
 from ep_moe.cli.run import DEMO
 from ep_moe.quant.schemes import scheme_of
@@ -367,6 +367,22 @@ def test_explain_of_gpus_that_are_not_here():
     reason = registry.unsupported_reason("dispatchers", "pplx")  # built apart, and asked here
     assert reason is None or f"pplx: {reason}" in output
     assert "gpu (--gpu) must be one of" in ask("explain", "--config", "demo", "--gpu", "x", code=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "a_layer"),
+    [
+        ({}, 2 * 8 * 16),
+        ({"num_key_value_heads": 2}, 2 * 2 * 16),
+        ({"head_dim": 64}, 2 * 8 * 64),
+        ({"num_key_value_heads": 2, "head_dim": 64}, 2 * 2 * 64),
+        ({"head_dim": None, "num_key_value_heads": None}, 2 * 8 * 16),
+        ({"kv_lora_rank": 4, "qk_nope_head_dim": 5, "qk_rope_head_dim": 6, "v_head_dim": 7}, 8 * (5 + 6 + 7)),
+    ],
+)
+def test_heads_of_the_cache_are_those_that_the_configuration_states(fields, a_layer):
+    text = SimpleNamespace(num_attention_heads=8, hidden_size=128, num_hidden_layers=3, **fields)
+    assert _kv_numbers(text) == 3 * a_layer
 
 
 @pytest.mark.parametrize(("total", "tokens"), [(90, 10 // 4), (130, 0)])
