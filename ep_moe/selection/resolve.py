@@ -149,6 +149,7 @@ def _facts(
         "dtype": dtype_name(asked.dtype),
         "quantization": asked.quantization,
         "router": "the layer's own" if asked.router is None else "given",
+        "shared_experts": "the layer's own" if asked.shared is None else "given",
         **flat_facts(asked.options, "ExpertsOptions"),
         **flat_facts(asked.wire, "Wire"),
         "pipeline": asked.pipeline,

@@ -78,6 +78,11 @@ def test_faults_and_shared_gpus_and_hosts_with_fewer_ranks():
     ]
 
 
+def test_of_hosts_of_two_sizes_the_smaller_are_named():
+    nodes = nodes_of("a", "b", "b")
+    assert find_odd(sound(nodes), nodes, {}) == ["host a: 1 rank, but other hosts have 2"]
+
+
 @pytest.mark.parametrize(
     ("slow", "words"),
     [

@@ -32,6 +32,7 @@ def compared(config=None, **asked):
         ({"name": "other"}, {"layer"}),
         ({"expert_map": SPARE}, {"expert_map"}),
         ({"router": lambda x: routing(len(x))}, {"router"}),
+        ({"shared_experts": torch.nn.Identity()}, {"shared_experts"}),
         ({"all2all": "torch_a2a"}, {"all2all"}),
         ({"dtype": torch.bfloat16}, {"dtype"}),
         ({"options": ExpertsOptions(chunk_rows=8)}, {"ExpertsOptions.chunk_rows"}),
@@ -60,9 +61,14 @@ def test_the_bound_is_of_what_a_rank_sends(monkeypatch):
 def test_parts_are_compared():
     """Of `pipeline`, whose exchanges are as many on all ranks."""
     table = BackendTable([TableEntry(8, BackendChoice("nvlink_p2p", "reference", "chosen", ""), None, 8)])
-    facts = []
-    for pipeline in (None, 4):
-        asked = LayerRequest("auto", "auto", "none", Wire(), pipeline, ExpertsOptions(), torch.float32, None)
-        facts.append(_facts("moe0", shape(), asked, None, table))
-    plain, found = facts
+    plain, found = (
+        _facts(
+            "moe0",
+            shape(),
+            LayerRequest("auto", "auto", "none", Wire(), pipeline, ExpertsOptions(), torch.float32, None),
+            None,
+            table,
+        )
+        for pipeline in (None, 4)
+    )
     assert {name for name in plain if plain[name] != found[name]} == {"pipeline"}
