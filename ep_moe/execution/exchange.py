@@ -74,8 +74,8 @@ class Exchange:
         Without work and in one part everything stays on the current stream."""
         if not self.kernel.capabilities.cuda_graph and capturing(self.x.device):
             raise InputError(
-                f"experts={self.kernel.name} waits for the device and cannot be captured in a CUDA graph; choose other "
-                f"experts (docs/reference/backends.md), or call the layer outside of the capture"
+                f"experts={self.kernel.name} cannot be captured in a CUDA graph; choose other experts "
+                f"(docs/reference/backends.md), or call the layer outside of the capture"
             )
         if self.bound is None and self.dispatcher.grows:
             gradients = {"x": self.x, "routing.weights": self.routing.weights}

@@ -166,25 +166,17 @@ class HostExchange:
         self._own, self._peers = own.words, {rank: board.words for rank, board in peers.items()}
         self._number = 0
 
-    def exchange(
-        self, first: int, second: int, recorder: Recorder, late: Callable[[], AbstractContextManager[object]]
-    ) -> list[tuple[int, int]]:
-        """The pairs of all ranks, this one's first.
-
-        first, second: in [0, LARGEST]
-        late: entered where a peer is not here yet, for a `with`; what it makes of an exception is raised
-        """
-        self.post(first, second)
-        return [(first, second), *self.collect(recorder, late)]
-
     def post(self, first: int, second: int) -> None:
-        """Write this rank's pair for its peers. The next step is `collect`."""
+        """Write this rank's pair for its peers, each number in [0, LARGEST]. The next step is `collect`."""
         number = self._number = self._number + 1 & _NUMBERS
         at = EXCHANGED + 2 * (number & 1)
         self._own[at], self._own[at + 1] = first << _BITS | number, second << _BITS | number
 
     def collect(self, recorder: Recorder, late: Callable[[], AbstractContextManager[object]]) -> list[tuple[int, int]]:
-        """The peers' pairs of the exchange that was posted last. late: as `exchange` takes it"""
+        """The peers' pairs of the exchange that was posted last.
+
+        late: entered where a peer is not here yet, for a `with`; what it makes of an exception is raised
+        """
         number, at = self._number, EXCHANGED + 2 * (self._number & 1)
         if self._missing(at, number, _POLLS):
             with late():

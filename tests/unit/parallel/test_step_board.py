@@ -27,8 +27,12 @@ def made():
         board.close()
 
 
-def put(exchange: HostExchange, first: int, second: int) -> list[tuple[int, int]]:
-    return exchange.exchange(first, second, NO_WATCH, contextlib.nullcontext)
+def put(
+    exchange: HostExchange, first: int, second: int, recorder=NO_WATCH, late=contextlib.nullcontext
+) -> list[tuple[int, int]]:
+    """The pairs of all ranks, this one's first."""
+    exchange.post(first, second)
+    return [(first, second), *exchange.collect(recorder, late)]
 
 
 def test_every_rank_gets_the_numbers_of_all(made, monkeypatch):
@@ -69,7 +73,7 @@ def test_a_rank_that_is_late_is_waited_for_where_others_are_told(made, monkeypat
         yield
         entered.append("here")
 
-    assert made[0].exchange(4, 0, NO_WATCH, late) == [(4, 0), (5, 0), (5, 0)]
+    assert put(made[0], 4, 0, late=late) == [(4, 0), (5, 0), (5, 0)]
     assert entered == ["late", "here"]
 
 
@@ -77,7 +81,7 @@ def test_a_rank_that_never_comes_is_named(made, monkeypatch):
     monkeypatch.setattr(step_board, "_POLLS_IN_TURN", 2)
     made[1]._own[step_board.EXCHANGED + 2] = made[1]._own[step_board.EXCHANGED + 3] = 1
     with pytest.raises(dist.DistError, match="rank 2 did not come to this call"):
-        made[0].exchange(4, 0, SimpleNamespace(deadline_s=0.05, check=lambda: None), contextlib.nullcontext)
+        put(made[0], 4, 0, SimpleNamespace(deadline_s=0.05, check=lambda: None))
 
 
 def test_what_failed_elsewhere_ends_the_wait(made, monkeypatch):
@@ -87,7 +91,7 @@ def test_what_failed_elsewhere_ends_the_wait(made, monkeypatch):
         raise KeyError("rank 2 ran out of memory")
 
     with pytest.raises(KeyError, match="rank 2 ran out of memory"):
-        made[0].exchange(4, 0, SimpleNamespace(deadline_s=20.0, check=check), contextlib.nullcontext)
+        put(made[0], 4, 0, SimpleNamespace(deadline_s=20.0, check=check))
 
 
 def test_a_board_tells_the_newest_step_after_its_process_is_gone():
