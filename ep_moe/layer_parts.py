@@ -221,8 +221,8 @@ class LayerParts(nn.Module):
         Raises:
             InputError: on this rank, before anything is written. `logical_id` is no expert, or a tensor has a name,
                 shape, dtype or memory layout that the scheme does not take. Or a quantized matrix lacks scales, has
-                scales beside numbers, or holds numbers that the scheme cannot store, such as NaN. Or the layer is on
-                the meta device, or `fully_shard` holds its experts.
+                scales beside numbers, or holds numbers that the scheme cannot store, such as NaN. Or scales turn its
+                codes into 0 or infinity. Or the layer is on the meta device, or `fully_shard` holds its experts.
         """
         return self.expert_weights.update_expert(logical_id, tensors)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ep_moe.checks import as_id, shown
 from ep_moe.errors import InputError
-from ep_moe.quant.damaged import damaged
+from ep_moe.quant.damaged import damaged, damaged_products
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.types import dtype_name
 from ep_moe.weights.full_state import laid_apart
@@ -225,6 +225,11 @@ class ExpertWeights(ExpertSlots):
                         f"scales of their own; give {' and '.join([name, *scales])} in one call, or numbers"
                     )
             if not self.scheme.plain and not numbers and (wrong := damaged(name, tensor)) is not None:
+                raise InputError(f"expert {logical_id}: {wrong}")
+        for name in () if self.scheme.plain else tensors.keys() & {"w13", "w2"}:
+            if self._is_numbers(name, tensors[name]):
+                continue
+            if (wrong := damaged_products(name, tensors, self.scheme.weights)) is not None:
                 raise InputError(f"expert {logical_id}: {wrong}")
 
     # --- saving and loading ------------------------------------------------------------------------------------

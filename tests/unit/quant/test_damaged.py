@@ -65,3 +65,45 @@ def test_zeros_are_whole(quantization):
     layer.load_state_dict(before)
     for name, tensor in layer.state_dict().items():
         assert torch.equal(tensor.view(-1).view(torch.uint8), before[name].view(-1).view(torch.uint8)), name
+
+
+def refused(layer, tensors, match):
+    """By `update_expert` and by `load_state_dict`, before anything is written."""
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    with pytest.raises(InputError, match=match):
+        layer.update_expert(1, **tensors)
+    with pytest.raises(RuntimeError, match=match):
+        layer.load_state_dict(before | {f"expert_weights.1.{name}": tensor for name, tensor in tensors.items()})
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), before[name].view(-1).view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_scales_that_lose_codes_are_refused(quantization):
+    """A scale of 0 for codes that are not: such experts compute zeros. An exponent (E8M0) of 0 is 2 ** -127."""
+    context = EPContext.local(torch.device("cpu"))
+    layer = MoELayer(CONFIG, context, quantization=quantization, dtype=torch.bfloat16)
+    whole = expert(quantization)
+    layer.update_expert(1, **whole)
+    scales = [
+        name
+        for name, tensor in whole.items()
+        if name.endswith("_scale") and "input" not in name and tensor.is_floating_point()
+    ]
+    for name in scales:
+        match = rf"expert 1: {name} must not be 0 for \d+ codes of {name.partition('_')[0]} that are not"
+        refused(layer, whole | {name: torch.zeros_like(whole[name])}, match)
+    assert bool(scales) == (not quantization.startswith("mxfp"))
+
+
+@pytest.mark.parametrize("quantization", QUANTIZED)
+def test_scales_that_make_codes_infinite_are_refused(quantization):
+    context = EPContext.local(torch.device("cpu"))
+    layer = MoELayer(CONFIG, context, quantization=quantization, dtype=torch.bfloat16)
+    whole = expert(quantization)
+    layer.update_expert(1, **whole)
+    for matrix in ("w13", "w2"):
+        name = f"{matrix}_global_scale" if f"{matrix}_global_scale" in whole else f"{matrix}_scale"
+        largest = 254 if whole[name].dtype == torch.uint8 else 2.0**127
+        match = rf"expert 1: {matrix} times its scales must be finite in float32, and \d+ of \d+ are not"
+        refused(layer, whole | {name: torch.full_like(whole[name], largest)}, match)

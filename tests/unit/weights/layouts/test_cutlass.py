@@ -57,7 +57,8 @@ def random_tensors(shape: MoEConfig, scheme: Scheme, dtype: torch.dtype = BF16, 
                 low, high = (torch.randint(0, 15, **draw) for _ in range(2))
                 tensors[name] = ((low + (low >= 8)) | (high + (high >= 8)) << 4).byte()
         elif spec.dtype == torch.uint8:
-            tensors[name] = torch.randint(0, 255 if name.endswith("_scale") else 256, **draw).byte()  # 255 is a NaN
+            # 255 is a NaN, and codes times 253 or 254 are infinite in float32
+            tensors[name] = torch.randint(0, 253 if name.endswith("_scale") else 256, **draw).byte()
         elif name.endswith("_scale"):
             tensors[name] = (torch.rand(**draw) + 0.01).to(spec.dtype)
         else:
