@@ -41,7 +41,7 @@ from ep_moe.runtime.devices import on_device_of
 
 _log = logging.getLogger("ep_moe.eplb")
 
-_COMMIT, _ROLLBACK = "commit", "rollback"  # votes about the layer under way
+_COMMIT, _ROLLBACK, _RESTART = "commit", "rollback", "restart"  # votes about the layer under way
 
 
 class RebalanceLoop:
@@ -187,8 +187,9 @@ class RebalanceLoop:
     def _tell(self) -> None:
         digest = 0 if self._decision is None or self._state is not State.PLANNING else self._decision.digest
         forward = self._context.flight_recorder.number
+        written = self._state is State.MOVING and self._migration is not None and self._migration.written()
         self._status_exchange.tell(
-            RankStatus(self._number, forward, self._state, self._epoch, self._done, self._trouble, digest)
+            RankStatus(self._number, forward, self._state, self._epoch, self._done, self._trouble, digest, written)
         )
         self._due = self._number + self.config.sync_every
 
@@ -209,6 +210,8 @@ class RebalanceLoop:
             self._roll_back(problem)
         if verdict.action is Action.COMMIT:
             self._next_state(sums)
+        if verdict.action is Action.RESTART:
+            self._restart()
         if self._state is not State.IDLE:
             self._tell()
 
@@ -265,16 +268,25 @@ class RebalanceLoop:
         migration = self._migration
         assert migration is not None
         outdated, name = migration.outdated(), migration.layer.name
+        late = not outdated and migration.written()  # after this rank said that it was not
         forward = self._context.flight_recorder.number
         try:
-            vote, theirs = self._vote(_ROLLBACK if outdated else _COMMIT, forward)
+            vote, theirs = self._vote(_ROLLBACK if outdated else _RESTART if late else _COMMIT, forward)
         except PeerTimeout as error:
             self._lose(error, "is undecided")
         fate = "was rolled back"
         if vote == _COMMIT:
             self._put_in_force(migration)
             fate = "was put in force"
-        if (vote == _COMMIT) == bool(outdated):
+        if vote == _COMMIT and late:
+            self._lose(
+                RebalanceError(
+                    f"parameters of {name} were written on this rank when its experts had arrived elsewhere, and have "
+                    f"their former numbers there; call update_expert on all ranks alike, and make another balancer"
+                ),
+                fate,
+            )
+        if vote != _RESTART and (vote == _COMMIT) == bool(outdated):
             self._lose(
                 RebalanceError(
                     f"some ranks, and not all, had their {outdated or 'weights or map'} changed, or lost the others; "
@@ -292,11 +304,17 @@ class RebalanceLoop:
             )
         if vote == _COMMIT:
             self._next_layer()
-        elif outdated == "weights":
-            self._counts["restarts"] += 1
-            self._begin(migration.layer, migration.transfer_schedule)
+        elif outdated != "map":
+            self._restart()
         else:
             self._roll_back(f"layer {name}: another map was put in force while its experts were moved")
+
+    def _restart(self) -> None:
+        migration = self._migration
+        assert migration is not None
+        self._problem, self._trouble = "", Trouble.NONE
+        self._counts["restarts"] += 1
+        self._begin(migration.layer, migration.transfer_schedule)
 
     def _vote(self, vote: str, forward: int) -> tuple[str, int]:
         """The first vote of any rank on the layer under way, and the number of the flight recorder's step then."""

@@ -399,6 +399,13 @@ class ExpertSlots(nn.Module):
             self._reattach()
         return self.place
 
+    def written(self) -> tuple[int, ...]:
+        """Settle, and return what changes with each write on this rank, in place or by replaced parameters. Writes into
+        `data` of a tensor are not seen."""
+        place = self.settle()
+        seen = [*self._held.values(), *(self._on_views if self._mesh is not None else ())]
+        return (*place, *[0 if tensor.is_inference() else tensor._version for tensor in seen])
+
     @property
     def local_experts(self) -> tuple[int, ...]:
         """The logical expert in each slot, -1 for an empty one."""

@@ -1,7 +1,5 @@
 """Ranks that do not do alike while experts move: each raises, and all keep the same maps."""
 
-import os
-from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -11,11 +9,20 @@ import torch.distributed as dist
 from ep_moe import ConfigError, ExpertBalancer, InputError, PeerTimeout, RebalanceError
 from ep_moe.eplb import balancer as balancer_module
 from ep_moe.eplb.migration.consensus import RankStatus, State, StatusExchange, Trouble
-from ep_moe.parallel.groups import default_store
 from ep_moe.testing import distributed
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map
-from tests.fixtures.eplb_faults import DEADLINE_S, LOST, goes_on, is_off, new_map, raises_everywhere, step_until
+from tests.fixtures.eplb_faults import (
+    DEADLINE_S,
+    LOST,
+    await_first,
+    goes_on,
+    is_off,
+    new_map,
+    note_first,
+    raises_everywhere,
+    step_until,
+)
 from tests.fixtures.helpers import fill
 
 
@@ -80,20 +87,6 @@ def test_a_step_that_is_skipped_just_before_a_commit(world_size):
         assert layers[0].placement.expert_map == new_map(layers[0])
         assert_slots(layers[0])
         check_call(layers[0], context)
-
-
-def first_key() -> str:
-    """Of this test alone: torchrun's ranks keep one store for all."""
-    return f"the first has spoken in {os.environ.get('PYTEST_CURRENT_TEST')}"
-
-
-def note_first() -> None:
-    """Let the ranks go on that wait in `await_first`."""
-    default_store().set(first_key(), "")
-
-
-def await_first() -> None:
-    default_store().wait([first_key()], timedelta(seconds=30))
 
 
 @distributed(2, 4)

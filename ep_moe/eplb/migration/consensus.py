@@ -64,6 +64,7 @@ class RankStatus:
     epoch: migrations begun
     done: this rank has done its part of the state
     digest: of the plan, in PLANNING
+    written: in MOVING, whether this rank's weights of the layer were, by parameters
     """
 
     step: int
@@ -73,11 +74,12 @@ class RankStatus:
     done: bool
     trouble: Trouble
     digest: int
+    written: bool = False
 
     @classmethod
     def of(cls, row: Sequence[int]) -> RankStatus:
-        step, forward, state, epoch, done, trouble, digest = row
-        return cls(step, forward, State(state), epoch, bool(done), Trouble(trouble), digest)
+        step, forward, state, epoch, done, trouble, digest, written = row
+        return cls(step, forward, State(state), epoch, bool(done), Trouble(trouble), digest, bool(written))
 
 
 class Action(enum.Enum):
@@ -85,12 +87,14 @@ class Action(enum.Enum):
 
     WAIT       for ranks that are not done
     COMMIT     go on to the next state, together
+    RESTART    send the layer under way anew
     ROLLBACK   return to the old maps; the balancer stays in use
     ABORT      roll back and disable the balancer
     """
 
     WAIT = "wait"
     COMMIT = "commit"
+    RESTART = "restart"
     ROLLBACK = "rollback"
     ABORT = "abort"
 
@@ -120,6 +124,8 @@ def reach_verdict(rows: Sequence[RankStatus], ranks: Sequence[int]) -> Verdict:
     # those in trouble too: what is under way between other ranks comes to its end first
     if not all(row.done for row in rows):
         return Verdict(Action.WAIT)
+    if any(row.written for row in rows):  # whatever is wrong with rows that were written on their way
+        return Verdict(Action.RESTART)
     if Trouble.HERE in troubles:
         return Verdict(Action.ROLLBACK, explained_by=troubles.index(Trouble.HERE))
     digests = [row.digest for row in rows]

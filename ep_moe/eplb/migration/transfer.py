@@ -134,7 +134,7 @@ class Migration:
     def __init__(self, layer: BalancedLayer, transfer_schedule: TransferSchedule, mover: Mover) -> None:
         self.layer, self.transfer_schedule, self._mover = layer, transfer_schedule, mover
         self._rank = mover.rank_group.rank
-        self._updates = layer.expert_weights.updates
+        self._updates, self._written = layer.expert_weights.updates, layer.expert_weights.written()
         self._store = mover.store(layer)
         self._batches, self._staged = transfer_schedule.batches, transfer_schedule.staged
         self._place = {expert: index for index, expert in enumerate(self._staged)}
@@ -174,6 +174,10 @@ class Migration:
         if self.layer.placement.expert_map is not self.transfer_schedule.old:
             return "map"
         return "weights" if self.layer.expert_weights.updates != self._updates else ""
+
+    def written(self) -> bool:
+        """Whether this rank's weights were written since, by parameters: other ranks need not know."""
+        return self.layer.expert_weights.written() != self._written
 
     def advance(self) -> None:
         """Look after the batch under way, and start the next. PeerTimeout where a peer does not answer in time."""
