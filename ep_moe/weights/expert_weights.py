@@ -197,11 +197,7 @@ class ExpertWeights(ExpertSlots):
                 raise InputError(f"expert {logical_id}: {name} must be {list(shape)}, got {list(tensor.shape)}")
             # numbers may be rounded to the layer's dtype; codes and their scales mean nothing in another
             if self.scheme.plain or name.endswith("_bias"):
-                if not tensor.is_floating_point() or tensor.itemsize == 1:
-                    raise InputError(
-                        f"expert {logical_id}: {name} must be numbers that are rounded to {dtype_name(dtype)}, got "
-                        f"{dtype_name(tensor.dtype)}; multiply codes by their scales first"
-                    )
+                _refuse_codes(logical_id, name, tensor, dtype)
             elif numbers:
                 codes = sorted(other for other in tensors if other in (f"{name}_scale", f"{name}_global_scale"))
                 if codes:
@@ -349,6 +345,7 @@ class ExpertWeights(ExpertSlots):
                         raise InputError(
                             f"expert {expert}: {name} must be {list(parameter.shape)}, got {list(parts[name].shape)}"
                         )
+                    _refuse_codes(expert, name, parts[name], parameter.dtype)
                     _copy_into(parameter, parts[name])
             return
         whole, specs = {}, PLAIN.expert(self.config, self._dtype)
@@ -396,6 +393,15 @@ class ExpertWeights(ExpertSlots):
             for name, tensor in self.stored_tensors().items()
         ]
         return f"{', '.join(shapes)}, experts {list(self.local_experts)}"
+
+
+def _refuse_codes(expert: int, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """dtype: of what is to hold numbers"""
+    if not tensor.is_floating_point() or tensor.itemsize == 1:
+        raise InputError(
+            f"expert {expert}: {name} must be numbers that are rounded to {dtype_name(dtype)}, got "
+            f"{dtype_name(tensor.dtype)}; multiply codes by their scales first"
+        )
 
 
 def _copy_into(parameter: Tensor, value: Tensor) -> None:

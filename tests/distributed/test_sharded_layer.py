@@ -36,3 +36,16 @@ def test_an_expert_that_is_shared_out_is_not_updated():
         layer = training.fully_shard(MoELayer(CONFIG, context), context)
         with pytest.raises(InputError, match="expert parameters are shared out by fully_shard; load them with"):
             layer.update_expert(0, w2=torch.ones(WIDTH, CONFIG.intermediate_size))
+
+
+@distributed(2, set_device=True)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_codes_are_not_numbers_of_an_expert_that_is_shared_out(dtype):
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
+        layer = training.fully_shard(MoELayer(CONFIG, context), context)
+        before = [parameter.full_tensor().clone() for parameter in layer.expert_weights.parameters()]
+        codes = {"expert_weights.0.w2": torch.ones(WIDTH, CONFIG.intermediate_size).to(dtype)}
+        with pytest.raises(RuntimeError, match="expert 0: w2 must be numbers that are rounded to float32, got "):
+            layer.load_state_dict(codes, strict=False)
+        after = [parameter.full_tensor() for parameter in layer.expert_weights.parameters()]
+        assert all(map(torch.equal, after, before))
