@@ -101,7 +101,7 @@ class EPContext(ConnectedRanks):
         self._backends: Any = None  # the registry as `selection` read it for the first layer
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
         self._layer_count = 0
-        self._connector = _connector(weakref.ref(self))
+        self._layers_named = _layers_named(weakref.ref(self))
         self._inside: str | None = None
         self._forward = _Forward(self)
         self._destroyed = False
@@ -397,15 +397,15 @@ class EPContext(ConnectedRanks):
         return f"EPContext({self.layout}, {self.device}, {self._layer_count} layers, {len(self._pool)} transports)"
 
 
-def _connector(known: weakref.ref[EPContext]) -> Callable[[str], bool]:
-    """What makes the dispatcher of a layer, by the layer's name, while a graph is traced (`execution.compiled`)."""
+def _layers_named(known: weakref.ref[EPContext]) -> Callable[[str], list[Any]]:
+    """What finds layers by name while a graph is traced (`execution.compiled`)."""
 
-    def connect(name: str) -> bool:
+    def find(name: str) -> list[Any]:
         context = known()
         assert context is not None
-        return all(layer._dispatcher() is not None for layer in context._layers.values() if layer.name == name)
+        return [layer for layer in context._layers.values() if layer.name == name]
 
-    return connect
+    return find
 
 
 def _never_destroyed(flight_recorder: FlightRecorder, layout: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ep_moe.execution.layer_checks import refuse_tracing
+from ep_moe.execution.layer_checks import dtype_problem, refuse_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +31,7 @@ def call(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None)
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         refuse_tracing(layer)
     hidden = layer.exact or (layer._routes is not None and layer._routes.active)  # from a graph
-    if not hidden and traced(layer, x) and connected(layer.context._connector, layer.name):
+    if not hidden and traced(layer, x) and connected(layer.context._layers_named, layer.name):
         out: Tensor = layer._call(x, routing, mask)
     else:
         out = between_graphs(layer, x, routing, mask)
@@ -56,7 +56,10 @@ def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMa
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def connected(connect: Callable[[str], bool], layer: str) -> bool:
-    """Have a layer's dispatcher made, if it is not. Run while a graph is traced, and not a part of it: torch before
-    2.13 takes functions and names there, no modules."""
-    return connect(layer)
+def connected(find: Callable[[str], list[Any]], name: str) -> bool:
+    """Have a layer's dispatcher made, and its dtype looked at, if they are not. Run while a graph is traced, and not a
+    part of it: torch before 2.13 takes functions and names there, no modules."""
+    for layer in find(name):
+        layer._dispatcher()
+        dtype_problem(layer)  # which remembers what it finds in the registry
+    return True

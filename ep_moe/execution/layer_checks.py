@@ -127,7 +127,7 @@ class Layer(ComparedLayer, Protocol):
 
 def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> str | None:
     """None, or what is wrong with the arguments of this rank."""
-    problem = layer._checks.wrapper_problem(layer) or _mixed_problem(layer) or _dtype_problem(layer)
+    problem = layer._checks.wrapper_problem(layer) or _mixed_problem(layer) or dtype_problem(layer)
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
     if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
@@ -252,7 +252,7 @@ def _mixed_problem(layer: Layer) -> str | None:
     return None if found is None or found[1] != layer.expert_weights.updates else found[0]
 
 
-def _dtype_problem(layer: Layer) -> str | None:
+def dtype_problem(layer: Layer) -> str | None:
     """What `layer.to(dtype)` has made impossible."""
     dtype, agreed = layer.expert_weights.dtype, layer._call_dtype
     if dtype != agreed:

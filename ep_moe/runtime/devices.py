@@ -224,7 +224,7 @@ def unseen_by_modes() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    if not torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
         yield
         return
     with _disable_current_modes():

@@ -143,6 +143,28 @@ def test_placing_is_bit_for_bit_the_eager_one(rank):
         compiled(ids.clone().fill_(-1).index_fill(0, torch.tensor([7]), 16), given.weights)
 
 
+@pytest.mark.parametrize("send_masked", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_padding(grad, send_masked, context):  # noqa: F811
+    layer = layer_of(shape(), context, F32)
+    compiled = compile_quickly(lambda x, mask: layer(x, mask, send_masked=send_masked))
+    x, mask = rows(6), torch.tensor([True, False, True, True, False, True])
+    with torch.set_grad_enabled(grad):
+        close(compiled(x, mask).detach(), layer(x, mask, send_masked=send_masked).detach(), F32)
+        layer.placement.reset_load()
+        compiled(x, mask)
+    assert layer.placement.expert_load.sum() == 4 * layer.config.top_k
+
+
+def test_a_layer_in_another_dtype_than_it_was_made_in(context):  # noqa: F811
+    layer = layer_of(shape(), context, F32)
+    compiled = compile_quickly(layer)
+    with torch.no_grad():
+        compiled(rows(6))
+        layer.to(BF16)
+        close(compiled(rows(6, BF16)), layer(rows(6, BF16)), BF16)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_load_is_counted_once_a_call(grad, context):  # noqa: F811
     layer = layer_of(shape(), context, BF16)
