@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import saved_experts, shared_names
-from ep_moe.integrations.lora_guard import accept_adapter
+from ep_moe.integrations.lora_guard import accept_adapter, guard_scales
 from ep_moe.integrations.lora_targets import (
     PREFIX,
     check_config,
@@ -105,6 +105,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
         if isinstance(model, peft.PeftModel):
             _join_adapters(model, [one.layer.expert_weights for one in layers])
+            guard_scales(model, peft.tuners.lora.LoraLayer, [one.layer.expert_weights for one in layers])
     return model
 
 
@@ -146,6 +147,8 @@ def merge_lora(model: Any) -> nn.Module:
     Returns:
         The model without factors, which `ep_moe.integrations.transformers.save_pretrained` writes.
     """
+    if hasattr(model, "ep_moe_scales"):
+        model.ep_moe_scales()
     for one in saved_experts(model):
         lora.merge_lora(one.layer.expert_weights)
     merged: nn.Module = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model

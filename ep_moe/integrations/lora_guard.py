@@ -7,6 +7,7 @@ PEFT puts `peft_config` on each model into which it puts an adapter. It is read 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.lora_targets import check_modules
+from ep_moe.weights.expert_weights import ExpertWeights
 
 _CHECKED = "ep_moe_checked_adapters"
 
@@ -53,3 +55,28 @@ def _check(model: Any, *_: Any) -> None:
                 f"on a model without adapters"
             ) from error
         accept_adapter(model, config)
+
+
+def guard_scales(model: Any, layer_type: Any, experts: list[ExpertWeights]) -> None:
+    """Refuse calls, and merging, while PEFT's layers are rescaled all together: experts' factors are not.
+
+    Args:
+        model: of PEFT.
+        layer_type: PEFT's `LoraLayer`.
+        experts: that have factors.
+    """
+    scales = [(module, dict(module.scaling)) for module in model.modules() if isinstance(module, layer_type)]
+    if scales:
+        model.ep_moe_scales = partial(_check_scales, scales, experts)
+        model.get_base_model().register_forward_pre_hook(model.ep_moe_scales)  # `generate` of PEFT calls this model
+
+
+def _check_scales(scales: list[tuple[Any, dict[str, float]]], experts: list[ExpertWeights], *_: Any) -> None:
+    if torch.compiler.is_compiling() or all(weights.lora is None for weights in experts):
+        return
+    if all(module.scaling != scaling for module, scaling in scales):
+        module, scaling = scales[0]
+        raise ConfigError(
+            f"the scale of all LoRA layers of PEFT was changed, from {scaling} to {module.scaling} in the first, and "
+            f"would not be that of experts' factors; load the adapter with another lora_alpha in its configuration"
+        )

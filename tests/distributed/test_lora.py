@@ -238,6 +238,11 @@ def test_disabled_adapters_are_those_of_experts_too(models, world_size):
         for name, arguments in (("add_adapter", ("b", None)), ("load_adapter", ("a", "b")), ("delete_adapter", ("a",))):
             with pytest.raises(ConfigError, match=f"{name} of PEFT would leave out the factors"):
                 getattr(model, name)(*arguments)
+        rescaled = r"scale of all LoRA layers of PEFT was changed, from .*lora_alpha"
+        for call in (lambda: model.generate(input_ids=ids, max_new_tokens=1), lambda: merge_lora(model)):
+            with pytest.raises(ConfigError, match=rescaled), peft.helpers.rescale_adapter_scale(model, 0.5):
+                call()
+        assert torch.equal(model(input_ids=ids).logits, adapted)
         model.base_model.disable_adapter_layers()
         assert apart(merge_lora(model)(input_ids=ids).logits, adapted) < TOLERANCE
 
