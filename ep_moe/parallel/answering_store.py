@@ -153,8 +153,8 @@ def holder_of_port(port: int) -> str:
     """As `holder`, of what listens on a port."""
     sockets = {f"socket:[{inode}]" for inode in _listening(port)}
     for steps, pid in enumerate(_ancestors(os.getpid())):
-        with suppress(OSError):  # of another user, or gone
-            for file in os.scandir(f"/proc/{pid}/fd"):
+        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files:  # of another user, or gone
+            for file in files:
                 with suppress(OSError):
                     if os.readlink(file.path) in sockets:
                         return "agent" if steps else "rank"
