@@ -222,7 +222,7 @@ class ExpertWeights(ExpertSlots):
                     )
             if not self.scheme.plain and not numbers and (wrong := damaged(name, tensor)) is not None:
                 raise InputError(f"expert {logical_id}: {wrong}")
-        for name in () if self.scheme.plain else tensors.keys() & {"w13", "w2"}:
+        for name in () if self.scheme.plain else sorted(tensors.keys() & {"w13", "w2"}):
             if self._is_numbers(name, tensors[name]):
                 continue
             if (wrong := damaged_products(name, tensors, self.scheme.weights)) is not None:

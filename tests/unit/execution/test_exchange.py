@@ -238,8 +238,6 @@ def test_a_capture_with_a_kernel_that_waits_is_refused(train, monkeypatch):
         before = layer(x)
         with monkeypatch.context() as capture:
             capture.setattr(exchange_module, "capturing", lambda device: True)
-            with pytest.raises(
-                InputError, match="experts=reference cannot be captured in a CUDA graph; choose"
-            ):
+            with pytest.raises(InputError, match="experts=reference cannot be captured in a CUDA graph; choose"):
                 layer(x)
         assert torch.equal(layer(x), before)
