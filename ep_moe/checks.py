@@ -221,7 +221,7 @@ def from_table(cls: type[Config], table: dict[str, Any], *, where: str) -> Confi
         An instance of the class.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value of another type.
+        ConfigError: a key is unknown or missing, or a value of another type or out of bounds.
     """
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -237,7 +237,11 @@ def from_table(cls: type[Config], table: dict[str, Any], *, where: str) -> Confi
     ]
     if missing:
         raise ConfigError(f"{where}: {cls.__name__} needs {', '.join(missing)}")
-    return cls(**{key: _value(hints[key], value, f"{where}: {cls.__name__}.{key}") for key, value in table.items()})
+    given = {key: _value(hints[key], value, f"{where}: {cls.__name__}.{key}") for key, value in table.items()}
+    try:
+        return cls(**given)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:

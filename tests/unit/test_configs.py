@@ -289,6 +289,8 @@ def test_an_error_in_a_file_names_the_file(tmp_path):
         (minimal(moe={"activation": "silu"}), ("MoEConfig.activation", "swiglu, geglu, swiglu_clamped", "'silu'")),
         (minimal(routing={"method": "top_k"}), ("RoutingConfig.method", "softmax_topk, topk_softmax", "'top_k'")),
         (minimal(routing={"method": ["topk_softmax"]}), ("RoutingConfig.method", "got ['topk_softmax']")),
+        (minimal(moe={"top_k": 999}), ("ModelConfig.moe: MoEConfig.top_k must not exceed num_experts",)),
+        (minimal(num_layers=0), ("ModelConfig.num_layers must be an integer of at least 1, got 0",)),
         ({"family": "mixtral"}, ("ModelConfig needs name, num_layers, moe",)),
         (
             {"name": "x", "family": "mixtral", "num_layers": 1, "moe": {"top_k": 2}},
