@@ -125,6 +125,26 @@ def test_a_step_of_all_parameters_is_refused():
         assert not torch.equal(before, layer.router.weight)
 
 
+@distributed(2)
+def test_a_step_of_all_parameters_is_served_where_each_rank_has_all_experts():
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        x = torch.randn(12, WIDTH).to(context.device)
+        optimizer, losses = LBFGS(layer.parameters(), lr=0.1), []
+
+        def closure():
+            layer.zero_grad()
+            loss = layer(x).square().mean()
+            loss.backward()
+            training.sync_gradients(layer, context)
+            losses.append(float(loss))
+            return loss.detach()
+
+        optimizer.step(closure)
+        assert losses[-1] < losses[0]
+
+
 DRAWN = {  # parts of experts, experts, whether the call is refused
     "all": (("w1", "w3", "w2"), EXPERTS, True),
     "w2 alone": (("w2",), EXPERTS, False),

@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from ep_moe import ExpertMap, Placement
+from ep_moe import ExpertMap, InputError, Placement
 from ep_moe.eplb.load import LoadRecorder
+from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
 
@@ -34,3 +36,10 @@ def test_tokens_are_those_of_the_layer_with_the_most():
         layer.placement.expert_load += torch.tensor([2, 2, 2, 2])
     recorder.step()
     assert recorder.finish().tokens.tolist() == [4]
+
+
+def test_recorders_of_other_numbers_of_steps_are_named_by_the_ranks_of_the_job(monkeypatch):
+    monkeypatch.setattr(RankGroup, "agree", lambda *_: [[2], [2], [1]])
+    recorder = LoadRecorder([layer_of(2)], RankGroup(None, (4, 6, 9), 0, FlightRecorder()), steps=2)
+    with pytest.raises(InputError, match="recorded 2 steps on rank 4 and 1 on rank 9"):
+        recorder.finish()

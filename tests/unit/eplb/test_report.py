@@ -1,12 +1,14 @@
 """What if: a trace planned for other ranks."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from ep_moe import ExpertMap, MoEConfig
 from ep_moe.eplb import H200, LayerTime
 from ep_moe.eplb.planner.plan import plan
-from ep_moe.eplb.planner.score import balancedness, loads_by_rank
+from ep_moe.eplb.planner.score import Traffic, balancedness, loads_by_rank
 from ep_moe.eplb.report import Question, what_if
 from ep_moe.eplb.trace import LoadTrace
 
@@ -30,3 +32,12 @@ def test_the_held_out_half_is_under_a_plan_that_has_not_seen_it():
 def test_prices_are_by_the_links_between_nodes(nodes):
     time = LayerTime.of(CONFIG, H200)
     assert answer(nodes=nodes).price.before_ms == time.ms(TRACE.window() / 6, OLD, ranks_per_node=4 // nodes).sum()
+
+
+def test_a_row_has_bytes_within_a_rank_within_a_node_and_between_nodes():
+    moved = Traffic(*(np.full((1, 4), experts) for experts in (1, 2, 5, 0)), expert_bytes=1 << 20)
+    found = dataclasses.replace(answer(nodes=2), moved=moved)
+    facts = found.facts()
+    wanted = [facts[f"{where}_bytes"] for where in ("local", "same_node", "other_node")]
+    assert len(set(wanted)) == 3
+    assert found.cells()[-3:] == [f"{size / 1e9:.3g}" for size in wanted]

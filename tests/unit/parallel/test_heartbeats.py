@@ -58,3 +58,12 @@ def test_ranks_of_other_groups_are_named_where_they_are_silent_or_not_as_far():
         "Rank 4 of another EP group shows no sign of life, last seen in dispatch of moe3 (step 5) 3 s ago, from where "
         "it may have come further. Rank 5 of another EP group shows no sign of life."
     )
+
+
+def test_a_peer_of_this_host_is_judged_by_the_step_that_is_known():
+    """Its heartbeat is of some time ago."""
+    before, after = (5, step(5)), (9, step(5))
+    assert compare(step(7), 0, {1: before}, {1: after}, {1: step(7)}) == ""
+    assert compare(step(7), 0, {1: before}, {1: after}, {1: step(6)}) == (
+        "Rank 1 is alive but behind: in dispatch of moe3 (step 6)."
+    )

@@ -10,7 +10,7 @@ from ep_moe.parallel.layout import share
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.parallel.row_comparison import argument_bits
 from ep_moe.parallel.token_flow import Share, TokenFlow
-from ep_moe.types import TokenMask
+from ep_moe.types import Routing, TokenMask
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -68,3 +68,16 @@ def test_a_rank_keeps_its_own_tokens_of_what_was_computed_for_its_etp_peers(tp, 
         call = Share(share(tokens, tp, rank), [counts[peer] for peer in groups["etp"].ranks], counts)
         flow.whole_input(flow.etp_gather(x, call), call)
         assert torch.equal(gathered.pop(), flow.local_tokens(x, call))
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_gradients_of_given_routing_weights_are_shared_as_those_of_rows_are(local, monkeypatch):
+    layout = RankLayout.from_config(ParallelConfig(tp=2), world=2, rank=0)
+    both = RankGroup(None, (0, 1), 0, FlightRecorder())
+    flow = TokenFlow(layout, tp=both, etp=RankGroup.alone(), lockstep=both)
+    flow.etp_rows_are_local = local
+    monkeypatch.setattr(flow, "shared_gradients", lambda weights: 2 * weights)
+    monkeypatch.setattr(flow, "etp_gather_routing", lambda ids, weights, call: (ids, weights))
+    call = Share(share(4, 2, 0), [2], [2, 2])
+    given = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
+    assert flow.etp_gather_given(given, call).weights.tolist() == [[2.0], [2.0]]

@@ -77,3 +77,11 @@ def test_experts_that_can_have_no_factors_are_refused_by_the_reason(context, opt
     if why is None:
         with pytest.raises(ConfigError, match="cannot be added: they have factors already; merge these first"):
             add_lora(weights, {"w2": LowRank(2, 1.5)}, seed=0)
+
+
+def test_factors_of_layers_whose_seeds_are_neighbors_are_not_those_of_neighboring_experts(context):
+    drawn = []
+    for seed in range(3):
+        lora = add_lora(MoELayer(full(), context).expert_weights, {"w2": LowRank(2, 1.5)}, seed=seed)
+        drawn += [factor.detach() for name, factor in lora.named_parameters() if "lora_A" in name]
+    assert len({tuple(factor.flatten().tolist()) for factor in drawn}) == len(drawn)

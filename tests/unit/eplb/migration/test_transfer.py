@@ -105,3 +105,11 @@ def test_slots_after_a_warm_up_are_as_they_were():
     migration._mover.warm_up(layer)
     assert same(held(layer), rows)
     assert migration._mover.staging.damage.tolist() == [0] * 4
+
+
+def test_a_damaged_row_is_named_by_the_rank_of_the_job_that_it_came_from():
+    _, _, migration = start()
+    migration._mover = SimpleNamespace(rank_group=SimpleNamespace(ranks=(5,)))
+    migration._seen = torch.zeros_like(migration._seen)
+    migration._seen[0] = 1
+    assert f"expert {migration._staged[0]} from rank 5 is not what its checksum says" in migration.damage()
