@@ -162,13 +162,16 @@ def counted(cache, commits, downloads):
     return download
 
 
+@pytest.mark.parametrize("asked", [{}, {"local_files_only": False}])
 @pytest.mark.parametrize("first", [True, False])
-def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, tmp_path, monkeypatch):
-    """By the first rank of a host, or by another whose cache is its own. A folder is there at once."""
-    done = []
+def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, asked, tmp_path, monkeypatch):
+    """By the first rank of a host, or by another whose cache is its own, which is looked into first. A folder is there
+    at once."""
+    done, tries = [], []
 
     def download(name, **options):
-        if options.get("local_files_only"):
+        tries.append(bool(options.get("local_files_only")))
+        if tries[-1]:
             raise OSError("not in the cache")
         done.append("download")
         return tmp_path / COMMIT
@@ -178,8 +181,9 @@ def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, tmp_path, monke
         healthy=lambda what, problem, deadline_s=None: done.append(deadline_s),
     )  # fmt: skip
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    model_folder(NAME, consensus)
+    model_folder(NAME, consensus, **asked)
     long = hub._LONGEST_S
+    assert tries == ([False] if first else [True, False]), "of the cache alone"
     assert done == (["download", long, long] if first else [long, "download", long])
     done.clear()
     model_folder(tmp_path, consensus)

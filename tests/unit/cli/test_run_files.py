@@ -3,11 +3,13 @@
 import dataclasses
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from ep_moe.cli import reports
 from ep_moe.cli.app import app
 from ep_moe.cli.reports import _print_loads, write_files
 from ep_moe.cli.run import RunOptions, RunReport
@@ -94,3 +96,11 @@ def test_eight_layers_stand_side_by_side(layers, columns):
     assert names == ["", *columns]
     wanted = [sum(range(layers)), layers]
     assert [sum(map(int, row[1:])) for row in rows] == wanted
+
+
+def test_times_of_stages_are_milliseconds_in_all_and_microseconds_a_call():
+    tables = []
+    out = SimpleNamespace(line=lambda *_: None, table=lambda title, names, rows: tables.append((names, rows)))
+    with mock.patch.object(reports, "_print_loads"):
+        reports.print_report(out, REPORT)
+    assert tables == [(["stage", "ms", "us per call", "share"], [["experts", "1.0", "500", "100%"]])]

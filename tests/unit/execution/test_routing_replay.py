@@ -5,6 +5,7 @@ from types import SimpleNamespace as Some
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -387,3 +388,13 @@ def test_a_router_is_given_the_ids_of_the_rows_that_it_sees(local):
     layer.router = None
     MoELayer._chosen(layer, torch.zeros(4 if local else 2, HIDDEN), None)
     assert torch.equal(given[0], ids[:4] if local else ids[2:4])
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_models_record_has_weights_where_they_are_asked_for(weights, tmp_path):
+    with EPContext.local("cpu") as context:
+        model = nn.Sequential(MoELayer(shape(), context))
+        with record_routing(model, 8, weights=weights) as record:
+            model(rows_of(3))
+        record.save(tmp_path / "routes.safetensors")
+    assert sorted(load_file(tmp_path / "routes.safetensors")) == (["0.ids", "0.weights"] if weights else ["0.ids"])

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, silu
 from ep_moe import Activation, ConfigError, EPContext, InputError
 from ep_moe.integrations import experts_probe
 from ep_moe.integrations.experts_probe import find_activation
-from ep_moe.integrations.find_experts import config_of, find_experts
+from ep_moe.integrations.find_experts import config_of, find_experts, numbers_of
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.transformers import expert_parallel, moe_layers, read_moe_config
 from ep_moe.training import router_logits
@@ -441,3 +441,8 @@ def test_an_id_of_no_expert_stands_for_the_row_or_for_nothing():
     assert found(0 * x) is False
     with pytest.raises(ConfigError, match="Identity gives ids of no expert a meaning"):
         found(2 * x)
+
+
+def test_numbers_of_experts_may_be_stated_layer_by_layer():
+    stated = [SimpleNamespace(num_experts_per_tok=[2, 4]), SimpleNamespace(num_experts_per_tok=3), SimpleNamespace()]
+    assert numbers_of(stated) == [2, 4, 3]

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer
+from ep_moe.quant.damaged import damaged
 from ep_moe.quant.schemes import SCHEMES
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=2, top_k=1)
@@ -107,3 +108,11 @@ def test_scales_that_make_codes_infinite_are_refused(quantization):
         largest = 254 if whole[name].dtype == torch.uint8 else 2.0**127
         match = rf"expert 1: {matrix} times its scales must be finite in float32, and \d+ of \d+ are not"
         refused(layer, whole | {name: torch.full_like(whole[name], largest)}, match)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_e4m3_has_two_codes_that_are_no_number(code):
+    codes = torch.zeros(4, dtype=torch.uint8)
+    assert damaged("w13", codes.view(torch.float8_e4m3fn)) is None
+    codes[1] = code
+    assert "w13" in damaged("w13", codes.view(torch.float8_e4m3fn))
