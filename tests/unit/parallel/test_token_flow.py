@@ -44,8 +44,8 @@ def test_a_rank_joins_in_the_exchange_of_masks_if_an_etp_peer_passes_one(rank, m
     both = RankGroup(None, (0, 1), rank, FlightRecorder())
     flow = TokenFlow(layout, tp=RankGroup(None, (rank,), 0, FlightRecorder()), etp=both, lockstep=both)
     passed = [{"x": torch.zeros(2, 4)} | ({name: torch.ones(2, dtype=torch.bool)} if mask else {}) for mask in masks]
-    told = [[2, argument_bits(one), 0] for one in passed]
-    monkeypatch.setattr(RankGroup, "agree", lambda *_, **__: told)
+    exchanged = [[2, argument_bits(one), 0] for one in passed]
+    monkeypatch.setattr(RankGroup, "agree", lambda *_, **__: exchanged)
     assert flow.enter(2, None, torch.device("cpu"), passed[rank]).masked is any(masks)
 
 

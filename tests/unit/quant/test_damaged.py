@@ -34,6 +34,11 @@ def damages(tensors):
             yield name, 255
 
 
+def same_bytes(layer, before):
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(tensor.view(-1).view(torch.uint8), before[name].view(-1).view(torch.uint8)), name
+
+
 @pytest.mark.parametrize("quantization", QUANTIZED)
 def test_damaged_codes_and_scales_are_refused(quantization):
     context = EPContext.local(torch.device("cpu"))
@@ -50,8 +55,7 @@ def test_damaged_codes_and_scales_are_refused(quantization):
             layer.update_expert(1, **(whole | {name: one}))
         with pytest.raises(RuntimeError, match=rf"expert 1: {name} must be .*, and 1 of \d+ are not"):
             layer.load_state_dict(before | {f"expert_weights.1.{name}": one})
-    for name, tensor in layer.state_dict().items():
-        assert torch.equal(tensor.view(-1).view(torch.uint8), before[name].view(-1).view(torch.uint8)), name
+    same_bytes(layer, before)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
@@ -64,8 +68,7 @@ def test_zeros_are_whole(quantization):
     layer.update_expert(0, **zeros)
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.load_state_dict(before)
-    for name, tensor in layer.state_dict().items():
-        assert torch.equal(tensor.view(-1).view(torch.uint8), before[name].view(-1).view(torch.uint8)), name
+    same_bytes(layer, before)
 
 
 def refused(layer, tensors, match):
@@ -75,8 +78,7 @@ def refused(layer, tensors, match):
         layer.update_expert(1, **tensors)
     with pytest.raises(RuntimeError, match=match):
         layer.load_state_dict(before | {f"expert_weights.1.{name}": tensor for name, tensor in tensors.items()})
-    for name, tensor in layer.state_dict().items():
-        assert torch.equal(tensor.view(-1).view(torch.uint8), before[name].view(-1).view(torch.uint8)), name
+    same_bytes(layer, before)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
