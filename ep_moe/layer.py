@@ -205,7 +205,8 @@ class MoELayer(LayerTools):
             self._slow_training.look(self)
         out = self.run(x, routing, mask)
         self._checks.loaded = False
-        self._graphs.note(self, routing, mask)
+        if not out.requires_grad:  # a call that is trained is never a replay
+            self._graphs.note(self, routing, mask)
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:

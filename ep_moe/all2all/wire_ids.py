@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import cdiv, kept_launches, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
 
@@ -154,7 +154,8 @@ def _to_distinct(
 
 def launch_to_local(ids: Tensor, weights: Tensor, base: int, slots_per_rank: int, out: Tensor) -> None:
     count = ids.numel()
-    _to_local[(cdiv(count, _BLOCK),)](ids, weights, out, count, base, slots_per_rank, BLOCK=_BLOCK)
+    arguments = ids, weights, out, count, base, slots_per_rank
+    kept_launches(ids.device)(_to_local, (cdiv(count, _BLOCK),), *arguments, BLOCK=_BLOCK)
 
 
 @triton.jit

@@ -283,9 +283,8 @@ class _TrainedExchange(Function):
         ctx: Any, transports: Transports, experts: Experts, names: tuple[str, ...], ids: Tensor, anchor: Tensor | None,
         x: Tensor, weights: Tensor, *stored: Tensor,
     ) -> Tensor:  # fmt: skip
-        # a route of weight zero is none to a transport, and has a gradient all the same. Filled: `torch.where` of a
-        # number brings it to the device, for which the host waits
-        weights = weights.masked_fill(weights == 0, _TINY)
+        # a route of weight zero is none to a transport, and has a gradient all the same
+        weights = torch.add(weights, weights == 0, alpha=_TINY)
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         received = transports.rows.dispatch(x, routing, max_tokens=transports.bound)
         own = _private_copy(received, experts.weights.num_slots)
@@ -326,7 +325,7 @@ def _private_copy(received: Received, num_slots: int) -> Received:
     assert found.weights is not None
     return Received(
         x=found.x.clone(),
-        weights=found.weights.masked_fill(found.weights == _TINY, 0.0),
+        weights=torch.add(found.weights, found.weights == _TINY, alpha=-_TINY),
         local_ids=LocalIds(found.local_ids.clone() if received.wire_ids is None else found.local_ids),
         layout=found.layout,
         weighting=found.weighting,

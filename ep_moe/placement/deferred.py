@@ -17,7 +17,7 @@ from torch import Tensor
 from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.runtime.devices import on_device, unseen_by_modes
-from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, kept_launches, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting, recomputing
 
@@ -112,7 +112,7 @@ class Tables(NamedTuple):
         if not ids.is_cuda:
             return self._place(ids.long())
         out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-        place_ids_once(ids.contiguous(), *self[:6], out, self.seed)
+        place_ids_once(ids.contiguous(), *self[:6], out, self.seed, launch=kept_launches(ids.device))
         return out
 
     def counting_nothing(self) -> Tables:
@@ -226,7 +226,7 @@ _MANY = 4096  # routes from which on each program counts its own first: they are
 
 def place_ids_once(
     ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor,
-    invalid: int, out: Tensor, seed: int,
+    invalid: int, out: Tensor, seed: int, *, launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """ids: int [T, K], contiguous; replicas: int64 [E, most]; counts: int64 [E]; expert_load: int64 [E]; slot_load:
     int64 [P]; counting: int64 []; out: int64 [T, K]; invalid, seed: as `Tables` has them"""
@@ -235,7 +235,8 @@ def place_ids_once(
         return
     many = pairs >= _MANY
     block = _WIDE_BLOCK if many else _BLOCK
-    _place[(cdiv(pairs, block),)](
+    launch(
+        _place, (cdiv(pairs, block),),
         ids, replicas, counts, expert_load, slot_load, counting, invalid, out, seed, pairs, len(counts), len(slot_load),
         top_k,
         MOST=replicas.shape[1], BLOCK=block, EXPERT_BINS=_bins(expert_load) if many else 0,

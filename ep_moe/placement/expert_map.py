@@ -257,6 +257,9 @@ class ExpertMap:
     @property
     def replicated(self) -> list[int]:
         """Logical experts with more than one slot."""
+        flat = self.physical_to_logical
+        if len(flat) - flat.count(EMPTY) == self.num_experts:  # asked several times in a step, of maps without copies
+            return []
         return [expert for expert, count in enumerate(self.replica_count) if count > 1]
 
     def global_to_local(self, rank: int) -> tuple[int, ...]:

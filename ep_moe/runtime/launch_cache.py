@@ -152,6 +152,12 @@ class KeptLaunches:
         self._made[key] = run, tuple(map(_kept, _constants(kernel, len(args), constants)))
 
 
+@cache
+def kept_launches(device: torch.device) -> KeptLaunches:
+    """Of a device, for launches that belong to no layer."""
+    return KeptLaunches()
+
+
 class _Binary:
     """A launch of a compiled kernel."""
 

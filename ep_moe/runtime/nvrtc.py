@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from ctypes import addressof, c_void_p
+from ctypes import addressof, c_char, c_float, c_int, c_void_p, sizeof
 from functools import cache, lru_cache
+from struct import Struct
 from typing import Any
 
 import torch
@@ -61,6 +62,13 @@ def kernel(source: str, name: str, options: tuple[str, ...], device: int) -> Any
     return function
 
 
+@cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
 class Kernel:
     """A function with the threads and shared bytes of a program, launched as Triton's kernels are, on torch's current
     stream: kernel[grid](arguments)."""
@@ -71,16 +79,17 @@ class Kernel:
         self._function, self._device, self._threads, self._shared = function, device, threads, shared
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[[Arguments], Kernel]:
-        from cuda.bindings import driver
-
         x, y, z = (*grid, 1, 1)[:3]
 
         def run(arguments: Arguments) -> Kernel:
             how = (x, y, z, self._threads, 1, 1, self._shared, current_stream(self._device))
-            done(driver.cuLaunchKernel(self._function, *how, arguments.address, 0))
+            done(_driver().cuLaunchKernel(self._function, *how, arguments.address, 0))
             return self
 
         return run
+
+
+_CODES = {c_void_p: "Q", c_int: "i", c_float: "f"}  # of `struct`
 
 
 class Arguments:
@@ -90,11 +99,25 @@ class Arguments:
     """
 
     def __init__(self, given: Sequence[tuple[Any, Any]]) -> None:
-        # the driver reads them at each launch: they are kept
-        self._own = [value if kind is None else kind(value) for value, kind in given]
-        at = [own.getPtr() if kind is None else addressof(own) for own, (_, kind) in zip(self._own, given, strict=True)]
+        kinds = tuple([kind for _, kind in given])
+        size, pack, offsets = _layout(kinds)
+        numbers = (c_char * size).from_buffer_copy(pack(*[value for value, kind in given if kind is not None]))
+        self._own = numbers, [value for value, kind in given if kind is None]  # the driver reads them at each launch
+        first, maps = addressof(numbers), iter(self._own[1])
+        at = [next(maps).getPtr() if offset is None else first + offset for offset in offsets]
         self._places = (c_void_p * len(at))(*at)
         self.address = addressof(self._places)
+
+
+@cache
+def _layout(kinds: tuple[Any, ...]) -> tuple[int, Callable[..., bytes], tuple[int | None, ...]]:
+    """How a kernel's arguments but its tensor maps lie in memory: bytes in all, what packs them, and where each one
+    begins, None for a map. One call packs all: an object of ctypes for each takes the host longer than the launch."""
+    offsets, size = list[int | None](), 0
+    for kind in kinds:
+        offsets.append(None if kind is None else size)
+        size += 0 if kind is None else sizeof(kind)
+    return size, Struct("=" + "".join(_CODES[kind] for kind in kinds if kind is not None)).pack, tuple(offsets)
 
 
 @lru_cache(maxsize=4096)  # some microseconds each, of a call that has the same tensors every time

@@ -13,7 +13,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import Joined
+from ep_moe.weights.parts import joined
 
 
 class BorrowedWeights(ExpertWeights):
@@ -44,8 +44,7 @@ class BorrowedWeights(ExpertWeights):
         assert tensors.keys() == set(self.names), f"{sorted(tensors)} are not {self.names}"
         lent = dict(tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in lent.values()):
-            stored = tuple(tensor.detach() for tensor in lent.values())
-            lent = dict(zip(lent, Joined.apply(stored, list, *lent.values()), strict=True))
+            lent = joined({name: tensor.detach() for name, tensor in lent.items()}, list, lent.values())
         before, self._lent = self._lent, lent
         self._dtype = lent["w13"].dtype  # FSDP2 may lend another than it holds; backward asks after the call
         try:

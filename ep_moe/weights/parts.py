@@ -7,7 +7,7 @@ logical expert and not the slot: what belongs to an expert has one name on every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -228,6 +228,16 @@ class Joined(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         return (None, None, *ctx.back(list(gradients)))
+
+
+def joined(
+    stored: Mapping[str, Tensor], back: Callable[..., list[Tensor]], parameters: Iterable[Tensor]
+) -> dict[str, Tensor]:
+    """`Joined` of tensors by name."""
+    # `Function.apply` looks at each of hundreds of parameters for what a transform of torch.func has left there
+    plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    apply = Joined.apply if plain else super(Function, Joined).apply
+    return dict(zip(stored, apply(tuple(stored.values()), back, *parameters), strict=True))
 
 
 # --- shards over etp --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import capturing
 from ep_moe.weights.first_backward import FirstBackward
-from ep_moe.weights.parts import Joined, local, parts_of
+from ep_moe.weights.parts import joined, local, parts_of
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
@@ -165,8 +165,8 @@ class GradientSum:
                 gradient[twice] = 0
             return kept
 
-        stored = tuple(tensor.detach() for tensor in tensors.values())
-        return dict(zip(tensors, Joined.apply(stored, back, *tensors.values()), strict=True))
+        stored = {name: tensor.detach() for name, tensor in tensors.items()}
+        return joined(stored, back, tensors.values())
 
     def pieces_unwritten(self) -> Callable[[], None]:
         """A check for a call's backward, from forward: RuntimeError where a parameter was written in place meanwhile.
@@ -203,7 +203,7 @@ class GradientSum:
                 self._first.note(parameters, given)
             return given
 
-        return dict(zip(slots, Joined.apply(tuple(slots.values()), back, *parameters), strict=True))
+        return joined(slots, back, parameters)
 
     @torch.no_grad()
     def note_step(self) -> None:

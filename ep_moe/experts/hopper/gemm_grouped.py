@@ -14,7 +14,7 @@ import math
 import re
 from ctypes import c_float, c_int, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -57,8 +57,13 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
     rows: of an expert, as many as are expected on average; w: [L, N, K]; gathered: rows are, by `source`; blocks: have
     scales
     """
-    tiles_of_weights, waves_of = len(w) * -(-w.shape[1] // WEIGHTS), programs(w, spare_sms)
+    if blocks:
+        return BLOCKS
+    return _fewest_steps(rows, len(w) * -(-w.shape[1] // WEIGHTS), programs(w, spare_sms), gathered)
 
+
+@lru_cache(maxsize=256)
+def _fewest_steps(rows: float, tiles_of_weights: int, waves_of: int, gathered: bool) -> Tiles:
     def steps(candidate: Tiles) -> float:
         tiles = math.ceil((rows + math.sqrt(rows)) / candidate.rows)  # most experts have not much more than the average
         width = math.ceil(rows / tiles / STEP) * STEP
@@ -68,7 +73,7 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
         fewer_stages = 1.10 if gathered else 1.04
         return waves * (width + 56) * (fewer_stages if candidate.stages < 4 else 1.0)
 
-    return BLOCKS if blocks else min(CANDIDATES, key=steps)
+    return min(CANDIDATES, key=steps)
 
 
 def programs(w: Tensor, spare_sms: int) -> int:

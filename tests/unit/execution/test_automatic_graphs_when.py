@@ -163,6 +163,18 @@ def test_wrong_arguments_are_refused_as_ever(name, layer):
         layer.forward_routed(x, routing)
 
 
+def test_calls_that_are_trained_are_not_recorded(driver, context):
+    layer = built(context)
+    x, routing = given(2)
+    assert not repeats(layer, x, routing)
+    trained = torch.zeros_like(x).requires_grad_()
+    with torch.enable_grad(), mock.patch.object(MoELayer, "run", return_value=trained):
+        layer.forward_routed(x, routing)
+        assert layer.forward_routed(x, routing).requires_grad
+    assert len(layer._graphs) == 0
+    assert [repeats(layer, *given(2, seed)) for seed in range(2)] == [False, True]
+
+
 @pytest.mark.parametrize("name", ["x", "ids"])
 def test_the_meta_device_is_refused_as_ever(name, layer):
     """One error each: a layer that refused raises the first sentence again."""
