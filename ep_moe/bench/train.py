@@ -305,6 +305,7 @@ def main() -> list[TrainLine]:
     parser.add_argument("--main-grad", action="store_true", help='the "auto" pair after use_main_grads too')
     parser.add_argument("--accumulate", action="store_true", help="add to gradients, and capture no CUDA graph")
     parser.add_argument("--no-graph", action="store_true")
+    parser.add_argument("--one-thread", action="store_true", help="backward in the thread that calls it, of all lines")
     parser.add_argument("--steps", type=positive, default=10, help="that are timed")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -325,11 +326,12 @@ def main() -> list[TrainLine]:
             f"copy {rates.copy / 1e12:.2f} TB/s, bf16 {rates.bf16 / 1e12:.0f} TFLOP/s"
         )
     for model in tracked(asked.models, "model", asked):
-        found = with_graphs(model, asked, options, rates) if asked.tokens else []
-        if asked.rows:
-            with EPContext.from_torchrun() as context:
-                found += experts_lines(context, model, share(model, asked.slots), asked.rows, options, rates)
-            swept()
+        with torch.autograd.set_multithreading_enabled(not asked.one_thread):
+            found = with_graphs(model, asked, options, rates) if asked.tokens else []
+            if asked.rows:
+                with EPContext.from_torchrun() as context:
+                    found += experts_lines(context, model, share(model, asked.slots), asked.rows, options, rates)
+                swept()
         lines += compared(found)
         if first and found:
             show(console, *tables(found))
