@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from ep_moe.types import Pending, Received, RowLayout, Weighting, recomputing
+from ep_moe.types import PeerPackets, PeerRows, Pending, Received, RowLayout, Weighting, recomputing
 
 
 def test_a_pending_result_is_given_once():
@@ -32,3 +32,37 @@ def test_each_backward_of_a_process_counts_the_first_one_too(monkeypatch):
     assert not recomputing()
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 0)
     assert recomputing()
+
+
+def test_a_result_that_failed_is_not_waited_for_again():
+    """Its collective would be entered twice."""
+    waits = []
+
+    def fails():
+        waits.append(1)
+        raise ValueError("a peer is gone")
+
+    pending = Pending(fails)
+    with pytest.raises(ValueError, match="gone"):
+        pending.wait()
+    with pytest.raises(RuntimeError, match="waited for already"):
+        pending.wait()
+    assert waits == [1]
+
+
+def test_memory_of_peers_is_told_apart_by_all_that_a_kernel_is_given():
+    """What was compiled or recorded for one would write into another."""
+    rows, more = torch.zeros(4, 8), torch.zeros(5, 8)
+    packets = PeerPackets((torch.zeros(4, 10, dtype=torch.int64),), torch.zeros(1, dtype=torch.int32), 8)
+    one = PeerRows((rows,), torch.zeros(1, dtype=torch.int64), 0, 0, packets)
+    others = [
+        dataclasses.replace(one, blocks=(more,)),
+        dataclasses.replace(one, addresses=torch.zeros(1, dtype=torch.int64)),
+        dataclasses.replace(one, offset=64),
+        dataclasses.replace(one, rank=1),
+        dataclasses.replace(one, packets=None),
+        dataclasses.replace(one, packets=dataclasses.replace(packets, number=torch.zeros(1, dtype=torch.int32))),
+        dataclasses.replace(one, packets=dataclasses.replace(packets, blocks=(torch.zeros(4, 12, dtype=torch.int64),))),
+    ]
+    assert len({found.place for found in [one, *others]}) == 1 + len(others)
+    assert dataclasses.replace(one).place == one.place

@@ -2,12 +2,15 @@
 
 import os
 import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from ep_moe import PeerTimeout
+from ep_moe.parallel import answering_store
 from ep_moe.parallel.answering_store import AnsweringStore, StoreLost, holder, holder_of_port
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder
@@ -96,6 +99,22 @@ def test_a_store_that_was_slow_is_asked_again():
     assert not thread.is_alive(), "it ends with the store"
 
 
+@pytest.mark.parametrize("error", [dist.DistNetworkError, dist.DistStoreError, RuntimeError])
+def test_a_store_that_raises_is_lost(error):
+    """Each class of store has its own errors. A broken connection stays broken: torch prints a stack for each call."""
+    asked = []
+
+    def raises(store):
+        asked.append(error)
+        raise error("no answer")
+
+    store = AnsweringStore(HashStore(), 5.0)
+    for _ in range(2):
+        with pytest.raises(StoreLost, match=r"^The store of the job is gone\.$"):
+            store.ask(raises)
+    assert len(asked) == (1 if error is dist.DistNetworkError else 2)
+
+
 def test_a_key_that_does_not_come_is_no_lost_store():
     held = server()
     store = AnsweringStore(client(held), 5.0)
@@ -123,3 +142,36 @@ def test_the_process_that_holds_a_store_is_found():
     assert os.read(reader, 100) == b"agent"
     del held
     assert holder_of_port(port) == ""
+
+
+def test_the_agent_may_be_the_first_process_of_a_container(monkeypatch):
+    """An image whose command is torchrun: it is process 1, and a rank's parent."""
+    links = {"/proc/7/fd": {"3": "socket:[5]"}, "/proc/1/fd": {"8": "socket:[77]"}}
+    texts = {
+        "/proc/net/tcp": "  sl  local_address\n   0: 00000000:1F90 00000000:0000 0A 0 0 0 0 0 77\n",
+        "/proc/7/stat": "7 (python) S 1 7",
+        "/proc/1/stat": "1 (torchrun) S 0 1",
+    }
+
+    class Paths:
+        def __init__(self, path):
+            self.path = path
+
+        def read_text(self):
+            if self.path not in texts:
+                raise FileNotFoundError(self.path)
+            return texts[self.path]
+
+    @contextmanager
+    def scandir(path):
+        yield [SimpleNamespace(path=f"{path}/{name}") for name in links[path]]
+
+    def readlink(path):
+        folder, _, name = path.rpartition("/")
+        return links[folder][name]
+
+    system = SimpleNamespace(getpid=lambda: 7, scandir=scandir, readlink=readlink)
+    monkeypatch.setattr(answering_store, "os", system)
+    monkeypatch.setattr(answering_store, "Path", Paths)
+    assert holder_of_port(8080) == "agent"
+    assert holder_of_port(8081) == ""

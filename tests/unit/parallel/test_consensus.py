@@ -35,6 +35,14 @@ def test_an_error_that_ranks_agreed_on_leaves_the_agreement_around_it_as_it_is()
     assert left.value is raised[0]
 
 
+def test_a_peer_that_was_lost_is_not_waited_for_again():
+    """It would not come to an agreement on that either."""
+    consensus, lost = StoreConsensus(None, [0], 0, 1.0), PeerTimeout("rank 1 did not arrive")
+    with pytest.raises(PeerTimeout) as left, consensus.together("all"):
+        raise lost
+    assert left.value is lost
+
+
 def test_an_agreement_on_longer_work_has_a_longer_deadline(monkeypatch):
     waited = []
     monkeypatch.setattr(
@@ -99,6 +107,14 @@ def test_agreement_names_a_field_that_one_rank_lacks():
     assert "x: 1 on rank 0, null on rank 1" in str(outcome[0])
 
 
+def test_agreement_on_facts_that_json_has_no_word_for():
+    """What a user gave, perhaps of a wrong type, is compared all the same."""
+    outcome = agree(*[lambda a, value=value: a.same("layer", {"x": value}) for value in ({1}, {2})])
+    assert {str(error) for error in outcome} == {
+        'layer: the ranks were given different values; give all the same. x: "{1}" on rank 0, "{2}" on rank 1'
+    }
+
+
 def test_agreement_of_ranks_that_are_elsewhere():
     outcome = agree(lambda a: a.healthy("EPContext.destroy", None), lambda a: a.same("MoELayer moe0", {"x": 1}))
     assert {str(error) for error in outcome} == {
@@ -114,6 +130,15 @@ def test_agreement_passes_a_problem_on(kind):
     fine = lambda a: a.same("layer", {})  # noqa: E731
     outcome = agree(fine, lambda a: a.same("layer", {}, kind("no such thing")), fine)
     assert {(type(error), str(error)) for error in outcome} == {(kind, "layer: rank 1: no such thing")}
+
+
+def test_of_several_problems_that_of_the_first_rank_is_raised():
+    outcome = agree(
+        lambda a: a.healthy("layer", None),
+        lambda a: a.healthy("layer", InputError("the first")),
+        lambda a: a.healthy("layer", CheckpointError("the second")),
+    )
+    assert {(type(error), str(error)) for error in outcome} == {(InputError, "layer: ranks 1, 2: the first")}
 
 
 def test_a_problem_that_fewer_ranks_agreed_on_is_named_once():

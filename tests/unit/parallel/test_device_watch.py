@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 from ep_moe import PeerTimeout
 from ep_moe.parallel import device_watch as device_watch_module
 from ep_moe.parallel import flight_recorder as recorder_module
-from ep_moe.parallel.device_watch import DeviceMark
+from ep_moe.parallel.device_watch import DeviceMark, DeviceWatch
 from ep_moe.parallel.flight_recorder import FlightRecorder
 
 
@@ -69,6 +69,20 @@ def test_marks_are_far_apart(monkeypatch):
         assert flight_recorder.device_watch.newest.reached, "a second mark was set at once"
     finally:
         flight_recorder.close()
+
+
+def test_a_capture_holds_no_mark(monkeypatch):
+    """Each replay would count, and the device would be ahead of what the host asked."""
+    cpu, watch = torch.device("cpu"), DeviceWatch(0.0, abortable=False)
+    watch.active = True
+    monkeypatch.setattr(device_watch_module, "DeviceMark", Reached)
+    watch.prepare(cpu)
+    monkeypatch.setattr(device_watch_module, "capturing", lambda device: True)
+    watch.mark(cpu)
+    assert watch.newest.reached, "a mark was set"
+    monkeypatch.undo()
+    watch.mark(cpu)
+    assert not watch.newest.reached
 
 
 def test_a_mark_counts():

@@ -9,7 +9,7 @@ import torch
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel import failed
-from ep_moe.parallel.failed import causes, is_out_of_memory, with_cause
+from ep_moe.parallel.failed import causes, failure_text, is_communication_error, is_out_of_memory, with_cause
 from tests.fixtures.helpers import fill
 from tests.fixtures.planted_errors import FULL, plant
 
@@ -77,6 +77,13 @@ def test_a_failure_that_is_met_as_itself_keeps_its_cause():
     assert failure.__cause__ is aborted
 
 
+def test_a_failure_that_is_raised_again_has_no_trace_of_the_last_time():
+    failure = RankFailed("rank 1 failed")
+    with contextlib.suppress(RankFailed):
+        raise failure
+    assert with_cause(failure, RuntimeError("aborted")).__traceback__ is None
+
+
 def test_a_step_left_by_the_recorded_failure():
     """What the watch found is raised inside of a step, by a wait for the device, and leaves it."""
     with EPContext.local(CPU) as context:
@@ -115,7 +122,7 @@ def test_what_is_memory(error, memory, monkeypatch):
 
 
 def test_an_nccl_error_beside_free_memory_is_none_of_memory(monkeypatch):
-    monkeypatch.setattr(failed, "memory_left", lambda device: (40 << 30, 80 << 30))
+    monkeypatch.setattr(failed, "memory_left", lambda device: (2 << 30, 80 << 30))
     assert not is_out_of_memory(RuntimeError("NCCL error in: x.cpp:1, unhandled cuda error"), GPU)
 
 
@@ -123,3 +130,23 @@ def test_what_comes_from_memory_is_memory():
     error = RuntimeError("cannot run here")
     error.__cause__ = torch.OutOfMemoryError("x")
     assert is_out_of_memory(error, CPU)
+
+
+@pytest.mark.parametrize(
+    ("error", "communication"),
+    [
+        (RuntimeError("Connection closed by peer [127.0.0.1]:40000"), True),
+        (RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:1]"), True),
+        (RuntimeError("NCCL error in: x.cpp:1, remote process exited"), True),
+        (torch.distributed.DistBackendError("timed out"), True),
+        (RuntimeError("shapes"), False),
+    ],
+)
+def test_what_is_of_a_peer(error, communication):
+    assert is_communication_error(error) is communication
+
+
+@pytest.mark.parametrize(("size", "said"), [(400, "x" * 400), (401, "x" * 400 + "...")])
+def test_long_words_of_an_exception_are_cut(size, said):
+    text = failure_text(RuntimeError("x" * size), 1, "in combine (step 2)", "", CPU, memory=False)
+    assert f"by RuntimeError: {said} (it was last seen in combine (step 2))" in text

@@ -3,8 +3,12 @@
 import time
 
 import pytest
+from torch.distributed import HashStore
 
-from ep_moe.parallel.heartbeats import _FEWER_CALLS, Step, compare, compare_others
+from ep_moe.parallel import heartbeats
+from ep_moe.parallel.answering_store import AnsweringStore
+from ep_moe.parallel.heartbeats import _FEWER_CALLS, Heartbeats, Step, compare, compare_others
+from ep_moe.parallel.nodes import NodeLayout
 
 
 def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool = False) -> Step:
@@ -67,3 +71,28 @@ def test_a_peer_of_this_host_is_judged_by_the_step_that_is_known():
     assert compare(step(7), 0, {1: before}, {1: after}, {1: step(6)}) == (
         "Rank 1 is alive but behind: in dispatch of moe3 (step 6)."
     )
+
+
+def test_a_host_is_lost_where_all_its_ranks_are_silent():
+    alive, silent = ((5, step(7)), (9, step(7))), ((5, step(7)), (5, step(7)))
+    nodes = NodeLayout.counted(range(6), 3)
+    for gone, sentence in (
+        ((3, 4), "Host of ranks 3, 4: node 1."),
+        ((3, 4, 5), "Host node 1 is lost, or the way to it: all its ranks here are silent (ranks 3, 4, 5)."),
+    ):
+        readings = {rank: silent if rank in gone else alive for rank in range(6)}
+        before, after = ({rank: pair[at] for rank, pair in readings.items()} for at in (0, 1))
+        assert compare(step(7), 0, before, after, nodes=nodes).endswith(f"(step 7). {sentence}")
+
+
+def test_a_rank_that_compares_shows_that_it_lives(monkeypatch):
+    """A peer may compare at the same time, and nothing else publishes then."""
+    store = AnsweringStore(HashStore(), 5.0)
+    mine, peer = (Heartbeats([0, 1, 2], rank, lambda at=at: step(at), {}, None) for rank, at in ((0, 9), (1, 7)))
+    peer.beat(store)
+    read = []
+    monkeypatch.setattr(heartbeats.time, "sleep", lambda seconds: (peer.beat(store), read.append(peer._read(store))))
+    text, behind = mine.compared(store, step(9), 1.0)
+    assert text == "Rank 1 is alive but behind: in dispatch of moe3 (step 7). Rank 2 shows no sign of life."
+    assert behind == 7
+    assert "Rank 0" not in compare(step(7), 1, read[0], peer._read(store))

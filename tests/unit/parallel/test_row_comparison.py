@@ -54,3 +54,12 @@ def test_a_checksum_tells_the_order_of_its_pieces(monkeypatch):
     monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB else
     x = torch.arange(8)
     assert checksum(x, CPU) != checksum(x.roll(4), CPU)
+
+
+def test_a_checksum_tells_each_bit_of_each_word():
+    """Times an even number a word would lose its highest bit, and times 0 all of them."""
+    for place in range(6):
+        for bit in (1, 1 << 31, -(1 << 63)):
+            words = torch.zeros(6, dtype=torch.int64)
+            words[place] = bit
+            assert int(checksum(words, CPU)) != 0, (place, bit)
