@@ -423,15 +423,17 @@ def test_moe_config_values_out_of_range(change, field):
         MoEConfig(**(sizes | change))
 
 
-def test_renormalize_is_refused_where_it_means_nothing():
-    with pytest.raises(ConfigError, match=r"renormalize.*topk_softmax"):
-        RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, renormalize=True)
+@pytest.mark.parametrize("method", [RoutingMethod.TOPK_SOFTMAX, RoutingMethod.TOPK_SIGMOID])
+def test_renormalize_is_refused_where_it_means_nothing(method):
+    with pytest.raises(ConfigError, match=rf"renormalize.*{method.value}"):
+        RoutingConfig(method=method, renormalize=True)
 
 
-def test_more_dense_layers_than_layers():
+@pytest.mark.parametrize("dense", [2, 5])
+def test_as_many_dense_layers_as_layers_or_more(dense):
     moe = MoEConfig(hidden_size=64, intermediate_size=64, num_experts=8, top_k=2)
-    with pytest.raises(ConfigError, match=r"dense_layers=5, num_layers=2"):
-        ModelConfig(name="x", family="mixtral", num_layers=2, dense_layers=5, moe=moe)
+    with pytest.raises(ConfigError, match=rf"dense_layers={dense}, num_layers=2"):
+        ModelConfig(name="x", family="mixtral", num_layers=2, dense_layers=dense, moe=moe)
 
 
 def test_a_file_of_other_bytes_is_no_configuration(tmp_path):

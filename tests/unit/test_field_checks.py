@@ -288,3 +288,13 @@ def test_a_deadline_may_be_as_short_and_as_long_as_the_sentence_says():
     assert checks.deadline_problem("deadline_s", longest) is None
     for beyond in (math.nextafter(shortest, 0), math.nextafter(longest, math.inf), -1, math.nan):
         assert "deadline_s must be a number of seconds, at least" in str(checks.deadline_problem("deadline_s", beyond))
+
+
+def test_a_value_is_shown_whatever_its_repr_does():
+    class Odd:
+        def __repr__(self):
+            raise KeyError("of the user's")
+
+    assert checks.shown(Odd()) == "a Odd"
+    assert checks.shown("x" * 118) == repr("x" * 118)
+    assert checks.shown("x" * 119) == f"'{'x' * 119}... (str)"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, Routing
+from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, PeerTimeout, Routing
 from ep_moe.parallel.layout import RankLayout
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
@@ -135,6 +135,21 @@ def test_a_context_is_free_again_whatever_an_error_raises(context, monkeypatch):
     with pytest.raises(KeyError), context._entered("moe0"):
         raise ValueError
     assert context._idle
+
+
+@pytest.mark.parametrize("error", [PeerTimeout, KeyboardInterrupt])
+def test_a_context_is_free_again_where_a_call_cannot_begin(error, context, monkeypatch):
+    """What the watch found is raised as a call begins, and Ctrl-C may come then."""
+
+    def stopped(*_):
+        raise error("x")
+
+    layer = fill(MoELayer(shape(), context))
+    monkeypatch.setattr(context.flight_recorder, "enter", stopped)
+    with pytest.raises(error):
+        layer(torch.ones(3, HIDDEN))
+    monkeypatch.undo()
+    assert layer(torch.ones(3, HIDDEN)).shape == (3, HIDDEN)
 
 
 def test_a_context_that_was_ended_is_not_named_dropped():

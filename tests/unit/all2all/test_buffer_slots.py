@@ -55,3 +55,35 @@ def test_none_is_made_in_a_capture(monkeypatch):
     made = pool.take(CPU)
     monkeypatch.setattr(buffer_slots, "capturing", lambda device: True)
     assert pool.take(CPU) is made
+
+
+class Stream:
+    def __init__(self, handle):
+        self.cuda_stream, self.waited = handle, []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+def test_a_call_follows_the_one_before_it_on_another_stream(monkeypatch):
+    """Else it would write into rows that the other one still reads."""
+    gpu, here, there = torch.device("cuda", 0), Stream(1), Stream(2)
+    now, captured = [here], [False]
+    monkeypatch.setattr(buffer_slots, "current_stream", lambda device: now[0].cuda_stream)
+    monkeypatch.setattr(buffer_slots, "capturing", lambda device: captured[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    pool = BufferPool("mine", lambda device: SimpleNamespace())
+    slot = pool.take(gpu)
+    slot.release(gpu)
+    assert pool.take(gpu) is slot
+    assert here.waited == []
+    now[0], captured[0] = there, True
+    pool.take(gpu)
+    assert there.waited == [], "a capture begins with a device that has done all"
+    captured[0] = False
+    pool.take(gpu)
+    assert there.waited == [here]
+    slot.release(gpu)
+    now[0] = here
+    pool.take(gpu)
+    assert here.waited == [there]
