@@ -41,6 +41,14 @@ def test_meta_then_to_empty_then_load(context, make):
     assert torch.equal(second.placement.expert_load, first.placement.expert_load)
 
 
+def test_to_empty_without_recursion_leaves_the_parts_as_they_are(context):
+    """A loop over `model.modules()` that makes memory for what each holds itself."""
+    layer = MoELayer(shape(), context)
+    before = {name: tensor.data_ptr() for name, tensor in layer.named_parameters()}
+    layer.to_empty(device="cpu", recurse=False)
+    assert {name: tensor.data_ptr() for name, tensor in layer.named_parameters()} == before
+
+
 def test_layer_on_meta_says_what_to_do(context):
     with pytest.raises(InputError) as error:
         by_device(context)(torch.ones(3, HIDDEN))

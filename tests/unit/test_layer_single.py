@@ -181,6 +181,14 @@ def test_shared_experts_have_padding_as_it_is(context):
     assert x.grad[~mask].any()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_padding_that_is_sent_is_computed_as_tokens_are(context, grad):
+    layer, mask = MoELayer(full(), context), torch.tensor([True, False, True, False])
+    x = torch.randn(4, HIDDEN, requires_grad=grad)
+    with torch.set_grad_enabled(grad):
+        assert_same(layer(x, mask, send_masked=True), layer(x))
+
+
 # --- what can be seen -----------------------------------------------------------------------------------------------
 
 

@@ -209,12 +209,13 @@ def test_a_call_that_is_computed_again_gets_the_same_ids_and_is_recorded_once(co
     assert buffer.read()[0].tolist() == ids.tolist()
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_computing_again_outside_of_the_block_is_refused(context, later):
+# a reentrant checkpoint leaves no graph of its call, and only the newest is known
+@pytest.mark.parametrize(("later", "reentrant"), [(False, False), (True, False), (False, True)])
+def test_computing_again_outside_of_the_block_is_refused(context, later, reentrant):
     layer, x = MoELayer(shape(), context), rows_of(6).requires_grad_()
     ids = recorded(layer, rows_of(6, seed=3))[0]
     with layer.replay_routing(ids):
-        out = checkpoint(layer, x, use_reentrant=False)
+        out = checkpoint(layer, x, use_reentrant=reentrant)
     if later:
         layer(x)  # the newest call is of other routes
     with pytest.raises(InputError, match="call backward within replay_routing"):

@@ -293,3 +293,16 @@ def test_models_without_layers_are_refused(context):
         router_logits(nn.Linear(2, 2)),
     ):
         pass
+
+
+def test_logits_of_padding_are_recorded_as_the_router_gives_them(context):
+    """A loss over all rows, such as a z-loss, has them in its gradient."""
+    layer, mask = fill(MoELayer(shape(), context)), torch.tensor([True, False, True, False])
+    x = rows_of(4).requires_grad_()
+    with router_logits(layer) as whole:
+        layer(x)
+    with router_logits(layer) as masked:
+        layer(x, mask)
+    assert torch.equal(masked[0], whole[0])
+    masked[0].sum().backward()
+    assert bool(x.grad[~mask].any(1).all())
