@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ep_moe import ConfigError, EPContext, ExpertMap, ExpertsOptions, InputError, MoELayer, RankLayout
+from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.selection.explain import explain
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, INNER, context, full, shape  # noqa: F401 (a fixture)
@@ -128,6 +129,16 @@ def test_explain_is_what_runs(context):
     assert named._dispatcher().name == "allgather"
 
 
+def test_explain_is_of_the_present_dtype(context, monkeypatch):
+    layer = MoELayer(shape(), context)
+    only = dataclasses.replace(LocalDispatcher.capabilities, dtypes=frozenset({torch.float32}))
+    monkeypatch.setattr(LocalDispatcher, "capabilities", only)
+    assert "chosen" in {row.status for row in layer.explain()}
+    rows = layer.bfloat16().explain()
+    (reason,) = (row.reason for row in rows if (row.all2all, row.experts) == ("local", "reference"))
+    assert reason == "local carries float32, not bfloat16"
+
+
 def test_layers_of_a_context_read_the_registry_once(context):
     MoELayer(shape(), context)
     read = context._backends
@@ -156,6 +167,18 @@ def test_a_state_with_all_that_a_rank_holds_leaves_it_its_map(context):
     assert layer.placement.expert_map is layer.expert_weights.expert_map is own
     x = torch.randn(9, HIDDEN)
     assert torch.equal(layer(x), saved(x))
+
+
+def test_a_state_of_a_map_without_room_here_lacks_experts(context):
+    """One of a rank of two, given to one process: torch names what is missing."""
+    layer = MoELayer(shape(), context)
+    state, halves = layer.state_dict(), ExpertMap.linear(EXPERTS, 2)
+    for name in [name for name in state if any(name.startswith(f"expert_weights.{e}.") for e in halves.local(1))]:
+        del state[name]
+    state._metadata[""]["expert_map"] = halves.to_json()
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"expert_weights\.3\.w1\""):
+        layer.load_state_dict(state)
+    assert layer.placement.expert_map == layer.expert_weights.expert_map == ExpertMap.linear(EXPERTS, 1)
 
 
 @pytest.mark.parametrize(

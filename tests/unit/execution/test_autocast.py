@@ -97,3 +97,10 @@ def test_without_autocast_the_refusal_names_it(context):  # noqa: F811
         layer(rows(torch.float64))
     with torch.autocast("cpu", enabled=False), pytest.raises(InputError, match=r"torch.autocast"):
         layer(rows(BF16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_weights_that_autocast_leaves_alone_are_refused_as_without_it(dtype, context):  # noqa: F811
+    layer = made(context, F32)
+    with torch.autocast("cpu", dtype=BF16), pytest.raises(InputError, match=r"routing\.weights must be float32, got"):
+        layer.forward_routed(rows(), given(layer, dtype))

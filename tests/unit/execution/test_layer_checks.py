@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,15 @@ def test_gradients_of_a_kernel_without_a_backward_are_refused(wanting, monkeypat
         layer.forward_routed(x, routing)
     with torch.no_grad():
         assert layer.forward_routed(x, routing).shape == x.shape
+
+
+def test_a_kernel_that_serves_other_numbers_of_tokens_needs_a_backward_too():
+    """A tuned layer's next call may be its own."""
+    layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), experts="reference")
+    without = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
+    layer._others = {"fewer": SimpleNamespace(name="fewer", capabilities=without)}
+    with pytest.raises(InputError, match=r"^x requires a gradient, and experts=fewer has no backward"):
+        layer(torch.ones(3, 16, requires_grad=True))
 
 
 def test_the_refusal_names_every_backend_with_a_backward():

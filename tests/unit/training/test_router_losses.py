@@ -306,3 +306,11 @@ def test_logits_of_padding_are_recorded_as_the_router_gives_them(context):
     assert torch.equal(masked[0], whole[0])
     masked[0].sum().backward()
     assert bool(x.grad[~mask].any(1).all())
+
+
+def test_logits_beside_weights_of_another_class_are_recorded(context):
+    layer, given = fill(MoELayer(shape(), context)), routing(3)
+    logits = torch.randn(3, EXPERTS)
+    with router_logits(layer) as recorded:
+        layer.forward_routed(rows_of(3), Routing(given.ids, nn.Parameter(given.weights), logits))
+    assert torch.equal(recorded[0], logits)
