@@ -99,7 +99,21 @@ def test_hosts_of_silent_ranks_are_named():
     ]
     assert nodes.lost([1], range(4)) == ["Host of rank 1: a."]
     assert on("aabbb").lost([3, 4], range(5)) == ["Host of ranks 3, 4: b."]  # rank 2 of it is there
+    assert on("aab").lost([2], range(3)) == ["Host of rank 2: b."]  # its process may have ended by itself
     assert nodes.lost([], range(4)) == on("aa").lost([1], range(2)) == []
+
+
+def test_the_first_ep_group_on_several_nodes_is_named_by_all_ranks():
+    found = {layout("aaaabbcc", rank, ep=4).across_nodes for rank in range(8)}
+    assert found == {"b (ranks 4, 5), c (ranks 6, 7)"}
+    assert layout("aaaabbbb", ep=4).across_nodes is None
+
+
+@pytest.mark.parametrize("hosts", ["aaab", "abba"])
+def test_each_rank_of_an_ep_group_without_rails_is_alone_on_its_node_and_rail(hosts):
+    uneven = layout(hosts)
+    assert uneven.without_rails is not None
+    assert uneven.groups["ep_node"] == uneven.groups["ep_rail"] == [[0], [1], [2], [3]]
 
 
 def test_nccl_hostid_stands_for_the_host(monkeypatch):
@@ -122,6 +136,7 @@ def test_nccl_hostid_stands_for_the_host(monkeypatch):
         ("aaaabbbb", {"ep": 4, "etp": 2}, 2),
         ("aabb", {"ep": 2}, 2),
         ("aabbbb", {"ep": 3}, 3),
+        ("aabbcdcd", {"ep": 4}, 4),  # of one EP group alone
     ],
 )
 def test_consecutive_ranks_of_a_node(hosts, sizes, size):

@@ -77,6 +77,19 @@ def test_a_rank_that_is_late_is_waited_for_where_others_are_told(made, monkeypat
     assert entered == ["late", "here"]
 
 
+def test_a_pair_that_is_half_written_is_waited_for(made, monkeypatch):
+    monkeypatch.setattr(step_board, "_POLLS", 2)
+    made[2].post(6, 7)
+    made[1]._own[step_board.EXCHANGED + 2] = 5 << 16 | 1
+
+    @contextlib.contextmanager
+    def late():
+        made[1]._own[step_board.EXCHANGED + 3] = 8 << 16 | 1
+        yield
+
+    assert put(made[0], 4, 0, late=late) == [(4, 0), (5, 8), (6, 7)]
+
+
 def test_a_rank_that_never_comes_is_named(made, monkeypatch):
     monkeypatch.setattr(step_board, "_POLLS_IN_TURN", 2)
     made[1]._own[step_board.EXCHANGED + 2] = made[1]._own[step_board.EXCHANGED + 3] = 1
