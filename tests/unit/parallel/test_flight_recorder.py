@@ -1,6 +1,8 @@
 """The flight recorder: what an aborted step raises, what a verdict says, and what its watch ends. Without ranks."""
 
 import threading
+import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -40,6 +42,29 @@ def test_a_step_is_over_however_it_was_left(raised):
         raise raised
     assert flight_recorder.newest == Step(1, "", "eplb sum", "", True)
     assert flight_recorder._late_on_host() == 0
+
+
+def test_the_host_is_late_by_its_newest_step_and_call(monkeypatch):
+    """However long ago the ones before ended, and beyond what a library may compile for."""
+    now = [0.0]
+    monkeypatch.setattr(recorder_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    flight_recorder = FlightRecorder()
+
+    def late_after(seconds: float) -> float:
+        now[0] += seconds
+        return flight_recorder._late_on_host()
+
+    assert late_after(1000) == 0
+    with flight_recorder.step("combine"):
+        assert late_after(5) == 5
+    assert late_after(1000) == 0
+    with flight_recorder.step("connect", more_s=60.0):
+        assert late_after(61) == 1
+    with flight_recorder.step("combine"):
+        assert late_after(5) == 5
+    now[0] += 1000
+    flight_recorder.enter("moe0")
+    assert late_after(recorder_module.COMPILING_S + 2) == 2
 
 
 @pytest.mark.parametrize("left", [RuntimeError("NCCL communicator was aborted"), InputError("noise"), None])
@@ -208,7 +233,10 @@ def test_each_meeting_waits_for_all_of_its_ranks():
             peer.start()
             meet(recorders[0])
             peer.join()
-        with pytest.raises(PeerTimeout, match=r"^state_dict\(\) needs rank 1 too, which did not call it within 0.4 s"):
+        with (
+            warnings.catch_warnings(action="error"),  # a deadline so short leaves none to wait for
+            pytest.raises(PeerTimeout, match=r"^state_dict\(\) needs rank 1 too, which did not call it within 0.4 s"),
+        ):
             meet(recorders[0])
     finally:
         for flight_recorder in recorders:

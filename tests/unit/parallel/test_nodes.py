@@ -90,6 +90,7 @@ def test_a_group_that_spans_nodes_is_said_on_all_ranks():
     for rank in range(6):
         assert layout("aabbbb", rank, ep=3).across_nodes == "a (ranks 0, 1), b (rank 2)"
         assert layout("aabbcc", rank, ep=2).across_nodes is None
+        assert layout("aaabbc", rank, ep=3).across_nodes == "b (ranks 3, 4), c (rank 5)"  # the second EP group
 
 
 def test_hosts_of_silent_ranks_are_named():
@@ -101,19 +102,6 @@ def test_hosts_of_silent_ranks_are_named():
     assert on("aabbb").lost([3, 4], range(5)) == ["Host of ranks 3, 4: b."]  # rank 2 of it is there
     assert on("aab").lost([2], range(3)) == ["Host of rank 2: b."]  # its process may have ended by itself
     assert nodes.lost([], range(4)) == on("aa").lost([1], range(2)) == []
-
-
-def test_the_first_ep_group_on_several_nodes_is_named_by_all_ranks():
-    found = {layout("aaaabbcc", rank, ep=4).across_nodes for rank in range(8)}
-    assert found == {"b (ranks 4, 5), c (ranks 6, 7)"}
-    assert layout("aaaabbbb", ep=4).across_nodes is None
-
-
-@pytest.mark.parametrize("hosts", ["aaab", "abba"])
-def test_each_rank_of_an_ep_group_without_rails_is_alone_on_its_node_and_rail(hosts):
-    uneven = layout(hosts)
-    assert uneven.without_rails is not None
-    assert uneven.groups["ep_node"] == uneven.groups["ep_rail"] == [[0], [1], [2], [3]]
 
 
 def test_nccl_hostid_stands_for_the_host(monkeypatch):
