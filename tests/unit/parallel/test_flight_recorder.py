@@ -220,6 +220,20 @@ def test_the_first_of_two_failures_is_everyones():
         two.close()
 
 
+def test_one_group_alone_exchanges_through_the_memory_of_the_host():
+    """A rank has one pair of words for its peers to read: a second group would take the numbers of the first."""
+    recorders = pair()
+    try:
+        for flight_recorder in recorders:
+            flight_recorder.attach()
+        assert recorders[0].host_exchange([0, 1, 2]) is None, "it does not see rank 2"
+        assert recorders[0].host_exchange([0, 1]) is not None
+        assert recorders[0].host_exchange([0, 1]) is None
+    finally:
+        for flight_recorder in recorders:
+            flight_recorder.close()
+
+
 def test_each_meeting_waits_for_all_of_its_ranks():
     """One under a key that was met under before, too."""
     recorders = pair()

@@ -63,3 +63,10 @@ def test_a_checksum_tells_each_bit_of_each_word():
             words = torch.zeros(6, dtype=torch.int64)
             words[place] = bit
             assert int(checksum(words, CPU)) != 0, (place, bit)
+
+
+def test_ids_of_either_width_are_the_same_ids(comparison):
+    """Ranks that pass them would compare row by row in each call, and warn of rounding."""
+    ids = torch.tensor([[0, 5], [-1, 3]])
+    narrow, wide = (comparison.facts({"routing.ids": one}, CPU, compared=True) for one in (ids.int(), ids))
+    assert [int(number) for number in narrow] == [int(number) for number in wide]
