@@ -32,6 +32,32 @@ def test_the_pair_of_ranks_that_differs_is_named(comparison, monkeypatch):
     assert "x on rank 5 differs from that on rank 6 in 1 of 2 rows" in comparison.problem({"x": X})
 
 
+def other_rows(found, monkeypatch):
+    """The first rank passes these rows, the others what is compared next."""
+    first = []
+
+    def gathered(own, rank_group):
+        first.append(own)
+        return [first[0], own, own]
+
+    monkeypatch.setattr(row_comparison, "_gathered", gathered)
+    row_comparison._distances(found, None)
+
+
+def test_a_row_that_is_nan_on_one_rank_alone_is_another(comparison, monkeypatch):
+    other_rows(torch.tensor([[2.0, 2.0], [torch.nan, 2.0]]), monkeypatch)
+    found = comparison.problem({"x": torch.full((2, 2), 2.0)})
+    assert "x on rank 4 differs from that on rank 5 in 1 of 2 rows" in found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounding_of_two_bytes_is_no_difference(dtype, comparison, monkeypatch):
+    rows = torch.ones(2, 4, dtype=dtype)
+    other_rows(rows, monkeypatch)
+    with pytest.warns(UserWarning, match="are not equal bit for bit"):
+        assert comparison.problem({"x": rows * (1 + 2**-6)}) is None
+
+
 def test_more_tokens_than_before_are_weighed_as_by_a_new_one(comparison):
     """The factors of few tokens are kept, and made anew for many."""
     for tokens in (1, 40, 3, 700):
