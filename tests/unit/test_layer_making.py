@@ -50,6 +50,18 @@ def test_to_empty_without_recursion_leaves_the_parts_as_they_are(context):
     assert {name: tensor.data_ptr() for name, tensor in layer.named_parameters()} == before
 
 
+@pytest.mark.parametrize(("options", "numbers"), [({}, 1), ({"quantization": "fp8_block"}, 1), ({"device": "meta"}, 0)])
+def test_a_layer_takes_one_number_of_the_default_generator(context, options, numbers):
+    """Whatever it holds: what a model draws next depends on no layout."""
+    torch.manual_seed(7)
+    for _ in range(numbers):
+        torch.randint(2**62, ())
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    MoELayer(dataclasses.replace(full(), hidden_size=128, intermediate_size=128), context, **options)
+    assert torch.equal(torch.rand(3), wanted)
+
+
 def test_layer_on_meta_says_what_to_do(context):
     with pytest.raises(InputError) as error:
         by_device(context)(torch.ones(3, HIDDEN))

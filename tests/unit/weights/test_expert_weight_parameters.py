@@ -180,3 +180,15 @@ def test_fresh_parameters_are_random_and_biases_zero():
         assert parameter.unique().numel() > 0.9 * parameter.numel()
     assert (weights.w13_bias == 0).all()
     assert (weights.w2_bias == 0).all()
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_fresh_experts_leave_nothing_in_an_empty_slot(trainable):
+    """Kernels that go through all slots read it."""
+    weights = ExpertWeights(shape(), ExpertMap.from_ranks([[4, -1, 0, 1, 2, 3]], 5), trainable=trainable)
+    for tensor in weights.stored_tensors().values():
+        tensor.detach().fill_(torch.nan)
+    weights.reset_parameters()
+    for tensor in weights.stored_tensors().values():
+        assert not tensor[1].any()
+        assert tensor.isfinite().all()

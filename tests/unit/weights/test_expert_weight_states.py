@@ -68,6 +68,18 @@ def test_a_state_with_gate_and_up_in_one_loads():
     assert torch.equal(weights.w13[0], integer_expert(config, 4)["w13"])
 
 
+@pytest.mark.parametrize("shared_out", [False, True])
+def test_of_a_matrix_and_its_halves_the_matrix_is_loaded(shared_out):
+    config = shape(bias=False)
+    weights = filled_weights(config, ExpertMap.linear(5, 1))
+    if shared_out:
+        weights.unstack()
+    matrix = integer_expert(config, 0, seed=1)["w13"]
+    weights.load_state_dict({"0.w1": torch.zeros(16, 8), "0.w13": matrix, "0.w3": torch.zeros(16, 8)}, strict=False)
+    expert = weights.get_submodule("0")
+    assert torch.equal(torch.cat([expert.w1, expert.w3]), matrix)
+
+
 @pytest.mark.parametrize("to", MAPS)
 @pytest.mark.parametrize("of", ["linear", "redundant", "user's"])
 def test_checkpoint_of_one_map_loads_into_any_other(of, to):
@@ -168,6 +180,19 @@ def test_half_a_matrix_is_not_quantized():
     with pytest.raises(RuntimeError, match=r"expert 0: w3 is missing, and w13 is quantized as a whole"):
         weights.load_state_dict({"0.w1": torch.ones(128, 128)}, strict=False)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights.stored_tensors().items())
+
+
+@pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)
+def test_a_state_of_numbers_loads_into_a_quantized_layer(scheme):
+    """They stand for the codes and scales that they are quantized to; ranges of inputs are in no number."""
+    plain = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16)
+    weights = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16, scheme=scheme)
+    result = weights.load_state_dict(plain.state_dict(), strict=False)
+    assert not result.unexpected_keys
+    inputs = [name for name in weights.names if name.endswith("_input_scale")]
+    assert sorted(result.missing_keys) == sorted(f"{expert}.{name}" for expert in range(3) for name in inputs)
+    for name, tensor in scheme.quantize(plain.slot(1), torch.bfloat16).items():
+        assert torch.equal(weights.slot(1)[name].float(), tensor.float()), name
 
 
 @pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)

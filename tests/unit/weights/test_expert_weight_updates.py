@@ -78,6 +78,14 @@ def test_numbers_that_cannot_be_quantised_change_nothing(scheme):
             for part in codes.keys() - {"w13"}
         ],
         ({"w13": codes["w13"]}, r"expert 1: w13 is codes, and w13_scale is missing.*give w13 and w13_scale"),
+        *[
+            ({name: tensor for name, tensor in codes.items() if name != part}, f"w13 is codes, and {part} is missing")
+            for part in codes.keys() - {"w13"}
+        ],
+        *[
+            (codes | {part: tensor.float().int()}, f"{part} must be .* under quantization={scheme.name}, got int32")
+            for part, tensor in codes.items()
+        ],
         ({"w13": good[:, :128]}, r"expert 1: w13 must be \[512, 256\], got \[512, 128\]"),
     ]
     for tensors, sentence in cases:
@@ -158,6 +166,10 @@ def test_update_keeps_the_parameters_and_their_dtype():
         (1, {"w1": torch.ones(1)}, "expert 1 has no tensor 'w1'; it has w13, w2, w13_bias, w2_bias"),
         (1, {"w2": torch.ones(16, 8)}, "expert 1: w2 must be [8, 16], got [16, 8]"),
         (3, {"w13": torch.ones(16, 8)}, "expert 3: w13 must be [32, 8], got [16, 8]"),
+        (1, {"w2": torch.ones(8, 16, device="meta")}, "w2 must be a dense tensor with numbers, got one on the meta"),
+        (1, {"w2": torch.ones(8, 16).to_sparse()}, "w2 must be a dense tensor with numbers, got one torch.sparse"),
+        (1, {"w2": torch.ones(8, 16).int()}, "w2 must be numbers that are rounded to float32, got int32"),
+        (1, {"w2": torch.ones(8, 16).to(torch.float8_e5m2)}, "w2 must be numbers that are rounded to float32, got f"),
     ],
 )
 def test_bad_update_names_field_and_value_and_writes_nothing(expert, tensors, message):

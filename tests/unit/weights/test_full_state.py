@@ -1,5 +1,6 @@
 """Callers that would save one rank's state dict as the whole model's are recognized by their frames."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -22,3 +23,13 @@ def test_a_full_state_is_one_of_ranks_with_all_experts(held, full, refused):
             caller["_get_model_state_dict"](info)
     else:
         caller["_get_model_state_dict"](info)
+
+
+@pytest.mark.parametrize("hooks", [{}, {1: print}])
+def test_a_file_of_one_rank_is_what_a_hook_of_the_users_makes_of_it(hooks):
+    """`register_save_state_pre_hook` of accelerate."""
+    caller = {"__name__": "accelerate.accelerator", "refuse": lambda: refuse_full_state(WITHOUT)}
+    exec("def save_state(self):\n    refuse()", caller)
+    refused = pytest.raises(ConfigError, match="save_state of accelerate would save one rank's experts for all of them")
+    with nullcontext() if hooks else refused:
+        caller["save_state"](SimpleNamespace(_save_model_state_pre_hook=hooks))

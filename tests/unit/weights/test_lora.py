@@ -8,8 +8,10 @@ import dataclasses
 import pytest
 import torch
 
-from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, InputError, MoELayer
-from ep_moe.weights.lora import LowRank, add_lora
+from ep_moe import ConfigError, EPLBConfig, ExpertBalancer, ExpertMap, InputError, MoELayer
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.lora import LowRank, add_lora, merge_lora
+from tests.fixtures.expert_weights import shape
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
 
@@ -54,10 +56,46 @@ def test_factors_are_converted_with_their_layer(layer):
     assert {factor.dtype for factor in layer.expert_weights.lora.parameters()} == {torch.float64}
 
 
+def test_factors_that_are_switched_off_are_merged_all_the_same(layer):
+    x = rows_of(9)
+    wanted = layer(x).detach()
+    layer.expert_weights.lora.enabled = False
+    assert not torch.allclose(layer(x), wanted, atol=1e-2)
+    merge_lora(layer.expert_weights)
+    torch.testing.assert_close(layer(x).detach(), wanted)
+
+
+def test_autocast_rounds_no_updated_matrix(layer):
+    weights = layer.expert_weights
+    with torch.no_grad():
+        wanted = weights.lora(weights.stored_tensors())
+        with torch.autocast("cpu", torch.bfloat16):
+            found = weights.lora(weights.stored_tensors())
+    for name, tensor in wanted.items():
+        assert same_bits(found[name], tensor), name
+
+
 def test_a_balancer_of_layers_with_factors_is_refused(layer, context):
     layer.requires_grad_(False)
     with pytest.raises(ConfigError, match=r"have LoRA factors, which do not move with them; call merge_lora"):
         ExpertBalancer([layer], context, EPLBConfig())
+
+
+@pytest.mark.parametrize(("ranks", "empty"), [([[0, -1, 1, 2, 3, 4]], [1]), ([[0, 1, 2, 3, 4], []], [])])
+def test_slots_without_an_expert_have_no_factors(ranks, empty):
+    """And a rank without slots computes."""
+    expert_map = ExpertMap.from_ranks(ranks, 5)
+    weights = ExpertWeights(shape(bias=False), expert_map, ep_rank=len(ranks) - 1, dtype=torch.bfloat16)
+    lora = add_lora(weights, {"w2": LowRank(2, 1.0)}, seed=0)
+    assert {factor.dtype for factor in lora.parameters()} <= {torch.float32}
+    with torch.no_grad():
+        for factor in lora.parameters():
+            factor.fill_(1)
+        before = weights.stored_tensors()["w2"].clone()
+        found = weights(lambda: weights.stored_tensors()["w2"])
+    assert (found.shape, found.dtype) == (before.shape, torch.bfloat16)
+    same = [slot for slot in range(len(found)) if torch.equal(found[slot], before[slot])]
+    assert same == empty
 
 
 @pytest.mark.parametrize(

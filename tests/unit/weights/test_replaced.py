@@ -173,6 +173,9 @@ def test_codes_that_a_loop_over_parameters_converts_are_refused(scheme, context)
                     layer(x)
             parameter.data = own
         assert same_bits(layer(x), wanted)
+        layer.expert_weights.w2 = None
+        with pytest.raises(InputError, match=r"expert_weights\.w2 was taken away; build the layer anew"):
+            layer(x)
 
 
 def test_codes_that_are_to_learn_are_refused(context):

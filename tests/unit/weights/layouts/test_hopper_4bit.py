@@ -143,12 +143,13 @@ def test_each_rank_has_the_blocks_of_its_piece():
     ("mxfp4", 161, "w13_scale must have exponents of at most 160 .* got others at 2 of"),
     ("mxfp4", 255, "exponents of at most 160"), ("nvfp4a16", 127, "scales that are numbers .* got others at 2 of"),
     ("int4", 0x7F, "scales of at most 2 .. 26 .* got others at"), ("mxint4", 0x60, "scales of at most 2 .. 26"),
+    ("mxint4", 0xFF, "scales of at most 2 .. 26"),
 ])  # fmt: skip
 def test_scales_that_the_kernel_would_take_for_others_are_refused(scheme, value, match):
     given = random_expert(CONFIG, SCHEMES[scheme], 0, BF16, CPU)
     given["w13_scale"].view(torch.uint8)[3, 1:3] = value
     with pytest.raises(InputError, match=match):
         made(scheme, CONFIG).write([0], given)
-    if value == 161:
-        given["w13_scale"][3, 1:3] = 160
+    if scheme != "nvfp4a16":
+        given["w13_scale"][3] = 160 if scheme == "mxfp4" else -(2.0**26)
         made(scheme, CONFIG).write([0], given)
