@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from ep_moe import ConfigError, EPContext, ParallelConfig
+from ep_moe import CheckpointError, ConfigError, EPContext, ParallelConfig
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 from ep_moe.integrations.transformers import (
     export_weights,
@@ -19,6 +19,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
 from ep_moe.weights import lora
 from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.interface_models import interface_model
 from tests.fixtures.lora_models import lora_config, plain_twin
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
@@ -370,6 +371,18 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
         with pytest.raises(ConfigError, match="each expert is cut over 2 ranks"):
             add_lora(model, lora_config("olmoe"))
         etp.destroy()
+
+
+@distributed(2)
+def test_an_adapter_that_cannot_be_written_is_one_error_on_all_ranks(models, tmp_path, world_size):
+    """The first one writes."""
+    quiet()
+    (tmp_path / "file").touch()
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        model = load_pretrained(models / "olmoe", context, experts="reference", progress=False)
+        model = add_lora(model, lora_config("olmoe", target_modules=[]))
+        text = same_error(CheckpointError, lambda: save_lora(model, tmp_path / "file" / "adapter"))
+        assert "file/adapter: the adapter cannot be written: " in text
 
 
 @distributed(2)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.reader import load_layers, replacing
+from ep_moe.checkpoint.reader import load_layers, loading, replacing
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
-from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.errors import CheckpointError, ConfigError, OutOfMemory
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import LAYERS, check_layer, make_layers, tensors_of, write_tensors, written
 
@@ -230,6 +230,13 @@ def test_unknown_family_is_named(checkpoints):
     layers = make_layers(checkpoints["mixtral single"], EPContext.local(torch.device("cpu")), [0])
     with pytest.raises(ConfigError, match=r"family must be one of .*mixtral.*, got 'mixtrel'"):
         load_layers(layers, checkpoints["mixtral single"].folder, "mixtrel")
+
+
+def test_a_device_without_room_is_no_damage_of_the_folder():
+    with EPContext.local(torch.device("cpu")) as context:
+        message = r"a/folder: the device has no room for the weights: 7 GiB.*more ranks, or quantization"
+        with pytest.raises(OutOfMemory, match=message), loading("a/folder", context.consensus):
+            raise torch.OutOfMemoryError("7 GiB are wanted")
 
 
 def test_source_reads_parts(checkpoints):

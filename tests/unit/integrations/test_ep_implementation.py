@@ -1,5 +1,6 @@
 """Registration of `ep_implementation="ep_moe"`, and what it refuses."""
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +39,32 @@ def test_how_many_experts_a_token_takes_must_be_known(top_k, monkeypatch):
         return
     with pytest.raises(ConfigError, match="does not say how many experts a token takes"):
         Borrower(experts, None, asked)
+
+
+class Made:
+    """Of one process group, or of no group."""
+
+    device_type = "cpu"
+
+    def __init__(self, *_, **__):
+        pass
+
+    def size(self):
+        return 1
+
+
+def test_modules_of_one_mesh_share_a_context(monkeypatch):
+    """As long as one of them lives: those of the next model have ranks of their own."""
+    monkeypatch.setattr(ep_implementation.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(ep_implementation.EPContext, "from_groups", Made)
+    contexts, (mesh, other) = ep_implementation._Contexts(), (Made(), Made())
+    asked = SimpleNamespace(deadline_s=1.0, max_tokens=None)
+    first = contexts.of(mesh, mesh, asked)
+    assert contexts.of(mesh, mesh, asked) is first
+    second = contexts.of(other, other, asked)
+    assert second is not first
+    assert contexts.of(other, other, asked) is second
+    place = weakref.ref(second)
+    del second
+    assert place() is None, "nothing here keeps it"
+    assert isinstance(contexts.of(other, other, asked), Made)

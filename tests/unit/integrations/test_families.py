@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe import EPContext
+from ep_moe import Activation, EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.families import FAMILIES as BLOCKS
 from ep_moe.integrations.transformers import expert_parallel
@@ -26,6 +26,21 @@ def test_constants_of_gpt_oss_are_those_that_its_configuration_states(stated, fo
         setattr(config, name, value)
     ours = BLOCKS["gpt_oss"].config(config)
     assert (ours.activation_alpha, ours.activation_limit) == found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_weights_are_renormalized_where_the_configuration_says_so(family):
+    config = tiny_config(family)
+    for stated in (True, False):
+        config.norm_topk_prob = stated
+        assert BLOCKS[family].config(config).routing.renormalize is stated
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("silu", Activation.SWIGLU), ("swish", Activation.SWIGLU), ("gelu", Activation.GEGLU)]
+)
+def test_activations_are_known_by_transformers_names(name, found):
+    assert BLOCKS["mixtral"].config(tiny_config("mixtral", hidden_act=name)).activation is found
 
 
 def local():

@@ -1,5 +1,7 @@
 """Idle steps: of which models, and what they give on one rank."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -35,3 +37,55 @@ def test_an_idle_step_that_raised_is_over(monkeypatch):
     with pytest.raises(InputError):
         generation._idle(0)
     assert not generation._serving
+
+
+class Experts(torch.nn.Module):
+    """As one of a block's modules of experts."""
+
+    def __init__(self, name, calls):
+        super().__init__()
+        self.calls, self._log, self._name = 0, calls, name
+        self.moe = SimpleNamespace(name=name, _refuse=self._refuse)
+
+    def _refuse(self, problem):
+        raise InputError(problem)
+
+    def forward(self, x):
+        self.calls += 1
+        self._log.append(self._name)
+        return 2 * x
+
+    def without_rows(self, *, gradients):
+        self._log.append(f"{self._name} without rows{', with gradients' * gradients}")
+        return torch.zeros(0, requires_grad=gradients)
+
+
+class Block(torch.nn.Module):
+    def __init__(self, *names):
+        super().__init__()
+        self.calls = []
+        self.parts = torch.nn.ModuleDict({name: Experts(name, self.calls) for name in names})
+        in_step.AllCalled(list(self.parts.values())).attach(self)
+
+    def forward(self, x, *names):
+        for name in names:
+            x = self.parts[name](x)
+        return (x, "more")
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_a_block_leaves_out_is_called_behind_it(gradients):
+    block, x = Block("text", "image", "sound"), torch.ones(2, requires_grad=True)
+    with torch.set_grad_enabled(gradients):
+        for names in (("text", "image", "sound"), ("text",), ()):
+            block.calls.clear()
+            out, more = block(x, *names)
+            end = " without rows" + ", with gradients" * gradients
+            assert block.calls == [*names, *(f"{name}{end}" for name in ("text", "image", "sound")[len(names) :])]
+            assert (out.tolist(), more) == ([2.0 ** len(names)] * 2, "more")
+
+
+def test_a_block_that_leaves_out_what_comes_first_is_refused():
+    """The others were called already, as the first of a peer's calls."""
+    with pytest.raises(InputError, match="text was not called, and what its block calls after it was; ranks differ"):
+        Block("text", "image")(torch.ones(2), "image")

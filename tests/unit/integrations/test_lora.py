@@ -47,6 +47,24 @@ def test_patterns_of_ranks_and_of_alphas_are_apart():
     target = Target(of=of, parameter=name, stored="w2", depth=0, turned=False)  # r is 4, lora_alpha 8
     assert target.low_rank(lora_config("olmoe", alpha_pattern={name: 12})) == LowRank(4, 3.0)
     assert target.low_rank(lora_config("olmoe", rank_pattern={name: 2})) == LowRank(2, 4.0)
+    assert target.low_rank(lora_config("olmoe", rank_pattern={name: 2}, alpha_pattern={name: 5})) == LowRank(2, 2.5)
+    assert target.low_rank(lora_config("olmoe", use_rslora=True)) == LowRank(4, 4.0), "alpha / sqrt(r)"
+
+
+def test_the_scale_of_some_layers_of_peft_may_change(models):
+    """That of all is meant for experts too, which do not follow."""
+    from peft.tuners.lora import LoraLayer
+
+    ids = torch.arange(4).view(1, 4)
+    with EPContext.local(torch.device("cpu")) as context, torch.no_grad():
+        model = add_lora(load_pretrained(models / "olmoe", context, progress=False), lora_config("olmoe"))
+        first, *others = (module for module in model.modules() if isinstance(module, LoraLayer))
+        first.scale_layer(0.5)
+        model(input_ids=ids)
+        for module in others:
+            module.scale_layer(0.5)
+        with pytest.raises(ConfigError, match="scale of all LoRA layers of PEFT was changed"):
+            model(input_ids=ids)
 
 
 def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models, tmp_path):
@@ -62,6 +80,7 @@ def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models
             loaded = load_lora(model(), tmp_path, trainable=trainable)
             trained[trainable] = {name.rpartition(".")[2] for name, p in loaded.named_parameters() if p.requires_grad}
         assert trained[False] == set()
+        assert not any(parameter.requires_grad for parameter in load_lora(model(), tmp_path).parameters())
         assert trained[True] == {f"lora_{factor}_{matrix}" for factor in "AB" for matrix in ("w13", "w2")}
         with pytest.raises(ConfigError, match="its factors may be merged already"):
             save_lora(merge_lora(loaded), tmp_path)

@@ -11,7 +11,7 @@ from ep_moe import EPContext
 from ep_moe.checkpoint.source import INDEX, SINGLE
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations import save as saving
-from ep_moe.integrations.transformers import expert_parallel, save_pretrained
+from ep_moe.integrations.transformers import expert_parallel, export_weights, save_pretrained
 from tests.fixtures.checkpoint_files import check_equal, tensors_of
 from tests.fixtures.interface_models import interface_model
 
@@ -26,12 +26,23 @@ def test_what_training_changed_is_saved(tmp_path):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1.0)
-    (tmp_path / INDEX).write_text("an older checkpoint's")
+    older, others = (INDEX, SINGLE, "model-00002-of-00002.safetensors"), {"adapter_model.safetensors", f"{SINGLE}.bak"}
+    for name in (*older, *others):
+        (tmp_path / name).write_text("an older checkpoint's, or another's")
     save_pretrained(model, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {SINGLE, "config.json", "generation_config.json"}
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {SINGLE, "config.json", "generation_config.json", *others}
     found = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert found.lm_head.weight is found.model.embed_tokens.weight
     check_equal(found.state_dict(), {name: tensor + 1.0 for name, tensor in before.items()})
+
+
+def test_the_published_names_are_the_default(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local())
+    save_pretrained(model, tmp_path)
+    names = set(tensors_of(tmp_path))
+    assert "model.layers.0.mlp.experts.0.up_proj.weight" in names
+    assert {name for name, _ in export_weights(model)} == names
 
 
 def test_a_save_that_fails_leaves_no_files(tmp_path, monkeypatch):
@@ -86,6 +97,16 @@ def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
     writer, whole = saving._Writer(tmp_path, 1000), torch.ones(8, 100)
     writer.write({"first": whole[0], "all": whole[:1]})
     assert [tensor.untyped_storage().nbytes() for tensor in writer._pending.values()] == [400, 400]
+
+
+@pytest.mark.parametrize(("shard_bytes", "files"), [(1600, 1), (1599, 2), (10, 3)])
+def test_a_file_has_at_most_the_bytes_that_are_asked_for(tmp_path, shard_bytes, files):
+    """A tensor that is larger has one of its own."""
+    writer = saving._Writer(tmp_path, shard_bytes)
+    writer.write({"a": torch.ones(100), "b": torch.ones(100, dtype=torch.int64)})
+    writer.write({"c": torch.ones(200, dtype=torch.int16)})
+    writer._flush()
+    assert len(list(tmp_path.iterdir())) == files
 
 
 def test_the_dtype_that_is_saved_is_the_models(tmp_path):

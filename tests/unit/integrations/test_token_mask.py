@@ -59,6 +59,8 @@ def test_a_call_has_its_own_mask_alone(model, masks):
     (found,) = model.model.seen
     assert found.tokens.tolist() == MASK.bool().flatten().tolist()
     assert masks.of_rows(6) is None
+    model.model(IDS, MASK)
+    assert model.model.seen.pop().tokens.tolist() == MASK.bool().flatten().tolist(), "by its place"
     with pytest.raises(KeyError):
         model(input_ids=IDS, attention_mask=MASK, fails=True)
     assert masks.of_rows(6) is None, "nor does one that failed leave it"
@@ -109,7 +111,13 @@ def test_padding_that_generate_does_not_go_on_from_is_not_sent(model, masks):
     with torch.no_grad(), masks.generating():
         for mask in (MASK, MASK.flip(1), MASK[:, :1]):
             model(input_ids=IDS[:, : mask.shape[1]], attention_mask=mask)
-    assert [bool(mask.sent) for mask in model.model.seen] == [False, True, False]
+        with masks.generating():  # of an assistant
+            pass
+        model(input_ids=IDS, attention_mask=MASK.flip(1))
+    with pytest.raises(KeyError), masks.generating():
+        raise KeyError
+    model(input_ids=IDS, attention_mask=MASK.flip(1))
+    assert [bool(mask.sent) for mask in model.model.seen] == [False, True, False, True, False]
 
 
 def test_a_compiled_block_sees_no_other_threads_mask(masks, model, monkeypatch):
