@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ep_moe import ExpertBalancer, RebalanceError
+from ep_moe import EPContext, ExpertBalancer, MoEConfig, MoELayer, ParallelConfig, RebalanceError
 from ep_moe.eplb.migration.consensus import State
-from ep_moe.testing import distributed
+from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.eplb_cases import ROW, all_alike, assert_slots, context_of, make_layers, on_request, random_map
 from tests.fixtures.eplb_faults import DEADLINE_S, LOST, await_first, new_map, note_first, step_until
@@ -113,3 +113,16 @@ def test_a_rank_that_writes_when_it_has_said_that_it_is_ready(first, world_size)
         assert all_alike(layer.placement.expert_map.to_json()) == new_map(layer).to_json()
         assert_slots(layer)
         check_call(layer, context)
+
+
+@distributed(2)
+def test_a_write_to_a_piece_of_etp_is_seen(world_size):
+    """It goes through a DTensor."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1, etp=2), device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2), context)
+        weights = layer.expert_weights
+        before = weights.written()
+        assert weights.written() == before
+        with torch.no_grad():
+            weights.get_submodule("2").w2.mul_(2)
+        assert weights.written() != before

@@ -1,13 +1,20 @@
 """Which steps of an optimizer are refused, seen in one process."""
 
 import contextlib
+import gc
+import io
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from ep_moe import ConfigError
-from ep_moe.weights.optimizers import _refuse_mixed_groups
+from ep_moe import ConfigError, ExpertMap
+from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.optimizers import _refuse_mixed_groups, guard_optimizers
+from tests.fixtures.expert_weights import REDUNDANT, filled_weights, shape
+
+LEFT = "holds expert parameters that are their layer's no more, and would train no expert"
 
 
 def parameter(piece):
@@ -29,3 +36,49 @@ def test_a_group_of_both_kinds_is_refused_where_it_is_updated_in_one_call(kinds,
     refused = at_once and len(set(kinds)) == 2
     with pytest.raises(ConfigError, match="a group of AdamW has DTensors") if refused else contextlib.nullcontext():
         _refuse_mixed_groups(optimizer)
+
+
+def test_a_parameter_that_takes_no_part_in_a_step_is_no_kind_of_it():
+    plain, piece = parameter(False), parameter(True)
+    piece.grad = None
+    _refuse_mixed_groups(torch.optim.AdamW([plain, piece], foreach=True))
+
+
+def test_an_optimizer_of_parameters_that_were_left_behind_is_refused_while_their_layer_learns():
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+    early = torch.optim.SGD(weights.parameters(), lr=0.1)
+    early.step()
+    weights.set_expert_map(ExpertMap.from_ranks([[4, 3, 2, 1, 0]], 5))
+    with pytest.raises(ConfigError, match=LEFT):
+        early.step()
+    torch.optim.SGD(weights.parameters(), lr=0.1).step()
+    weights.requires_grad_(False)
+    early.step()
+    weights.requires_grad_(True)
+    there = weakref.ref(weights)
+    del weights
+    gc.collect()
+    assert there() is None, "an optimizer keeps no layer"
+    early.step()
+
+
+def test_an_optimizer_of_parameters_on_the_meta_device_is_refused():
+    """They cannot become those that have memory."""
+    weights = ExpertWeights(shape(), REDUNDANT, device=torch.device("meta"))
+    early = torch.optim.SGD(weights.parameters(), lr=0.1)
+    weights.to_empty(device="cpu")
+    with pytest.raises(ConfigError, match=LEFT):
+        early.step()
+
+
+def test_a_parameter_in_a_file_names_no_layer():
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+    kept = weights.get_submodule("3").w2
+    guard_optimizers(kept, weights)
+    weights.set_expert_map(ExpertMap.from_ranks([[4, 3, 2, 1, 0]], 5))
+    file = io.BytesIO()
+    torch.save([kept], file)
+    file.seek(0)
+    (found,) = torch.load(file)
+    assert torch.equal(found, kept)
+    torch.optim.SGD([found], lr=0.1).step()

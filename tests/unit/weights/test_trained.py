@@ -55,6 +55,16 @@ def test_gradients_that_are_here_follow_the_divisor():
     assert seen == [6.0, 3.0, 12.0]
 
 
+def test_gradients_that_a_wrapper_divides_stay():
+    """It has divided them in backward, by a number of its own."""
+    found, gradient = made(), torch.tensor([12.0])
+    found._weights.gradients = lambda: [gradient]
+    found.followed = lambda: 3.0
+    found.divide(4)
+    assert gradient.item() == 12.0
+    assert found.divisor == 3.0
+
+
 @pytest.mark.parametrize(("sharded", "wanted"), [(False, 3.0), (True, 3.0)])
 def test_a_gradient_is_divided_by_each_rank_once(sharded, wanted):
     """Over 2 EP groups with gradients of 6 and 6 and 4 ranks' tokens; FSDP's mean over the groups comes later."""
