@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ep_moe import EPContext, InputError, ParallelConfig, training
+from ep_moe import ConfigError, EPContext, InputError, ParallelConfig, training
 from ep_moe.layer import MoELayer
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.training_model import CONFIG, WIDTH
@@ -36,6 +36,19 @@ def test_an_expert_that_is_shared_out_is_not_updated():
         layer = training.fully_shard(MoELayer(CONFIG, context), context)
         with pytest.raises(InputError, match="expert parameters are shared out by fully_shard; load them with"):
             layer.update_expert(0, w2=torch.ones(WIDTH, CONFIG.intermediate_size))
+
+
+@distributed(2, set_device=True)
+def test_an_optimizer_of_the_parameters_before_they_were_cut_is_refused():
+    """It would train no expert, without a word."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(CONFIG, context)
+        early = torch.optim.SGD(training.expert_parameters(layer), lr=0.1)
+        training.fully_shard(layer, context)
+        layer(torch.ones(2, WIDTH, device=context.device)).square().mean().backward()
+        with pytest.raises(ConfigError, match=r"are their layer's no more.*fully_shard has cut its model"):
+            early.step()
+        torch.optim.SGD(training.expert_parameters(layer), lr=0.1).step()
 
 
 @distributed(2, set_device=True)

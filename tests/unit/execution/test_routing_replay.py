@@ -324,7 +324,9 @@ def test_a_models_record_is_replayed_from_a_file(context, tmp_path):
         for layer in model.layers:
             layer.router.weight.neg_()
     assert not torch.equal(routed, wanted)
-    wrapped = nn.ModuleDict({"module": model})  # as DistributedDataParallel names it
+    wrapped = model  # as FSDP, checkpoint_wrapper, torch.compile and DistributedDataParallel name it
+    for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"):
+        wrapped = nn.ModuleDict({name: wrapped})
     with replay_routing(wrapped, ids | {"layers.7": ids["layers.0"]}):
         assert same_bits(model(x).detach(), wanted)
     with replay_routing(model, {"layers.0": ids["layers.0"]}), pytest.raises(InputError, match="no ids were given"):

@@ -52,6 +52,20 @@ def test_a_step_by_which_torch_makes_a_state_moves_no_bias(context):
     assert all(bias.any() for bias in biases), "the load before is still counted"
 
 
+def test_a_step_of_some_groups_moves_the_bias(context):
+    """Others have a rate of 0, and a wrapper of the optimizer passes `closure=None` on."""
+    model = Model(context, layers=1, routing=BIASED)
+    (layer,) = model.layers
+    groups = [{"params": layer.expert_weights.parameters(), "lr": 0.0}, {"params": layer.router.parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer.register_step_pre_hook(BiasUpdate(model, context, speed=0.25))
+    with torch.no_grad():
+        model(rows_of(50, 9))
+    optimizer.step(closure=None)
+    assert layer.router.e_score_correction_bias.any()
+    assert BiasUpdate(model, context).speed == 1e-3, "as DeepSeek-V3"
+
+
 def test_bias_follows_the_load_of_a_step(context):
     model = Model(context, routing=BIASED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -1,5 +1,6 @@
 """Which of a rank's gradients count in a norm over all ranks, in one process."""
 
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -38,6 +39,23 @@ def test_gradients_are_reduced_in_buckets_of_one_dtype_and_a_bounded_size(monkey
     found = [[(len(one), one.dtype) for one in bucket] for bucket in _buckets(given)]
     wanted = [[4, 6], [1], [20], [3]]
     assert found == [[(n, dtype) for n in bucket] for dtype in (torch.float32, torch.bfloat16) for bucket in wanted]
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2, 3.5, math.inf])
+@pytest.mark.parametrize("max_norm", [0, 0.5, 1e6, math.inf])
+def test_one_process_clips_as_torch_does(max_norm, norm_type):
+    """Gradients that are small enough stay as they are, too."""
+    with EPContext.local(rank_device()) as context:
+        layers = [MoELayer(CONFIG, context) for _ in range(2)]
+        for parameters in zip(*(layer.parameters() for layer in layers), strict=True):
+            gradient = torch.randn_like(parameters[0])
+            for parameter in parameters:
+                parameter.grad = gradient.clone()
+        found = gradients.clip_grad_norm_(layers[0], context, max_norm, norm_type)
+        wanted = torch.nn.utils.clip_grad_norm_(layers[1].parameters(), max_norm, norm_type)
+        torch.testing.assert_close(found, wanted)
+        for one, other in zip(*(layer.parameters() for layer in layers), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
 
 
 @pytest.mark.parametrize("number", [torch.inf, torch.nan])

@@ -251,6 +251,22 @@ def test_a_step_that_would_skip_parameters_is_refused(context):
     assert all(torch.equal(p.main_grad, q.grad) for p, q in zip(*map(expert_parameters, (layer, again)), strict=True))
 
 
+def test_a_parameter_that_learns_later_is_not_skipped(context):
+    """It was frozen when the buffers were made."""
+    layer = layer_of(context, dtype=torch.bfloat16)
+    late = layer.expert_weights.get_submodule("0").w2.requires_grad_(False)
+    use_main_grads(layer, torch.float32)
+    late.requires_grad_(True)
+    loss_of(layer, rows().bfloat16()).backward()
+    with pytest.raises(ConfigError, match=r"SGD.*would skip expert parameters"):
+        torch.optim.SGD([late], lr=0.1).step()
+    late.main_grad = None
+    late.square().sum().backward()
+    assert late.grad is None
+    assert torch.equal(late.main_grad, 2 * late.float())
+    assert late.main_grad.dtype == torch.float32
+
+
 def test_the_plan_counts_buffers(context):
     layer = layer_of(context, dtype=torch.bfloat16, experts="reference")
     numbers = sum(p.numel() for p in expert_parameters(layer))

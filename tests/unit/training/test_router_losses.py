@@ -124,6 +124,15 @@ def test_router_z_loss_is_st_moes(masked):
     assert router_z_loss(logits, attention_mask=mask if masked else None).item() == pytest.approx(expected, rel=1e-13)
 
 
+def test_whatever_is_not_0_in_a_mask_is_a_token():
+    """Packed sequences are numbered there."""
+    logits, mask = random_logits(2, 3, 4), torch.tensor([[0, 1, 1], [1, 0, 1]])
+    for given in (mask * 3, mask.bool(), mask * 0.5):
+        for loss in (sequence_balancing_loss, load_balancing_loss):
+            assert torch.equal(loss(logits, 2, attention_mask=given), loss(logits, 2, attention_mask=mask))
+        assert torch.equal(router_z_loss(logits, attention_mask=given), router_z_loss(logits, attention_mask=mask))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_losses_are_in_float32(dtype):
     logits = random_logits(2, 64, 8, dtype=dtype)
@@ -199,6 +208,15 @@ def test_recordings_nest(context):
             model.eval()(x)
         model(x)
     assert (len(outer), len(inner)) == (3, 1)
+
+
+def test_a_recording_that_raises_has_ended(context):
+    model, x = Model(context, layers=1), rows_of(3)
+    with pytest.raises(KeyError), router_logits(model) as recorded:
+        raise KeyError(model(x))
+    model(x)
+    assert len(recorded) == 1
+    assert not model.layers[0].router.keeps_logits
 
 
 def test_recordings_of_two_threads_end_in_any_order(context):
