@@ -87,3 +87,21 @@ def test_a_write_is_not_forgotten(names, written):
         arrived.take(name, torch.ones(1))
     arrived.end()
     assert replaced.written is written
+
+
+def test_a_write_that_fails_half_way_is_one():
+    """Layers that hold a part of the new weights are not served."""
+
+    def write(plan):
+        raise CheckpointError("a number that cannot be written")
+
+    replaced = SimpleNamespace(written=False)
+    target = SimpleNamespace(
+        part=lambda name: name[0], own=set(), write=write,
+        stage=lambda tensors, headers: push.Staged(frozenset(tensors), list(tensors), None),
+    )  # fmt: skip
+    arrived = push._Arrived(target, replaced, copies=False)
+    arrived.take("a1", torch.ones(1))
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        arrived.end()
+    assert replaced.written

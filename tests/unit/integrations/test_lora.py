@@ -51,6 +51,16 @@ def test_patterns_of_ranks_and_of_alphas_are_apart():
     assert target.low_rank(lora_config("olmoe", use_rslora=True)) == LowRank(4, 4.0), "alpha / sqrt(r)"
 
 
+def test_wrappers_leave_factors_of_experts_alone(models):
+    """Each rank has those of its experts; the others are averaged."""
+    with EPContext.local(torch.device("cpu")) as context:
+        model = add_lora(load_pretrained(models / "olmoe", context, progress=False), lora_config("olmoe"))
+        learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        of_experts = {name for name in learning if ".expert_weights.lora." in name}
+        assert learning > of_experts > set()
+        assert learning & set(model._ddp_params_and_buffers_to_ignore) == of_experts
+
+
 def test_the_scale_of_some_layers_of_peft_may_change(models):
     """That of all is meant for experts too, which do not follow."""
     from peft.tuners.lora import LoraLayer

@@ -112,8 +112,11 @@ def test_a_file_has_at_most_the_bytes_that_are_asked_for(tmp_path, shard_bytes, 
 def test_the_dtype_that_is_saved_is_the_models(tmp_path):
     model = expert_parallel(interface_model("olmoe").bfloat16(), local())
     model.config.dtype = "float32"
+    before = model.config.to_dict()
     save_pretrained(model, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert (found["dtype"], found["architectures"]) == ("bfloat16", ["OlmoeForCausalLM"])
+    assert model.config.to_dict() == before
 
 
 def test_what_the_class_does_not_save_is_left_out(tmp_path):

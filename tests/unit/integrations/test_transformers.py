@@ -13,6 +13,7 @@ from ep_moe.errors import ConfigError, InputError
 from ep_moe.integrations import transformers as module
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
 from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, logits, quiet, save, tiny_config, tiny_model, written
+from tests.fixtures.interface_models import interface_model
 
 
 @pytest.fixture(scope="session")
@@ -53,8 +54,20 @@ def test_dtype_is_the_checkpoints(tmp_path):
     save(tiny_model("deepseek_v3").to(torch.bfloat16), tmp_path)
     model = load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)
     assert model.dtype == torch.bfloat16
+    assert not any(module.training for module in model.modules())
     assert {layer.dtype for layer in moe_layers(model)} == {torch.bfloat16}
     assert {layer.router.e_score_correction_bias.dtype for layer in moe_layers(model)} == {torch.float32}
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model("mixtral"), lambda: interface_model("olmoe")])
+def test_data_parallel_wrappers_leave_experts_alone(make):
+    """accelerate and Trainer wrap a model without being told."""
+    with local() as context:
+        model = expert_parallel(make(), context)
+        of_experts = {name for name, _ in model.named_parameters() if ".expert_weights." in name}
+        ignored = set(model._ddp_params_and_buffers_to_ignore)
+        assert {name for name, _ in model.named_parameters()} & ignored == of_experts
+        assert of_experts
 
 
 def kept_in_float32(model):

@@ -79,8 +79,8 @@ def test_a_bar_of_the_contexts_first_rank_counts_each_expert(folder, monkeypatch
     monkeypatch.setattr(load, "Progress", Bar)
     layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")
     with EPContext(layout, cpu, None, RankGroups(layout, recorder, cpu), recorder) as context:
-        for progress in (True, False):
-            load_pretrained(folder, context, progress=progress)
+        for options in ({}, {"progress": False}):
+            load_pretrained(folder, context, **options)
     assert [shown for _, shown in bars] == [True, False]
     assert [bar.left for bar, _ in bars] == [0, 0]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ep_moe import Activation, ExpertMap
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.weights.expert_weights import ExpertWeights
-from tests.fixtures.expert_weights import REDUNDANT, etp_link, filled_weights, shape
+from tests.fixtures.expert_weights import LARGE, REDUNDANT, etp_link, filled_weights, shape
 
 
 def test_parameters_are_named_by_logical_expert():
@@ -170,6 +171,18 @@ def test_stored_tensors_are_per_slot():
     assert weights.local_experts == (4, 0)
     assert set(ExpertWeights(shape(bias=False), REDUNDANT).stored_tensors()) == {"w13", "w2"}
     assert ExpertWeights(config, REDUNDANT, ep_rank=3).w13.shape == (0, 32, 8)
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+@pytest.mark.parametrize("scheme", ["none", "fp8_block"])
+def test_a_rank_without_slots_has_matrices_of_its_piece(scheme, etp):
+    expert_map = ExpertMap.from_ranks([[0, 1, 2], []], 3)
+    options = {"scheme": SCHEMES[scheme], "dtype": torch.bfloat16, "etp": etp_link(etp, 0)}
+    for ep_rank, slots in ((0, 3), (1, 0)):
+        weights = ExpertWeights(LARGE, expert_map, ep_rank=ep_rank, **options)
+        for name, sizes in (("w13", (512 // etp, 256)), ("w2", (256, 256 // etp))):
+            found = weights.dense(name)
+            assert (found.shape, found.dtype) == ((slots, *sizes), torch.bfloat16)
 
 
 def test_fresh_parameters_are_random_and_biases_zero():

@@ -13,16 +13,24 @@ WHOLE = ExpertMap.from_ranks([[0, 1, 2], [0, 1, 2]], 3)
 WITHOUT = ExpertMap.from_ranks([[0, 1, EMPTY], [0, 1, 2]], 3)  # an empty slot is no third expert
 
 
+@pytest.mark.parametrize("function", ["_get_model_state_dict", "_get_optim_state_dict"])
 @pytest.mark.parametrize(("held", "full", "refused"), [(WHOLE, True, 0), (WITHOUT, False, 0), (WITHOUT, True, 1)])
-def test_a_full_state_is_one_of_ranks_with_all_experts(held, full, refused):
+def test_a_full_state_is_one_of_ranks_with_all_experts(held, full, refused, function):
     caller = {"__name__": "torch.distributed.checkpoint.state_dict", "refuse": lambda: refuse_full_state(held)}
-    exec("def _get_model_state_dict(info):\n    refuse()", caller)
+    exec(f"def {function}(info):\n    refuse()", caller)
     info = SimpleNamespace(full_state_dict=full)
     if refused:
         with pytest.raises(ConfigError, match="full_state_dict=True would give one rank's experts for all of them"):
-            caller["_get_model_state_dict"](info)
+            caller[function](info)
     else:
-        caller["_get_model_state_dict"](info)
+        caller[function](info)
+
+
+def test_the_trainer_of_transformers_writes_one_ranks_state():
+    caller = {"__name__": "transformers.trainer", "refuse": lambda: refuse_full_state(WITHOUT)}
+    exec("def _save():\n    refuse()", caller)
+    with pytest.raises(ConfigError, match="_save of transformers would save one rank's experts for all of them"):
+        caller["_save"]()
 
 
 @pytest.mark.parametrize("hooks", [{}, {1: print}])
