@@ -281,9 +281,14 @@ def test_dense_parameters_that_differ_are_found(world_size):
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
         model = made(context, seed=dist.get_rank())
         loss_of(model, batch(0).to(context.device)).backward()
+        before = [local(p.grad).clone() for p in training.expert_parameters(model)]
         text = same_error(lambda: training.sync_gradients(model, context))
         assert "embedding.weight differs between rank 0 and 1" in text
         assert "fully_shard: embedding.weight differs" in same_error(lambda: training.fully_shard(model, context))
+        model.zero_grad()
+        loss_of(model, batch(0).to(context.device)).backward()
+        for parameter, gradient in zip(training.expert_parameters(model), before, strict=True):
+            assert torch.equal(local(parameter.grad), gradient), "a sum as before: nothing was refused in part"
         with torch.no_grad():
             for parameter in training.dense_parameters(model):
                 dist.broadcast(parameter, 0)

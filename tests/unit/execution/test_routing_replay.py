@@ -393,11 +393,12 @@ def test_a_router_is_given_the_ids_of_the_rows_that_it_sees(local):
     assert torch.equal(given[0], ids[:4] if local else ids[2:4])
 
 
-@pytest.mark.parametrize("weights", [False, True])
-def test_a_models_record_has_weights_where_they_are_asked_for(weights, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"weights": False}, {"weights": True}], ids=str)
+def test_a_models_record_has_weights_where_they_are_asked_for(options, tmp_path):
     with EPContext.local("cpu") as context:
         model = nn.Sequential(MoELayer(shape(), context))
-        with record_routing(model, 8, weights=weights) as record:
+        with record_routing(model, 8, **options) as record:
             model(rows_of(3))
         record.save(tmp_path / "routes.safetensors")
-    assert sorted(load_file(tmp_path / "routes.safetensors")) == (["0.ids", "0.weights"] if weights else ["0.ids"])
+    names = ["0.ids", "0.weights"] if options.get("weights") else ["0.ids"]
+    assert sorted(load_file(tmp_path / "routes.safetensors")) == names

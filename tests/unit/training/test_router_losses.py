@@ -107,7 +107,8 @@ def test_load_balancing_loss_is_that_of_transformers(masked):
 def test_sequence_balancing_loss_is_deepseeks(scoring, masked):
     logits = random_logits(4, 3, 5)
     mask = padding(4, 3) if masked else torch.ones(4, 3)  # the last sequence is padding alone
-    found = sequence_balancing_loss(logits, 2, scoring=scoring, attention_mask=mask if masked else None)
+    given = {} if scoring == "softmax" else {"scoring": scoring}  # softmax is the default
+    found = sequence_balancing_loss(logits, 2, **given, attention_mask=mask if masked else None)
     assert found.item() == pytest.approx(sequence_by_hand(logits.tolist(), 2, scoring, mask.tolist()), rel=1e-13)
     found.backward()
     assert bool((logits.grad != 0).any(-1).eq(mask.bool()).all())
