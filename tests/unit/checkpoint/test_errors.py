@@ -239,6 +239,17 @@ def test_a_device_without_room_is_no_damage_of_the_folder():
             raise torch.OutOfMemoryError("7 GiB are wanted")
 
 
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [("x is bad", "a/folder: x is bad"), ("a/folder/x.json is bad", "a/folder/x.json is bad")],
+)
+def test_an_error_names_the_folder_once(said, error):
+    with EPContext.local(torch.device("cpu")) as context:
+        with pytest.raises(CheckpointError) as found, loading("a/folder", context.consensus):
+            raise CheckpointError(said)
+        assert str(found.value) == error
+
+
 def test_source_reads_parts(checkpoints):
     """The source alone: shapes, parts, and their bytes."""
     checkpoint = checkpoints["deepseek_v3 fp8"]

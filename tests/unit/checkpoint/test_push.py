@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ep_moe import CheckpointError, EPContext, InputError, MoEConfig, MoELayer
 from ep_moe.checkpoint import push
 from ep_moe.checkpoint.reader import replacing
+from ep_moe.errors import ContextClosed
 from ep_moe.testing import distributed, rank_device
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
@@ -46,6 +47,13 @@ def test_layers_of_two_contexts_are_refused():
     layers = [MoELayer(CONFIG, EPContext.local(rank_device())) for _ in range(2)]
     with pytest.raises(InputError, match="layers must be of one EPContext"):
         push.load_layer_weights(dict(enumerate(layers)), {}, "mixtral")
+
+
+def test_layers_of_a_context_that_ended_take_no_weights():
+    with EPContext.local(rank_device()) as context:
+        layer = MoELayer(CONFIG, context)
+    with pytest.raises(ContextClosed, match="this EPContext was destroyed"):
+        push.load_layer_weights({0: layer}, {}, "mixtral")
 
 
 @pytest.mark.parametrize(

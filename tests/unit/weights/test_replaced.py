@@ -96,6 +96,9 @@ WAYS = {
     "delattr": lambda weights, other: delattr(weights, "3"),
     "pop": lambda weights, other: weights._modules.pop("3"),
     "clear": lambda weights, other: weights._modules.clear(),
+    "popitem": lambda weights, other: weights._modules.popitem(),
+    "setdefault": lambda weights, other: weights._modules.setdefault("7", other),
+    "or": lambda weights, other: weights._modules.__ior__({"3": other}),
 }
 
 
