@@ -111,12 +111,13 @@ def test_what_is_asked_of_the_library(checkpoints, monkeypatch):
     for _, small in others:
         assert "*.safetensors" not in small["allow_patterns"]  # a configuration is small
         assert {"*.json", "*.model"} <= set(small["allow_patterns"])
+    wanted = ["model.safetensors", "config.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
+    same_weights = [f"{form}/model.safetensors" for form in ("original", "metal", "onnx")]
     kept = huggingface_hub.utils.filter_repo_objects(
-        ["model.safetensors",
-         "original/model.safetensors", "pytorch_model.bin", "config.json", "consolidated-1.safetensors"],
+        [*wanted, *same_weights, "pytorch_model.bin", "consolidated-1.safetensors"],
         allow_patterns=whole["allow_patterns"], ignore_patterns=whole["ignore_patterns"],
     )  # fmt: skip
-    assert list(kept) == ["model.safetensors", "config.json"]
+    assert list(kept) == wanted
     with pytest.raises(TypeError, match="unexpected keyword argument revison; of the Hub there are revision, token"):
         load_pretrained(NAME, local(), revison="v2")
 

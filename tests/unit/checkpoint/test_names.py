@@ -31,7 +31,7 @@ from tests.fixtures.checkpoint_names import (
 @pytest.mark.parametrize(
     "prefix",
     ["model.language_model.", "thinker.model.", "thinker.", "language_model.model.", "language_model.", "model.",
-     "model.text_model.", "thinker.model.language_model.", ""],
+     "model.text_model.", "thinker.model.language_model.", "llm.", "llm.model.", ""],
 )  # fmt: skip
 def test_a_text_model_inside_another(prefix, tmp_path):
     wanted = expert_numbers()

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from ep_moe import CheckpointError
-from ep_moe.checkpoint.source import SINGLE, CheckpointSource, stored_matrix
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource, MemorySource, stored_matrix
 from ep_moe.checkpoint.stored import PlainMatrix, factors, scalar_factor
 from ep_moe.checkpoint.stored_4bit import Nvfp4Matrix
 
@@ -36,6 +36,31 @@ def test_codes_alone_are_those_of_nvfp4(tmp_path):
     for weight, kind in ((torch.zeros(4, 8).byte(), Nvfp4Matrix), (torch.zeros(4, 16).bfloat16(), PlainMatrix)):
         save_file({"w.weight": weight} | beside, tmp_path / SINGLE)
         assert type(stored_matrix(CheckpointSource(tmp_path), "w.weight")) is kind
+
+
+INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
+CODES = [*INTEGERS, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz]
+NUMBERS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_codes_of_any_dtype_are_no_numbers(dtype, tmp_path):
+    save_file({"w.weight": torch.zeros(4, 4).to(dtype)}, tmp_path / SINGLE)
+    wrong = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight").wrong()
+    name = str(dtype).removeprefix("torch.")
+    assert wrong is not None
+    assert f"must be bfloat16 or float16 or float32 or float64, got {name}, codes of a quantization" in wrong
+
+
+@pytest.mark.parametrize("dtype", [*CODES, *NUMBERS, torch.float8_e4m3fn, torch.bool, torch.uint64], ids=str)
+def test_a_tensor_in_memory_has_the_header_that_it_has_in_a_file(dtype, tmp_path):
+    tensors = {"w": torch.ones(4, 2).to(dtype)}
+    save_file(tensors, tmp_path / SINGLE)
+    in_file, in_memory = CheckpointSource(tmp_path), MemorySource(tensors, "here")
+    assert in_memory.header("w") == in_file.header("w")
+    assert torch.equal(in_file.raw("w").view(torch.uint8), in_memory.raw("w").view(torch.uint8))
+    if dtype != torch.float8_e4m3fn:  # codes of a matrix, which are read as float32
+        assert in_memory.dtype("w") == in_file.dtype("w") == dtype
 
 
 @pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_scale_2", "_zero_point", "_global_scale"])
