@@ -40,6 +40,18 @@ def test_classes_that_are_none_are_refused(tmp_path):
         load_pretrained(tmp_path, context, model_class=transformers.AutoModelForImageClassification, progress=False)
 
 
+@pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])
+def test_a_head_that_is_no_language_models_is_asked_for_by_its_class(task, tmp_path):
+    quiet()
+    config = tiny_config("mixtral")
+    config.architectures = [f"Mixtral{task}"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=rf"another head, Mixtral{task}; .* model_class=transformers\.AutoModel{task}"
+    ):
+        load_pretrained(tmp_path, EPContext.local(rank_device()), progress=False)
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     quiet()

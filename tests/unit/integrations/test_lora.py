@@ -96,7 +96,7 @@ def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models
             save_lora(merge_lora(loaded), tmp_path)
 
 
-@pytest.mark.parametrize("initial", [False, "gaussian", "pissa"])
+@pytest.mark.parametrize("initial", [False, "gaussian", "orthogonal", "eva", "pissa"])
 def test_adapters_that_began_otherwise_are_loaded(models, tmp_path, initial):
     """The file has all factors. Only ways to begin that change the weights too are refused."""
     import peft
@@ -142,6 +142,12 @@ def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
             load_lora(model, tmp_path)
 
 
+UNSERVED = {
+    "fan_in_fan_out": True, "lora_bias": True, "layers_to_transform": [0], "layer_replication": [(0, 1)],
+    "exclude_modules": ["q_proj"], "modules_to_save": ["lm_head"],
+}  # fmt: skip
+
+
 def test_fields_that_experts_do_not_serve_are_named(models):
     with EPContext.local(rank_device()) as context:
         model = load_pretrained(models / "olmoe", context, progress=False)
@@ -152,6 +158,11 @@ def test_fields_that_experts_do_not_serve_are_named(models):
         ):
             with pytest.raises(ConfigError, match=words):
                 check_config(lora_config("olmoe", **changes))
+        for name, value in UNSERVED.items():
+            config = lora_config("olmoe")
+            setattr(config, name, value)
+            with pytest.raises(ConfigError, match=rf"LoraConfig\.{name}=.* is not served"):
+                check_config(config)
         absent = lora_config("olmoe", target_parameters=["experts.down_proj", "mlp.gate_up"])
         with pytest.raises(ConfigError, match=r"target_parameters names 'mlp\.gate_up', which is no parameter"):
             add_lora(model, absent)

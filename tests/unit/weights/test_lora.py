@@ -13,7 +13,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.lora import LowRank, add_lora, merge_lora
 from tests.fixtures.expert_weights import shape
 from tests.fixtures.helpers import same_bits
-from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
+from tests.fixtures.single_layer import EXPERTS, context, full, rows_of  # noqa: F401 (a fixture)
 
 
 @pytest.fixture
@@ -98,12 +98,16 @@ def test_slots_without_an_expert_have_no_factors(ranks, empty):
     assert same == empty
 
 
+TWICE = ExpertMap.from_ranks([[*range(EXPERTS), 0]], EXPERTS, allow_duplicates=True)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"quantization": "fp8_block"}, "the experts are quantized, or their kernel has no backward"),
         ({}, None),
         ({"device": "meta"}, "the layer is on the meta device, or its experts are sharded by FSDP"),
+        ({"expert_map": TWICE}, "the map has redundant experts; choose one without"),
     ],
 )
 def test_experts_that_can_have_no_factors_are_refused_by_the_reason(context, options, why):
@@ -115,6 +119,17 @@ def test_experts_that_can_have_no_factors_are_refused_by_the_reason(context, opt
     if why is None:
         with pytest.raises(ConfigError, match="cannot be added: they have factors already; merge these first"):
             add_lora(weights, {"w2": LowRank(2, 1.5)}, seed=0)
+
+
+def test_experts_have_factors_or_are_cut_by_fsdp(layer, context):
+    weights = layer.expert_weights
+    with pytest.raises(ConfigError, match="LoRA factors are not sharded; call fully_shard with shard_experts=False"):
+        weights.unstack()
+    assert weights.stored_tensors()["w2"].data_ptr() == weights.get_parameter("0.w2").data_ptr()
+    cut = MoELayer(full(), context).expert_weights
+    cut.unstack()
+    with pytest.raises(ConfigError, match=r"cannot be added: .* its experts are sharded by FSDP"):
+        add_lora(cut, {"w2": LowRank(2, 1.5)}, seed=0)
 
 
 def test_factors_of_layers_whose_seeds_are_neighbors_are_not_those_of_neighboring_experts(context):

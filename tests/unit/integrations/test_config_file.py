@@ -1,0 +1,41 @@
+"""Fields of config.json that are no sizes are refused by their names."""
+
+import json
+
+import pytest
+
+from ep_moe import CheckpointError
+from ep_moe.integrations.config_file import read_config
+from tests.fixtures.checkpoint_files import quiet, tiny_config
+
+pytest.importorskip("transformers")
+SIZES = [
+    "hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size",
+    "intermediate_size_mlp", "moe_intermediate_size", "num_key_value_heads", "num_local_experts", "n_routed_experts",
+    "num_experts_per_tok", "max_position_embeddings",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [(name, -1) for name in SIZES] + [("vocab_size", 0), ("moe_intermediate_size", 0)]
+)
+def test_a_size_is_a_positive_integer(name, size, tmp_path):
+    quiet()
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    assert read_config(tmp_path).model_type == "qwen3_moe"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {name: size}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {name} must be a positive integer, got {size}"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["rope_theta", "rope_parameters", "list"])
+def test_a_number_is_finite_wherever_it_stands(where, tmp_path):
+    """Python reads NaN, which JSON has not."""
+    quiet()
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    file, nan = tmp_path / "config.json", float("nan")
+    wrong = {"rope_theta": nan, "rope_parameters": {"factor": nan}, "list": [1.0, [2.0, nan]]}[where]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {where: wrong}))
+    with pytest.raises(CheckpointError, match=rf"config\.json: {where}[.a-z0-9]* must be a finite number, got nan"):
+        read_config(tmp_path)
