@@ -91,3 +91,27 @@ def test_an_order_of_columns_is_that_of_the_modules_it_is_stated_for(order, reor
     config["config_groups"]["group_0"]["targets"] = ["Linear"]
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
     assert read_declared(tmp_path).of(f"{UP}.weight_packed").reordered is reordered
+
+
+@pytest.mark.parametrize(
+    ("place", "rotated"), [("input", True), ("output", True), ("weight_input", False), ("weight_output", False)]
+)
+def test_a_rotation_is_one_while_the_model_runs_or_lies_in_the_weights(place, rotated, tmp_path):
+    transforms = {"config_groups": {"u": {"apply": [{"location": place, "targets": ["Linear"]}]}}}
+    config = {"quant_method": "compressed-tensors", "transform_config": transforms}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found = read_declared(tmp_path).rotated
+    assert found == (f"transform_config with location {place!r}" if rotated else "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "exponents"),
+    [
+        ({"scale_fmt": "ue8m0"}, True), ({"scale_fmt": "UE8M0"}, True), ({"format": "mxfp4-pack-quantized"}, True),
+        ({"format": "mxfp8-quantized"}, True), ({"quant_algo": "W4A8_MXFP4_FP8"}, True), ({"scale_fmt": "fp32"}, False),
+        ({"format": "nvfp4-pack-quantized"}, False), ({}, False),
+    ],
+)  # fmt: skip
+def test_bytes_are_exponents_where_a_format_says_so(fields, exponents, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fields | {"quant_method": "any"}}))
+    assert read_declared(tmp_path).exponents is exponents

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from ep_moe import CheckpointError
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource, MemorySource, stored_matrix
-from ep_moe.checkpoint.stored import PlainMatrix, factors, scalar_factor
+from ep_moe.checkpoint.stored import PlainMatrix, check_fits, factors, scalar_factor
 from ep_moe.checkpoint.stored_4bit import Nvfp4Matrix
 
 
@@ -28,6 +28,11 @@ def test_factors_are_numbers_or_exponents(tmp_path):
     assert factors(source, "bytes").tolist() == [1.0, 2.0]
     with pytest.raises(CheckpointError, match=r"scale must be factors in .*, got"):
         factors(source, "scale")
+
+
+def test_numbers_that_are_infinite_already_are_kept():
+    numbers = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0], dtype=torch.float64)
+    assert check_fits("here", numbers, torch.float16) is numbers
 
 
 def test_codes_alone_are_those_of_nvfp4(tmp_path):

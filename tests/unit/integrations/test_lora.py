@@ -40,6 +40,8 @@ def test_layers_begin_with_numbers_of_their_own(models):
     assert all(map(torch.equal, first, again))
     rows = torch.cat([*first, *other]).flatten(1)
     assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
+    # in every process: ranks of several EP groups hold the same experts, and `hash` differs between processes
+    torch.testing.assert_close(first[0].flatten()[:3], torch.tensor([0.0209506247, 0.0442543253, 0.0750679523]))
 
 
 def test_patterns_of_ranks_and_of_alphas_are_apart():
@@ -94,6 +96,19 @@ def test_what_is_trained_of_an_adapter_and_what_is_left_when_it_is_merged(models
         assert trained[True] == {f"lora_{factor}_{matrix}" for factor in "AB" for matrix in ("w13", "w2")}
         with pytest.raises(ConfigError, match="its factors may be merged already"):
             save_lora(merge_lora(loaded), tmp_path)
+
+
+def test_factors_of_peft_are_trained_where_those_of_experts_are(models, tmp_path):
+    with EPContext.local(torch.device("cpu")) as context:
+
+        def model():
+            return load_pretrained(models / "olmoe", context, progress=False)
+
+        save_lora(add_lora(model(), lora_config("olmoe")), tmp_path)
+        for trainable in (False, True):
+            loaded = load_lora(model(), tmp_path, trainable=trainable)
+            learning = [name for name, parameter in loaded.named_parameters() if parameter.requires_grad]
+            assert {"self_attn" in name for name in learning} == ({True, False} if trainable else set())
 
 
 @pytest.mark.parametrize("initial", [False, "gaussian", "orthogonal", "eva", "pissa"])
