@@ -79,6 +79,12 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     if targets:
         check_config(config)
     ranks = {target: target.low_rank(config) for target in targets}
+    of_layers = [
+        (one, {target.stored: ranks[target] for target in targets if target.of.name == one.name}) for one in layers
+    ]
+    for one, of_layer in of_layers:
+        if of_layer:  # ahead of PEFT, which wraps and freezes the model
+            lora.check_lora(one.layer.expert_weights)
     if config.target_modules or others or not targets:
         dense = copy.deepcopy(config)
         dense.target_parameters = others or None
@@ -94,8 +100,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         model = peft.get_peft_model(model, dense)
     else:
         model.requires_grad_(False)
-    for one in layers:
-        of_layer = {target.stored: ranks[target] for target in targets if target.of.name == one.name}
+    for one, of_layer in of_layers:
         if of_layer:
             own_seed = seed * 2**20 + zlib.crc32(one.name.encode()) % 2**20
             lora.add_lora(one.layer.expert_weights, of_layer, own_seed)

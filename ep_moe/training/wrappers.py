@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -72,14 +73,15 @@ def fully_shard(
 
     Raises:
         ConfigError: the layers have a context of another layout, the mesh is none of these, `mp_policy` casts
-            parameters, routers are float32 and the model is not, or another device than the context's is current, on
-            which torch's FSDP2 would work.
+            parameters, routers are float32 and the model is not, experts to be sharded have LoRA factors or main
+            gradients, or another device than the context's is current, on which torch's FSDP2 would work.
         InputError: ranks hold different numbers in a parameter that they should hold alike; on all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
 
     check_context("fully_shard", model, context)
+    inspect.signature(shard).bind(model, **options)  # torch would raise between layers that are cut and others
     layout = context.layout
     param_dtype = getattr(options.get("mp_policy"), "param_dtype", None)
     if param_dtype is not None and any(weights.dtype != param_dtype for weights in expert_weights_of(model)):
@@ -110,6 +112,8 @@ def fully_shard(
             "fully_shard: FSDP2 would cut experts whose gradients use_main_grads has put into buffers, and hold them "
             "itself; pass shard_experts=False, or leave out use_main_grads"
         )
+    if shard_experts and any(w.lora is not None and _to_be_sharded(w) for w in expert_weights_of(model)):
+        raise ConfigError("fully_shard: experts with LoRA factors are not sharded; pass shard_experts=False")
     compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
     before = {p: weights for weights in expert_weights_of(model) for p in weights.parameters()}
     for weights in expert_weights_of(model):

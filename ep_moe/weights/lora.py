@@ -125,9 +125,7 @@ def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> E
     Raises:
         ConfigError: the experts cannot have any here.
     """
-    why = _lora_refusal(weights)
-    if why is not None:
-        raise ConfigError(f"low-rank updates cannot be added: {why}")
+    check_lora(weights)
     weights.requires_grad_(False)
     num_experts = weights.config.num_experts
     weights.lora = lora = ExpertLora(weights.stored_tensors(), ranks, weights.local_experts, seed, num_experts)
@@ -135,6 +133,13 @@ def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> E
         for parameter in lora.parameters():
             guard_optimizers(parameter, weights)
     return lora
+
+
+def check_lora(weights: ExpertSlots) -> None:
+    """Raise ConfigError where these experts cannot have low-rank updates."""
+    why = _lora_refusal(weights)
+    if why is not None:
+        raise ConfigError(f"low-rank updates cannot be added: {why}")
 
 
 def _lora_refusal(weights: ExpertSlots) -> str | None:

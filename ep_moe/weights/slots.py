@@ -350,8 +350,7 @@ class ExpertSlots(nn.Module):
     def unstack(self) -> None:
         """Give the slots' memory back. From now on each parameter has its own, which FSDP shards over the ranks that
         hold the same experts."""
-        if self.lora is not None:
-            raise ConfigError("experts with LoRA factors are not sharded; call fully_shard with shard_experts=False")
+        assert self.lora is None, "factors are not sharded"
         assert self.main_grads is None, "FSDP2 holds gradients itself"
         for module in self.children():
             assert isinstance(module, Expert)

@@ -7,6 +7,8 @@ from torch import nn
 from ep_moe import ConfigError, EPContext, InputError, ParallelConfig, training
 from ep_moe.layer import MoELayer
 from ep_moe.testing import distributed, rank_device
+from ep_moe.weights.lora import LowRank, add_lora, merge_lora
+from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.training_model import CONFIG, WIDTH
 
 
@@ -28,6 +30,21 @@ def test_a_sharded_layers_result_is_written_in_place():
             gradients = [x.grad, *(parameter.grad for parameter in model.parameters())]
             found.append([g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients])
         torch.testing.assert_close(found[1], found[0])
+
+
+@distributed(2, set_device=True)
+def test_a_refusal_leaves_the_layer_as_it_was():
+    """Of experts with factors, on a rank without experts too, and of an option that torch does not know."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
+        layer = MoELayer(CONFIG, context)
+        add_lora(layer.expert_weights, {"w2": LowRank(2, 1.0)}, 0)
+        refused = same_error(ConfigError, lambda: training.fully_shard(layer, context))
+        assert "experts with LoRA factors are not sharded; pass shard_experts=False" in refused
+        merge_lora(layer.expert_weights)
+        with pytest.raises(TypeError, match="shard_all"):
+            training.fully_shard(layer, context, shard_all=True)
+        training.use_main_grads(layer.requires_grad_(True))  # which wants experts that are whole
+        layer(torch.ones(2, WIDTH, device=context.device)).square().sum().backward()
 
 
 @distributed(2, set_device=True)

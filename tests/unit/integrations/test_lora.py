@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import CheckpointError, ConfigError, EPContext
+from ep_moe import CheckpointError, ConfigError, EPContext, ExpertMap
 from ep_moe.integrations import lora_targets
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 from ep_moe.integrations.lora_targets import Target, check_config
-from ep_moe.integrations.transformers import load_pretrained, moe_layers
+from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
 from ep_moe.testing import rank_device
 from ep_moe.weights.lora import LowRank
 from tests.fixtures.checkpoint_files import quiet
@@ -42,6 +42,18 @@ def test_layers_begin_with_numbers_of_their_own(models):
     assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
     # in every process: ranks of several EP groups hold the same experts, and `hash` differs between processes
     torch.testing.assert_close(first[0].flatten()[:3], torch.tensor([0.0209506247, 0.0442543253, 0.0750679523]))
+
+
+def test_a_refusal_leaves_the_model_as_it_was():
+    with EPContext.local(torch.device("cpu")) as context:
+        plain = interface_model("olmoe")
+        experts = plain.config.num_experts
+        twice = ExpertMap.from_ranks([[*range(experts), 0]], experts, allow_duplicates=True)
+        model = expert_parallel(plain, context, expert_map=twice)
+        before = {name: (type(p), p.requires_grad) for name, p in model.named_parameters()}
+        with pytest.raises(ConfigError, match="the map has redundant experts; choose one without"):
+            add_lora(model, lora_config("olmoe"))
+        assert {name: (type(p), p.requires_grad) for name, p in model.named_parameters()} == before
 
 
 def test_patterns_of_ranks_and_of_alphas_are_apart():
