@@ -9,7 +9,13 @@ from ep_moe import CheckpointError, ConfigError, EPContext, ExpertMap
 from ep_moe.integrations import lora_targets
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 from ep_moe.integrations.lora_targets import Target, check_config
-from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers
+from ep_moe.integrations.transformers import (
+    expert_parallel,
+    export_weights,
+    load_pretrained,
+    moe_layers,
+    save_pretrained,
+)
 from ep_moe.testing import rank_device
 from ep_moe.weights.lora import LowRank
 from tests.fixtures.checkpoint_files import quiet
@@ -54,6 +60,19 @@ def test_a_refusal_leaves_the_model_as_it_was():
         with pytest.raises(ConfigError, match="the map has redundant experts; choose one without"):
             add_lora(model, lora_config("olmoe"))
         assert {name: (type(p), p.requires_grad) for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize(
+    "leave", [lambda model, to: save_pretrained(model, to), lambda model, _: list(export_weights(model))]
+)
+def test_weights_with_factors_beside_them_are_neither_saved_nor_pushed(models, tmp_path, leave):
+    with EPContext.local(torch.device("cpu")) as context:
+        model = add_lora(load_pretrained(models / "olmoe", context, progress=False), lora_config("olmoe"))
+        with pytest.raises(
+            ConfigError, match=r"PeftModel\w* holds LoRA factors beside weights .* call .*merge_lora\(model\)"
+        ):
+            leave(model, tmp_path)
+        leave(merge_lora(model), tmp_path)
 
 
 def test_patterns_of_ranks_and_of_alphas_are_apart():
