@@ -53,6 +53,14 @@ def test_each_wrapper_of_a_layer_is_looked_at(layer, monkeypatch):
     assert "overwritten the experts of each rank" in found[2]
 
 
+def test_a_wrapper_may_average_over_the_ranks_with_tokens_of_their_own(layer, monkeypatch):
+    """tp ranks have equal dense gradients."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, 0])
+    wrapper = Wrapper(process_group=None, _module_parameters=())
+    monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", wrapper)
+    assert RankChecks(layer).wrapper_problem(layer) is None
+
+
 def sums(state, bucket):
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
@@ -62,6 +70,8 @@ def averages(state, bucket):
 
 
 averages.averages_gradients = True
+half = default_hooks.fp16_compress_wrapper(averages)
+half.averages_gradients = False
 KNOWN = {
     "torch's": default_hooks.bf16_compress_hook,
     "torch's around torch's": default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
@@ -69,6 +79,7 @@ KNOWN = {
 }
 UNKNOWN = {
     "a sum": sums,
+    "torch's that says it does not": half,
     "torch's around a sum": default_hooks.fp16_compress_wrapper(sums),
     "nothing over ranks": noop_hook,
     "over a part of the ranks": post_localSGD_hook.post_localSGD_hook,

@@ -111,11 +111,19 @@ def test_what_was_not_aborted_stays(rank_group):
     out = leaf().detach()
     rank_group.nan_if_aborted(out)
     assert torch.equal(out, torch.ones(4, 3))
+    counts = torch.ones(3, dtype=torch.int64)
+    rank_group.nan_if_aborted(counts)  # which have no NaN
+    assert counts.tolist() == [1, 1, 1]
 
 
-def test_an_exchange_takes_no_old_numbers(rank_group, monkeypatch):
-    """Where an abort by a peer ends it before this rank's watch has seen anything."""
-    monkeypatch.setattr(rank_group_module, "all_gather_single", lambda *_, **__: None)
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_an_exchange_takes_no_old_numbers(ranks, rank_group, monkeypatch):
+    """Where an abort by a peer ends it before this rank's watch has seen anything. ranks: whose numbers have arrived"""
+
+    def gather(out, values, **_):
+        out.view(2, 2)[:ranks] = values
+
+    monkeypatch.setattr(rank_group_module, "all_gather_single", gather)
     with pytest.raises(PeerTimeout), rank_group.flight_recorder.step("dispatch"):
         rank_group.exchange(torch.tensor([3, 4]))
 

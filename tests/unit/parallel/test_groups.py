@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ep_moe import ConfigError, RankLayout
 from ep_moe.parallel import groups
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.groups import TorchrunEnv
+from ep_moe.parallel.groups import DEADLINE_S, TorchrunEnv
+from ep_moe.parallel.nodes import NodeLayout
 
 
 def test_ranks_that_made_things_with_others_before_find_one_name(monkeypatch):
@@ -56,6 +57,54 @@ def test_torchruns_environment(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert TorchrunEnv.read() == TorchrunEnv(rank=5, local_rank=5, world_size=8, local_world_size=8)
+
+
+NAMES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+
+
+@pytest.mark.parametrize(
+    ("names", "present"),
+    [
+        ((), False),
+        (("TORCHELASTIC_RUN_ID",), True),  # whose error then names what is missing
+        (("RANK", "WORLD_SIZE"), False),  # as a scheduler may set them beside one process
+        (("RANK", "WORLD_SIZE", "MASTER_ADDR"), True),
+    ],
+)
+def test_a_launcher_is_found_by_what_it_sets(names, present, monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert TorchrunEnv.present() is present
+
+
+def test_a_process_takes_the_gpu_of_its_place_on_the_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    assert groups.local_device() == torch.device("cuda", 0)
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host"}.items():
+        monkeypatch.setenv(name, value)
+    assert groups.local_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ConfigError, match=r"^LOCAL_RANK=2 has no GPU of its own, there are 2; start one process"):
+        groups.local_device()
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(7, 7), (float("nan"), DEADLINE_S), (-1.0, DEADLINE_S), (0, DEADLINE_S), ("5", DEADLINE_S)]
+)
+def test_ranks_meet_whatever_their_deadlines(given, seconds, monkeypatch):
+    """The wrong ones are refused where all have met."""
+    made = {}
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", lambda **how: made.update(how))
+    groups.init_from_torchrun(torch.device("cpu"), deadline_s=given)
+    assert made == {"backend": "gloo", "timeout": timedelta(seconds=seconds), "device_id": None}
 
 
 @pytest.fixture
@@ -111,3 +160,26 @@ def test_a_given_group_serves_all_kinds_of_its_ranks(kind, monkeypatch):
     found = groups.RankGroups(layout, FlightRecorder(), torch.device("cpu"), {kind: given})
     assert made == []
     assert [found[same].group for same in ("tp", "ep", "lockstep", "stage")] == [given] * 4
+
+
+def test_a_given_group_has_the_order_of_the_layout(monkeypatch):
+    """Where an expert is follows from a rank's place."""
+    layout = RankLayout(world=2, rank=0, dp=2, ep=2, ranks=(0, 1))
+    for ranks in ([1, 0], [0], [0, 1, 2]):
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, ranks=ranks: ranks)
+        with pytest.raises(ConfigError, match=r"^groups\['ep'\] holds ranks "):
+            groups.check_groups(layout, {"ep": object()})
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    groups.check_groups(layout, {"ep": object()})
+
+
+def test_places_of_an_ep_group_on_nodes_that_take_turns(monkeypatch):
+    """Of each of its ranks, in the order of the group."""
+    monkeypatch.setattr(groups, "make_group", lambda layout, kind, *_: kind)
+    monkeypatch.setattr(groups, "backend_for", lambda device: None)
+    ranks = (1, 0, 3, 2)
+    nodes = NodeLayout.found(ranks, [(host, host) for host in "abab"])
+    layout = RankLayout(world=4, rank=0, dp=4, ep=4, ranks=ranks, nodes=nodes)
+    levels = groups.RankGroups(layout, FlightRecorder(), torch.device("cpu"))["ep"].levels
+    assert levels.node_major_ranks == (0, 2, 1, 3)
+    assert (levels.node.ranks, levels.rail.ranks) == ((0, 2), (1, 0))

@@ -113,6 +113,18 @@ def test_nccl_hostid_stands_for_the_host(monkeypatch):
     assert groups.host_identity() == ("left", "left")
 
 
+def test_hosts_of_one_name_differ_by_their_boot(monkeypatch):
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    boots = ["one\n", "two\n"]
+    monkeypatch.setattr(groups.Path, "read_text", lambda self: boots[0])
+    first, again = groups.host_identity(), groups.host_identity()
+    boots.reverse()
+    other = groups.host_identity()
+    assert first == again
+    assert first[0] != other[0]
+    assert first[1] == other[1]
+
+
 @pytest.mark.parametrize(
     ("hosts", "sizes", "size"),
     [

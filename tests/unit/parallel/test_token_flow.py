@@ -81,3 +81,19 @@ def test_gradients_of_given_routing_weights_are_shared_as_those_of_rows_are(loca
     call = Share(share(4, 2, 0), [2], [2, 2])
     given = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
     assert flow.etp_gather_given(given, call).weights.tolist() == [[2.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "local"), [({"dp": 2, "ep": 1, "etp": 2}, 0, False), ({"tp": 2, "ep": 1, "etp": 2}, 1, True)]
+)
+def test_a_capture_exchanges_nothing(sizes, rank, local, monkeypatch):
+    """All ranks are taken to pass as many rows, and no mask that they would have to hear of."""
+    monkeypatch.setattr(module, "capturing", lambda device: True)
+    monkeypatch.setattr(RankGroup, "exchange", lambda *_: pytest.fail("an exchange within a capture"))
+    layout = RankLayout.from_config(ParallelConfig(**sizes), world=2, rank=rank)
+    both = RankGroup(None, (0, 1), rank, FlightRecorder())
+    flow = TokenFlow(layout, tp=both if local else RankGroup.alone(), etp=both, lockstep=both)
+    passed = {"x": torch.zeros(3, 4), "mask": torch.ones(3, dtype=torch.bool)}
+    call = flow.enter(3, None, torch.device("cpu"), passed)
+    assert call == (Share((2, 3), [2, 1], [2, 1], True) if local else Share((0, 3), [3, 3], [3], False))
+    flow.agree("what a router gave is wrong", torch.device("cpu"))
