@@ -30,6 +30,10 @@ def returns_a_tensor() -> torch.Tensor:
     return torch.full((3,), float(dist.get_rank()))
 
 
+def threads() -> int:
+    return torch.get_num_threads()
+
+
 def raises() -> None:
     if dist.get_rank() == 1:
         raise InputError("rank one is cross")
@@ -81,6 +85,10 @@ def test_results_come_in_rank_order():
 
 def test_results_may_be_tensors():
     assert torch.stack(run(returns_a_tensor)).tolist() == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_ranks_have_as_many_threads_as_were_asked_for():
+    assert (run(threads), run(threads, threads=2)) == ([1, 1], [2, 2])
 
 
 def test_a_rank_that_raises():

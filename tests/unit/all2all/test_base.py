@@ -29,6 +29,21 @@ def test_received_rows_say_how_they_were_written(name):
     )
 
 
+@pytest.mark.parametrize("name", ROW_FORMATS)
+def test_a_shape_knows_the_bytes_of_its_rows(name):
+    """And what a call without tokens sends."""
+    wire = Wire(dispatch=name, input_scale=0.25 if name in ONE_SCALE else None)
+    shape = DispatchShape(hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=wire)
+    sent, scale = round_to_travel(torch.randn(3, 256).bfloat16(), wire)
+    assert shape.row_bytes == sent[0].nbytes
+    assert shape.scale_bytes == (0 if scale is None else scale[0].nbytes)
+    no_rows, no_scale = shape.no_rows(torch.device("cpu"))
+    assert (no_rows.shape, no_rows.dtype) == (sent[:0].shape, sent.dtype)
+    assert (no_scale is None) == (scale is None)
+    if scale is not None:
+        assert (no_scale.shape, no_scale.dtype) == (scale[:0].shape, scale.dtype)
+
+
 def test_ids_out_of_range_are_named_by_the_ranks_of_the_job():
     shape = DispatchShape(hidden_size=8, top_k=1, slots_per_rank=2, num_ranks=2, dtype=torch.bfloat16)
     dispatcher = LocalDispatcher(shape, RankGroup(None, (4, 6), 0, FlightRecorder()))

@@ -44,6 +44,12 @@ def test_auto_takes_it_for_an_ep_group_on_several_nodes(hosts):
         assert (found.all2all, found.reason) == ("hierarchical", reason)
 
 
+def test_a_row_that_stays_with_its_rank_takes_no_time_of_nvlink():
+    """Which decides for two nodes of two ranks."""
+    config = dataclasses.replace(CONFIG, top_k=2)
+    assert choose(config, layout("aabb"), CPU, BF16).all2all == "hierarchical"
+
+
 @pytest.mark.parametrize(
     ("hosts", "sizes"), [("aaaa", {}), ("aabb", {"ep": 2}), ("abcd", {})], ids=["one", "an EP group a node", "alone"]
 )
@@ -121,7 +127,14 @@ def test_where_nvlink_can_carry_rows_within_nodes(monkeypatch):
         "shows 2"
     )
     assert said("aaaabbbb", ep=4, etp=2) == said("aaaabbbb")  # 2 ranks of an EP group on a node, of 2 GPUs each
+    assert "needs 8 GPUs for the ranks" in said("a" * 8 + "b" * 8)
     assert "serves at most 8 ranks of an EP group on a node, here are 9" in said("a" * 9 + "b" * 9)
     assert "different numbers of ranks" in said("aaab")
+    odd = row(layout("aabb"), "hierarchical_nvlink", GPU, dataclasses.replace(many, hidden_size=36))
+    assert "hierarchical_nvlink needs hidden_size to be a multiple of 8" in odd.reason
+    lines = explain(many, layout("aabb"), GPU, torch.float64, max_tokens=64)
+    assert {line.reason for line in lines if (line.all2all, line.experts) == ("hierarchical_nvlink", "reference")} == {
+        "hierarchical_nvlink carries bfloat16, float16, float32, not float64"
+    }
     monkeypatch.setattr(f"{module}.without_peer_atomics", lambda gpus: (0, 1))
     assert said("aabb") == "hierarchical_nvlink needs NVLink between the GPUs of a node, and 0 and 1 have none"

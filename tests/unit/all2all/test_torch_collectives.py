@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ep_moe import EPContext
+from ep_moe.all2all import torch_collectives
 from ep_moe.errors import InputError
 from ep_moe.testing.transport_case import SLOTS, dispatch_shape, expected, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
@@ -30,3 +31,13 @@ def test_one_rank(name, tokens):
             dispatcher.dispatch(x, wrong)
     with pytest.raises(InputError, match="must be a PhysicalRouting"):
         dispatcher.dispatch(x, Routing(routing.ids, routing.weights))
+
+
+def test_a_capture_takes_ids_on_trust(monkeypatch):
+    """To look at them would wait for the device."""
+    dispatcher = EPContext.local(torch.device("cpu"))._dispatcher("local", dispatch_shape(1, TOP_K, F32))
+    monkeypatch.setattr(torch_collectives, "capturing", lambda device: True)
+    routing = routes(0, 3, 1, TOP_K)
+    dispatcher.dispatch(rows(0, 3, F32), PhysicalRouting(PhysicalIds(routing.ids + SLOTS), routing.weights))
+    with pytest.raises(InputError, match="planted"):
+        dispatcher.dispatch_start(rows(0, 3, F32), routing, "planted")

@@ -12,6 +12,12 @@ def test_gradients_of_the_three_ways_are_added_in_float32():
     assert torch.equal(x.grad, torch.full((2, 4), 258.0, dtype=torch.bfloat16))  # 256 in bfloat16, one by one
 
 
+def test_gradients_of_the_three_ways_are_added_in_one_order():
+    x = torch.zeros(1, requires_grad=True)
+    torch.autograd.backward(three_ways(x, None), [torch.tensor([value]) for value in (1.0, 1e8, -1e8)])
+    assert x.grad.tolist() == [0.0]  # 1.0 the other way round
+
+
 def test_padding_is_seen_by_shared_experts_alone():
     """What it holds, perhaps NaN, would be in the gradients of the router and the experts."""
     x, padding = torch.tensor([[1.0, 2.0], [torch.nan, 3.0]], requires_grad=True), torch.tensor([[False], [True]])

@@ -11,12 +11,12 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.execution import exchange as exchange_module
 from ep_moe.execution import graphs
-from ep_moe.execution.exchange import Exchange, check_pipeline
+from ep_moe.execution.exchange import Exchange, check_pipeline, narrow, wants_gradients
 from ep_moe.execution.recorded_calls import CallerInputs
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.devices import SideStream
 from ep_moe.testing.transport_case import dispatch_shape
-from ep_moe.types import Pending, PhysicalIds, PhysicalRouting
+from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting
 
 FORMAT = Wire(dispatch="fp8_row")
 
@@ -25,7 +25,7 @@ class Refused(Exception):
     """What a dispatcher raises for the problem that it is given."""
 
 
-def exchange(tokens: int, *, most: int, bound: int):
+def exchange(tokens: int, *, most: int | None, bound: int | None, rows_per_token: int = 1, rounds=()):
     """One whose dispatcher notes what it is given, and refuses. Returns it with the notes."""
     given = []
 
@@ -35,7 +35,7 @@ def exchange(tokens: int, *, most: int, bound: int):
 
     dispatcher = SimpleNamespace(
         dispatch_shape=SimpleNamespace(max_tokens=most, wire=FORMAT, hidden_size=16, dtype=torch.float32),
-        capabilities=SimpleNamespace(places=False, adjoint=False, rounds=frozenset()),
+        capabilities=SimpleNamespace(places=False, adjoint=False, rounds=rounds),
         dispatch_start=note,
         dispatch=lambda x, routing, x_scale=None, max_tokens=None: note(
             x, routing, None, x_scale=x_scale, max_tokens=max_tokens
@@ -45,7 +45,7 @@ def exchange(tokens: int, *, most: int, bound: int):
     context = SimpleNamespace(_call_limit=bound, _stage_times=None)
     experts = SimpleNamespace(capabilities=SimpleNamespace(peer_out=False, cuda_graph=True))
     routing = PhysicalRouting(PhysicalIds(torch.zeros(tokens, 2, dtype=torch.int64)), torch.ones(tokens, 2))
-    return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing), given
+    return Exchange(context, dispatcher, experts, torch.ones(tokens, 16), routing, rows_per_token), given
 
 
 @pytest.mark.parametrize(("most", "bound", "width"), [(8, 8, 8), (4, 8, 4)], ids=["in one part", "in parts"])
@@ -61,6 +61,47 @@ def test_a_refused_call_sends_no_rows_and_no_scales(most, bound, width):
     assert max_tokens == width
 
 
+def test_a_problem_within_a_capture_is_raised_at_once(monkeypatch):
+    """A capture has no peers that wait for this rank's parts."""
+    call, given = exchange(6, most=4, bound=8)
+    monkeypatch.setattr(exchange_module, "capturing", lambda device: True)
+    with pytest.raises(Refused, match="planted"):
+        call.refuse("planted")
+    assert [len(x) for x, *_ in given] == [0]
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_rows_are_rounded_once(rounds):
+    """By the transport, where it does."""
+    call, given = exchange(6, most=8, bound=8, rounds={FORMAT.dispatch} if rounds else set())
+    with pytest.raises(Refused):
+        call.run()
+    ((x, _, x_scale, _),) = given
+    assert (x.dtype, x_scale is None) == (torch.float32 if rounds else torch.float8_e4m3fn, rounds)
+
+
+@pytest.mark.parametrize("capable", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("x", "weights", "held", "trained", "wanted"),
+    [
+        (False, False, True, False, False),
+        (True, False, True, False, True),
+        (False, True, True, False, True),
+        (False, False, True, True, True),
+        (False, False, False, False, True),  # peers hold experts, which may be trained
+    ],
+)
+def test_a_call_is_trained_where_anything_wants_a_gradient(x, weights, held, trained, wanted, grad, capable):
+    """And its kernel can give one: experts whose parameters want one compute without, too."""
+    experts = SimpleNamespace(
+        capabilities=SimpleNamespace(differentiable=capable), weights=SimpleNamespace(held=held, trained=trained)
+    )
+    rows, factors = (torch.ones(2, 2, requires_grad=wants) for wants in (x, weights))
+    with torch.set_grad_enabled(grad):
+        assert wants_gradients(experts, rows, factors) is (wanted and grad and capable)
+
+
 def test_rows_in_parts_go_with_their_scales_and_routing():
     call, given = exchange(6, most=4, bound=8)
     with pytest.raises(Refused):
@@ -69,6 +110,33 @@ def test_rows_in_parts_go_with_their_scales_and_routing():
     assert torch.equal(x.view(torch.uint8), call.x[4:6].view(torch.uint8))
     assert torch.equal(x_scale, call.x_scale[4:6])
     assert (len(routing.ids), len(routing.weights), max_tokens) == (2, 2, 4)
+
+
+def test_a_bound_of_tokens_is_one_of_the_rows_that_travel_for_each():
+    """As an exact call sends a row for each route."""
+    call, given = exchange(6, most=8, bound=4, rows_per_token=2)
+    with pytest.raises(Refused):
+        call.run()
+    assert [max_tokens for *_, max_tokens in given] == [8]
+
+
+def test_ranks_agree_on_a_bound_for_calls_that_want_gradients_alike():
+    """Where none is in force."""
+    call, given = exchange(6, most=None, bound=None)
+    asked = []
+    call.dispatcher.grows = True
+    call.dispatcher.call_bound = lambda *sizes, gradients: asked.append((*sizes, list(gradients))) or 8
+    with pytest.raises(Refused):
+        call.run()
+    assert asked == [(6, torch.device("cpu"), ["x", "routing.weights"])]
+    assert [max_tokens for *_, max_tokens in given] == [8]
+
+
+@pytest.mark.parametrize(("top_k", "columns"), [(1, 4), (4, 4), (5, 8), (8, 8)])
+def test_gradients_of_routing_weights_travel_in_rows_of_whole_words(top_k, columns):
+    """Of 16 bytes, in float32 whatever the layer's rows are."""
+    rows = dispatch_shape(2, top_k, torch.bfloat16)
+    assert narrow(rows) == dataclasses.replace(rows, hidden_size=columns, dtype=torch.float32)
 
 
 def in_parts(tokens: int):
@@ -134,6 +202,16 @@ def test_a_refused_call_in_parts_takes_part_in_all_and_gives_nan():
     assert [event for event in events if event.startswith("send")] == ["send 0", "send 1", "send 2"]
     assert [event for event in events if event.startswith("given")] == ["given 0", "given 1", "given 2"]
     assert all(y.shape == (5, 16) and y.isnan().all() for y in given), "no number passes for a peer's result"
+    assert [len(part) for part in outs] == [0, 0, 0]
+
+
+def test_a_rank_with_too_many_tokens_for_its_bound_takes_part_in_all_parts():
+    call, events, given, outs = in_parts(13)
+    call.to_peers = False
+    with pytest.raises(Refused, match=r"^x has 13 tokens .* max_tokens=12"):
+        call.run()
+    assert [event for event in events if event.startswith("send")] == ["send 0", "send 1", "send 2"]
+    assert all(y.isnan().all() for y in given)
     assert [len(part) for part in outs] == [0, 0, 0]
 
 
@@ -216,6 +294,13 @@ def test_a_refused_call_returns_as_many_rows_as_its_transport_expects(per_route,
     found = Exchange._nan(of, received, None)
     assert found.shape == (rows, 4)
     assert found.isnan().all()
+
+
+def test_a_refused_call_leaves_no_number_in_peers_memory():
+    blocks = tuple(torch.zeros(3, 4) for _ in range(2))
+    out = PeerRows(blocks, torch.zeros(2, dtype=torch.int64), 0, 0)
+    assert Exchange._nan(SimpleNamespace(), None, out) is out
+    assert all(block.isnan().all() for block in blocks)
 
 
 @pytest.mark.parametrize("noted", [0, 3])
