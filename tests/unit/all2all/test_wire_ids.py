@@ -5,17 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.all2all.wire_ids import to_distinct, to_local, to_wire
+from ep_moe.all2all.wire_ids import (
+    launch_to_distinct,
+    launch_to_local,
+    launch_to_wire,
+    to_distinct,
+    to_local,
+    to_wire,
+)
+from tests.fixtures.interpreter import interpreter_problem
 
 PHYSICAL, SLOTS = 12, 3
 
 
-def wired(ids: list[list[int]], width: int, own_expert: int = 6, dtype: torch.dtype = torch.int64, device="cpu"):
+def wired(ids: list[list[int]], width: int, dtype: torch.dtype = torch.int64, device="cpu", form=to_wire):
     given = torch.tensor(ids, dtype=dtype, device=device)
     weights = torch.arange(1, given.numel() + 1, device=device).float().view(given.shape)
     out = torch.full((len(ids), width), 99, dtype=torch.int32, device=device)
     out_weights = torch.full((len(ids), width), torch.nan, device=device)
-    to_wire(given, weights, own_expert, PHYSICAL, out, out_weights)
+    form(given, weights, 6, PHYSICAL, out, out_weights)
     return out.cpu().tolist(), out_weights.cpu().tolist()
 
 
@@ -37,10 +45,12 @@ def test_nan_weights_of_absent_picks_stay_behind():
     assert (out.tolist(), out_weights.tolist()) == ([[3, 3]], [[0, 2]])
 
 
-def localized(ids: list[list[int]], weights: list[list[float]], base: int, device="cpu") -> list[list[int]]:
+def localized(
+    ids: list[list[int]], weights: list[list[float]], base: int, device="cpu", form=to_local
+) -> list[list[int]]:
     given = torch.tensor(ids, dtype=torch.int32, device=device)
     out = torch.full(given.shape, 99, dtype=torch.int32, device=device)
-    to_local(given, torch.tensor(weights, device=device), base, SLOTS, out)
+    form(given, torch.tensor(weights, device=device), base, SLOTS, out)
     return out.cpu().tolist()
 
 
@@ -71,11 +81,11 @@ def test_there_and_back_is_the_routing(width):
     assert torch.equal(total, wanted)
 
 
-def distinct(ids: list[list[int]], own_expert: int, num_physical: int = PHYSICAL, dtype=torch.int64, device="cpu"):
-    given = torch.tensor(ids, dtype=dtype, device=device)
+def distinct(ids: list[list[int]], own_expert: int, num_physical: int = PHYSICAL, device="cpu", form=to_distinct):
+    given = torch.tensor(ids, dtype=torch.int64, device=device)
     weights = torch.arange(1, given.numel() + 1, device=device).float().view(given.shape)
     out, out_weights = torch.full_like(given, 99, dtype=torch.int32), torch.full_like(weights, torch.nan)
-    to_distinct(given, weights, own_expert, num_physical, out, out_weights)
+    form(given, weights, own_expert, num_physical, out, out_weights)
     return out.cpu().tolist(), out_weights.cpu().tolist()
 
 
@@ -99,17 +109,18 @@ def test_distinct_picks_are_the_routing(top_k):
     assert torch.equal(total[:, :PHYSICAL], wanted[:, :PHYSICAL])
 
 
-def test_the_triton_forms_give_the_same():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    from tests.fixtures.fp8_block_kernels import DEVICE
-
-    if DEVICE != "cuda":
-        pytest.skip("torch sees no GPU")
+@pytest.mark.parametrize(
+    ("rows", "top_k", "width"), [(1, 1, 1), (7, 3, 4), (300, 8, 8), (2000, 5, 6), (40, 21, 22), (3, 50, 50)]
+)
+def test_the_triton_forms_give_the_same(rows, top_k, width):
+    """On a GPU, or in the interpreter."""
+    if problem := interpreter_problem():
+        pytest.skip(problem)
+    on = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    for rows, top_k, width in ((1, 1, 1), (7, 3, 4), (300, 8, 8), (2000, 5, 6), (40, 21, 22)):
-        ids = torch.randint(-2, PHYSICAL + 2, (rows, top_k), generator=generator).tolist()
-        assert wired(ids, width, device=DEVICE) == wired(ids, width)
-        assert wired(ids, width, dtype=torch.int32, device=DEVICE) == wired(ids, width)
-        weights = torch.randint(0, 3, (rows, top_k), generator=generator).float().tolist()
-        assert localized(ids, weights, 3, DEVICE) == localized(ids, weights, 3)
-        assert distinct(ids, 7, 31, device=DEVICE) == distinct(ids, 7, 31)
+    ids = torch.randint(-2, PHYSICAL + 2, (rows, top_k), generator=generator).tolist()
+    weights = torch.randint(0, 3, (rows, top_k), generator=generator).float().tolist()
+    assert localized(ids, weights, 3, on, launch_to_local) == localized(ids, weights, 3)
+    for dtype in (torch.int64, torch.int32):
+        assert wired(ids, width, dtype, on, launch_to_wire) == wired(ids, width, dtype)
+    assert distinct(ids, 7, 60, on, launch_to_distinct) == distinct(ids, 7, 60)
