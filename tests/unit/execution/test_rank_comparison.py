@@ -1,12 +1,14 @@
 """What ranks compare of a layer, on one rank."""
 
+import warnings
 from types import SimpleNamespace as Some
 
 import pytest
 import torch
 
 from ep_moe import EPContext, ExpertMap, InputError, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
-from ep_moe.execution.rank_comparison import _compare_experts, _dense
+from ep_moe.execution import rank_comparison
+from ep_moe.execution.rank_comparison import Watch, _compare_experts, _dense, _name_dense
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
@@ -42,3 +44,81 @@ def test_what_should_or_should_not_be_equal_is_named_by_the_ranks_of_the_job(slo
     monkeypatch.setattr(RankGroup, "exchange", lambda *_: facts)
     with pytest.raises(InputError, match=f"^moe0: {sentence}"):
         _compare_experts(layer, RankGroup(None, (4, 6), 0, FlightRecorder()), torch.device("cpu"), "first call")
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([[1, 9], [1, 2], [1, 2]], "router.bias on rank 4"),
+        ([[1, 2], [7, 9], [1, 2]], "router.weight on rank 6"),
+        ([[1, 2], [1, 2], [1, 8], [1, 9], [1, 2]], "router.bias on ranks 8, 10"),
+    ],
+    ids=str,
+)
+def test_the_ranks_that_differ_from_most_are_named(rows, named, monkeypatch):
+    dense = {"router.weight": torch.zeros(1), "router.bias": torch.zeros(1)}
+    exchanged = iter([[[2]] * len(rows), rows])
+    monkeypatch.setattr(RankGroup, "exchange", lambda *_: next(exchanged))
+    rank_group = RankGroup(None, (4, 6, 8, 10, 12)[: len(rows)], 0, FlightRecorder())
+    assert _name_dense(rank_group, dense, [torch.tensor(1)] * 2, torch.device("cpu")) == named
+
+
+class Watched(Some):
+    __slots__ = ("__weakref__",)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """A layer whose ranks are compared in two kinds of group, and what `_drifted` is to find in each comparison."""
+    found = {"drifts": None, "asked": []}
+    layout = Some(lockstep=2, replicas=2, token_ranks=1)
+    groups = {kind: Some(kind=kind) for kind in ("lockstep", "expert_data")}
+    weights = Some(each_backward=None, gradient_sum=Some(each_sum=None), updates=0)
+    context = Some(device=torch.device("cpu"), layout=layout, rank_groups=groups)
+
+    def drifted(layer, rank_group, step):
+        found["asked"].append((rank_group.kind, step))
+        return found["drifts"]
+
+    monkeypatch.setattr(rank_comparison, "_drifted", drifted)
+    monkeypatch.setattr(rank_comparison, "_mixed", lambda layer: None)
+    return Watched(name="moe0", context=context, expert_weights=weights), found
+
+
+def test_backward_compares_ranks_ever_more_seldom(watched):
+    """With how far this rank has come since its last backward, which peers have too."""
+    layer, found = watched
+    watch = Watch(layer)
+    for call in (1, 2, 3, 5, 6, 7, 8, 11, 12):
+        layer.expert_weights.each_backward(call)
+        layer.expert_weights.gradient_sum.each_sum()
+    assert [step for kind, step in found["asked"] if kind == "lockstep"] == [1, 2, 3]
+    assert [step for kind, step in found["asked"] if kind == "expert_data"] == [0, 0, 0]
+    assert watch.mixed is None
+
+
+def test_ranks_that_drift_apart_are_named_once(watched):
+    """And not compared any more, in the groups that have found it."""
+    layer, found = watched
+    watch, weights = Watch(layer), layer.expert_weights
+    found["drifts"] = "router.weight"
+    weights.each_backward(1)
+    with pytest.warns(UserWarning, match=r"^moe0: router.weight differs from the other ranks' after 2 backward calls"):
+        weights.each_backward(2)
+    assert weights.each_backward is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            weights.gradient_sum.each_sum()
+    assert weights.gradient_sum.each_sum is None
+    assert watch.mixed is None
+
+
+def test_a_capture_compares_no_ranks(watched, monkeypatch):
+    """It would wait for the device."""
+    layer, found = watched
+    watch = Watch(layer)
+    monkeypatch.setattr(rank_comparison, "capturing", lambda device: True)
+    for call in range(1, 9):
+        watch.follow(call)
+    assert found["asked"] == []
