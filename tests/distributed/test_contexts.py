@@ -267,6 +267,7 @@ def test_a_context_that_an_error_left_is_not_named_dropped(world_size):
         warnings.simplefilter("error")
         watch = context._dropped
         assert not watch.alive
+    assert watches() == 0, "peers are not watched any more"
 
 
 @distributed(2, deadline_s=60)

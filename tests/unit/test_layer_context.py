@@ -2,6 +2,8 @@
 
 # ruff: noqa: F811
 
+import gc
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +160,40 @@ def test_a_context_that_was_ended_is_not_named_dropped():
         assert context._dropped.alive
         end(context)
         assert not context._dropped.alive
+
+
+def test_a_context_of_one_process_may_be_dropped():
+    """It has no groups to give back."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        context = EPContext.local(CPU)
+        watch = context._dropped
+        MoELayer(shape(), context)
+        del context
+        gc.collect()
+    assert not watch.alive
+    assert not [one for one in caught if "was dropped" in str(one.message)]
+
+
+def test_between_calls_a_rank_is_in_no_layer(context):
+    """Whether they end or are refused: what fails or is compared next is not the layer's."""
+    layer = fill(MoELayer(shape(), context))
+    layer(torch.ones(3, HIDDEN))
+    assert context.flight_recorder.where == ""
+    with pytest.raises(InputError):
+        layer(torch.ones(3, HIDDEN + 1))
+    assert context.flight_recorder.where == ""
+
+
+def test_no_layer_is_made_once_a_peer_is_lost(context, monkeypatch):
+    """Peers that are there would wait for what its making exchanges."""
+
+    def lost():
+        raise PeerTimeout("rank 1 is lost")
+
+    monkeypatch.setattr(context.flight_recorder, "check", lost)
+    with pytest.raises(PeerTimeout, match="rank 1 is lost"):
+        MoELayer(shape(), context)
 
 
 def test_two_contexts_in_one_process():
