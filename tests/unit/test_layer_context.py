@@ -10,7 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from ep_moe import ConfigError, EPContext, ExpertMap, InputError, MoELayer, PeerTimeout, Routing
+from ep_moe import (
+    ConfigError,
+    EPContext,
+    ExpertMap,
+    InputError,
+    MoELayer,
+    OutOfMemory,
+    PeerTimeout,
+    RankFailed,
+    Routing,
+    RoutingConfig,
+    RoutingMethod,
+)
+from ep_moe import context as context_module
 from ep_moe.parallel.layout import RankLayout
 from tests.fixtures.helpers import fill, integer_rows
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, IDS, WEIGHTS, context, routing, shape  # noqa: F401 (a fixture)
@@ -185,6 +198,33 @@ def test_between_calls_a_rank_is_in_no_layer(context):
     assert context.flight_recorder.where == ""
 
 
+def agreed(error):
+    error.agreed_by = (0, 1)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "users", "captures", "told"),
+    [
+        (InputError("on all ranks"), False, False, False),
+        (InputError("of a router of the user's"), True, False, True),
+        (ValueError("on one rank"), False, False, True),
+        (ValueError("on one rank"), False, True, False),  # a capture has exchanged nothing
+        (torch.utils.checkpoint._StopRecomputationError(), False, False, False),  # at one operation on all ranks
+        (OutOfMemory("on one rank"), False, False, True),
+        (agreed(OutOfMemory("on all ranks")), False, False, False),
+    ],
+    ids=lambda one: f"{type(one).__name__}" if isinstance(one, BaseException) else str(one),
+)
+def test_peers_are_told_of_what_one_rank_alone_raises(error, users, captures, told, context, monkeypatch):
+    heard = []
+    monkeypatch.setattr(type(context.flight_recorder), "alone", False)
+    monkeypatch.setattr(context.flight_recorder, "fail", lambda *what: heard.append(what) or RankFailed("told"))
+    monkeypatch.setattr(context_module, "capturing", lambda device: captures)
+    context._broken_by(error, "moe0", users=users)
+    assert heard == ([(error, "moe0")] if told else [])
+
+
 def test_no_layer_is_made_once_a_peer_is_lost(context, monkeypatch):
     """Peers that are there would wait for what its making exchanges."""
 
@@ -253,6 +293,14 @@ def test_layer_may_change_its_dtype(context):
     assert "x must be bfloat16 as the layer is, got float32" in str(error.value)
     assert torch.equal(layer.to(torch.float32).forward_routed(x, chosen), wide)
     assert layer._dispatcher() is before
+
+
+def test_rows_that_are_weighed_before_they_travel_keep_their_dtype(context):
+    """Routing weights are float32."""
+    weighed = RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True)
+    layer = fill(MoELayer(shape(top_k=1, routing=weighed), context, dtype=torch.bfloat16))
+    x = integer_rows(3, HIDDEN, 0).bfloat16()
+    assert layer(x).dtype == torch.bfloat16
 
 
 def test_a_layer_keeps_the_dtype_that_all_ranks_have_buffers_for(context):
