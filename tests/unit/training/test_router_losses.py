@@ -220,6 +220,18 @@ def test_a_recording_that_raises_has_ended(context):
     assert not model.layers[0].router.keeps_logits
 
 
+def test_an_idle_step_records_no_rows(context):
+    """However it ends, the next one records its own."""
+    model, x = Model(context, layers=1), rows_of(3)
+    with router_logits(model) as recorded:
+        with model.layers[0]._idle():
+            model(x)
+        with pytest.raises(KeyError), model.layers[0]._idle():
+            raise KeyError
+        model(x)
+    assert [len(logits) for logits in recorded] == [0, 3]
+
+
 def test_recordings_of_two_threads_end_in_any_order(context):
     layer, x = MoELayer(shape(), context), rows_of(3)
     first, second = router_logits(layer), router_logits(layer)
