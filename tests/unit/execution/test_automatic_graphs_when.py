@@ -68,6 +68,14 @@ def test_calls_unlike_others_have_nothing_recorded_again(layer):
     assert graphs.Recorder.recorded == 1
 
 
+def test_nothing_is_recorded_of_sharded_experts(driver, context):
+    """Each call gathers their parameters in other memory."""
+    layer = built(context)
+    layer.expert_weights.unstack()
+    assert [repeats(layer, *given(1)) for _ in range(4)] == [False] * 4
+    assert graphs.Recorder.recorded == 0
+
+
 def test_nothing_is_recorded_in_a_capture_of_somebody_elses(driver, context):
     layer = built(context)
     with mock.patch.object(graphs, "capturing", return_value=True):
