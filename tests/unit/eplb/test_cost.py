@@ -19,6 +19,8 @@ def test_sizes_follow_from_the_config():
     config = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
     time = LayerTime.of(config, H200, bytes_per_weight=1.0, bytes_per_value=3.0)
     assert (time.expert_bytes, time.row_bytes, time.flop_per_row) == (3 * 64 * 32, 64 * 3, 6 * 64 * 32)
+    bf16 = LayerTime.of(config, H200)
+    assert (bf16.expert_bytes, bf16.row_bytes) == (2 * 3 * 64 * 32, (2 + 2) * 64), "out and back"
 
 
 def test_many_rows_are_bound_by_operations_few_by_weights():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import ExpertMap, InputError, Placement
-from ep_moe.eplb.load import LoadRecorder
+from ep_moe.eplb.load import LoadRecorder, LoadWindow
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
@@ -36,6 +36,33 @@ def test_tokens_are_those_of_the_layer_with_the_most():
         layer.placement.expert_load += torch.tensor([2, 2, 2, 2])
     recorder.step()
     assert recorder.finish().tokens.tolist() == [4]
+
+
+def test_tokens_are_rounded_up():
+    """A token may have less than its top_k routes."""
+    layer = layer_of(2)
+    recorder = LoadRecorder([layer], RankGroup.alone(), steps=1)
+    layer.placement.expert_load += torch.tensor([2, 0, 1, 2])
+    recorder.step()
+    assert recorder.finish().tokens.tolist() == [3]
+
+
+@pytest.mark.parametrize(("resets", "counted"), [(0, [5, 0, 2, 5]), (1, [1, 0, 0, 3]), (2, [1, 0, 0, 3])])
+def test_a_layer_that_is_reset_within_a_window_begins_anew(resets, counted):
+    layers = [layer_of(2), layer_of(3)]
+    placements = [layer.placement for layer in layers]
+    for placement in placements:
+        placement.expert_load += 7  # before the window
+    window = LoadWindow(layers, interval=2, window=2)
+    for placement in placements:
+        placement.expert_load += torch.tensor([4, 0, 2, 2])
+    for _ in range(resets):
+        placements[0].reset_load()
+    for placement in placements:
+        placement.expert_load += torch.tensor([1, 0, 0, 3])
+    assert window.ends(2)
+    window.close()
+    assert window.take().tolist() == [counted, [5, 0, 2, 5]]
 
 
 def test_recorders_of_other_numbers_of_steps_are_named_by_the_ranks_of_the_job(monkeypatch):

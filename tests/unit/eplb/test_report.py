@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from ep_moe import ExpertMap, MoEConfig
-from ep_moe.eplb import H200, LayerTime
+from ep_moe.eplb import H200, LayerTime, Price
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import Traffic, balancedness, loads_by_rank
-from ep_moe.eplb.report import Question, what_if
+from ep_moe.eplb.report import COLUMNS, Question, what_if
 from ep_moe.eplb.trace import LoadTrace
 
 CONFIG = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
@@ -41,3 +41,19 @@ def test_a_row_has_bytes_within_a_rank_within_a_node_and_between_nodes():
     wanted = [facts[f"{where}_bytes"] for where in ("local", "same_node", "other_node")]
     assert len(set(wanted)) == 3
     assert found.cells()[-3:] == [f"{size / 1e9:.3g}" for size in wanted]
+
+
+def test_an_experts_bytes_are_those_asked_about():
+    assert answer().moved.expert_bytes == 2 * 3 * 64 * 32
+    assert answer(bytes_per_weight=0.5).moved.expert_bytes == 3 * 64 * 32 // 2
+
+
+def test_a_row_has_its_numbers_under_their_titles():
+    loads = {"before": np.array([[1.0, 1.0, 1.0, 5.0]]), "after": np.array([[1.0, 1.0, 1.0, 2.0]])}
+    found = dataclasses.replace(answer(), **loads, held_out=0.25, price=Price(3.0, 2.0, 1.0, 10))
+    row = dict(zip(COLUMNS, found.cells(), strict=True))
+    titles = ("ranks", "redundant", "before", "after", "held", "ms before", "ms after")
+    assert [row[title] for title in titles] == ["4", "0", "0.400", "0.625", "0.250", "3", "2"]
+    facts = found.facts()
+    names = ("ranks", "redundant", *(f"balancedness_{when}" for when in ("before", "after", "held_out")))
+    assert [facts[name] for name in (*names, "before_ms", "after_ms")] == [4, 0, 0.4, 0.625, 0.25, 3.0, 2.0]

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from ep_moe import ConfigError, EPLBConfig, ExpertMap, MoEConfig
 from ep_moe.eplb import H200, LayerTime, traffic, verdict
 from ep_moe.eplb.migration import background as decide
-from ep_moe.eplb.migration.background import Background, Decision, laid_out
+from ep_moe.eplb.migration.background import Background, Decision, default_planner, laid_out
 from ep_moe.eplb.migration.schedule import sub_plans, transfer_schedule
+from ep_moe.eplb.planner.plan import plan
 from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)
@@ -122,6 +123,41 @@ def test_the_price_is_that_of_a_step(nodes):
     assert found.price == verdict(LOAD / 50, NOW, THEN, moved=moved, time=time, within_steps=100, **rest)
     assert found.price.accepted
     assert found.maps == tuple(THEN)
+
+
+def test_experts_that_go_to_another_node_are_priced_by_its_link():
+    """Both maps have the same load on each rank."""
+    crossed = [ExpertMap.from_ranks([[4, 5], [2, 3], [0, 1], [6, 7]], 8)] * 2
+    costs = [decided(machine=H200, nodes=nodes, planner=lambda *_: crossed).price.cost_ms for nodes in (1, 2)]
+    assert costs[1] / costs[0] == pytest.approx(H200.link_bytes_per_s / H200.node_link_bytes_per_s)
+
+
+def test_experts_come_from_a_rank_of_the_own_node():
+    old = ExpertMap.from_ranks([[0, 1], [2, 3], [0, 2], [1, -1]], 4)
+    new = ExpertMap.from_ranks([[0, 1], [2, 3], [0, 2], [1, 0]], 4)
+    for per_node, source in ((4, 0), (2, 2)):
+        rest = {"budget": 16, "commit": 16, "ranks_per_node": per_node}
+        ((part,),) = laid_out(lambda: Decision((new,)), [(mock.Mock(), old, 8)], rank=3, **rest).schedules
+        assert [move.source for move in part.moves.transfers] == [source]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"groups": 2, "nodes": 2}, {"groups": 4, "nodes": 2}, {"tolerance": 0.3}, {"enough": 0.7}],
+    ids=str,
+)
+def test_without_a_planner_of_the_user_the_options_are_those_of_plan(options):
+    load, current = np.random.default_rng(0).integers(1, 1000, (1, 8)), [ExpertMap.redundant(8, 4, 4)]
+    room = [[3, 3, 3, 3]]
+    found = default_planner(EPLBConfig(**options), room)(load, current)
+    assert found == plan(load, current, slots=room, **options)
+    assert found != plan(load, current, slots=room), "or the case would show nothing"
+
+
+def test_a_plan_fills_slots_that_there_is_memory_for():
+    load, current = np.array([[8, 1, 1, 1]]), [ExpertMap.from_ranks([[0, 1], [2, 3]], 4)]
+    (found,) = default_planner(EPLBConfig(), [[2, 3]])(load, current)
+    assert found.num_redundant == 1
 
 
 def test_the_price_of_few_rows_is_by_the_bytes_of_experts_as_they_are_held():
