@@ -1,11 +1,16 @@
 """ExpertBalancer on one rank: what a step leaves behind, whatever it raises."""
 
+import dataclasses
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, RebalanceError
+from ep_moe import ConfigError, EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, RebalanceError
+from ep_moe.eplb import H200, rebalance
+from ep_moe.eplb.migration import consensus
 from ep_moe.eplb.migration.consensus import State
 from tests.fixtures.eplb_cases import CONFIG, ROW, make_layers
 
@@ -22,14 +27,18 @@ def balancer_of(layers, planner=None, **options):
     return ExpertBalancer(layers, layers[0].context, EPLBConfig(sync_every=1, **options), planner=planner)
 
 
+def step(balancer, times):
+    for _ in range(times):
+        balancer.step()
+
+
 def test_a_step_that_raises_counts_in_its_window(layers, monkeypatch):
     balancer = balancer_of(layers, interval=4, window=4)
 
     def fails():
         raise RebalanceError("rolled back")
 
-    for _ in range(3):
-        balancer.step()
+    step(balancer, 3)
     monkeypatch.setattr(balancer, "_advance", fails)
     with pytest.raises(RebalanceError, match="rolled back"):
         balancer.step()  # the window's last
@@ -40,8 +49,7 @@ def test_a_step_that_raises_counts_in_its_window(layers, monkeypatch):
 
 def test_windows_that_end_while_a_rebalance_is_under_way_are_counted(layers):
     balancer = balancer_of(layers, interval=1, window=1)
-    for _ in range(3):  # the first begins one, which gathers, sums and then plans
-        balancer.step()
+    step(balancer, 3)  # the first begins one, which gathers, sums and then plans
     assert balancer.stats().skipped == 2
     balancer.close()
 
@@ -80,3 +88,67 @@ def test_a_commit_rewrites_no_more_than_its_own_bound(layers, options, commits):
     balancer.settle()
     assert balancer.stats().commits == commits
     balancer.close()
+
+
+def test_a_stage_has_half_of_the_contexts_deadline(layers, monkeypatch):
+    limit, answer = layers[0].context.flight_recorder.deadline_s / 2, threading.Event()
+    balancer = balancer_of(layers, lambda *_: answer.wait(), interval=1, window=1)
+    layers[0](torch.ones(2, CONFIG.hidden_size))
+    while balancer.state is not State.PLANNING:
+        balancer.step()
+    now = time.monotonic()
+    monkeypatch.setattr(rebalance, "time", SimpleNamespace(monotonic=lambda: now + 0.9 * limit))
+    step(balancer, 3)
+    assert balancer.state is State.PLANNING
+    monkeypatch.setattr(rebalance, "time", SimpleNamespace(monotonic=lambda: now + 1.1 * limit))
+    with pytest.raises(RebalanceError, match=f"PLANNING took longer than {limit:g} s"):
+        step(balancer, 3)
+    answer.set()
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def other_layer(layers, **fields):
+    return MoELayer(dataclasses.replace(CONFIG, **fields), layers[0].context).requires_grad_(False)
+
+
+def test_layers_of_other_numbers_of_experts_have_balancers_of_their_own(layers):
+    with pytest.raises(ConfigError, match=r"layer moe1 has 4 experts and moe0 10; make a balancer for those"):
+        balancer_of([*layers, other_layer(layers, num_experts=4)], interval=0)
+
+
+def test_one_price_is_for_layers_that_are_alike(layers):
+    both = [*layers, other_layer(layers, intermediate_size=32)]
+    with pytest.raises(ConfigError, match=r"layer moe1 differs from moe0, and one price is for layers that are alike"):
+        balancer_of(both, interval=0, machine=H200)
+    balancer_of(both, interval=0).close()
+
+
+def test_layers_of_another_context_are_refused(layers):
+    with EPContext.local(CPU) as context, pytest.raises(ConfigError, match="layer moe0 belongs to another EPContext"):
+        ExpertBalancer(layers, context, EPLBConfig(interval=0))
+
+
+def test_layers_without_memory_are_refused(layers):
+    layers[0].to("meta")
+    with pytest.raises(ConfigError, match=r"layer moe0 is on the meta device; call to_empty"):
+        balancer_of(layers, interval=0)
+
+
+def test_a_deadline_may_be_that_of_the_context(layers):
+    limit = layers[0].context.flight_recorder.deadline_s
+    balancer_of(layers, interval=0, deadline_s=limit).close()
+    with pytest.raises(ConfigError, match=r"EPLBConfig\.deadline_s must be at most the context's"):
+        balancer_of(layers, interval=0, deadline_s=limit + 1)
+
+
+def test_bounds_that_there_is_no_memory_for_are_named(layers, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(consensus, "Staging", full)
+    size = 8 * ROW + 2 * ROW  # of a commit's experts, and of what is sent in a step
+    words = f"bytes_per_commit=1 and bytes_per_step={2 * ROW} need {size} bytes of memory on cpu"
+    with pytest.raises(ConfigError, match=words):
+        balancer_of(layers, interval=0, bytes_per_commit=1, bytes_per_step=2 * ROW)

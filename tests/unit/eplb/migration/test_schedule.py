@@ -94,6 +94,15 @@ def test_holders_send_evenly():
     assert Counter(t.source for t in moves(wide, new).transfers) == {0: 2, 1: 2}
 
 
+@pytest.mark.parametrize("budget", [1, 8, 9, 20, 39])
+def test_pieces_of_a_row_are_of_whole_words(budget):
+    """Kernels read and examine rows as int64."""
+    old, new = ExpertMap.linear(2, 2), ExpertMap.from_ranks([[1], [0]], 2)
+    pieces = [part for batch in batches(moves(old, new), 0, 40, budget) for pair in batch.rounds for part in pair]
+    assert len(pieces) > 2
+    assert all(piece.start % 8 == piece.stop % 8 == 0 for piece in pieces)
+
+
 def test_an_expert_that_stays_does_not_move():
     held = ExpertMap.redundant(6, 3, 3)
     assert moves(held, held).transfers == ()

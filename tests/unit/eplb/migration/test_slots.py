@@ -146,7 +146,8 @@ def test_a_checksum_depends_on_places_over_blocks():
     pair[[5, 9]] = pair[[9, 5]]
     found = {int(CHECKSUM(part)) for part in (data, blocks, pair.view(torch.uint8), data[:-1], data[:-8])}
     assert len(found) == 5
-    assert CHECKSUM(data[3:20]) == CHECKSUM(data[3:20].clone()), "wherever it begins in memory"
+    for stop in (19, 20):  # of whole words, and of others
+        assert CHECKSUM(data[3:stop]) == CHECKSUM(data[3:stop].clone()), "wherever it begins in memory"
 
 
 def test_a_sum_is_the_same_whatever_was_summed_before():
