@@ -36,15 +36,30 @@ def test_rounding(dtype):
     assert (error <= torch.maximum(largest * 2**-4, largest.amax(-1, keepdim=True) * 2**-10 / 448) * 1.001).all()
 
 
-# --- where torch makes new tensors elsewhere than on the host by default ---------------------------------------------
-
-
-@pytest.mark.parametrize(
+every_wire = pytest.mark.parametrize(
     "wire",
     [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), Wire(dispatch="fp8_tensor", input_scale=0.1),
      Wire(dispatch="mxfp8"), Wire(dispatch="nvfp4", input_scale=0.1)],
     ids=lambda wire: wire.dispatch,
 )  # fmt: skip
+
+
+@every_wire
+def test_a_row_has_the_sizes_of_its_format_and_comes_back_in_the_layers_dtype(wire):
+    x, form = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)), ROW_FORMATS[wire.dispatch]
+    data, scale = round_to_travel(x, wire)
+    assert (data.dtype, list(data.shape)) == (form.number, [3, form.columns(256)])
+    assert (0 if scale is None else scale.shape[1]) == form.scales(256)
+    assert scale is None or scale.dtype == form.scale
+    for dtype in (torch.float32, torch.bfloat16):
+        back = widen_arrived(data, scale, wire, dtype)
+        assert (back.dtype, back.shape) == (dtype, x.shape)
+
+
+# --- where torch makes new tensors elsewhere than on the host by default ---------------------------------------------
+
+
+@every_wire
 def test_rows_of_the_wire(wire):
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
     expected = widen_arrived(*round_to_travel(x, wire), wire, torch.float32)

@@ -36,11 +36,11 @@ def test_lines_elsewhere(monkeypatch):
     file, now = io.StringIO(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with Progress(5, "loading", "expert", file=file) as bar:
-        for seconds in (1.0, 6.0, 7.0, 12.0, 18.0):
+        for seconds in (6.0, 7.0, 12.0, 13.0, 18.0):
             now[0] = seconds
             bar.update()
     assert file.getvalue().splitlines() == [
-        "loading: 2 of 5 experts, 6.0 s", "loading: 4 of 5 experts, 12.0 s", "loading: 5 of 5 experts, 18.0 s",
+        "loading: 1 of 5 experts, 6.0 s", "loading: 3 of 5 experts, 12.0 s", "loading: 5 of 5 experts, 18.0 s",
     ]  # fmt: skip
     one = io.StringIO()
     counted(one, 1)
