@@ -141,13 +141,15 @@ def test_a_router_of_ours_is_part_of_the_graph(layer, driver):
     assert driver.found[-7][4] == layer.router.weight.data_ptr()
 
 
-@pytest.mark.parametrize("seen_by", ["hook", "mask", "groups"])
+@pytest.mark.parametrize("seen_by", ["hook", "hook before", "mask", "groups"])
 def test_a_router_of_ours_chooses_before_the_graph(seen_by, driver, context):
     routing = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, num_groups=3, top_groups=1)
     config = dataclasses.replace(CONFIG, num_experts=6, routing=routing) if seen_by == "groups" else CONFIG
     layer, x, mask = built(context, config), given(2)[0], None
     if seen_by == "hook":
         layer.router.register_forward_hook(lambda module, args, out: None)
+    if seen_by == "hook before":
+        layer.router.register_forward_pre_hook(lambda module, args: None)
     if seen_by == "mask":
         mask = torch.tensor([True, False])
     with mock.patch.object(Router, "forward", autospec=True, side_effect=Router.forward) as chooses:

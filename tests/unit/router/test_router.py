@@ -256,6 +256,7 @@ def test_a_router_with_float32_logits_keeps_float32(cast):
     for name, tensor in [*router.state_dict().items(), ("grad", router.weight.grad)]:
         assert torch.equal(tensor, before[name]), name
     assert router.double().weight.dtype == Router(config, dtype=torch.float64).weight.dtype == torch.float64
+    assert router.float().weight.dtype == torch.float32, "of float64"
     plain = Router(shape(), dtype=torch.bfloat16)
     assert plain.weight.dtype == torch.bfloat16
     assert cast(Router(shape())).weight.itemsize == 2
@@ -300,6 +301,16 @@ def test_correction_bias_is_float32_whatever_the_model_is(change):
 
 
 # --- the functions alone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_scores_that_vanish_have_no_weight(exact):
+    """In float32 the sigmoid of -200 is 0, and so is the sum that weights are divided by."""
+    config = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, renormalize=True)
+    logits = torch.full((2, EXPERTS), -200.0)
+    chosen = route(logits, TOP_K, config, exact=exact)
+    assert (chosen.weights == 0).all()
+    assert (weights_of(logits, chosen.ids, config, exact=exact) == 0).all()
 
 
 def test_scaling_factor_is_multiplied_in_last():

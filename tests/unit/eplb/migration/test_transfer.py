@@ -113,3 +113,12 @@ def test_a_damaged_row_is_named_by_the_rank_of_the_job_that_it_came_from():
     migration._seen = torch.zeros_like(migration._seen)
     migration._seen[0] = 1
     assert f"expert {migration._staged[0]} from rank 5 is not what its checksum says" in migration.damage()
+
+
+def test_a_damaged_row_that_travelled_is_named_by_its_sender():
+    _, _, migration = start()
+    part = transfer_schedule(ExpertMap.linear(2, 2), ExpertMap.from_ranks([[1], [0]], 2), 1, row_bytes=8, budget=8)
+    migration.transfer_schedule, migration._staged, migration._rank = part, part.staged, 1
+    migration._mover = SimpleNamespace(rank_group=SimpleNamespace(ranks=(5, 7)))
+    migration._seen = torch.ones(1, dtype=torch.int64)
+    assert "expert 0 from rank 5 is not what its checksum says (1 of 1 experts)" in migration.damage()
