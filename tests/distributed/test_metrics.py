@@ -46,6 +46,14 @@ def test_a_ranks_own_load_and_that_of_all(transport, exact, world_size):
         assert metrics.snapshot(context).deadline_s == 20.0
 
 
+@distributed(2)
+def test_a_token_that_lacks_routes_is_a_whole_row_to_all(world_size):
+    with context_of() as context:
+        layer = MoELayer(CONFIG, context, expert_map=ExpertMap.linear(10, 2), all2all="allgather")
+        call(layer, [[0, 1, -1]])
+        assert metrics.snapshot(context).layers[0].sent_bytes == ROW
+
+
 @distributed(4)
 def test_rows_to_an_etp_peer_are_not_sent_to_another_ep_rank(world_size):
     with context_of(dp=4, ep=2, etp=2) as context:
