@@ -58,6 +58,16 @@ def test_a_part_is_that_of_the_whole(kind, expert):
             assert torch.equal(stored.numbers(rows, columns, expert), wanted), (rows, columns)
 
 
+def test_codes_of_all_experts_are_those_of_each():
+    stored = matrix(GptqMatrix)
+    stored.tensors.declared = Declared(method="gptq", bits=frozenset({4}), groups=frozenset({GROUP}))
+    stored.tensors.tensors["qzeros"].fill_(0x77777777)  # the middle
+    whole, each = stored.codes(ALL, ALL), [stored.codes(ALL, ALL, expert) for expert in range(EXPERTS)]
+    assert whole[""].shape == (EXPERTS, ROWS, COLUMNS // 2)
+    assert all(torch.equal(codes, torch.stack([one[part] for one in each])) for part, codes in whole.items())
+    assert len({one[""].numpy().tobytes() for one in each}) == EXPERTS
+
+
 @pytest.mark.parametrize("how", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}])
 def test_a_factor_for_a_whole_row_is_stated_as_minus_one(how, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": how | {"group_size": -1}}))
