@@ -271,3 +271,8 @@ def test_missing_file_is_named(tmp_path):
 
 def test_repr_has_the_sizes():
     assert repr(ExpertMap.redundant(6, 2, 2)) == "ExpertMap(E=6, R=2, slots_per_rank=4, redundant=2)"
+
+
+def test_text_that_is_nested_without_end_is_no_map():
+    with pytest.raises(ConfigError, match="not an ExpertMap file"):
+        ExpertMap.from_json("[" * 100_000)
