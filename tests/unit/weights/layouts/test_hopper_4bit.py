@@ -69,6 +69,17 @@ def test_state_dict_is_the_published_form(scheme, config):
         assert same_bytes(tensor, other.stored_tensors()[name]), name
 
 
+@each_shape
+def test_scales_are_held_in_no_more_words_than_they_fill(scheme, config):
+    """With those that fill up a block of 128 columns."""
+    weights = made(scheme, config)
+    given = random_expert(config, SCHEMES[scheme], 0, BF16, CPU)["w2_scale"]
+    group = config.intermediate_size // given.shape[1]
+    filled = -(-config.intermediate_size // 128) * (128 // group) * given.element_size()
+    held = weights.stored_tensors()["w2_scale"]
+    assert held[0].nbytes == config.hidden_size * -(-filled // 4) * 4
+
+
 @pytest.mark.parametrize("int4", [False, True])
 @pytest.mark.parametrize("columns", [128, 320])
 def test_every_code_comes_back(columns, int4):
