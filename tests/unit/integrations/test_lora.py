@@ -75,6 +75,15 @@ def test_weights_with_factors_beside_them_are_neither_saved_nor_pushed(models, t
         leave(merge_lora(model), tmp_path)
 
 
+def test_a_parameter_beside_experts_needs_no_module():
+    with EPContext.local(torch.device("cpu")) as context:
+        wanted = {"target_modules": None, "target_parameters": ["experts.down_proj", "self_attn.q_proj.weight"]}
+        model = add_lora(expert_parallel(interface_model("olmoe"), context), lora_config("olmoe", **wanted))
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        assert {name.split(".")[-1] for name in trained if "experts" in name} == {"lora_A_w2", "lora_B_w2"}
+        assert {name.split(".lora_")[0].split(".")[-1] for name in trained if "experts" not in name} == {"q_proj"}
+
+
 def test_patterns_of_ranks_and_of_alphas_are_apart():
     of, name = SimpleNamespace(name="layers.0.mlp"), "experts.down_proj"
     target = Target(of=of, parameter=name, stored="w2", depth=0, turned=False)  # r is 4, lora_alpha 8
