@@ -54,7 +54,7 @@ def test_dtype_is_the_checkpoints(tmp_path):
     save(tiny_model("deepseek_v3").to(torch.bfloat16), tmp_path)
     model = load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)
     assert model.dtype == torch.bfloat16
-    assert not any(module.training for module in model.modules())
+    assert not any(part.training for part in model.modules())
     assert {layer.dtype for layer in moe_layers(model)} == {torch.bfloat16}
     assert {layer.router.e_score_correction_bias.dtype for layer in moe_layers(model)} == {torch.float32}
 
