@@ -204,7 +204,7 @@ def agreed(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "users", "captures", "told"),
+    ("error", "users", "captures", "reported"),
     [
         (InputError("on all ranks"), False, False, False),
         (InputError("of a router of the user's"), True, False, True),
@@ -216,13 +216,13 @@ def agreed(error):
     ],
     ids=lambda one: f"{type(one).__name__}" if isinstance(one, BaseException) else str(one),
 )
-def test_peers_are_told_of_what_one_rank_alone_raises(error, users, captures, told, context, monkeypatch):
+def test_peers_learn_of_what_one_rank_alone_raises(error, users, captures, reported, context, monkeypatch):
     heard = []
     monkeypatch.setattr(type(context.flight_recorder), "alone", False)
-    monkeypatch.setattr(context.flight_recorder, "fail", lambda *what: heard.append(what) or RankFailed("told"))
+    monkeypatch.setattr(context.flight_recorder, "fail", lambda *what: heard.append(what) or RankFailed("reported"))
     monkeypatch.setattr(context_module, "capturing", lambda device: captures)
     context._broken_by(error, "moe0", users=users)
-    assert heard == ([(error, "moe0")] if told else [])
+    assert heard == ([(error, "moe0")] if reported else [])
 
 
 def test_no_layer_is_made_once_a_peer_is_lost(context, monkeypatch):
@@ -304,7 +304,7 @@ def test_rows_that_are_weighed_before_they_travel_keep_their_dtype(context):
 
 
 def test_a_layer_keeps_the_dtype_that_all_ranks_have_buffers_for(context):
-    """A rank that converts its layer by itself is told so: its peers send rows of the old dtype."""
+    """A rank that converts its layer by itself gets an error: its peers send rows of the old dtype."""
     layer = MoELayer(shape(), context)
     layer._checks.dtype = layer.dtype  # as after the first call of ranks with fixed buffers
     before = layer._dispatcher()

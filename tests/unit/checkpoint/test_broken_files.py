@@ -19,23 +19,15 @@ from ep_moe.integrations.config_file import read_config
 from ep_moe.integrations.families import checked_config
 from ep_moe.integrations.transformers import load_pretrained, read_moe_config
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.checkpoint_files import change, written
+from tests.fixtures.checkpoint_files import change, local, written
+from tests.fixtures.checkpoint_files import load_locally as load
 
 transformers = pytest.importorskip("transformers")
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     return written(tmp_path_factory.getbasetemp())
-
-
-def local():
-    return EPContext.local(torch.device("cpu"))
-
-
-def load(folder, **options):
-    return load_pretrained(folder, local(), progress=False, **options)
 
 
 def text(file, content):

@@ -12,12 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ep_moe import CheckpointError, EPContext
+from ep_moe import CheckpointError
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.checkpoint.unexpected_tensors import unexpected
 from ep_moe.integrations.config_file import read_config
-from ep_moe.integrations.transformers import export_weights, load_pretrained, load_weights
+from ep_moe.integrations.transformers import export_weights, load_weights
 from tests.fixtures.checkpoint_files import change, quiet, save, tiny_model, written
+from tests.fixtures.checkpoint_files import load_locally as load
 
 transformers = pytest.importorskip("transformers")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -26,14 +27,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory):
     return written(tmp_path_factory.getbasetemp())
-
-
-def local():
-    return EPContext.local(torch.device("cpu"))
-
-
-def load(folder, **options):
-    return load_pretrained(folder, local(), progress=False, **options)
 
 
 @torch.no_grad()

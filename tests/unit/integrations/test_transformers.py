@@ -61,7 +61,7 @@ def test_dtype_is_the_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda: tiny_model("mixtral"), lambda: interface_model("olmoe")])
 def test_data_parallel_wrappers_leave_experts_alone(make):
-    """accelerate and Trainer wrap a model without being told."""
+    """accelerate and Trainer wrap a model by themselves."""
     with local() as context:
         model = expert_parallel(make(), context)
         of_experts = {name for name, _ in model.named_parameters() if ".expert_weights." in name}

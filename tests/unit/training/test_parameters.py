@@ -19,8 +19,11 @@ from ep_moe.training.parameters import _first_text
 def test_a_text_is_that_of_the_first_rank_that_has_one(texts, wanted):
     """On all ranks, and whole."""
     for rank, own in enumerate(texts):
-        told = [list((text or "").encode()) for text in texts]
-        rows = [[len(text)] for text in told], [text + [0] * (max(map(len, told)) - len(text)) for text in told]
+        codes = [list((text or "").encode()) for text in texts]
+        rows = (
+            [[len(text)] for text in codes],
+            [text + [0] * (max(map(len, codes)) - len(text)) for text in codes],
+        )
         exchanged = iter(rows)
 
         def exchange(tensor, rank=rank, exchanged=exchanged):
