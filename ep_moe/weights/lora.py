@@ -137,24 +137,19 @@ def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> E
 
 def check_lora(weights: ExpertSlots) -> None:
     """Raise ConfigError where these experts cannot have low-rank updates."""
-    why = _lora_refusal(weights)
-    if why is not None:
-        raise ConfigError(f"low-rank updates cannot be added: {why}")
-
-
-def _lora_refusal(weights: ExpertSlots) -> str | None:
-    """None, or why these experts cannot have low-rank updates."""
     if weights.lora is not None:
-        return "they have factors already; merge these first"
-    if not weights.named:
-        return "the experts are quantized, or their kernel has no backward; build the layer with experts='reference'"
-    if weights.etp.size > 1:
-        return f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
-    if weights.expert_map.replicated:
-        return "the map has redundant experts; choose one without"
-    if weights.is_meta or not weights._slots:
-        return "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
-    return None
+        why = "they have factors already; merge these first"
+    elif not weights.named:
+        why = "the experts are quantized, or their kernel has no backward; build the layer with experts='reference'"
+    elif weights.etp.size > 1:
+        why = f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
+    elif weights.expert_map.replicated:
+        why = "the map has redundant experts; choose one without"
+    elif weights.is_meta or not weights._slots:
+        why = "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
+    else:
+        return
+    raise ConfigError(f"low-rank updates cannot be added: {why}")
 
 
 def gather_factor(weights: ExpertSlots, own: Tensor) -> Tensor:
