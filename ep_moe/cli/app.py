@@ -311,7 +311,7 @@ def plan(
         out.line()
         for row in rows:
             out.line(f"ranks {row.ranks}, redundant {row.redundant}: {row.verdict}")
-        out.result({"model": model or recorded.model, "rows": [row.facts() for row in rows]})
+        out.result({"model": named, "rows": [row.facts() for row in rows]})
         if all(isinstance(row, plan_report.Impossible) for row in rows):
             raise typer.Exit(1)
         if plot is not None:

@@ -1,6 +1,7 @@
 """`ep-moe plan`: a row for each combination, from the code that plans online."""
 
 import importlib.util
+import json
 
 import numpy as np
 import pytest
@@ -86,6 +87,14 @@ def test_bad_files_and_models_are_one_sentence(file, tmp_path):
     assert "deepseek-v3 has 256 experts, the trace 8" in ask(file, "--ranks", "2", "--model", "deepseek-v3", code=2)
     LoadTrace(TRACE.counts, TRACE.tokens).save(tmp_path / "nameless.npz")
     assert "names no model" in ask(str(tmp_path / "nameless.npz"), "--ranks", "2", code=2)
+
+
+def test_the_result_names_the_model_whose_sizes_were_used(file, tmp_path):
+    LoadTrace(TRACE.counts, TRACE.tokens).save(tmp_path / "nameless.npz")
+    given = ask(str(tmp_path / "nameless.npz"), "--ranks", "2", "--model", "mixtral-8x7b", "--json")
+    recorded = ask(file, "--ranks", "2", "--json")
+    assert json.loads(given)["model"] == json.loads(recorded)["model"] == "mixtral-8x7b"
+    assert json.loads(given)["rows"] == json.loads(recorded)["rows"]
 
 
 def test_a_trace_of_one_step_has_nothing_to_hold_out():
