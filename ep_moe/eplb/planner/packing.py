@@ -279,7 +279,7 @@ def relabel_slots(old: Ints, new: Ints, experts: int) -> Ints:
     last free ones. Where a rank's last slot would be EMPTY, an expert moves there, or `ExpertMap.num_slots` would
     forget the slot. old: int64 [X, R, S], as wide as `new`."""
     rows, ranks = np.arange(len(old))[:, None, None], np.arange(old.shape[1])[:, None]
-    stays = (old >= 0) & holders(new, experts)[rows, ranks, np.maximum(old, 0)]
+    stays = (old >= 0) & ~second_copies(old) & holders(new, experts)[rows, ranks, np.maximum(old, 0)]
     stays &= new != ABSENT
     comes = (new >= 0) & ~holders(old, experts)[rows, ranks, np.maximum(new, 0)]
     out = np.where(stays, old, np.where(new == ABSENT, ABSENT, EMPTY))

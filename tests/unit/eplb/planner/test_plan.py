@@ -71,6 +71,18 @@ def moves(old: ExpertMap, new: ExpertMap) -> int:
     return sum(len(set(new.local(rank)) - set(old.local(rank)) - {-1}) for rank in range(old.num_ranks))
 
 
+@bounded
+@given(st.integers(0, 2**32), st.integers(2, 5))
+def test_an_expert_twice_on_a_rank_is_there_once_in_the_plan(seed, ranks):
+    random = np.random.default_rng(seed)
+    slots = [random.integers(0, 6, 4).tolist() for _ in range(ranks)]
+    for expert in range(6):  # each somewhere
+        slots[expert % ranks][expert // ranks] = expert
+    current = ExpertMap.from_ranks(slots, 6, allow_duplicates=True)
+    (planned,) = plan(random.integers(0, 100, (1, 6)), [current])
+    check_legal(planned, [4] * ranks)
+
+
 # --- balance --------------------------------------------------------------------------------------------------------
 
 
