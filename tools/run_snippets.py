@@ -1,6 +1,6 @@
 """Run the Python and the commands of README.md, CONTRIBUTING.md and docs/, as they stand on the page.
 
-    python tools/run_snippets.py [--cpu] [--nproc-per-node 2] [PAGE ...]
+    python tools/run_snippets.py [--cpu] [--nproc-per-node 2] [--at-once 1] [PAGE ...]
 
 The Python blocks of a page are one program on ranks of torchrun, in their order; no block calls
 `torch.cuda.set_device`. What a page leaves open is given here: a small Qwen3-MoE where it names a checkpoint, a map,
@@ -30,6 +30,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,17 +91,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", metavar="PAGE", help="from the root, default all")
     parser.add_argument("--nproc-per-node", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=1, help="pages that run beside each other")
     parser.add_argument("--cpu", action="store_true", help="over gloo, though there are GPUs")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.on_ranks:
         return on_rank(asked.pages)
     gpus = 0 if asked.cpu else count_gpus()
-    failed = False
-    for page in asked.pages or pages():  # a process and a folder for each: what one leaves is not the next one's
+
+    def failed(page: str) -> bool:  # processes and a folder for each: what one leaves is not the next one's
         with tempfile.TemporaryDirectory() as folder:
-            failed |= run_page(page, Path(folder), gpus, asked.nproc_per_node)
-    return int(failed)
+            return run_page(page, Path(folder), gpus, asked.nproc_per_node)
+
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        return int(any(list(pool.map(failed, asked.pages or pages()))))
 
 
 def count_gpus() -> int:
