@@ -117,6 +117,16 @@ class Residue(FlashInferMegaBf16):
         return out
 
 
+class Wider(FlashInferMegaBf16):
+    def compute(self, x, routed):
+        return super().compute(x, routed).float()
+
+
+class NumbersForNaN(FlashInferMegaBf16):
+    def compute(self, x, routed):
+        return super().compute(x.nan_to_num(), routed)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
 @pytest.mark.parametrize(
@@ -126,6 +136,8 @@ class Residue(FlashInferMegaBf16):
         (Unweighted, "uneven and empty ranks"),
         (LastRowLost, "uneven and empty ranks .*T="),
         (Residue, "uneven and empty ranks"),
+        (Wider, "uneven and empty ranks .*torch.float32"),
+        (NumbersForNaN, "nan stays with its owner .*NaN rows came back as numbers"),
         (Restless, "equal calls give equal bits"),
         (OwnCopy, "weights rewritten in place .*after other weights"),
         (OddAddress, "views are taken .*16 bytes at a time"),
