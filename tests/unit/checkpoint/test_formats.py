@@ -1,0 +1,28 @@
+"""Tensors of an expert in each layout of a checkpoint, numbers chosen so that each says where it lay."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ep_moe import MoEConfig
+from ep_moe.checkpoint.formats import Fused
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource
+
+EXPERTS, INNER, HIDDEN = 3, 4, 5
+CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=1, expert_bias=True)
+GATE = torch.arange(EXPERTS * INNER).view(EXPERTS, INNER).float()  # [E, I]
+UP, DOWN = GATE + 100, torch.arange(EXPERTS * HIDDEN).view(EXPERTS, HIDDEN).float() - 50
+
+
+@pytest.mark.parametrize("inner", [(0, INNER), (1, 3)], ids=["whole", "cut"])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_biases_of_experts_in_one_tensor(tmp_path, interleaved, inner):
+    both = torch.stack([GATE, UP], 2).flatten(1) if interleaved else torch.cat([GATE, UP], 1)
+    stored = {"block.experts.gate_up_proj_bias": both, "block.experts.down_proj_bias": DOWN}
+    save_file(stored, tmp_path / SINGLE)
+    form = Fused(interleaved=interleaved, bias=True)
+    for expert in range(EXPERTS):
+        found = form.biases(CheckpointSource(tmp_path), "block", CONFIG, expert, inner)
+        rows = slice(*inner)
+        assert torch.equal(found["w13_bias"], torch.cat([GATE[expert, rows], UP[expert, rows]]))
+        assert torch.equal(found["w2_bias"], DOWN[expert])
