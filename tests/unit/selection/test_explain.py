@@ -50,6 +50,13 @@ def test_what_a_command_names_reaches_the_table(monkeypatch):
     assert seen == asked | {"max_tokens": 128}, "of etp peers too"
 
 
+def test_a_rank_may_have_a_node_of_its_own():
+    rows = explaining.explain_model("demo", ParallelConfig(dp=4), ranks_per_node=1)
+    assert next(row.all2all for row in rows if row.status == "chosen") != "hierarchical", "no node has two ranks"
+    with pytest.raises(ConfigError, match="ranks_per_node must be an integer of at least 1, got 0"):
+        explaining.explain_model("demo", ParallelConfig(dp=4), ranks_per_node=0)
+
+
 # --- the built-in ones ----------------------------------------------------------------------------------------------
 
 

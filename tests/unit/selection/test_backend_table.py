@@ -1,0 +1,53 @@
+"""The shape that a transport is made for, and the dtypes that a table's backends can change to."""
+
+import pytest
+import torch
+
+from ep_moe import ExpertMap, Wire
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.quant.schemes import PLAIN
+from ep_moe.selection.backend_table import BackendTable, TableEntry
+from ep_moe.selection.explain import BackendChoice
+from tests.fixtures.backend_choice import config, layout
+
+MAP, WIRE = ExpertMap.redundant(8, 4, 4), Wire(dispatch="fp8_block")
+
+
+def entry(all2all: str, experts: str, room: int | None) -> TableEntry:
+    return TableEntry(64, BackendChoice(all2all, experts, "chosen", ""), None, room)
+
+
+@pytest.mark.parametrize(
+    ("all2all", "exact", "repeats", "top_k", "rows", "per_route"),
+    [
+        ("torch_a2a", False, False, 2, 1, False),
+        ("torch_a2a", True, False, 1, 2, False),  # a token travels once for each route
+        ("nvlink_p2p", True, False, 2, 1, True),  # it brings back a row for each route
+        ("nvlink_p2p", True, True, 1, 2, False),
+    ],
+)
+@pytest.mark.parametrize("room", [None, 16])
+def test_the_shape_of_a_call(all2all, exact, repeats, top_k, rows, per_route, room):
+    kernel = "bf16_triton" if all2all == "nvlink_p2p" else "reference"
+    shape = entry(all2all, kernel, room).dispatch_shape(
+        config(2), MAP, torch.float16, WIRE, exact=exact, repeats=repeats
+    )
+    assert (shape.top_k, shape.per_route) == (top_k, per_route)
+    assert shape.max_tokens == (None if room is None else room * rows)
+    assert (shape.hidden_size, shape.slots_per_rank, shape.num_ranks) == (config(2).hidden_size, 3, 4)
+    assert (shape.dtype, shape.wire) == (torch.float16, WIRE)
+
+
+@pytest.mark.parametrize(
+    ("all2all", "experts", "dtype", "problem"),
+    [
+        ("torch_a2a", "reference", torch.float16, None),
+        ("torch_a2a", "bf16_triton", torch.float16, "experts=bf16_triton does not compute in it: "),
+        ("deepep", "reference", torch.float32, "all2all=deepep does not carry it: "),
+        ("inside", "flashinfer_mega_bf16", torch.bfloat16, "experts=flashinfer_mega_bf16 has buffers of the dtype"),
+    ],
+)
+def test_another_dtype(all2all, experts, dtype, problem):
+    table = BackendTable([entry(all2all, experts, 16)])
+    found = table.dtype_problem(dtype, config(2), layout(4), PLAIN, ExpertsOptions(), Wire())
+    assert found is None if problem is None else found.startswith(problem)
