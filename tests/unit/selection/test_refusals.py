@@ -1,5 +1,7 @@
 """Why a transport and a kernel cannot serve a layer: `selection.refusals`, one question at a time."""
 
+# ruff: noqa: F811
+
 from __future__ import annotations
 
 import dataclasses
@@ -8,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe import MoEConfig, RankLayout, Wire, registry
+from ep_moe import ExpertMap, MoEConfig, RankLayout, Wire, registry
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import PLAIN_WIRE
 from ep_moe.experts.base import ExpertsOptions
@@ -16,6 +18,8 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.selection.refusals import Backends, Refusals
 from ep_moe.types import RowLayout, Weighting
+from tests.fixtures.fused_routes import RoutesInside
+from tests.fixtures.plugins import plugins  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
@@ -111,3 +115,24 @@ def test_what_has_a_backward(monkeypatch):
     assert not asked(wire=Wire(dispatch="fp8_block")).trains("local", "reference")
     changed(monkeypatch, ReferenceExperts, differentiable=False)
     assert not asked().trains("local", "reference")
+
+
+FUSED = {
+    "bits": ({"options": ExpertsOptions(exact=True)}, {}, "exact"),
+    "fixed buffers": ({}, {"static": True}, "it has fixed buffers; say how large"),
+    "a map": ({"expert_map": ExpertMap.from_ranks([[0, 1, 2, 3, 0]], 4, allow_duplicates=True)}, {}, "slots"),
+    "rows on the wire": ({"wire": Wire(dispatch="fp8_block")}, {}, "routes_inside has its own rows on the wire"),
+    "a scheme": ({"scheme": SCHEMES["fp8_dynamic"], "dtype": torch.bfloat16}, {}, "fp8_dynamic is not among none"),
+    "a dtype": ({"dtype": torch.float16}, {}, "float16"),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_kernel_is_refused_by_what_it_states(name, monkeypatch, plugins):
+    plugins(fused={"routes_inside": "tests.fixtures.fused_routes:RoutesInside"})
+    question, capabilities, reason = FUSED[name]
+    assert asked().of_fused("routes_inside") is None
+    changed(monkeypatch, RoutesInside, **capabilities)
+    found = asked(**question).of_fused("routes_inside")
+    assert found is not None
+    assert reason in found
