@@ -27,6 +27,20 @@ def test_received_rows_become_dense_in_each_tensor():
     assert dataclasses.replace(rows, **dict.fromkeys(names)).dense().weights is None
 
 
+def test_rows_to_peers_are_packets_with_the_calls_number():
+    number, words = 7, 3
+    blocks = tuple(torch.full((2, 6), -1, dtype=torch.int64) for _ in range(3))
+    packets = PeerPackets(blocks, torch.tensor([number, 99], dtype=torch.int32), words)
+    rows = torch.tensor([[1.0, -2.0, 0.0], [torch.nan, -0.0, 5.0]])
+    packets.write((rows, rows[:, :0], rows.flip(0)))
+    for place, given in ((blocks[0], rows), (blocks[2], rows.flip(0))):
+        assert ((place[:, : words + 1] >> 32) == number).all(), "one more, also where there is no answer"
+        assert torch.equal((place[:, :words] & 0xFFFFFFFF).to(torch.int32), given.view(torch.int32))
+        assert (place[:, words + 1 :] == -1).all()
+    assert (blocks[1][:, words] >> 32 == number).all()
+    assert (blocks[1][:, :words] == -1).all(), "no row is wanted there"
+
+
 def test_each_backward_of_a_process_counts_the_first_one_too(monkeypatch):
     """torch numbers them from 0, and says -1 outside of one."""
     assert not recomputing()

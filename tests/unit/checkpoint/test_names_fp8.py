@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ep_moe.errors import CheckpointError
 from tests.fixtures.checkpoint_files import same_bytes, stored
 from tests.fixtures.checkpoint_names import (
     EXPERTS,
@@ -89,6 +90,37 @@ def test_fused_experts_with_a_scale_for_each_matrix(family, turned, shape, tmp_p
             assert same_bytes(stored(layer, 1)["w13"], codes.mT if turned else codes)
     if len(shape) < 3:
         assert stored(layer, 1)["w2_input_scale"] == (2.0 if count > 1 else 1.0)
+
+
+def one_factor_for_gate_and_one_for_up(shape: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """As transformers saves blocks as large as a matrix; factors of gate_up in another shape where that is asked for.
+    Returns tensors, and their numbers."""
+    wanted = expert_numbers()
+    gate_up = (torch.cat([wanted["gate"], wanted["up"]], 1) * 50).to(FP8)
+    down, factors = (wanted["down"] * 50).to(FP8), torch.arange(1, 1 + 2 * EXPERTS).view(EXPERTS, 2, 1) / 64
+    tensors = {
+        "experts.gate_up_proj": gate_up, "experts.down_proj": down,
+        "experts.gate_up_proj_scale_inv": torch.ones(shape) if shape != factors.shape else factors,
+        "experts.down_proj_scale_inv": factors[:, :1],
+    }  # fmt: skip
+    found = {"down": down.float() * factors[:, :1]}
+    for number, name in enumerate(("gate", "up")):
+        rows = gate_up[:, number * INNER : (number + 1) * INNER].float()
+        found[name] = rows * factors[:, number : number + 1]
+    return tensors, found
+
+
+def test_one_factor_for_gate_and_one_for_up(tmp_path):
+    tensors, found = one_factor_for_gate_and_one_for_up((EXPERTS, 2, 1))
+    write_block(tmp_path, tensors)
+    check_numbers(load_block(tmp_path), found)
+
+
+@pytest.mark.parametrize("grid", [(3, 1), (2, 3), (1, 2), (4, 7)])
+def test_factors_that_fit_neither_blocks_nor_halves_are_refused(grid, tmp_path):
+    write_block(tmp_path, one_factor_for_gate_and_one_for_up((EXPERTS, *grid))[0])
+    with pytest.raises(CheckpointError, match=r"gate_up_proj is float8 of shape .*can be read, got \["):
+        load_block(tmp_path)
 
 
 def test_fused_experts_with_a_scale_for_each_output(tmp_path):
