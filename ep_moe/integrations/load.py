@@ -129,8 +129,6 @@ def draw_head(model: PreTrainedModel, names: Iterable[str]) -> None:
             for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
                 if hasattr(tensor, "_is_hf_initialized"):
                     del tensor._is_hf_initialized
-            if hasattr(module, "_is_hf_initialized"):
-                del module._is_hf_initialized
             model._init_weights(module)
 
 

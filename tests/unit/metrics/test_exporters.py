@@ -164,6 +164,8 @@ def test_a_library_that_is_absent_is_named():
                 call()
         with pytest.raises(BackendUnavailable, match=r"needs opentelemetry-api; install ep-moe\[otel\]"):
             metrics.to_opentelemetry(None, source)
+        with pytest.raises(ConfigError, match="to_opentelemetry: source must be a Source"):
+            metrics.to_opentelemetry(None, context)
 
 
 def test_tensorboard_scalars():
