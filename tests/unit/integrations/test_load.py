@@ -65,3 +65,14 @@ def test_what_the_model_has_no_place_for_is_one_warning(checkpoints, tmp_path):
     shutil.copy(good / "config.json", tmp_path)
     with pytest.warns(UserWarning, match=r"layers.9.mlp.gate.weight is not loaded: OlmoeForCausalLM has no such"):
         load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)
+
+
+def test_a_models_own_class_may_be_named(tmp_path):
+    quiet()
+    plain = tiny_model("mixtral")
+    plain.save_pretrained(tmp_path)
+    context, ids = EPContext.local(torch.device("cpu")), torch.arange(1, 9)[None]
+    for asked in (transformers.MixtralForCausalLM, transformers.AutoModelForCausalLM):
+        model = load_pretrained(tmp_path, context, dtype=torch.float32, model_class=asked, progress=False)
+        assert type(model) is transformers.MixtralForCausalLM
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
