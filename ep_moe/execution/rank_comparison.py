@@ -144,18 +144,50 @@ class Watch:
 
 
 def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> str | None:
-    """Name what of the router and shared experts differs on ranks of a group, within a backward; None for nothing.
+    """Name what differs on ranks of a group, within a backward: of the router and shared experts, or of what the
+    experts' optimizer steps beside them. None for nothing.
     Raises InputError where the backward is of another call on one of them. step: as `Watch.look` has it"""
     device, dense = layer.context.device, dict(_dense(layer))
     sums, total = _sums(dense, device)
+    facts = torch.stack([total, total.new_full((), step), *_beside(layer)])
     with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
-        rows = rank_group.exchange(torch.stack([total, total.new_full((), step)]))
+        rows = rank_group.exchange(facts)
         for rank, row in zip(rank_group.ranks, rows, strict=True):
             if row[1] != rows[0][1]:
                 raise of_other_calls(f"the backward of {layer.name}", (rank_group.ranks[0], rank))
-        if len({row[0] for row in rows}) == 1:
-            return None
-        return _name_dense(rank_group, dense, sums, device)
+        if len({row[0] for row in rows}) > 1:
+            return _name_dense(rank_group, dense, sums, device)
+    odd = _drifted_beside([row[2:] for row in rows])
+    if not odd:
+        return None
+    named = ", ".join(str(rank_group.ranks[at]) for at in odd)
+    return f"what the optimizer of its experts steps beside them, on rank{'s' if len(odd) > 1 else ''} {named},"
+
+
+def _beside(layer: ComparedLayer) -> list[Tensor]:
+    """int64 [] each: which rank this is of those with the same tokens, and checksums of what an optimizer steps beside
+    experts, ahead of its first step and now."""
+    layout, beside, device = layer.context.layout, layer.expert_weights.gradient_sum.beside, layer.context.device
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    if beside is None or layout.token_ranks == 1:
+        return [zero, zero, zero]
+    return [zero + layout.place % layout.split, beside.before.to(device), beside.now().to(device)]
+
+
+def _drifted_beside(rows: list[list[int]]) -> list[int]:
+    """Which ranks of a group hold other numbers now than most, where all held the same before: others may be pieces
+    that the user has cut. tp ranks with the same tokens are left out of the comparison, where gradients that no sum
+    makes equal may differ by rounding.
+
+    rows: of each rank, as `_beside` gives them
+    """
+    odd = []
+    for copy in {row[0] for row in rows}:
+        alike = [(at, row) for at, row in enumerate(rows) if row[0] == copy]
+        if {row[1] for _, row in alike} == {alike[0][1][1]}:
+            most = Counter(row[2] for _, row in alike).most_common(1)[0][0]
+            odd += [at for at, row in alike if row[2] != most]
+    return sorted(odd)
 
 
 def _mixed(layer: ComparedLayer) -> str | None:

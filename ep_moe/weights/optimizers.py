@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ep_moe.errors import ConfigError
 from ep_moe.types import capturing
+from ep_moe.weights.beside import Beside
 from ep_moe.weights.full_state import refuse_full_state
 from ep_moe.weights.parts import local
 
@@ -134,6 +135,7 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = _owners(optimizer, "summed_over_ranks")
         if found:
             _refuse_mixed_groups(optimizer)
+            _note_beside(optimizer, found)
         for weights in found:
             _refuse_sums_beside_means(optimizer, weights)
             _note_router(optimizer, weights)
@@ -154,6 +156,15 @@ def _refuse_mixed_groups(optimizer: Optimizer) -> None:
                 f"and plain tensors, and torch updates a group in one call; give the optimizer "
                 f"ep_moe.training.parameter_groups(model), or foreach=False, which is slower"
             )
+
+
+def _note_beside(optimizer: Optimizer, found: set[ExpertSlots]) -> None:
+    """Let layers compare, in later backwards, what this optimizer steps beside their experts."""
+    sums = [weights.gradient_sum for weights in found if weights.gradient_sum.beside is None]
+    if sums and not any(capturing(weights.device) for weights in found):
+        beside = Beside(optimizer)
+        for gradient_sum in sums:
+            gradient_sum.beside = beside
 
 
 def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:

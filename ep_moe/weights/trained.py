@@ -19,6 +19,7 @@ from ep_moe.parallel.checksum import checksum
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import capturing
+from ep_moe.weights.beside import Beside
 from ep_moe.weights.first_backward import FirstBackward
 from ep_moe.weights.parts import joined, local, parts_of
 
@@ -41,6 +42,7 @@ class GradientSum:
     compared: names of dense parameters beside the experts, which `ep_moe.training` has compared over ranks with these
     layout, router: the layer's; None where there is none
     router_steps: whether an optimizer that holds experts has changed the router too
+    beside: what an optimizer that holds experts steps beside them, seen ahead of its first step; None without a step
     each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
     stepped: a checksum of the gradients that an optimizer's step took, int64 []; 0 where they were zero or not finite
     """
@@ -56,6 +58,7 @@ class GradientSum:
         self.layout: RankLayout | None = None
         self.router: Callable[[], Module | None] = lambda: None
         self.router_steps = False
+        self.beside: Beside | None = None
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
         self._first = FirstBackward()

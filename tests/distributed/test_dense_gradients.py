@@ -1,5 +1,8 @@
-"""Dense gradients that some ranks lack, or that are no plain rows of numbers, against one process."""
+"""Dense gradients that some ranks lack, that are no plain rows of numbers, or that no rank averages."""
 
+import warnings
+
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -81,3 +84,50 @@ def test_sparse_gradients_are_refused_on_all_ranks(world_size):
         model.words.weight.grad = torch.zeros(4, WIDTH, device=context.device).to_sparse()
         text = same_error(ConfigError, lambda: training.clip_grad_norm_(model, context, 1.0))
         assert "clip_grad_norm_: words.weight must have a dense gradient" in text
+
+
+def averages_all(model, context):
+    training.sync_gradients(model, context)
+    training.clip_grad_norm_(model, context, 0.1)
+
+
+def averages_nothing(model, context):
+    pass
+
+
+def averages_the_layer_alone(model, context):
+    training.sync_gradients(model.moe, context)
+
+
+def clips_by_a_rank_s_norm(model, context):
+    training.sync_gradients(model, context)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+WAYS = [averages_all, averages_nothing, averages_the_layer_alone, clips_by_a_rank_s_norm]
+
+
+@distributed(2, deadline_s=60)
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("after", WAYS)
+def test_dense_parameters_that_drift_beside_a_router_that_does_not_are_named(after, ep, world_size):
+    """The router is frozen, or all that the loop averages."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
+        model, rank = made(context), context.layout.rank
+        if after is not averages_the_layer_alone:
+            model.moe.router.requires_grad_(False)
+            model.moe.shared_experts.requires_grad_(False)
+        optimizer = torch.optim.SGD(training.parameter_groups(model), lr=0.5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(5):
+                x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(context.device).chunk(2)
+                model(x[rank], "first moe second").square().mean().backward()
+                after(model, context)
+                optimizer.step()
+                optimizer.zero_grad()
+        texts = [str(warning.message) for warning in caught if "train different models" in str(warning.message)]
+        # copies of experts that each rank holds are clipped by one norm
+        drifts = after is not averages_all and not (after is clips_by_a_rank_s_norm and ep == 1)
+        assert len(texts) == drifts, texts
+        assert all("optimizer of its experts steps beside them, on rank 1, differs" in text for text in texts)

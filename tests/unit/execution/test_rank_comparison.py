@@ -8,7 +8,7 @@ import torch
 
 from ep_moe import EPContext, ExpertMap, InputError, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
 from ep_moe.execution import rank_comparison
-from ep_moe.execution.rank_comparison import Watch, _compare_experts, _dense, _name_dense
+from ep_moe.execution.rank_comparison import Watch, _compare_experts, _dense, _drifted_beside, _name_dense
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
@@ -61,6 +61,22 @@ def test_the_ranks_that_differ_from_most_are_named(rows, named, monkeypatch):
     monkeypatch.setattr(RankGroup, "exchange", lambda *_: next(exchanged))
     rank_group = RankGroup(None, (4, 6, 8, 10, 12)[: len(rows)], 0, FlightRecorder())
     assert _name_dense(rank_group, dense, [torch.tensor(1)] * 2, torch.device("cpu")) == named
+
+
+@pytest.mark.parametrize(
+    ("rows", "odd"),
+    [
+        ([[0, 5, 7], [0, 5, 7]], []),
+        ([[0, 5, 7], [0, 5, 8], [0, 5, 7]], [1]),
+        ([[0, 5, 7], [0, 6, 8]], []),  # other pieces from the first step on
+        ([[0, 0, 0], [0, 5, 7]], []),  # no expert on one rank
+        ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 8]], []),  # tp ranks that differ by rounding
+        ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 9], [1, 5, 8]], [3]),
+    ],
+    ids=str,
+)
+def test_what_was_alike_ahead_of_the_first_step_is_to_stay_so(rows, odd):
+    assert _drifted_beside(rows) == odd
 
 
 class Watched(Some):
