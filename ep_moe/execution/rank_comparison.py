@@ -74,7 +74,7 @@ class Watch:
         self._layer = weakref.ref(layer)  # which holds what it hands this to
         self._backwards = {"lockstep": 0, "expert_data": 0}
         self._last = 0  # call whose backward it was
-        self._warned = False
+        self._warned = self._warned_of_buffer = False
         self.mixed: tuple[str, int] | None = None  # a problem of the experts, and their `updates` then
         layout, weights = layer.context.layout, layer.expert_weights
         if layout.lockstep > 1:
@@ -107,7 +107,9 @@ class Watch:
             return
         if kind == "lockstep" and (problem := _mixed(layer)) is not None:  # the next call is refused, on all ranks
             self.mixed = problem, layer.expert_weights.updates
-        name = _drifted(layer, layer.context.rank_groups[kind], step)
+        name, buffer = _drifted(layer, layer.context.rank_groups[kind], step)
+        if buffer is not None:
+            self._warn_of_buffer(layer, buffer)
         if name is None:
             self._warn_of_sums(layer)
             return
@@ -123,6 +125,20 @@ class Watch:
             f"train different models; average gradients before each optimizer step with "
             f"ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, or "
             f"wrap the model as docs/how-to/training.md shows",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    def _warn_of_buffer(self, layer: ComparedLayer, name: str) -> None:
+        """Warn once of a buffer: no gradient changes it, and parameters may be alike all the same."""
+        if self._warned_of_buffer:
+            return
+        self._warned_of_buffer = True
+        warnings.warn(
+            f"{layer.name}: the buffer {name} differs from the other ranks', since forwards or steps write it by each "
+            f"rank's own tokens, so that ranks may compute with different models; take torch.nn.SyncBatchNorm in place "
+            f"of BatchNorm, or broadcast the buffer before ranks evaluate or save, as DistributedDataParallel does in "
+            f"each forward",
             UserWarning,
             stacklevel=2,
         )
@@ -143,25 +159,29 @@ class Watch:
         )
 
 
-def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> str | None:
-    """Name what differs on ranks of a group, within a backward: of the router and shared experts, or of what the
-    experts' optimizer steps beside them. None for nothing.
+def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> tuple[str | None, str | None]:
+    """Name what differs on ranks of a group, within a backward, None for nothing: of the parameters of the router and
+    shared experts, or else of what the experts' optimizer steps beside them; and of the buffers.
     Raises InputError where the backward is of another call on one of them. step: as `Watch.look` has it"""
     device, dense = layer.context.device, dict(_dense(layer))
-    sums, total = _sums(dense, device)
-    facts = torch.stack([total, total.new_full((), step), *_beside(layer)])
+    parameters: dict[str, Tensor] = {name: held for name, held in dense.items() if isinstance(held, nn.Parameter)}
+    buffers = {name: tensor for name, tensor in dense.items() if name not in parameters}
+    kinds = [(held, *_sums(held, device)) for held in (parameters, buffers)]
+    facts = torch.stack([*(total for _, _, total in kinds), kinds[0][2].new_full((), step), *_beside(layer)])
     with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
         rows = rank_group.exchange(facts)
         for rank, row in zip(rank_group.ranks, rows, strict=True):
-            if row[1] != rows[0][1]:
+            if row[2] != rows[0][2]:
                 raise of_other_calls(f"the backward of {layer.name}", (rank_group.ranks[0], rank))
-        if len({row[0] for row in rows}) > 1:
-            return _name_dense(rank_group, dense, sums, device)
-    odd = _drifted_beside([row[2:] for row in rows])
-    if not odd:
-        return None
-    named = ", ".join(str(rank_group.ranks[at]) for at in odd)
-    return f"what the optimizer of its experts steps beside them, on rank{'s' if len(odd) > 1 else ''} {named},"
+        named, of_buffers = (
+            _name_dense(rank_group, held, sums, device) if len({row[at] for row in rows}) > 1 else None
+            for at, (held, sums, _) in enumerate(kinds)
+        )
+    odd = _drifted_beside([row[3:] for row in rows])
+    if named is None and odd:
+        ranks = ", ".join(str(rank_group.ranks[at]) for at in odd)
+        named = f"what the optimizer of its experts steps beside them, on rank{'s' if len(odd) > 1 else ''} {ranks},"
+    return named, of_buffers
 
 
 def _beside(layer: ComparedLayer) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Dense gradients that some ranks lack, that are no plain rows of numbers, or that no rank averages."""
+"""Dense gradients that some ranks lack, that are no plain rows of numbers, or that no rank averages; and buffers."""
 
 import warnings
 
@@ -131,3 +131,29 @@ def test_dense_parameters_that_drift_beside_a_router_that_does_not_are_named(aft
         drifts = after is not averages_all and not (after is clips_by_a_rank_s_norm and ep == 1)
         assert len(texts) == drifts, texts
         assert all("optimizer of its experts steps beside them, on rank 1, differs" in text for text in texts)
+
+
+@distributed(2, deadline_s=60)
+def test_a_buffer_that_each_rank_writes_is_no_parameter_that_drifts(world_size):
+    """As BatchNorm's: averaged gradients do not change it, and what does drift later is named all the same."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
+        torch.manual_seed(0)
+        shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(context.device)
+        layer = MoELayer(CONFIG, context, shared_experts=shared)
+        optimizer = torch.optim.SGD(training.parameter_groups(layer), lr=0.5)
+        texts = []
+        for step in range(8):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(context.device).chunk(2)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                layer(x[context.layout.rank]).square().mean().backward()
+                if step < 4:
+                    training.sync_gradients(layer, context)
+            texts += [(step, str(warning.message)) for warning in caught if "moe0: " in str(warning.message)]
+            optimizer.step()
+            optimizer.zero_grad()
+        (first, of_buffer), (then, of_parameter) = texts
+        assert first == 1
+        assert of_buffer.startswith("moe0: the buffer shared_experts.1.running_mean on rank 1 differs")
+        assert then == 7
+        assert of_parameter.startswith("moe0: router.weight on rank 1 differs")

@@ -86,7 +86,7 @@ class Watched(Some):
 @pytest.fixture
 def watched(monkeypatch):
     """A layer whose ranks are compared in two kinds of group, and what `_drifted` is to find in each comparison."""
-    found = {"drifts": None, "asked": []}
+    found = {"drifts": None, "buffer": None, "asked": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
     groups = {kind: Some(kind=kind) for kind in ("lockstep", "expert_data")}
     weights = Some(each_backward=None, gradient_sum=Some(each_sum=None), updates=0)
@@ -94,7 +94,7 @@ def watched(monkeypatch):
 
     def drifted(layer, rank_group, step):
         found["asked"].append((rank_group.kind, step))
-        return found["drifts"]
+        return found["drifts"], found["buffer"]
 
     monkeypatch.setattr(rank_comparison, "_drifted", drifted)
     monkeypatch.setattr(rank_comparison, "_mixed", lambda layer: None)
@@ -128,6 +128,24 @@ def test_ranks_that_drift_apart_are_named_once(watched):
             weights.gradient_sum.each_sum()
     assert weights.gradient_sum.each_sum is None
     assert watch.mixed is None
+
+
+def test_a_buffer_is_named_once_and_parameters_are_watched_all_the_same(watched):
+    layer, found = watched
+    _, weights = Watch(layer), layer.expert_weights
+    found["buffer"] = "shared_experts.running_mean on rank 1"
+    weights.each_backward(1)
+    with pytest.warns(UserWarning, match=r"^moe0: the buffer shared_experts.running_mean on rank 1 differs.*broadcast"):
+        weights.each_backward(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for call in (3, 4):
+            weights.each_backward(call)
+    found["drifts"] = "router.weight"
+    for call in (5, 6, 7):
+        weights.each_backward(call)
+    with pytest.warns(UserWarning, match="router.weight differs from the other ranks' after 8 backward calls"):
+        weights.each_backward(8)
 
 
 def test_a_capture_compares_no_ranks(watched, monkeypatch):
