@@ -27,6 +27,7 @@ from ep_moe.router import Router
 from ep_moe.runtime.devices import unseen_by_modes, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 from ep_moe.weights.callers import training_schedules
+from ep_moe.weights.optimizers import FSDP1
 
 
 class RankChecks:
@@ -57,6 +58,9 @@ class RankChecks:
         """None, or what the wrapper that calls this layer does to its experts."""
         if layer.context.layout.world == 1:
             return None
+        # with use_orig_params=True an optimizer's step sees it
+        if torch.is_grad_enabled() and not vars(layer).get("_fsdp_use_orig_params", True):
+            return FSDP1
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is None:
             return None

@@ -336,10 +336,11 @@ class Router(nn.Module):
         """The parameter that `weight` is made of, which tells its kind and dtype.
 
         Reading `weight` runs its parametrization, and some take a step each time, as spectral_norm does. A call reads
-        it once, as that of `nn.Linear` does.
+        it once, as that of `nn.Linear` does. Where something else holds all parameters, as FSDP1 does, it is `weight`.
         """
         found = self._parameters.get("weight")
-        return next(self.parameters()) if found is None else found
+        found = next(self.parameters(), None) if found is None else found
+        return self.weight if found is None else found
 
     @property
     def hooked(self) -> bool:

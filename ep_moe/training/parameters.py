@@ -16,6 +16,7 @@ from ep_moe.parallel.checksum import checksum
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.training.dtensors import cut, is_dtensor, mesh_problem, within_tp
 from ep_moe.weights.expert_weights import ExpertWeights
+from ep_moe.weights.optimizers import FSDP1, flattened
 from ep_moe.weights.parts import local
 
 
@@ -48,7 +49,8 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_context(what: str, model: nn.Module, context: EPContext) -> None:
-    """Raise ConfigError unless a context has the ranks of all layers of a model, in their layout.
+    """Raise ConfigError unless a context has the ranks of all layers of a model, in their layout, and where FSDP1 holds
+    pieces of the model, which nothing here knows.
 
     Args:
         what: What errors call the caller.
@@ -57,6 +59,8 @@ def check_context(what: str, model: nn.Module, context: EPContext) -> None:
     """
     check_kind(f"{what}: context", context, EPContext)
     check_kind(f"{what}: model", model, nn.Module)
+    if any(map(flattened, model.parameters())):
+        raise ConfigError(f"{what}: {FSDP1}")
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.context.layout != context.layout:
             raise ConfigError(

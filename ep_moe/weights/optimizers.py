@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -38,6 +39,17 @@ _REFUSAL = (
     "keep {fqn} of one rank alone; save get_optimizer_state_dict(model, optimizer) of "
     "torch.distributed.checkpoint.state_dict, and load with set_optimizer_state_dict"
 )
+
+
+FSDP1 = (
+    "FullyShardedDataParallel averages gradients of the parameters that it flattens, and knows no experts, whose "
+    "gradients are sums over ranks; shard with ep_moe.training.fully_shard(model, context)"
+)
+
+
+def flattened(parameter: Tensor) -> bool:
+    """Whether `FullyShardedDataParallel` (FSDP1) holds a parameter."""
+    return getattr(parameter, "_fsdp_flattened", False)
 
 
 class _Refused:
@@ -180,7 +192,7 @@ def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
 def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> None:
     """Raise ConfigError where dense gradients are means over ranks, and those of experts still sums.
 
-    torch's FSDP2 averages the gradients of the parameters that it shards.
+    torch's FSDP1 and FSDP2 average the gradients of the parameters that they shard.
     """
     found, router = weights.gradient_sum, weights.gradient_sum.router()
     if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1 or found.followed is not None:
@@ -190,6 +202,8 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
     dense += [] if router is None else router.parameters()
     tp = set(found.layout.group("tp"))
     for parameter in dense:
+        if flattened(parameter):
+            raise ConfigError(FSDP1)
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None or id(parameter) in own or hasattr(parameter, "summed_over_ranks"):
             continue

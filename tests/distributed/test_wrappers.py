@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import SequentialSampler
@@ -72,6 +72,37 @@ def test_sums_of_experts_beside_torchs_means_are_refused(shard, ep, world_size):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@distributed(2, set_device=True, deadline_s=60)
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_fsdp1_beside_experts_serves_and_does_not_train(ep, flat, world_size):
+    """It averages all others, also where a frozen router cannot tell."""
+    refusal = r"FullyShardedDataParallel averages .* are sums over ranks; shard with ep_moe.training.fully_shard"
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
+        model, tokens = made(context), batch(0).to(context.device)
+        for block in [] if flat else model.blocks:
+            block.moe.router.requires_grad_(False)
+        with torch.no_grad():
+            wanted = model(tokens)
+        experts = list(training.expert_parameters(model))
+        wrapped = FullyShardedDataParallel(
+            model, ignored_states=experts, use_orig_params=not flat, device_id=context.device
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(wrapped(tokens), wanted)
+        if flat:
+            with pytest.raises(InputError, match=refusal):
+                wrapped(tokens)
+        else:
+            loss_of(wrapped, tokens).backward()
+            with pytest.raises(ConfigError, match=refusal):
+                torch.optim.SGD(wrapped.parameters(), lr=0.1).step()
+        with pytest.raises(ConfigError, match=f"^sync_gradients: {refusal}"):
+            training.sync_gradients(wrapped, context)
+        with pytest.raises(ConfigError, match=f"^clip_grad_norm_: {refusal}"):
+            training.clip_grad_norm_(wrapped, context, 1.0)
 
 
 @distributed(2, set_device=True, deadline_s=60)
