@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -107,11 +108,12 @@ class Watch:
             return
         if kind == "lockstep" and (problem := _mixed(layer)) is not None:  # the next call is refused, on all ranks
             self.mixed = problem, layer.expert_weights.updates
-        name, buffer = _drifted(layer, layer.context.rank_groups[kind], step)
-        if buffer is not None:
-            self._warn_of_buffer(layer, buffer)
+        found = _drifted(layer, layer.context.rank_groups[kind], step)
+        if found.buffer is not None:
+            self._warn_of_buffer(layer, found.buffer)
+        name = found.parameter
         if name is None:
-            self._warn_of_sums(layer)
+            self._warn_of_sums(layer, beside_steps=found.beside_steps)
             return
         if kind == "lockstep":  # the other group may find nothing, and goes on
             layer.expert_weights.each_backward = None
@@ -143,15 +145,18 @@ class Watch:
             stacklevel=2,
         )
 
-    def _warn_of_sums(self, layer: ComparedLayer) -> None:
-        """Warn once where routers take steps and stay alike, and gradients of experts are not divided: a loop of the
-        user's own averages dense gradients, or sums them."""
+    def _warn_of_sums(self, layer: ComparedLayer, *, beside_steps: bool) -> None:
+        """Warn once where dense parameters take steps and stay alike, and gradients of experts are not divided: a loop
+        of the user's own averages dense gradients, or sums them."""
         found, ranks = layer.expert_weights.gradient_sum, layer.context.layout.token_ranks
-        if self._warned or ranks == 1 or found.divisor != 1 or found.followed is not None or not found.router_steps:
+        if self._warned or ranks == 1 or found.divisor != 1 or found.followed is not None:
+            return
+        if not (found.router_steps or beside_steps):
             return
         self._warned = True
+        which = "routers" if found.router_steps else "dense parameters"
         warnings.warn(
-            f"{layer.name}: routers stay alike in optimizer steps, as with gradients that are averaged over ranks, and "
+            f"{layer.name}: {which} stay alike in optimizer steps, as with gradients that are averaged over ranks, and "
             f"gradients of experts are sums of {ranks} ranks: beside means they are {ranks} times too large; call "
             f"ep_moe.training.sync_gradients(model, context) before each step instead of an all_reduce of your own",
             UserWarning,
@@ -159,9 +164,23 @@ class Watch:
         )
 
 
-def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> tuple[str | None, str | None]:
-    """Name what differs on ranks of a group, within a backward, None for nothing: of the parameters of the router and
-    shared experts, or else of what the experts' optimizer steps beside them; and of the buffers.
+@dataclass(frozen=True)
+class Drift:
+    """What a comparison within a backward found.
+
+    parameter: names one of the router and shared experts that differs on ranks, or else what the experts' optimizer
+        steps beside them; None for nothing
+    buffer: names one of the router and shared experts that differs
+    beside_steps: what the experts' optimizer steps beside them has changed since, and is alike on ranks
+    """
+
+    parameter: str | None = None
+    buffer: str | None = None
+    beside_steps: bool = False
+
+
+def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> Drift:
+    """Compare the ranks of a group within a backward.
     Raises InputError where the backward is of another call on one of them. step: as `Watch.look` has it"""
     device, dense = layer.context.device, dict(_dense(layer))
     parameters: dict[str, Tensor] = {name: held for name, held in dense.items() if isinstance(held, nn.Parameter)}
@@ -177,11 +196,12 @@ def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> tuple[st
             _name_dense(rank_group, held, sums, device) if len({row[at] for row in rows}) > 1 else None
             for at, (held, sums, _) in enumerate(kinds)
         )
-    odd = _drifted_beside([row[3:] for row in rows])
+    beside = [row[3:] for row in rows]
+    odd = _drifted_beside(beside)
     if named is None and odd:
         ranks = ", ".join(str(rank_group.ranks[at]) for at in odd)
         named = f"what the optimizer of its experts steps beside them, on rank{'s' if len(odd) > 1 else ''} {ranks},"
-    return named, of_buffers
+    return Drift(named, of_buffers, not odd and _beside_steps(beside))
 
 
 def _beside(layer: ComparedLayer) -> list[Tensor]:
@@ -208,6 +228,14 @@ def _drifted_beside(rows: list[list[int]]) -> list[int]:
             most = Counter(row[2] for _, row in alike).most_common(1)[0][0]
             odd += [at for at, row in alike if row[2] != most]
     return sorted(odd)
+
+
+def _beside_steps(rows: list[list[int]]) -> bool:
+    """Whether what optimizers step beside experts has changed on all ranks of a group, which held the same before.
+    rows: as `_drifted_beside` has them"""
+    copies = [[row for row in rows if row[0] == copy] for copy in {row[0] for row in rows}]
+    alike = all(len({row[1] for row in of_copy}) == 1 for of_copy in copies)
+    return alike and max(map(len, copies)) > 1 and all(row[1] != row[2] for row in rows)
 
 
 def _mixed(layer: ComparedLayer) -> str | None:

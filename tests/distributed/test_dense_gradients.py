@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ep_moe import ConfigError, EPContext, MoELayer, ParallelConfig, training
@@ -131,6 +132,37 @@ def test_dense_parameters_that_drift_beside_a_router_that_does_not_are_named(aft
         drifts = after is not averages_all and not (after is clips_by_a_rank_s_norm and ep == 1)
         assert len(texts) == drifts, texts
         assert all("optimizer of its experts steps beside them, on rank 1, differs" in text for text in texts)
+
+
+@distributed(2, deadline_s=60)
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_means_of_the_users_own_beside_a_frozen_router_are_warned_of(own, ep, world_size):
+    """By `all_reduce` of dense gradients, once they have made a step."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
+        model = made(context)
+        model.moe.router.requires_grad_(False)
+        optimizer = torch.optim.SGD(training.parameter_groups(model), lr=0.1)
+        texts = []
+        for micro_batch in range(8):
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(micro_batch)).to(context.device).chunk(2)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model(x[context.layout.rank], "first moe second").square().mean().backward()
+            texts += [(micro_batch, str(warning.message)) for warning in caught if "moe0: " in str(warning.message)]
+            if micro_batch < 2:
+                continue
+            if own:
+                for parameter in training.dense_parameters(model):
+                    if parameter.grad is not None:
+                        dist.all_reduce(parameter.grad)
+                        parameter.grad /= 2
+            else:
+                training.sync_gradients(model, context)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [at for at, _ in texts] == ([3] if own else [])
+        assert all(text.startswith("moe0: dense parameters stay alike in optimizer steps") for _, text in texts)
 
 
 @distributed(2, deadline_s=60)

@@ -8,7 +8,15 @@ import torch
 
 from ep_moe import EPContext, ExpertMap, InputError, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
 from ep_moe.execution import rank_comparison
-from ep_moe.execution.rank_comparison import Watch, _compare_experts, _dense, _drifted_beside, _name_dense
+from ep_moe.execution.rank_comparison import (
+    Drift,
+    Watch,
+    _beside_steps,
+    _compare_experts,
+    _dense,
+    _drifted_beside,
+    _name_dense,
+)
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
@@ -64,19 +72,23 @@ def test_the_ranks_that_differ_from_most_are_named(rows, named, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "odd"),
+    ("rows", "odd", "steps"),
     [
-        ([[0, 5, 7], [0, 5, 7]], []),
-        ([[0, 5, 7], [0, 5, 8], [0, 5, 7]], [1]),
-        ([[0, 5, 7], [0, 6, 8]], []),  # other pieces from the first step on
-        ([[0, 0, 0], [0, 5, 7]], []),  # no expert on one rank
-        ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 8]], []),  # tp ranks that differ by rounding
-        ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 9], [1, 5, 8]], [3]),
+        ([[0, 5, 7], [0, 5, 7]], [], True),
+        ([[0, 5, 5], [0, 5, 5]], [], False),
+        ([[0, 0, 0], [0, 0, 0]], [], False),
+        ([[0, 5, 7], [0, 5, 8], [0, 5, 7]], [1], True),
+        ([[0, 5, 7], [0, 6, 8]], [], False),  # other pieces from the first step on
+        ([[0, 0, 0], [0, 5, 7]], [], False),  # no expert on one rank
+        ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 8]], [], True),  # tp ranks that differ by rounding
+        ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 9], [1, 5, 8]], [3], True),
+        ([[0, 5, 7], [1, 5, 8]], [], False),  # tp ranks alone
     ],
     ids=str,
 )
-def test_what_was_alike_ahead_of_the_first_step_is_to_stay_so(rows, odd):
+def test_what_was_alike_ahead_of_the_first_step_is_to_stay_so(rows, odd, steps):
     assert _drifted_beside(rows) == odd
+    assert _beside_steps(rows) == steps
 
 
 class Watched(Some):
@@ -86,7 +98,7 @@ class Watched(Some):
 @pytest.fixture
 def watched(monkeypatch):
     """A layer whose ranks are compared in two kinds of group, and what `_drifted` is to find in each comparison."""
-    found = {"drifts": None, "buffer": None, "asked": []}
+    found = {"drifts": None, "buffer": None, "steps": False, "asked": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
     groups = {kind: Some(kind=kind) for kind in ("lockstep", "expert_data")}
     weights = Some(each_backward=None, gradient_sum=Some(each_sum=None), updates=0)
@@ -94,7 +106,7 @@ def watched(monkeypatch):
 
     def drifted(layer, rank_group, step):
         found["asked"].append((rank_group.kind, step))
-        return found["drifts"], found["buffer"]
+        return Drift(found["drifts"], found["buffer"], found["steps"])
 
     monkeypatch.setattr(rank_comparison, "_drifted", drifted)
     monkeypatch.setattr(rank_comparison, "_mixed", lambda layer: None)
