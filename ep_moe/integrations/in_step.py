@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from ep_moe.integrations.generic import ExpertParallelExperts
 
 
+# transformers' continuous batching
+_CONTINUOUS = ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch")
+_NOT_IN_STEP = (
+    "continuous batching of transformers runs as many forwards as a rank's own requests need, and each is one of all "
+    "ranks; call model.generate on all of them, which keeps them in step, without cache_implementation='paged'"
+)
+
+
 def idle_step(model: nn.Module) -> Tensor:
     """Take part in one forward of the other ranks without tokens, on a rank that has no batch.
 
@@ -110,9 +118,17 @@ class Generation:
 
         setattr(model, "generate", in_step)  # noqa: B010 (a method, of this model alone)
         if self._rank_group.size > 1:
+            for name in _CONTINUOUS:
+                if hasattr(model, name):
+                    setattr(model, name, functools.partial(self._refuse_continuous, name))
             # first of all hooks: an idle step runs the others
             inner.register_forward_pre_hook(lambda *_: self._before(number), prepend=True)
             inner.register_forward_hook(lambda *_: self._after())
+
+    def _refuse_continuous(self, name: str, *_: Any, **__: Any) -> None:
+        """On all ranks that are here or in `generate`. A thread of transformers calls the model as often as its own
+        requests need, may replay its graphs past our hooks, and returns what raises there as a short output."""
+        self._next_model(None, f"{name}: {_NOT_IN_STEP}")
 
     def _run(self, given: inspect.BoundArguments, generate: Callable[[], Any]) -> Any:
         self._depth += 1

@@ -144,6 +144,25 @@ def test_a_rank_without_sequences_and_one_that_raises(world_size):
 
 
 @distributed(2)
+def test_continuous_batching_is_refused_on_all_ranks(world_size):
+    """Its thread calls the model as often as a rank's own requests need, and returns what fails as a short output."""
+    context, model, plain = made({"dp": 2})
+    with context:
+        ids, how = prompt(context.layout, 1), {"max_new_tokens": 3 + 2 * context.layout.dp_rank} | GREEDY
+        ways = {
+            "generate_batch": lambda: model.generate_batch(ids.tolist(), max_new_tokens=3),
+            "init_continuous_batching": lambda: model.init_continuous_batching(),
+            "continuous_batching_context_manager": lambda: model.continuous_batching_context_manager(),
+        }
+        for name, call in ways.items():
+            assert f"{name}: continuous batching" in same_error(InputError, call)
+        one_alone = (ways["generate_batch"], lambda: model.generate(ids, **how))
+        assert "model.generate on all of them" in same_error(InputError, one_alone[context.layout.dp_rank])
+        same_error(InputError, lambda: model.generate(ids, cache_implementation="paged", **how))
+        assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+
+
+@distributed(2)
 def test_synced_gpus_that_is_off_stays_off(world_size):
     context, model, plain = made({"dp": 2})
     with context, mock.patch.object(Generation, "_next_model", side_effect=AssertionError("an exchange")):
