@@ -179,13 +179,27 @@ def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
         return seen.any(-1).any(1).expand(batch, length)
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
         return None
-    past = 0 if cache is None else cache.get_seq_length()
+    past = _length_of(cache)
+    if past is None:  # a mask of the call's own length says all the same
+        return mask != 0 if mask.shape[1] == length else None
     if isinstance(past, Tensor):  # of a static cache, on the device
         places = torch.arange(length, device=mask.device) + past.to(mask.device)
         return mask.index_select(1, places.clamp(max=mask.shape[1] - 1)) != 0
     if past + length > mask.shape[1]:
         return None
     return mask[:, past : past + length] != 0
+
+
+def _length_of(cache: Any) -> int | Tensor | None:
+    """The tokens in a cache. None where it counts none, such as one of linear attention alone: the model, which is
+    called behind this, says whether it can go on from it."""
+    if cache is None:
+        return 0
+    try:
+        length: int | Tensor = cache.get_seq_length()
+    except (AttributeError, ValueError):
+        return None
+    return length
 
 
 def _ids_problem(ids: Tensor, model: Any) -> str | None:

@@ -206,6 +206,17 @@ def test_a_mask_that_ends_before_the_rows_of_the_call_says_nothing_of_them():
     assert tokens_of(MASK, torch.Size([2, 2]), cache) is None
 
 
+def test_a_cache_that_counts_no_tokens():
+    """That of layers with linear attention alone, which transformers does not count: the model goes on from it."""
+
+    def refuse():
+        raise ValueError("the current Cache seem to only contain LinearAttention layers")
+
+    for cache in (SimpleNamespace(get_seq_length=refuse), SimpleNamespace()):
+        assert torch.equal(tokens_of(MASK, torch.Size([2, 3]), cache), MASK != 0)
+        assert tokens_of(MASK, torch.Size([2, 1]), cache) is None
+
+
 def test_what_a_mask_says():
     two = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     causal = torch.ones(4, 4, dtype=torch.bool).tril() & two.bool()[:, None, None, :]
