@@ -124,10 +124,11 @@ class TokenMasks:
         if self._asked.idle:
             self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
             return
-        mask = _first(kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
         if tokens is not None:
-            sent = sent or self._send_padding or mask.dim() == 4 or self._last_is_padding(tokens)
+            by_row = any(one.dim() == 4 for one in _tensors_of(mask))
+            sent = sent or self._send_padding or by_row or self._last_is_padding(tokens)
             self._put(_Call(TokenMask(tokens, sent)))
 
     def _last_is_padding(self, tokens: Tensor) -> bool:
@@ -168,9 +169,11 @@ def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
     Returns:
         bool [B, S]. None where the mask does not say it: packed sequences without padding, masks of other forms.
     """
-    mask = _first(mask)
-    if not isinstance(mask, Tensor):
-        return None
+    found = (_tokens_of(one, rows, cache) for one in _tensors_of(mask))
+    return next((tokens for tokens in found if tokens is not None), None)
+
+
+def _tokens_of(mask: Tensor, rows: torch.Size, cache: Any) -> Tensor | None:
     batch, length = rows
     if mask.dim() == 4 and mask.shape[2] == length and mask.shape[0] in (1, batch):
         if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -215,9 +218,11 @@ def _ids_problem(ids: Tensor, model: Any) -> str | None:
     return f"input_ids must be in [0, {rows}), the rows of the embedding, got {int(bad[0])}; use the model's tokenizer"
 
 
-def _first(mask: Any) -> Any:
-    """Of masks by layer type."""
-    return next(iter(mask.values()), None) if isinstance(mask, dict) else mask
+def _tensors_of(mask: Any) -> list[Tensor]:
+    """A mask, or those by layer type: first what says it of each place, and by name. transformers makes the dict from a
+    set, whose order is another on each rank, and layers that need no mask have None there."""
+    masks = [mask[key] for key in sorted(mask, key=str)] if isinstance(mask, dict) else [mask]
+    return sorted((one for one in masks if isinstance(one, Tensor)), key=Tensor.dim)
 
 
 class RouterLogitsHook:

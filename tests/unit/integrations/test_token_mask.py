@@ -217,6 +217,17 @@ def test_a_cache_that_counts_no_tokens():
         assert tokens_of(MASK, torch.Size([2, 1]), cache) is None
 
 
+@pytest.mark.parametrize("other", [None, torch.zeros(2, 1, 3, 3, dtype=torch.bool)])
+def test_masks_by_layer_type_say_the_same_in_any_order(other, model, masks):
+    """transformers makes the dict from a set, whose order is that of a process's hashes; tp ranks must agree."""
+    by_type = {"mamba": MASK, "attention": other}
+    for names in (("mamba", "attention"), ("attention", "mamba")):
+        model(input_ids=IDS, attention_mask={name: by_type[name] for name in names})
+        found = model.model.seen[-1]
+        assert found.tokens.tolist() == MASK.bool().flatten().tolist()
+        assert found.sent is (other is not None)
+
+
 def test_what_a_mask_says():
     two = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])
     causal = torch.ones(4, 4, dtype=torch.bool).tril() & two.bool()[:, None, None, :]
