@@ -35,6 +35,11 @@ _NOT_IN_STEP = (
     "ranks; call model.generate on all of them, which keeps them in step, without cache_implementation='paged'"
 )
 
+_OTHER_CONTEXT = (
+    "assistant_model has layers of another EPContext, whose ranks would wait for ranks that are at this model; load it "
+    "with the same context as this model, which lets both take turns"
+)
+
 
 def idle_step(model: nn.Module) -> Tensor:
     """Take part in one forward of the other ranks without tokens, on a rank that has no batch.
@@ -134,6 +139,8 @@ class Generation:
         self._depth += 1
         self._inside = False
         try:
+            if self._rank_group.size > 1 and self._is_of_others(_argument(given, "assistant_model")):
+                self._next_model(None, _OTHER_CONTEXT)
             with self._random_state_of_tp():
                 empty = _empty(given)
                 found = generate() if empty is None else empty
@@ -146,6 +153,11 @@ class Generation:
         finally:
             self._depth -= 1
         return found
+
+    def _is_of_others(self, assistant: Any) -> bool:
+        """Whether a model's layers are another context's, which would not let peers that call this model go first."""
+        modules = assistant.modules() if isinstance(assistant, nn.Module) else ()
+        return any(isinstance(one, MoELayer) and one.context is not self._context for one in modules)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, model: int) -> None:
@@ -230,11 +242,15 @@ def _set_random_state(state: Tensor, device: torch.device) -> None:
         torch.cuda.set_rng_state(data[host:].clone(), device)
 
 
+def _argument(given: inspect.BoundArguments, name: str) -> Any:
+    """None where it is not given."""
+    return (given.arguments | given.arguments.get("kwargs", {})).get(name)
+
+
 def _empty(given: inspect.BoundArguments) -> Tensor | None:
     """What is returned for a batch of no sequences: itself."""
-    named = given.arguments | given.arguments.get("kwargs", {})
     for name in ("inputs", "input_ids", "inputs_embeds"):
-        if isinstance(tensor := named.get(name), Tensor) and tensor.dim() and len(tensor) == 0:
+        if isinstance(tensor := _argument(given, name), Tensor) and tensor.dim() and len(tensor) == 0:
             return tensor
     return None
 

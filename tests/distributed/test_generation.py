@@ -116,6 +116,19 @@ def test_two_models_of_one_context(world_size):
 
 
 @distributed(2)
+def test_an_assistant_of_another_context_is_refused(world_size):
+    """Ranks that need unequal numbers of its forwards would wait for each other in two contexts."""
+    context, model, plain = made({"dp": 2}, "qwen3_moe", deadline_s=20)
+    other = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20)
+    with context, other:
+        small = expert_parallel(tiny_model("qwen3_moe", num_hidden_layers=1).to(rank_device()), other)
+        ids, how = prompt(context.layout, 1), {"max_new_tokens": 4 + 3 * context.layout.dp_rank} | GREEDY
+        text = same_error(InputError, lambda: model.generate(ids, assistant_model=small, **how))
+        assert "load it with the same context" in text
+        assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+
+
+@distributed(2)
 def test_a_rank_without_sequences_and_one_that_raises(world_size):
     context, model, plain = made({"dp": 2})
     with context:
