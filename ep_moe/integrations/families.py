@@ -191,5 +191,8 @@ def family_of(config: PretrainedConfig) -> tuple[Any, Family]:
 def blocks_of(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
     found = [(name, module) for name, module in model.named_modules() if type(module).__name__ == family.block]
     if not found:
-        raise ConfigError(f"the model has no block of class {family.block}; was it replaced already?")
+        raise ConfigError(
+            f"the model has no block of class {family.block}: it was replaced already, or its configuration leaves no "
+            f"layer with experts; such a model is loaded by transformers alone"
+        )
     return found
