@@ -1,6 +1,6 @@
 """A fused kernel that routes inside, in a layer: a stand-in for FlashInfer's monolithic ones, in plain torch."""
 
-from types import SimpleNamespace
+# ruff: noqa: F811
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from ep_moe import (
     MoEConfig,
     MoELayer,
     RankLayout,
-    registry,
+    RoutingBuffer,
 )
 from ep_moe.config import RoutingConfig, RoutingMethod
 from ep_moe.errors import InputError
@@ -26,6 +26,7 @@ from ep_moe.training import BiasUpdate
 from ep_moe.types import Routing
 from tests.fixtures.fused_routes import RoutesInside
 from tests.fixtures.helpers import fill
+from tests.fixtures.plugins import plugins  # noqa: F401 (a fixture)
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(
@@ -39,15 +40,8 @@ CONFIG = MoEConfig(
 
 
 @pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    def entry_points(*, group):
-        own = SimpleNamespace(name="routes_inside", value="tests.unit.experts.fused.test_fused_routes:RoutesInside")
-        return [own] if group == "ep_moe.fused" else []
-
-    monkeypatch.setattr(registry, "entry_points", entry_points)
-    registry._plugins.cache_clear()
-    yield
-    registry._plugins.cache_clear()
+def _registered(plugins):
+    plugins(fused={"routes_inside": "tests.fixtures.fused_routes:RoutesInside"})
 
 
 def layer_of(**options) -> MoELayer:
@@ -74,6 +68,9 @@ def test_what_has_no_meaning_for_it_is_refused_by_name():
     x, ids = torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64)
     with pytest.raises(InputError, match="experts=routes_inside routes inside: call forward"):
         layer.forward_routed(x, Routing(ids, ids.float()))
+    for asked in (layer.record_routing(RoutingBuffer(3, 2)), layer.replay_routing(ids)):
+        with asked, pytest.raises(InputError, match="experts=routes_inside routes inside, and shows no routes"):
+            layer(x)
     with pytest.raises(ConfigError, match="experts=routes_inside routes inside and counts no load"):
         layer.stats()
     with pytest.raises(ConfigError, match="train_tokens=4: experts=routes_inside has no backward; leave train_tokens"):
