@@ -31,7 +31,7 @@ class Beside:
         # tensors of inference mode have no version, and do not learn
         self._held = [weakref.ref(parameter) for parameter in dense if not parameter.is_inference()]
         self._seen: list[int] = []
-        self.before = self._last = torch.zeros((), dtype=torch.int64)
+        self.before = self._last = torch.zeros((), dtype=torch.int64, device="cpu")
         self.before = self.now()
 
     @torch.no_grad()
