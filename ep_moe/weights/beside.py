@@ -40,7 +40,7 @@ class Beside:
         parameters are read once."""
         found = [p for held in self._held if (p := held()) is not None and not p.is_meta]
         versions = [parameter._version for parameter in found]
-        if versions != self._seen:
+        if found and versions != self._seen:
             device = found[0].device
             sums = [checksum(parameter.flatten()[:_LOOKED_AT], device) for parameter in found]
             self._last, self._seen = checksum(torch.stack(sums), device), versions

@@ -45,3 +45,6 @@ def test_parameters_are_not_kept():
     optimizer.param_groups.clear()
     del gone
     assert moves(beside, dense)
+    last = beside.now()
+    del dense
+    assert torch.equal(beside.now(), last)
