@@ -215,16 +215,14 @@ def _beside(layer: ComparedLayer) -> list[Tensor]:
 
 
 def _drifted_beside(rows: list[list[int]]) -> list[int]:
-    """Which ranks of a group hold other numbers now than most, where all held the same before: others may be pieces
-    that the user has cut. tp ranks with the same tokens are left out of the comparison, where gradients that no sum
-    makes equal may differ by rounding.
+    """Which ranks of a group hold other numbers now than most, where all held the same before. Numbers that differed
+    before may be pieces that the user has cut.
 
     rows: of each rank, as `_beside` gives them
     """
     odd = []
-    for copy in {row[0] for row in rows}:
-        alike = [(at, row) for at, row in enumerate(rows) if row[0] == copy]
-        if {row[1] for _, row in alike} == {alike[0][1][1]}:
+    for alike in _by_copy(rows):
+        if len({row[1] for _, row in alike}) == 1:
             most = Counter(row[2] for _, row in alike).most_common(1)[0][0]
             odd += [at for at, row in alike if row[2] != most]
     return sorted(odd)
@@ -233,9 +231,15 @@ def _drifted_beside(rows: list[list[int]]) -> list[int]:
 def _beside_steps(rows: list[list[int]]) -> bool:
     """Whether what optimizers step beside experts has changed on all ranks of a group, which held the same before.
     rows: as `_drifted_beside` has them"""
-    copies = [[row for row in rows if row[0] == copy] for copy in {row[0] for row in rows}]
-    alike = all(len({row[1] for row in of_copy}) == 1 for of_copy in copies)
-    return alike and max(map(len, copies)) > 1 and all(row[1] != row[2] for row in rows)
+    copies = _by_copy(rows)
+    began_alike = all(len({row[1] for _, row in alike}) == 1 for alike in copies)
+    return began_alike and max(map(len, copies)) > 1 and all(row[1] != row[2] for row in rows)
+
+
+def _by_copy(rows: list[list[int]]) -> list[list[tuple[int, list[int]]]]:
+    """Ranks with tokens of their own, [(place in the group, row)]: one list for each of the tp ranks that have the same
+    tokens. These are not compared with one another, as gradients that no sum makes equal may differ by rounding."""
+    return [[(at, row) for at, row in enumerate(rows) if row[0] == copy] for copy in sorted({row[0] for row in rows})]
 
 
 def _mixed(layer: ComparedLayer) -> str | None:

@@ -36,6 +36,11 @@ def made(context: EPContext) -> Skipping:
 STEPS = [("first second moe", "first second moe"), ("first", "first"), ("first second", "first"), ("first", "first")]
 
 
+def halves(seed, context):
+    """The rows of both ranks."""
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)).to(context.device).chunk(2)
+
+
 @distributed(2, deadline_s=60)
 def test_what_no_rank_uses_does_not_move(world_size):
     """With zeros for gradients AdamW would move it by its momentum and its decay."""
@@ -45,7 +50,7 @@ def test_what_no_rank_uses_does_not_move(world_size):
             torch.optim.AdamW(training.parameter_groups(each), lr=0.1, weight_decay=0.1) for each in (model, alone)
         ]
         for step, used in enumerate(STEPS):
-            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(context.device).chunk(2)
+            x = halves(step, context)
             rank = context.layout.rank
             model(x[rank], used[rank]).square().mean().backward()
             training.sync_gradients(model, context)
@@ -122,7 +127,7 @@ def test_dense_parameters_that_drift_beside_a_router_that_does_not_are_named(aft
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for step in range(5):
-                x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(context.device).chunk(2)
+                x = halves(step, context)
                 model(x[rank], "first moe second").square().mean().backward()
                 after(model, context)
                 optimizer.step()
@@ -145,7 +150,7 @@ def test_means_of_the_users_own_beside_a_frozen_router_are_warned_of(own, ep, wo
         optimizer = torch.optim.SGD(training.parameter_groups(model), lr=0.1)
         texts = []
         for micro_batch in range(8):
-            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(micro_batch)).to(context.device).chunk(2)
+            x = halves(micro_batch, context)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 model(x[context.layout.rank], "first moe second").square().mean().backward()
@@ -175,7 +180,7 @@ def test_a_buffer_that_each_rank_writes_is_no_parameter_that_drifts(world_size):
         optimizer = torch.optim.SGD(training.parameter_groups(layer), lr=0.5)
         texts = []
         for step in range(8):
-            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(context.device).chunk(2)
+            x = halves(step, context)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 layer(x[context.layout.rank]).square().mean().backward()

@@ -1,6 +1,6 @@
 """explain: what is chosen for bundled models on GPUs that need not be here, how many pairs could serve, and a checksum
-of all rows in their order with their reasons. One that means to change any prints the new ones here; `ep-moe explain
---gpu ... --all` shows the rows."""
+of all rows in their order with their reasons. `pytest -vv` shows those of other choices, and
+`ep-moe explain --gpu ... --all` the rows."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """plan: the maps of known loads, by checksum. The properties that plans must have are held in `test_plan`; this holds
-that a change which means to keep plans keeps them. One that means to change them prints the new numbers here."""
+that a change which means to keep plans keeps them. `pytest -vv` shows the numbers of
+other plans."""
 
 from __future__ import annotations
 
