@@ -429,7 +429,7 @@ class MoELayer(LayerTools):
         context, dispatcher, kernel = self.context, self._dispatcher(), cast("Experts", self._kernel)
         if self.exact and not dispatcher.dispatch_shape.per_route:
             return ExactExchange(context, dispatcher, kernel, x, routed)
-        return Exchange(context, dispatcher, kernel, x, routed)
+        return Exchange(context, dispatcher, kernel, x, routed, graphs=self._graphs.trained)
 
 
 def _compiled_call() -> Callable[..., Tensor]:

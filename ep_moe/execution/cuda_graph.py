@@ -7,6 +7,7 @@ the time that the launches take by themselves. Nothing is copied to where a grap
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_uint64, c_void_p, sizeof, string_at
@@ -72,6 +73,24 @@ class Recorder:
         with torch.cuda.stream(self._beside), torch.cuda.graph(graph, self._pool, self._beside):
             out = call()
         return graph.replay, out
+
+    def record_within_step(self, call: Callable[[], object]) -> Callable[[], object]:
+        """What replays a call that runs in the middle of others' work: the device is not waited for, its free memory
+        is kept, and other threads may use it meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what it would free, perhaps another graph, cannot be freed within a capture
+        try:
+            with torch.cuda.stream(self._beside):
+                graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                try:
+                    call()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay
 
     def graph_of(self, launch: Callable[[], None], given: Mapping[int, Given]) -> CallGraph:
         """As `CallGraph.record`."""

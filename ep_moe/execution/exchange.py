@@ -1,38 +1,28 @@
 """From placed rows to combined ones: dispatch, experts, combine; in one go, or in parts of which one is computed while
-the next one travels and the last one returns.
-
-Of transports whose backward is a call of their own (`DispatcherCapabilities.adjoint`), a trained exchange is one node
-of autograd's graph. The adjoint of combine is dispatch, and that of dispatch is combine, with the same routes. So
-backward sends the gradients of the combined rows to the ranks that computed them, runs the kernel's backward there, and
-combines what it gives; the gradients of the routing weights come back through a second, narrow dispatcher. One node, so
-that a transport's calls are whole even where only some gradients are asked for.
+the next one travels and the last one returns. Calls with gradients: `trained_exchange`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ep_moe import registry
-from ep_moe.all2all.base import Dispatcher, DispatchShape, too_many_tokens
+from ep_moe.all2all.base import Dispatcher, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, InputError
+from ep_moe.execution.trained_exchange import Transports, narrow, run_trained, wants_gradients
+from ep_moe.execution.trained_graphs import TrainedGraphs
 from ep_moe.experts.base import Experts
-from ep_moe.experts.differentiable import SavedForBackward
-from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.profiling import stage
-from ep_moe.types import LocalIds, PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
+from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
 
 Result = TypeVar("Result")
 
@@ -41,7 +31,7 @@ class Exchange:
     """One call of one layer.
 
     x: [T, H] of the layer's dtype. More tokens than fit into the dispatcher's buffers, on any rank, travel in parts
-    rows_per_token: rows of x for each token that the context's bound counts
+    rows_per_token: rows of x for each token that the context's bound counts; graphs: of calls with gradients
     """
 
     def __init__(
@@ -52,6 +42,7 @@ class Exchange:
         x: Tensor,
         routing: PhysicalRouting,
         rows_per_token: int = 1,
+        graphs: TrainedGraphs | None = None,
     ) -> None:
         self.context, self.dispatcher = context, dispatcher
         self.experts: Callable[[Received, Any], Tensor | PeerRows] = experts
@@ -60,7 +51,7 @@ class Exchange:
         self.bound = None if limit is None else limit * rows_per_token
         most = dispatcher.dispatch_shape.max_tokens
         self.in_parts = most is not None and self.bound is not None and self.bound > most
-        self.kernel = experts
+        self.kernel, self.graphs = experts, graphs
         self.trained = dispatcher.capabilities.adjoint and wants_gradients(experts, x, routing.weights)
         on_the_way = dispatcher.capabilities.places and not self.in_parts and not self.trained
         self.routing = routing if on_the_way else routing.materialize()
@@ -104,11 +95,11 @@ class Exchange:
         weights = self.context._dispatcher(self.dispatcher.name, shape)
         if not self.in_parts:
             transports = Transports(self.dispatcher, weights, self.bound)
-            return run_trained(transports, self.kernel, self.x, self.routing)
+            return run_trained(transports, self.kernel, self.x, self.routing, self.graphs)
         outs = []
         for part in self._parts():
             transports = Transports(self.dispatcher, weights, self._most(part))
-            outs.append(run_trained(transports, self.kernel, self.x[part], self._routing(part)))
+            outs.append(run_trained(transports, self.kernel, self.x[part], self._routing(part), None))
         return torch.cat(outs)
 
     def refuse(self, problem: str) -> NoReturn:
@@ -233,101 +224,3 @@ def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:
         )
     if type(tokens) is not int or not 1 <= tokens <= most:
         raise ConfigError(f"pipeline must be an integer in [1, {most}] (tokens that a rank sends), got {tokens!r}")
-
-
-_TINY = torch.finfo(torch.float32).tiny  # stands for a weight of zero while it travels
-LANES = 4  # float32 numbers of 16 bytes, to a multiple of which transports want their rows
-
-
-def narrow(shape: DispatchShape) -> DispatchShape:
-    """Of the dispatcher that brings the routing weights' gradients back: rows of top_k numbers."""
-    columns = -(-shape.top_k // LANES) * LANES
-    return dataclasses.replace(shape, hidden_size=columns, dtype=torch.float32)
-
-
-@dataclass(frozen=True)
-class Transports:
-    """rows: of the layer; weights: of `narrow`; bound: `max_tokens` of the call"""
-
-    rows: Dispatcher
-    weights: Dispatcher
-    bound: int | None
-
-
-def wants_gradients(experts: Experts, x: Tensor, weights: Tensor) -> bool:
-    """Whether a call is part of a graph of autograd's, on all ranks that train alike."""
-    if not torch.is_grad_enabled() or not experts.capabilities.differentiable:
-        return False
-    held = experts.weights
-    return x.requires_grad or weights.requires_grad or not held.held or held.trained
-
-
-def run_trained(transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting) -> Tensor:
-    """x: [T, H], plain rows. Returns the sum over ranks, [T, H]."""
-
-    def call() -> Tensor:
-        stored = experts.weights.stored_tensors()
-        out: Tensor = _TrainedExchange.apply(
-            transports, experts, tuple(stored), routing.ids, experts.weights.anchor, x, routing.weights,
-            *stored.values(),
-        )  # fmt: skip
-        return out
-
-    out: Tensor = experts.weights(call)
-    return out
-
-
-class _TrainedExchange(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, transports: Transports, experts: Experts, names: tuple[str, ...], ids: Tensor, anchor: Tensor | None,
-        x: Tensor, weights: Tensor, *stored: Tensor,
-    ) -> Tensor:  # fmt: skip
-        # a route of weight zero is none to a transport, and has a gradient all the same
-        weights = torch.add(weights, weights == 0, alpha=_TINY)
-        routing = PhysicalRouting(PhysicalIds(ids), weights)
-        received = transports.rows.dispatch(x, routing, max_tokens=transports.bound)
-        own = _private_copy(received, experts.weights.num_slots)
-        y, saved = experts.compute_saving(own)
-        out = transports.rows.combine(y, received.handle)
-        ctx.transports = transports
-        ctx.saved = SavedForBackward(experts, own, saved, dict(zip(names, stored, strict=True)))
-        ctx.save_for_backward(ids, weights, *ctx.saved.give_tensors())
-        return out
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        saved: SavedForBackward = ctx.saved
-        wanted, absent = saved.begin_backward(ctx.needs_input_grad)
-        ids, weights, *tensors = ctx.saved_tensors
-        rows, narrow_rows, bound = ctx.transports.rows, ctx.transports.weights, ctx.transports.bound
-        routing = PhysicalRouting(PhysicalIds(ids), weights)
-        received = rows.dispatch(grad.contiguous(), routing, max_tokens=bound)
-        found = saved.gradients(tuple(tensors), received.x, wanted)
-        dx = rows.combine(found.x, received.handle)
-        assert found.weights is not None
-        shape = narrow_rows.dispatch_shape
-        sent = grad.new_zeros(len(ids), shape.hidden_size, dtype=shape.dtype)
-        there = narrow_rows.dispatch(sent, routing, max_tokens=bound)
-        more = shape.hidden_size - found.weights.shape[1]
-        rows_back = torch.nn.functional.pad(found.weights, (0, more)) if more else found.weights
-        dweights = narrow_rows.combine(rows_back, there.handle)[:, : ids.shape[1]]
-        if absent:
-            saved.experts.weights.gradient_sum.take_part()
-        return (None, None, None, None, None, dx, dweights, *saved.of_stored(found))
-
-
-def _private_copy(received: Received, num_slots: int) -> Received:
-    """Rows in memory of their own, with local ids: the transport's is written again by the next call."""
-    found = as_rank_major(localized(received, num_slots), num_slots)
-    assert found.local_ids is not None
-    assert found.weights is not None
-    return Received(
-        x=found.x.clone(),
-        weights=torch.add(found.weights, found.weights == _TINY, alpha=-_TINY),
-        local_ids=LocalIds(found.local_ids.clone() if received.wire_ids is None else found.local_ids),
-        layout=found.layout,
-        weighting=found.weighting,
-        handle=None,
-    )

@@ -3,7 +3,8 @@ one launch, instead of a thousand calls of Python and half a dozen launches.
 
 `MoELayer.capture` records calls whose inputs are copied (`CopiedInputs`), for numbers of tokens that the user lists.
 Eager calls over a transport that can repeat its launches are recorded on the second call alike, and read the caller's
-tensors (`CallerInputs`). Every other call runs `MoELayer.run`.
+tensors (`CallerInputs`). Every other call runs `MoELayer.run`, within which calls with gradients are replayed
+(`trained_graphs`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from ep_moe.execution.recorded_calls import (
     runs_behind,
     slots_of,
 )
+from ep_moe.execution.trained_graphs import TrainedGraphs
 from ep_moe.experts.base import Experts
 from ep_moe.parallel.heartbeats import Step
 from ep_moe.placement.deferred import NO_ID, Placing
@@ -115,6 +117,7 @@ class CallGraphs:
         self._calls: dict[Any, Sizes | None] = {}  # None: a key that one call had, of which nothing is recorded
         self._agreeing: dict[Any, Agreeing] = {}  # over a transport that grows, by the key without the bound
         self._tries = _TRIES
+        self.trained = TrainedGraphs(context)
 
     def __len__(self) -> int:
         return self.count(RecordedCall)
@@ -129,6 +132,7 @@ class CallGraphs:
             self._agreeing.clear()
         if mode is RecordedCall:
             self._calls.clear()
+            self.trained.drop()
         for key in [key for key in self._calls if key[0] is mode]:
             del self._calls[key]
 

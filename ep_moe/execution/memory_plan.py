@@ -14,7 +14,7 @@ from ep_moe.checks import check_count
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.execution.exchange import narrow
+from ep_moe.execution.trained_exchange import narrow
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import INSIDE, FusedExperts
 from ep_moe.weights.expert_weights import ExpertWeights

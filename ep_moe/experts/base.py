@@ -17,7 +17,14 @@ from ep_moe.config import MoEConfig
 from ep_moe.experts.capabilities import ExpertsCapabilities as ExpertsCapabilities
 from ep_moe.experts.capabilities import ExpertsOptions as ExpertsOptions
 from ep_moe.experts.capabilities import KernelCapabilities as KernelCapabilities
-from ep_moe.experts.differentiable import Attached, StepGradients, differentiable_step, wants_gradients
+from ep_moe.experts.differentiable import (
+    Attached,
+    Room,
+    RowGradients,
+    StepGradients,
+    differentiable_step,
+    wants_gradients,
+)
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
@@ -252,16 +259,50 @@ class Experts(ABC):
             [..., H] in the order of `received.x`, `out` if it was given.
         """
 
-    def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def compute_saving(self, received: Received, room: Room | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute, and keep what `gradients` needs. By default nothing is kept, and `gradients` computes anew.
 
         Args:
             received: RANK_MAJOR rows with local ids.
+            room: Where what is kept lies. Only kernels with `records_training` are given it, and others need not take
+                it. Default: new tensors.
 
         Returns:
             [N, H], and the tensors to keep.
         """
         return self.compute(received, None), ()
+
+    def records_training(self, rows: int) -> bool:
+        """Say whether `compute_saving` and `row_gradients` may be recorded as CUDA graphs.
+
+        Args:
+            rows: Received rows, [N, H].
+
+        Returns:
+            Whether they neither wait for the device nor take much more memory for routes that could come. The kernel
+            then takes `room` in `compute_saving`, and has `row_gradients`.
+        """
+        return False
+
+    def row_gradients(
+        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor, room: Room
+    ) -> RowGradients:
+        """Compute the backward of `compute_saving` up to the gradients of stored tensors, for `records_training`.
+
+        Args:
+            received: As `compute_saving` got it.
+            saved: What it kept.
+            stored: The weights' stored tensors at that time, by name.
+            grad: As in `gradients`.
+            room: Where all lies that the products of the result read, each name in memory of its own.
+
+        Returns:
+            Gradients of the rows and of the routing weights, and what writes those of the stored tensors.
+
+        Raises:
+            AssertionError: The kernel states `records_training` and does not define this.
+        """
+        raise AssertionError(f"{self.name} has no gradients of rows alone")
 
     def saved_bytes(self, rows: int) -> int:
         """Count what `compute_saving` keeps, with a uniform router.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,10 +15,19 @@ from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import LocalIds, Received
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.main_grads import CallGradients, Stored
+from ep_moe.weights.main_grads import CallGradients, GradientOut, Stored
 
 if TYPE_CHECKING:
     from ep_moe.experts.base import Experts
+
+# Where a tensor lies that is read behind the kernels of its call: by its name, for a shape and a dtype
+Room = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+WeightProduct = Callable[[GradientOut], None]  # writes the gradient of a stored tensor
+
+
+def new_room(device: torch.device) -> Room:
+    """Memory of its own for each tensor."""
+    return lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device=device)
 
 
 class Attached(Function):
@@ -90,6 +99,17 @@ class StepGradients(NamedTuple):
     stored: Mapping[str, Tensor | None]
 
 
+class RowGradients(NamedTuple):
+    """What a kernel's backward gives ahead of the gradients of its stored tensors.
+
+    x, weights: as `StepGradients`; products: what writes the others, by name, none for a tensor without a gradient here
+    """
+
+    x: Tensor
+    weights: Tensor | None
+    products: Mapping[str, WeightProduct]
+
+
 def wants_gradients(experts: Experts, received: Received) -> bool:
     """Whether a call is part of a graph of autograd's."""
     if not torch.is_grad_enabled():
@@ -141,23 +161,51 @@ class SavedForBackward:
 
     def gradients(self, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool]) -> StepGradients:
         """tensors: those of `give_tensors`, as autograd gives them back"""
-        experts = self.experts
+        given, (returned, into) = (*self.split(tensors), grad), self._targets(wanted)
+        if not into:
+            return self.experts.gradients(*given, returned)
+        return self.experts.gradients(
+            *given, {name: wanted or name in into for name, wanted in returned.items()}, into=into
+        )
+
+    def split(self, tensors: tuple[Tensor, ...]) -> tuple[Received, tuple[Tensor, ...], dict[str, Tensor]]:
+        """The received rows, what the kernel kept, and the stored tensors by name. tensors: as in `gradients`"""
         x, weights, ids, *others = tensors
         stored = dict(zip(self._names, others, strict=False))
         received = dataclasses.replace(self._received, x=x, weights=weights, local_ids=LocalIds(ids))
-        given = (received, tuple(others[len(stored) :]), stored, grad)
-        if self._call is None:
-            return experts.gradients(*given, wanted)
-        if not self._call.wanted():
-            return experts.gradients(*given, dict.fromkeys(wanted, False))
-        into = self._call.into() if experts.writes_gradients else None
-        if into is None:
-            return experts.gradients(*given, wanted)
-        return experts.gradients(*given, {name: name in into for name in wanted}, into=into)
+        return received, tuple(others[len(stored) :]), stored
 
-    def of_stored(self, found: StepGradients) -> Iterator[Tensor | None]:
-        """The gradients of `stored`, in the order of the node's inputs."""
-        return (found.stored.get(name) for name in self._names)
+    def written(
+        self, products: Mapping[str, WeightProduct], stored: Mapping[str, Tensor], wanted: Mapping[str, bool]
+    ) -> dict[str, Tensor | None]:
+        """Have gradients of stored tensors written, as `gradients` does, by the products of `RowGradients`."""
+        returned, into = self._targets(wanted)
+        found: dict[str, Tensor | None] = {}
+        for name, tensor in stored.items():
+            if name not in products:
+                found[name] = torch.zeros_like(tensor) if returned[name] else None
+                continue
+            to = into.get(name)
+            if to is None and returned[name]:
+                to = GradientOut(torch.empty_like(tensor))
+                found[name] = to.out
+            if to is not None:
+                products[name](to)
+        return found
+
+    def _targets(self, wanted: Mapping[str, bool]) -> tuple[dict[str, bool], Mapping[str, GradientOut]]:
+        """Whether each stored tensor's gradient is returned, and where others are written."""
+        nothing = dict.fromkeys(wanted, False)
+        if self._call is None:
+            return dict(wanted), {}
+        if not self._call.wanted():
+            return nothing, {}
+        into = self._call.into() if self.experts.writes_gradients else None
+        return (dict(wanted), {}) if into is None else (nothing, into)
+
+    def of_stored(self, gradients: Mapping[str, Tensor | None]) -> Iterator[Tensor | None]:
+        """Those of `stored`, by name, in the order of the node's inputs."""
+        return (gradients.get(name) for name in self._names)
 
 
 def _call_gradients(experts: Experts) -> CallGradients | None:
@@ -185,4 +233,4 @@ class _DifferentiableStep(Function):
         if absent:
             saved.experts.weights.gradient_sum.take_part()
         found = saved.gradients(ctx.saved_tensors, grad.contiguous(), wanted)
-        return (None, None, None, None, found.x, found.weights, *saved.of_stored(found))
+        return (None, None, None, None, found.x, found.weights, *saved.of_stored(found.stored))

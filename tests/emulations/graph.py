@@ -43,6 +43,16 @@ class EmulatedRecorder:
 
         return replay, out
 
+    def record_within_step(self, call):
+        assert not torch.is_grad_enabled()
+        call()
+
+        def replay() -> None:
+            EmulatedRecorder.replays += 1
+            call()
+
+        return replay
+
     def graph_of(self, launch, given):
         raise BackendUnavailable("there are no kernels here")
 

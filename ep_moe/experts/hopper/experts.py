@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.base import Experts, ExpertsCapabilities
-from ep_moe.experts.differentiable import StepGradients
+from ep_moe.experts.differentiable import Room, RowGradients, StepGradients, WeightProduct, new_room
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.scaling_fp8 import BLOCK
@@ -241,12 +241,21 @@ class Bf16TritonExperts(HopperExperts):
     def scaling(self) -> str:
         return "trained" if self.options.exact else "none"
 
-    def compute_saving(self, received: Received) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def compute_saving(self, received: Received, room: Room | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert received.local_ids is not None
         stored = {name: tensor.detach() for name, tensor in self.weights.stored_tensors().items()}
-        y, routes, h = self._trained(stored).forward(received.x, self._routing_weights(received), received.local_ids)
-        kept = h.new_empty(len(h), 0) if self.options.recompute else h  # their number, without them
+        recompute, weights = self.options.recompute, self._routing_weights(received)
+        y, routes, h = self._trained(stored).forward(received.x, weights, received.local_ids, room, keeps=not recompute)
+        kept = h.new_empty(len(h), 0) if recompute else h  # their number, without them
         return y, (kept, routes.slots, routes.ends, routes.source)
+
+    def records_training(self, rows: int) -> bool:
+        from ep_moe.experts.hopper import gradients
+
+        if self.options.exact or not self.weights.num_slots:
+            return False
+        w13 = self.weights.stored_tensors()["w13"]
+        return rows * self.config.top_k * w13.shape[1] * w13.itemsize <= gradients.UNCOUNTED
 
     def _trained(self, stored: Mapping[str, Tensor]) -> TrainedStep:
         from ep_moe.experts.hopper import gradients
@@ -275,19 +284,40 @@ class Bf16TritonExperts(HopperExperts):
         wanted: Mapping[str, bool],
         into: Mapping[str, GradientOut] | None = None,
     ) -> StepGradients:
+        into = into or {}
+        returned = {name: wanted[name] and name not in into for name in stored}
+        learning = self._learning(stored)
+        made = {name: torch.empty_like(stored[name]) for name in learning if returned[name]}
+        outs = {name: GradientOut(out) for name, out in made.items()} | dict(into)
+        x, weights = self._backward(
+            received, saved, stored, grad, outs, lambda name, product: product(outs[name]), new_room(grad.device)
+        )
+        apart = {name: torch.zeros_like(stored[name]) for name in stored if returned[name] and name not in learning}
+        return StepGradients(x, weights, {**dict.fromkeys(stored), **made, **apart})
+
+    def row_gradients(
+        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor, room: Room
+    ) -> RowGradients:
+        products: dict[str, WeightProduct] = {}
+        learning = self._learning(stored)
+        return RowGradients(
+            *self._backward(received, saved, stored, grad, learning, products.__setitem__, room), products
+        )
+
+    def _learning(self, stored: Mapping[str, Tensor]) -> list[str]:
+        """Of the stored tensors those with a gradient on this rank: another etp rank adds the bias of the result."""
+        return [name for name in stored if name != "w2_bias" or self.weights.adds_output_bias]
+
+    def _backward(
+        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor,
+        learns: Collection[str], learn: Callable[[str, WeightProduct], None], room: Room,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """As `gradients.TrainedStep.backward`."""
         from ep_moe.experts.hopper import gradients
 
-        into = into or {}
         kept, slots, ends, source = saved
         assert received.local_ids is not None
         routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept), self._launch_trained)
-        weights = self._routing_weights(received)
-        found = self._trained(stored).backward(
-            grad, received.x, weights, routes, kept if kept.shape[1] else None, wanted, into
-        )
-        for name, tensor in stored.items():
-            returned = wanted[name] and name not in into
-            if returned and found.stored.get(name) is None:  # a bias that another etp rank adds
-                found.stored[name] = torch.zeros_like(tensor)
-        by_weight = None if weights is None else found.weights  # under Weighting.COMBINE they have no part here
-        return StepGradients(found.x, by_weight, found.stored)
+        weights, h = self._routing_weights(received), kept if kept.shape[1] else None
+        x, by_weight = self._trained(stored).backward(grad, received.x, weights, routes, h, learns, learn, room)
+        return x, None if weights is None else by_weight  # under Weighting.COMBINE they have no part here

@@ -20,24 +20,28 @@ their transposes in backward, and each pair's row has a scale of its own, from i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
+from ep_moe.experts.differentiable import Room, WeightProduct, new_room
 from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
-from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once, next_power_of_2
 from ep_moe.types import capturing
 from ep_moe.weights.main_grads import GradientOut
 
 _ROUTES = 1024  # that a program numbers
-_UNCOUNTED = 64 << 20  # bytes of the first product's results, up to which there is room for all pairs that could be
+_PLACES = 8  # that gradients were written to
+UNCOUNTED = 64 << 20  # bytes of the first product's results, up to which there is room for all pairs that could be
 
 
 @dataclass(frozen=True)
@@ -59,26 +63,25 @@ class Routes:
 
     @classmethod
     def sort(
-        cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once, *, all_here: bool = False
-    ) -> Routes:
+        cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once, *, all_here: bool = False,
+        room: Room | None = None,
+    ) -> Routes:  # fmt: skip
         """Waits for the device, for the number of pairs, where many may be other ranks' and room for all that could be
         would cost much memory. pair_bytes: of what is kept for each; all_here: other ranks have no experts"""
+        room = room or new_room(ids.device)
         pairs = ids.numel()
         if not pairs or not num_experts:
             none = torch.full_like(ids, -1)
             return cls(ids, none, ids.new_zeros(num_experts, dtype=torch.int32), none, 0, launch)
-        own = {
-            name: torch.empty(shape, dtype=dtype, device=ids.device)
-            for name, (shape, dtype) in route_sort.list_shapes(pairs, num_experts).items()
-        }
+        own = {name: room(name, *how) for name, how in route_sort.list_shapes(pairs, num_experts).items()}
         lists = route_sort.list_pairs(own, ids, None, 0, num_experts, launch=launch)
-        uncounted = all_here or pairs * pair_bytes <= _UNCOUNTED or capturing(ids.device)
+        uncounted = all_here or pairs * pair_bytes <= UNCOUNTED or capturing(ids.device)
         count = pairs if uncounted else int(lists.ends[-1])
         return cls(ids, lists.slots, lists.ends, lists.source, count, launch)
 
-    def numbers(self) -> Tensor:
+    def numbers(self, room: Room) -> Tensor:
         """Of each pair, which of the N * K routes it is: int32 [count]."""
-        found = self.slots.new_empty(self.count)
+        found = room("numbers", (self.count,), torch.int32)
         routes = self.slots.numel()
         self.launch(kernels.number_routes, (-(-routes // _ROUTES),), self.slots, found, routes, BLOCK=_ROUTES)
         return found
@@ -90,16 +93,6 @@ class Routes:
     def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor) -> Tensor:
         route_sort.reduce(pairs, self.ids, weights, 0, len(self.ends), out, slots=self.slots, launch=self.launch)
         return out
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """x: [N, H]; weights: float32 [N, K]; stored: of matrices and biases by name, None where they were not wanted, or
-    written elsewhere."""
-
-    x: Tensor
-    weights: Tensor
-    stored: dict[str, Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -121,72 +114,76 @@ class TrainedStep:
     float8: bool = False
     launch: Launch = at_once
 
-    def forward(self, x: Tensor, weights: Tensor | None, ids: Tensor) -> tuple[Tensor, Routes, Tensor]:
+    def forward(
+        self, x: Tensor, weights: Tensor | None, ids: Tensor, room: Room | None = None, *, keeps: bool = True
+    ) -> tuple[Tensor, Routes, Tensor]:
         """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
 
         x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
+        room: where what is kept lies: the routes, and with `keeps` the first product's results
         """
         slots, _, inner = self.w2.shape
+        room = room or new_room(x.device)
         all_here = slots >= self.config.num_experts
-        routes = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize, self.launch, all_here=all_here)
+        routes = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize, self.launch, all_here=all_here, room=room)
         y = torch.empty_like(x)
         if routes.count == 0:
             return y.zero_(), routes, x.new_empty(0, self.w13.shape[1])
-        h = self._first(x, routes)
+        h = self._first(x, routes, room if keeps else new_room(x.device))
         act = x.new_empty(routes.count, inner)
         kernels.activate_rows(
             h, act, routes.ends[-1:], self.config.activation, *_parameters(self.config), launch=self.launch
         )
-        return routes.sum(self._product(act, self.w2, routes, bias=self.w2_bias), weights, y), routes, h
+        rows = self._product(act, self.w2, routes, x.new_empty(routes.count, x.shape[1]), bias=self.w2_bias)
+        return routes.sum(rows, weights, y), routes, h
 
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None,
-        wanted: Mapping[str, bool], into: Mapping[str, GradientOut] | None = None,
-    ) -> Gradients:  # fmt: skip
-        """Of `forward`. grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again;
-        wanted: by name, whether a matrix or bias learns; into: where gradients of some of these are written"""
+        learns: Collection[str], learn: Callable[[str, WeightProduct], None], room: Room | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Of `forward`: the gradients of x [N, H] and of weights, float32 [N, K].
+
+        grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again
+        learns: names of the matrices and biases with a gradient; learn: gets, for each, what writes it. What that reads
+            lies in `room`, and is written again behind `learn`, unless each name has memory of its own there
+        """
         slots, hidden, inner = self.w2.shape
-        named = {"w13": self.w13, "w2": self.w2, "w13_bias": self.w13_bias, "w2_bias": self.w2_bias}
-        stored = {name: tensor for name, tensor in named.items() if tensor is not None}
-        into = into or {}
-        made = {n: torch.empty_like(t) for n, t in stored.items() if wanted[n] and n not in into}
-        outs = {name: GradientOut(out) for name, out in made.items()} | dict(into)
-        found = {name: made.get(name) for name in stored}
+        room = room or new_room(x.device)
         dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
         if routes.count == 0:
-            for out in outs.values():
-                if not out.accumulate:
-                    out.out.zero_()
-            return Gradients(dx.zero_(), dweights, found)
+            for name in learns:
+                learn(name, _no_rows)
+            return dx.zero_(), dweights
         if h is None:
-            h = self._first(x, routes)
-        rows, numbers = routes.gather(grad, x.new_empty(routes.count, hidden)), routes.numbers()
-        da = self._product(rows, self.w2, routes, turned=True)
-        dh = torch.empty_like(h)
+            h = self._first(x, routes, new_room(x.device))
+        pairs = routes.count
+        rows, numbers = routes.gather(grad, room("dy", (pairs, hidden), x.dtype)), routes.numbers(room)
+        da = self._product(rows, self.w2, routes, room("da", (pairs, inner), x.dtype), turned=True)
+        dh = room("dh", tuple(h.shape), h.dtype)
         self.launch(
-            kernels.differentiate, (routes.count,), h, da, numbers, weights, dh, dweights, routes.ends, slots, inner,
+            kernels.differentiate, (pairs,), h, da, numbers, weights, dh, dweights, routes.ends, slots, inner,
             *_parameters(self.config), **_form(self.config), BLOCK=min(1024, next_power_of_2(inner)),
         )  # fmt: skip
         if self.w2_bias is not None:
             kernels.add_dots(rows, self.w2_bias, numbers, dweights, routes.ends, launch=self.launch)
-        if "w2_bias" in outs:
-            _sum_rows(rows, routes, outs["w2_bias"], numbers, weights)
-        if "w2" in outs:
-            weight_gradient(rows, da, routes.ends, *outs["w2"], spare_sms=self.spare_sms)
+        if "w2_bias" in learns:
+            learn("w2_bias", partial(_sum_rows, rows, routes, numbers=numbers, weights=weights))
+        if "w2" in learns:
+            learn("w2", _WeightGradient(rows, da, routes.ends, self.spare_sms))
         del da, rows
-        if "w13_bias" in outs:
-            _sum_rows(dh, routes, outs["w13_bias"])
-        rows = self._product(dh, self.w13, routes, turned=True)
+        if "w13_bias" in learns:
+            learn("w13_bias", partial(_sum_rows, dh, routes))
+        rows = self._product(dh, self.w13, routes, room("x", (pairs, hidden), x.dtype), turned=True)
         routes.sum(rows, None, dx)
-        if "w13" in outs:
-            weight_gradient(dh, routes.gather(x, rows), routes.ends, *outs["w13"], spare_sms=self.spare_sms)
-        return Gradients(dx, dweights, found)
+        if "w13" in learns:
+            learn("w13", _WeightGradient(dh, routes.gather(x, rows), routes.ends, self.spare_sms))
+        return dx, dweights
 
-    def _first(self, x: Tensor, routes: Routes) -> Tensor:
+    def _first(self, x: Tensor, routes: Routes, room: Room) -> Tensor:
         """Results [count, 2 * I] of the first product, before the activation."""
+        h = room("h", (routes.count, self.w13.shape[1]), x.dtype)
         if self.float8:
-            return self._of_float8(x, self.w13, routes, routes.slots, self.w13_bias)
-        h = x.new_empty(routes.count, self.w13.shape[1])
+            return self._of_float8(x, self.w13, routes, routes.slots, h, self.w13_bias)
         tiles = tiles_for(_each(routes, self.config), self.w13, self.spare_sms, gathered=True)
         grouped_gemm(
             x, self.w13, routes.ends, h, tiles, spare_sms=self.spare_sms, source=routes.source, bias=self.w13_bias
@@ -194,20 +191,20 @@ class TrainedStep:
         return h
 
     def _product(
-        self, pairs: Tensor, w: Tensor, routes: Routes, *, turned: bool = False, bias: Tensor | None = None
+        self, pairs: Tensor, w: Tensor, routes: Routes, out: Tensor, *, turned: bool = False, bias: Tensor | None = None
     ) -> Tensor:
-        """pairs [count, K] by w [L, N, K]: [count, N]. turned: w is [L, K, N]"""
+        """pairs [count, K] by w [L, N, K] into out [count, N]. turned: w is [L, K, N]"""
         if self.float8:
-            return self._of_float8(pairs, w, routes, None, bias, turned=turned)
+            return self._of_float8(pairs, w, routes, None, out, bias, turned=turned)
         across = w.mT if turned else w
-        out = pairs.new_empty(len(pairs), across.shape[1])
         tiles = tiles_for(_each(routes, self.config), across, self.spare_sms)
         grouped_gemm(pairs, w, routes.ends, out, tiles, spare_sms=self.spare_sms, turned=turned, bias=bias)
         return out
 
     def _of_float8(
-        self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None, bias: Tensor | None, *, turned: bool = False
-    ) -> Tensor:
+        self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None, out: Tensor, bias: Tensor | None, *,
+        turned: bool = False,
+    ) -> Tensor:  # fmt: skip
         """slots: where x's rows go; None where they are the pairs; turned: w is [L, K, N]"""
         count = routes.ends[-1:] if slots is None else None  # rows behind the last pair are nothing
         rows, row_scales = _rounded(x, routes.count, slots, count)
@@ -217,15 +214,39 @@ class TrainedStep:
             round_columns(w, numbers, scales)
         else:
             round_rows(w.reshape(-1, w.shape[2]), numbers.view(-1, w.shape[2]), scales.view(-1))
-        out = x.new_empty(routes.count, numbers.shape[1])
         tiles = tiles_for(_each(routes, self.config), numbers, self.spare_sms)
         both = RowScales(row_scales, scales)
         grouped_gemm(rows, numbers, routes.ends, out, tiles, spare_sms=self.spare_sms, scales=both, bias=bias)
         return out
 
 
+class _WeightGradient:
+    """`weight_gradient` of these operands. Where it writes as it has written before, it launches the same again: host
+    time of calls that are recorded, whose operands stay where they are."""
+
+    def __init__(self, a: Tensor, b: Tensor, ends: Tensor, spare_sms: int) -> None:
+        self._operands, self._spare_sms = (a, b, ends), spare_sms
+        self._made: dict[Any, RecordedLaunches] = {}
+
+    def __call__(self, to: GradientOut) -> None:
+        key = to.out.data_ptr(), to.out.dtype, to.accumulate, to.factor
+        if key in self._made:
+            self._made[key].replay()
+            return
+        if len(self._made) == _PLACES:
+            self._made.clear()
+        launch = self._made[key] = RecordedLaunches()
+        weight_gradient(*self._operands, *to, spare_sms=self._spare_sms, launch=launch)
+
+
+def _no_rows(to: GradientOut) -> None:
+    """The gradient of what no row met."""
+    if not to.accumulate:
+        to.out.zero_()
+
+
 def _sum_rows(
-    rows: Tensor, routes: Routes, to: GradientOut, numbers: Tensor | None = None, weights: Tensor | None = None
+    rows: Tensor, routes: Routes, to: GradientOut, *, numbers: Tensor | None = None, weights: Tensor | None = None
 ) -> None:
     """`kernels.sum_rows`, for a bias. Biases are small: what is not written as it is takes torch's operators."""
     out, accumulate, factor = to
@@ -249,7 +270,7 @@ def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoECo
     if not slots:
         return 0
     routes = rows * config.top_k
-    counted = routes * pair_bytes > _UNCOUNTED
+    counted = routes * pair_bytes > UNCOUNTED
     pairs = round(rows * expected_pairs(config, slots, config.top_k)) if counted else routes
     return 4 * (2 * routes + slots) + pairs * kept
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from ep_moe import MoEConfig
+from ep_moe import ExpertsOptions, MoEConfig
 from ep_moe.experts.hopper import gradients
+from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.experts.hopper.gemm_grouped import weight_gradient
 from ep_moe.experts.hopper.gradients import Routes, TrainedStep
+from ep_moe.runtime.launch_cache import at_once
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.main_grads import GradientOut
 
 SLOTS, HIDDEN, INNER, ROWS = 3, 64, 128, 5
@@ -32,19 +36,24 @@ def without_kernels():
     with (
         rows,
         mock.patch.multiple(gradients, kernels=kernels, weight_gradient=product),
-        mock.patch.object(TrainedStep, "_product", lambda _, x, w, *__, **___: x.new_empty(len(x), w.shape[2])),
+        mock.patch.object(TrainedStep, "_product", lambda _, x, w, routes, out, **__: out),
     ):
         yield product
 
 
-def backward(count, wanted, into=None):
+def backward(count, wanted, into=None, *, adds=True):
+    """adds: this rank adds the bias of the result, and not another etp rank"""
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=SLOTS, top_k=1)
-    w13, w2 = torch.zeros(SLOTS, 2 * INNER, HIDDEN), torch.zeros(SLOTS, HIDDEN, INNER)
-    step = TrainedStep(config, w13, w2, torch.zeros(SLOTS, 2 * INNER), torch.zeros(SLOTS, HIDDEN))
-    ids = torch.zeros(ROWS, 1, dtype=torch.int32)
-    routes = Routes(ids, ids, torch.zeros(SLOTS, dtype=torch.int32), ids, count)
+    shapes = ((2 * INNER, HIDDEN), (HIDDEN, INNER), (2 * INNER,), (HIDDEN,))
+    stored = {name: torch.zeros(SLOTS, *shape) for name, shape in zip(NAMES, shapes, strict=True)}
+    experts = object.__new__(Bf16TritonExperts)
+    experts.config, experts.options, experts._launch_trained = config, ExpertsOptions(), at_once
+    experts.weights = SimpleNamespace(adds_output_bias=adds)
+    ids = LocalIds(torch.zeros(ROWS, 1, dtype=torch.int32))
     x, h = torch.zeros(ROWS, HIDDEN), torch.zeros(count, 2 * INNER)
-    return step.backward(x, x, torch.ones(ROWS, 1), routes, h, dict.fromkeys(NAMES, wanted), into)
+    received = Received(x, RowLayout.RANK_MAJOR, Weighting.EXPERTS, None, local_ids=ids, weights=torch.ones(ROWS, 1))
+    saved = h, ids, torch.zeros(SLOTS, dtype=torch.int32), ids
+    return experts.gradients(received, saved, stored, x, dict.fromkeys(NAMES, wanted), into)
 
 
 def buffers(accumulate):
@@ -83,3 +92,12 @@ def test_a_rank_without_rows(accumulate):
         backward(0, False, into)
     assert not product.called
     assert all((out.out == (2.0 if accumulate else 0.0)).all() for out in into.values())
+
+
+def test_the_bias_of_the_result_that_another_rank_adds():
+    """It has a gradient of zeros here, and no product."""
+    with without_kernels() as product:
+        found = backward(ROWS, True, adds=False)
+    assert product.call_count == 2
+    assert not found.stored["w2_bias"].any()
+    assert (found.stored["w13_bias"] == 1).all()

@@ -1,0 +1,194 @@
+"""A call with gradients, over transports whose backward is a call of their own (`DispatcherCapabilities.adjoint`): one
+node of autograd's graph.
+
+The adjoint of combine is dispatch, and that of dispatch is combine, with the same routes. So backward sends the
+gradients of the combined rows to the ranks that computed them, runs the kernel's backward there, and combines what it
+gives; the gradients of the routing weights come back through a second, narrow dispatcher. One node, so that a
+transport's calls are whole even where only some gradients are asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ep_moe.all2all.base import Dispatcher, DispatchShape
+from ep_moe.experts.base import Experts
+from ep_moe.experts.differentiable import Room, SavedForBackward
+from ep_moe.experts.layouts import as_rank_major, localized
+from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
+
+if TYPE_CHECKING:
+    from ep_moe.execution.trained_graphs import TrainedCall, TrainedGraphs
+
+_TINY = torch.finfo(torch.float32).tiny  # stands for a weight of zero while it travels
+LANES = 4  # float32 numbers of 16 bytes, to a multiple of which transports want their rows
+
+
+def narrow(shape: DispatchShape) -> DispatchShape:
+    """Of the dispatcher that brings the routing weights' gradients back: rows of top_k numbers."""
+    columns = -(-shape.top_k // LANES) * LANES
+    return dataclasses.replace(shape, hidden_size=columns, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Transports:
+    """rows: of the layer; weights: of `narrow`; bound: `max_tokens` of the call"""
+
+    rows: Dispatcher
+    weights: Dispatcher
+    bound: int | None
+
+
+class Computed(NamedTuple):
+    """A call's forward. out: [T, H]; received: the rows that came, in own memory; saved: what the kernel keeps"""
+
+    out: Tensor
+    received: Received
+    saved: tuple[Tensor, ...]
+
+
+class Back(NamedTuple):
+    """What a call's backward brings back to this rank's rows. x: [T, H]; weights: float32 [T, at least K]"""
+
+    x: Tensor
+    weights: Tensor
+
+
+def wants_gradients(experts: Experts, x: Tensor, weights: Tensor) -> bool:
+    """Whether a call is part of a graph of autograd's, on all ranks that train alike."""
+    if not torch.is_grad_enabled() or not experts.capabilities.differentiable:
+        return False
+    held = experts.weights
+    return x.requires_grad or weights.requires_grad or not held.held or held.trained
+
+
+def run_trained(
+    transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting, graphs: TrainedGraphs | None
+) -> Tensor:
+    """x: [T, H], plain rows; graphs: of the layer. Returns the sum over ranks, [T, H]."""
+
+    def call() -> Tensor:
+        stored = experts.weights.stored_tensors()
+        recorded = None if graphs is None else graphs.call(transports, experts, x)
+        out: Tensor = _TrainedExchange.apply(
+            transports, experts, tuple(stored), recorded, routing.ids, experts.weights.anchor, x, routing.weights,
+            *stored.values(),
+        )  # fmt: skip
+        return out
+
+    out: Tensor = experts.weights(call)
+    return out
+
+
+def computed(
+    transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting, room: Room | None = None,
+    out: Tensor | None = None,
+) -> Computed:  # fmt: skip
+    """Send rows, compute and combine. room: where what backward reads lies, for kernels with `records_training`"""
+    received = transports.rows.dispatch(x, routing, max_tokens=transports.bound)
+    own = _private_copy(received, experts.weights.num_slots, room)
+    y, saved = experts.compute_saving(own) if room is None else experts.compute_saving(own, room)
+    return Computed(transports.rows.combine(y, received.handle, out), own, saved)
+
+
+def sent_back(
+    transports: Transports, routing: PhysicalRouting, grad: Tensor,
+    gradients: Callable[[Tensor], tuple[Tensor, Tensor | None]], to: Back | None = None,
+) -> Back:  # fmt: skip
+    """Send the gradients of a call's results, and bring back those of its rows and weights.
+
+    gradients: from those of the experts' rows [N, H] to those of the received rows, and of their weights [N, K]
+    to: where to write
+    """
+    rows, narrow_rows, bound = transports.rows, transports.weights, transports.bound
+    received = rows.dispatch(grad, routing, max_tokens=bound)
+    by_row, by_weight = gradients(received.x)
+    dx = rows.combine(by_row, received.handle, None if to is None else to.x)
+    assert by_weight is not None
+    shape = narrow_rows.dispatch_shape
+    sent = grad.new_zeros(len(grad), shape.hidden_size, dtype=shape.dtype)
+    there = narrow_rows.dispatch(sent, routing, max_tokens=bound)
+    more = shape.hidden_size - by_weight.shape[1]
+    by_weight = torch.nn.functional.pad(by_weight, (0, more)) if more else by_weight
+    return Back(dx, narrow_rows.combine(by_weight, there.handle, None if to is None else to.weights))
+
+
+class _TrainedExchange(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, transports: Transports, experts: Experts, names: tuple[str, ...], recorded: TrainedCall | None,
+        ids: Tensor, anchor: Tensor | None, x: Tensor, weights: Tensor, *stored: Tensor,
+    ) -> Tensor:  # fmt: skip
+        # a route of weight zero is none to a transport, and has a gradient all the same
+        weights = torch.add(weights, weights == 0, alpha=_TINY)
+        routing = PhysicalRouting(PhysicalIds(ids), weights)
+        by_name = dict(zip(names, stored, strict=True))
+        if recorded is None:
+            out, own, saved = computed(transports, experts, x, routing)
+        else:
+            out, own, saved = recorded.forward(x, routing, by_name)
+        ctx.transports, ctx.recorded = transports, recorded
+        ctx.saved = SavedForBackward(experts, own, saved, by_name)
+        ctx.save_for_backward(ids, weights, *ctx.saved.give_tensors())
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        saved: SavedForBackward = ctx.saved
+        wanted, absent = saved.begin_backward(ctx.needs_input_grad)
+        ids, weights, *tensors = ctx.saved_tensors
+        routing = PhysicalRouting(PhysicalIds(ids), weights)
+        found = None if ctx.recorded is None else ctx.recorded.backward(saved, tuple(tensors), wanted, grad, routing)
+        if found is None:
+            found = backward(ctx.transports, saved, tuple(tensors), wanted, grad, routing)
+        back, stored = found
+        if absent:
+            saved.experts.weights.gradient_sum.take_part()
+        dweights = back.weights[:, : ids.shape[1]]
+        return (None, None, None, None, None, None, back.x, dweights, *saved.of_stored(stored))
+
+
+Gradients = tuple[Back, dict[str, Tensor | None]]  # of this rank's rows, and of stored tensors by name
+
+
+def backward(
+    transports: Transports, saved: SavedForBackward, tensors: tuple[Tensor, ...], wanted: dict[str, bool],
+    grad: Tensor, routing: PhysicalRouting,
+) -> Gradients:  # fmt: skip
+    """With the least memory: what a product reads goes behind it. tensors: of `SavedForBackward.give_tensors`"""
+    stored: dict[str, Tensor | None] = {}
+
+    def gradients(sent: Tensor) -> tuple[Tensor, Tensor | None]:
+        found = saved.gradients(tensors, sent, wanted)
+        stored.update(found.stored)
+        return found.x, found.weights
+
+    return sent_back(transports, routing, grad.contiguous(), gradients), stored
+
+
+def _private_copy(received: Received, num_slots: int, room: Room | None) -> Received:
+    """Rows in memory of their own, with local ids: the transport's is written again by the next call."""
+    found = as_rank_major(localized(received, num_slots), num_slots)
+    assert found.local_ids is not None
+    assert found.weights is not None
+    x, weights, ids = found.x, found.weights, found.local_ids
+    given = torch.add(weights, weights == _TINY, alpha=-_TINY)
+    if room is not None:
+        x, given = _copied(room, "rows", x), _copied(room, "weights", given)
+        ids = LocalIds(_copied(room, "ids", ids))
+    else:
+        x, ids = x.clone(), LocalIds(ids.clone()) if received.wire_ids is None else ids
+    return Received(x=x, weights=given, local_ids=ids, layout=found.layout, weighting=found.weighting, handle=None)
+
+
+def _copied(room: Room, name: str, tensor: Tensor) -> Tensor:
+    return room(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)

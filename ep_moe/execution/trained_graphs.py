@@ -1,0 +1,383 @@
+"""A layer's calls with gradients as CUDA graphs, one of forward and one of backward, where the host would take longer
+than the device: calls of few enough tokens that the kernel need not wait for the number of routes.
+
+A graph holds what the device does between a rank's rows and its results, or their gradients: dispatch, experts and
+combine. The gradients of the stored tensors are written behind it, to wherever the call has them. All else of a step is
+as it was, and ranks need not agree on who replays.
+
+What forward leaves for backward lies in memory of the graph, which autograd holds as it holds any saved tensor. While
+anything holds it, such as a second micro-batch's graph of autograd, the next call runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot
+from ep_moe.context import EPContext
+from ep_moe.errors import EPMoEError
+from ep_moe.execution.cuda_graph import Recorder
+from ep_moe.execution.graph_inputs import Inputs
+from ep_moe.execution.trained_exchange import (
+    Back,
+    Computed,
+    Gradients,
+    Transports,
+    backward,
+    computed,
+    sent_back,
+)
+from ep_moe.experts.base import Experts
+from ep_moe.experts.differentiable import SavedForBackward, WeightProduct
+from ep_moe.parallel.heartbeats import Step
+from ep_moe.runtime.devices import current_stream
+from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received, Routing, capturing
+
+_log = logging.getLogger("ep_moe.execution")
+
+_KEPT = 4  # of a layer's calls, by bound and stream, that are recorded at once
+_TRIES = 3  # to record one
+_MOVES = 8  # of the weights or the transport's buffers, which each make others of a call's graphs
+
+
+class TrainedGraphs:
+    """Those of one layer."""
+
+    def __init__(self, context: EPContext) -> None:
+        self._context = context
+        self._calls: dict[Any, TrainedCall] = {}
+        self.tries = _TRIES
+
+    def __len__(self) -> int:
+        return sum(call.recorded for call in self._calls.values())
+
+    def drop(self) -> None:
+        """Forget all, and run calls eagerly until others are recorded."""
+        self._calls.clear()
+
+    def call(self, transports: Transports, experts: Experts, x: Tensor) -> TrainedCall | None:
+        """Of calls like this one; None where such calls are not recorded."""
+        context, bound, device = self._context, transports.bound, x.device
+        if not self.tries or bound is None or torch.compiler.is_compiling() or capturing(device):
+            return None
+        if torch._C._len_torch_dispatch_stack():  # selective checkpointing counts operations, alike in each call
+            return None
+        if Recorder.unsupported_reason(device) is not None or experts.weights.lora is not None:
+            return None
+        if not experts.weights.place or not experts.records_training(transports.rows.rank_group.size * bound):
+            return None
+        if context._stage_times is not None and context._stage_times.timed:
+            return None
+        key = (transports, experts, current_stream(device))
+        found = self._calls.get(key)
+        if found is None:
+            pools = [getattr(one, "buffer_pool", None) for one in (transports.rows, transports.weights)]
+            if not all(isinstance(pool, BufferPool) for pool in pools):
+                return None
+            if len(self._calls) == _KEPT:
+                del self._calls[next(iter(self._calls))]
+            found = self._calls[key] = TrainedCall(self, context, transports, experts)
+        return found
+
+    def failed(self, call: TrainedCall, error: Exception) -> None:
+        """Recording raised. Such calls run eagerly from now on."""
+        self.tries -= 1
+        self.drop()
+        name = call.where
+        if not self.tries:
+            text = (
+                f"calls of {name} with gradients take the host longer than they could, they cannot be recorded: {error}"
+            )
+            warnings.warn(text, stacklevel=2)
+
+
+class _Graph(NamedTuple):
+    """replay: launches it; steps, left: of the flight recorder, as `RecordedCall` has them"""
+
+    replay: Callable[[], object]
+    steps: int
+    left: tuple[str, str, str, bool]
+
+
+class _Noted:
+    """A `Room` of new tensors, and what was asked for: shape and dtype by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.asked: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self.asked[name] = shape, dtype
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+
+def _room(held: Mapping[str, Tensor]) -> Callable[[str, tuple[int, ...], torch.dtype], Tensor]:
+    """A `Room` of what is there, for a call like the one that was noted."""
+
+    def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        found = held[name]
+        if (tuple(found.shape), found.dtype) != (shape, dtype):
+            raise RuntimeError(f"{name} was {list(found.shape)} of {found.dtype}, and is now {list(shape)} of {dtype}")
+        return found
+
+    return take
+
+
+class TrainedCall:
+    """Calls of one bound on one stream: eager ones first, of which it learns what memory they need, and then replays.
+
+    where: the layer, for messages
+    """
+
+    def __init__(self, graphs: TrainedGraphs, context: EPContext, transports: Transports, experts: Experts) -> None:
+        self._graphs, self._context = graphs, context
+        self._transports, self._experts = transports, experts
+        self.where = context.flight_recorder.where
+        self._recorder: Any = None
+        self._inputs: Inputs
+        self._to: Back  # results, or gradients of rows and weights
+        self._noted_forward: _Noted | None = None
+        self._noted_backward: _Noted | None = None
+        self._forward: _Graph | None = None
+        self._backward: _Graph | None = None
+        self._own: dict[str, Tensor] = {}  # memory of the graph of forward alone
+        self._left: Computed  # there
+        self._held: list[tuple[Any, int]] = []  # its storages, and how many hold each where no call does
+        self._shared: dict[str, Tensor] = {}  # memory of the graph of backward
+        self._moved = 0  # how often what graphs read was elsewhere
+        self._products: Mapping[str, WeightProduct] = {}
+        self._reads: dict[str, int] = {}  # addresses of the stored tensors
+        self._buffer_slots: list[BufferSlot] = []
+
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a graph."""
+        return self._forward is not None
+
+    # --- forward ------------------------------------------------------------------------------------------------------
+
+    def forward(self, x: Tensor, routing: PhysicalRouting, stored: Mapping[str, Tensor]) -> Computed:
+        """As `trained_exchange.computed`."""
+        tokens = len(x)
+        if not self._serves(x, routing, tokens):
+            return computed(self._transports, self._experts, x, routing)
+        if self._noted_forward is None:
+            noted = _Noted(x.device)
+            found = computed(self._transports, self._experts, x, routing, noted)
+            self._noted_forward = noted
+            return found
+        if self._forward is not None and (not self._sound() or self._reads != _addresses(stored)):
+            self._forget()
+        if self._forward is None and not self._record(lambda: self._record_forward(x, stored)):
+            return computed(self._transports, self._experts, x, routing)
+        if not self._free():
+            return computed(self._transports, self._experts, x, routing)
+        assert self._forward is not None
+        self._launch(self._forward, x, routing)
+        out, received, saved = self._left
+        assert received.weights is not None
+        assert received.local_ids is not None
+        own = replace(
+            received, x=received.x.detach(), weights=received.weights.detach(),
+            local_ids=LocalIds(received.local_ids.detach()),
+        )  # fmt: skip
+        return Computed(out[:tokens].clone(), own, tuple(tensor.detach() for tensor in saved))
+
+    def _record_forward(self, x: Tensor, stored: Mapping[str, Tensor]) -> None:
+        transports, device = self._transports, x.device
+        shape, bound = transports.rows.dispatch_shape, transports.bound
+        assert bound is not None
+        self._recorder = Recorder.among(self._context._recorders, device, self._context._workspaces)
+        signature = shape.hidden_size, shape.top_k, x.dtype, device
+        self._inputs = self._recorder.memory.inputs(*signature, least=0, most=bound, routed=True)
+        columns = transports.weights.dispatch_shape.hidden_size
+        self._to = Back(
+            self._taken("out", (bound, shape.hidden_size), x.dtype, device),
+            self._taken("out of weights", (bound, columns), torch.float32, device),
+        )
+        noted = self._noted_forward
+        assert noted is not None
+        self._own = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in noted.asked.items()}
+
+        def call() -> None:
+            room = _room(self._own)
+            self._left = computed(transports, self._experts, self._inputs.x, self._routing, room, self._to.x)
+
+        self._forward = self._graph_of(call)
+        self._reads = _addresses(stored)
+        self._buffer_slots = [slot for pool in self._pools() for slot in pool.made]
+        storages = [tensor.untyped_storage() for tensor in self._own.values()]
+        self._held = [(storage, _holders(storage)) for storage in storages]
+
+    def _free(self) -> bool:
+        """Whether no call holds what the last one left."""
+        return all(_holders(storage) <= count for storage, count in self._held)
+
+    # --- backward -----------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, saved: SavedForBackward, tensors: tuple[Tensor, ...], wanted: dict[str, bool], grad: Tensor,
+        routing: PhysicalRouting,
+    ) -> Gradients:  # fmt: skip
+        """As `trained_exchange.backward`."""
+        transports, tokens = self._transports, len(grad)
+        received, kept, stored = saved.split(tensors)
+        if capturing(grad.device) or not self._serves(grad, routing, tokens):
+            return backward(transports, saved, tensors, wanted, grad, routing)
+        if self._noted_backward is None:
+            noted = _Noted(grad.device)
+            products: dict[str, WeightProduct] = {}
+            back = sent_back(
+                transports, routing, grad.contiguous(), self._gradients(received, kept, stored, noted, products)
+            )
+            self._noted_backward = noted
+            return back, saved.written(products, stored, wanted)
+        if self._forward is None or not self._sound() or not self._ours(received, kept):
+            return backward(transports, saved, tensors, wanted, grad, routing)
+        if self._backward is None and not self._record(lambda: self._record_backward(stored, grad.device)):
+            return backward(transports, saved, tensors, wanted, grad, routing)
+        assert self._backward is not None
+        self._launch(self._backward, grad, routing)
+        back = Back(self._to.x[:tokens].clone(), self._to.weights[:tokens].clone())
+        return back, saved.written(self._products, stored, wanted)
+
+    def _gradients(
+        self, received: Received, kept: tuple[Tensor, ...], stored: Mapping[str, Tensor], room: Any,
+        products: dict[str, WeightProduct],
+    ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:  # fmt: skip
+        """As `sent_back` takes it. products: gets what writes the gradients of the stored tensors"""
+
+        def gradients(sent: Tensor) -> tuple[Tensor, Tensor | None]:
+            found = self._experts.row_gradients(received, kept, stored, sent, room)
+            products.update(found.products)
+            return found.x, found.weights
+
+        return gradients
+
+    def _record_backward(self, stored: Mapping[str, Tensor], device: torch.device) -> None:
+        noted = self._noted_backward
+        assert noted is not None
+        # of all layers: the products read it before another layer's backward runs
+        self._shared = {name: self._taken(name, *how, device) for name, how in noted.asked.items()}
+        _, received, kept = self._left
+        own = {name: tensor.detach() for name, tensor in stored.items()}
+        products: dict[str, WeightProduct] = {}
+
+        def call() -> None:
+            gradients = self._gradients(received, kept, own, _room(self._shared), products)
+            sent_back(self._transports, self._routing, self._inputs.x, gradients, self._to)
+
+        self._backward, self._products = self._graph_of(call), products
+
+    def _taken(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Of the stream's memory, which all its graphs share."""
+        rows, *rest = shape
+        key = ("trained", name, *rest, dtype)
+        taken: Tensor = self._recorder.memory.take(
+            key, rows, lambda most: torch.empty(most, *rest, dtype=dtype, device=device)
+        )
+        return taken
+
+    def _ours(self, received: Received, kept: tuple[Tensor, ...]) -> bool:
+        """Whether a backward's tensors are those that the graph of forward left, and not what a hook made of them."""
+        _, left, saved = self._left
+        given = (received.x, received.weights, received.local_ids, *kept)
+        own = (left.x, left.weights, left.local_ids, *saved)
+        return all(
+            a is not None and b is not None and a.data_ptr() == b.data_ptr() for a, b in zip(given, own, strict=True)
+        )
+
+    # --- both ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _routing(self) -> PhysicalRouting:
+        routing = self._inputs.routing
+        assert routing is not None
+        return PhysicalRouting(PhysicalIds(routing.ids), routing.weights)
+
+    def _pools(self) -> list[BufferPool]:
+        return [one.buffer_pool for one in (self._transports.rows, self._transports.weights)]  # type: ignore[attr-defined]
+
+    def _inputs_fit(self, x: Tensor, routing: PhysicalRouting, tokens: int) -> bool:
+        shape, bound = self._transports.rows.dispatch_shape, self._transports.bound
+        assert bound is not None
+        ids, weights = routing.ids, routing.weights
+        return (
+            x.dim() == 2
+            and x.shape[1] == shape.hidden_size
+            and x.dtype == shape.dtype
+            and tokens <= bound
+            and ids.shape == weights.shape == (tokens, shape.top_k)
+            and weights.dtype == torch.float32
+        )
+
+    def _serves(self, x: Tensor, routing: PhysicalRouting, tokens: int) -> bool:
+        """Whether a call may be recorded or replayed now. x: its rows, or the gradients of its results"""
+        here = self._moved <= _MOVES and (self._recorder is None or self._recorder.here)
+        return here and self._inputs_fit(x, routing, tokens)
+
+    def _sound(self) -> bool:
+        """Whether the transports' buffers are those of the graphs."""
+        return not any(slot.given_back for slot in self._buffer_slots)
+
+    def _forget(self) -> None:
+        self._forward = self._backward = None
+        self._products, self._held, self._own, self._shared = {}, [], {}, {}
+        self._moved += 1
+
+    def _record(self, record: Callable[[], None]) -> bool:
+        """Whether it worked. Each rank records for itself, and its peers run or replay the call meanwhile."""
+        flight_recorder = self._context.flight_recorder
+        before = flight_recorder.newest
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                record()
+        except EPMoEError:
+            raise
+        except Exception as error:  # whatever a driver has to say
+            self._forget()
+            for pool in self._pools():
+                for slot in pool.made:
+                    slot.busy = False
+            self._graphs.failed(self, error)
+            return False
+        finally:
+            flight_recorder.leave_at(before)  # no step that peers make too
+        return True
+
+    def _graph_of(self, call: Callable[[], None]) -> _Graph:
+        flight_recorder = self._context.flight_recorder
+        before = flight_recorder.number
+        replay = self._recorder.record_within_step(call)
+        last = flight_recorder.newest
+        return _Graph(replay, last.number - before, last[1:])
+
+    def _launch(self, graph: _Graph, x: Tensor, routing: PhysicalRouting) -> None:
+        flight_recorder, stream = self._context.flight_recorder, self._recorder.stream
+        flight_recorder.check()
+        for slot in self._buffer_slots:
+            if slot.stream is not stream:
+                slot.follow(x.device)
+                slot.stream = stream
+        self._inputs.bring(x, Routing(routing.ids, routing.weights), len(x))
+        number = flight_recorder.number
+        graph.replay()
+        # as an eager call leaves it: peers that run theirs must find this rank neither behind nor elsewhere
+        flight_recorder.leave_at(Step(number + graph.steps, *graph.left))
+        flight_recorder.device_watch.mark(x.device)
+
+
+def _addresses(stored: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in stored.items()}
+
+
+def _holders(storage: Any) -> int:
+    """How many tensors, and others, hold a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
