@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,6 +13,8 @@ from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.quant.row_format import ROW_FORMATS, RowFormat
 from ep_moe.runtime.launch_cache import next_power_of_2
 from ep_moe.types import dtype_name
+
+_LANES = 4  # float32 numbers of 16 bytes, to a multiple of which transports want their rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,12 @@ class DispatchShape:
     def columns(self) -> int:
         """Elements of a dispatched row."""
         return self.row_format.columns(self.hidden_size)
+
+    @cached_property
+    def of_weights(self) -> DispatchShape:
+        """That of the dispatcher which brings the routing weights' gradients back: rows of top_k numbers."""
+        columns = -(-self.top_k // _LANES) * _LANES
+        return replace(self, hidden_size=columns, dtype=torch.float32)
 
     @property
     def returned(self) -> int:

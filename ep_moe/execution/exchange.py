@@ -17,7 +17,7 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, too_many_tokens
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, InputError
-from ep_moe.execution.trained_exchange import Transports, narrow, run_trained, wants_gradients
+from ep_moe.execution.trained_exchange import Transports, run_trained, wants_gradients
 from ep_moe.execution.trained_graphs import TrainedGraphs
 from ep_moe.experts.base import Experts
 from ep_moe.quant.row_format import round_to_travel
@@ -91,8 +91,7 @@ class Exchange:
 
     def _trained(self) -> Tensor:
         """For gradients; parts one after the other."""
-        shape = narrow(self.dispatcher.dispatch_shape)
-        weights = self.context._dispatcher(self.dispatcher.name, shape)
+        weights = self.context._dispatcher(self.dispatcher.name, self.dispatcher.dispatch_shape.of_weights)
         if not self.in_parts:
             transports = Transports(self.dispatcher, weights, self.bound)
             return run_trained(transports, self.kernel, self.x, self.routing, self.graphs)

@@ -14,7 +14,6 @@ from ep_moe.checks import check_count
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.execution.trained_exchange import narrow
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import INSIDE, FusedExperts
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -96,7 +95,7 @@ def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
             found[key] = made[key].held_bytes()
     if train_tokens is not None:
         kind, shape, bound = _trained(layer, train_tokens)
-        for one in (shape, narrow(shape)) if kind.capabilities.adjoint else (shape,):
+        for one in (shape, shape.of_weights) if kind.capabilities.adjoint else (shape,):
             sized = one if one.max_tokens is not None else replace(one, max_tokens=kind.room_for(bound))
             found[kind.name, one] = max(found.get((kind.name, one), 0), kind.buffer_bytes(sized))
     return found

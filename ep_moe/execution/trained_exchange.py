@@ -9,7 +9,6 @@ transport's calls are whole even where only some gradients are asked for.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ep_moe.all2all.base import Dispatcher, DispatchShape
+from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
 from ep_moe.experts.differentiable import Room, SavedForBackward
 from ep_moe.experts.layouts import as_rank_major, localized
@@ -29,18 +28,11 @@ if TYPE_CHECKING:
     from ep_moe.execution.trained_graphs import TrainedCall, TrainedGraphs
 
 _TINY = torch.finfo(torch.float32).tiny  # stands for a weight of zero while it travels
-LANES = 4  # float32 numbers of 16 bytes, to a multiple of which transports want their rows
-
-
-def narrow(shape: DispatchShape) -> DispatchShape:
-    """Of the dispatcher that brings the routing weights' gradients back: rows of top_k numbers."""
-    columns = -(-shape.top_k // LANES) * LANES
-    return dataclasses.replace(shape, hidden_size=columns, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Transports:
-    """rows: of the layer; weights: of `narrow`; bound: `max_tokens` of the call"""
+    """rows: of the layer; weights: of `DispatchShape.of_weights`; bound: `max_tokens` of the call"""
 
     rows: Dispatcher
     weights: Dispatcher

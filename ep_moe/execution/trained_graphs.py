@@ -69,22 +69,28 @@ class TrainedGraphs:
             return None
         if torch._C._len_torch_dispatch_stack():  # selective checkpointing counts operations, alike in each call
             return None
-        if Recorder.unsupported_reason(device) is not None or experts.weights.lora is not None:
-            return None
-        if not experts.weights.place or not experts.records_training(transports.rows.rank_group.size * bound):
-            return None
         if context._stage_times is not None and context._stage_times.timed:
             return None
         key = (transports, experts, current_stream(device))
         found = self._calls.get(key)
-        if found is None:
-            pools = [getattr(one, "buffer_pool", None) for one in (transports.rows, transports.weights)]
-            if not all(isinstance(pool, BufferPool) for pool in pools):
-                return None
+        if found is None and self._can(transports, experts, device):
             if len(self._calls) == _KEPT:
                 del self._calls[next(iter(self._calls))]
             found = self._calls[key] = TrainedCall(self, context, transports, experts)
         return found
+
+    def _can(self, transports: Transports, experts: Experts, device: torch.device) -> bool:
+        """Whether such calls can be recorded. Where their weights come to lie elsewhere in each call, a few tries end
+        it."""
+        assert transports.bound is not None
+        pools = [getattr(one, "buffer_pool", None) for one in (transports.rows, transports.weights)]
+        return (
+            Recorder.unsupported_reason(device) is None
+            and experts.weights.lora is None
+            and bool(experts.weights.place)
+            and all(isinstance(pool, BufferPool) for pool in pools)
+            and experts.records_training(transports.rows.rank_group.size * transports.bound)
+        )
 
     def failed(self, call: TrainedCall, error: Exception) -> None:
         """Recording raised. Such calls run eagerly from now on."""

@@ -10,6 +10,7 @@ that begin are zeroed, and all are added to.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import warnings
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,9 @@ from ep_moe.weights.parts import local, parts_of, split_parts
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
 
+_HOOKS, _LATER_HOOKS = (operator.attrgetter(name) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+_GRAD, _LEARNS = operator.attrgetter("grad"), operator.attrgetter("requires_grad")
+_NONES = itertools.repeat(None)
 _SCALERS: Callers = {"torch.amp.grad_scaler": ("step",)}
 
 
@@ -124,7 +128,10 @@ class MainGrads:
         return None
 
     def _hooked(self) -> str | None:
-        for parameter in self._weights._on_views:
+        views = self._weights._on_views
+        if not any(map(_HOOKS, views)) and not any(map(_LATER_HOOKS, views)):  # each call asks this of hundreds
+            return None
+        for parameter in views:
             later = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
             if parameter._backward_hooks or (later and (len(later) > 1 or next(iter(later.values())) is not _fold)):
                 return (
@@ -177,6 +184,12 @@ class MainGrads:
         Returns:
             By name of the buffers that are to be written, whether there is something to add to.
         """
+        views = self._weights._on_views
+        if self.dtype is None and all(map(_LEARNS, views)) and not any(map(operator.is_not, map(_GRAD, views), _NONES)):
+            for parts in self._parts.values():
+                for parameter, shown, _ in parts:
+                    parameter.grad = shown
+            return dict.fromkeys(self._parts, False)
         found = {}
         for name, parts in self._parts.items():
             begins, goes_on = [], False

@@ -166,11 +166,12 @@ class ExpertSlots(nn.Module):
 
     def given(self, stored: dict[str, Tensor], compute: Callable[..., Result], *arguments: Any) -> Result:
         """Run a kernel on stored tensors that are given."""
-        before, self._joined = self._joined, stored
+        own = self.__dict__  # an attribute of a Module takes the host three calls of Python
+        before, own["_joined"] = self._joined, stored
         try:
             return compute(*arguments)
         finally:
-            self._joined = before
+            own["_joined"] = before
 
     def _join(self) -> dict[str, Tensor]:
         if not self.named:  # nothing here is trained
