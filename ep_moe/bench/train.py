@@ -26,7 +26,8 @@ x by hand    the fastest layer by hand / this line: above 1 is ahead
 error        largest difference from the first line over its largest magnitude, of the result and of the gradients of
              rows, routing weights and some experts; WRONG beyond ERROR (FLOAT8_ERROR). A guard against timing what
              computes something else, no proof
-peak         of a step, over parameters and inputs, in torch's allocator; buffers: of `MoELayer.plan`, made once
+peak         of a step, over parameters and inputs, in torch's allocator, but for scratch memory of CUDA graphs;
+             buffers: of `MoELayer.plan`, made once
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ MIB = 2**20
 
 
 def peak(entry: Entry, batch: Batch) -> float | None:
-    """MiB of a step, over what is there before it."""
+    """MiB of a step, over what is there before it but for what the entry's calls hold between steps."""
     device = batch.x.device
     if device.type != "cuda":
         return None
@@ -111,7 +112,7 @@ def peak(entry: Entry, batch: Batch) -> float | None:
     torch.cuda.reset_peak_memory_stats(device)
     step(entry, batch)
     torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / MIB
+    return (torch.cuda.max_memory_allocated(device) - before + entry.holds()) / MIB
 
 
 def measure(

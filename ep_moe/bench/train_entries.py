@@ -165,7 +165,7 @@ class Entry:
 
     call: from x, ids and weights to rows [T, H]; parameters: all that a step leaves gradients in
     gradients: of a slot's w13 [2 * I, H] and w2 [H, I], after a step; buffers: bytes; allowed: as `Line` has it
-    adds: timed steps add to the gradients that are there
+    adds: timed steps add to the gradients that are there; holds: bytes that calls keep between steps
     """
 
     owner: str
@@ -177,6 +177,7 @@ class Entry:
     buffers: int = 0
     allowed: float = ERROR
     adds: bool = False
+    holds: Callable[[], int] = lambda: 0
 
 
 def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tuple[list[Entry], MoELayer | None]:
@@ -280,7 +281,10 @@ def ours(name: str, layer: MoELayer, call: Call, options: Options) -> Entry:
     own = 0 if held.main_grads is None else held.main_grads.bytes
     buffers = plan["transport"] + plan["workspace"] + own
     parameters = list(layer.parameters())
-    return Entry("ours", name, call, parameters, gradients, held.num_slots, buffers, adds=options.accumulate)
+    return Entry(
+        "ours", name, call, parameters, gradients, held.num_slots, buffers, adds=options.accumulate,
+        holds=lambda: layer._graphs.trained.held_bytes,
+    )  # fmt: skip
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

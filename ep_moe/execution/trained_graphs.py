@@ -58,6 +58,12 @@ class TrainedGraphs:
     def __len__(self) -> int:
         return sum(call.recorded for call in self._calls.values())
 
+    @property
+    def held_bytes(self) -> int:
+        """What they hold between calls, but for scratch memory of the stream's pool."""
+        tensors = [tensor for call in self._calls.values() for tensor in call.held]
+        return sum({tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in tensors}.values())
+
     def drop(self) -> None:
         """Forget all, and run calls eagerly until others are recorded."""
         self._calls.clear()
@@ -166,6 +172,11 @@ class TrainedCall:
     def recorded(self) -> bool:
         """Whether there is a graph."""
         return self._forward is not None
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What the graphs keep, and what they share with other layers'."""
+        return [*self._own.values(), *self._shared.values()]
 
     # --- forward ------------------------------------------------------------------------------------------------------
 

@@ -185,6 +185,10 @@ def test_saved_tensors_of_hooks(world_size):
             Call(layers[0], 4, rank)
         graph = next(iter(layers[0]._graphs.trained._calls.values()))
         own = {tensor.untyped_storage().data_ptr() for tensor in graph._own.values()}
+        assert (
+            sum(tensor.numel() * tensor.itemsize for tensor in graph._own.values())
+            < layers[0]._graphs.trained.held_bytes
+        )
         places = [place for place, tensor in enumerate(packed) if tensor.untyped_storage().data_ptr() in own]
         assert len(places) == 4, "rows, weights, ids, and what the kernel keeps"
         packed.clear()
@@ -316,8 +320,12 @@ def test_few_bounds_are_kept(world_size):
                 for n in range(2):
                     replays = same(layers, functools.partial(step, tokens=1, seed=bound + rank), f"bound {bound}")
                     assert replays == 2 * n
-        assert len(trained) == _KEPT
         assert [transports.bound for transports, *_ in trained._calls] == list(range(3, _KEPT + 3)), "the newest"
+        assert len(trained) == _KEPT
+        held = {tensor.data_ptr(): tensor.nbytes for call in trained._calls.values() for tensor in call.held}
+        assert trained.held_bytes == sum(held.values()) > 0
+        layers[0]._graphs.drop()
+        assert trained.held_bytes == len(trained) == 0
 
 
 @distributed(2)
