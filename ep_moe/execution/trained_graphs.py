@@ -102,10 +102,9 @@ class TrainedGraphs:
         """Recording raised. Such calls run eagerly from now on."""
         self.tries -= 1
         self.drop()
-        name = call.where
         if not self.tries:
             text = (
-                f"calls of {name} with gradients take the host longer than they could, they cannot be recorded: {error}"
+                f"calls of {call.where} with gradients take the host longer than they could: recording raised {error}"
             )
             warnings.warn(text, stacklevel=2)
 
@@ -185,13 +184,13 @@ class TrainedCall:
         tokens = len(x)
         if not self._serves(x, routing, tokens):
             return computed(self._transports, self._experts, x, routing)
+        if self._forward is not None and (not self._sound() or self._reads != _addresses(stored)):
+            self._forget()
         if self._noted_forward is None:
             noted = _Noted(x.device)
             found = computed(self._transports, self._experts, x, routing, noted)
             self._noted_forward = noted
             return found
-        if self._forward is not None and (not self._sound() or self._reads != _addresses(stored)):
-            self._forget()
         if self._forward is None and not self._record(lambda: self._record_forward(x, stored)):
             return computed(self._transports, self._experts, x, routing)
         if not self._free():
@@ -232,6 +231,8 @@ class TrainedCall:
         self._buffer_slots = [slot for pool in self._pools() for slot in pool.made]
         storages = [tensor.untyped_storage() for tensor in self._own.values()]
         self._held = [(storage, _holders(storage)) for storage in storages]
+        if self._context.layout.rank == 0:
+            _log.info("%s: calls with gradients of at most %d tokens are CUDA graphs from now on", self.where, bound)
 
     def _free(self) -> bool:
         """Whether no call holds what the last one left."""
@@ -346,6 +347,7 @@ class TrainedCall:
 
     def _forget(self) -> None:
         self._forward = self._backward = None
+        self._noted_forward = self._noted_backward = None  # another map may have another number of slots
         self._products, self._held, self._own, self._shared = {}, [], {}, {}
         self._moved += 1
 

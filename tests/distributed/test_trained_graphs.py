@@ -287,14 +287,15 @@ def test_what_graphs_read_moves(world_size):
         recorded(layers, rank)
         for layer in layers:
             layer.double().float()  # converted, and so in new memory
-        for n, replays in enumerate((2, 2)):
+        for n, replays in enumerate((0, 2, 2)):
             assert same(layers, functools.partial(step, tokens=5, seed=40 + rank + n), "moved weights") == replays
         layers[0]._dispatcher().least_room = 1
         (call,) = layers[0]._graphs.trained._calls.values()
         assert call._moved == 1
         same(layers, functools.partial(step, tokens=300, seed=50 + rank), "more tokens than there is room for")
-        for n in range(2):
-            assert same(layers, functools.partial(step, tokens=5, seed=60 + rank + n), "behind them") == 2
+        for n in range(3):
+            replays = same(layers, functools.partial(step, tokens=5, seed=60 + rank + n), "behind them")
+            assert replays == (0, 2, 2)[n]
         assert call._moved == 2
         for layer in layers:
             for parameter in layer.expert_weights.parameters():
@@ -302,13 +303,13 @@ def test_what_graphs_read_moves(world_size):
         for n in range(2):
             same(layers, functools.partial(step, tokens=5, seed=70 + rank + n), "other numbers")
         replays, before = [], []
-        for n in range(_MOVES + 1):
+        for n in range(2 * _MOVES + 4):
             before.append(layers[0].expert_weights.stored_tensors())  # or memory would be used again
             for layer in layers:
                 layer.double().float()
             replays.append(same(layers, functools.partial(step, tokens=5, seed=80 + rank + n), "moved each time"))
-        assert replays[0] == 2
-        assert replays[-1] == 0, "recording again and again takes longer than it spares"
+        assert any(replays[:4])
+        assert not any(replays[-3:]), "recording again and again takes longer than it spares"
 
 
 @distributed(2)
@@ -345,7 +346,13 @@ def test_a_call_that_cannot_be_recorded(world_size):
             for n in range(8):
                 assert same(layers, functools.partial(step, tokens=5, seed=n + rank), n) == 0
         texts = [str(one.message) for one in said]
-        assert sum("cannot be recorded: no capture" in text for text in texts) == 1
+        assert (
+            sum(
+                "moe0 with gradients take the host longer than they could: recording raised no capture" in text
+                for text in texts
+            )
+            == 1
+        )
 
 
 @distributed(2)
