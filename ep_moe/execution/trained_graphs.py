@@ -89,12 +89,13 @@ class TrainedGraphs:
         """Whether such calls can be recorded. Where their weights come to lie elsewhere in each call, a few tries end
         it."""
         assert transports.bound is not None
-        pools = [getattr(one, "buffer_pool", None) for one in (transports.rows, transports.weights)]
+        both = (transports.rows, transports.weights)
         return (
             Recorder.unsupported_reason(device) is None
             and experts.weights.lora is None
             and bool(experts.weights.place)
-            and all(isinstance(pool, BufferPool) for pool in pools)
+            and all(one.capabilities.cuda_graph for one in both)
+            and all(isinstance(getattr(one, "buffer_pool", None), BufferPool) for one in both)
             and experts.records_training(transports.rows.rank_group.size * transports.bound)
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.differentiable import StepGradients
+from ep_moe.experts.differentiable import Room, StepGradients
 from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
@@ -254,6 +255,38 @@ def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor
             gradient = alone.stored[name]
             assert gradient is not None
             yield f"the written gradient of {name}", out, (0.5 * gradient.float() + (start or 0.0)).to(dtype)
+
+
+@torch.no_grad()
+def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """What a kernel with `records_training` finds where a CUDA graph repeats a call, and what it should find: the same
+    memory is written for other rows and gradients, and read by what the first call returned. As `written_gradients`"""
+    experts, (received, slope) = layer.experts, _exact_call(layer)
+    if not experts.records_training(len(received.x)):
+        return
+    stored = dict(experts.weights.stored_tensors())
+    held: dict[tuple[str, str], Tensor] = {}
+
+    def room(of: str) -> Room:
+        def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            return held.setdefault((of, name), torch.empty(shape, dtype=dtype, device=layer.device))
+
+        return take
+
+    wanted = dict.fromkeys(stored, True)
+    alone = experts.gradients(received, experts.compute_saving(received)[1], stored, slope, wanted)
+    own = replace(received, x=-received.x)  # as the transport's copy, in memory that is written again
+    _, saved = experts.compute_saving(own, room("forward"))
+    first = experts.row_gradients(own, saved, stored, -slope, room("backward"))
+    own.x.copy_(received.x)
+    experts.compute_saving(own, room("forward"))
+    found = experts.row_gradients(own, saved, stored, slope, room("backward"))
+    yield "the gradient of x, recorded,", found.x, alone.x
+    yield "the gradient of weights, recorded,", found.weights, alone.weights
+    for name, product_of in first.products.items():
+        out = torch.full_like(stored[name], torch.nan)
+        product_of(GradientOut(out))
+        yield f"the gradient of {name}, recorded,", out, alone.stored[name]
 
 
 def _wanted(layer: Layer, received: Received, slope: Tensor) -> dict[str, Tensor]:

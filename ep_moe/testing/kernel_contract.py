@@ -33,6 +33,7 @@ from ep_moe.testing.kernel_case import (
     exact_expert,
     gradients,
     named,
+    recorded_gradients,
     that,
     written_gradients,
 )
@@ -374,7 +375,7 @@ def _gradients(layer: Layer) -> None:
     exact = Layer(layer.kind, config, layer.scheme, dtype, device, tensors=tensors, trainable=True)
     for name, (found, wanted) in gradients(exact).items():
         that(torch.equal(found.double(), wanted), layer, f"the gradient of {name} is wrong")
-    if layer.kind.writes_gradients:
-        for what, written, meant in written_gradients(exact):
+    for check in (written_gradients, recorded_gradients) if layer.kind.writes_gradients else (recorded_gradients,):
+        for what, written, meant in check(exact):
             same = written is meant or (written is not None and meant is not None and torch.equal(written, meant))
             that(same, layer, f"{what} is wrong")

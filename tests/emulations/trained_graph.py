@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
 import torch
 
 from ep_moe.execution import trained_graphs
@@ -11,42 +15,60 @@ from ep_moe.experts.reference import ReferenceExperts
 from tests.emulations.graph import EmulatedRecorder
 
 
-def _saving(self, received, room=None):
-    y = self.compute(received, None)
-    # what backward multiplies by, so that memory that another call wrote shows
-    factor = torch.ones(()) if room is None else room("factor", (), torch.float32).fill_(1.0)
-    return y, (factor,)
+def kernel(wrong: str | None = None) -> dict[str, object]:
+    """Attributes of `reference` with a backward of its own, which writes gradients and is recorded.
+
+    wrong: what it does: "kept apart", "product apart" (in memory of its own), "gradient of x"
+    """
+
+    def compute_saving(self, received, room=None):
+        # what backward multiplies by, so that memory that another call wrote shows
+        sum_of_x = received.x.float().nan_to_num().sum()
+        kept = sum_of_x.clone() if room is None or wrong == "kept apart" else room("kept", (), torch.float32)
+        return self.compute(received, None), (kept.copy_(sum_of_x),)
+
+    def gradients(self, received, saved, stored, grad, wanted, into=None):
+        into = into or {}
+        needed = {name: wanted[name] or name in into for name in wanted}
+        found = Experts.gradients(self, received, saved, stored, grad, needed)
+        for name, to in into.items():
+            write(found.stored[name], to)
+        returned = {name: found.stored[name] if wanted[name] and name not in into else None for name in wanted}
+        return found._replace(stored=returned)
+
+    def row_gradients(self, received, saved, stored, grad, room):
+        same = saved[0] == received.x.float().nan_to_num().sum()  # else NaN
+        found = Experts.gradients(self, received, saved, stored, grad, dict.fromkeys(stored, True))
+        products = {}
+        for name, gradient in found.stored.items():
+            kept = torch.empty_like(gradient) if wrong == "product apart" else None
+            kept = room(name, tuple(gradient.shape), gradient.dtype) if kept is None else kept
+            kept.copy_(gradient)
+            products[name] = lambda to, kept=kept: write(kept, to)
+        x = found.x.where(same, torch.nan)
+        return RowGradients(-x if wrong == "gradient of x" else x, found.weights, products)
+
+    return {
+        "own_backward": True, "writes_gradients": True, "compute_saving": compute_saving, "gradients": gradients,
+        "row_gradients": row_gradients, "records_training": lambda self, rows: rows <= 2 * 64,
+    }  # fmt: skip
 
 
-def _gradients(self, received, saved, stored, grad, wanted, into=None):
-    into = into or {}
-    needed = {name: wanted[name] or name in into for name in wanted}
-    found = Experts.gradients(self, received, saved, stored, grad, needed)
-    for name, to in into.items():
-        _write(found.stored[name], to)
-    return found._replace(
-        stored={name: found.stored[name] if wanted[name] and name not in into else None for name in wanted}
-    )
-
-
-def _row_gradients(self, received, saved, stored, grad, room):
-    found = Experts.gradients(self, received, saved, stored, grad, dict.fromkeys(stored, True))
-    kept = {name: room(name, tuple(t.shape), t.dtype).copy_(t) for name, t in found.stored.items()}
-    products = {name: lambda to, tensor=tensor: _write(tensor, to) for name, tensor in kept.items()}
-    return RowGradients(found.x * saved[0], found.weights, products)
-
-
-def _write(gradient, to) -> None:
+def write(gradient, to) -> None:
     if to.accumulate:
         to.out.add_(gradient, alpha=to.factor)
     else:
         to.out.copy_(gradient * to.factor)
 
 
+@contextlib.contextmanager
+def recorded_kernel(wrong: str | None = None) -> Iterator[None]:
+    with mock.patch.multiple(ReferenceExperts, create=True, **kernel(wrong)):
+        yield
+
+
 def stand_in() -> None:
     """Within a rank's process."""
     trained_graphs.Recorder, EmulatedRecorder.replays = EmulatedRecorder, 0
-    ReferenceExperts.own_backward = ReferenceExperts.writes_gradients = True
-    ReferenceExperts.compute_saving, ReferenceExperts.gradients = _saving, _gradients
-    ReferenceExperts.row_gradients = _row_gradients
-    ReferenceExperts.records_training = lambda self, rows: rows <= 2 * 64
+    for name, attribute in kernel().items():
+        setattr(ReferenceExperts, name, attribute)

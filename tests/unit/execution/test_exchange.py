@@ -11,7 +11,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.execution import exchange as exchange_module
 from ep_moe.execution import graphs
-from ep_moe.execution.exchange import Exchange, check_pipeline, narrow, wants_gradients
+from ep_moe.execution.exchange import Exchange, check_pipeline, wants_gradients
 from ep_moe.execution.recorded_calls import CallerInputs
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.devices import SideStream
@@ -136,7 +136,7 @@ def test_ranks_agree_on_a_bound_for_calls_that_want_gradients_alike():
 def test_gradients_of_routing_weights_travel_in_rows_of_whole_words(top_k, columns):
     """Of 16 bytes, in float32 whatever the layer's rows are."""
     rows = dispatch_shape(2, top_k, torch.bfloat16)
-    assert narrow(rows) == dataclasses.replace(rows, hidden_size=columns, dtype=torch.float32)
+    assert rows.of_weights == dataclasses.replace(rows, hidden_size=columns, dtype=torch.float32)
 
 
 def in_parts(tokens: int):

@@ -16,6 +16,7 @@ from ep_moe.testing import check_experts, kernel_contract
 from ep_moe.testing.kernel_contract import computed_on
 from ep_moe.types import Received
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES
+from tests.emulations.trained_graph import recorded_kernel
 from tests.fixtures.flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
 from tests.fixtures.main_grads import writing_kernel
 
@@ -247,3 +248,19 @@ def test_gradients_that_a_kernel_writes_are_those_that_it_returns(wrong, monkeyp
         sentence = "what is returned for w13" if wrong == "returned" else "the written gradient of w13 is wrong"
         with nullcontext() if wrong is None else pytest.raises(AssertionError, match=sentence):
             check_experts(ReferenceExperts, device=CPU, schemes=["none"], activations=[Activation.SWIGLU])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (None, ""),
+        ("kept apart", "the gradient of x, recorded, is wrong"),
+        ("product apart", "the gradient of w13, recorded, is wrong"),
+        ("gradient of x", "the gradient of x, recorded, is wrong"),
+    ],
+)
+def test_calls_that_are_recorded_read_what_the_newest_one_wrote(wrong, sentence, monkeypatch):
+    """And each of three errors is seen, of which two are in memory that a replay does not write."""
+    monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
+    with recorded_kernel(wrong), nullcontext() if wrong is None else pytest.raises(AssertionError, match=sentence):
+        check_experts(ReferenceExperts, device=CPU, schemes=["none"], activations=[Activation.SWIGLU])
