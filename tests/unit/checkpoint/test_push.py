@@ -65,6 +65,20 @@ def test_a_tensor_without_numbers_is_refused(tensor, what):
         push._checked_tensor("w", tensor)
 
 
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        (torch.ones(2), "weights must be pairs of name and tensor, got Tensor"),
+        (("w", torch.ones(2), 0), "weights must be pairs of name and tensor, got tuple"),
+        ((7, torch.ones(2)), "the name of a weight must be a str, got int"),
+        (("w", [1.0]), "w must be a Tensor, got list"),
+    ],
+)
+def test_what_is_no_pair_of_name_and_tensor_is_refused(pair, words):
+    with pytest.raises(InputError, match=words):
+        push._checked_tensor(*push._pair(pair))
+
+
 def test_a_part_comes_in_one_piece():
     """It is written once it is complete; a tensor that comes behind would be lost."""
     written = []

@@ -1,10 +1,29 @@
-"""What a run's report draws."""
+"""What reports say, and what a run's report draws."""
 
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
+
+from ep_moe.cli import reports
+from ep_moe.cli.perplexity import Rebalanced
 from ep_moe.cli.reports import plot_load
+from ep_moe.cli.run import RunReport
+from ep_moe.selection.tuned import Measured, Tuned
+
+
+class Heard:
+    """What a reader would be told."""
+
+    def __init__(self):
+        self.lines, self.tables = [], []
+
+    def line(self, text=""):
+        self.lines.append(text)
+
+    def table(self, title, columns, rows):
+        self.tables.append((title, columns, rows))
 
 
 def test_a_heat_map_has_loads_over_their_layers_mean(tmp_path):
@@ -20,3 +39,72 @@ def test_a_heat_map_has_loads_over_their_layers_mean(tmp_path):
     titles = [axes.set.call_args.kwargs["title"] for axes in maps]
     assert titles == ["load / mean by expert: fullest 3.00", "load / mean by EP rank: fullest 2.00"]
     figure.savefig.assert_called_once_with(str(tmp_path / "load.png"), dpi=120)
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"reference": 10.0}, "  transformers  10.000  (one process; equal to 5 digits)"),
+        (
+            {"reference": 12.5, "exact": True},
+            "  transformers  12.500  (one process; DIFFERENT, relative difference 2.0e-01: in float32 this is a bug)",
+        ),
+        (
+            {"reference": 8.0, "exact": False},
+            "  transformers  8.0000  (one process; relative difference 2.5e-01; not float32, or quantized, so digits "
+            "may differ)",
+        ),
+        ({"left_out": "it is large"}, "  transformers  not run: it is large"),
+        ({}, None),
+    ],
+)
+def test_a_perplexity_stands_beside_the_references(changed, line):
+    report = RunReport(
+        **{"title": "a run", "tokens": 64, "perplexity": 10.0, "reference": None, "exact": True} | changed,
+        expert_load=[[1, 3]],
+        rank_load=[[1, 3]],
+        stages={"experts": 1.0},
+        forwards=2,
+    )
+    out = Heard()
+    reports.print_report(out, report)
+    assert out.lines == ["a run", "\nperplexity over 64 tokens", "  ep_moe        10.000", *[line] * (line is not None)]
+
+
+def test_what_rebalancing_did_is_said_in_numbers():
+    out = Heard()
+    found = Rebalanced(
+        perplexity=10.0, before=0.25, after=0.75, sent_bytes=3 << 19, forwards=7, usual_ms=2.5, longest_ms=4.0
+    )
+    reports._print_rebalanced(out, found)
+    assert out.lines[1:] == [
+        "  balancedness  0.250 before, 0.750 after (mean rank / fullest, over all layers)",
+        "  perplexity    10.000",
+        "  moved         1.5 MiB between ranks, within 7 forwards",
+        "  forward       2.5 ms usually, 4.0 ms the longest while moving",
+    ]
+
+
+def test_each_bucket_that_was_tuned_is_a_table_of_all_pairs():
+    alone = Measured(tokens=8, experts="reference", all2all="local", us=12.34)
+    parts = Measured(tokens=8, experts="reference", all2all="torch_a2a", us=20.0, pipeline=2)
+    large = Measured(tokens=64, experts="hopper", all2all="local", us=30.0)
+    out = Heard()
+    tuned = Tuned(
+        machine={"gpu": "H200", "nodes": None},
+        layer={"top_k": 2},
+        versions={},
+        buckets=(alone, large),
+        measured=(alone, parts, large),
+    )
+    reports.print_tuned(out, tuned)
+    assert out.lines == ["\ngpu H200, top_k 2"]
+    columns = ["all2all", "experts", "in parts of", "us", ""]
+    assert out.tables == [
+        (
+            "up to 8 tokens per rank",
+            columns,
+            [["local", "reference", "", "12.3", "chosen"], ["torch_a2a", "reference", "2", "20.0", ""]],
+        ),
+        ("up to 64 tokens per rank", columns, [["local", "hopper", "", "30.0", "chosen"]]),
+    ]

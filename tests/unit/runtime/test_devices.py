@@ -1,7 +1,9 @@
 """The device that is current: who enters another one, and that no function of the package relies on it."""
 
 import ast
+import inspect
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,15 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import ep_moe
 from ep_moe import Activation, ConfigError, EPContext, InputError, MoEConfig, MoELayer
+from ep_moe.cli import tune
+from ep_moe.eplb.balancer import ExpertBalancer
+from ep_moe.eplb.rebalance import RebalanceLoop
+from ep_moe.execution.graphs import CallGraphs
+from ep_moe.metrics import source
+from ep_moe.placement.placement import Placement
+from ep_moe.quant import microscale
 from ep_moe.runtime.devices import as_device, elsewhere, on_device, on_device_of, with_index, without_class
+from ep_moe.weights.layouts import cutlass_mixed
 from tests.fixtures.helpers import fill
 
 ROOT = Path(ep_moe.__file__).parent
@@ -119,6 +129,36 @@ def test_a_layer_computes_on_the_device_of_its_context(gpus, monkeypatch):
     layer(torch.ones(2, 16))
     assert seen == [1]
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        MoELayer.update_expert, MoELayer.stats, MoELayer._tune_kernel, source._layer_metrics,
+        EPContext._pooled, EPContext.tune, EPContext.capture, EPContext.capture_routed, EPContext.destroy,
+        ExpertBalancer.step, ExpertBalancer.move_to, ExpertBalancer.settle, ExpertBalancer.close,
+        RebalanceLoop.__init__, CallGraphs.capture, Placement._tables, cutlass_mixed.unfold_humming, tune.tune,
+        microscale.quantize_mxfp8, microscale.quantize_mxfp4, microscale.e2m1_values,
+    ],
+    ids=lambda function: function.__qualname__,
+)  # fmt: skip
+def test_what_users_call_enters_the_device_first(function, gpus, monkeypatch):
+    """That of the context, or of the tensor, that it is given."""
+
+    def enter(self):
+        raise EnteredError(self.index)
+
+    class EnteredError(Exception):
+        pass
+
+    monkeypatch.setattr(torch.cuda.device, "__enter__", enter)
+    device = torch.device("cuda", 1)
+    context = SimpleNamespace(device=device)
+    given = SimpleNamespace(device=device, context=context, _context=context, replica_count=context)
+    taken = inspect.signature(function).parameters.values()
+    arguments = [given for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]
+    with pytest.raises(EnteredError, match="1"):
+        function(*arguments)
 
 
 # --- by the source --------------------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ep_moe import ConfigError, ExpertMap
 from ep_moe.placement.expert_map import EMPTY
-from ep_moe.weights.full_state import refuse_full_state
+from ep_moe.weights.full_state import laid_apart, refuse_full_state
 
 WHOLE = ExpertMap.from_ranks([[0, 1, 2], [0, 1, 2]], 3)
 WITHOUT = ExpertMap.from_ranks([[0, 1, EMPTY], [0, 1, 2]], 3)  # an empty slot is no third expert
@@ -41,3 +42,28 @@ def test_a_file_of_one_rank_is_what_a_hook_of_the_users_makes_of_it(hooks):
     refused = pytest.raises(ConfigError, match="save_state of accelerate would save one rank's experts for all of them")
     with nullcontext() if hooks else refused:
         caller["save_state"](SimpleNamespace(_save_model_state_pre_hook=hooks))
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "apart"),
+    [
+        ("safetensors.torch", "save_model", True),
+        ("safetensors.torch", "load_model", True),
+        ("safetensors.torch", "save_file", False),
+        ("accelerate.accelerator", "get_state_dict", True),
+        ("transformers.trainer", "_save", True),
+        ("torch.optim", "_save", False),
+    ],
+)
+def test_views_of_one_memory_are_copied_for_callers_that_keep_one_of_them(module, function, apart):
+    """For others a state_dict() is views of the parameters, as torch's is."""
+    memory = torch.arange(6.0).requires_grad_()
+    tensors = {"gate": memory[:3], "up": memory[3:]}
+    caller = {"__name__": module, "lay": lambda: laid_apart(tensors)}
+    exec(f"def {function}():\n    return lay()", caller)
+    found = caller[function]()
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"gate": [0.0, 1.0, 2.0], "up": [3.0, 4.0, 5.0]}
+    memories = {tensor.untyped_storage().data_ptr() for tensor in found.values()}
+    assert len(memories) == (2 if apart else 1)
+    assert (memory.untyped_storage().data_ptr() in memories) is not apart
+    assert any(tensor.requires_grad for tensor in found.values()) is not apart
