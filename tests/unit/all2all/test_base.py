@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ep_moe import InputError, Wire
-from ep_moe.all2all.base import DispatchShape
+from ep_moe.all2all.base import DispatchShape, routing_problem
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import ONE_SCALE
 from ep_moe.parallel.flight_recorder import FlightRecorder
@@ -61,3 +61,25 @@ def test_a_transport_writes_to_contiguous_memory_alone(contiguous, monkeypatch):
     assert dispatcher.combine(y, None, out) is out
     assert torch.equal(out, y)
     assert given[0] is (out if contiguous else None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, None),
+        ({"ids": torch.zeros(3, 2, dtype=torch.int32)}, None),
+        ({"ids": [[0, 1]] * 3}, "routing.ids must be a Tensor, got list"),
+        ({"weights": None}, "routing.weights must be a Tensor, got NoneType"),
+        ({"ids": torch.zeros(3, 2).to_sparse()}, "routing.ids must be dense, got torch.sparse_coo"),
+        ({"weights": torch.ones(2, 2)}, "routing.weights must be [T, K] = [3, 2], got [2, 2]"),
+        ({"ids": torch.zeros(3, 1, dtype=torch.int64)}, "routing.ids must be [T, K] = [3, 2], got [3, 1]"),
+        ({"ids": torch.zeros(3, 2, dtype=torch.int64, device="meta")}, "routing.ids must be on cpu as x is, got meta"),
+        ({"weights": torch.ones(3, 2, device="meta")}, "routing.weights must be on cpu as x is, got meta"),
+        ({"ids": torch.zeros(3, 2, dtype=torch.int16)}, "routing.ids must be int32 or int64, got int16"),
+        ({"weights": torch.ones(3, 2, dtype=torch.bfloat16)}, "routing.weights must be float32, got bfloat16"),
+    ],
+)
+def test_what_is_wrong_with_a_routing_is_said(changed, words):
+    given = {"ids": torch.zeros(3, 2, dtype=torch.int64), "weights": torch.ones(3, 2)} | changed
+    said = routing_problem(given["ids"], given["weights"], torch.ones(3, 8), 2)
+    assert said is None if words is None else said.startswith(words)

@@ -69,9 +69,9 @@ def test_a_call_follows_the_one_before_it_on_another_stream(monkeypatch):
     """Else it would write into rows that the other one still reads."""
     gpu, here, there = torch.device("cuda", 0), Stream(1), Stream(2)
     now, captured = [here], [False]
-    monkeypatch.setattr(buffer_slots, "current_stream", lambda device: now[0].cuda_stream)
-    monkeypatch.setattr(buffer_slots, "capturing", lambda device: captured[0])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(buffer_slots, "current_stream", lambda device: {gpu: now[0].cuda_stream}[device])
+    monkeypatch.setattr(buffer_slots, "capturing", lambda device: {gpu: captured[0]}[device])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: {gpu: now[0]}[device])
     pool = BufferPool("mine", lambda device: SimpleNamespace())
     slot = pool.take(gpu)
     slot.release(gpu)

@@ -34,6 +34,89 @@ def layers(context: EPContext, *, tokens: int = 6, config: MoEConfig = CONFIG, *
     return train_report.compared(lines)
 
 
+@pytest.fixture
+def asked_for(monkeypatch):
+    """Run the benchmark on words, and get what it would measure: (model, arguments, options)."""
+
+    def run(*words):
+        found = []
+        context = EPContext.local("cpu")
+        for name, fake in {
+            "with_graphs": lambda model, asked, options, rates: found.append((model, asked, options)) or [],
+            "experts_lines": lambda *_: [],
+            "check_measured": lambda lines: None,
+            "EPContext": SimpleNamespace(from_torchrun=lambda: context),
+            "dist": SimpleNamespace(get_rank=lambda: 0),
+        }.items():
+            monkeypatch.setattr(train, name, fake)
+        monkeypatch.setattr(harness, "_check_machine", lambda where: None)
+        for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr("sys.argv", ["train", "--quiet", *words])
+        train.main()
+        return found
+
+    return run
+
+
+def test_options_of_a_run_are_those_of_its_lines(asked_for):
+    ((model, asked, options),) = asked_for("qwen3-30b-a3b", "--rows", "--transports", "torch_a2a", "--by-hand", "eager")
+    assert (model, asked.rows, asked.no_graph, asked.one_thread) == ("qwen3-30b-a3b", [], False, False)
+    plain = Options(
+        transports=["torch_a2a"],
+        by_hand=["eager"],
+        torchtitan=options.torchtitan,
+        sonic="default",
+        transformers=True,
+    )
+    assert options == plain
+    words = ("qwen3-30b-a3b", "--rows", "--transports", "--by-hand", "--torchtitan", "--sonic", "none", "--no-graph")
+    plain = Options(transports=[], by_hand=[], torchtitan=[], transformers=True)
+    for word, changed in {
+        "--no-transformers": {"transformers": False},
+        "--float8": {"float8": True},
+        "--exact": {"exact": True},
+        "--main-grad": {"main_grad": True},
+        "--accumulate": {"accumulate": True},
+        "--steps=3": {"steps": 3},
+        "--experts=reference": {"experts": "reference"},
+    }.items():
+        ((_, asked, options),) = asked_for(*words, word)
+        assert options == dataclasses.replace(plain, **changed), word
+        assert asked.no_graph
+
+
+@pytest.mark.parametrize(
+    ("changed", "captures"),
+    [
+        ({}, 1),
+        ({"device": "cpu"}, 0),
+        ({"reference": None}, 0),
+        ({"no_graph": True}, 0),
+        ({"accumulate": True}, 0),
+    ],
+)
+def test_steps_that_can_be_are_captured_too(changed, captures, monkeypatch):
+    """In a context of each point's tokens."""
+    given = {"device": "cuda", "reference": {}, "no_graph": False, "accumulate": False} | changed
+    batch = SimpleNamespace(x=SimpleNamespace(device=SimpleNamespace(type=given["device"])))
+    contexts = []
+
+    def opened(*, max_tokens):
+        contexts.append(max_tokens)
+        return EPContext.local("cpu")
+
+    monkeypatch.setattr(train, "EPContext", SimpleNamespace(from_torchrun=opened))
+    point = SimpleNamespace(tokens=8)
+    monkeypatch.setattr(train, "layer_lines", lambda *_: [(batch, point, ["eager"], given["reference"])] * 2)
+    monkeypatch.setattr(train, "captured_line", lambda context, config, *_: "graph")
+    monkeypatch.setattr(train, "swept", lambda: None)
+    asked = SimpleNamespace(tokens=[8, 64], no_graph=given["no_graph"], accumulate=given["accumulate"])
+    lines = train.with_graphs("qwen3-30b-a3b", asked, OPTIONS, None)
+    assert lines == ["eager", *["graph"] * captures] * 2
+    assert contexts == [64, *[8] * 2 * captures]
+
+
 # --- the layer by hand ---------------------------------------------------------------------------------------------
 
 

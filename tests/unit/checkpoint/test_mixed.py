@@ -137,9 +137,11 @@ def test_a_scale_for_each_matrix(case, tmp_path):
 
 
 @pytest.mark.parametrize("plain", ["gate_proj", "up_proj"])
-def test_one_scale_for_a_quantised_and_a_plain_half_is_refused(plain, tmp_path):
-    write(tmp_path, "matrix", ((1, plain),))
-    sentence = rf"experts\.1\..*, and {BLOCK}\.experts\.1\.{plain}\.weight is of plain numbers; .* one scale for both"
+@pytest.mark.parametrize("expert", [0, EXPERTS - 1])
+def test_one_scale_for_a_quantised_and_a_plain_half_is_refused(expert, plain, tmp_path):
+    write(tmp_path, "matrix", ((expert, plain),))
+    half = rf"{BLOCK}\.experts\.{expert}\.{plain}\.weight"
+    sentence = rf"experts\.{expert}\..*, and {half} is of plain numbers; .* one scale for both"
     with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path, "fp8_dynamic")
     load(tmp_path, "none")

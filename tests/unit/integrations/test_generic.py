@@ -10,7 +10,7 @@ from torch.nn.functional import gelu, silu
 
 from ep_moe import Activation, ConfigError, EPContext, InputError
 from ep_moe.integrations import experts_probe
-from ep_moe.integrations.experts_probe import find_activation
+from ep_moe.integrations.experts_probe import WIDTH, find_activation
 from ep_moe.integrations.find_experts import config_of, find_experts, numbers_of
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.transformers import expert_parallel, moe_layers, read_moe_config
@@ -446,3 +446,24 @@ def test_an_id_of_no_expert_stands_for_the_row_or_for_nothing():
 def test_numbers_of_experts_may_be_stated_layer_by_layer():
     stated = [SimpleNamespace(num_experts_per_tok=[2, 4]), SimpleNamespace(num_experts_per_tok=3), SimpleNamespace()]
     assert numbers_of(stated) == [2, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "inner", "small"),
+    [
+        (8, 4096, 1024, (2 * WIDTH, WIDTH)),
+        (2 * WIDTH, 4096, 1024, (2 * WIDTH + 1, WIDTH)),  # no size is E by chance
+        (WIDTH, 4096, 1024, (2 * WIDTH, WIDTH + 1)),
+        (8, 4096, 4096, (2 * WIDTH, 2 * WIDTH)),  # sizes that are equal stay equal
+        (4 * WIDTH, 4 * WIDTH, 1024, (4 * WIDTH, WIDTH)),
+        (4 * WIDTH, 4096, 4 * WIDTH, (2 * WIDTH, 4 * WIDTH)),
+        (2, 2, 1024, None),  # too small to be told apart
+        (2, 4096, 2, None),
+    ],
+)
+def test_a_probe_has_sizes_that_tell_attributes_apart(experts, hidden, inner, small):
+    assert experts_probe._small(experts, hidden, inner) == small
+    if small is None:
+        layout = SimpleNamespace(experts=experts, gated=True)
+        assert experts_probe.identify(nn.Identity(), layout, hidden, inner) is None
+        assert experts_probe.identify_block(nn.Identity(), layout, hidden, inner) is None

@@ -8,6 +8,7 @@ import torch
 from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer
 from ep_moe.integrations import in_step
 from ep_moe.integrations.transformers import expert_parallel, idle_step
+from ep_moe.training import router_logits
 from tests.fixtures.checkpoint_files import tiny_model
 
 pytest.importorskip("transformers")
@@ -89,3 +90,16 @@ def test_a_block_that_leaves_out_what_comes_first_is_refused():
     """The others were called already, as the first of a peer's calls."""
     with pytest.raises(InputError, match="text was not called, and what its block calls after it was; ranks differ"):
         Block("text", "image")(torch.ones(2), "image")
+
+
+def test_logits_that_are_recorded_have_no_rows_of_idle_steps():
+    """There is one for each layer all the same, as on the ranks that have tokens."""
+    context = EPContext.local(torch.device("cpu"))
+    model = expert_parallel(tiny_model("mixtral"), context)
+    layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+    experts = layers[0].config.num_experts
+    with router_logits(model) as recorded:
+        idle_step(model)
+        assert [tuple(logits.shape) for logits in recorded] == [(0, experts)] * len(layers)
+        model(torch.zeros(1, 3, dtype=torch.int64))
+        assert [tuple(logits.shape) for logits in recorded[len(layers) :]] == [(3, experts)] * len(layers)

@@ -255,3 +255,19 @@ def test_each_meeting_waits_for_all_of_its_ranks():
     finally:
         for flight_recorder in recorders:
             flight_recorder.close()
+
+
+@pytest.mark.parametrize(("text", "told"), [("it is wrong", "it is wrong"), (None, "")])
+def test_one_ranks_text_is_told_to_all_of_its_group(text, told):
+    """A rank alone needs no store, and one with nothing to say says that."""
+    assert FlightRecorder().share(text, owner=0, group=(0, 1)) == told
+    recorders = pair()
+    try:
+        assert recorders[0].share(text, owner=0, group=(0,)) == told
+        for again in range(2):
+            said = None if text is None else f"{text} {again}"
+            assert recorders[1].share(said, owner=1, group=(0, 1)) == (said or "")
+            assert recorders[0].share("another", owner=1, group=(0, 1)) == (said or "")
+    finally:
+        for flight_recorder in recorders:
+            flight_recorder.close()

@@ -10,7 +10,7 @@ from ep_moe.parallel.layout import share
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.parallel.row_comparison import argument_bits
 from ep_moe.parallel.token_flow import Share, TokenFlow
-from ep_moe.types import Routing, TokenMask
+from ep_moe.types import Pending, Routing, TokenMask
 
 
 @pytest.mark.parametrize("sent", [False, True])
@@ -97,3 +97,28 @@ def test_a_capture_exchanges_nothing(sizes, rank, local, monkeypatch):
     call = flow.enter(3, None, torch.device("cpu"), passed)
     assert call == (Share((2, 3), [2, 1], [2, 1], True) if local else Share((0, 3), [3, 3], [3], False))
     flow.agree("what a router gave is wrong", torch.device("cpu"))
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_routes_of_all_etp_peers_come_in_one_message(top_k, monkeypatch):
+    """Ids as they were, and weights with their gradient, in the order of the ranks."""
+    alone = RankGroup.alone()
+    layout = RankLayout.from_config(ParallelConfig(dp=2, ep=1, etp=2), world=2, rank=1)
+    flow = TokenFlow(layout, tp=alone, etp=RankGroup(None, (0, 1), 1, FlightRecorder()), lockstep=alone)
+    own = torch.randint(-1, 2**24, (3, top_k)), torch.rand(3, top_k, requires_grad=True)
+    peer = torch.full((2, top_k), 2**24 - 1), torch.rand(2, top_k)
+    messages = []
+
+    def gather(rows, counts, rank_group):
+        messages.append(counts)
+        return Pending(lambda: torch.cat([torch.cat([peer[0].float(), peer[1]], dim=1), rows]))
+
+    monkeypatch.setattr(module, "gather_rows", gather)
+    ids, weights = flow.etp_gather_routing(*own, Share((0, 3), [2, 3], [3]))
+    assert messages == [[2, 3]]
+    assert ids.dtype == torch.int64
+    assert torch.equal(ids, torch.cat([peer[0], own[0]]))
+    assert torch.equal(weights, torch.cat([peer[1], own[1]]))
+    assert not ids.requires_grad
+    weights.sum().backward()
+    assert torch.equal(own[1].grad, torch.ones(3, top_k))
