@@ -4,12 +4,15 @@ import functools
 import math
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ep_moe import ParallelConfig
 from ep_moe.checkpoint.source import SINGLE
 from ep_moe.cli import perplexity
 from ep_moe.cli import run as run_module
@@ -252,6 +255,53 @@ def test_the_reference_keeps_no_graph(monkeypatch):
     windows = torch.zeros(2, 8, dtype=torch.int64)
     perplexity.reference_perplexity(Path(str(DEMO)), windows, 1, torch.float32, torch.device("cpu"))
     assert modes == [False, False]
+
+
+@pytest.mark.parametrize(("model", "looked_up"), [("org/name", "org/name"), (None, str(DEMO))])
+def test_a_rank_looks_up_the_model_that_was_asked_for(model, looked_up, monkeypatch):
+    """With its consensus: ranks of torchrun are started apart."""
+
+    class LookedUpError(Exception):
+        pass
+
+    def look_up(*args, **kwargs):
+        raise LookedUpError(args, kwargs)
+
+    context = SimpleNamespace(consensus="of all ranks")
+    asked = []
+
+    def opened(parallel, **kwargs):
+        asked.append((parallel, kwargs))
+        return nullcontext(context)
+
+    monkeypatch.setattr(run_module, "EPContext", SimpleNamespace(from_groups=opened))
+    monkeypatch.setattr(run_module, "model_folder", look_up)
+    options = RunOptions(model=model, revision="v2", dp=2, tp=4, ep=4, etp=2, batch=3, window=5, deadline_s=7.0)
+    with pytest.raises(LookedUpError) as caught:
+        run_module.run_on_rank(options, torch.device("cpu"))
+    assert caught.value.args == ((looked_up, "of all ranks"), {"revision": "v2"})
+    parallel = ParallelConfig(dp=2, tp=4, ep=4, etp=2)
+    assert asked == [(parallel, {"device": torch.device("cpu"), "deadline_s": 7.0, "max_tokens": 15})]
+
+
+@pytest.mark.parametrize("large", [None, "it is large"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("reference", [None, False, True])
+def test_rank_0_reads_the_reference_where_it_is_asked_for_or_small(reference, silent, rank, large, monkeypatch):
+    noted, read = [], []
+    monkeypatch.setattr(run_module, "note", noted.append)
+    monkeypatch.setattr(run_module, "_too_large", lambda folder: large)
+    monkeypatch.setattr(run_module, "reference_perplexity", lambda *given: read.append(given) or 9.5)
+    consensus = SimpleNamespace(healthy=lambda what, problem: None)
+    context = SimpleNamespace(layout=SimpleNamespace(rank=rank), consensus=consensus, device="here")
+    options = RunOptions(reference=reference, quiet=silent, batch=3)
+    found, left_out = run_module._compared(options, Path("model"), "windows", torch.float32, context)
+    wanted = rank == 0 and (reference or (reference is None and large is None))
+    assert read == [(Path("model"), "windows", 3, torch.float32, "here")] * bool(wanted)
+    assert found == (9.5 if wanted else None)
+    assert left_out == (large if reference is None else None)
+    assert len(noted) == (wanted and not silent)
 
 
 def here(target, world, arguments, **_):
