@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Routing, Wire, registry
+from ep_moe.execution import layer_checks
 from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.types import TokenMask
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
 
@@ -45,3 +47,67 @@ def test_the_refusal_names_every_backend_with_a_backward():
     assert "hierarchical_static" in trained
     named = re.search(r"all2all= one of ([\w, ]+);", str(caught.value))[1].split(", ")
     assert set(named) == trained
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (torch.ones(3, 16), None),
+        (torch.ones(2, 3, 16), None),
+        (torch.ones(16), None),
+        ([[1.0] * 16], "x must be a Tensor, got list"),
+        (torch.ones(3, 16).to_sparse(), "x must be dense, got torch.sparse_coo"),
+        (torch.ones(()), "x must be [..., 16] (hidden_size), got []"),
+        (torch.ones(16, 3), "x must be [..., 16] (hidden_size), got [16, 3]"),
+        (torch.ones(3, 16).double(), "x must be float32 as the layer is, got float64"),
+        (torch.ones(3, 16).half(), "x must be float32 as the layer is, got float16; convert it, or call the layer"),
+        (torch.ones(3, 16, device="meta"), "x must be on cpu as the layer is, got meta"),
+    ],
+)
+def test_what_is_wrong_with_rows_is_said(x, words):
+    cpu = torch.device("cpu")
+    said = layer_checks.rows_problem(x, 16, torch.float32, cpu, cpu)
+    assert said is None if words is None else said.startswith(words)
+    if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
+        assert said.endswith("float64")  # autocast converts none such
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ("meta", "the layer is on the meta device; call to_empty(device=...) and load weights first"),
+        ("cpu", "the layer is on cpu and its EPContext on cuda:0; move it there with layer.to('cuda:0')"),
+    ],
+)
+def test_a_layer_is_where_its_context_is(device, words):
+    x, there = torch.ones(3, 16), torch.device("cuda", 0)
+    assert layer_checks.rows_problem(x, 16, torch.float32, torch.device(device), there) == words
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        (torch.ones(2, 3, dtype=torch.bool), None),
+        ([[True] * 3] * 2, "mask must be a Tensor, got list"),
+        (torch.ones(2, 3, dtype=torch.bool).to_sparse(), "mask must be dense, got torch.sparse_coo"),
+        (torch.ones(2, 3, dtype=torch.int64), "mask must be bool, True for a token, got int64; pass mask != 0"),
+        (torch.ones(6, dtype=torch.bool), "mask must be [2, 3], as x without its last size, got [6]"),
+        (torch.ones(2, 3, dtype=torch.bool, device="meta"), "mask must be on cpu as x is, got meta"),
+    ],
+)
+def test_what_is_wrong_with_a_mask_is_said(tokens, words):
+    said = layer_checks.mask_problem(TokenMask(tokens), torch.ones(2, 3, 16))
+    assert said is None if words is None else said.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("out", "words"),
+    [
+        (torch.ones(3, 16), None),
+        ((torch.ones(3, 16),), "shared_experts must return a Tensor [T, H] for x [T, H], got tuple"),
+        (torch.ones(16), "shared_experts must return [T, H] = [3, 16] for x of that shape, got [16]"),
+        (torch.ones(3, 1), "shared_experts must return [T, H] = [3, 16] for x of that shape, got [3, 1]"),
+    ],
+)
+def test_what_shared_experts_return_is_of_the_rows_shape(out, words):
+    assert layer_checks.shared_problem(out, torch.ones(3, 16)) == words
