@@ -8,6 +8,7 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from ep_moe.cli import cluster, doctor
 from ep_moe.cli.cluster_facts import RankFacts, find_odd, node_rates, rank_facts, slow_links, transfer_rounds, values_of
@@ -278,3 +279,25 @@ def test_links_that_were_not_measured_have_no_table():
     assert not any("between hosts" in title or "each way over" in title for title in titles)
     measured = replace(report, rates=rates_of(TWO))
     assert len(doctor.tables(measured)) == len(titles) + 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpu", "device"),
+    [("nccl", 1, "cuda:1"), ("gloo", 1, "cpu"), ("gloo", None, "cpu"), ("nccl", None, "cpu")],
+)
+def test_transfers_are_of_the_ranks_own_gpu_where_nccl_makes_them(backend, gpu, device, monkeypatch):
+    asked = []
+
+    def measure(meeting, nodes, backend, device, time_pair, show):
+        asked.append((backend, str(device), time_pair))
+        return {}, [], []
+
+    monkeypatch.setattr(cluster, "_measure", measure)
+    monkeypatch.setattr(cluster, "chosen_backend", lambda every: (backend, ": because"))
+    monkeypatch.setattr(cluster.LaunchEnvironment, "gpu", lambda self: gpu)
+    monkeypatch.setattr(cluster.LaunchEnvironment, "store", lambda self, deadline_s: HashStore())
+    alone = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    told = []
+    report = cluster.run(5.0, told.append, facts=rank_facts, environment=alone)
+    assert asked == [(backend, device, cluster.pair_rate)]
+    assert (report.backend, told) == (f"{backend}: because", [report])

@@ -30,8 +30,10 @@ from ep_moe.cli.app import app
 from ep_moe.cli.fit import FitOptions, Model, _kv_numbers, _memory, read_model
 from ep_moe.cli.fit import run as run_fit
 from ep_moe.cli.run import DEMO
+from ep_moe.experts.fused.base import INSIDE
 from ep_moe.quant.schemes import scheme_of
 from ep_moe.runtime.gpus import GPUS
+from ep_moe.selection.explain import BackendChoice
 from ep_moe.testing import distributed, rank_device
 
 DOCS = Path(__file__).parents[3] / "docs" / "reference" / "benchmarks"
@@ -171,6 +173,11 @@ def test_what_only_a_library_knows_is_not_in_the_total(monkeypatch):
     monkeypatch.setattr(fit, "_workspace_bytes", lambda *_: None)
     output = ask("fit", "demo", "--gpus", 2, "--experts", "flashinfer_cutlass")
     assert "not counted: workspace (only the library tells, on a GPU), CUDA context" in output
+
+
+def test_a_kernel_with_a_transport_inside_has_none_that_is_counted():
+    """Its buffers are its own."""
+    assert fit._transport_bytes(None, None, BackendChoice(INSIDE, "flashinfer_mega", "possible", ""), None) is None
 
 
 # --- bytes and time ------------------------------------------------------------------------------------------------

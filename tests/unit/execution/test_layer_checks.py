@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Routing, Wire, registry
+from ep_moe import EPContext, ExpertMap, InputError, MoEConfig, MoELayer, Routing, Wire, registry
 from ep_moe.execution import layer_checks
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.types import TokenMask
@@ -111,3 +111,20 @@ def test_what_is_wrong_with_a_mask_is_said(tokens, words):
 )
 def test_what_shared_experts_return_is_of_the_rows_shape(out, words):
     assert layer_checks.shared_problem(out, torch.ones(3, 16)) == words
+
+
+def test_a_kernel_that_routes_inside_is_called_by_forward_alone(monkeypatch):
+    """Under the map of construction, and without a mask."""
+    layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), experts="reference")
+    monkeypatch.setattr(layer, "_routes_inside", True)
+    monkeypatch.setitem(layer._asked, "expert_map", layer.placement.expert_map)
+    x, routing = torch.ones(3, 16), Routing(torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
+    where = "experts=reference routes inside"
+    assert layer_checks.call_problem(layer, x, None, None) is None
+    assert layer_checks.call_problem(layer, x, routing, None) == f"{where}: call forward, under the map of construction"
+    mask = TokenMask(torch.ones(3, dtype=torch.bool))
+    assert layer_checks.call_problem(layer, x, None, mask) == f"{where} and takes no mask; choose other experts"
+    monkeypatch.setitem(layer._asked, "expert_map", ExpertMap.from_ranks([[3, 2, 1, 0]], 4))
+    assert layer_checks.call_problem(layer, x, None, None) == f"{where}: call forward, under the map of construction"
+    monkeypatch.setattr(layer, "_routes_inside", False)
+    assert layer_checks.call_problem(layer, x, routing, None) is None

@@ -3,6 +3,7 @@
 # ruff: noqa: F811
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from ep_moe import ConfigError, ExpertMap, InputError, MoEConfig, MoELayer
 from ep_moe.weights.parts import Expert
+from ep_moe.weights.replaced import take_replaced
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
 
@@ -283,3 +285,15 @@ def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context):
             parameter.data = 0.5 * parameter.data
         layer(x)
         assert layer.expert_weights.place == place
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_assigned_parameter_of_several_ranks_is_guarded(ranks, context, monkeypatch):
+    """Its gradient is another expert's on other ranks, which an optimizer must know."""
+    weights = made(context).expert_weights
+    monkeypatch.setattr(weights.gradient_sum, "ep", SimpleNamespace(size=ranks))
+    assigned = nn.Parameter(torch.ones_like(weights.get_submodule("3").w1))
+    weights.get_submodule("3").w1 = assigned
+    take_replaced(weights)
+    assert weights.get_submodule("3").w1 is assigned
+    assert hasattr(assigned, "differs_between_ranks") is (ranks > 1)
