@@ -152,3 +152,19 @@ def test_bounds_that_there_is_no_memory_for_are_named(layers, monkeypatch):
     words = f"bytes_per_commit=1 and bytes_per_step={2 * ROW} need {size} bytes of memory on cpu"
     with pytest.raises(ConfigError, match=words):
         balancer_of(layers, interval=0, bytes_per_commit=1, bytes_per_step=2 * ROW)
+
+
+def test_no_layer_counts_load_within_no_stats(layers):
+    balancer, x = balancer_of(layers, interval=4, window=4), torch.ones(3, CONFIG.hidden_size)
+
+    def counted():
+        return [int(layer.placement.expert_load.sum()) for layer in layers]
+
+    with balancer.no_stats():
+        for layer in layers:
+            layer(x)
+    assert counted() == [0] * len(layers)
+    for layer in layers:
+        layer(x)
+    assert counted() == [3 * CONFIG.top_k] * len(layers)
+    balancer.close()

@@ -1,11 +1,13 @@
 """What a model is told about data-parallel wrappers, in one process."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer
+from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer, RoutingConfig
 from ep_moe.training import exclude_experts, fully_shard, wrappers
 
 CONFIG = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
@@ -26,7 +28,9 @@ def test_a_gpu_that_is_not_current_is_refused(monkeypatch):
     monkeypatch.setattr(wrappers, "elsewhere", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     context = EPContext.local(torch.device("cpu"))
-    with pytest.raises(ConfigError, match=r"current, cuda:1, and the model is on cpu; call torch.cuda.set_device"):
+    with pytest.raises(
+        ConfigError, match=r"current, cuda:1, and the model is on cpu; call torch.cuda.set_device\('cpu'\) first"
+    ):
         fully_shard(MoELayer(CONFIG, context), context)
 
 
@@ -36,3 +40,16 @@ def test_parameters_that_fsdp_would_cast_are_refused():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"mp_policy\.param_dtype=torch\.bfloat16 .* under torch\.autocast"):
         fully_shard(MoELayer(CONFIG, context), context, mp_policy=policy)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rest", "apart"),
+    [(torch.bfloat16, torch.bfloat16, 1), (torch.bfloat16, None, 0), (torch.float32, torch.float32, 0)],
+)
+def test_a_router_with_logits_in_float32_is_apart_from_a_rest_of_16_bits(dtype, rest, apart):
+    """FSDP2 shards parameters of one dtype together; a layer without a rest has nothing that it is apart from."""
+    config = dataclasses.replace(CONFIG, hidden_size=8, intermediate_size=8, routing=RoutingConfig(float32_logits=True))
+    layer = MoELayer(config, EPContext.local(torch.device("cpu")), dtype=dtype)
+    assert layer.router.weight.dtype == torch.float32
+    model = nn.ModuleList([layer] if rest is None else [layer, nn.Linear(2, 2, dtype=rest)])
+    assert wrappers._routers_apart(model) == [layer.router] * apart
