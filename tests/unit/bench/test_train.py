@@ -327,3 +327,23 @@ def test_tables_csv_and_panels(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     train_report.plot(lines, tmp_path / "lines.png")
     assert (tmp_path / "lines.png").stat().st_size > 10_000
+
+
+def test_panels_name_the_model_and_the_part():
+    """matplotlib need not be installed: what it would be given is looked at."""
+    lines = [line_of("ours", "a", 2.0, tokens=tokens) for tokens in (32, 16)]
+    lines += [dataclasses.replace(lines[0], part="experts", owner="by hand", peak_mib=9.0)]
+    lines += [dataclasses.replace(lines[0], part="experts", error=float("nan"))]  # what is wrong has no curve
+    figure = mock.MagicMock()
+    above, below = ([mock.MagicMock(), mock.MagicMock()] for _ in range(2))
+    figure.subplots.return_value = above, below
+    with mock.patch.dict("sys.modules", {"matplotlib.figure": SimpleNamespace(Figure=lambda **_: figure)}):
+        train_report.plot(lines, "lines.png")
+    figure.savefig.assert_called_once_with("lines.png", dpi=110)
+    for row, label in ((above, "forward + backward, ms"), (below, "peak memory, MiB")):
+        titles = [(axes.set.call_args.kwargs["title"], axes.set.call_args.kwargs["ylabel"]) for axes in row]
+        assert titles == [(lines[0].model, label), (f"{lines[0].model}, local experts", label)]
+    curves = [[call.args[:3] for call in axes.plot.call_args_list] for axes in above]
+    assert curves[0] == [([16, 32], [2.0, 2.0], "o-"), ([16, 32], [0.5, 0.5], "k:")]
+    assert ([32], [2.0], "x--") in curves[1]
+    assert ([], [], "o-") in curves[1]

@@ -183,3 +183,16 @@ def test_places_of_an_ep_group_on_nodes_that_take_turns(monkeypatch):
     levels = groups.RankGroups(layout, FlightRecorder(), torch.device("cpu"))["ep"].levels
     assert levels.node_major_ranks == (0, 2, 1, 3)
     assert (levels.node.ranks, levels.rail.ranks) == ((0, 2), (1, 0))
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 7.0), ("cuda", 74.0)])
+def test_nccl_ends_a_step_later_than_the_flight_recorder(device, seconds, monkeypatch):
+    """gloo's own timeout is what ends a step; NCCL's would end the process."""
+    made = []
+    monkeypatch.setattr(groups, "make_group", lambda *given: made.append(given) or object())
+    monkeypatch.setattr(groups, "backend_for", lambda device: f"of {device}")
+    layout = RankLayout(world=4, rank=0, dp=2, tp=2, ep=4)
+    groups.RankGroups(layout, FlightRecorder(deadline_s=7.0), torch.device(device), name="context1")
+    assert {kind for _, kind, *_ in made} >= {"tp", "ep"}
+    for given, _, *rest in made:
+        assert (given, rest) == (layout, ["context1", timedelta(seconds=seconds), f"of {device}"])
