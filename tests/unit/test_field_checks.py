@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+import ep_moe.eplb
+import ep_moe.metrics
 from ep_moe import (
     ConfigError,
     EPContext,
@@ -32,6 +34,9 @@ from ep_moe.checks import INT32, MOST_EXPERTS, as_id, check_count
 from ep_moe.eplb.cost import Machine
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import balancedness, loads_by_rank, traffic
+from ep_moe.eplb.stats import BalancerStats
+from ep_moe.placement.placement import LayerStats
+from ep_moe.selection.explain import BackendChoice
 from ep_moe.training import (
     BiasUpdate,
     clip_grad_norm_,
@@ -298,3 +303,15 @@ def test_a_value_is_shown_whatever_its_repr_does():
     assert checks.shown(Odd()) == "a Odd"
     assert checks.shown("x" * 118) == repr("x" * 118)
     assert checks.shown("x" * 119) == f"'{'x' * 119}... (str)"
+
+
+@pytest.mark.parametrize("package", [ep_moe, ep_moe.eplb, ep_moe.metrics], ids=lambda package: package.__name__)
+def test_values_that_users_hold_cannot_be_written(package):
+    """They are checked as they are made, and shared by layers."""
+    exported = [getattr(package, name) for name in package.__all__]
+    values = [value for value in exported if isinstance(value, type) and dataclasses.is_dataclass(value)]
+    assert values
+    for value in (*values, BalancerStats, LayerStats, BackendChoice):
+        field = dataclasses.fields(value)[0].name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(object.__new__(value), field, None)

@@ -21,6 +21,10 @@ def test_received_rows_say_how_they_were_written(name):
     x, ids = torch.randn(3, 256).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
     sent, scale = round_to_travel(x, wire)
     assert scale is None or scale.shape == (3, shape.scales)
+    for whole, empty in zip((sent, scale), shape.no_rows(x.device), strict=True):
+        assert (whole is None) == (empty is None), "a rank without tokens sends as its peers do"
+        if whole is not None:
+            assert (empty.shape, empty.dtype) == ((0, whole.shape[1]), whole.dtype)
     received = LocalDispatcher(shape, RankGroup.alone()).dispatch(sent, PhysicalRouting(ids, ids.float()), scale)
     reported = Wire(dispatch=received.format, input_scale=received.input_scale)
     assert reported == wire

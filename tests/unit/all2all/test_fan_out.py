@@ -2,7 +2,7 @@
 
 import torch
 
-from ep_moe.all2all.fan_out import FanOut, spread, summed
+from ep_moe.all2all.fan_out import FanOut, spread, summed, wanted_places
 
 TOKENS, RANKS = 7, 3
 
@@ -53,3 +53,11 @@ def test_sums_are_rounded_once():
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     spread(x, token, slots).backward(rows)
     assert x.grad.item() == 258
+
+
+def test_a_row_is_wanted_where_an_expert_of_it_is():
+    """By bytes of 0 and 1; ids of no expert are of no rank."""
+    ids = torch.tensor([[0, 1], [5, 2], [-1, 3], [-1, -1], [6, -7], [1, 5]])
+    wanted = wanted_places(ids, 2, 3)
+    assert wanted.dtype == torch.bool
+    assert [row.nonzero().flatten().tolist() for row in wanted] == [[0], [1, 2], [1], [], [], [0, 2]]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ExpertMap
+from ep_moe.checks import MOST_EXPERTS
 from tests.fixtures.expert_map import EMPTY, maps
 
 unhurried = settings(deadline=None)
@@ -276,3 +277,11 @@ def test_repr_has_the_sizes():
 def test_text_that_is_nested_without_end_is_no_map():
     with pytest.raises(ConfigError, match="not an ExpertMap file"):
         ExpertMap.from_json("[" * 100_000)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_ranks"])
+@pytest.mark.parametrize("value", [0, MOST_EXPERTS + 1, 1.5, True])
+def test_numbers_of_a_map_are_counts(name, value):
+    fields = {"num_experts": 2, "num_ranks": 1, "physical_to_logical": (0, 1)} | {name: value}
+    with pytest.raises(ConfigError, match=rf"ExpertMap\.{name} must be an integer "):
+        ExpertMap(**fields)
