@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ConfigError
-from ep_moe.bench import scaling
+from ep_moe.bench import floors, scaling
 from ep_moe.bench.floors import (
     KINDS,
     Floor,
@@ -22,7 +23,7 @@ from ep_moe.bench.floors import (
     wire_bound_from,
 )
 from ep_moe.bench.wire_rows import deduplicated, filling, gathered_in_turn, remote_ranks, row_bytes, two_level
-from ep_moe.config import Wire, load_model_config
+from ep_moe.config import MoEConfig, Wire, load_model_config
 from ep_moe.eplb.cost import Machine
 from tests.fixtures.scaling_model import config_of
 
@@ -153,3 +154,21 @@ def test_wire_binds_from_that_number_of_ranks_on(kind, tokens):
     assert all(bounds[ranks] == "n" for ranks in bounds if found is not None and ranks >= found)
     last = max(ranks for ranks in bounds if found is None or ranks < found)
     assert bounds[last] != "n"
+
+
+@pytest.mark.parametrize("experts", [12, 96])
+@pytest.mark.parametrize("bound_from", [1, 3, 8, 12, 97])
+def test_only_numbers_of_ranks_that_divide_the_experts_are_asked(experts, bound_from, monkeypatch):
+    """And more than a host's are whole hosts."""
+    asked = []
+
+    def floor_of(config, kind, ranks, tokens, *, per_host):
+        asked.append(ranks)
+        return SimpleNamespace(bound="n" if ranks >= bound_from else "w")
+
+    monkeypatch.setattr(floors, "floor", floor_of)
+    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=experts, top_k=2)
+    found = wire_bound_from(config, next(iter(KINDS.values())), 16, per_host=4)
+    possible = [ranks for ranks in range(1, experts + 1) if experts % ranks == 0 and (ranks <= 4 or ranks % 4 == 0)]
+    assert set(asked) <= set(possible)
+    assert found == min((ranks for ranks in possible if ranks >= bound_from), default=None)

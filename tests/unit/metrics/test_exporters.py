@@ -283,3 +283,13 @@ def test_the_page_has_all_metrics():
     page = (ROOT / "docs" / "how-to" / "metrics.md").read_text()
     rows = dict(re.findall(r"^\| `(ep_moe_\w+)` \|([^|]*)\|", page, re.M))
     assert {name: {"rank", *re.findall(r"`(\w+)`", labels)} for name, labels in rows.items()} == exported()
+
+
+def test_a_meter_is_one_of_opentelemetry():
+    pytest.importorskip("opentelemetry.metrics")
+    with EPContext.local() as context:
+        source = metrics.Source(context)
+        with pytest.raises(ConfigError, match="to_opentelemetry: meter must be a Meter, got "):
+            metrics.to_opentelemetry("meter", source)
+        with pytest.raises(ConfigError, match="to_opentelemetry: source must be a Source, got "):
+            metrics.to_opentelemetry("meter", context)

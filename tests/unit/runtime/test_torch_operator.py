@@ -26,3 +26,11 @@ def test_nothing_is_recorded_for_gradients():
         assert out.tolist() == [factor] * 3
         assert not out.requires_grad
     assert torch.is_grad_enabled()
+
+
+def test_compiled_graphs_know_what_an_operator_writes():
+    """A launch is none of its arguments."""
+    for name in ("tests_doubled", "tests_tripled"):
+        schema = getattr(torch.ops.ep_moe, name).default._schema
+        assert [argument.name for argument in schema.arguments] == ["x", "out", "workspace"]
+        assert [argument.is_write for argument in schema.arguments] == [False, True, True]

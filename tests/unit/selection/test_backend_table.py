@@ -1,11 +1,14 @@
 """The shape that a transport is made for, and the dtypes that a table's backends can change to."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ep_moe import ExpertMap, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.quant.schemes import PLAIN
+from ep_moe.selection import backend_table
 from ep_moe.selection.backend_table import BackendTable, TableEntry
 from ep_moe.selection.explain import BackendChoice
 from tests.fixtures.backend_choice import config, layout
@@ -51,3 +54,14 @@ def test_another_dtype(all2all, experts, dtype, problem):
     table = BackendTable([entry(all2all, experts, 16)])
     found = table.dtype_problem(dtype, config(2), layout(4), PLAIN, ExpertsOptions(), Wire())
     assert found is None if problem is None else found.startswith(problem)
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("transport", [False, True])
+def test_a_row_of_each_route_comes_back_where_both_can(transport, kernel, monkeypatch):
+    can = {"dispatchers": transport, "experts": kernel}
+    kinds = {kind: SimpleNamespace(capabilities=SimpleNamespace(per_route=one)) for kind, one in can.items()}
+    monkeypatch.setattr(backend_table.registry, "load", lambda kind, name: kinds[kind])
+    shape = entry("one", "other", None).dispatch_shape(config(2), MAP, torch.float16, WIRE, exact=True, repeats=False)
+    both = transport and kernel
+    assert (shape.per_route, shape.top_k) == (both, 2 if both else 1)
