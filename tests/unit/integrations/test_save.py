@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from ep_moe import EPContext
+from ep_moe import Activation, EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.source import INDEX, SINGLE
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations import save as saving
@@ -139,3 +140,21 @@ def test_models_without_layers_and_their_own_method_are_refused(tmp_path):
         save_pretrained(model, tmp_path)
     with pytest.raises(ConfigError, match=r"call ep_moe.integrations.transformers.save_pretrained\(model, folder\)"):
         expert_parallel(model, local()).save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2])
+def test_sizes_of_a_modules_experts_are_those_of_the_layers(activation, bias):
+    """Rows of gate and up, and of down, in biases too."""
+    config = MoEConfig(
+        hidden_size=16, intermediate_size=24, num_experts=4, top_k=2, activation=activation, expert_bias=bias
+    )
+    with local() as context:
+        layer = MoELayer(config, context)
+        layout = SimpleNamespace(stored=lambda tensors: tensors)
+        sizes = saving.SavedExperts("experts", layer, layout).sizes()
+        held = layer.expert_weights.slot(0)
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in sizes.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in held.items()
+    }
+    assert all(tensor.is_meta for tensor in sizes.values())

@@ -1,13 +1,17 @@
 """What ranks compare as they make a layer: all that they were asked for."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
 
-from ep_moe import EPContext, ExpertMap, MoELayer, RoutingConfig, Wire
+from ep_moe import ConfigError, EPContext, ExpertMap, MoELayer, RoutingConfig, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.selection.backend_table import BackendTable, TableEntry
 from ep_moe.selection.explain import BackendChoice
-from ep_moe.selection.resolve import LayerRequest, _facts
+from ep_moe.selection.resolve import LayerRequest, _check_tuned, _facts
+from ep_moe.selection.tuned import Measured, Tuned, layer_facts, machine_facts
 from tests.fixtures.single_layer import CPU, EXPERTS, routing, shape
 
 SPARE = ExpertMap.from_ranks([[*range(EXPERTS), 0]], EXPERTS, allow_duplicates=True)
@@ -72,3 +76,28 @@ def test_parts_are_compared():
         for pipeline in (None, 4)
     )
     assert {name for name in plain if plain[name] != found[name]} == {"pipeline"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "tokens", "words"),
+    [
+        ({}, 9, None),
+        ({"all2all": "local"}, 9, "all2all='local' beside tuned, which says it per number of tokens; leave out one"),
+        ({"experts": "reference"}, 9, "experts='reference' beside tuned, which says it per number of tokens"),
+        ({"pipeline": 4}, 9, "pipeline=4 beside tuned, which says it per number of tokens"),
+        ({}, None, "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tok"),
+        ({"dtype": torch.float64}, 9, "tuned is for another machine or layer: layer dtype is 'float64' here and"),
+    ],
+)
+def test_what_contradicts_a_tuned_choice_is_refused(asked, tokens, words):
+    of = {"all2all": "auto", "experts": "auto", "quantization": "none", "wire": Wire(), "pipeline": None}
+    of |= {"options": ExpertsOptions(), "dtype": torch.float32, "router": None}
+    line = Measured(tokens=4, experts="reference", all2all="local", us=5.5)
+    facts = layer_facts(shape(), "none", Wire(), torch.float32)
+    tuned = Tuned(machine=machine_facts(CPU, 1, 1), layer=facts, versions={}, buckets=(line,))
+    with EPContext.local(CPU) as context:
+        if tokens is not None:
+            context.max_tokens = tokens
+        refused = nullcontext() if words is None else pytest.raises(ConfigError, match=re.escape(words))
+        with refused:
+            _check_tuned(tuned, context, shape(), LayerRequest(**of | asked, tuned=tuned))

@@ -389,6 +389,8 @@ def test_dtype_order_and_scale_of_the_load_do_not_matter():
         ({"dead_ranks": [4]}, "dead_ranks must be ranks in [0, 4), got 4"),
         ({"slots": [2, 2, 2]}, "[4] or [1, 4]"),
         ({"slots": [2, 2, 2, -1]}, "integers of at least 0"),
+        ({"slots": [2.0, 2.0, 2.0, 2.0]}, "integers of at least 0"),
+        ({"slots": [2, [2, 2], 2, 2]}, "plan: slots must be an array of integers, got list"),
     ],
 )
 def test_refusal_names_the_value(change, message):
