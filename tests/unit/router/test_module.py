@@ -1,0 +1,29 @@
+"""What a router is made of, and where."""
+
+import pytest
+import torch
+
+from ep_moe import MoEConfig, Router, RoutingConfig, RoutingMethod
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_all_tensors_lie_where_they_are_asked_to(device, wide, dtype):
+    """Those of each kind, in the layer's dtype or, of float32 logits, in no narrower one than float32."""
+    routing = {"bias": RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True, float32_logits=wide)}
+    routing["correction"] = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True, float32_logits=wide)
+    wanted = dtype or torch.get_default_dtype()
+    if wide:
+        wanted = torch.promote_types(wanted, torch.float32)
+    held = {"bias": {"weight": wanted, "bias": wanted}}
+    held["correction"] = {"weight": wanted, "e_score_correction_bias": torch.float32}
+    for kind, one in routing.items():
+        config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2, routing=one)
+        router = Router(config, device=torch.device(device), dtype=dtype)
+        tensors = router.state_dict()
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == held[kind]
+        assert {tensor.device.type for tensor in tensors.values()} == {device}
+        assert all(tensor.shape == ((4, 16) if name == "weight" else (4,)) for name, tensor in tensors.items())
+        if device == "cpu":
+            assert not any(tensor.any() for name, tensor in tensors.items() if name != "weight")
