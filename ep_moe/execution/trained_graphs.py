@@ -48,12 +48,12 @@ _MOVES = 8  # of the weights or the transport's buffers, which each make others 
 
 
 class TrainedGraphs:
-    """Those of one layer."""
+    """Those of one layer. tries: to record one, that are left; replays: calls of the layer that a graph served"""
 
     def __init__(self, context: EPContext) -> None:
         self._context = context
         self._calls: dict[Any, TrainedCall] = {}
-        self.tries = _TRIES
+        self.tries, self.replays = _TRIES, 0
 
     def __len__(self) -> int:
         return sum(call.recorded for call in self._calls.values())
@@ -198,6 +198,7 @@ class TrainedCall:
             return computed(self._transports, self._experts, x, routing)
         assert self._forward is not None
         self._launch(self._forward, x, routing)
+        self._graphs.replays += 1
         out, received, saved = self._left
         assert received.weights is not None
         assert received.local_ids is not None

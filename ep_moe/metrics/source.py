@@ -230,7 +230,8 @@ def _layer_metrics(context: EPContext, layers: Sequence[MoELayer], whole: bool) 
             all2all=layer.choice.all2all,
             experts=layer.choice.experts,
             calls=layer._checks.forwards,
-            replayed=layer._checks.forwards - layer._checks.eager,  # nothing is under way: this is the model's thread
+            # nothing is under way: this is the model's thread
+            replayed=layer._checks.forwards - layer._checks.eager + layer._graphs.trained.replays,
             stage_ms=times.get(name, {}),  # those of several layers of one name are with the first
             deadline_margin_s=_margin(layer.name, context.flight_recorder),
             **facts,

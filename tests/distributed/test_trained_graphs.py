@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ep_moe import Activation, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, ParallelConfig, Routing
 from ep_moe.execution.trained_graphs import _KEPT, _MOVES
+from ep_moe.metrics import snapshot
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.transport_case import said_within
@@ -105,6 +106,8 @@ def recorded(layers, rank):
         return found
 
     assert [same(layers, functools.partial(counted, n=n), n) for n in range(3)] == [0, 2, 2]
+    calls = {one.name: (one.calls, one.replayed) for one in snapshot(layers[0].context).layers}
+    assert [calls[layer.name] for layer in layers] == [(3, 2), (3, 0)]
     assert numbers[1] == numbers[2], "the first one connects"
 
 
