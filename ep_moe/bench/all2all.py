@@ -10,6 +10,8 @@ wire      bytes that leave the busiest rank: rows, ids and weights out, rows bac
 p2p       copies between the same GPUs, all at once, measured in the same run: bytes/s
 floor     wire / p2p
 raw       the library's own calls on ids that are ready, where there is a library: what our adapter adds
+backward  (--backward) rows in bf16 of transports that train by calls of their own: dispatch and combine of rows, and of
+          the gradients that come back, those of the routing weights too
 load      (--load) FlashInfer's own calls in a workspace with room for EPLB's statistics, without and with every rank's
           int32 counts of the experts riding on dispatch to all ranks
 """
@@ -45,6 +47,7 @@ from ep_moe.bench.harness import (
 )
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
+from ep_moe.execution.trained_exchange import Back, Transports, sent_back
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.devices import on_device_of
@@ -70,13 +73,15 @@ class TransportLine:
     wire_bytes: int
     floor_us: float
     raw_us: float | None = None
+    backward_us: float | None = None
     without_load_us: float | None = None
     with_load_us: float | None = None
 
 
 def measure(
-    context: EPContext, names: Sequence[str], hidden: Sequence[int], tokens: Sequence[int], *, load: bool = False
-) -> tuple[list[TransportLine], float]:
+    context: EPContext, names: Sequence[str], hidden: Sequence[int], tokens: Sequence[int], *, load: bool = False,
+    backward: bool = False,
+) -> tuple[list[TransportLine], float]:  # fmt: skip
     rate = p2p_rate(context)
     lines: list[TransportLine] = []
     for size in hidden:
@@ -91,7 +96,7 @@ def measure(
                             Console().print(f"{name}: {reason}")
                         continue
                     line = TransportLine(name, rows, size, count, 0.0, False, sent, sent / rate * 1e6)
-                    time_transport(context, line, x, routing, load=load)
+                    time_transport(context, line, x, routing, load=load, backward=backward)
                     lines.append(line)
     return lines, rate
 
@@ -141,8 +146,9 @@ def wire_bytes(context: EPContext, routing: PhysicalRouting, dispatch_shape: Dis
 
 
 def time_transport(
-    context: EPContext, line: TransportLine, x: Tensor, routing: PhysicalRouting, *, load: bool = False
-) -> None:
+    context: EPContext, line: TransportLine, x: Tensor, routing: PhysicalRouting, *, load: bool = False,
+    backward: bool = False,
+) -> None:  # fmt: skip
     dispatch_shape = dispatch_shape_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(dispatch_shape, context.rank_groups["ep"])
     rows, scale = round_to_travel(x, dispatch_shape.wire)
@@ -153,20 +159,40 @@ def time_transport(
         return dispatcher.combine(y if y.dtype == DTYPE else y.new_empty(y.shape, dtype=DTYPE), received.handle)
 
     line.captured = dispatcher.capabilities.cuda_graph
-    calls: list[Callable[[], Any]] = [pair]
+    calls: dict[str, Callable[[], Any]] = {"us": pair}
     pair()
+    made = [dispatcher]
+    if backward and line.rows == "plain" and dispatcher.capabilities.adjoint:
+        made.append(registry.load("dispatchers", line.transport)(dispatch_shape.of_weights, context.rank_groups["ep"]))
+        calls["backward_us"] = trained_pair(Transports(dispatcher, made[1], line.tokens), pair, rows, routing)
+        calls["backward_us"]()
     if line.transport == "flashinfer_nvlink":
-        calls.append(flashinfer_pair(dispatcher, rows, scale, routing))
+        calls["raw_us"] = flashinfer_pair(dispatcher, rows, scale, routing)
         if load and line.rows == "plain":
-            calls += load_pairs(context, dispatch_shape, rows, routing)
+            calls |= load_pairs(context, dispatch_shape, rows, routing)
     measure = partial(replayed, repeat=20 if line.tokens <= FEW else 5) if line.captured else eager
-    times = measure(calls, before=partial(barrier, context.device))
-    found = zip(("us", "raw_us", "without_load_us", "with_load_us"), times, strict=False)
-    for name, us in found:
+    times = measure(list(calls.values()), before=partial(barrier, context.device))
+    for name, us in zip(calls, times, strict=True):
         setattr(line, name, slowest(context, us))
     torch.cuda.synchronize(context.device)
     barrier(context.device)
-    dispatcher.destroy()
+    for one in made:
+        one.destroy()
+
+
+def trained_pair(
+    transports: Transports, pair: Callable[[], Tensor], grad: Tensor, routing: PhysicalRouting
+) -> Callable[[], Back]:
+    """`pair` and its backward, as a layer's call makes it, with gradients of the experts that are those of the rows."""
+
+    def gradients(sent: Tensor) -> tuple[Tensor, Tensor]:
+        return sent, sent.new_ones(len(sent), TOP_K, dtype=torch.float32)
+
+    def both() -> Back:
+        pair()
+        return sent_back(transports, routing, grad, gradients)
+
+    return both
 
 
 def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: PhysicalRouting) -> Callable[[], Any]:
@@ -182,8 +208,8 @@ def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: P
 
 def load_pairs(
     context: EPContext, dispatch_shape: DispatchShape, x: Tensor, routing: PhysicalRouting
-) -> list[Callable[[], Any]]:
-    """FlashInfer's own calls without and with `eplb_local_stats`, in a workspace of their own."""
+) -> dict[str, Callable[[], Any]]:
+    """By column, FlashInfer's own calls without and with `eplb_local_stats`, in a workspace of their own."""
     from ep_moe.all2all.flashinfer_nvlink import communication
 
     rank_group, ids = context.rank_groups["ep"], routing.ids.int()
@@ -207,7 +233,7 @@ def load_pairs(
         library.dispatch(x, ids, routing.weights, eplb_local_stats=stats)
         library.combine(library.get_combine_input_buffer(DTYPE))
 
-    return [partial(pair, None), partial(pair, counts)]
+    return {"without_load_us": partial(pair, None), "with_load_us": partial(pair, counts)}
 
 
 def p2p_rate(context: EPContext) -> float:
@@ -232,7 +258,10 @@ def busiest(context: EPContext, count: int) -> int:
 
 def table(lines: list[TransportLine], rate: float) -> Table:
     found = Table(title=f"dispatch + combine, E={EXPERTS}, K={TOP_K}; p2p {rate / 1e9:.0f} GB/s")
-    numbers = ("us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us", "no load us", "load us")
+    numbers = (
+        "us", "x floor", "wire KiB", "share of p2p", "raw us", "adapter us", "backward us", "x fwd", "no load us",
+        "load us",
+    )  # fmt: skip
     for name in ("H", "T", "transport", "rows", *numbers, ""):
         found.add_column(name, no_wrap=True, justify="left" if name in ("transport", "rows", "") else "right")
     for line in lines:
@@ -247,6 +276,8 @@ def table(lines: list[TransportLine], rate: float) -> Table:
             f"{line.floor_us / line.us:.0%}",
             "" if line.raw_us is None else f"{line.raw_us:.1f}",
             "" if line.raw_us is None else f"{line.us - line.raw_us:+.1f}",
+            "" if line.backward_us is None else f"{line.backward_us:.1f}",
+            "" if line.backward_us is None else f"{line.backward_us / line.us:.2f}",
             "" if line.without_load_us is None else f"{line.without_load_us:.1f}",
             "" if line.with_load_us is None else f"{line.with_load_us:.1f}",
             "" if line.captured else "eager",
@@ -284,16 +315,19 @@ def main() -> list[TransportLine]:
     parser.add_argument("--hidden", nargs="+", type=positive, default=HIDDEN)
     parser.add_argument("--tokens", nargs="+", type=positive, default=TOKENS)
     parser.add_argument("--load", action="store_true", help="FlashInfer's EPLB statistics riding on dispatch, too")
+    parser.add_argument("--backward", action="store_true", help="dispatch and combine with their backward, too")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parse(parser, Where.RANKS)
     check_dealt(EXPERTS)
     with EPContext.from_torchrun() as context:
-        lines, rate = measure(context, asked.transports, asked.hidden, asked.tokens, load=asked.load)
+        lines, rate = measure(
+            context, asked.transports, asked.hidden, asked.tokens, load=asked.load, backward=asked.backward
+        )
         check_measured(lines)
         if context.layout.rank:
             return lines
-    Console(width=150).print(table(lines, rate))
+    Console(width=170).print(table(lines, rate))
     if asked.csv is not None:
         write(lines, asked.csv)
     if asked.plot is not None:

@@ -23,6 +23,7 @@ from ep_moe import (
     ParallelConfig,
     Routing,
 )
+from ep_moe.bench import all2all
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows
@@ -302,3 +303,33 @@ def test_weights_that_are_written_between_forward_and_backward_are_named(world_s
         layer.update_expert(0, **integer_expert(CONFIG, 0))
         found = same_error(InputError, lambda: out.backward(grad))
         assert "weights were written (update_expert" in found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
+@distributed(2)
+def test_the_benchmark_of_transports_with_their_backward(world_size):
+    """Experts that return their input: each rank with an expert of a row adds the row, and its gradient."""
+    tokens, hidden = 5, 64
+
+    def timed(calls, **_):
+        out, (back, by_weight) = (call() for call in calls)
+        owner = routing.ids // (all2all.EXPERTS // 2)
+        ranks = sum((owner == rank).any(1, keepdim=True).float() for rank in range(2))
+        assert_same(out.float(), x.float() * ranks)
+        assert_same(back.float(), x.float() * ranks)
+        assert_same(by_weight[:, : all2all.TOP_K], ranks.expand(-1, all2all.TOP_K))
+        return [1.0, 3.0]
+
+    stubs = mock.patch.object(all2all, "replayed", timed), mock.patch.object(torch.cuda, "synchronize")
+    with (
+        contextlib.ExitStack() as stack,
+        p2p_on_cpu(),
+        EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context,
+    ):
+        for stub in stubs:
+            stack.enter_context(stub)
+        _, routing = all2all.inputs(context, hidden, tokens)
+        x = integer_rows(tokens, hidden, dist.get_rank()).to(all2all.DTYPE)
+        line = all2all.TransportLine("nvlink_p2p", "plain", hidden, tokens, 0.0, False, 1, 1.0)
+        all2all.time_transport(context, line, x, routing, backward=True)
+        assert (line.us, line.backward_us, line.raw_us) == (1.0, 3.0, None)

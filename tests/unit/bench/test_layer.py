@@ -277,7 +277,8 @@ def test_load_rides_on_dispatch(monkeypatch):
     ids = torch.rand(5, all2all.EXPERTS).topk(all2all.TOP_K).indices
     routing = PhysicalRouting(PhysicalIds(ids), torch.ones(ids.shape))
     dispatch_shape = all2all.dispatch_shape_of(context, 64, 5, Wire())
-    without, riding = all2all.load_pairs(context, dispatch_shape, torch.zeros(5, 64), routing)
+    pairs = all2all.load_pairs(context, dispatch_shape, torch.zeros(5, 64), routing)
+    without, riding = pairs["without_load_us"], pairs["with_load_us"]
     without()
     riding()
     assert [seen[0], seen[1], seen[3]] == [None, "the experts' rows", "the experts' rows"]
