@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
-from ep_moe.experts.differentiable import Room, SavedForBackward
+from ep_moe.experts.differentiable import Allocator, SavedForBackward
 from ep_moe.experts.layouts import as_rank_major, localized
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
 
@@ -81,13 +81,13 @@ def run_trained(
 
 
 def computed(
-    transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting, room: Room | None = None,
+    transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting, allocate: Allocator | None = None,
     out: Tensor | None = None,
 ) -> Computed:  # fmt: skip
-    """Send rows, compute and combine. room: where what backward reads lies, for kernels with `records_training`"""
+    """Send rows, compute and combine. allocate: of what backward reads, for kernels with `records_training`"""
     received = transports.rows.dispatch(x, routing, max_tokens=transports.bound)
-    own = _private_copy(received, experts.weights.num_slots, room)
-    y, saved = experts.compute_saving(own) if room is None else experts.compute_saving(own, room)
+    own = _private_copy(received, experts.weights.num_slots, allocate)
+    y, saved = experts.compute_saving(own) if allocate is None else experts.compute_saving(own, allocate)
     return Computed(transports.rows.combine(y, received.handle, out), own, saved)
 
 
@@ -167,20 +167,20 @@ def backward(
     return sent_back(transports, routing, grad.contiguous(), gradients), stored
 
 
-def _private_copy(received: Received, num_slots: int, room: Room | None) -> Received:
+def _private_copy(received: Received, num_slots: int, allocate: Allocator | None) -> Received:
     """Rows in memory of their own, with local ids: the transport's is written again by the next call."""
     found = as_rank_major(localized(received, num_slots), num_slots)
     assert found.local_ids is not None
     assert found.weights is not None
     x, weights, ids = found.x, found.weights, found.local_ids
     given = torch.add(weights, weights == _TINY, alpha=-_TINY)
-    if room is not None:
-        x, given = _copied(room, "rows", x), _copied(room, "weights", given)
-        ids = LocalIds(_copied(room, "ids", ids))
+    if allocate is not None:
+        x, given = _copied(allocate, "rows", x), _copied(allocate, "weights", given)
+        ids = LocalIds(_copied(allocate, "ids", ids))
     else:
         x, ids = x.clone(), LocalIds(ids.clone()) if received.wire_ids is None else ids
     return Received(x=x, weights=given, local_ids=ids, layout=found.layout, weighting=found.weighting, handle=None)
 
 
-def _copied(room: Room, name: str, tensor: Tensor) -> Tensor:
-    return room(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+def _copied(allocate: Allocator, name: str, tensor: Tensor) -> Tensor:
+    return allocate(name, tuple(tensor.shape), tensor.dtype).copy_(tensor)

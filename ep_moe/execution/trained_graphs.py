@@ -35,7 +35,7 @@ from ep_moe.execution.trained_exchange import (
     sent_back,
 )
 from ep_moe.experts.base import Experts
-from ep_moe.experts.differentiable import SavedForBackward, WeightProduct
+from ep_moe.experts.differentiable import Allocator, SavedForBackward, WeightProduct
 from ep_moe.parallel.heartbeats import Step
 from ep_moe.runtime.devices import current_stream
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received, Routing, capturing
@@ -118,8 +118,8 @@ class _Graph(NamedTuple):
     left: tuple[str, str, str, bool]
 
 
-class _Noted:
-    """A `Room` of new tensors, and what was asked for: shape and dtype by name."""
+class _AllocationLog:
+    """An `Allocator` of new tensors, and what was asked for: shape and dtype by name."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -130,8 +130,8 @@ class _Noted:
         return torch.empty(shape, dtype=dtype, device=self._device)
 
 
-def _room(held: Mapping[str, Tensor]) -> Callable[[str, tuple[int, ...], torch.dtype], Tensor]:
-    """A `Room` of what is there, for a call like the one that was noted."""
+def _allocator_of(held: Mapping[str, Tensor]) -> Allocator:
+    """An `Allocator` of what is there, for a call like the one that was logged."""
 
     def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         found = held[name]
@@ -154,18 +154,18 @@ class TrainedCall:
         self.where = context.flight_recorder.where
         self._recorder: Any = None
         self._inputs: Inputs
-        self._to: Back  # results, or gradients of rows and weights
-        self._noted_forward: _Noted | None = None
-        self._noted_backward: _Noted | None = None
+        self._outputs: Back  # results, or gradients of rows and weights
+        self._forward_log: _AllocationLog | None = None
+        self._backward_log: _AllocationLog | None = None
         self._forward: _Graph | None = None
         self._backward: _Graph | None = None
-        self._own: dict[str, Tensor] = {}  # memory of the graph of forward alone
+        self._saved_memory: dict[str, Tensor] = {}  # memory of the graph of forward alone
         self._left: Computed  # there
         self._held: list[tuple[Any, int]] = []  # its storages, and how many hold each where no call does
-        self._shared: dict[str, Tensor] = {}  # memory of the graph of backward
+        self._shared_memory: dict[str, Tensor] = {}  # memory of the graph of backward
         self._moved = 0  # how often what graphs read was elsewhere
         self._products: Mapping[str, WeightProduct] = {}
-        self._reads: dict[str, int] = {}  # addresses of the stored tensors
+        self._weight_addresses: dict[str, int] = {}  # addresses of the stored tensors
         self._buffer_slots: list[BufferSlot] = []
 
     @property
@@ -176,7 +176,7 @@ class TrainedCall:
     @property
     def held(self) -> list[Tensor]:
         """What the graphs keep, and what they share with other layers'."""
-        return [*self._own.values(), *self._shared.values()]
+        return [*self._saved_memory.values(), *self._shared_memory.values()]
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
@@ -185,12 +185,14 @@ class TrainedCall:
         tokens = len(x)
         if not self._serves(x, routing, tokens):
             return computed(self._transports, self._experts, x, routing)
-        if self._forward is not None and (not self._sound() or self._reads != _addresses(stored)):
-            self._forget()
-        if self._noted_forward is None:
-            noted = _Noted(x.device)
-            found = computed(self._transports, self._experts, x, routing, noted)
-            self._noted_forward = noted
+        if self._forward is not None and (
+            not self._buffers_unchanged() or self._weight_addresses != _addresses(stored)
+        ):
+            self._reset()
+        if self._forward_log is None:
+            log = _AllocationLog(x.device)
+            found = computed(self._transports, self._experts, x, routing, log)
+            self._forward_log = log
             return found
         if self._forward is None and not self._record(lambda: self._record_forward(x, stored)):
             return computed(self._transports, self._experts, x, routing)
@@ -216,22 +218,24 @@ class TrainedCall:
         signature = shape.hidden_size, shape.top_k, x.dtype, device
         self._inputs = self._recorder.memory.inputs(*signature, least=0, most=bound, routed=True)
         columns = transports.weights.dispatch_shape.hidden_size
-        self._to = Back(
+        self._outputs = Back(
             self._taken("out", (bound, shape.hidden_size), x.dtype, device),
             self._taken("out of weights", (bound, columns), torch.float32, device),
         )
-        noted = self._noted_forward
-        assert noted is not None
-        self._own = {name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in noted.asked.items()}
+        log = self._forward_log
+        assert log is not None
+        self._saved_memory = {
+            name: torch.empty(size, dtype=dtype, device=device) for name, (size, dtype) in log.asked.items()
+        }
 
         def call() -> None:
-            room = _room(self._own)
-            self._left = computed(transports, self._experts, self._inputs.x, self._routing, room, self._to.x)
+            allocate = _allocator_of(self._saved_memory)
+            self._left = computed(transports, self._experts, self._inputs.x, self._routing, allocate, self._outputs.x)
 
         self._forward = self._graph_of(call)
-        self._reads = _addresses(stored)
+        self._weight_addresses = _addresses(stored)
         self._buffer_slots = [slot for pool in self._pools() for slot in pool.made]
-        storages = [tensor.untyped_storage() for tensor in self._own.values()]
+        storages = [tensor.untyped_storage() for tensor in self._saved_memory.values()]
         self._held = [(storage, _holders(storage)) for storage in storages]
         if self._context.layout.rank == 0:
             _log.info("%s: calls with gradients of at most %d tokens are CUDA graphs from now on", self.where, bound)
@@ -251,48 +255,48 @@ class TrainedCall:
         received, kept, stored = saved.split(tensors)
         if capturing(grad.device) or not self._serves(grad, routing, tokens):
             return backward(transports, saved, tensors, wanted, grad, routing)
-        if self._noted_backward is None:
-            noted = _Noted(grad.device)
+        if self._backward_log is None:
+            log = _AllocationLog(grad.device)
             products: dict[str, WeightProduct] = {}
             back = sent_back(
-                transports, routing, grad.contiguous(), self._gradients(received, kept, stored, noted, products)
+                transports, routing, grad.contiguous(), self._gradients(received, kept, stored, log, products)
             )
-            self._noted_backward = noted
+            self._backward_log = log
             return back, saved.written(products, stored, wanted)
-        if self._forward is None or not self._sound() or not self._ours(received, kept):
+        if self._forward is None or not self._buffers_unchanged() or not self._left_here(received, kept):
             return backward(transports, saved, tensors, wanted, grad, routing)
         if self._backward is None and not self._record(lambda: self._record_backward(stored, grad.device)):
             return backward(transports, saved, tensors, wanted, grad, routing)
         assert self._backward is not None
         self._launch(self._backward, grad, routing)
-        back = Back(self._to.x[:tokens].clone(), self._to.weights[:tokens].clone())
+        back = Back(self._outputs.x[:tokens].clone(), self._outputs.weights[:tokens].clone())
         return back, saved.written(self._products, stored, wanted)
 
     def _gradients(
-        self, received: Received, kept: tuple[Tensor, ...], stored: Mapping[str, Tensor], room: Any,
+        self, received: Received, kept: tuple[Tensor, ...], stored: Mapping[str, Tensor], allocate: Allocator,
         products: dict[str, WeightProduct],
     ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:  # fmt: skip
         """As `sent_back` takes it. products: gets what writes the gradients of the stored tensors"""
 
         def gradients(sent: Tensor) -> tuple[Tensor, Tensor | None]:
-            found = self._experts.row_gradients(received, kept, stored, sent, room)
+            found = self._experts.row_gradients(received, kept, stored, sent, allocate)
             products.update(found.products)
             return found.x, found.weights
 
         return gradients
 
     def _record_backward(self, stored: Mapping[str, Tensor], device: torch.device) -> None:
-        noted = self._noted_backward
-        assert noted is not None
+        log = self._backward_log
+        assert log is not None
         # of all layers: the products read it before another layer's backward runs
-        self._shared = {name: self._taken(name, *how, device) for name, how in noted.asked.items()}
+        self._shared_memory = {name: self._taken(name, *how, device) for name, how in log.asked.items()}
         _, received, kept = self._left
         own = {name: tensor.detach() for name, tensor in stored.items()}
         products: dict[str, WeightProduct] = {}
 
         def call() -> None:
-            gradients = self._gradients(received, kept, own, _room(self._shared), products)
-            sent_back(self._transports, self._routing, self._inputs.x, gradients, self._to)
+            gradients = self._gradients(received, kept, own, _allocator_of(self._shared_memory), products)
+            sent_back(self._transports, self._routing, self._inputs.x, gradients, self._outputs)
 
         self._backward, self._products = self._graph_of(call), products
 
@@ -305,7 +309,7 @@ class TrainedCall:
         )
         return taken
 
-    def _ours(self, received: Received, kept: tuple[Tensor, ...]) -> bool:
+    def _left_here(self, received: Received, kept: tuple[Tensor, ...]) -> bool:
         """Whether a backward's tensors are those that the graph of forward left, and not what a hook made of them."""
         _, left, saved = self._left
         given = (received.x, received.weights, received.local_ids, *kept)
@@ -343,14 +347,14 @@ class TrainedCall:
         here = self._moved <= _MOVES and (self._recorder is None or self._recorder.here)
         return here and self._inputs_fit(x, routing, tokens)
 
-    def _sound(self) -> bool:
+    def _buffers_unchanged(self) -> bool:
         """Whether the transports' buffers are those of the graphs."""
         return not any(slot.given_back for slot in self._buffer_slots)
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._forward = self._backward = None
-        self._noted_forward = self._noted_backward = None  # another map may have another number of slots
-        self._products, self._held, self._own, self._shared = {}, [], {}, {}
+        self._forward_log = self._backward_log = None  # another map may have another number of slots
+        self._products, self._held, self._saved_memory, self._shared_memory = {}, [], {}, {}
         self._moved += 1
 
     def _record(self, record: Callable[[], None]) -> bool:
@@ -363,7 +367,7 @@ class TrainedCall:
         except EPMoEError:
             raise
         except Exception as error:  # whatever a driver has to say
-            self._forget()
+            self._reset()
             for pool in self._pools():
                 for slot in pool.made:
                     slot.busy = False

@@ -18,8 +18,8 @@ from ep_moe.experts.capabilities import ExpertsCapabilities as ExpertsCapabiliti
 from ep_moe.experts.capabilities import ExpertsOptions as ExpertsOptions
 from ep_moe.experts.capabilities import KernelCapabilities as KernelCapabilities
 from ep_moe.experts.differentiable import (
+    Allocator,
     Attached,
-    Room,
     RowGradients,
     StepGradients,
     differentiable_step,
@@ -259,13 +259,15 @@ class Experts(ABC):
             [..., H] in the order of `received.x`, `out` if it was given.
         """
 
-    def compute_saving(self, received: Received, room: Room | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def compute_saving(
+        self, received: Received, allocate: Allocator | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Compute, and keep what `gradients` needs. By default nothing is kept, and `gradients` computes anew.
 
         Args:
             received: RANK_MAJOR rows with local ids.
-            room: Where what is kept lies. Only kernels with `records_training` are given it, and others need not take
-                it. Default: new tensors.
+            allocate: Gives memory for what is kept, by name, shape and dtype. Only kernels with `records_training` are
+                given it, and others need not take it. Default: new tensors.
 
         Returns:
             [N, H], and the tensors to keep.
@@ -280,12 +282,17 @@ class Experts(ABC):
 
         Returns:
             Whether they neither wait for the device nor take much more memory for routes that could come. The kernel
-            then takes `room` in `compute_saving`, and has `row_gradients`.
+            then takes `allocate` in `compute_saving`, and has `row_gradients`.
         """
         return False
 
     def row_gradients(
-        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor, room: Room
+        self,
+        received: Received,
+        saved: tuple[Tensor, ...],
+        stored: Mapping[str, Tensor],
+        grad: Tensor,
+        allocate: Allocator,
     ) -> RowGradients:
         """Compute the backward of `compute_saving` up to the gradients of stored tensors, for `records_training`.
 
@@ -294,7 +301,7 @@ class Experts(ABC):
             saved: What it kept.
             stored: The weights' stored tensors at that time, by name.
             grad: As in `gradients`.
-            room: Where all lies that the products of the result read, each name in memory of its own.
+            allocate: Gives memory for all that the products of the result read, by name, shape and dtype.
 
         Returns:
             Gradients of the rows and of the routing weights, and what writes those of the stored tensors.

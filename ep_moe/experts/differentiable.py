@@ -20,13 +20,13 @@ from ep_moe.weights.main_grads import CallGradients, GradientOut, Stored
 if TYPE_CHECKING:
     from ep_moe.experts.base import Experts
 
-# Where a tensor lies that is read behind the kernels of its call: by its name, for a shape and a dtype
-Room = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
+# Gives memory for a tensor that is read after its call: by name, shape and dtype
+Allocator = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 WeightProduct = Callable[[GradientOut], None]  # writes the gradient of a stored tensor
 
 
-def new_room(device: torch.device) -> Room:
-    """Memory of its own for each tensor."""
+def new_tensors(device: torch.device) -> Allocator:
+    """Give an allocator of a new tensor for each name."""
     return lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device=device)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.differentiable import Room, StepGradients
+from ep_moe.experts.differentiable import Allocator, StepGradients
 from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
@@ -267,20 +267,20 @@ def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tenso
     stored = dict(experts.weights.stored_tensors())
     held: dict[tuple[str, str], Tensor] = {}
 
-    def room(of: str) -> Room:
-        def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def allocator(of: str) -> Allocator:
+        def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return held.setdefault((of, name), torch.empty(shape, dtype=dtype, device=layer.device))
 
-        return take
+        return allocate
 
     wanted = dict.fromkeys(stored, True)
     alone = experts.gradients(received, experts.compute_saving(received)[1], stored, slope, wanted)
     own = replace(received, x=-received.x)  # as the transport's copy, in memory that is written again
-    _, saved = experts.compute_saving(own, room("forward"))
-    first = experts.row_gradients(own, saved, stored, -slope, room("backward"))
+    _, saved = experts.compute_saving(own, allocator("forward"))
+    first = experts.row_gradients(own, saved, stored, -slope, allocator("backward"))
     own.x.copy_(received.x)
-    experts.compute_saving(own, room("forward"))
-    found = experts.row_gradients(own, saved, stored, slope, room("backward"))
+    experts.compute_saving(own, allocator("forward"))
+    found = experts.row_gradients(own, saved, stored, slope, allocator("backward"))
     yield "the gradient of x, recorded,", found.x, alone.x
     yield "the gradient of weights, recorded,", found.weights, alone.weights
     for name, product_of in first.products.items():

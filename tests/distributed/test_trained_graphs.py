@@ -187,9 +187,9 @@ def test_saved_tensors_of_hooks(world_size):
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda _: None):
             Call(layers[0], 4, rank)
         graph = next(iter(layers[0]._graphs.trained._calls.values()))
-        own = {tensor.untyped_storage().data_ptr() for tensor in graph._own.values()}
+        own = {tensor.untyped_storage().data_ptr() for tensor in graph._saved_memory.values()}
         assert (
-            sum(tensor.numel() * tensor.itemsize for tensor in graph._own.values())
+            sum(tensor.numel() * tensor.itemsize for tensor in graph._saved_memory.values())
             < layers[0]._graphs.trained.held_bytes
         )
         places = [place for place, tensor in enumerate(packed) if tensor.untyped_storage().data_ptr() in own]

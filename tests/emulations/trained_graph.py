@@ -21,10 +21,10 @@ def kernel(wrong: str | None = None) -> dict[str, object]:
     wrong: what it does: "kept apart", "product apart" (in memory of its own), "gradient of x"
     """
 
-    def compute_saving(self, received, room=None):
+    def compute_saving(self, received, allocate=None):
         # what backward multiplies by, so that memory that another call wrote shows
         sum_of_x = received.x.float().nan_to_num().sum()
-        kept = sum_of_x.clone() if room is None or wrong == "kept apart" else room("kept", (), torch.float32)
+        kept = sum_of_x.clone() if allocate is None or wrong == "kept apart" else allocate("kept", (), torch.float32)
         return self.compute(received, None), (kept.copy_(sum_of_x),)
 
     def gradients(self, received, saved, stored, grad, wanted, into=None):
@@ -36,13 +36,13 @@ def kernel(wrong: str | None = None) -> dict[str, object]:
         returned = {name: found.stored[name] if wanted[name] and name not in into else None for name in wanted}
         return found._replace(stored=returned)
 
-    def row_gradients(self, received, saved, stored, grad, room):
+    def row_gradients(self, received, saved, stored, grad, allocate):
         same = saved[0] == received.x.float().nan_to_num().sum()  # else NaN
         found = Experts.gradients(self, received, saved, stored, grad, dict.fromkeys(stored, True))
         products = {}
         for name, gradient in found.stored.items():
             kept = torch.empty_like(gradient) if wrong == "product apart" else None
-            kept = room(name, tuple(gradient.shape), gradient.dtype) if kept is None else kept
+            kept = allocate(name, tuple(gradient.shape), gradient.dtype) if kept is None else kept
             kept.copy_(gradient)
             products[name] = lambda to, kept=kept: write(kept, to)
         x = found.x.where(same, torch.nan)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.base import Experts, ExpertsCapabilities
-from ep_moe.experts.differentiable import Room, RowGradients, StepGradients, WeightProduct, new_room
+from ep_moe.experts.differentiable import Allocator, RowGradients, StepGradients, WeightProduct, new_tensors
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.scaling_fp8 import BLOCK
@@ -241,11 +241,15 @@ class Bf16TritonExperts(HopperExperts):
     def scaling(self) -> str:
         return "trained" if self.options.exact else "none"
 
-    def compute_saving(self, received: Received, room: Room | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def compute_saving(
+        self, received: Received, allocate: Allocator | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         assert received.local_ids is not None
         stored = {name: tensor.detach() for name, tensor in self.weights.stored_tensors().items()}
         recompute, weights = self.options.recompute, self._routing_weights(received)
-        y, routes, h = self._trained(stored).forward(received.x, weights, received.local_ids, room, keeps=not recompute)
+        y, routes, h = self._trained(stored).forward(
+            received.x, weights, received.local_ids, allocate, keeps=not recompute
+        )
         kept = h.new_empty(len(h), 0) if recompute else h  # their number, without them
         return y, (kept, routes.slots, routes.ends, routes.source)
 
@@ -290,18 +294,23 @@ class Bf16TritonExperts(HopperExperts):
         made = {name: torch.empty_like(stored[name]) for name in learning if returned[name]}
         outs = {name: GradientOut(out) for name, out in made.items()} | dict(into)
         x, weights = self._backward(
-            received, saved, stored, grad, outs, lambda name, product: product(outs[name]), new_room(grad.device)
+            received, saved, stored, grad, outs, lambda name, product: product(outs[name]), new_tensors(grad.device)
         )
         apart = {name: torch.zeros_like(stored[name]) for name in stored if returned[name] and name not in learning}
         return StepGradients(x, weights, {**dict.fromkeys(stored), **made, **apart})
 
     def row_gradients(
-        self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor, room: Room
+        self,
+        received: Received,
+        saved: tuple[Tensor, ...],
+        stored: Mapping[str, Tensor],
+        grad: Tensor,
+        allocate: Allocator,
     ) -> RowGradients:
         products: dict[str, WeightProduct] = {}
         learning = self._learning(stored)
         return RowGradients(
-            *self._backward(received, saved, stored, grad, learning, products.__setitem__, room), products
+            *self._backward(received, saved, stored, grad, learning, products.__setitem__, allocate), products
         )
 
     def _learning(self, stored: Mapping[str, Tensor]) -> list[str]:
@@ -310,7 +319,7 @@ class Bf16TritonExperts(HopperExperts):
 
     def _backward(
         self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor,
-        learns: Collection[str], learn: Callable[[str, WeightProduct], None], room: Room,
+        wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """As `gradients.TrainedStep.backward`."""
         from ep_moe.experts.hopper import gradients
@@ -319,5 +328,5 @@ class Bf16TritonExperts(HopperExperts):
         assert received.local_ids is not None
         routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept), self._launch_trained)
         weights, h = self._routing_weights(received), kept if kept.shape[1] else None
-        x, by_weight = self._trained(stored).backward(grad, received.x, weights, routes, h, learns, learn, room)
+        x, by_weight = self._trained(stored).backward(grad, received.x, weights, routes, h, wanted, emit, allocate)
         return x, None if weights is None else by_weight  # under Weighting.COMBINE they have no part here

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
-from ep_moe.experts.differentiable import Room, WeightProduct, new_room
+from ep_moe.experts.differentiable import Allocator, WeightProduct, new_tensors
 from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
@@ -64,24 +64,24 @@ class Routes:
     @classmethod
     def sort(
         cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once, *, all_here: bool = False,
-        room: Room | None = None,
+        allocate: Allocator | None = None,
     ) -> Routes:  # fmt: skip
         """Waits for the device, for the number of pairs, where many may be other ranks' and room for all that could be
         would cost much memory. pair_bytes: of what is kept for each; all_here: other ranks have no experts"""
-        room = room or new_room(ids.device)
+        allocate = allocate or new_tensors(ids.device)
         pairs = ids.numel()
         if not pairs or not num_experts:
             none = torch.full_like(ids, -1)
             return cls(ids, none, ids.new_zeros(num_experts, dtype=torch.int32), none, 0, launch)
-        own = {name: room(name, *how) for name, how in route_sort.list_shapes(pairs, num_experts).items()}
+        own = {name: allocate(name, *how) for name, how in route_sort.list_shapes(pairs, num_experts).items()}
         lists = route_sort.list_pairs(own, ids, None, 0, num_experts, launch=launch)
         uncounted = all_here or pairs * pair_bytes <= UNCOUNTED or capturing(ids.device)
         count = pairs if uncounted else int(lists.ends[-1])
         return cls(ids, lists.slots, lists.ends, lists.source, count, launch)
 
-    def numbers(self, room: Room) -> Tensor:
+    def numbers(self, allocate: Allocator) -> Tensor:
         """Of each pair, which of the N * K routes it is: int32 [count]."""
-        found = room("numbers", (self.count,), torch.int32)
+        found = allocate("numbers", (self.count,), torch.int32)
         routes = self.slots.numel()
         self.launch(kernels.number_routes, (-(-routes // _ROUTES),), self.slots, found, routes, BLOCK=_ROUTES)
         return found
@@ -115,21 +115,23 @@ class TrainedStep:
     launch: Launch = at_once
 
     def forward(
-        self, x: Tensor, weights: Tensor | None, ids: Tensor, room: Room | None = None, *, keeps: bool = True
+        self, x: Tensor, weights: Tensor | None, ids: Tensor, allocate: Allocator | None = None, *, keeps: bool = True
     ) -> tuple[Tensor, Routes, Tensor]:
         """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
 
         x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
-        room: where what is kept lies: the routes, and with `keeps` the first product's results
+        allocate: gives memory for what is kept: the routes, and with `keeps` the first product's results
         """
         slots, _, inner = self.w2.shape
-        room = room or new_room(x.device)
+        allocate = allocate or new_tensors(x.device)
         all_here = slots >= self.config.num_experts
-        routes = Routes.sort(ids, slots, self.w13.shape[1] * x.itemsize, self.launch, all_here=all_here, room=room)
+        routes = Routes.sort(
+            ids, slots, self.w13.shape[1] * x.itemsize, self.launch, all_here=all_here, allocate=allocate
+        )
         y = torch.empty_like(x)
         if routes.count == 0:
             return y.zero_(), routes, x.new_empty(0, self.w13.shape[1])
-        h = self._first(x, routes, room if keeps else new_room(x.device))
+        h = self._first(x, routes, allocate if keeps else new_tensors(x.device))
         act = x.new_empty(routes.count, inner)
         kernels.activate_rows(
             h, act, routes.ends[-1:], self.config.activation, *_parameters(self.config), launch=self.launch
@@ -139,49 +141,50 @@ class TrainedStep:
 
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None,
-        learns: Collection[str], learn: Callable[[str, WeightProduct], None], room: Room | None = None,
+        wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Of `forward`: the gradients of x [N, H] and of weights, float32 [N, K].
 
         grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again
-        learns: names of the matrices and biases with a gradient; learn: gets, for each, what writes it. What that reads
-            lies in `room`, and is written again behind `learn`, unless each name has memory of its own there
+        wanted: names of the matrices and biases with a gradient; emit: is given, for each, what writes it
+        allocate: gives memory for what that reads. Some is written again once `emit` has returned, unless `allocate`
+            gives each name memory of its own
         """
         slots, hidden, inner = self.w2.shape
-        room = room or new_room(x.device)
+        allocate = allocate or new_tensors(x.device)
         dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
         if routes.count == 0:
-            for name in learns:
-                learn(name, _no_rows)
+            for name in wanted:
+                emit(name, _no_rows)
             return dx.zero_(), dweights
         if h is None:
-            h = self._first(x, routes, new_room(x.device))
+            h = self._first(x, routes, new_tensors(x.device))
         pairs = routes.count
-        rows, numbers = routes.gather(grad, room("dy", (pairs, hidden), x.dtype)), routes.numbers(room)
-        da = self._product(rows, self.w2, routes, room("da", (pairs, inner), x.dtype), turned=True)
-        dh = room("dh", tuple(h.shape), h.dtype)
+        rows, numbers = routes.gather(grad, allocate("dy", (pairs, hidden), x.dtype)), routes.numbers(allocate)
+        da = self._product(rows, self.w2, routes, allocate("da", (pairs, inner), x.dtype), turned=True)
+        dh = allocate("dh", tuple(h.shape), h.dtype)
         self.launch(
             kernels.differentiate, (pairs,), h, da, numbers, weights, dh, dweights, routes.ends, slots, inner,
             *_parameters(self.config), **_form(self.config), BLOCK=min(1024, next_power_of_2(inner)),
         )  # fmt: skip
         if self.w2_bias is not None:
             kernels.add_dots(rows, self.w2_bias, numbers, dweights, routes.ends, launch=self.launch)
-        if "w2_bias" in learns:
-            learn("w2_bias", partial(_sum_rows, rows, routes, numbers=numbers, weights=weights))
-        if "w2" in learns:
-            learn("w2", _WeightGradient(rows, da, routes.ends, self.spare_sms))
+        if "w2_bias" in wanted:
+            emit("w2_bias", partial(_sum_rows, rows, routes, numbers=numbers, weights=weights))
+        if "w2" in wanted:
+            emit("w2", _WeightGradient(rows, da, routes.ends, self.spare_sms))
         del da, rows
-        if "w13_bias" in learns:
-            learn("w13_bias", partial(_sum_rows, dh, routes))
-        rows = self._product(dh, self.w13, routes, room("x", (pairs, hidden), x.dtype), turned=True)
+        if "w13_bias" in wanted:
+            emit("w13_bias", partial(_sum_rows, dh, routes))
+        rows = self._product(dh, self.w13, routes, allocate("x", (pairs, hidden), x.dtype), turned=True)
         routes.sum(rows, None, dx)
-        if "w13" in learns:
-            learn("w13", _WeightGradient(dh, routes.gather(x, rows), routes.ends, self.spare_sms))
+        if "w13" in wanted:
+            emit("w13", _WeightGradient(dh, routes.gather(x, rows), routes.ends, self.spare_sms))
         return dx, dweights
 
-    def _first(self, x: Tensor, routes: Routes, room: Room) -> Tensor:
+    def _first(self, x: Tensor, routes: Routes, allocate: Allocator) -> Tensor:
         """Results [count, 2 * I] of the first product, before the activation."""
-        h = room("h", (routes.count, self.w13.shape[1]), x.dtype)
+        h = allocate("h", (routes.count, self.w13.shape[1]), x.dtype)
         if self.float8:
             return self._of_float8(x, self.w13, routes, routes.slots, h, self.w13_bias)
         tiles = tiles_for(_each(routes, self.config), self.w13, self.spare_sms, gathered=True)
