@@ -10,13 +10,23 @@ from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer, Wire
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.execution import exchange as exchange_module
-from ep_moe.execution import graphs
+from ep_moe.execution import graphs, trained_exchange
 from ep_moe.execution.exchange import Exchange, check_pipeline, wants_gradients
 from ep_moe.execution.recorded_calls import CallerInputs
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.devices import SideStream
 from ep_moe.testing.transport_case import dispatch_shape
-from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting
+from ep_moe.types import (
+    LocalIds,
+    PeerRows,
+    Pending,
+    PhysicalIds,
+    PhysicalRouting,
+    Received,
+    RowLayout,
+    Weighting,
+    WireIds,
+)
 
 FORMAT = Wire(dispatch="fp8_row")
 
@@ -326,3 +336,28 @@ def test_a_capture_with_a_kernel_that_waits_is_refused(train, monkeypatch):
             with pytest.raises(InputError, match="experts=reference cannot be captured in a CUDA graph; choose"):
                 layer(x)
         assert torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("allocated", [False, True])
+@pytest.mark.parametrize("wired", [False, True])
+def test_rows_that_backward_reads_are_no_memory_of_the_transport(wired, allocated):
+    """Which the next call writes; a weight of zero is one again."""
+    ids, given = torch.tensor([[4, 5], [-1, 6]], dtype=torch.int32), {}
+    weights = torch.tensor([[0.5, trained_exchange._TINY], [1.0, 2.0]])
+    own = {"wire_ids": WireIds(ids, 4)} if wired else {"local_ids": LocalIds(ids - 4)}
+    received = Received(torch.ones(2, 8), RowLayout.RANK_MAJOR, Weighting.EXPERTS, None, weights=weights, **own)
+
+    def allocate(name, shape, dtype):
+        given[name] = torch.empty(shape, dtype=dtype)
+        return given[name]
+
+    there = [received.x, weights, ids if wired else received.local_ids]
+    found = trained_exchange._private_copy(received, 3, allocate if allocated else None)
+    for tensor in there:
+        tensor.zero_()
+    assert (found.x == 1).all()
+    assert found.weights.tolist() == [[0.5, 0.0], [1.0, 2.0]]
+    assert found.local_ids[0].tolist() == [0, 1]
+    assert found.local_ids[1, 1] == 2
+    if allocated:
+        assert given == {"rows": found.x, "weights": found.weights, "ids": found.local_ids}
