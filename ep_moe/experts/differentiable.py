@@ -184,13 +184,11 @@ class SavedForBackward:
         for name, tensor in stored.items():
             if name not in products:
                 found[name] = torch.zeros_like(tensor) if returned[name] else None
-                continue
-            to = into.get(name)
-            if to is None and returned[name]:
-                to = GradientOut(torch.empty_like(tensor))
-                found[name] = to.out
-            if to is not None:
-                products[name](to)
+            elif returned[name]:
+                found[name] = made = torch.empty_like(tensor)
+                products[name](GradientOut(made))
+            elif name in into:
+                products[name](into[name])
         return found
 
     def _targets(self, wanted: Mapping[str, bool]) -> tuple[dict[str, bool], Mapping[str, GradientOut]]:
