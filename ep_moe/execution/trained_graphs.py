@@ -75,6 +75,8 @@ class TrainedGraphs:
             return None
         if torch._C._len_torch_dispatch_stack():  # selective checkpointing counts operations, alike in each call
             return None
+        if not _autograd_saves():
+            return None
         if context._stage_times is not None and context._stage_times.timed:
             return None
         key = (transports, experts, current_stream(device))
@@ -397,6 +399,16 @@ class TrainedCall:
         # as an eager call leaves it: peers that run theirs must find this rank neither behind nor elsewhere
         flight_recorder.leave_at(Step(number + graph.steps, *graph.left))
         flight_recorder.device_watch.mark(x.device)
+
+
+def _autograd_saves() -> bool:
+    """Whether autograd itself, or a checkpoint, holds what forward leaves. Other hooks of saved tensors may read a
+    tensor on another stream without holding it, while the next replay writes the memory."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
+    if top is None:
+        return False
+    hooks = top(True)
+    return hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def _addresses(stored: Mapping[str, Tensor]) -> dict[str, int]:

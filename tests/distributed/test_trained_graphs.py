@@ -133,7 +133,7 @@ def test_replayed_steps(main, spare, world_size):
 
 @distributed(2)
 def test_calls_in_flight(world_size):
-    """A call whose memory another one holds runs eagerly; whoever comes first, and whatever is kept."""
+    """A call whose memory another one holds runs eagerly. The order of backwards, and kept graphs, change nothing."""
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
@@ -177,42 +177,70 @@ def test_a_rank_that_runs_what_its_peer_replays(world_size):
             assert replays == 2 * rank
 
 
+def node_of(call):
+    """The node of autograd's graph that holds what forward left."""
+    node = call.out.grad_fn
+    while type(node).__name__ != "_TrainedExchangeBackward":
+        node = node.next_functions[0][0]
+    return node
+
+
 @distributed(2)
-def test_saved_tensors_of_hooks(world_size):
-    """Forward is called again before the backward of the first, of whose tensors a hook holds one, or copies all."""
+def test_one_saved_tensor_that_is_held(world_size):
+    """The next call runs eagerly while anything holds one of them, and is a replay after that."""
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
-        packed = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor), lambda _: None):
-            Call(layers[0], 4, rank)
         graph = next(iter(layers[0]._graphs.trained._calls.values()))
         own = {tensor.untyped_storage().data_ptr() for tensor in graph._saved_memory.values()}
-        assert (
-            sum(tensor.numel() * tensor.itemsize for tensor in graph._saved_memory.values())
-            < layers[0]._graphs.trained.held_bytes
-        )
-        places = [place for place, tensor in enumerate(packed) if tensor.untyped_storage().data_ptr() in own]
+        saved = node_of(Call(layers[0], 4, rank)).saved_tensors
+        places = [place for place, tensor in enumerate(saved) if tensor.untyped_storage().data_ptr() in own]
+        del saved
         assert len(places) == 4, "rows, weights, ids, and what the kernel keeps"
-        packed.clear()
+        for place in places:
+            held = [node_of(Call(layers[0], 4, rank)).saved_tensors[place]]
+            assert same(layers, functools.partial(step, tokens=6, seed=30 + rank), f"held: {place}") == 0
+            held.clear()
+            assert same(layers, functools.partial(step, tokens=6, seed=40 + rank), f"free: {place}") == 2
 
-        def hooked(layer, held):
-            numbers = iter(range(1000))
 
-            def pack(tensor):
-                return tensor if next(numbers) == held else tensor.clone()
+@distributed(2)
+def test_saved_tensors_that_a_hook_has_copied(world_size):
+    """Backward reads the copies: the next forward has written the memory of the graph."""
+    with pair() as layers:
+        rank = dist.get_rank()
+        recorded(layers, rank)
 
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                first = Call(layer, 4, rank)
+        def copied(layer):
+            first = Call(layer, 4, rank)
+            if layer is layers[0]:
+                for saved in node_of(first)._raw_saved_tensors:
+                    saved.register_hooks(torch.clone, lambda tensor: tensor)
             before = EmulatedRecorder.replays
             second = Call(layer, 6, 30 + rank)
-            assert EmulatedRecorder.replays - before == (layer is layers[0] and held is None)
+            assert EmulatedRecorder.replays - before == (layer is layers[0])
             first.backward()
             second.backward()
             return {f"{n} {name}": v for n, call in enumerate((first, second)) for name, v in call.found().items()}
 
-        for held in (None, *places):
-            same(layers, functools.partial(hooked, held=held), f"held: {held}")
+        assert same(layers, copied, "copied") == 3, "two forwards, and the second one's backward"
+
+
+@distributed(2)
+def test_calls_under_hooks_of_saved_tensors(world_size):
+    """They run eagerly: a hook may read a tensor on another stream without holding it."""
+    with pair() as layers:
+        rank = dist.get_rank()
+        recorded(layers, rank)
+
+        def hooked(layer):
+            with torch.autograd.graph.save_on_cpu():
+                call = Call(layer, 4, rank)
+            call.backward()
+            return call.found()
+
+        assert same(layers, hooked, "hooked") == 0
+        assert same(layers, functools.partial(step, tokens=6, seed=30 + rank), "not hooked") == 2
 
 
 @distributed(2)

@@ -297,7 +297,7 @@ def test_transfers_are_of_the_ranks_own_gpu_where_nccl_makes_them(backend, gpu, 
     monkeypatch.setattr(cluster.LaunchEnvironment, "gpu", lambda self: gpu)
     monkeypatch.setattr(cluster.LaunchEnvironment, "store", lambda self, deadline_s: HashStore())
     alone = TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    told = []
-    report = cluster.run(5.0, told.append, facts=rank_facts, environment=alone)
+    reports = []
+    report = cluster.run(5.0, reports.append, facts=rank_facts, environment=alone)
     assert asked == [(backend, device, cluster.pair_rate)]
-    assert (report.backend, told) == (f"{backend}: because", [report])
+    assert (report.backend, reports) == (f"{backend}: because", [report])

@@ -257,13 +257,13 @@ def test_each_meeting_waits_for_all_of_its_ranks():
             flight_recorder.close()
 
 
-@pytest.mark.parametrize(("text", "told"), [("it is wrong", "it is wrong"), (None, "")])
-def test_one_ranks_text_is_told_to_all_of_its_group(text, told):
+@pytest.mark.parametrize(("text", "shared"), [("it is wrong", "it is wrong"), (None, "")])
+def test_one_ranks_text_is_shared_with_all_of_its_group(text, shared):
     """A rank alone needs no store, and one with nothing to say says that."""
-    assert FlightRecorder().share(text, owner=0, group=(0, 1)) == told
+    assert FlightRecorder().share(text, owner=0, group=(0, 1)) == shared
     recorders = pair()
     try:
-        assert recorders[0].share(text, owner=0, group=(0,)) == told
+        assert recorders[0].share(text, owner=0, group=(0,)) == shared
         for again in range(2):
             said = None if text is None else f"{text} {again}"
             assert recorders[1].share(said, owner=1, group=(0, 1)) == (said or "")
