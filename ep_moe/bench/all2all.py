@@ -51,7 +51,7 @@ from ep_moe.execution.trained_exchange import Back, Transports, sent_back
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.row_format import round_to_travel
 from ep_moe.runtime.devices import on_device_of
-from ep_moe.types import PhysicalIds, PhysicalRouting
+from ep_moe.types import PhysicalIds, PhysicalRouting, Received
 
 EXPERTS, TOP_K = 128, 8
 HIDDEN = (2048, 4096, 7168)
@@ -153,14 +153,19 @@ def time_transport(
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(dispatch_shape, context.rank_groups["ep"])
     rows, scale = round_to_travel(x, dispatch_shape.wire)
 
-    def pair() -> Tensor:
-        received = dispatcher.dispatch(rows, routing, scale)
+    def returned(received: Received) -> Tensor:
         y = received.x if received.out is None else received.out
         return dispatcher.combine(y if y.dtype == DTYPE else y.new_empty(y.shape, dtype=DTYPE), received.handle)
 
+    def pair() -> Tensor:
+        return returned(dispatcher.dispatch(rows, routing, scale))
+
     line.captured = dispatcher.capabilities.cuda_graph
     calls: dict[str, Callable[[], Any]] = {"us": pair}
-    pair()
+    received = dispatcher.dispatch(rows, routing, scale)
+    if received.out is not None and received.x.dtype == DTYPE:
+        received.out.copy_(received.x)  # as experts would leave it there
+    returned(received)
     made = [dispatcher]
     if backward and line.rows == "plain" and dispatcher.capabilities.adjoint:
         made.append(registry.load("dispatchers", line.transport)(dispatch_shape.of_weights, context.rank_groups["ep"]))
@@ -185,8 +190,9 @@ def trained_pair(
 ) -> Callable[[], Back]:
     """`pair` and its backward, as a layer's call makes it, with gradients of the experts that are those of the rows."""
 
-    def gradients(sent: Tensor) -> tuple[Tensor, Tensor]:
-        return sent, sent.new_ones(len(sent), TOP_K, dtype=torch.float32)
+    def gradients(sent: Received) -> tuple[Tensor, Tensor]:
+        rows = sent.x if sent.out is None else sent.out
+        return rows, rows.new_ones(len(rows), TOP_K, dtype=torch.float32)
 
     def both() -> Back:
         pair()

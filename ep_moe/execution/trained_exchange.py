@@ -22,7 +22,7 @@ from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
 from ep_moe.experts.differentiable import Allocator, SavedForBackward
 from ep_moe.experts.layouts import as_rank_major, localized
-from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
+from ep_moe.types import LocalIds, PeerRows, PhysicalIds, PhysicalRouting, Received
 
 if TYPE_CHECKING:
     from ep_moe.execution.trained_graphs import TrainedCall, TrainedGraphs
@@ -87,26 +87,33 @@ def computed(
     """Send rows, compute and combine. allocate: of what backward reads, for kernels with `records_training`"""
     received = transports.rows.dispatch(x, routing, max_tokens=transports.bound)
     own = _private_copy(received, experts.weights.num_slots, allocate)
-    y, saved = experts.compute_saving(own) if allocate is None else experts.compute_saving(own, allocate)
+    options: dict[str, Any] = {} if allocate is None else {"allocate": allocate}
+    y, saved = experts.compute_saving(own, **options, **to_peers(experts, received))
     return Computed(transports.rows.combine(y, received.handle, out), own, saved)
+
+
+def to_peers(experts: Experts, received: Received) -> dict[str, Any]:
+    """`peer_out`, as arguments of a kernel's forward or backward, where it writes rows straight to their senders."""
+    return {"peer_out": received.peer_out} if experts.trains_to_peers and received.peer_out is not None else {}
 
 
 def sent_back(
     transports: Transports, routing: PhysicalRouting, grad: Tensor,
-    gradients: Callable[[Tensor], tuple[Tensor, Tensor | None]], to: Back | None = None,
+    gradients: Callable[[Received], tuple[Tensor | PeerRows, Tensor | None]], to: Back | None = None,
 ) -> Back:  # fmt: skip
     """Send the gradients of a call's results, and bring back those of its rows and weights.
 
-    gradients: from those of the experts' rows [N, H] to those of the received rows, and of their weights [N, K]
+    gradients: from those of the experts' rows, as they came, to those of the rows that forward received, [N, H] or
+        written to the peers, and of their weights [N, K]
     to: where to write
     """
     rows, narrow_rows, bound = transports.rows, transports.weights, transports.bound
     received = rows.dispatch(grad, routing, max_tokens=bound)
-    by_row, by_weight = gradients(received.x)
+    by_row, by_weight = gradients(received)
     dx = rows.combine(by_row, received.handle, None if to is None else to.x)
     assert by_weight is not None
     shape = narrow_rows.dispatch_shape
-    sent = grad.new_zeros(len(grad), shape.hidden_size, dtype=shape.dtype)
+    sent = grad.new_empty(len(grad), shape.hidden_size, dtype=shape.dtype)  # for its routes alone
     there = narrow_rows.dispatch(sent, routing, max_tokens=bound)
     more = shape.hidden_size - by_weight.shape[1]
     by_weight = torch.nn.functional.pad(by_weight, (0, more)) if more else by_weight
@@ -159,8 +166,8 @@ def backward(
     """With the least memory: what a product reads goes behind it. tensors: of `SavedForBackward.give_tensors`"""
     stored: dict[str, Tensor | None] = {}
 
-    def gradients(sent: Tensor) -> tuple[Tensor, Tensor | None]:
-        found = saved.gradients(tensors, sent, wanted)
+    def gradients(sent: Received) -> tuple[Tensor | PeerRows, Tensor | None]:
+        found = saved.gradients(tensors, sent.x, wanted, **to_peers(saved.experts, sent))
         stored.update(found.stored)
         return found.x, found.weights
 

@@ -33,12 +33,13 @@ from ep_moe.execution.trained_exchange import (
     backward,
     computed,
     sent_back,
+    to_peers,
 )
 from ep_moe.experts.base import Experts
 from ep_moe.experts.differentiable import Allocator, SavedForBackward, WeightProduct
 from ep_moe.parallel.heartbeats import Step
 from ep_moe.runtime.devices import current_stream
-from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received, Routing, capturing
+from ep_moe.types import LocalIds, PeerRows, PhysicalIds, PhysicalRouting, Received, Routing, capturing
 
 _log = logging.getLogger("ep_moe.execution")
 
@@ -277,11 +278,12 @@ class TrainedCall:
     def _gradients(
         self, received: Received, kept: tuple[Tensor, ...], stored: Mapping[str, Tensor], allocate: Allocator,
         products: dict[str, WeightProduct],
-    ) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:  # fmt: skip
+    ) -> Callable[[Received], tuple[Tensor | PeerRows, Tensor | None]]:  # fmt: skip
         """As `sent_back` takes it. products: gets what writes the gradients of the stored tensors"""
 
-        def gradients(sent: Tensor) -> tuple[Tensor, Tensor | None]:
-            found = self._experts.row_gradients(received, kept, stored, sent, allocate)
+        def gradients(sent: Received) -> tuple[Tensor | PeerRows, Tensor | None]:
+            options = to_peers(self._experts, sent)
+            found = self._experts.row_gradients(received, kept, stored, sent.x, allocate, **options)
             products.update(found.products)
             return found.x, found.weights
 

@@ -55,6 +55,8 @@ class Experts(ABC):
     weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
     own_backward: ClassVar[bool] = False  # it has `compute_saving` and `gradients`; else autograd follows `compute`
     writes_gradients: ClassVar[bool] = False  # `gradients` takes `into`
+    # `compute_saving`, `gradients` and `row_gradients` take `peer_out`, of a kernel with that capability
+    trains_to_peers: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -260,17 +262,19 @@ class Experts(ABC):
         """
 
     def compute_saving(
-        self, received: Received, allocate: Allocator | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, received: Received, allocate: Allocator | None = None, peer_out: PeerRows | None = None
+    ) -> tuple[Tensor | PeerRows, tuple[Tensor, ...]]:
         """Compute, and keep what `gradients` needs. By default nothing is kept, and `gradients` computes anew.
 
         Args:
             received: RANK_MAJOR rows with local ids.
             allocate: Gives memory for what is kept, by name, shape and dtype. Only kernels with `records_training` are
                 given it, and others need not take it. Default: new tensors.
+            peer_out: Where to write the rows, as `compute_to_peers` does. Only kernels with `trains_to_peers` are given
+                it, and others need not take it. Default: a new tensor.
 
         Returns:
-            [N, H], and the tensors to keep.
+            [N, H], or `peer_out` if it was given; and the tensors to keep.
         """
         return self.compute(received, None), ()
 
@@ -293,6 +297,7 @@ class Experts(ABC):
         stored: Mapping[str, Tensor],
         grad: Tensor,
         allocate: Allocator,
+        peer_out: PeerRows | None = None,
     ) -> RowGradients:
         """Compute the backward of `compute_saving` up to the gradients of stored tensors, for `records_training`.
 
@@ -302,6 +307,7 @@ class Experts(ABC):
             stored: The weights' stored tensors at that time, by name.
             grad: As in `gradients`.
             allocate: Gives memory for all that the products of the result read, by name, shape and dtype.
+            peer_out: As in `gradients`.
 
         Returns:
             Gradients of the rows and of the routing weights, and what writes those of the stored tensors.
@@ -330,6 +336,7 @@ class Experts(ABC):
         grad: Tensor,
         wanted: Mapping[str, bool],
         into: Mapping[str, GradientOut] | None = None,
+        peer_out: PeerRows | None = None,
     ) -> StepGradients:
         """Compute the backward of `compute_saving`. By default autograd's, of `compute`.
 
@@ -342,10 +349,12 @@ class Experts(ABC):
             into: Where to write gradients of stored tensors, by name: `out` [L, ...], as the tensor; `accumulate`, add
                 to what `out` holds; `factor`, multiply the gradient by it. Only kernels with `writes_gradients` are
                 given it, and others need not take it.
+            peer_out: Where to write the gradients of the rows, as `compute_to_peers` does. Only kernels with
+                `trains_to_peers` are given it, and others need not take it. Default: a new tensor.
 
         Returns:
-            Gradients of the rows, of the routing weights and of the stored tensors. None for tensors that are not
-            wanted, and for those of `into`.
+            Gradients of the rows (`peer_out` if it was given), of the routing weights and of the stored tensors. None
+            for tensors that are not wanted, and for those of `into`.
         """
         leaves = {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in stored.items()}
         x = received.x.detach().requires_grad_()

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import ExpertMap
-from ep_moe.types import LocalIds, Received
+from ep_moe.types import LocalIds, PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.main_grads import CallGradients, GradientOut, Stored
 
@@ -90,11 +90,11 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
 class StepGradients(NamedTuple):
     """What a kernel's backward gives.
 
-    x: [N, H]; weights: float32 [N, K], None without weights; stored: as `ExpertWeights.stored_tensors`, None for what
-    was not wanted
+    x: [N, H], or where they were written at the peers; weights: float32 [N, K], None without weights; stored: as
+    `ExpertWeights.stored_tensors`, None for what was not wanted
     """
 
-    x: Tensor
+    x: Tensor | PeerRows
     weights: Tensor | None
     stored: Mapping[str, Tensor | None]
 
@@ -105,7 +105,7 @@ class RowGradients(NamedTuple):
     x, weights: as `StepGradients`; products: what writes the others, by name, none for a tensor without a gradient here
     """
 
-    x: Tensor
+    x: Tensor | PeerRows
     weights: Tensor | None
     products: Mapping[str, WeightProduct]
 
@@ -159,14 +159,18 @@ class SavedForBackward:
         wanted = dict(zip(self._names, of_stored, strict=True))
         return wanted, begin_backward(self.experts.weights, self._version, learns=any(wanted.values()))
 
-    def gradients(self, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool]) -> StepGradients:
-        """tensors: those of `give_tensors`, as autograd gives them back"""
-        given, (returned, into) = (*self.split(tensors), grad), self._targets(wanted)
-        if not into:
-            return self.experts.gradients(*given, returned)
-        return self.experts.gradients(
-            *given, {name: wanted or name in into for name, wanted in returned.items()}, into=into
-        )
+    def gradients(
+        self, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool], peer_out: PeerRows | None = None
+    ) -> StepGradients:
+        """tensors: those of `give_tensors`, as autograd gives them back; peer_out: as `Experts.gradients` takes it"""
+        (received, kept, stored), (returned, into) = self.split(tensors), self._targets(wanted)
+        options: dict[str, Any] = {}
+        if into:
+            returned = {name: wanted or name in into for name, wanted in returned.items()}
+            options["into"] = into
+        if peer_out is not None:
+            options["peer_out"] = peer_out
+        return self.experts.gradients(received, kept, stored, grad, returned, **options)
 
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[Received, tuple[Tensor, ...], dict[str, Tensor]]:
         """The received rows, what the kernel kept, and the stored tensors by name. tensors: as in `gradients`"""
@@ -219,6 +223,7 @@ class _DifferentiableStep(Function):
         weights: Tensor | None, *stored: Tensor,
     ) -> Tensor:  # fmt: skip
         y, saved = experts.compute_saving(received)
+        assert isinstance(y, Tensor)
         ctx.saved = SavedForBackward(experts, received, saved, dict(zip(names, stored, strict=True)))
         ctx.save_for_backward(*ctx.saved.give_tensors())
         return y

@@ -7,20 +7,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig
 from ep_moe.experts.base import Experts, ExpertsOptions
-from ep_moe.experts.differentiable import Allocator, StepGradients
+from ep_moe.experts.differentiable import Allocator, RowGradients, StepGradients
 from ep_moe.experts.shared_experts import activate
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import Scheme
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.testing.expert_oracle import expected_and_limit, numbers_of
-from ep_moe.types import Activation, LocalIds, Received, RowLayout, Weighting
+from ep_moe.types import Activation, LocalIds, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.main_grads import GradientOut
@@ -238,7 +239,7 @@ def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor
     def backward(names: Collection[str], into: dict[str, GradientOut] | None) -> StepGradients:
         saved = experts.compute_saving(received)[1]
         wanted = {name: name in names for name in stored}
-        given = {} if into is None else {"into": into}
+        given: dict[str, Any] = {} if into is None else {"into": into}
         return experts.gradients(received, saved, stored, slope, wanted, **given)
 
     alone = backward(stored, None)
@@ -247,7 +248,7 @@ def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor
         outs = {name: torch.full_like(stored[name], before, dtype=dtype) for name in names}
         into = {name: GradientOut(out, start is not None, 0.5) for name, out in outs.items()}
         found = backward(names, into)
-        yield "the gradient of x beside written ones", found.x, alone.x
+        yield "the gradient of x beside written ones", _rows(found), _rows(alone)
         yield "the gradient of weights beside written ones", found.weights, alone.weights
         for name in stored:
             yield f"what is returned for {name}, which is written or not wanted,", found.stored.get(name), None
@@ -281,12 +282,50 @@ def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tenso
     own.x.copy_(received.x)
     experts.compute_saving(own, allocator("forward"))
     found = experts.row_gradients(own, saved, stored, slope, allocator("backward"))
-    yield "the gradient of x, recorded,", found.x, alone.x
+    yield "the gradient of x, recorded,", _rows(found), _rows(alone)
     yield "the gradient of weights, recorded,", found.weights, alone.weights
     for name, product_of in first.products.items():
         out = torch.full_like(stored[name], torch.nan)
         product_of(GradientOut(out))
         yield f"the gradient of {name}, recorded,", out, alone.stored[name]
+
+
+@torch.no_grad()
+def peer_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """What a kernel with `trains_to_peers` writes to them, and what it should write: the rows that it returns without
+    them, and none without a local expert. As `written_gradients`"""
+    experts, (received, slope) = layer.experts, _exact_call(layer)
+    stored, ranks, left = dict(experts.weights.stored_tensors()), 2, 77.0
+    assert received.local_ids is not None
+    here = (received.local_ids >= 0).any(1, keepdim=True)
+
+    def peers() -> PeerRows:
+        blocks = tuple(torch.full_like(slope[: ROWS // ranks], left) for _ in range(ranks))
+        addresses = torch.tensor([block.data_ptr() for block in blocks], device=layer.device)
+        return PeerRows(blocks, addresses, 0, 1)
+
+    def written(to: PeerRows, wanted: Tensor | PeerRows) -> tuple[Tensor, Tensor]:
+        assert isinstance(wanted, Tensor)
+        return torch.cat(to.blocks), wanted.where(here, left)
+
+    y, saved = experts.compute_saving(received)
+    to, wanted = peers(), dict.fromkeys(stored, True)
+    found, kept = experts.compute_saving(received, peer_out=to)
+    that(found is to, layer, "compute_saving does not return peer_out, where it is to write")
+    yield "what is written to peers", *written(to, y)
+    alone = experts.gradients(received, saved, stored, slope, wanted)
+    to = peers()
+    backward = experts.gradients(received, kept, stored, slope, wanted, peer_out=to)
+    that(backward.x is to, layer, "gradients does not return peer_out, where it is to write")
+    yield "the gradient of x that is written to peers", *written(to, alone.x)
+    yield "the gradient of weights beside rows written to peers", backward.weights, alone.weights
+    for name in stored:
+        yield f"the gradient of {name} beside rows written to peers", backward.stored[name], alone.stored[name]
+
+
+def _rows(found: StepGradients | RowGradients) -> Tensor:
+    assert isinstance(found.x, Tensor)
+    return found.x
 
 
 def _wanted(layer: Layer, received: Received, slope: Tensor) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ from ep_moe.testing.kernel_case import (
     exact_expert,
     gradients,
     named,
+    peer_gradients,
     recorded_gradients,
     that,
     written_gradients,
@@ -375,7 +376,9 @@ def _gradients(layer: Layer) -> None:
     exact = Layer(layer.kind, config, layer.scheme, dtype, device, tensors=tensors, trainable=True)
     for name, (found, wanted) in gradients(exact).items():
         that(torch.equal(found.double(), wanted), layer, f"the gradient of {name} is wrong")
-    for check in (written_gradients, recorded_gradients) if layer.kind.writes_gradients else (recorded_gradients,):
+    kind = layer.kind
+    able = {written_gradients: kind.writes_gradients, recorded_gradients: True, peer_gradients: kind.trains_to_peers}
+    for check in (check for check, can in able.items() if can):
         for what, written, meant in check(exact):
             same = written is meant or (written is not None and meant is not None and torch.equal(written, meant))
             that(same, layer, f"{what} is wrong")

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -37,6 +38,7 @@ from ep_moe.testing.transport_case import (
 )
 from ep_moe.testing.transport_promises import one_token_too_many
 from ep_moe.types import PhysicalRouting, Routing
+from tests.emulations.trained_graph import recorded_kernel
 from tests.fixtures.counted_links import counted_links
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
@@ -233,12 +235,17 @@ def test_uneven_nodes_are_refused_on_all_ranks(world_size):
 
 
 @distributed(4, deadline_s=120)
-@pytest.mark.parametrize("name", ["hierarchical_static", "hierarchical_nvlink"])
+@pytest.mark.parametrize(
+    ("name", "to_peers"),
+    [("hierarchical_static", False), ("hierarchical_nvlink", False), ("hierarchical_nvlink", True)],
+)
 @pytest.mark.parametrize("hosts", ["aabb", "abab"])
-def test_the_layer_with_fixed_room(hosts, name, world_size):
+def test_the_layer_with_fixed_room(hosts, name, to_peers, world_size):
+    """to_peers: experts that are trained write there by themselves"""
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = hosts[rank]
-    with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), max_tokens=9) as context:
+    kernel = recorded_kernel() if to_peers else nullcontext()
+    with kernel, p2p_on_cpu(), EPContext.from_groups(device=rank_device(), max_tokens=9) as context:
         for what, expert_map in maps(4).items():
             check_layer(context, expert_map, [(counts[rank], rank) for counts in COUNTS], what, name)
 

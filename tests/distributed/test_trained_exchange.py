@@ -25,6 +25,7 @@ from ep_moe import (
 )
 from ep_moe.bench import all2all
 from ep_moe.testing import distributed, rank_device
+from tests.emulations.trained_graph import recorded_kernel
 from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
@@ -95,12 +96,13 @@ def compare(layers, tokens, seed, what):
 
 
 @distributed(2, 4)
-@pytest.mark.parametrize("spare", [0, 3])
-def test_gradients_are_those_that_autograd_finds(spare, world_size):
+@pytest.mark.parametrize(("spare", "to_peers"), [(0, False), (3, False), (3, True)])
+def test_gradients_are_those_that_autograd_finds(spare, to_peers, world_size):
+    """to_peers: experts write results and gradients of rows there by themselves"""
     for sizes in LAYOUTS[world_size]:
         if spare and sizes.get("etp"):
             continue
-        with pair(sizes, spare) as layers:
+        with recorded_kernel() if to_peers else contextlib.nullcontext(), pair(sizes, spare) as layers:
             for counts in COUNTS:
                 tokens = counts[dist.get_rank() // (world_size // sizes["dp"])]
                 compare(layers, tokens, layers[0].context.layout.dp_rank, f"{sizes}, {counts}")

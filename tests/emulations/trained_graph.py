@@ -18,25 +18,35 @@ from tests.emulations.graph import EmulatedRecorder
 def kernel(wrong: str | None = None) -> dict[str, object]:
     """Attributes of `reference` with a backward of its own, which writes gradients and is recorded.
 
-    wrong: what it does: "kept apart", "product apart" (in memory of its own), "gradient of x"
+    wrong: what it does: "kept apart", "product apart" (in memory of its own), "gradient of x", "rows to peers",
+        "gradient to peers", "all to peers"
     """
 
-    def compute_saving(self, received, allocate=None):
+    def sent(received, rows, peer_out, what):
+        if peer_out is None:
+            return rows
+        here = (received.local_ids >= 0).any(1) | (wrong == "all to peers")
+        rows = -rows if wrong == f"{what} to peers" else rows
+        for block, part, wanted in zip(peer_out.blocks, *(t.split(peer_out.bound) for t in (rows, here)), strict=True):
+            block[wanted] = part[wanted]
+        return peer_out
+
+    def compute_saving(self, received, allocate=None, peer_out=None):
         # what backward multiplies by, so that memory that another call wrote shows
         sum_of_x = received.x.float().nan_to_num().sum()
         kept = sum_of_x.clone() if allocate is None or wrong == "kept apart" else allocate("kept", (), torch.float32)
-        return self.compute(received, None), (kept.copy_(sum_of_x),)
+        return sent(received, self.compute(received, None), peer_out, "rows"), (kept.copy_(sum_of_x),)
 
-    def gradients(self, received, saved, stored, grad, wanted, into=None):
+    def gradients(self, received, saved, stored, grad, wanted, into=None, peer_out=None):
         into = into or {}
         needed = {name: wanted[name] or name in into for name in wanted}
         found = Experts.gradients(self, received, saved, stored, grad, needed)
         for name, to in into.items():
             write(found.stored[name], to)
         returned = {name: found.stored[name] if wanted[name] and name not in into else None for name in wanted}
-        return found._replace(stored=returned)
+        return found._replace(stored=returned, x=sent(received, found.x, peer_out, "gradient"))
 
-    def row_gradients(self, received, saved, stored, grad, allocate):
+    def row_gradients(self, received, saved, stored, grad, allocate, peer_out=None):
         same = saved[0] == received.x.float().nan_to_num().sum()  # else NaN
         found = Experts.gradients(self, received, saved, stored, grad, dict.fromkeys(stored, True))
         products = {}
@@ -46,11 +56,12 @@ def kernel(wrong: str | None = None) -> dict[str, object]:
             kept.copy_(gradient)
             products[name] = lambda to, kept=kept: write(kept, to)
         x = found.x.where(same, torch.nan)
-        return RowGradients(-x if wrong == "gradient of x" else x, found.weights, products)
+        x = sent(received, -x if wrong == "gradient of x" else x, peer_out, "gradient")
+        return RowGradients(x, found.weights, products)
 
     return {
-        "own_backward": True, "writes_gradients": True, "compute_saving": compute_saving, "gradients": gradients,
-        "row_gradients": row_gradients, "records_training": lambda self, rows: rows <= 2 * 64,
+        "own_backward": True, "writes_gradients": True, "trains_to_peers": True, "compute_saving": compute_saving,
+        "gradients": gradients, "row_gradients": row_gradients, "records_training": lambda self, rows: rows <= 2 * 64,
     }  # fmt: skip
 
 

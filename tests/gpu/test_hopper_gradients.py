@@ -19,6 +19,7 @@ from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_grouped import weight_gradient
 from ep_moe.experts.shared_experts import activate
 from ep_moe.weights.main_grads import GradientOut
+from tests.fixtures.bf16_triton import check_peer_cells, check_peer_rows
 
 # Each number is rounded to bf16 at most five times on its way (for x: h, da, dh, a pair's gradient and their sum), by
 # 2**-9 of itself each. Of random numbers a norm changes by no more than the sum of these.
@@ -90,6 +91,23 @@ def largest_weight_gradients(config, x, ids, w13, w2, grad):
 
 def errors(found, wanted):
     return [float((a.double() - b).norm() / b.norm().clamp(min=1e-30)) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("check", [check_peer_rows, check_peer_cells])
+def test_rows_and_their_gradients_written_to_peers_have_the_same_bits(check, rank):
+    config, x, ids, weights, w13, w2, grad = case(300, 4, 8, 320, 192, Activation.SWIGLU, 0.6)
+    step, here = gradients.TrainedStep(config, w13, w2), (ids >= 0).any(1, keepdim=True)
+    y, routes, h = step.forward(x, weights, ids)
+    dx, dweights, _ = backward(step, grad, x, weights, routes, h)
+
+    def back(peers):
+        found, by_weight = step.backward(grad, x, weights, routes, h, (), None, peer_out=peers)
+        assert torch.equal(by_weight, dweights)
+        return found
+
+    check(lambda peers: step.forward(x, weights, ids, peer_out=peers)[0], 4, rank, here, y)
+    check(back, 4, rank, here, dx)
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=lambda one: one.value), ids=lambda one: one.value)

@@ -224,6 +224,7 @@ class Bf16TritonExperts(HopperExperts):
     tested_machines = "1, 2 and 4 H200, 1, 2 and 4 H100"
     own_backward = True
     writes_gradients = True
+    trains_to_peers = True
     capabilities = dataclasses.replace(
         HOPPER,
         differentiable=True,
@@ -242,13 +243,13 @@ class Bf16TritonExperts(HopperExperts):
         return "trained" if self.options.exact else "none"
 
     def compute_saving(
-        self, received: Received, allocate: Allocator | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self, received: Received, allocate: Allocator | None = None, peer_out: PeerRows | None = None
+    ) -> tuple[Tensor | PeerRows, tuple[Tensor, ...]]:
         assert received.local_ids is not None
         stored = {name: tensor.detach() for name, tensor in self.weights.stored_tensors().items()}
         recompute, weights = self.options.recompute, self._routing_weights(received)
         y, routes, h = self._trained(stored).forward(
-            received.x, weights, received.local_ids, allocate, keeps=not recompute
+            received.x, weights, received.local_ids, allocate, peer_out, keeps=not recompute
         )
         kept = h.new_empty(len(h), 0) if recompute else h  # their number, without them
         return y, (kept, routes.slots, routes.ends, routes.source)
@@ -287,6 +288,7 @@ class Bf16TritonExperts(HopperExperts):
         grad: Tensor,
         wanted: Mapping[str, bool],
         into: Mapping[str, GradientOut] | None = None,
+        peer_out: PeerRows | None = None,
     ) -> StepGradients:
         into = into or {}
         returned = {name: wanted[name] and name not in into for name in stored}
@@ -294,8 +296,9 @@ class Bf16TritonExperts(HopperExperts):
         made = {name: torch.empty_like(stored[name]) for name in learning if returned[name]}
         outs = {name: GradientOut(out) for name, out in made.items()} | dict(into)
         x, weights = self._backward(
-            received, saved, stored, grad, outs, lambda name, product: product(outs[name]), new_tensors(grad.device)
-        )
+            received, saved, stored, grad, outs, lambda name, product: product(outs[name]), new_tensors(grad.device),
+            peer_out,
+        )  # fmt: skip
         apart = {name: torch.zeros_like(stored[name]) for name in stored if returned[name] and name not in learning}
         return StepGradients(x, weights, {**dict.fromkeys(stored), **made, **apart})
 
@@ -306,11 +309,12 @@ class Bf16TritonExperts(HopperExperts):
         stored: Mapping[str, Tensor],
         grad: Tensor,
         allocate: Allocator,
+        peer_out: PeerRows | None = None,
     ) -> RowGradients:
         products: dict[str, WeightProduct] = {}
         learning = self._learning(stored)
         return RowGradients(
-            *self._backward(received, saved, stored, grad, learning, products.__setitem__, allocate), products
+            *self._backward(received, saved, stored, grad, learning, products.__setitem__, allocate, peer_out), products
         )
 
     def _learning(self, stored: Mapping[str, Tensor]) -> list[str]:
@@ -320,7 +324,8 @@ class Bf16TritonExperts(HopperExperts):
     def _backward(
         self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor,
         wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        peer_out: PeerRows | None,
+    ) -> tuple[Tensor | PeerRows, Tensor | None]:  # fmt: skip
         """As `gradients.TrainedStep.backward`."""
         from ep_moe.experts.hopper import gradients
 
@@ -328,5 +333,7 @@ class Bf16TritonExperts(HopperExperts):
         assert received.local_ids is not None
         routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept), self._launch_trained)
         weights, h = self._routing_weights(received), kept if kept.shape[1] else None
-        x, by_weight = self._trained(stored).backward(grad, received.x, weights, routes, h, wanted, emit, allocate)
+        x, by_weight = self._trained(stored).backward(
+            grad, received.x, weights, routes, h, wanted, emit, allocate, peer_out
+        )
         return x, None if weights is None else by_weight  # under Weighting.COMBINE they have no part here

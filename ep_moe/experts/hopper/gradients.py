@@ -36,7 +36,7 @@ from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_g
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
 from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once, next_power_of_2
-from ep_moe.types import capturing
+from ep_moe.types import PeerRows, capturing
 from ep_moe.weights.main_grads import GradientOut
 
 _ROUTES = 1024  # that a program numbers
@@ -90,9 +90,12 @@ class Routes:
         route_sort.copy_rows(x, self.slots, out, launch=self.launch)
         return out
 
-    def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor) -> Tensor:
-        route_sort.reduce(pairs, self.ids, weights, 0, len(self.ends), out, slots=self.slots, launch=self.launch)
-        return out
+    def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor | PeerRows) -> None:
+        peer_out = route_sort.PeerAddresses.of(out) if isinstance(out, PeerRows) else None
+        to = out.blocks[out.rank] if isinstance(out, PeerRows) else out
+        route_sort.reduce(
+            pairs, self.ids, weights, 0, len(self.ends), to, slots=self.slots, peer_out=peer_out, launch=self.launch
+        )
 
 
 @dataclass(frozen=True)
@@ -115,12 +118,14 @@ class TrainedStep:
     launch: Launch = at_once
 
     def forward(
-        self, x: Tensor, weights: Tensor | None, ids: Tensor, allocate: Allocator | None = None, *, keeps: bool = True
-    ) -> tuple[Tensor, Routes, Tensor]:
+        self, x: Tensor, weights: Tensor | None, ids: Tensor, allocate: Allocator | None = None,
+        peer_out: PeerRows | None = None, *, keeps: bool = True,
+    ) -> tuple[Tensor | PeerRows, Routes, Tensor]:  # fmt: skip
         """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
 
         x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
         allocate: gives memory for what is kept: the routes, and with `keeps` the first product's results
+        peer_out: where the rows are written instead, which is returned then
         """
         slots, _, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
@@ -128,35 +133,39 @@ class TrainedStep:
         routes = Routes.sort(
             ids, slots, self.w13.shape[1] * x.itemsize, self.launch, all_here=all_here, allocate=allocate
         )
-        y = torch.empty_like(x)
+        y = torch.empty_like(x) if peer_out is None else peer_out
         if routes.count == 0:
-            return y.zero_(), routes, x.new_empty(0, self.w13.shape[1])
+            return _no_results(y), routes, x.new_empty(0, self.w13.shape[1])
         h = self._first(x, routes, allocate if keeps else new_tensors(x.device))
         act = x.new_empty(routes.count, inner)
         kernels.activate_rows(
             h, act, routes.ends[-1:], self.config.activation, *_parameters(self.config), launch=self.launch
         )
         rows = self._product(act, self.w2, routes, x.new_empty(routes.count, x.shape[1]), bias=self.w2_bias)
-        return routes.sum(rows, weights, y), routes, h
+        routes.sum(rows, weights, y)
+        return y, routes, h
 
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None,
         wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator | None = None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        peer_out: PeerRows | None = None,
+    ) -> tuple[Tensor | PeerRows, Tensor]:  # fmt: skip
         """Of `forward`: the gradients of x [N, H] and of weights, float32 [N, K].
 
         grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again
         wanted: names of the matrices and biases with a gradient; emit: is given, for each, what writes it
         allocate: gives memory for what that reads. Some is written again once `emit` has returned, unless `allocate`
             gives each name memory of its own
+        peer_out: where the gradients of x are written instead, which is returned then
         """
         slots, hidden, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
-        dx, dweights = torch.empty_like(x), torch.zeros(routes.ids.shape, device=x.device)
+        dx = torch.empty_like(x) if peer_out is None else peer_out
+        dweights = torch.zeros(routes.ids.shape, device=x.device)
         if routes.count == 0:
             for name in wanted:
                 emit(name, _no_rows)
-            return dx.zero_(), dweights
+            return _no_results(dx), dweights
         if h is None:
             h = self._first(x, routes, new_tensors(x.device))
         pairs = routes.count
@@ -240,6 +249,13 @@ class _WeightGradient:
             self._made.clear()
         launch = self._made[key] = RecordedLaunches()
         weight_gradient(*self._operands, *to, spare_sms=self._spare_sms, launch=launch)
+
+
+def _no_results(out: Tensor | PeerRows) -> Tensor | PeerRows:
+    if isinstance(out, PeerRows):
+        out.write_nothing()
+        return out
+    return out.zero_()
 
 
 def _no_rows(to: GradientOut) -> None:

@@ -20,6 +20,7 @@ from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, 
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.runtime.waiting import Waiting
 from ep_moe.runtime.workspace import Shapes
+from ep_moe.types import PeerRows
 
 # tuned on an H200
 REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
@@ -45,6 +46,11 @@ class PeerAddresses:
     number: Tensor | None = None
     stride: int = 0
     first: int = 0
+
+    @classmethod
+    def of(cls, rows: PeerRows) -> PeerAddresses:
+        number, stride = (None, 0) if rows.packets is None else (rows.packets.number, rows.packets.stride)
+        return cls(rows.addresses, rows.offset, rows.bound, rows.rank, number, stride)
 
 
 @dataclass(frozen=True)

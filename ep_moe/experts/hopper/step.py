@@ -212,5 +212,5 @@ def peer_arguments(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int
     """The fields of `route_sort.PeerAddresses`, as `hopper_moe` takes them: of types that a graph's node can have."""
     if peers is None:
         return None, 0, 1, 0, None, 0
-    number, stride = (None, 0) if peers.packets is None else (peers.packets.number, peers.packets.stride)
-    return peers.addresses, peers.offset, peers.bound, peers.rank, number, stride
+    to = PeerAddresses.of(peers)
+    return to.addresses, to.offset, to.bound, to.rank, to.number, to.stride

@@ -257,10 +257,13 @@ def test_gradients_that_a_kernel_writes_are_those_that_it_returns(wrong, monkeyp
         ("kept apart", "the gradient of x, recorded, is wrong"),
         ("product apart", "the gradient of w13, recorded, is wrong"),
         ("gradient of x", "the gradient of x, recorded, is wrong"),
+        ("rows to peers", "what is written to peers is wrong"),
+        ("all to peers", "what is written to peers is wrong"),
+        ("gradient to peers", "the gradient of x that is written to peers is wrong"),
     ],
 )
-def test_calls_that_are_recorded_read_what_the_newest_one_wrote(wrong, sentence, monkeypatch):
-    """And each of three errors is seen, of which two are in memory that a replay does not write."""
+def test_calls_that_are_recorded_or_write_to_peers(wrong, sentence, monkeypatch):
+    """And each of six errors is seen, of which two are in memory that a replay does not write."""
     monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
     with recorded_kernel(wrong), nullcontext() if wrong is None else pytest.raises(AssertionError, match=sentence):
         check_experts(ReferenceExperts, device=CPU, schemes=["none"], activations=[Activation.SWIGLU])
