@@ -145,6 +145,32 @@ class Dispatcher(DeclaredTransport, ABC):
         """
         return self._begin_combine(y, handle, out).wait()
 
+    def combine_with_weights(
+        self,
+        y: Tensor | PeerRows,
+        by_route: Tensor,
+        handle: Any,
+        out: Tensor | None = None,
+        weights_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`combine`, which also brings back a number for each route, such as the gradient of its weight. Collective.
+
+        Args:
+            y: As `combine` takes it.
+            by_route: float32 [N, K], for each received row and route; those of experts on other ranks do not count.
+            handle: As `combine` takes it.
+            out: As `combine` takes it.
+            weights_out: float32 [T, K], contiguous, where to write the numbers. Default: a new tensor.
+
+        Returns:
+            What `combine` returns; and float32 [T, K], the number of each route, 0 where it went nowhere.
+
+        Raises:
+            EPMoEError: as `combine` raises them.
+            AssertionError: The transport states `returns_weights` and does not define this.
+        """
+        raise AssertionError(f"{self.name} brings back no numbers of routes")
+
     def recordable_call(self, bound: int) -> RecordableCall | None:
         """Give what a call launches, for automatic CUDA graphs.
 

@@ -35,6 +35,8 @@ class DispatcherCapabilities:
         adjoint: Autograd does not follow them. A layer's backward is a dispatch and a combine of its own
             (`execution.exchange`): one call of the transport with the routes of the forward, whose rows arrive in the
             same order.
+        returns_weights: It has `combine_with_weights`, for backward. The layer of another transport with `adjoint`
+            makes a second, narrow one, which brings back the gradients of routing weights.
         max_ranks: The most ranks of the EP group, None for no limit.
         max_top_k: The largest K, None for no limit.
         alignment_bytes: The bytes of a row must be a multiple of this.
@@ -63,6 +65,7 @@ class DispatcherCapabilities:
     exact: bool = False
     differentiable: bool = False
     adjoint: bool = False
+    returns_weights: bool = False
     max_ranks: int | None = None
     max_top_k: int | None = None
     alignment_bytes: int = 1

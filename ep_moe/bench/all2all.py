@@ -168,8 +168,11 @@ def time_transport(
     returned(received)
     made = [dispatcher]
     if backward and line.rows == "plain" and dispatcher.capabilities.adjoint:
-        made.append(registry.load("dispatchers", line.transport)(dispatch_shape.of_weights, context.rank_groups["ep"]))
-        calls["backward_us"] = trained_pair(Transports(dispatcher, made[1], line.tokens), pair, rows, routing)
+        if not dispatcher.capabilities.returns_weights:
+            kind = registry.load("dispatchers", line.transport)
+            made.append(kind(dispatch_shape.of_weights, context.rank_groups["ep"]))
+        transports = Transports(dispatcher, made[1] if made[1:] else None, line.tokens)
+        calls["backward_us"] = trained_pair(transports, pair, rows, routing)
         calls["backward_us"]()
     if line.transport == "flashinfer_nvlink":
         calls["raw_us"] = flashinfer_pair(dispatcher, rows, scale, routing)

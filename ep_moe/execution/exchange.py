@@ -91,7 +91,9 @@ class Exchange:
 
     def _trained(self) -> Tensor:
         """For gradients; parts one after the other."""
-        weights = self.context._dispatcher(self.dispatcher.name, self.dispatcher.dispatch_shape.of_weights)
+        weights = None
+        if not self.dispatcher.capabilities.returns_weights:
+            weights = self.context._dispatcher(self.dispatcher.name, self.dispatcher.dispatch_shape.of_weights)
         if not self.in_parts:
             transports = Transports(self.dispatcher, weights, self.bound)
             return run_trained(transports, self.kernel, self.x, self.routing, self.graphs)

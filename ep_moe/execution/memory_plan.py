@@ -95,7 +95,8 @@ def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
             found[key] = made[key].held_bytes()
     if train_tokens is not None:
         kind, shape, bound = _trained(layer, train_tokens)
-        for one in (shape, shape.of_weights) if kind.capabilities.adjoint else (shape,):
+        narrow = kind.capabilities.adjoint and not kind.capabilities.returns_weights
+        for one in (shape, shape.of_weights) if narrow else (shape,):
             sized = one if one.max_tokens is not None else replace(one, max_tokens=kind.room_for(bound))
             found[kind.name, one] = max(found.get((kind.name, one), 0), kind.buffer_bytes(sized))
     return found

@@ -3,7 +3,7 @@ node of autograd's graph.
 
 The adjoint of combine is dispatch, and that of dispatch is combine, with the same routes. So backward sends the
 gradients of the combined rows to the ranks that computed them, runs the kernel's backward there, and combines what it
-gives; the gradients of the routing weights come back through a second, narrow dispatcher. One node, so that a
+gives, and the gradients of the routing weights beside it, or through a second, narrow dispatcher. One node, so that a
 transport's calls are whole even where only some gradients are asked for.
 """
 
@@ -32,11 +32,16 @@ _TINY = torch.finfo(torch.float32).tiny  # stands for a weight of zero while it 
 
 @dataclass(frozen=True)
 class Transports:
-    """rows: of the layer; weights: of `DispatchShape.of_weights`; bound: `max_tokens` of the call"""
+    """rows: of the layer; weights: of `DispatchShape.of_weights`, for one that does not return them itself; bound:
+    `max_tokens` of the call"""
 
     rows: Dispatcher
-    weights: Dispatcher
+    weights: Dispatcher | None
     bound: int | None
+
+    @property
+    def all(self) -> tuple[Dispatcher, ...]:
+        return (self.rows,) if self.weights is None else (self.rows, self.weights)
 
 
 class Computed(NamedTuple):
@@ -110,14 +115,17 @@ def sent_back(
     rows, narrow_rows, bound = transports.rows, transports.weights, transports.bound
     received = rows.dispatch(grad, routing, max_tokens=bound)
     by_row, by_weight = gradients(received)
-    dx = rows.combine(by_row, received.handle, None if to is None else to.x)
     assert by_weight is not None
+    outs = (None, None) if to is None else to
+    if narrow_rows is None:
+        return Back(*rows.combine_with_weights(by_row, by_weight, received.handle, *outs))
+    dx = rows.combine(by_row, received.handle, outs[0])
     shape = narrow_rows.dispatch_shape
     sent = grad.new_empty(len(grad), shape.hidden_size, dtype=shape.dtype)  # for its routes alone
     there = narrow_rows.dispatch(sent, routing, max_tokens=bound)
     more = shape.hidden_size - by_weight.shape[1]
     by_weight = torch.nn.functional.pad(by_weight, (0, more)) if more else by_weight
-    return Back(dx, narrow_rows.combine(by_weight, there.handle, None if to is None else to.weights))
+    return Back(dx, narrow_rows.combine(by_weight, there.handle, outs[1]))
 
 
 class _TrainedExchange(Function):

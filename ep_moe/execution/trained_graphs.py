@@ -92,13 +92,12 @@ class TrainedGraphs:
         """Whether such calls can be recorded. Where their weights come to lie elsewhere in each call, a few tries end
         it."""
         assert transports.bound is not None
-        both = (transports.rows, transports.weights)
         return (
             Recorder.unsupported_reason(device) is None
             and experts.weights.lora is None
             and bool(experts.weights.place)
-            and all(one.capabilities.cuda_graph for one in both)
-            and all(isinstance(getattr(one, "buffer_pool", None), BufferPool) for one in both)
+            and all(one.capabilities.cuda_graph for one in transports.all)
+            and all(isinstance(getattr(one, "buffer_pool", None), BufferPool) for one in transports.all)
             and experts.records_training(transports.rows.rank_group.size * transports.bound)
         )
 
@@ -220,7 +219,7 @@ class TrainedCall:
         self._recorder = Recorder.among(self._context._recorders, device, self._context._workspaces)
         signature = shape.hidden_size, shape.top_k, x.dtype, device
         self._inputs = self._recorder.memory.inputs(*signature, least=0, most=bound, routed=True)
-        columns = transports.weights.dispatch_shape.hidden_size
+        columns = shape.top_k if transports.weights is None else transports.weights.dispatch_shape.hidden_size
         self._outputs = Back(
             self._taken("out", (bound, shape.hidden_size), x.dtype, device),
             self._taken("out of weights", (bound, columns), torch.float32, device),
@@ -331,7 +330,7 @@ class TrainedCall:
         return PhysicalRouting(PhysicalIds(routing.ids), routing.weights)
 
     def _pools(self) -> list[BufferPool]:
-        return [one.buffer_pool for one in (self._transports.rows, self._transports.weights)]  # type: ignore[attr-defined]
+        return [one.buffer_pool for one in self._transports.all]  # type: ignore[attr-defined]
 
     def _inputs_fit(self, x: Tensor, routing: PhysicalRouting, tokens: int) -> bool:
         shape, bound = self._transports.rows.dispatch_shape, self._transports.bound

@@ -313,6 +313,30 @@ def bounds_that_change(case: Case) -> None:
         case.same(y, wanted, f"turn {turn}")
 
 
+def numbers_of_routes_come_back(case: Case) -> None:
+    """With `returns_weights`: each to its route, and NaN of routes that have their expert on another rank to none."""
+    if not case.dispatcher.capabilities.returns_weights or case.shape.wire.dispatch != "plain":
+        return
+    generator = torch.Generator().manual_seed(case.rank + 7)
+    results = []
+    for turn, bound in enumerate((MAX_TOKENS, 4, 9, 1, MAX_TOKENS)):
+        x, routing, wanted = case.call((bound, 0, bound - 1)[(turn + case.rank) % 3], seed=10 * turn)
+        limit = bound if case.dispatcher.capabilities.static else None
+        _delay(case.device, generator)
+        received = case.dispatch(x, routing, limit)
+        ids = as_rank_major(localized(received, SLOTS), SLOTS).local_ids
+        assert ids is not None
+        found = (1 + ids + case.rank * SLOTS + 100 * received.x[:, :1].float()).where(ids >= 0, torch.nan)
+        mine = 1 + routing.ids + 100 * x[:, :1].float()
+        out = torch.full_like(routing.weights, 7.0) if turn % 2 else None
+        y, numbers = case.dispatcher.combine_with_weights(case.experts(received), found, received.handle, None, out)
+        case.that(out is None or numbers is out, "numbers are not where they were wanted")
+        results.append((y, wanted, numbers, mine.where(routing.ids >= 0, 0.0)))
+    for turn, (y, wanted, numbers, meant) in enumerate(results):
+        case.same(y, wanted, f"turn {turn}")
+        case.same(numbers, meant, f"turn {turn}, numbers of routes")
+
+
 def _delay(device: torch.device, generator: torch.Generator) -> None:
     share = float(torch.rand(1, generator=generator))
     if device.type == "cuda":
@@ -336,5 +360,6 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     poisoned_buffers,
     random_delays,
     bounds_that_change,
+    numbers_of_routes_come_back,
     captured_and_replayed,
 )

@@ -239,9 +239,18 @@ def one_token_too_many(
             more, to, _ = case.call(MAX_TOKENS + 1)
             case.that(sentence in said(lambda: case.dispatcher.dispatch(more, to)), "one too many was not refused")
         else:
-            y = case.once(x, routing).cpu()
             ids = routing.ids.cpu()
-            touched = ((ids // shape.slots_per_rank == odd) & (ids >= 0)).any(1)
+            theirs = (ids // shape.slots_per_rank == odd) & (ids >= 0)
+            touched = theirs.any(1)
+            if case.dispatcher.capabilities.returns_weights:
+                received = case.dispatch(x, routing)
+                ones = received.x.new_ones(len(received.x), shape.top_k, dtype=torch.float32)
+                y, numbers = case.dispatcher.combine_with_weights(case.experts(received), ones, received.handle)
+                case.that(bool(numbers.cpu()[theirs].isnan().all()), "numbers of a rank's routes must be NaN")
+                case.same(numbers.cpu()[~theirs], (ids >= 0).float()[~theirs], "numbers of other ranks' routes")
+            else:
+                y = case.once(x, routing)
+            y = y.cpu()
             case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
             case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
         barrier(device)

@@ -38,6 +38,21 @@ def test_the_suite_sees_what_refusals_lack(world_size):
         check_dispatcher(planted.Silent, top_ks=(2,), dtypes=(torch.bfloat16,), deadline_s=10)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="over memory that ranks share, on the CPU")
+@distributed(2, set_device=True)
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (planted.NumbersOfOtherRoutes, "numbers of routes come back .*turn 0, numbers of routes"),
+        (planted.NumbersUnrefused, "one token too many .*: numbers of a rank's routes must be NaN"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_the_suite_sees_wrong_numbers_of_routes(wrong, sentence, world_size):
+    with pytest.raises(AssertionError, match=sentence):
+        check_dispatcher(wrong, top_ks=(3,), dtypes=(torch.bfloat16,), wires=(), deadline_s=10)
+
+
 @distributed(4, set_device=True)
 @pytest.mark.parametrize(
     ("wrong", "sentence"),

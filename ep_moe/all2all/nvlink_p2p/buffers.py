@@ -41,6 +41,7 @@ def place_shapes(dispatch_shape: DispatchShape, low_latency_tokens: int) -> Shap
     rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
     row_packets, answer_packets [R, T, packets of a row]: written by peers, for calls of at most T = low_latency_tokens
         tokens
+    weight_packets [max_tokens, K]: written by peers, a number for each route of this rank's tokens
     Of a shape with `per_route` there are K answers for each place, one after the other.
     flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer set last
     """
@@ -60,6 +61,7 @@ def place_shapes(dispatch_shape: DispatchShape, low_latency_tokens: int) -> Shap
         "rounded": ((0 if answer_dtype(g) == g.dtype else answers, g.hidden_size), answer_dtype(g)),
         "row_packets": ((g.num_ranks, tokens, _even(row)), torch.int64),
         "answer_packets": ((g.num_ranks, tokens * g.returned, _even(answer)), torch.int64),
+        "weight_packets": ((g.max_tokens, g.top_k), torch.int64),
         "flags": ((3, g.num_ranks), torch.int32),
     }
 

@@ -33,7 +33,15 @@ from ep_moe.all2all.base import Dispatcher, DispatcherCapabilities, DispatchShap
 from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
 from ep_moe.all2all.capabilities import one_host_problem
 from ep_moe.all2all.nvlink_p2p.buffers import PeerMemory, Workspace, pieces, place_shapes
-from ep_moe.all2all.nvlink_p2p.reference import give_copies, receive, send, send_copies, tell_given
+from ep_moe.all2all.nvlink_p2p.reference import (
+    give_copies,
+    give_weights,
+    receive,
+    send,
+    send_copies,
+    take_weights,
+    tell_given,
+)
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
@@ -50,11 +58,12 @@ BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside other
 
 @dataclass(frozen=True)
 class _Handle:
-    """tokens, bound: of the call."""
+    """tokens, bound: of the call; weights: float32 [T, K], where a number for each route is wanted with the sums"""
 
     buffer_slot: BufferSlot
     tokens: int
     bound: int
+    weights: Tensor | None = None
 
 
 class NVLinkP2PDispatcher(Dispatcher):
@@ -74,6 +83,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         exact=True,
         differentiable=False,
         adjoint=True,
+        returns_weights=True,
         max_ranks=8,
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16, torch.float32}),
@@ -192,6 +202,19 @@ class NVLinkP2PDispatcher(Dispatcher):
         tell_given(handle.buffer_slot.library)
         return Pending(partial(self._receive, handle, out, tell=False))
 
+    def combine_with_weights(
+        self,
+        y: Tensor | PeerRows,
+        by_route: Tensor,
+        handle: _Handle,
+        out: Tensor | None = None,
+        weights_out: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if weights_out is None:
+            weights_out = by_route.new_empty(handle.tokens, self.dispatch_shape.top_k)
+        give_weights(handle.buffer_slot.library, by_route, handle.bound)
+        return self.combine(y, replace(handle, weights=weights_out), out), weights_out
+
     def recordable_call(self, bound: int) -> RecordableCall | None:
         g, slots = self.dispatch_shape, self.buffer_pool.made
         rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
@@ -213,6 +236,8 @@ class NVLinkP2PDispatcher(Dispatcher):
         buffer_slot, bound = handle.buffer_slot, handle.bound
         packets = self._by_packets(bound)
         found = receive(buffer_slot.library, handle.tokens, bound, tell=tell, giving=giving, packets=packets, out=out)
+        if handle.weights is not None:
+            take_weights(buffer_slot.library, handle.weights)
         buffer_slot.release(found.device)
         return found
 
@@ -226,6 +251,10 @@ class NVLinkP2PDispatcher(Dispatcher):
         packets = self._by_packets(max_tokens)
         send(buffer_slot.library, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, packets=packets)
         buffer_slot.library.places["answers"].fill_(torch.nan)
+        rows = self.dispatch_shape.num_ranks * max_tokens
+        give_weights(
+            buffer_slot.library, ids.new_full((rows, ids.shape[1]), torch.nan, dtype=torch.float32), max_tokens
+        )
         receive(buffer_slot.library, 0, max_tokens, tell=True, giving=True, packets=packets)
 
     def _by_copies(self, bound: int) -> bool:

@@ -10,7 +10,7 @@ and may be written by the experts' own last kernel. Few rows, and their answers,
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -157,6 +157,31 @@ def receive(
     return _sum(workspace, out, bound)
 
 
+def give_weights(workspace: Workspace, by_route: Tensor, bound: int) -> None:
+    """Write a number for each received route whose expert is here to the rank that it came from. by_route: float32
+    [R * bound, K]"""
+    by_route = by_route.contiguous()
+    if workspace.sequence.is_cuda:
+        _route_weights().give(workspace, by_route, bound)
+        return
+    ids = workspace.places["ids"][: len(by_route)]
+    mine = (ids >= 0) & (ids // workspace.dispatch_shape.slots_per_rank == workspace.rank)
+    packets = (by_route.view(torch.int32).long() & 0xFFFFFFFF) | (workspace.sequence[:1].long() << 32)
+    for peer, own, wanted in zip(workspace.peers, packets.split(bound), mine.split(bound), strict=True):
+        peer["weight_packets"][:bound][wanted] = own[wanted]
+
+
+def take_weights(workspace: Workspace, out: Tensor) -> None:
+    """Wait for what `give_weights` of all ranks writes here. out: float32 [T, K], contiguous; 0 for a route that went
+    nowhere"""
+    if workspace.sequence.is_cuda:
+        _route_weights().take(workspace, out)
+        return
+    asked, packets = workspace.sent[: len(out)] >= 0, workspace.places["weight_packets"][: len(out)]
+    _until(lambda: not bool(((packets >> 32 != workspace.sequence[0]) & asked).any()))
+    out.copy_(packets.int().view(torch.float32).where(asked, 0.0))
+
+
 def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
     g, tokens = workspace.dispatch_shape, len(out)
     total = out.new_zeros(tokens, g.hidden_size, dtype=torch.float32)
@@ -197,8 +222,13 @@ def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
 def _wait(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
     places = workspace.places
     ready = places[_PACKET_PLACES[phase]][:, 0, 0] if packets else places["flags"][phase]
+    # no rank is a call ahead: each call waits for all ranks twice
+    _until(lambda: not bool((ready != workspace.sequence[0]).any()))
+
+
+def _until(ready: Callable[[], bool]) -> None:
     pause_s = 2e-5
-    while (ready != workspace.sequence[0]).any():  # no rank is a call ahead: each call waits for all ranks twice
+    while not ready():
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 5e-4)  # leaves the cores to the ranks that it waits for
 
@@ -219,6 +249,12 @@ def _low_latency_answers():  # type: ignore[no-untyped-def]
     from ep_moe.all2all.nvlink_p2p import low_latency_answers
 
     return low_latency_answers
+
+
+def _route_weights():  # type: ignore[no-untyped-def]
+    from ep_moe.all2all.nvlink_p2p import route_weights
+
+    return route_weights
 
 
 def _triton():  # type: ignore[no-untyped-def]

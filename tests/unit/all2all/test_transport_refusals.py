@@ -207,11 +207,13 @@ def test_buffers_are_counted_from_shapes():
     assert FlashInferNVLinkDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 4 * 8)
     assert PplxDispatcher.buffer_bytes(shape) == 5 * 512 * 512
     # 512 places of all, two for answers, aligned to 256 bytes, and 12 flags; packets of 6 ids and weights and 128 words
-    # there, of 128 words and one more back, each an even number, and for no more than 128 tokens of a rank
+    # there, of 128 words and one more back, each an even number, and for no more than 128 tokens of a rank; a packet
+    # for each of its routes
     places = 3 * 512 + 2 * 4 * 3
-    assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (places + 8 * (134 + 130)) + 256
+    assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (places + 8 * (134 + 130)) + 128 * 3 * 8 + 256
     many = dataclasses.replace(shape, max_tokens=1024)
-    assert NVLinkP2PDispatcher.buffer_bytes(many) == 4096 * places + 4 * 128 * 8 * (134 + 130) + 256
+    own = 1024 * 3 * 8 + 4 * 128 * 8 * (134 + 130) + 256
+    assert NVLinkP2PDispatcher.buffer_bytes(many) == 4096 * places + own
     assert LocalDispatcher.buffer_bytes(shape) == 0
 
 

@@ -244,7 +244,7 @@ def test_a_launch_at_once(driver):
 def transport_calls(workspace):
     """Of every kernel of `nvlink_p2p`, with all that its launch depends on: [(name, call of a workspace)]."""
     from ep_moe import ExpertMap
-    from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers
+    from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers, route_weights
     from ep_moe.placement.deferred import DeferredRouting
     from ep_moe.placement.placement import Placement
     from ep_moe.types import PhysicalRouting
@@ -275,6 +275,9 @@ def transport_calls(workspace):
             found.append(partial(bulk.receive, workspace, plain, bound, tell=how))
         found.append(partial(bulk.give, workspace, bound))
         found.append(partial(bulk.tell_given, workspace))
+        numbers = torch.zeros(g.num_ranks * bound, g.top_k)
+        found.append(partial(route_weights.give, workspace, numbers, bound))
+        found.append(partial(route_weights.take, workspace, weights))
     return found
 
 

@@ -26,7 +26,7 @@ from triton.runtime import driver
 
 import ep_moe
 from ep_moe import Wire
-from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers
+from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers, route_weights
 from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, still_missing
 from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.hopper import route_sort
@@ -75,7 +75,8 @@ def test_warps_leave_together(hidden, ranks, wire, per_route, compiled):
     bulk.receive(made, out, TOKENS, tell=True)
     scales = made.dispatch_shape.scales
     bulk.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
-    assert len(compiled) == 6
+    route_weights.take(made, torch.zeros(TOKENS, TOP_K))
+    assert len(compiled) == 7
     for number, ptx in enumerate(compiled):
         assert waiting_loops(ptx) == 1, f"kernel {number}"
         assert parting_branch(ptx) is None, f"kernel {number}"
@@ -170,7 +171,7 @@ def test_every_kernel_that_waits_is_examined():
     waits = {name for name, (tree, _) in functions.items()
              if any(re.search("volatile=True|atomic_", ast.unparse(loop)) for loop in ast.walk(tree)
                     if isinstance(loop, ast.While))}  # fmt: skip
-    assert {name.split(".")[1] for name in waits} == {"wait", "grid_barrier", "_take", "_await"}
+    assert {name.split(".")[1] for name in waits} == {"wait", "grid_barrier", "_take", "_await", "_take_weights"}
     reach = {name.split(".")[1] for name in waits}
     while more := {name.split(".")[1] for name, (_, calls) in functions.items() if calls & reach} - reach:
         reach |= more
