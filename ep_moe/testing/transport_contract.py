@@ -327,6 +327,7 @@ def numbers_of_routes_come_back(case: Case) -> None:
         ids = as_rank_major(localized(received, SLOTS), SLOTS).local_ids
         assert ids is not None
         found = (1 + ids + case.rank * SLOTS + 100 * received.x[:, :1].float()).where(ids >= 0, torch.nan)
+        found = torch.cat([found, found], 1)[:, : case.shape.top_k]
         mine = 1 + routing.ids + 100 * x[:, :1].float()
         out = torch.full_like(routing.weights, 7.0) if turn % 2 else None
         y, numbers = case.dispatcher.combine_with_weights(case.experts(received), found, received.handle, None, out)

@@ -47,7 +47,7 @@ def _give_spec(workspace: Workspace, by_route: Tensor, bound: int) -> LaunchSpec
 def _give(
     by_route, ids, peers, sequence, packets_at, routes, slots_per_rank, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """routes: of a rank's tokens. Ranks take turns, so that all links are busy"""
+    """routes: of the tokens that a rank may have. Ranks take turns, so that all links are busy"""
     peer = (tl.program_id(1) + RANK) % tl.num_programs(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = peer * tl.cast(routes, tl.int64) + at
@@ -79,5 +79,4 @@ def _take_weights(out, routes, sent, packets, sequence, BLOCK: tl.constexpr):
     while missing > 0:
         packet = tl.load(packets + at, mask=asked, other=0, volatile=True)
         missing = tl.sum(late_packets(packet, number, asked).to(tl.int32))
-    found = packet.to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(out + at, tl.where(asked, found, 0.0), mask=inside)
+    tl.store(out + at, packet.to(tl.int32).to(tl.float32, bitcast=True), mask=inside)
