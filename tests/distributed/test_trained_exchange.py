@@ -24,6 +24,8 @@ from ep_moe import (
     Routing,
 )
 from ep_moe.bench import all2all
+from ep_moe.experts.base import Experts
+from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.testing import distributed, rank_device
 from tests.emulations.trained_graph import recorded_kernel
 from tests.fixtures.distributed_cases import same_error
@@ -106,6 +108,19 @@ def test_gradients_are_those_that_autograd_finds(spare, to_peers, world_size):
             for counts in COUNTS:
                 tokens = counts[dist.get_rank() // (world_size // sizes["dp"])]
                 compare(layers, tokens, layers[0].context.layout.dp_rank, f"{sizes}, {counts}")
+
+
+@distributed(2)
+def test_a_kernel_of_another_package_takes_no_place_at_the_peers(world_size):
+    def compute_saving(self, received):
+        return self.compute(received, None), ()
+
+    def gradients(self, received, saved, stored, grad, wanted):
+        return Experts.gradients(self, received, saved, stored, grad, wanted)
+
+    own = {"own_backward": True, "compute_saving": compute_saving, "gradients": gradients}
+    with mock.patch.multiple(ReferenceExperts, create=True, **own), pair({"dp": 2}) as layers:
+        compare(layers, 5, dist.get_rank(), "without peer_out")
 
 
 @distributed(2)
