@@ -23,6 +23,7 @@ from ep_moe import (
     ParallelConfig,
     Routing,
 )
+from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.bench import all2all
 from ep_moe.experts.base import Experts
 from ep_moe.experts.reference import ReferenceExperts
@@ -108,6 +109,19 @@ def test_gradients_are_those_that_autograd_finds(spare, to_peers, world_size):
             for counts in COUNTS:
                 tokens = counts[dist.get_rank() // (world_size // sizes["dp"])]
                 compare(layers, tokens, layers[0].context.layout.dp_rank, f"{sizes}, {counts}")
+
+
+@distributed(2)
+def test_results_and_gradients_are_both_written_to_the_peers(world_size):
+    written = mock.patch.object(
+        NVLinkP2PDispatcher, "_combine_written", autospec=True, side_effect=NVLinkP2PDispatcher._combine_written
+    )
+    with recorded_kernel(), pair({"dp": 2}) as (layer, _), written as calls:
+        x, ids, weights, behind = given(layer, 4, dist.get_rank())
+        y = run(layer, ids, x, weights)
+        assert calls.call_count == 1
+        y.backward(behind)
+        assert calls.call_count == 2
 
 
 @distributed(2)
