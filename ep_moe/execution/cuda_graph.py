@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from ctypes import addressof, c_uint64, c_void_p, sizeof, string_at
 from typing import Any
 
@@ -70,7 +71,7 @@ class Recorder:
         """What replays it, and the tensor that each replay writes."""
         graph = torch.cuda.CUDAGraph()
         # the outer one leaves the stream again where a capture fails
-        with torch.cuda.stream(self._beside), torch.cuda.graph(graph, self._pool, self._beside):
+        with self._settled(), torch.cuda.stream(self._beside), torch.cuda.graph(graph, self._pool, self._beside):
             out = call()
         return graph.replay, out
 
@@ -81,7 +82,7 @@ class Recorder:
         collects = gc.isenabled()
         gc.disable()  # what it would free, perhaps another graph, cannot be freed within a capture
         try:
-            with torch.cuda.stream(self._beside):
+            with self._settled(), torch.cuda.stream(self._beside):
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     call()
@@ -91,6 +92,22 @@ class Recorder:
             if collects:
                 gc.enable()
         return graph.replay
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """For a capture. Where one fails, torch takes the device's random numbers for captured, and raises where they
+        are asked for (pytorch/pytorch#171263), until a capture succeeds."""
+        try:
+            yield
+        except BaseException:
+            graph = torch.cuda.CUDAGraph()
+            with suppress(RuntimeError), torch.cuda.stream(self._beside):  # what failed first is what is raised
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    torch.zeros(1, device=self._device)  # torch warns of an empty graph
+                finally:
+                    graph.capture_end()
+            raise
 
     def graph_of(self, launch: Callable[[], None], given: Mapping[int, Given]) -> CallGraph:
         """As `CallGraph.record`."""

@@ -64,7 +64,8 @@ def kernel(wrong: str | None = None) -> dict[str, object]:
 
     return {
         "own_backward": True, "writes_gradients": True, "trains_to_peers": True, "compute_saving": compute_saving,
-        "gradients": gradients, "row_gradients": row_gradients, "records_training": lambda self, rows: rows <= 2 * 64,
+        "gradients": gradients, "row_gradients": row_gradients,
+        "records_training": lambda self, rows: rows <= 2 * 64 and self.weights.device.type == "cpu",
     }  # fmt: skip
 
 

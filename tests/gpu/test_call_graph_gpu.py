@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 
 from ep_moe.errors import BackendUnavailable
-from ep_moe.execution.cuda_graph import CallGraph
+from ep_moe.execution.cuda_graph import CallGraph, Recorder
 from ep_moe.runtime.launch_cache import pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.workspace import Workspaces
 
 SIZE, DEVICE = 1024, torch.device("cuda")
 
@@ -112,3 +113,12 @@ def test_what_cannot_be_recorded_leaves_nothing_behind(call, error, sentence, he
     graph = recorded(held)
     graph(([x.data_ptr(), 1], [out.data_ptr(), 2]), torch.cuda.current_stream().cuda_stream)
     assert out[:3].tolist() == [3, -3, 3]
+
+
+@pytest.mark.parametrize("way", ["record", "record_within_step"])
+def test_random_numbers_after_a_capture_that_failed(way):
+    """Of a call that waits for the device, which a capture does not allow."""
+    recorder = Recorder(DEVICE, Workspaces(DEVICE))
+    with pytest.raises(RuntimeError):
+        getattr(recorder, way)(lambda: torch.zeros(1, device=DEVICE).item())
+    assert torch.rand(3, device=DEVICE).isfinite().all()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ep_moe.errors import BackendUnavailable
-from ep_moe.execution.cuda_graph import CallGraph
+from ep_moe.execution.cuda_graph import CallGraph, Recorder
 
 STREAM = SimpleNamespace(cuda_stream=5, device=torch.device("cpu"))
 FIRST, LAST = [4096, 2**40 + 16, 7], [2**62, 0]
@@ -188,3 +188,35 @@ def test_it_gives_back_what_it_has(driver):
     assert len(driver.destroyed) == 2
     assert "graph" in driver.destroyed
     assert made in driver.destroyed
+
+
+class Graph:
+    """Of torch's, whose generator is left as within a capture that failed. captures: those under way or left so"""
+
+    captures, made = 0, 0
+
+    def capture_begin(self, *pool, capture_error_mode):
+        Graph.captures, Graph.made = 1, Graph.made + 1
+
+    def capture_end(self):
+        if Graph.made == 1:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        Graph.captures = 0
+
+    def replay(self):
+        raise AssertionError("it is not called")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_capture_that_fails_is_followed_by_one_that_does_not(fails, monkeypatch):
+    """Else random numbers of the device raise from then on."""
+    monkeypatch.setattr(Graph, "captures", 0)
+    monkeypatch.setattr(Graph, "made", 0 if fails else 1)
+    own = {"CUDAGraph": Graph, "stream": lambda stream: nullcontext(), "current_stream": lambda device: STREAM}
+    own |= {"Stream": lambda device: STREAM, "graph_pool_handle": lambda: (0, 1)}
+    for name, stand_in in own.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    recorder = Recorder(torch.device("cpu"), SimpleNamespace(lend=lambda stream: None))
+    with pytest.raises(RuntimeError, match="previous error during capture") if fails else nullcontext():
+        recorder.record_within_step(lambda: None)
+    assert (Graph.captures, Graph.made) == (0, 2)
