@@ -1,12 +1,13 @@
 """What `ep-moe tune` gives its candidates, without measuring any."""
 
 import dataclasses
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import EPContext, MoEConfig, RankLayout, Wire, registry
+from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire, registry
 from ep_moe.cli import rank_times, tune
 
 CPU = torch.device("cpu")
@@ -60,6 +61,7 @@ def test_layers_that_are_timed_are_as_the_command_asks(scheme):
     with EPContext.local(CPU) as context:
         layer = tune._layer(context, config, [("local", "reference")], "reference", scheme, wire, torch.bfloat16)
         assert (layer.wire, layer.expert_weights.scheme.name, layer.dtype) == (wire, scheme, torch.bfloat16)
+        assert layer.name == "tune reference", "as errors call it"
 
 
 @pytest.mark.parametrize(("pipeline", "fits"), [(None, True), (16, False)])
@@ -68,3 +70,21 @@ def test_buffers_are_as_many_as_calls_in_flight(monkeypatch, pipeline, fits):
     monkeypatch.setattr(registry, "load", lambda *_: kind)
     context = SimpleNamespace(_dispatcher=lambda name, shape: name)
     assert tune._transport(context, "p2p", None, pipeline) == ("p2p" if fits else None)
+
+
+def test_a_transport_that_is_left_out_is_named_with_the_reason(monkeypatch):
+    def transport(context, name, shape, pipeline):
+        if name == "allgather":
+            raise ConfigError("no memory")
+        return None if name == "torch_a2a" else object()
+
+    monkeypatch.setattr(tune, "_transport", transport)
+    said = []
+    with EPContext.local(CPU) as context:
+        context._current_limit = 4
+        pairs = [(name, "reference") for name in ("local", "torch_a2a", "allgather")]
+        found = tune._candidates(context, {"reference": MoELayer(CONFIG, context)}, pairs, said.append)
+    assert [candidate.line.all2all for candidate in found] == ["local"]
+    large, failed = said
+    assert large == "4 tokens, torch_a2a with reference: left out, its buffers are larger than 8 GiB"
+    assert re.fullmatch("4 tokens, allgather with reference: left out, .*no memory", failed)
