@@ -4,6 +4,7 @@ captures that cannot be."""
 from __future__ import annotations
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -202,6 +203,9 @@ def test_captures_that_cannot_be(world_size):
         found = same_error(ConfigError, lambda: layer.capture([4]))
         assert "all2all=nvlink_p2p puts its calls in order on a stream that a replay passes by" in found
         transport.buffer_pool = buffer_pool
+        with mock.patch.object(NVLinkP2PDispatcher, "grows", True):
+            found = same_error(ConfigError, lambda: layer.capture([4]))
+        assert "all2all=nvlink_p2p has buffers that grow with the calls, and a replay has one size" in found
         layer.capture([2])
         assert len(context._recorders) == 1, "one for all captures on a stream"
         record = EmulatedRecorder.record
