@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from torch.profiler import ProfilerActivity, profile
 
-from ep_moe import Activation, EPContext, ExpertMap, InputError, MoEConfig, MoELayer, Routing
+from ep_moe import Activation, EPContext, ExpertMap, ExpertsOptions, InputError, MoEConfig, MoELayer, Routing
 from ep_moe.placement.placement import balancedness
 from ep_moe.runtime.profiling import StageTimes
 from tests.fixtures.helpers import assert_same, fill, integer_rows
@@ -179,6 +179,16 @@ def test_shared_experts_have_padding_as_it_is(context):
     torch.testing.assert_close(y[~mask], layer.shared_experts(x)[~mask])
     y.sum().backward()
     assert x.grad[~mask].any()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_router_has_zeros_for_padding(exact, context):
+    """Whatever a router of the user's computes of all rows, padding adds no number to it."""
+    layer, seen = MoELayer(shape(), context, options=ExpertsOptions(exact=exact)), []
+    layer.router.register_forward_pre_hook(lambda router, given: seen.append(given[0].detach()))
+    mask, x = torch.tensor([True, False, True, False]), torch.randn(4, HIDDEN)
+    layer(x.masked_fill(~mask.unsqueeze(1), torch.nan), mask)
+    assert_same(seen[0], x.masked_fill(~mask.unsqueeze(1), 0))
 
 
 @pytest.mark.parametrize("grad", [False, True])
