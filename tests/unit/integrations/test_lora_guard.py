@@ -1,0 +1,56 @@
+"""Which configurations of PEFT a model looks at, and when."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ep_moe import ConfigError
+from ep_moe.integrations import lora_guard
+
+
+@pytest.fixture
+def looked(monkeypatch):
+    """The names of configurations in the order in which the model looked at them."""
+    names = []
+
+    def check_modules(config, model, asked):
+        names.append(config.name)
+        if config.name == "bad":
+            raise ConfigError("no such module")
+
+    monkeypatch.setattr(lora_guard, "check_modules", check_modules)
+    return names
+
+
+def adapter(name):
+    return SimpleNamespace(name=name)
+
+
+def test_an_adapter_is_looked_at_once(looked):
+    """A call's host time does not grow with the calls before it. A configuration of ours is not PEFT's to check."""
+    model, x = nn.Identity(), torch.zeros(1)
+    lora_guard.guard_adapters(model)
+    model(x)
+    assert looked == []
+    model.peft_config = {"first": adapter("first")}
+    model(x), model(x)
+    model.load_state_dict({})
+    assert looked == ["first"]
+    model.peft_config["ours"] = adapter("ours")
+    lora_guard.accept_adapter(model, model.peft_config["ours"])
+    model.peft_config["read"] = adapter("read")
+    model.load_state_dict({})
+    model(x)
+    assert looked == ["first", "read"]
+
+
+def test_an_adapter_that_is_refused_is_refused_again(looked):
+    model = nn.Identity()
+    lora_guard.guard_adapters(model)
+    model.peft_config = {"bad": adapter("bad")}
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"PEFT leaves out a part of this adapter: no such module\. .*load_lora"):
+            model(torch.zeros(1))
+    assert looked == ["bad", "bad"]
