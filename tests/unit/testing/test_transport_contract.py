@@ -69,6 +69,36 @@ def test_rows_that_are_written_to_peers_are_checked_too(world_size):
             )
 
 
+class KeepsRows(TorchAll2AllDispatcher):
+    """Adds zero times what a call left behind to the rows of the next one, which changes no number."""
+
+    behind = torch.zeros(1)
+
+    def _dispatch(self, *arguments):
+        pending = super()._dispatch(*arguments)
+
+        def finish():
+            received = pending.wait()
+            x = received.x + 0 * self.behind.sum()
+            received = dataclasses.replace(received, x=x, out=torch.empty_like(x))
+            self.behind = getattr(received, self.kept)
+            return received
+
+        return mock.Mock(wait=finish, ready=False)
+
+
+@distributed(1)
+@pytest.mark.parametrize("kept", ["x", "out"])
+def test_what_a_call_leaves_behind_is_seen_in_the_next_one(kept, world_size):
+    """Rows that arrived, and those for the way back, whose place the transport gives."""
+    with EPContext.from_groups(device=rank_device()) as context:
+        shape = transport_case.dispatch_shape(1, 2, torch.float32)
+        transport = KeepsRows(shape, context.rank_groups["ep"])
+        transport.kept = kept
+        with pytest.raises(AssertionError, match=r"poisoned buffers .*turn 1"):
+            transport_case.run(transport_contract.poisoned_buffers, transport, rank_device())
+
+
 @distributed(2)
 def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(world_size):
     with EPContext.from_groups(device=rank_device(), deadline_s=5) as context:
