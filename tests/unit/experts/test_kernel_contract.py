@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from ep_moe import Activation, registry
+from ep_moe import Activation, Wire, registry
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.experts.reference import ReferenceExperts
+from ep_moe.quant.fp8 import round_blocks, widen_blocks
 from ep_moe.testing import check_experts, kernel_contract
 from ep_moe.testing.kernel_contract import computed_on
-from ep_moe.types import Received
+from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES
 from tests.emulations.trained_graph import recorded_kernel
 from tests.fixtures.flashinfer_cutlass import emulated as emulated  # FlashInfer's module, emulated
+from tests.fixtures.helpers import assert_same
 from tests.fixtures.main_grads import writing_kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
@@ -159,6 +162,29 @@ class AnExpertAtLeast(ReferenceExperts):
         return super().compute(received, out)
 
 
+class OneRowIsTooFew(Wrong):
+    rows = 1
+
+    def after(self, y, received):
+        return y * 2 if len(received.x) == self.rows else y
+
+
+class NoRowsAreTooFew(ReferenceExperts):
+    def compute(self, received, out):
+        if not len(received.x):
+            raise ValueError("no rows")
+        return super().compute(received, out)
+
+
+class RowsBeyondATile(OneRowIsTooFew):
+    rows = 257
+
+
+class TwoChoicesAreTooFew(Wrong):
+    def after(self, y, received):
+        return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 2 else y
+
+
 class ManyRowsAreLost(Wrong):
     def after(self, y, received):
         y[4096:] = 0
@@ -220,6 +246,10 @@ class BiasOnEveryRank(ReferenceExperts):
         (WeightsKept, "33 rows, experts, weights that were written after a call: off by"),
         (AnExpertAtLeast, r"reference \(none, .*\): rank_major rows \[33\]: IndexError: "),
         (ManyRowsAreLost, "4369 rows: off by"),
+        (OneRowIsTooFew, "1 rows, experts: off by"),
+        (NoRowsAreTooFew, r"rank_major rows \[0\]: ValueError: no rows"),
+        (RowsBeyondATile, "257 rows, experts: off by"),
+        (TwoChoicesAreTooFew, "33 rows, experts: off by"),
         (ShortIdsAlone, r"reference \(none, .*\): batched rows \[7, 3\]: TypeError: ids must be int32"),
         (NotMade, r"reference \(none, .*\): layer: ValueError: no memory"),
     ],
@@ -228,6 +258,21 @@ class BiasOnEveryRank(ReferenceExperts):
 def test_it_is_seen(wrong, sentence):
     with pytest.raises(AssertionError, match=sentence):
         check_experts(wrong, device=CPU, schemes=["none"], activations=[Activation.RELU2])
+
+
+@pytest.mark.parametrize(("reads", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
+def test_rows_in_a_format_are_compared_with_the_numbers_that_a_kernel_has(reads, dtype):
+    """All bits of those that travelled where it reads the format; else what widening leaves of them."""
+    x, wanted, wire = torch.randn(2, 128).bfloat16(), [], Wire(dispatch="fp8_block")
+    formats = frozenset({"plain", "fp8_block"} if reads else {"plain"})
+    layer = SimpleNamespace(
+        experts=SimpleNamespace(row_formats=formats), dtype=torch.bfloat16, run=lambda received: x,
+        wanted=lambda received: (wanted.append(received), (x.double(), torch.ones_like(x).double()))[1],
+    )  # fmt: skip
+    received = Received(x, RowLayout.RANK_MAJOR, Weighting.COMBINE, None, local_ids=LocalIds(torch.zeros(2, 1)))
+    kernel_contract._as_written(layer, received, wire)
+    (compared,) = wanted
+    assert_same(compared.x, widen_blocks(*round_blocks(x), dtype))
 
 
 # --- where torch makes new tensors elsewhere than on the host by default ---------------------------------------------
