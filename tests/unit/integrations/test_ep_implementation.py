@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from ep_moe.errors import ConfigError
+from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations import ep_implementation
 from ep_moe.integrations.ep_implementation import Borrower, register_ep_implementation
 
@@ -24,6 +26,40 @@ def test_an_older_transformers_is_named(monkeypatch):
     monkeypatch.delattr(expert_parallel, "EPImplementationInterface")
     with pytest.raises(ConfigError, match=r"no EPImplementationInterface; install transformers 5.23 or newer, or use"):
         register_ep_implementation()
+
+
+@pytest.mark.parametrize("options", [ExpertsOptions(exact=True), None])
+def test_modules_have_what_was_registered(options, monkeypatch):
+    given = {"all2all": "torch_a2a", "experts": "reference", "max_tokens": 7, "top_k": 3, "deadline_s": 9.0}
+    module, made = nn.Module(), []
+    register = lambda *named: made.append(named)  # noqa: E731
+    monkeypatch.setattr(expert_parallel.EPImplementationInterface, "register", register)
+    monkeypatch.setattr(expert_parallel.EPImplementation, "__init__", lambda *_: None)
+    monkeypatch.setattr(ep_implementation._Contexts, "of", lambda _, *asked: asked)
+    monkeypatch.setattr(ep_implementation, "Borrower", lambda *asked: asked)
+    register_ep_implementation("mine", options=options, **given)
+    ((name, kind),) = made
+    assert name == "mine"
+    kind(module, "mesh", "tp mesh")
+    experts, context, asked = module.ep_moe_borrower
+    assert vars(asked) == {**given, "options": options or ExpertsOptions()}
+    assert (experts, context) == (module, ("mesh", "tp mesh", asked))
+
+
+def test_layers_are_made_as_was_asked(monkeypatch):
+    borrower, asked = object.__new__(Borrower), SimpleNamespace(options=ExpertsOptions(exact=True))
+    borrower._asked, borrower.context = asked, SimpleNamespace(device="cpu")
+    chosen = SimpleNamespace(all2all="torch_a2a", experts="reference")
+    given = []
+    monkeypatch.setattr(
+        ep_implementation, "_choose", lambda *asked, trains: (given.append((*asked, trains)), chosen)[1]
+    )
+    monkeypatch.setattr(ep_implementation, "BorrowingLayer", lambda *positions, **how: (*positions, how))
+    config, context, how = borrower._make("config", torch.float16, trains=True)
+    assert given == [("config", borrower.context, torch.float16, asked, True)]
+    assert (config, context) == ("config", borrower.context)
+    wanted = {"all2all": "torch_a2a", "experts": "reference", "options": asked.options, "dtype": torch.float16}
+    assert {name: how[name] for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
