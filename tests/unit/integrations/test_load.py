@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from ep_moe import ConfigError, EPContext
 from ep_moe.checkpoint.source import SINGLE
-from ep_moe.integrations.load import draw_head, head_names
+from ep_moe.integrations.load import draw_head, head_names, made_by
 from ep_moe.integrations.transformers import load_pretrained
 from ep_moe.testing import rank_device
 from tests.fixtures.checkpoint_files import quiet, tiny_config, tiny_model
@@ -38,6 +38,16 @@ def test_classes_that_are_none_are_refused(tmp_path):
         load_pretrained(tmp_path, context, model_class=torch.nn.Linear, progress=False)
     with pytest.raises(ConfigError, match="model_class=AutoModelForImageClassification: Unrecognized"):
         load_pretrained(tmp_path, context, model_class=transformers.AutoModelForImageClassification, progress=False)
+
+
+def test_the_user_is_not_asked_to_run_code_of_a_checkpoint(monkeypatch):
+    """Ranks have no terminal, and no code that a checkpoint names is ever run."""
+    config, asked = tiny_config("mixtral"), []
+    config.auto_map = {"AutoModelForImageClassification": "someone/model--modeling.Model"}
+    monkeypatch.setattr("builtins.input", asked.append)
+    with pytest.raises(ConfigError, match=r"model_class=AutoModelForImageClassification: .* custom code"):
+        made_by(transformers.AutoModelForImageClassification, config, torch.float32)
+    assert not asked
 
 
 @pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering"])
