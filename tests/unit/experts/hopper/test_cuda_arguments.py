@@ -11,6 +11,7 @@ import torch
 
 from ep_moe.experts.hopper import gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
+from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales
 from ep_moe.runtime import nvrtc
 from ep_moe.types import Activation
 
@@ -29,11 +30,13 @@ def declared(text: str, name: str) -> list[tuple[str, str]]:
 
 
 def launched(run) -> tuple[dict[str, object], int, int]:
-    """Arguments by the names of parameters, the programs, and the bytes of shared memory of a launch."""
+    """Arguments by the names of parameters, with what the text is compiled with by its own, the programs, and the bytes
+    of shared memory of a launch."""
     made = {}
 
     def kernel(text, name, form, device):
-        made.update(text=text, name=name)
+        defined = [one.removeprefix("-D").partition("=") for one in form]
+        made.update(text=text, name=name, defined={name: int(value or 1) for name, _, value in defined})
 
     with (
         mock.patch.object(nvrtc, "kernel", kernel),
@@ -46,7 +49,7 @@ def launched(run) -> tuple[dict[str, object], int, int]:
     parameters = declared(made["text"], made["name"])
     assert [KINDS[kind] for _, kind in made["arguments"]] == [kind for kind, _ in parameters]
     named = {name: value for (value, _), (_, name) in zip(made["arguments"], parameters, strict=True)}
-    return named, made["grid"][0], made["shared"]
+    return named | made["defined"], made["grid"][0], made["shared"]
 
 
 def weights(rows: int, columns: int, *, e4m3: bool, int4: bool) -> Weights:
@@ -81,6 +84,7 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
         assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
     numbers = {"id_bytes": 8, "base": 7, "pairs": 12, "experts": SLOTS, "depth": HIDDEN, "rows": 2 * INNER}
     numbers |= {"width": INNER, "blocks": 2, "every": 2, "alpha": 1.5, "limit": 2.5}
+    numbers |= {"WARPS": tile.warps, "SPLIT": tile.split, "AHEAD": tile.stages, "GATED": 1, "SWIGLU": 1, "BIASED": 1}
     assert {name: named[name] for name in numbers} == numbers
     assert named["unit"] == (1.0 if e4m3 else 2.0**32)
     assert programs == SLOTS * (INNER // (8 * tile.warps // tile.split))
@@ -105,6 +109,8 @@ def test_many_rows_of_four_bits(int4, e4m3):
             assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
         numbers = {"experts": SLOTS, "all_rows": ROWS, "n": HIDDEN, "k_blocks": 2 if e4m3 else 3, "most": tile.rows}
         numbers |= {"stages": tile.stages, "b_step": 1 if w.row_scale is None else HIDDEN}
+        numbers |= {"FOUR_BITS": 1, "SCALED_ROWS": e4m3, "FACTOR": not e4m3, "CHANNELS": w.row_scale is not None}
+        numbers |= {"BIASED": 1, "AWAY": 1, "GATHER": 0, "GATED": 0, "MOST": tile.rows, "PROGRAMS": tile.programs}
         assert {name: named[name] for name in numbers} == numbers
         assert named["a_factor"] == (1.0 if e4m3 else 2.0**32)
         assert programs == 100 * tile.programs
@@ -112,6 +118,108 @@ def test_many_rows_of_four_bits(int4, e4m3):
         box = 128 // a.element_size()
         assert named["wide"] == (a.data_ptr(), a.element_size(), (INNER + 64, ROWS), (INNER + 64,), (box, 64))
         assert named["step"][-1] == (box, 16)
+
+
+def test_rows_of_four_bits_that_are_gathered():
+    w, a = weights(2 * HIDDEN, INNER, e4m3=False, int4=False), torch.zeros(2 * ROWS, INNER).bfloat16()
+    ends, out, source = torch.zeros(SLOTS).int(), torch.empty(ROWS, HIDDEN), torch.arange(ROWS).int()
+    tile = gemm_grouped_4bit.candidates_of(w)[0]
+    named, _, _ = launched(
+        lambda launch: gemm_grouped_4bit.product(
+            a, w, ends, out, tile, activation=Activation.SWIGLU, alpha=1.5, limit=2.5, source=source, launch=launch
+        )
+    )
+    numbers = {"all_rows": ROWS, "n": HIDDEN, "row_bytes": 2 * INNER, "alpha": 1.5, "limit": 2.5}
+    numbers |= {"GATHER": 1, "AWAY": 0, "GATED": 1, "SWIGLU": 1}
+    checked(named, {"gathered": a, "source": source, "addresses": None}, numbers)
+    assert named["step"][2] == (INNER, 2 * ROWS)
+
+
+def checked(named: dict[str, object], tensors: dict[str, torch.Tensor | None], numbers: dict[str, float]) -> None:
+    for name, tensor in tensors.items():
+        assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
+    assert {name: named[name] for name in numbers} == numbers
+
+
+EACH = torch.ones(SLOTS)
+SCALES = {  # and the steps from one to the next, of rows and of weights
+    "none": (None, 0, 1),
+    "one of rows": (MatrixScales(0.5, EACH), 0, 1),
+    "of experts": (MatrixScales(EACH.clone(), EACH, EACH.clone()), 1, 1),
+    "of each row": (RowScales(torch.ones(ROWS), torch.ones(SLOTS, 2 * INNER)), 0, 2 * INNER),
+    "of blocks": (BlockScales(torch.ones(2, ROWS).T, torch.ones(SLOTS, 2, 2)), 1, ROWS),
+}
+
+
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("kind", SCALES)
+def test_rows_of_experts(kind, gather, activation):
+    scales, a_step, b_step = SCALES[kind]
+    a, bias = rows_of(HIDDEN, scales is not None)[0].repeat(1 + gather, 1), torch.zeros(SLOTS, 2 * INNER)
+    b, out_scale = torch.zeros(SLOTS, 2 * INNER, HIDDEN, dtype=a.dtype), getattr(scales, "out", None)
+    width = INNER if activation.gated else 2 * INNER
+    out = torch.empty(ROWS, width, dtype=torch.bfloat16 if out_scale is None else a.dtype)
+    ends, away = torch.zeros(SLOTS).int(), torch.zeros(ROWS).long()
+    source = torch.arange(ROWS).int() if gather else None
+    tiles = gemm_grouped.BLOCKS if kind == "of blocks" else gemm_grouped.CANDIDATES[-1]
+    named, programs, shared = launched(
+        lambda launch: gemm_grouped.grouped_gemm(
+            a, b, ends, out, tiles, activation=activation, alpha=1.5, limit=2.5, spare_sms=32, scales=scales,
+            source=source, bias=bias, addresses=away, launch=launch,
+        )
+    )  # fmt: skip
+    given, itemsize = getattr(scales, "rows", None), a.element_size()
+    tensors = {"out": out, "ends": ends, "bias": bias, "addresses": away, "codes": None, "code_scales": None}
+    tensors |= {"gathered": a if gather else None, "source": source, "out_scale": out_scale}
+    tensors |= {"a_scale": None if isinstance(given, float) else given, "b_scale": getattr(scales, "weights", None)}
+    numbers = {"experts": SLOTS, "all_rows": ROWS, "n": width, "k_blocks": HIDDEN * itemsize // 128}
+    numbers |= {"most": tiles.rows, "stages": tiles.stages, "alpha": 1.5, "limit": 2.5}
+    numbers |= {"units": 2 * INNER // (8 * (3 - out.element_size())), "row_bytes": HIDDEN * itemsize * gather}
+    numbers |= {"a_factor": given if isinstance(given, float) else 1.0, "a_step": a_step, "b_step": b_step}
+    numbers |= {"IN_BYTES": itemsize, "OUT_BYTES": out.element_size(), "BIASED": 1, "AWAY": 1}
+    numbers |= {"GATED": activation.gated, activation.value.upper(): 1, "GATHER": gather}
+    numbers |= dict.fromkeys(("TURNED", "OVER_ROWS", "ACCUMULATE", "FACTOR", "FOUR_BITS"), 0)
+    numbers |= {"SCALED_ROWS": kind == "of each row", "CHANNELS": kind == "of each row", "BLOCKS": kind == "of blocks"}
+    checked(named, tensors, numbers)
+    assert (programs, shared) == (100, gemm_grouped.shared_bytes(tiles, SLOTS, blocks=kind == "of blocks"))
+    box = 128 // itemsize
+    assert named["wide"] == (a.data_ptr(), itemsize, (HIDDEN, len(a)), (HIDDEN,), (box, 64))
+    assert named["step"] == (*named["wide"][:-1], (box, 16))
+    start, *_, shape, strides, box = named["weights"]
+    reached = sum((size - 1) * step for size, step in zip(shape, (1, *strides), strict=True))
+    assert (start, reached) == (b.data_ptr(), b.numel() - 1), "all weights, and none beyond"
+    assert all(part <= size for part, size in zip(box, shape, strict=True))
+
+
+def test_rows_by_weights_that_are_turned():
+    a, b = torch.zeros(ROWS, INNER).bfloat16(), torch.zeros(SLOTS, INNER, HIDDEN).bfloat16()
+    ends, out, tiles = torch.zeros(SLOTS).int(), torch.empty(ROWS, HIDDEN).bfloat16(), gemm_grouped.CANDIDATES[0]
+    named, _, _ = launched(lambda launch: gemm_grouped.grouped_gemm(a, b, ends, out, tiles, turned=True, launch=launch))
+    numbers = {"n": HIDDEN, "units": HIDDEN, "k_blocks": 2, "TURNED": 1, "GATED": 0, "BIASED": 0, "AWAY": 0}
+    checked(named, {"out": out, "bias": None, "addresses": None}, numbers)
+    assert named["weights"] == (
+        b.data_ptr(), 2, (64, SLOTS * INNER, HIDDEN // 64), (HIDDEN, 64), (64, 64, gemm_grouped.BOXES)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("accumulate", "factor"), [(False, 1.0), (False, 0.5), (True, 1.0)])
+def test_gradients_of_weights(accumulate, factor, dtype):
+    a, b = torch.zeros(ROWS, HIDDEN).bfloat16(), torch.zeros(ROWS, INNER).bfloat16()
+    ends, out = torch.zeros(SLOTS).int(), torch.zeros(SLOTS, HIDDEN, INNER, dtype=dtype)
+    named, programs, _ = launched(
+        lambda launch: gemm_grouped.weight_gradient(a, b, ends, out, accumulate, factor, spare_sms=32, launch=launch)
+    )
+    absent = ("a_scale", "b_scale", "out_scale", "bias", "gathered", "source", "addresses", "codes", "code_scales")
+    tensors = {"out": out, "ends": ends} | dict.fromkeys(absent)
+    numbers = {"a_factor": factor, "experts": SLOTS, "all_rows": ROWS, "n": INNER, "units": HIDDEN, "row_bytes": 0}
+    numbers |= {"OVER_ROWS": 1, "ACCUMULATE": accumulate, "OUT_BYTES": out.element_size(), "TURNED": 0, "GATHER": 0}
+    numbers["FACTOR"] = accumulate or factor != 1.0 or dtype == torch.float32
+    checked(named, tensors, numbers)
+    assert programs == 100
+    assert named["weights"] == (b.data_ptr(), 2, (64, ROWS, INNER // 64), (INNER, 64), (64, 64, gemm_grouped.BOXES))
+    assert named["wide"] == named["step"] == (a.data_ptr(), 2, (64, ROWS, HIDDEN // 64), (HIDDEN, 64), (64, 64, 1))
 
 
 def test_numbers_have_room_in_both_kernels():
