@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from ctypes import c_float, c_int, c_void_p
 from unittest import mock
@@ -30,26 +31,45 @@ def declared(text: str, name: str) -> list[tuple[str, str]]:
 
 
 def launched(run) -> tuple[dict[str, object], int, int]:
-    """Arguments by the names of parameters, with what the text is compiled with by its own, the programs, and the bytes
-    of shared memory of a launch."""
+    """Arguments by the names of parameters, with what the text is compiled with, its products, and the threads of a
+    program; the programs, and the bytes of shared memory of a launch."""
     made = {}
 
     def kernel(text, name, form, device):
+        assert device is torch.device("cpu").index
         defined = [one.removeprefix("-D").partition("=") for one in form]
         made.update(text=text, name=name, defined={name: int(value or 1) for name, _, value in defined})
 
     with (
         mock.patch.object(nvrtc, "kernel", kernel),
-        mock.patch.object(nvrtc, "Kernel", lambda function, device, threads, shared: shared),
+        mock.patch.object(nvrtc, "Kernel", lambda function, *how: how),
         mock.patch.object(nvrtc, "Arguments", list),
         mock.patch.object(nvrtc, "tensor_map", lambda *given: given),
         mock.patch.object(gemm_grouped, "multiprocessors", return_value=132),
     ):
-        run(lambda shared, grid, arguments: made.update(shared=shared, grid=grid, arguments=arguments))
+        run(lambda kernel, grid, arguments: made.update(kernel=kernel, grid=grid, arguments=arguments))
     parameters = declared(made["text"], made["name"])
     assert [KINDS[kind] for _, kind in made["arguments"]] == [kind for kind, _ in parameters]
     named = {name: value for (value, _), (_, name) in zip(made["arguments"], parameters, strict=True)}
-    return named | made["defined"], made["grid"][0], made["shared"]
+    device, threads, shared = made["kernel"]
+    assert device == torch.device("cpu")
+    named |= made["defined"] | {"threads": threads, "products": products(made["text"])}
+    return named, made["grid"][0], shared
+
+
+def products(text: str) -> dict[tuple[str, str], list[int]]:
+    """Widths of the text's products by the kind of numbers and the order of operands."""
+    found = {}
+    for width, depth, kind, named, order, sums, read in re.findall(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\S+) (.*?), more, 1, 1(.*?);}\"\s*: (.*?) : (.*?)\);",
+        text,
+    ):
+        numbers = [int(number) for number in re.findall(r"%(\d+)", named)]
+        given = sums.split(",") + read.split(",")
+        assert numbers == list(range(len(given) - 1)), "sums, weights, and b; the last is whether sums were begun"
+        assert sums.split(", ") == [f'"+f"(sum[{number}])' for number in range(int(width) // 2)]
+        found.setdefault((f"{kind} {depth}", order), []).append(int(width))
+    return found
 
 
 def weights(rows: int, columns: int, *, e4m3: bool, int4: bool) -> Weights:
@@ -66,12 +86,19 @@ def rows_of(columns: int, e4m3: bool) -> tuple[torch.Tensor, torch.Tensor | None
     return x, torch.ones(ROWS) if e4m3 else None
 
 
+def checked(named: dict[str, object], tensors: dict[str, torch.Tensor | None], numbers: dict[str, float]) -> None:
+    for name, tensor in tensors.items():
+        assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
+    assert {name: named[name] for name in numbers} == numbers
+
+
 @pytest.mark.parametrize("e4m3", [False, True])
 @pytest.mark.parametrize("int4", [False, True])
 def test_the_fewest_rows_of_four_bits(int4, e4m3):
-    w, (x, scale) = weights(2 * INNER, HIDDEN, e4m3=e4m3, int4=int4), rows_of(HIDDEN, e4m3)
+    inner = 8 * INNER
+    w, (x, scale) = weights(2 * inner, HIDDEN, e4m3=e4m3, int4=int4), rows_of(HIDDEN, e4m3)
     ids, routing = torch.zeros(ROWS, 2, dtype=torch.int64), torch.ones(ROWS, 2)
-    out, tile = torch.empty(12, INNER), gemm_skinny_4bit.tiles_for(ids.numel()).first
+    out, tile = torch.empty(12, inner), gemm_skinny_4bit.tiles_for(ids.numel()).first
     named, programs, shared = launched(
         lambda launch: gemm_skinny_4bit.product(
             x, ids, routing, 7, w, out, tile, x_scale=scale, activation=Activation.SWIGLU, alpha=1.5, limit=2.5,
@@ -80,15 +107,26 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
     )  # fmt: skip
     tensors = {"x": x, "ids": ids, "routing": routing, "codes": w.data, "scales": w.scale, "bias": w.bias, "out": out}
     tensors |= {"x_scale": scale, "factor": w.factor, "row_scale": w.row_scale}
-    for name, tensor in tensors.items():
-        assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
-    numbers = {"id_bytes": 8, "base": 7, "pairs": 12, "experts": SLOTS, "depth": HIDDEN, "rows": 2 * INNER}
-    numbers |= {"width": INNER, "blocks": 2, "every": 2, "alpha": 1.5, "limit": 2.5}
+    numbers = {"id_bytes": 8, "base": 7, "pairs": 12, "experts": SLOTS, "depth": HIDDEN, "rows": 2 * inner}
+    numbers |= {"width": inner, "blocks": 2, "every": 2, "alpha": 1.5, "limit": 2.5}
     numbers |= {"WARPS": tile.warps, "SPLIT": tile.split, "AHEAD": tile.stages, "GATED": 1, "SWIGLU": 1, "BIASED": 1}
-    assert {name: named[name] for name in numbers} == numbers
+    numbers |= {"threads": 32 * tile.warps, "FP8": e4m3, "INT4": int4, "GROUP": 32, "WORDS": 1}
+    checked(named, tensors, numbers)
     assert named["unit"] == (1.0 if e4m3 else 2.0**32)
-    assert programs == SLOTS * (INNER // (8 * tile.warps // tile.split))
-    assert shared == gemm_skinny_4bit.shared_bytes(tile, x.element_size())
+    assert programs == SLOTS * (inner // (8 * tile.warps // tile.split))
+    chunk = 8 * (tile.stages * tile.split * 128 * x.element_size() + 16)  # of 8 rows
+    assert shared == 2 * 8 * 4 + 8 * 20 + 2 * chunk
+
+
+def test_as_many_routes_of_four_bits_as_there_may_be():
+    """Behind an activation: a row for each route, and none of the parts that may be absent."""
+    w = dataclasses.replace(weights(INNER, HIDDEN, e4m3=False, int4=False), bias=None, factor=None)
+    x, ids, out = torch.zeros(32, HIDDEN).bfloat16(), torch.zeros(16, 2, dtype=torch.int32), torch.empty(32, INNER)
+    tile = gemm_skinny_4bit.tiles_for(32).second
+    named, _, _ = launched(lambda launch: gemm_skinny_4bit.product(x, ids, None, 0, w, out, tile, launch=launch))
+    tensors = dict.fromkeys(("routing", "bias", "factor", "row_scale", "x_scale")) | {"x": x, "out": out}
+    numbers = {"id_bytes": 4, "pairs": 32, "rows": INNER, "width": INNER, "every": 1, "GATED": 0, "BIASED": 0}
+    checked(named, tensors, numbers)
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
@@ -105,23 +143,27 @@ def test_many_rows_of_four_bits(int4, e4m3):
         by_row = w.row_scale if w.row_scale is not None else w.factor
         tensors = {"out": out, "ends": ends, "a_scale": scale, "b_scale": by_row, "bias": w.bias, "addresses": away}
         tensors |= {"codes": w.data, "code_scales": w.scale, "gathered": None, "source": None, "out_scale": None}
-        for name, tensor in tensors.items():
-            assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
         numbers = {"experts": SLOTS, "all_rows": ROWS, "n": HIDDEN, "k_blocks": 2 if e4m3 else 3, "most": tile.rows}
         numbers |= {"stages": tile.stages, "b_step": 1 if w.row_scale is None else HIDDEN}
         numbers |= {"FOUR_BITS": 1, "SCALED_ROWS": e4m3, "FACTOR": not e4m3, "CHANNELS": w.row_scale is not None}
         numbers |= {"BIASED": 1, "AWAY": 1, "GATHER": 0, "GATED": 0, "MOST": tile.rows, "PROGRAMS": tile.programs}
-        assert {name: named[name] for name in numbers} == numbers
+        numbers |= {"FP8": e4m3, "INT4": int4, "GROUP": 32, "WORDS": 1, "threads": 384}
+        checked(named, tensors, numbers)
+        assert tile.rows % named["ROUND"] == named["ROUND"] % 16 == 0
         assert named["a_factor"] == (1.0 if e4m3 else 2.0**32)
         assert programs == 100 * tile.programs
-        assert shared == gemm_grouped_4bit.shared_bytes(tile, SLOTS, w)
+        stage = tile.rows * 128 * (1 if e4m3 else 2) + 256 * (64 + 4) + 2 * 8  # rows, codes with scales, barriers
+        assert shared == tile.stages * stage + 2 * 2 * 4096 + 8 * 20 + 4 * (2 * SLOTS + 1)
         box = 128 // a.element_size()
         assert named["wide"] == (a.data_ptr(), a.element_size(), (INNER + 64, ROWS), (INNER + 64,), (box, 64))
         assert named["step"][-1] == (box, 16)
+        how = ("e4m3.e4m3 32", "") if e4m3 else ("bf16.bf16 16", ", 0")
+        assert named["products"] == {how: list(range(16, tile.rows + 1, 16))}
 
 
 def test_rows_of_four_bits_that_are_gathered():
     w, a = weights(2 * HIDDEN, INNER, e4m3=False, int4=False), torch.zeros(2 * ROWS, INNER).bfloat16()
+    w = dataclasses.replace(w, bias=None)
     ends, out, source = torch.zeros(SLOTS).int(), torch.empty(ROWS, HIDDEN), torch.arange(ROWS).int()
     tile = gemm_grouped_4bit.candidates_of(w)[0]
     named, _, _ = launched(
@@ -130,15 +172,9 @@ def test_rows_of_four_bits_that_are_gathered():
         )
     )
     numbers = {"all_rows": ROWS, "n": HIDDEN, "row_bytes": 2 * INNER, "alpha": 1.5, "limit": 2.5}
-    numbers |= {"GATHER": 1, "AWAY": 0, "GATED": 1, "SWIGLU": 1}
-    checked(named, {"gathered": a, "source": source, "addresses": None}, numbers)
+    numbers |= {"GATHER": 1, "AWAY": 0, "GATED": 1, "SWIGLU": 1, "BIASED": 0}
+    checked(named, {"bias": None, "gathered": a, "source": source, "addresses": None}, numbers)
     assert named["step"][2] == (INNER, 2 * ROWS)
-
-
-def checked(named: dict[str, object], tensors: dict[str, torch.Tensor | None], numbers: dict[str, float]) -> None:
-    for name, tensor in tensors.items():
-        assert named[name] == (0 if tensor is None else tensor.data_ptr()), name
-    assert {name: named[name] for name in numbers} == numbers
 
 
 EACH = torch.ones(SLOTS)
@@ -180,9 +216,14 @@ def test_rows_of_experts(kind, gather, activation):
     numbers |= {"IN_BYTES": itemsize, "OUT_BYTES": out.element_size(), "BIASED": 1, "AWAY": 1}
     numbers |= {"GATED": activation.gated, activation.value.upper(): 1, "GATHER": gather}
     numbers |= dict.fromkeys(("TURNED", "OVER_ROWS", "ACCUMULATE", "FACTOR", "FOUR_BITS"), 0)
+    most = 96 if kind == "of blocks" else 192
+    numbers |= {"MOST": most, "ROUND": 16, "PROGRAMS": 1, "threads": 384}
     numbers |= {"SCALED_ROWS": kind == "of each row", "CHANNELS": kind == "of each row", "BLOCKS": kind == "of blocks"}
     checked(named, tensors, numbers)
-    assert (programs, shared) == (100, gemm_grouped.shared_bytes(tiles, SLOTS, blocks=kind == "of blocks"))
+    stage = (256 + tiles.rows) * 128 + 2 * 8 + (4 * most if kind == "of blocks" else 0)  # rows, barriers, scales
+    assert (programs, shared) == (100, tiles.stages * stage + 2 * 2 * 4096 + 4 * (2 * SLOTS + 1))
+    how = ("bf16.bf16 16", ", 0, 0") if itemsize == 2 else ("e4m3.e4m3 32", "")
+    assert named["products"] == {how: list(range(16, most + 1, 16))}
     box = 128 // itemsize
     assert named["wide"] == (a.data_ptr(), itemsize, (HIDDEN, len(a)), (HIDDEN,), (box, 64))
     assert named["step"] == (*named["wide"][:-1], (box, 16))
@@ -197,6 +238,7 @@ def test_rows_by_weights_that_are_turned():
     ends, out, tiles = torch.zeros(SLOTS).int(), torch.empty(ROWS, HIDDEN).bfloat16(), gemm_grouped.CANDIDATES[0]
     named, _, _ = launched(lambda launch: gemm_grouped.grouped_gemm(a, b, ends, out, tiles, turned=True, launch=launch))
     numbers = {"n": HIDDEN, "units": HIDDEN, "k_blocks": 2, "TURNED": 1, "GATED": 0, "BIASED": 0, "AWAY": 0}
+    assert named["products"].keys() == {("bf16.bf16 16", ", 1, 0")}
     checked(named, {"out": out, "bias": None, "addresses": None}, numbers)
     assert named["weights"] == (
         b.data_ptr(), 2, (64, SLOTS * INNER, HIDDEN // 64), (HIDDEN, 64), (64, 64, gemm_grouped.BOXES)
@@ -214,10 +256,12 @@ def test_gradients_of_weights(accumulate, factor, dtype):
     absent = ("a_scale", "b_scale", "out_scale", "bias", "gathered", "source", "addresses", "codes", "code_scales")
     tensors = {"out": out, "ends": ends} | dict.fromkeys(absent)
     numbers = {"a_factor": factor, "experts": SLOTS, "all_rows": ROWS, "n": INNER, "units": HIDDEN, "row_bytes": 0}
+    numbers |= {"most": 128, "stages": 4, "b_step": 1, "threads": 384}
     numbers |= {"OVER_ROWS": 1, "ACCUMULATE": accumulate, "OUT_BYTES": out.element_size(), "TURNED": 0, "GATHER": 0}
     numbers["FACTOR"] = accumulate or factor != 1.0 or dtype == torch.float32
     checked(named, tensors, numbers)
     assert programs == 100
+    assert named["products"].keys() == {("bf16.bf16 16", ", 1, 1")}
     assert named["weights"] == (b.data_ptr(), 2, (64, ROWS, INNER // 64), (INNER, 64), (64, 64, gemm_grouped.BOXES))
     assert named["wide"] == named["step"] == (a.data_ptr(), 2, (64, ROWS, HIDDEN // 64), (HIDDEN, 64), (64, 64, 1))
 
