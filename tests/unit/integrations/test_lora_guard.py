@@ -42,6 +42,7 @@ def test_an_adapter_is_looked_at_once(looked):
     lora_guard.accept_adapter(model, model.peft_config["ours"])
     model.peft_config["read"] = adapter("read")
     model.load_state_dict({})
+    assert looked == ["first", "read"], "before its tensors are read"
     model(x)
     assert looked == ["first", "read"]
 
@@ -54,3 +55,30 @@ def test_an_adapter_that_is_refused_is_refused_again(looked):
         with pytest.raises(ConfigError, match=r"PEFT leaves out a part of this adapter: no such module\. .*load_lora"):
             model(torch.zeros(1))
     assert looked == ["bad", "bad"]
+
+
+class Rescaled(nn.Identity):
+    def __init__(self, scale):
+        super().__init__()
+        self.scaling = {"default": scale}
+
+
+class Model(nn.Sequential):
+    def get_base_model(self):
+        return self
+
+
+def test_scales_of_all_layers_are_not_changed_while_experts_have_factors():
+    experts, first, second = SimpleNamespace(lora="factors"), Rescaled(1.0), Rescaled(2.0)
+    model, x = Model(first, nn.Identity(), second), torch.zeros(1)
+    lora_guard.guard_scales(model, Rescaled, [SimpleNamespace(lora=None), experts])
+    model(x)
+    first.scaling["default"] = 3.0
+    model(x)
+    second.scaling["default"] = 6.0
+    with pytest.raises(ConfigError, match=r"from {'default': 1.0} to {'default': 3.0} in the first"):
+        model(x)
+    with pytest.raises(ConfigError, match="the scale of all LoRA layers of PEFT was changed"):
+        model.ep_moe_scales()  # as before merging
+    experts.lora = None
+    model(x)
