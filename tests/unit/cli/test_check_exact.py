@@ -97,3 +97,11 @@ def test_ranks_are_started_here_or_by_torchrun(monkeypatch):
     check_exact._check(check_exact.CheckOptions(ranks=None))
     with pytest.raises(ConfigError, match="--ranks is for ranks that are started here"):
         check_exact._check(check_exact.CheckOptions(ranks=(1,)))
+
+
+@pytest.mark.parametrize(("model", "dtype", "wanted"), [(None, None, "float32"), ("m", None, "auto"), ("m", "x", "x")])
+def test_what_is_loaded_and_read_is_as_for_run(model, dtype, wanted):
+    both = {"revision": "v2", "text": "a.txt", "window": 5, "experts": "e", "quantization": "q", "deadline_s": 7.0}
+    asked = check_exact.CheckOptions(model=model, dtype=dtype, prompts=3, **both).as_run()
+    assert {name: getattr(asked, name) for name in both} == both
+    assert (asked.model, asked.dtype, asked.text_tokens) == (model, wanted, 15)

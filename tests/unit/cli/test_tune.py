@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -88,3 +89,29 @@ def test_a_transport_that_is_left_out_is_named_with_the_reason(monkeypatch):
     large, failed = said
     assert large == "4 tokens, torch_a2a with reference: left out, its buffers are larger than 8 GiB"
     assert re.fullmatch("4 tokens, allgather with reference: left out, .*no memory", failed)
+
+
+@pytest.mark.parametrize(("rank", "dtype"), [(0, None), (1, "float16")])
+def test_a_rank_measures_what_was_asked_for(rank, dtype, monkeypatch):
+    contexts, measured = [], []
+    layout = RankLayout(world=4, rank=rank, dp=4, ep=4)
+
+    def from_groups(**asked):
+        contexts.append(asked)
+        return nullcontext(SimpleNamespace(layout=layout))
+
+    monkeypatch.setattr(EPContext, "from_groups", from_groups)
+    monkeypatch.setattr(tune, "layer_config", lambda model, context: f"sizes of {model}")
+    monkeypatch.setattr(tune, "tune", lambda _, *asked, **how: (measured.append((*asked, how)), "tuned")[1])
+    options = tune.TuneOptions(
+        model="m", tokens=(3, 9), quantization="fp8_block", wire="fp8_row", dtype=dtype, cache="a folder", quiet=True
+    )
+    said = []
+    assert tune.run_on_rank(options, CPU, said.append) == (None if rank else "tuned")
+    assert contexts == [{"device": CPU, "deadline_s": tune.DEADLINE_S, "max_tokens": 9}]
+    ((config, tokens, how),) = measured
+    assert (config, tokens) == ("sizes of m", (3, 9))
+    how.pop("say")("a line")
+    assert said == ([] if rank else ["a line"])
+    wanted = {"quantization": "fp8_block", "wire": Wire(dispatch="fp8_row"), "cache": "a folder", "progress": False}
+    assert how == {**wanted, "dtype": torch.float16 if dtype else torch.float32}
