@@ -189,13 +189,14 @@ def test_captures_that_cannot_be(world_size):
         assert "block.capture_routed: rank 1: stages are timed" in same_error(
             ConfigError, lambda: layer.capture_routed([4])
         )
-        context._stage_times = None
+        context._stage_times = StageTimes(CPU, timed=False)  # which takes no times
         busy = context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool
         layer.capture_routed([4])
+        context._stage_times = None
         busy.made[0].busy = True
         assert "a call of all2all=nvlink_p2p is under way" in same_error(ConfigError, lambda: layer.capture([4]))
         busy.made[0].busy = False
-        recorded_calls.capturing = lambda device: True
+        recorded_calls.capturing = lambda device: device == CPU
         assert "a capture is under way on this stream" in same_error(ConfigError, lambda: layer.capture([4]))
         recorded_calls.capturing = lambda device: False
         transport, buffer_pool = layer._dispatcher(), layer._dispatcher().buffer_pool
