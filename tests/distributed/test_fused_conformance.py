@@ -3,6 +3,7 @@ are (`torchrun --standalone --nproc-per-node 4 -m pytest tests/distributed/test_
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ep_moe.experts.fused.flashinfer_mega import FlashInferMegaBf16, FlashInferMegaFp8
 from ep_moe.testing import distributed, rank_device
@@ -127,6 +128,17 @@ class NumbersForNaN(FlashInferMegaBf16):
         return super().compute(x.nan_to_num(), routed)
 
 
+class NothingAtAll(FlashInferMegaBf16):
+    """Fails where no rank has a token."""
+
+    def compute(self, x, routed):
+        tokens = torch.tensor(len(x))
+        dist.all_reduce(tokens)
+        if not tokens:
+            raise ValueError("nothing to compute")
+        return super().compute(x, routed)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
 @pytest.mark.parametrize(
@@ -135,6 +147,7 @@ class NumbersForNaN(FlashInferMegaBf16):
         (OffByOne, "uneven and empty ranks"),
         (Unweighted, "uneven and empty ranks"),
         (LastRowLost, "uneven and empty ranks .*T="),
+        (NothingAtAll, r"uneven and empty ranks .*nothing to compute"),
         (Residue, "uneven and empty ranks"),
         (Wider, "uneven and empty ranks .*torch.float32"),
         (NumbersForNaN, "nan stays with its owner .*NaN rows came back as numbers"),
