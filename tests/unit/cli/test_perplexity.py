@@ -1,11 +1,12 @@
 """Perplexities of `ep-moe run`: which must equal transformers', and what a rebalance counts."""
 
+import json
 from unittest import mock
 
 import pytest
 import torch
 
-from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Routing
+from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer, ParallelConfig, Routing
 from ep_moe.cli import perplexity
 from ep_moe.cli.run import RunOptions, is_exact
 from ep_moe.testing import distributed, rank_device
@@ -52,3 +53,15 @@ def test_bytes_between_tp_ranks_are_those_that_both_received(world_size):
         on_ranks = everywhere(received[-1])
     assert min(on_ranks) > 0
     assert found.sent_bytes == sum(on_ranks)
+
+
+def test_a_tokenizer_of_the_repositorys_own_code_is_refused_and_not_asked_about(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    asked = []
+    (tmp_path / "config.json").write_text('{"model_type": "no-model-of-transformers"}')
+    named = {"tokenizer_class": "Theirs", "auto_map": {"AutoTokenizer": ["someone/model--tokens.Theirs", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    monkeypatch.setattr("builtins.input", asked.append)
+    with pytest.raises(ConfigError, match="a tokenizer that transformers cannot make without code of its repository"):
+        perplexity._tokenizer(tmp_path)
+    assert not asked
