@@ -10,11 +10,13 @@ from unittest import mock
 import pytest
 import torch
 
-from ep_moe import Activation, Wire, registry
+from ep_moe import Activation, MoEConfig, Wire, registry
 from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.fp8 import round_blocks, widen_blocks
+from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import check_experts, kernel_contract
+from ep_moe.testing.kernel_case import Layer
 from ep_moe.testing.kernel_contract import computed_on
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES
@@ -185,6 +187,13 @@ class TwoChoicesAreTooFew(Wrong):
         return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 2 else y
 
 
+class GroupedRowsAreAnothers(Wrong):
+    """Each is of one expert."""
+
+    def after(self, y, received):
+        return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 1 else y
+
+
 class ManyRowsAreLost(Wrong):
     def after(self, y, received):
         y[4096:] = 0
@@ -246,6 +255,7 @@ class BiasOnEveryRank(ReferenceExperts):
         (WeightsKept, "33 rows, experts, weights that were written after a call: off by"),
         (AnExpertAtLeast, r"reference \(none, .*\): rank_major rows \[33\]: IndexError: "),
         (ManyRowsAreLost, "4369 rows: off by"),
+        (GroupedRowsAreAnothers, r"batched, \w+: off by"),
         (OneRowIsTooFew, "1 rows, experts: off by"),
         (NoRowsAreTooFew, r"rank_major rows \[0\]: ValueError: no rows"),
         (RowsBeyondATile, "257 rows, experts: off by"),
@@ -258,6 +268,21 @@ class BiasOnEveryRank(ReferenceExperts):
 def test_it_is_seen(wrong, sentence):
     with pytest.raises(AssertionError, match=sentence):
         check_experts(wrong, device=CPU, schemes=["none"], activations=[Activation.RELU2])
+
+
+def test_each_comparison_has_the_limit(monkeypatch):
+    """What is off by as much as rounding may cause passes, and what is off by more in one place does not."""
+    monkeypatch.setattr(kernel_contract, "ROWS", (2, 1))
+    monkeypatch.setattr(kernel_contract, "_gradients", lambda layer: None)
+    config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=3, activation=Activation.RELU2)
+    layer, found = Layer(ReferenceExperts, config, SCHEMES["none"], torch.bfloat16, CPU), []
+    monkeypatch.setattr(kernel_contract, "worst", lambda *_: found.append(1.0) or found[-1])
+    kernel_contract._check_layer(layer)
+    for place in range(len(found)):
+        left = iter([1.0] * place + [1.01] + [1.0] * len(found))
+        monkeypatch.setattr(kernel_contract, "worst", lambda *_, left=left: next(left))
+        with pytest.raises(AssertionError, match=r"reference \(none, "):
+            kernel_contract._check_layer(layer)
 
 
 @pytest.mark.parametrize(("reads", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
