@@ -10,6 +10,8 @@ import torch
 
 from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer, RankLayout, Wire, registry
 from ep_moe.cli import rank_times, tune
+from ep_moe.quant.schemes import SCHEMES
+from ep_moe.selection.explain import INSIDE, BackendChoice
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=8, top_k=2)
@@ -36,6 +38,8 @@ def test_a_batch_is_the_same_for_all_candidates_and_another_on_each_rank():
     assert not torch.equal(x, other)
     assert all(len(set(row)) == 2 for row in routing.ids.tolist())
     assert torch.equal(routing.weights, torch.full((6, 2), 0.5))
+    _, many = tune._batch(layer_of(), 99)
+    assert set(many.ids.flatten().tolist()) == set(range(CONFIG.num_experts))
 
 
 def test_the_first_round_by_the_clock_is_not_counted(monkeypatch):
@@ -102,16 +106,44 @@ def test_a_rank_measures_what_was_asked_for(rank, dtype, monkeypatch):
 
     monkeypatch.setattr(EPContext, "from_groups", from_groups)
     monkeypatch.setattr(tune, "layer_config", lambda model, context: f"sizes of {model}")
-    monkeypatch.setattr(tune, "tune", lambda _, *asked, **how: (measured.append((*asked, how)), "tuned")[1])
+    monkeypatch.setattr(tune, "tune", lambda *asked, **how: (measured.append((*asked, how)), "tuned")[1])
     options = tune.TuneOptions(
         model="m", tokens=(3, 9), quantization="fp8_block", wire="fp8_row", dtype=dtype, cache="a folder", quiet=True
     )
     said = []
     assert tune.run_on_rank(options, CPU, said.append) == (None if rank else "tuned")
     assert contexts == [{"device": CPU, "deadline_s": tune.DEADLINE_S, "max_tokens": 9}]
-    ((config, tokens, how),) = measured
+    ((context, config, tokens, how),) = measured
+    assert context.layout is layout
     assert (config, tokens) == ("sizes of m", (3, 9))
     how.pop("say")("a line")
     assert said == ([] if rank else ["a line"])
     wanted = {"quantization": "fp8_block", "wire": Wire(dispatch="fp8_row"), "cache": "a folder", "progress": False}
     assert how == {**wanted, "dtype": torch.float16 if dtype else torch.float32}
+
+
+@pytest.mark.parametrize("tokens", [(), (5, 0), (1, tune.MOST_TOKENS + 1)])
+def test_every_number_of_tokens_is_within_bounds(tokens):
+    assert tune.TuneOptions(model="m", tokens=(1, tune.MOST_TOKENS)).tokens[1] == tune.MOST_TOKENS
+    with pytest.raises(
+        ConfigError, match=re.escape(f"--tokens must be numbers of at least 1 and at most {tune.MOST_TOKENS}")
+    ):
+        tune.TuneOptions(model="m", tokens=tokens)
+
+
+def test_pairs_are_those_that_can_run_as_two(monkeypatch):
+    """A fused kernel has no transport of its own to be timed with."""
+    rows = [
+        BackendChoice("local", "reference", "chosen", ""), BackendChoice("allgather", "reference", "possible", ""),
+        BackendChoice("torch_a2a", "reference", "refused", "no"), BackendChoice(INSIDE, "fused", "possible", ""),
+    ]  # fmt: skip
+    asked, agreed = [], []
+    monkeypatch.setattr(tune.explain, "explain", lambda *given, **how: (asked.append((*given, how)), rows)[1])
+    same = SimpleNamespace(same=lambda name, facts, problem: agreed.append((facts, problem)))
+    context = SimpleNamespace(layout="layout", device=CPU, _max_dispatch_tokens=7, max_tokens=9, consensus=same)
+    wire = Wire(dispatch="fp8_row")
+    pairs = tune._pairs(context, CONFIG, {"a": 1}, scheme="fp8_dynamic", wire=wire, dtype=torch.float16)
+    assert pairs == [("local", "reference"), ("allgather", "reference")]
+    assert agreed == [({"a": 1, "pairs": pairs}, None)]
+    how = {"scheme": SCHEMES["fp8_dynamic"], "max_tokens": 7, "wire": wire}
+    assert asked == [(CONFIG, "layout", CPU, torch.float16, how)]
