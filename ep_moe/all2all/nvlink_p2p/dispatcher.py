@@ -251,10 +251,8 @@ class NVLinkP2PDispatcher(Dispatcher):
         packets = self._by_packets(max_tokens)
         send(buffer_slot.library, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, packets=packets)
         buffer_slot.library.places["answers"].fill_(torch.nan)
-        rows = self.dispatch_shape.num_ranks * max_tokens
-        give_weights(
-            buffer_slot.library, ids.new_full((rows, ids.shape[1]), torch.nan, dtype=torch.float32), max_tokens
-        )
+        routes = self.dispatch_shape.num_ranks * max_tokens, self.dispatch_shape.top_k
+        give_weights(buffer_slot.library, torch.full(routes, torch.nan, device=device), max_tokens)
         receive(buffer_slot.library, 0, max_tokens, tell=True, giving=True, packets=packets)
 
     def _by_copies(self, bound: int) -> bool:
