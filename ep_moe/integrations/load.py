@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.checkpoint.conversion import in_file
@@ -130,6 +131,13 @@ def draw_head(model: PreTrainedModel, names: Iterable[str]) -> None:
                 if hasattr(tensor, "_is_hf_initialized"):
                     del tensor._is_hf_initialized
             model._init_weights(module)
+
+
+def keep_numbers(module: nn.Module) -> None:
+    """Have transformers take all in a module for initialized, as its `from_pretrained` does: `post_init` of the model,
+    or of one that holds it, would draw it anew."""
+    for one in module.modules():
+        one._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def model_files(model: Any, folder: Path) -> ExpertFiles:

@@ -43,7 +43,15 @@ from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import replace_experts
 from ep_moe.integrations.in_step import Generation
 from ep_moe.integrations.in_step import idle_step as idle_step
-from ep_moe.integrations.load import described, draw_head, head_names, load_model, model_files, on_meta
+from ep_moe.integrations.load import (
+    described,
+    draw_head,
+    head_names,
+    keep_numbers,
+    load_model,
+    model_files,
+    on_meta,
+)
 from ep_moe.integrations.lora_guard import guard_adapters
 from ep_moe.integrations.model_hooks import RouterLogitsHook
 from ep_moe.integrations.push import export_weights as export_weights
@@ -246,6 +254,7 @@ def load_pretrained(
                 f"train it",
                 stacklevel=2,
             )
+        keep_numbers(model)
         if model.can_generate():
             model.generation_config = read_generation_config(folder) or model.generation_config
     if context.layout.rank == 0:

@@ -10,10 +10,16 @@ from safetensors.torch import load_file, save_file
 from ep_moe import ConfigError, EPContext
 from ep_moe.checkpoint.source import SINGLE
 from ep_moe.integrations.load import draw_head, head_names, made_by
-from ep_moe.integrations.transformers import load_pretrained
+from ep_moe.integrations.transformers import expert_parallel, load_pretrained
 from ep_moe.testing import rank_device
 from tests.fixtures.checkpoint_files import quiet, tiny_config, tiny_model
 from tests.fixtures.interface_models import interface_checkpoints
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory):
+    quiet()
+    return interface_checkpoints(tmp_path_factory.mktemp("interface_load"), ["olmoe"])
 
 
 def test_a_head_that_is_drawn_is_alike_on_all_ranks_and_leaves_the_random_state():
@@ -62,10 +68,33 @@ def test_a_head_that_is_no_language_models_is_asked_for_by_its_class(task, tmp_p
         load_pretrained(tmp_path, EPContext.local(rank_device()), progress=False)
 
 
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory):
+class Scorer(transformers.PreTrainedModel):
+    """A user's, around a language model, which initializes what it adds as transformers asks for."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, model):
+        super().__init__(transformers.PretrainedConfig())
+        self.model, self.score = model, torch.nn.Linear(model.config.hidden_size, 1)
+        self.post_init()
+
+
+@pytest.mark.parametrize("loaded", ["mixtral", "olmoe", "in place"])
+def test_post_init_leaves_the_numbers_of_a_loaded_model(loaded, checkpoints, tmp_path):
+    """Its own, and that of a model around it: a block that is replaced whole, experts alone, a model in memory."""
     quiet()
-    return interface_checkpoints(tmp_path_factory.mktemp("interface_load"), ["olmoe"])
+    context = EPContext.local(rank_device())
+    if loaded == "in place":
+        model = expert_parallel(tiny_model("mixtral").to(context.device), context)
+    else:
+        tiny_model("mixtral").save_pretrained(tmp_path)
+        folder = tmp_path if loaded == "mixtral" else checkpoints / loaded / "per_expert"
+        model = load_pretrained(folder, context, progress=False)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.post_init()
+    scorer = Scorer(model)
+    for name, tensor in scorer.model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_what_the_model_has_no_place_for_is_one_warning(checkpoints, tmp_path):
