@@ -25,7 +25,7 @@ def kernel(wrong: str | None = None) -> dict[str, object]:
     def sent(received, rows, peer_out, what):
         if peer_out is None:
             return rows
-        if peer_out.packets is not None:  # on GPUs, where all rows may be written: nobody reads the others
+        if peer_out.packets is not None:  # on GPUs, where all rows may be written: peers read their own alone
             peer_out.write(rows)
             return peer_out
         here = (received.local_ids >= 0).any(1) | (wrong == "all to peers")

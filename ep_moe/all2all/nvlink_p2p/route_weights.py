@@ -1,8 +1,8 @@
 """A number for each route on its way back, such as the gradient of its weight: the Triton forms of
 `nvlink_p2p.reference.give_weights` and `take_weights`.
 
-The rank of a route's expert writes its number, as one packet, to the rank whose token it is. Nobody else writes there,
-so that nothing is summed.
+The rank of a route's expert writes its number, as one packet, to the rank whose token it is. No other rank writes
+there, so that nothing is summed.
 """
 
 # Triton's language has no types
