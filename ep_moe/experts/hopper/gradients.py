@@ -33,10 +33,11 @@ from ep_moe.experts.differentiable import Allocator, WeightProduct, new_tensors
 from ep_moe.experts.hopper import gradients_triton as kernels
 from ep_moe.experts.hopper import route_sort
 from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_gradient
+from ep_moe.experts.hopper.gradients_triton import Float8Rows
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
-from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once, next_power_of_2
-from ep_moe.types import PeerRows, capturing
+from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
+from ep_moe.types import Activation, PeerRows, capturing
 from ep_moe.weights.main_grads import GradientOut
 
 _ROUTES = 1024  # that a program numbers
@@ -137,10 +138,8 @@ class TrainedStep:
         if routes.count == 0:
             return _no_results(y), routes, x.new_empty(0, self.w13.shape[1])
         h = self._first(x, routes, allocate if keeps else new_tensors(x.device))
-        act = x.new_empty(routes.count, inner)
-        kernels.activate_rows(
-            h, act, routes.ends[-1:], self.config.activation, *_parameters(self.config), launch=self.launch
-        )
+        act = Float8Rows.empty(x, routes.count, inner) if self.float8 else x.new_empty(routes.count, inner)
+        kernels.activate_rows(h, act, routes.ends[-1:], *_activation(self.config), launch=self.launch)
         rows = self._product(act, self.w2, routes, x.new_empty(routes.count, x.shape[1]), bias=self.w2_bias)
         routes.sum(rows, weights, y)
         return y, routes, h
@@ -158,7 +157,7 @@ class TrainedStep:
             gives each name memory of its own
         peer_out: where the gradients of x are written instead, which is returned then
         """
-        slots, hidden, inner = self.w2.shape
+        _, hidden, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
         dx = torch.empty_like(x) if peer_out is None else peer_out
         dweights = torch.zeros(routes.ids.shape, device=x.device)
@@ -168,13 +167,21 @@ class TrainedStep:
             return _no_results(dx), dweights
         if h is None:
             h = self._first(x, routes, new_tensors(x.device))
-        pairs = routes.count
-        rows, numbers = routes.gather(grad, allocate("dy", (pairs, hidden), x.dtype)), routes.numbers(allocate)
-        da = self._product(rows, self.w2, routes, allocate("da", (pairs, inner), x.dtype), turned=True)
-        dh = allocate("dh", tuple(h.shape), h.dtype)
-        self.launch(
-            kernels.differentiate, (pairs,), h, da, numbers, weights, dh, dweights, routes.ends, slots, inner,
-            *_parameters(self.config), **_form(self.config), BLOCK=min(1024, next_power_of_2(inner)),
+        pairs, numbers = routes.count, routes.numbers(allocate)
+        # in float8 rows in bf16 are read by the gradients of matrices and biases alone
+        reads_dy = not self.float8 or "w2" in wanted or self.w2_bias is not None
+        reads_dh = not self.float8 or "w13" in wanted or "w13_bias" in wanted
+        rows = allocate("dy", (pairs if reads_dy else 0, hidden), x.dtype)
+        if reads_dy:
+            routes.gather(grad, rows)
+        da = allocate("da", (pairs, inner), x.dtype)
+        self._product(self._rounded(grad, routes) if self.float8 else rows, self.w2, routes, da, turned=True)
+        dh = allocate("dh", (pairs if reads_dh else 0, h.shape[1]), x.dtype)
+        rounded = Float8Rows.empty(x, *h.shape) if self.float8 else None
+        kernels.differentiate(
+            h, da, numbers, weights, routes.ends, *_activation(self.config), grad_weights=dweights,
+            weighted=da if "w2" in wanted else None, grad_h=dh if reads_dh else None, rounded=rounded,
+            launch=self.launch,
         )  # fmt: skip
         if self.w2_bias is not None:
             kernels.add_dots(rows, self.w2_bias, numbers, dweights, routes.ends, launch=self.launch)
@@ -185,7 +192,8 @@ class TrainedStep:
         del da, rows
         if "w13_bias" in wanted:
             emit("w13_bias", partial(_sum_rows, dh, routes))
-        rows = self._product(dh, self.w13, routes, allocate("x", (pairs, hidden), x.dtype), turned=True)
+        rows = allocate("x", (pairs, hidden), x.dtype)
+        self._product(dh if rounded is None else rounded, self.w13, routes, rows, turned=True)
         routes.sum(rows, None, dx)
         if "w13" in wanted:
             emit("w13", _WeightGradient(dh, routes.gather(x, rows), routes.ends, self.spare_sms))
@@ -195,7 +203,7 @@ class TrainedStep:
         """Results [count, 2 * I] of the first product, before the activation."""
         h = allocate("h", (routes.count, self.w13.shape[1]), x.dtype)
         if self.float8:
-            return self._of_float8(x, self.w13, routes, routes.slots, h, self.w13_bias)
+            return self._product(self._rounded(x, routes), self.w13, routes, h, bias=self.w13_bias)
         tiles = tiles_for(_each(routes, self.config), self.w13, self.spare_sms, gathered=True)
         grouped_gemm(
             x, self.w13, routes.ends, h, tiles, spare_sms=self.spare_sms, source=routes.source, bias=self.w13_bias
@@ -203,33 +211,35 @@ class TrainedStep:
         return h
 
     def _product(
-        self, pairs: Tensor, w: Tensor, routes: Routes, out: Tensor, *, turned: bool = False, bias: Tensor | None = None
-    ) -> Tensor:
+        self, pairs: Tensor | Float8Rows, w: Tensor, routes: Routes, out: Tensor, *, turned: bool = False,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """pairs [count, K] by w [L, N, K] into out [count, N]. turned: w is [L, K, N]"""
-        if self.float8:
-            return self._of_float8(pairs, w, routes, None, out, bias, turned=turned)
-        across = w.mT if turned else w
-        tiles = tiles_for(_each(routes, self.config), across, self.spare_sms)
-        grouped_gemm(pairs, w, routes.ends, out, tiles, spare_sms=self.spare_sms, turned=turned, bias=bias)
+        scales = None
+        if isinstance(pairs, Float8Rows):
+            w, of_w = self._rounded_matrices(w, turned=turned)
+            scales, pairs, turned = RowScales(pairs.scale, of_w), pairs.numbers, False
+        tiles = tiles_for(_each(routes, self.config), w.mT if turned else w, self.spare_sms)
+        grouped_gemm(
+            pairs, w, routes.ends, out, tiles, spare_sms=self.spare_sms, turned=turned, scales=scales, bias=bias
+        )
         return out
 
-    def _of_float8(
-        self, x: Tensor, w: Tensor, routes: Routes, slots: Tensor | None, out: Tensor, bias: Tensor | None, *,
-        turned: bool = False,
-    ) -> Tensor:  # fmt: skip
-        """slots: where x's rows go; None where they are the pairs; turned: w is [L, K, N]"""
-        count = routes.ends[-1:] if slots is None else None  # rows behind the last pair are nothing
-        rows, row_scales = _rounded(x, routes.count, slots, count)
+    def _rounded(self, x: Tensor, routes: Routes) -> Float8Rows:
+        """The row of each pair, of x [N, K]."""
+        rows = Float8Rows.empty(x, routes.count, x.shape[1])
+        round_rows(x, rows.numbers, rows.scale, slots=routes.slots, launch=self.launch)
+        return rows
+
+    def _rounded_matrices(self, w: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
+        """E4M3 [L, N, K] of w [L, N, K], or turned [L, K, N], and a scale for each of N, float32 [L, N]."""
         numbers = w.new_empty(w.mT.shape if turned else w.shape, dtype=torch.float8_e4m3fn)
-        scales = w.new_empty(numbers.shape[:2], dtype=torch.float32)
+        scale = w.new_empty(numbers.shape[:2], dtype=torch.float32)
         if turned:
-            round_columns(w, numbers, scales)
+            round_columns(w, numbers, scale, launch=self.launch)
         else:
-            round_rows(w.reshape(-1, w.shape[2]), numbers.view(-1, w.shape[2]), scales.view(-1))
-        tiles = tiles_for(_each(routes, self.config), numbers, self.spare_sms)
-        both = RowScales(row_scales, scales)
-        grouped_gemm(rows, numbers, routes.ends, out, tiles, spare_sms=self.spare_sms, scales=both, bias=bias)
-        return out
+            round_rows(w.reshape(-1, w.shape[2]), numbers.view(-1, w.shape[2]), scale.view(-1), launch=self.launch)
+        return numbers, scale
 
 
 class _WeightGradient:
@@ -277,13 +287,6 @@ def _sum_rows(
     out.add_(total, alpha=factor) if accumulate else out.copy_(total.mul_(factor))
 
 
-def _rounded(x: Tensor, rows: int, slots: Tensor | None, counts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """E4M3 [rows, H], and a scale for each row, float32 [rows]."""
-    out, scale = x.new_empty(rows, x.shape[1], dtype=torch.float8_e4m3fn), x.new_empty(rows, dtype=torch.float32)
-    round_rows(x, out, scale, slots=slots, counts=counts)
-    return out, scale
-
-
 def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoEConfig) -> int:
     """Of the routes and of what is kept for each pair, with a uniform router. pair_bytes: as `Routes.sort`"""
     if not slots:
@@ -301,9 +304,5 @@ def _each(routes: Routes, config: MoEConfig) -> float:
     return pairs / slots
 
 
-def _parameters(config: MoEConfig) -> tuple[float, float]:
-    return config.activation_alpha, config.activation_limit
-
-
-def _form(config: MoEConfig) -> dict[str, object]:
-    return {"ACTIVATION": config.activation.value, "GATED": config.activation.gated}
+def _activation(config: MoEConfig) -> tuple[Activation, float, float]:
+    return config.activation, config.activation_alpha, config.activation_limit

@@ -1,18 +1,35 @@
-"""What stands between the products of a training step (`gradients`): the activation, and its derivatives."""
+"""What stands between the products of a training step (`gradients`): the activation, and its derivatives.
+
+In float8 it rounds what the next product reads, to the bits that `round_rows` gives of its bf16. A program has a whole
+row then, whose largest number it needs.
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from ep_moe.quant.fp8 import SMALLEST, e4m3_step, e4m3_under
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import Activation
 
 _ROWS, _COLUMNS = 32, 128  # of a program at once
+
+
+class Float8Rows(NamedTuple):
+    """numbers: E4M3 [M, K]; scale: float32 [M], value = number * scale"""
+
+    numbers: Tensor
+    scale: Tensor
+
+    @classmethod
+    def empty(cls, like: Tensor, rows: int, width: int) -> Float8Rows:
+        return cls(like.new_empty(rows, width, dtype=torch.float8_e4m3fn), like.new_empty(rows, dtype=torch.float32))
 
 
 @triton.jit
@@ -54,7 +71,10 @@ def number_routes(slots, routes, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _activate(h, out, count, size, alpha, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def _activate(
+    h, out, scale, count, size, alpha, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
     if m < tl.load(count):
         at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,16 +85,20 @@ def _activate(h, out, count, size, alpha, limit, ACTIVATION: tl.constexpr, GATED
         if GATED:
             up = tl.load(h + m * width + size + at, mask=inside, other=0.0).to(tl.float32)
         value, _, _ = _value_and_slopes(gate, up, alpha, limit, ACTIVATION)
-        tl.store(out + m * size + at, value.to(out.dtype.element_ty), mask=inside)
+        value = value.to(h.dtype.element_ty)
+        if scale is not None:
+            value = value.to(tl.float32)
+            step = e4m3_step(tl.max(tl.abs(value)), SMALLEST)
+            tl.store(scale + m, step)
+            value = e4m3_under(value, step)
+        tl.store(out + m * size + at, value, mask=inside)
 
 
 @triton.jit
-def differentiate(
-    h, grad, routes, weights, grad_h, grad_weights, ends, experts, size, alpha, limit,
-    ACTIVATION: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+def _differentiate(
+    h, grad, routes, weights, weighted, grad_h, numbers, scale, grad_weights, ends, experts, size, alpha, limit,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each row m: grad, of the activation without its weight, becomes weight * activation; grad_h; and the gradient
-    of its route's weight, the sum of activation * grad. routes: of `number_routes`; weights: None for ones"""
     m = tl.program_id(0).to(tl.int64)
     if m < tl.load(ends + experts - 1):
         route = tl.load(routes + m)
@@ -94,30 +118,76 @@ def differentiate(
             value, by_gate, by_up = _value_and_slopes(gate, up, alpha, limit, ACTIVATION)
             total += value * given
             given *= weight
-            tl.store(grad + m * size + at, (value * weight).to(grad.dtype.element_ty), mask=inside)
-            kind: tl.constexpr = grad_h.dtype.element_ty
-            if GATED:
-                tl.store(grad_h + m * width + at, (by_gate * given).to(kind), mask=inside)
-                tl.store(grad_h + m * width + size + at, (by_up * given).to(kind), mask=inside)
-            else:
-                tl.store(grad_h + m * width + at, (by_up * given).to(kind), mask=inside)
+            if weighted is not None:
+                tl.store(weighted + m * size + at, (value * weight).to(weighted.dtype.element_ty), mask=inside)
+            by_gate, by_up = (by_gate * given).to(h.dtype.element_ty), (by_up * given).to(h.dtype.element_ty)
+            first = m * width + at
+            if grad_h is not None:
+                if GATED:
+                    tl.store(grad_h + first, by_gate, mask=inside)
+                    tl.store(grad_h + first + size, by_up, mask=inside)
+                else:
+                    tl.store(grad_h + first, by_up, mask=inside)
+            if numbers is not None:  # the block is the row
+                by_gate, by_up = by_gate.to(tl.float32), by_up.to(tl.float32)
+                step = e4m3_step(tl.maximum(tl.max(tl.abs(by_gate)), tl.max(tl.abs(by_up))), SMALLEST)
+                tl.store(scale + m, step)
+                if GATED:
+                    tl.store(numbers + first, e4m3_under(by_gate, step), mask=inside)
+                    tl.store(numbers + first + size, e4m3_under(by_up, step), mask=inside)
+                else:
+                    tl.store(numbers + first, e4m3_under(by_up, step), mask=inside)
         tl.store(grad_weights + route, tl.sum(total))
 
 
 def activate_rows(
-    h: Tensor, out: Tensor, count: Tensor, activation: Activation, alpha: float, limit: float, *,
+    h: Tensor, out: Tensor | Float8Rows, count: Tensor, activation: Activation, alpha: float, limit: float, *,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
     """out[m] = the activation of h[m], for the first rows.
 
-    h: [M, 2 * I], gate first ([M, I] without a gate); out: [M, I]; count: int32 [1], of the rows
+    h: bf16 [M, 2 * I], gate first ([M, I] without a gate); out: bf16 [M, I], or E4M3; count: int32 [1], of the rows
     """
-    rows, size = out.shape
-    block = min(1024, next_power_of_2(size))
+    to, scale = out if isinstance(out, Float8Rows) else (out, None)
+    rows, size = to.shape
+    block = _block(size, whole=scale is not None)
     launch(
-        _activate, (rows, cdiv(size, block)), h, out, count, size, alpha, limit, ACTIVATION=activation.value,
-        GATED=activation.gated, BLOCK=block,
+        _activate, (rows, cdiv(size, block)), h, to, scale, count, size, alpha, limit, ACTIVATION=activation.value,
+        GATED=activation.gated, SMALLEST=SMALLEST, BLOCK=block, num_warps=_warps(block),
     )  # fmt: skip
+
+
+def differentiate(
+    h: Tensor, grad: Tensor, routes: Tensor, weights: Tensor | None, ends: Tensor, activation: Activation, alpha: float,
+    limit: float, *, grad_weights: Tensor, weighted: Tensor | None, grad_h: Tensor | None,
+    rounded: Float8Rows | None = None, launch: Launch = at_once,
+) -> None:  # fmt: skip
+    """What the gradient of each row's activation gives; None is not written.
+
+    h: bf16 [M, 2 * I], gate first ([M, I] without a gate); grad: bf16 [M, I], of the activation without its weight
+    routes: of `number_routes`; weights: float32, of all routes, None for ones; ends: int32 [L]
+    grad_weights: float32, of all routes: the sum of activation * grad
+    weighted: bf16 [M, I], weight * activation; may be grad
+    grad_h: bf16, as h; rounded: the same in E4M3
+    """
+    numbers, scale = (None, None) if rounded is None else rounded
+    rows, size = grad.shape
+    block = _block(size, whole=rounded is not None)
+    launch(
+        _differentiate, (rows,), h, grad, routes, weights, weighted, grad_h, numbers, scale, grad_weights, ends,
+        len(ends), size, alpha, limit, ACTIVATION=activation.value, GATED=activation.gated, SMALLEST=SMALLEST,
+        BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+
+
+def _block(size: int, *, whole: bool) -> int:
+    """Columns of a program at once."""
+    width = next_power_of_2(size)
+    return width if whole else min(1024, width)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(4, block // 256))
 
 
 def sum_rows(

@@ -11,9 +11,9 @@ from tests.fixtures.interpreter import interpreter_problem
 if problem := interpreter_problem():
     pytest.skip(problem, allow_module_level=True)
 from ep_moe.config import MoEConfig
-from ep_moe.experts.hopper.gradients_triton import add_dots, differentiate, sum_rows
+from ep_moe.experts.hopper.gradients_triton import Float8Rows, activate_rows, add_dots, differentiate, sum_rows
 from ep_moe.experts.shared_experts import activate
-from ep_moe.runtime.launch_cache import at_once
+from ep_moe.quant.kernels import round_rows
 from ep_moe.types import Activation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,11 +82,48 @@ def test_derivatives_of_an_activation(activation, weighed):
     dots, wanted = (value * given[:count].double()).sum(1), (factor * value).detach()
     terms = (value * given[:count].double()).abs().sum(1)
     grad, grad_h, out = given[:count].clone(), torch.full_like(h, torch.nan), torch.zeros_like(weights)
-    at_once(
-        differentiate, (count,), h, grad, routes, weights if weighed else None, grad_h, out, ends, len(ends), size, 1.7,
-        limit, ACTIVATION=activation.value, GATED=activation.gated, BLOCK=64,
+    differentiate(
+        h, grad, routes, weights if weighed else None, ends, activation, 1.7, limit, grad_weights=out, weighted=grad,
+        grad_h=grad_h,
     )  # fmt: skip
     small = 2**-16  # of float32's functions, where a result is the difference of larger numbers
     assert ((grad.double() - wanted).abs() <= STEP * wanted.abs() + small * 8).all()
     assert ((grad_h.double() - slope).abs() <= STEP * slope.abs() + small * 8).all()
     assert ((out.double()[at] - dots).abs() <= 2**-16 * terms).all()
+
+
+@pytest.mark.parametrize(("activation", "size"), [("swiglu", 1032), ("relu2", 72)])
+def test_rows_rounded_beside_the_activation_have_the_bits_of_rounded_rows(activation, size):
+    """Forward's and backward's, of rows within the count; those behind it are left alone."""
+    activation, count = Activation(activation), 9
+    given, _, _, routes, weights = sorted_rows(size)
+    given, ends, form = given[: count + 2], torch.tensor([4, 4, count], device=DEVICE).int(), (activation, 1.7, 1.0)
+    width = size * (2 if activation.gated else 1)
+    h = torch.randn(len(given), width, generator=torch.Generator().manual_seed(4)).bfloat16().to(DEVICE)
+    act = torch.zeros_like(given)
+    activate_rows(h, act, ends[-1:], *form)
+    found = Float8Rows(*(tensor.zero_() for tensor in Float8Rows.empty(h, len(h), size)))
+    activate_rows(h, found, ends[-1:], *form)
+    assert_rounded(found, act, count)
+    plain, dots, grad_h = given.clone(), torch.zeros_like(weights), torch.zeros_like(h)
+    differentiate(h, plain, routes, weights, ends, *form, grad_weights=dots, weighted=plain, grad_h=grad_h)
+    for keeps in (True, False):
+        grad, again, apart = given.clone(), torch.zeros_like(dots), torch.zeros_like(h) if keeps else None
+        found = Float8Rows(*(tensor.zero_() for tensor in Float8Rows.empty(h, len(h), width)))
+        differentiate(
+            h, grad, routes, weights, ends, *form, grad_weights=again, weighted=grad if keeps else None, grad_h=apart,
+            rounded=found,
+        )  # fmt: skip
+        assert_rounded(found, grad_h, count)
+        assert torch.allclose(again, dots, rtol=2**-16, atol=2**-16 * size), "another order of summing"
+        assert torch.equal(grad[:count], (plain if keeps else given)[:count])
+        assert apart is None or torch.equal(apart, grad_h)
+
+
+def assert_rounded(found: Float8Rows, rows: torch.Tensor, count: int) -> None:
+    wanted = Float8Rows.empty(rows, *rows.shape)
+    round_rows(rows, *wanted)
+    assert torch.equal(found.scale[:count], wanted.scale[:count])
+    assert torch.equal(found.numbers[:count].view(torch.uint8), wanted.numbers[:count].view(torch.uint8))
+    assert not found.scale[count:].any()
+    assert not found.numbers[count:].view(torch.uint8).any()
