@@ -331,13 +331,15 @@ def wire_bound_from(config: MoEConfig, kind: Kind, tokens: float, per_host: int 
     return found
 
 
-def training_operations(config: MoEConfig, load: Load) -> float:
-    """Of forward and backward: each product of forward has two, one for the rows' gradient and one for the weight's."""
-    return 3 * 2 * load.pairs * config.hidden_size * (config.w13_rows + config.intermediate_size)
+def training_operations(config: MoEConfig, load: Load, *, frozen: bool = False) -> float:
+    """Of forward and backward: each product of forward has two, one for the rows' gradient and, unless weights are
+    frozen, one for the weight's."""
+    return (2 if frozen else 3) * 2 * load.pairs * config.hidden_size * (config.w13_rows + config.intermediate_size)
 
 
-def training_us(config: MoEConfig, load: Load, rates: Rates) -> float:
+def training_us(config: MoEConfig, load: Load, rates: Rates, *, frozen: bool = False) -> float:
     """Of forward and backward in bf16, without the wire: products, or weights that are read twice and their gradients,
-    whichever takes longer."""
+    which frozen ones have not, whichever takes longer."""
     weights = 2.0 * load.experts * config.hidden_size * (config.w13_rows + config.intermediate_size)
-    return 1e6 * max(3 * weights / rates.copy, training_operations(config, load) / rates.bf16)
+    operations = training_operations(config, load, frozen=frozen)
+    return 1e6 * max((2 if frozen else 3) * weights / rates.copy, operations / rates.bf16)

@@ -16,6 +16,7 @@ SonicMoE     (where it is installed) its local experts beside --rows, with its d
 main_grad    (--main-grad) the "auto" pair after `use_main_grads`: each step overwrites the experts' gradients in place,
              in bf16, and in float32
 accumulate   (--accumulate) a timed step of every line adds to the gradients of the step before; without CUDA graphs
+frozen       (--frozen) no line's experts have gradients: forward and the gradients of rows and routing weights
 exact        (--exact) the "auto" pair with ExpertsOptions(exact=True)
 float8       (--float8) products in E4M3, but for the matrices' gradients
 CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
@@ -116,9 +117,12 @@ def peak(entry: Entry, batch: Batch) -> float | None:
 
 
 def measure(
-    context: EPContext, entries: Sequence[Entry], batch: Batch, point: TrainLine, steps: int
+    context: EPContext, entries: Sequence[Entry], batch: Batch, point: TrainLine, options: Options
 ) -> tuple[list[TrainLine], dict[str, Tensor] | None]:
     """A line for each entry that runs, and the first one's results. point: what the lines share. Collective."""
+    for entry in entries if options.frozen else ():
+        for parameter in entry.parameters:
+            parameter.requires_grad_(False)
     torch.compiler.reset()  # each shape is compiled for itself, and none counts as one more of the last one's
     reference: dict[str, Tensor] | None = None
     lines, able = [], []
@@ -134,8 +138,8 @@ def measure(
         own.buffers_mib = entry.buffers / MIB
         lines.append(own)
     wait = partial(barrier, context.device)
-    forwards = interleaved_times([partial(forward, entry, batch) for entry in able], 1, steps, wait)
-    times = interleaved_times([partial(step, entry, batch) for entry in able], 1, steps, wait)
+    forwards = interleaved_times([partial(forward, entry, batch) for entry in able], 1, options.steps, wait)
+    times = interleaved_times([partial(step, entry, batch) for entry in able], 1, options.steps, wait)
     for line, entry, forward_us, us in zip(lines, able, forwards, times, strict=True):
         line.forward_ms = slowest(context, forward_us) / 1e3
         took(line, slowest(context, us), point.tflops)
@@ -190,11 +194,12 @@ def captured_line(
 
 
 def point_of(
-    model: str, config: MoEConfig, ranks: int, part: str, tokens: int, load: floors.Load, rates: Rates | None
-) -> TrainLine:
+    model: str, config: MoEConfig, ranks: int, part: str, tokens: int, load: floors.Load, rates: Rates | None, *,
+    frozen: bool,
+) -> TrainLine:  # fmt: skip
     """What lines of one point share; `tflops` is for now the operations of a step."""
-    floor = None if rates is None else floors.training_us(config, load, rates) / 1e3
-    tera = floors.training_operations(config, load) / 1e12
+    floor = None if rates is None else floors.training_us(config, load, rates, frozen=frozen) / 1e3
+    tera = floors.training_operations(config, load, frozen=frozen) / 1e12
     return TrainLine(model, ranks, part, tokens, int(load.pairs), "", "", None, torch.nan, floor, tera, torch.inf)
 
 
@@ -209,12 +214,12 @@ def layer_lines(
     for count in tokens:
         batch = Batch.make(context, config, count)
         load = load_of(context, config, batch.ids)
-        point = point_of(model, config, context.layout.ep, "layer", count, load, rates)
+        point = point_of(model, config, context.layout.ep, "layer", count, load, rates, frozen=options.frozen)
         with (
             context.token_limit(count),  # once: it is an exchange of its own
             train_torchtitan.connected(context, titan, count, options.torchtitan) as peers,
         ):
-            lines, reference = measure(context, [*entries, *peers], batch, point, options.steps)
+            lines, reference = measure(context, [*entries, *peers], batch, point, options)
         found.append((batch, point, lines, reference))
     return found
 
@@ -230,8 +235,8 @@ def experts_lines(
         for count in rows:
             batch = Batch.make(context, config, count // config.top_k)
             load = floors.Load(experts=config.num_experts, pairs=batch.ids.numel(), rows=0, both=0)
-            point = point_of(model, config, 1, "experts", len(batch.x), load, rates)
-            lines += measure(context, entries, batch, point, options.steps)[0]
+            point = point_of(model, config, 1, "experts", len(batch.x), load, rates, frozen=options.frozen)
+            lines += measure(context, entries, batch, point, options)[0]
     return lines
 
 
@@ -244,7 +249,7 @@ def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: 
     swept()
     for batch, point, found, reference in points:
         lines += found
-        if batch.x.device.type != "cuda" or reference is None or asked.no_graph or asked.accumulate:
+        if batch.x.device.type != "cuda" or reference is None or asked.no_graph or options.eager:
             continue
         with EPContext.from_torchrun(max_tokens=point.tokens) as context:
             line = captured_line(context, config, batch, point, options, reference)
@@ -268,6 +273,8 @@ def share(model: str, slots: int) -> MoEConfig:
 
 def check(asked: argparse.Namespace) -> None:
     """Raises ConfigError, on all ranks alike, for what a model cannot be measured with."""
+    if asked.frozen and (asked.main_grad or asked.accumulate):
+        raise ConfigError("--frozen leaves --main-grad and --accumulate without gradients; leave it or them out")
     for model in asked.models:
         config = share(model, asked.slots) if asked.rows else routed(model)
         for count in asked.rows:
@@ -305,6 +312,7 @@ def main() -> list[TrainLine]:
     parser.add_argument("--exact", action="store_true", help='the "auto" pair with ExpertsOptions(exact=True) too')
     parser.add_argument("--main-grad", action="store_true", help='the "auto" pair after use_main_grads too')
     parser.add_argument("--accumulate", action="store_true", help="add to gradients, and capture no CUDA graph")
+    parser.add_argument("--frozen", action="store_true", help="experts have no gradients; captures no CUDA graph")
     parser.add_argument("--no-graph", action="store_true")
     parser.add_argument("--one-thread", action="store_true", help="backward in the thread that calls it, of all lines")
     parser.add_argument("--steps", type=positive, default=10, help="that are timed")
@@ -314,7 +322,7 @@ def main() -> list[TrainLine]:
     check(asked)
     options = Options(
         asked.experts, asked.transports, asked.by_hand, asked.steps, asked.float8, asked.torchtitan, asked.exact,
-        asked.main_grad, asked.accumulate, asked.sonic, asked.transformers,
+        asked.main_grad, asked.accumulate, asked.sonic, asked.transformers, asked.frozen,
     )  # fmt: skip
     console, lines = Console(width=160), list[TrainLine]()
     with EPContext.from_torchrun() as context:

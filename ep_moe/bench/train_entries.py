@@ -127,7 +127,7 @@ class Options:
     "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`; exact: also layers of the "auto" pair
     with `ExpertsOptions.exact`; main_grad: also that pair after `use_main_grads`, in bf16 and in float32; accumulate: a
     timed step adds to the gradients of the step before; sonic: a name of `train_sonic.WAYS`, or "none"; transformers:
-    its experts over its `all_to_all`, beside whole layers"""
+    its experts over its `all_to_all`, beside whole layers; frozen: no line's experts have gradients"""
 
     experts: str = AUTO
     transports: Sequence[str] = ()
@@ -140,6 +140,12 @@ class Options:
     accumulate: bool = False
     sonic: str = "none"
     transformers: bool = False
+    frozen: bool = False
+
+    @property
+    def eager(self) -> bool:
+        """No step is captured."""
+        return self.accumulate or self.frozen
 
 
 @dataclass(frozen=True)
@@ -370,6 +376,8 @@ def results(entry: Entry, batch: Batch) -> dict[str, Tensor]:
 
 
 def with_experts(entry: Entry, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not any(parameter.requires_grad for parameter in entry.parameters):
+        return found
     some = range(0, entry.slots, max(1, entry.slots // COMPARED))
     w13, w2 = zip(*map(entry.gradients, some), strict=True)
     return found | {"w13": torch.stack(w13), "w2": torch.stack(w2)}

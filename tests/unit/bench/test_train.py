@@ -78,6 +78,7 @@ def test_options_of_a_run_are_those_of_its_lines(asked_for):
         "--exact": {"exact": True},
         "--main-grad": {"main_grad": True},
         "--accumulate": {"accumulate": True},
+        "--frozen": {"frozen": True},
         "--steps=3": {"steps": 3},
         "--experts=reference": {"experts": "reference"},
     }.items():
@@ -94,11 +95,12 @@ def test_options_of_a_run_are_those_of_its_lines(asked_for):
         ({"reference": None}, 0),
         ({"no_graph": True}, 0),
         ({"accumulate": True}, 0),
+        ({"frozen": True}, 0),
     ],
 )
 def test_steps_that_can_be_are_captured_too(changed, captures, monkeypatch):
     """In a context of each point's tokens."""
-    given = {"device": "cuda", "reference": {}, "no_graph": False, "accumulate": False} | changed
+    given = {"device": "cuda", "reference": {}, "no_graph": False, "accumulate": False, "frozen": False} | changed
     batch = SimpleNamespace(x=SimpleNamespace(device=SimpleNamespace(type=given["device"])))
     contexts = []
 
@@ -111,8 +113,9 @@ def test_steps_that_can_be_are_captured_too(changed, captures, monkeypatch):
     monkeypatch.setattr(train, "layer_lines", lambda *_: [(batch, point, ["eager"], given["reference"])] * 2)
     monkeypatch.setattr(train, "captured_line", lambda context, config, *_: "graph")
     monkeypatch.setattr(train, "swept", lambda: None)
-    asked = SimpleNamespace(tokens=[8, 64], no_graph=given["no_graph"], accumulate=given["accumulate"])
-    lines = train.with_graphs("qwen3-30b-a3b", asked, OPTIONS, None)
+    asked = SimpleNamespace(tokens=[8, 64], no_graph=given["no_graph"])
+    options = dataclasses.replace(OPTIONS, accumulate=given["accumulate"], frozen=given["frozen"])
+    lines = train.with_graphs("qwen3-30b-a3b", asked, options, None)
     assert lines == ["eager", *["graph"] * captures] * 2
     assert contexts == [64, *[8] * 2 * captures]
 
@@ -179,6 +182,38 @@ def test_timed_steps_add_to_gradients_where_they_are_asked_to(monkeypatch, accum
             else:
                 assert all(parameter.grad is None for parameter in entry.parameters)
     assert [entry.owner for entry in entries] == ["ours", "by hand"]
+
+
+def test_frozen_experts_have_no_gradients_in_any_line(monkeypatch):
+    for module in (train, train_entries):
+        monkeypatch.setattr(module, "attempt", lambda context, what, make: make())  # without ranks
+    monkeypatch.setattr(train, "slowest", lambda context, value: value)
+    monkeypatch.setattr(train, "barrier", lambda device: None)
+    stepped = []
+
+    def step(entry, batch):
+        train_entries.trained(entry, batch)
+        stepped.append((entry.owner, [parameter.grad for parameter in entry.parameters]))
+
+    monkeypatch.setattr(train, "step", step)
+    options = dataclasses.replace(OPTIONS, frozen=True)
+    with EPContext.local("cpu") as context:
+        lines = train.experts_lines(context, "m", CONFIG, [32], options, RATES)
+    assert {owner for owner, _ in stepped} == {"ours", "by hand"}
+    assert not [one for _, gradients in stepped for one in gradients if one is not None]
+    load = floors.Load(CONFIG.num_experts, 32, 0, 0)
+    for line in lines:
+        assert not line.wrong
+        assert line.floor_ms == pytest.approx(floors.training_us(CONFIG, load, RATES, frozen=True) / 1e3)
+        tera = floors.training_operations(CONFIG, load, frozen=True) / 1e12
+        assert line.tflops == pytest.approx(tera / line.step_ms * 1e3)
+
+
+def test_what_only_experts_that_learn_have_is_refused_for_frozen_ones(asked_for, capsys):
+    for word in ("--main-grad", "--accumulate"):
+        with pytest.raises(SystemExit):
+            asked_for("--frozen", word)
+        assert "--frozen leaves --main-grad and --accumulate without gradients" in capsys.readouterr().err
 
 
 # --- lines ---------------------------------------------------------------------------------------------------------
@@ -293,6 +328,9 @@ def test_the_floor_of_a_step():
     assert floors.training_operations(CONFIG, many) == 3 * 2e6 * numbers
     assert floors.training_us(CONFIG, many, RATES) == pytest.approx(1e6 * 6e6 * numbers / 800e12)
     assert floors.training_us(CONFIG, few, RATES) == pytest.approx(1e6 * 3 * 4 * numbers * 2 / 4e12)
+    assert floors.training_operations(CONFIG, many, frozen=True) == 2 * 2e6 * numbers
+    assert floors.training_us(CONFIG, many, RATES, frozen=True) == pytest.approx(1e6 * 4e6 * numbers / 800e12)
+    assert floors.training_us(CONFIG, few, RATES, frozen=True) == pytest.approx(1e6 * 2 * 4 * numbers * 2 / 4e12)
 
 
 def line_of(
