@@ -87,3 +87,16 @@ def test_what_is_wrong_with_a_routing_is_said(changed, words):
     given = {"ids": torch.zeros(3, 2, dtype=torch.int64), "weights": torch.ones(3, 2)} | changed
     said = routing_problem(given["ids"], given["weights"], torch.ones(3, 8), 2)
     assert said is None if words is None else said.startswith(words)
+
+
+@pytest.mark.parametrize("name", ["plain", "fp8_block"])
+def test_rows_come_with_the_scales_of_their_format(name):
+    shape = DispatchShape(
+        hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=Wire(dispatch=name)
+    )
+    sent, scale = round_to_travel(torch.randn(3, 256).bfloat16(), Wire(dispatch=name))
+    routing = PhysicalRouting(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    for wrong in (torch.ones(3, 2) if scale is None else None, torch.ones(3, 5), torch.ones(3, 2).double()):
+        wanted = "None" if scale is None else r"float32 \[3, 2\]"
+        with pytest.raises(InputError, match=f"x_scale must be {wanted} with rows in {name}, got "):
+            LocalDispatcher(shape, RankGroup.alone()).dispatch(sent, routing, wrong)

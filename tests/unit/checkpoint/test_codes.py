@@ -112,6 +112,11 @@ def test_patterns_are_of_names_in_the_file(tmp_path):
     check_read(tmp_path, write(tmp_path, gptq, how, block=block, group=32, symmetric=False))
 
 
+def test_patterns_that_are_none_fit_no_module(tmp_path):
+    rules = {"+:*.experts.*": {"bits": 8}, "-:(": {}}
+    check_read(tmp_path, write(tmp_path, gptq, GPTQ | {"dynamic": rules}, group=32))
+
+
 def test_gptq_modules_of_other_bits_are_named(tmp_path):
     write(tmp_path, gptq, GPTQ | {"dynamic": {r"+:.*experts\.1\.up_proj": {"bits": 8}}}, group=32)
     check_refused(tmp_path, r"experts\.1\.up_proj\.qweight is GPTQ with 8 bits, and 4 bits alone are read")

@@ -275,6 +275,17 @@ def test_input_scales_of_any_float_dtype(dtype, shape, tmp_path):
     assert largest_input_scale(tmp_path, "qwen3_moe") == 0.25
 
 
+@pytest.mark.parametrize(("name", "found"), [("gate_up_proj", True), ("down_proj", False)])
+def test_input_scales_of_experts_in_one_tensor(name, found, tmp_path):
+    """Those of gate and up, which the layer's rows meet."""
+    save_file({f"{BLOCK}.experts.{name}_input_scale": torch.tensor([0.125, 0.5, 0.25])}, tmp_path / SINGLE)
+    if found:
+        assert largest_input_scale(tmp_path, "qwen3_moe") == 0.5
+        return
+    with pytest.raises(CheckpointError, match="has no input scales of experts"):
+        largest_input_scale(tmp_path, "qwen3_moe")
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_what_was_not_calibrated_has_no_such_scale(family, tmp_path):
     save(tmp_path, experts(calibrated=False))

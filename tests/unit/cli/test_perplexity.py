@@ -65,3 +65,10 @@ def test_a_tokenizer_of_the_repositorys_own_code_is_refused_and_not_asked_about(
     with pytest.raises(ConfigError, match="a tokenizer that transformers cannot make without code of its repository"):
         perplexity._tokenizer(tmp_path)
     assert not asked
+
+
+def test_a_rank_without_windows_serves_its_experts_in_the_layers_dtype():
+    with EPContext.local(torch.device("cpu")) as context:
+        layer = MoELayer(CONFIG, context, experts="reference", dtype=torch.bfloat16)
+        reader = perplexity.TextReader(None, [layer], torch.zeros(0, 8, dtype=torch.int64), 2, context)
+        assert (reader.steps, reader.forward(0)) == (0, (0.0, 0))

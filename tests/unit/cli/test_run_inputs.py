@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe import ConfigError
-from ep_moe.cli.run import RunOptions, run, settle
+from ep_moe.cli.run import RunOptions, _too_large, run, settle
 from ep_moe.parallel.groups import TorchrunEnv
 from tests.fixtures.checkpoint_files import tiny_model
 from tests.fixtures.run_command import PRINTED, invoke, single_process
@@ -150,3 +150,12 @@ def test_ranks_are_shared_out_evenly(given, world, found):
     else:
         settled = settle(RunOptions(**given), world)
         assert (settled.dp, settled.tp) == found
+
+
+@pytest.mark.parametrize("files", [[32], [16, 17]], ids=["at the limit", "above it"])
+def test_files_above_32_gib_have_no_reference_unless_it_is_asked_for(files, tmp_path):
+    for number, size in enumerate(files):
+        with (tmp_path / f"{number}.safetensors").open("wb") as file:
+            file.truncate(size << 30)  # of holes
+    sentence = "its weights have 33 GiB, all of them in one process; --reference runs it all the same"
+    assert _too_large(tmp_path) == (sentence if sum(files) > 32 else None)

@@ -16,6 +16,7 @@ from ep_moe.execution.rank_comparison import (
     _dense,
     _drifted_beside,
     _name_dense,
+    dense_digest,
 )
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
@@ -168,3 +169,21 @@ def test_a_capture_compares_no_ranks(watched, monkeypatch):
     for call in range(1, 9):
         watch.follow(call)
     assert found["asked"] == []
+
+
+@torch.no_grad()
+def test_a_models_own_router_is_compared_too():
+    """It lies beside the layer, in the block that holds the experts."""
+    pytest.importorskip("transformers")
+    from ep_moe.integrations.generic import replace_experts
+    from tests.fixtures.transformers_models import tiny_transformers_model
+
+    model = tiny_transformers_model("olmoe")
+    with EPContext.local(torch.device("cpu")) as context:
+        layer, weight = next(iter(replace_experts(model, context).values())).moe, model.model.layers[0].mlp.gate.weight
+        before, kept = dense_digest(layer), weight.clone()
+        weight[0, 0] += 1
+        assert dense_digest(layer) != before
+        weight.copy_(kept)
+        next(layer.expert_weights.parameters()).add_(1)
+        assert dense_digest(layer) == before, "what a rank holds alone"

@@ -92,6 +92,28 @@ def test_a_block_that_leaves_out_what_comes_first_is_refused():
         Block("text", "image")(torch.ones(2), "image")
 
 
+class Pair(torch.nn.Module):
+    """A block that calls one of its two modules of experts."""
+
+    def __init__(self, number, calls):
+        super().__init__()
+        self.text, self.image = Experts(f"text {number}", calls), Experts(f"image {number}", calls)
+
+    def forward(self, x):
+        return self.text(x)
+
+
+def test_only_what_its_own_block_leaves_out_is_called_behind_it():
+    """Modules of two blocks have the list of blocks in common."""
+    calls, model = [], torch.nn.Module()
+    model.layers = torch.nn.ModuleList(Pair(number, calls) for number in range(2))
+    in_step.attach_all_called(
+        model, {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+    )
+    model.layers[1](torch.ones(2))
+    assert calls == ["text 1", "image 1 without rows"]
+
+
 def test_logits_that_are_recorded_have_no_rows_of_idle_steps():
     """There is one for each layer all the same, as on the ranks that have tokens."""
     context = EPContext.local(torch.device("cpu"))

@@ -20,6 +20,7 @@ from ep_moe.quant.microscale import (
     quantize_mxfp4,
     quantize_mxfp8,
     quantize_nvfp4,
+    rescale_nvfp4,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -191,6 +192,16 @@ def test_nvfp4_keeps_its_own_numbers():
     zeros = nibbles(data).reshape(64, -1, 16)[(scale.float() == 0).numpy()]
     assert len(zeros) > 0
     assert (zeros % 8 == 0).all()
+
+
+def test_nvfp4_under_a_larger_global_scale_are_the_same_numbers():
+    """As exactly as its blocks' scales have room for: here by a power of two."""
+    data, scale = quantize_nvfp4(torch.randn(8, 64, generator=torch.Generator().manual_seed(3)), torch.tensor(0.01))
+    assert bool((scale.float() >= 2.0**-4).all())
+    larger = torch.tensor(0.04)
+    again, scale_again = rescale_nvfp4(data, scale, torch.tensor(0.01), larger)
+    assert torch.equal(scale_again.float(), scale.float() / 4)
+    assert torch.equal(dequantize_nvfp4(again, scale_again, larger), dequantize_nvfp4(data, scale, torch.tensor(0.01)))
 
 
 # --- MXFP8 ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from ep_moe import ConfigError, ExpertMap
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.optimizers import _refuse_mixed_groups, guard_optimizers
+from ep_moe.weights.optimizers import _refuse_mixed_groups, _refuse_sums_beside_means, guard_optimizers
 from tests.fixtures.expert_weights import REDUNDANT, filled_weights, shape
 
 LEFT = "holds expert parameters that are their layer's no more, and would train no expert"
@@ -82,3 +83,17 @@ def test_a_parameter_in_a_file_names_no_layer():
     (found,) = torch.load(file)
     assert torch.equal(found, kept)
     torch.optim.SGD([found], lr=0.1).step()
+
+
+@pytest.mark.parametrize("mesh", [[0, 1], [[0, 1], [2, 3]], [[0, 1]], [0]], ids=str)
+def test_dense_parameters_that_torch_averages_over_ranks_of_other_tokens_are_refused(mesh):
+    """Of one dimension, as fully_shard makes it, or of two (HSDP); not those cut over tp alone."""
+    layout = SimpleNamespace(token_ranks=2, group=lambda name: (0, 1))
+    gradient_sum = SimpleNamespace(layout=layout, divisor=1, followed=None, router=lambda: None)
+    weights = SimpleNamespace(gradient_sum=gradient_sum, parameters=list)
+    cut = nn.Parameter(torch.ones(2))
+    cut.device_mesh = SimpleNamespace(mesh=torch.tensor(mesh))
+    over_tp = {*torch.tensor(mesh).flatten().tolist()} <= {0, 1}
+    refused = pytest.raises(ConfigError, match=r"averages dense gradients over ranks.*sums of 2 ranks.*2 times too")
+    with contextlib.nullcontext() if over_tp else refused:
+        _refuse_sums_beside_means(torch.optim.SGD([cut], lr=0.1), weights)
