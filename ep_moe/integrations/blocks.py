@@ -13,13 +13,13 @@ from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
 from ep_moe.checkpoint.model_names import CheckpointNames, fused_layout, names_of
 from ep_moe.checkpoint.reader import checked_block, read_experts
 from ep_moe.checkpoint.source import ModuleSource
-from ep_moe.checkpoint.unexpected_tensors import left_out
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.experts_probe import computes, find_activation, is_experts
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
-from ep_moe.integrations.generic import ExpertParallelExperts
+from ep_moe.integrations.find_experts import held_tensor
+from ep_moe.integrations.generic import ExpertParallelExperts, keep_frozen
 from ep_moe.integrations.model_hooks import TokenMasks
 from ep_moe.integrations.save import ModelParts, SavedExperts, put_tensor
 from ep_moe.layer import MoELayer
@@ -77,8 +77,7 @@ def replace_blocks(
         if first.device.type != "meta":
             read_experts(moe, source, name, found)
             _copy_router(moe, source, name, names.router)
-        if not any(one.requires_grad for one in parameters):
-            moe.requires_grad_(False)
+        _keep_frozen(moe, block, names, found)
         parent, _, attribute = name.rpartition(".")
         made[name] = ExpertParallelBlock(moe, family.returns, masks, _jitter(block, name))
         made[name].train(block.training)
@@ -124,17 +123,15 @@ def _accounted(
             f"{model_type!r} cannot name it; leave the family unregistered: its experts alone are then replaced"
         )
     try:
-        found, left = checked_block(source, names, name, moe, model_type, in_memory=True)
+        found, _ = checked_block(source, names, name, moe, model_type, in_memory=True)
     except CheckpointError as error:
         codes = any(tensor.dtype not in NUMBERS for tensor in block.parameters())
         hint = "; a model that is quantized is loaded with load_pretrained" if codes else ""
         raise ConfigError(f"{error}{hint}") from error
-    if left:
-        raise ConfigError(f"{left_out(left.items())}; a layer in its place would not load it; mend the entry")
     experts: Any = block.get_submodule("experts")
     if is_experts(experts) and isinstance(found, Fused):
         stated = (found.transposed, found.interleaved)
-        if stated != (held := (experts.is_transposed, not experts.is_concatenated and experts.has_gate)):
+        if stated != (held := (experts.is_transposed, not experts.is_concatenated)):
             raise ConfigError(
                 f"{name}.experts ({type(experts).__name__}) are held with transposed={held[0]}, interleaved={held[1]}, "
                 f"and the entry of {model_type!r} says {found}; mend CheckpointNames.experts"
@@ -213,6 +210,19 @@ def block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[s
     if layer.shared_experts is not None:
         found |= {f"{block}.{names.shared}.{key}": tensor for key, tensor in layer.shared_experts.state_dict().items()}
     return found
+
+
+def _keep_frozen(moe: MoELayer, block: nn.Module, names: CheckpointNames, found: ExpertFormat) -> None:
+    """Freeze what is frozen in a block: tensors of its router and of its experts. Shared experts are the block's own
+    module."""
+    assert isinstance(moe.router, nn.Module)
+    for key, parameter in moe.router.named_parameters():
+        parameter.requires_grad_(held_tensor(block, names.router[key]).requires_grad)
+    experts = block.get_submodule("experts")
+    if not any(one.requires_grad for one in experts.parameters()):
+        moe.expert_weights.requires_grad_(False)
+    elif isinstance(found, Fused):
+        keep_frozen(moe, fused_layout(found, moe.config.num_experts), experts)
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ class ExpertParallelExperts(nn.Module):
         config = found.config(1 if found.norm else top_k)
         self.moe = MoELayer(config, context, router=routed_by_model, **placed, **layer_options)
         self.add_module(NORM, getattr(replaced, NORM) if found.norm else None)
-        self._keep_frozen(replaced)
+        keep_frozen(self.moe, self.layout, replaced)
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -180,25 +180,26 @@ class ExpertParallelExperts(nn.Module):
     def _refuse(self, problem: str) -> NoReturn:
         self.moe._refuse(f"{self.moe.name}: {problem}")
 
-    def _keep_frozen(self, replaced: nn.Module) -> None:
-        """Parameters of frozen tensors are frozen."""
-        parts = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}
-        frozen = {
-            part
-            for one in self.layout.tensors
-            if not held_tensor(replaced, one.name).requires_grad
-            for part in parts.get(one.part, (one.part,))
-        }
-        for name, parameter in self.moe.expert_weights.named_parameters():
-            whole = "w1" if name == "w13" else "w1_bias" if name == "w13_bias" else name.rpartition(".")[2]
-            if whole in frozen:
-                parameter.requires_grad_(False)
-
 
 def write_expert(layer: MoELayer, layout: ModuleLayout, expert: int, tensors: Mapping[str, Tensor]) -> int:
     """As `ExpertParallelExperts.write_expert`, of a layer whose module of experts holds them in `layout`."""
     assert tensors.keys() == set(layout.names), f"{sorted(tensors)} are not {layout.names}"
     return layer.update_expert(expert, **layout.canonical(tensors))
+
+
+def keep_frozen(layer: MoELayer, layout: ModuleLayout, replaced: nn.Module) -> None:
+    """Freeze the parameters of a layer's experts whose tensors are frozen in the module that holds them in `layout`."""
+    parts = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}
+    frozen = {
+        part
+        for one in layout.tensors
+        if not held_tensor(replaced, one.name).requires_grad
+        for part in parts.get(one.part, (one.part,))
+    }
+    for name, parameter in layer.expert_weights.named_parameters():
+        whole = "w1" if name == "w13" else "w1_bias" if name == "w13_bias" else name.rpartition(".")[2]
+        if whole in frozen:
+            parameter.requires_grad_(False)
 
 
 class SortedExpertParallelExperts(ExpertParallelExperts):
