@@ -1,11 +1,12 @@
-"""Layers in place of whole blocks: what is frozen in them."""
+"""Layers in place of whole blocks: their names and dtypes, what is frozen, and what of a block is refused."""
 
 import pytest
 import torch
+from torch import nn
 
-from ep_moe import EPContext
+from ep_moe import ConfigError, EPContext
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
-from tests.fixtures.checkpoint_files import quiet, tiny_model
+from tests.fixtures.checkpoint_files import LAYERS, quiet, tiny_model
 
 pytest.importorskip("transformers")
 
@@ -19,6 +20,21 @@ def context():
 
 def blocks_of(model):
     return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_layer_has_the_name_of_the_block(family, context):
+    """Errors and metrics say it."""
+    model = expert_parallel(tiny_model(family), context)
+    assert [layer.name for layer in moe_layers(model)] == [f"model.layers.{n}.mlp" for n in LAYERS[family]]
+
+
+def test_a_layer_has_the_dtype_of_the_experts(context):
+    """Not that of a router in float32, which comes first in Mixtral's block."""
+    model = tiny_model("mixtral").bfloat16()
+    for block in blocks_of(model):
+        block.gate.float()
+    assert {layer.dtype for layer in moe_layers(expert_parallel(model, context))} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -55,3 +71,23 @@ def test_shared_experts_are_frozen_by_themselves(frozen, learns, context):
         assert all(
             parameter.requires_grad for parameter in [*of[learns].parameters(), *layer.expert_weights.parameters()]
         )
+
+
+@pytest.mark.parametrize("where", ["gate", ""])
+def test_a_buffer_that_no_file_has_is_named(where, context):
+    model = tiny_model("qwen3_moe")
+    model.model.layers[0].mlp.get_submodule(where).register_buffer("scale", torch.ones(8), persistent=False)
+    name = f"model.layers.0.mlp.{where}.scale".replace("..", ".")
+    with pytest.raises(ConfigError, match=f"^{name} of Qwen3MoeSparseMoeBlock is computed and in no checkpoint"):
+        expert_parallel(model, context)
+
+
+@pytest.mark.parametrize("codes", [True, False])
+def test_the_way_to_load_codes_is_told_where_there_are_codes(codes, context):
+    model = tiny_model("qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    dtype = torch.float8_e4m3fn if codes else torch.float32
+    experts.down_proj = nn.Parameter(experts.down_proj.detach()[:, :-1].to(dtype), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"down_proj must have shape") as error:
+        expert_parallel(model, context)
+    assert ("a model that is quantized is loaded with load_pretrained" in str(error.value)) is codes

@@ -41,8 +41,11 @@ def test_training_and_evaluation_are_those_of_the_untouched_model(family, contex
     assert any(isinstance(module, ExpertParallelBlock) for module in model.modules())
 
 
-def test_noise_of_another_kind_is_refused(context):
+@pytest.mark.parametrize("attribute", ["gate.jitter_eps", "gate.jitter_noise", "jitter_eps"])
+def test_noise_of_another_kind_is_refused(attribute, context):
+    """Of the router, or of the block under another name than Mixtral's."""
     model = tiny_model("mixtral")
-    model.model.layers[0].mlp.gate.jitter_eps = 0.1
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.gate\.jitter_eps=0\.1 is noise of training"):
+    where, _, name = attribute.rpartition(".")
+    setattr(model.model.layers[0].mlp.get_submodule(where), name, 0.1)
+    with pytest.raises(ConfigError, match=rf"layers\.0\.mlp\.{attribute}=0\.1 is noise of training"):
         expert_parallel(model, context)
