@@ -12,7 +12,6 @@ from typing import Annotated, Any, NoReturn
 import torch.distributed as dist
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from ep_moe.bench.harness import json_text
@@ -64,7 +63,7 @@ class Output:
             text: As it is, whatever brackets it has.
         """
         if not self._silent and not self.as_json:
-            Console(soft_wrap=True).print(text, highlight=False, markup=False)
+            _console().print(text)
 
     def progress(self, text: str) -> None:
         """Print a line before there is a result: to stderr beside JSON, nowhere when quiet.
@@ -74,7 +73,7 @@ class Output:
         """
         if not self._silent and not self._quiet:
             with beside_bars():
-                Console(soft_wrap=True, stderr=self.as_json).print(text, highlight=False, markup=False)
+                _console(stderr=self.as_json).print(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a table for a reader, under an empty line.
@@ -91,11 +90,11 @@ class Output:
             justify: Any = "left" if index == 0 else "right" if title else "left"
             table.add_column(column, justify=justify, no_wrap=bool(title))
         for row in rows:
-            table.add_row(*map(escape, row))
-        console = Console(soft_wrap=True)
+            table.add_row(*row)
+        console = _console()
         console.print()
         # a line that is too long for the terminal is better than numbers without their ends
-        Console(width=max(console.width, _LINE), soft_wrap=True).print(table)
+        _console(width=max(console.width, _LINE)).print(table)
 
     def result(self, found: Mapping[str, Any]) -> None:
         """Print the JSON object, if that was asked for.
@@ -199,7 +198,12 @@ def note(text: str) -> None:
         text: As it is.
     """
     if is_first_rank():
-        Console(stderr=True, soft_wrap=True).print(text, highlight=False, markup=False)
+        _console(stderr=True).print(text)
+
+
+def _console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """Prints text as it is: no style, no line break, and no picture for a word between colons."""
+    return Console(stderr=stderr, width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def is_first_rank() -> bool:
