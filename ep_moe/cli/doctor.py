@@ -40,9 +40,9 @@ def doctor(
 
     With --cluster, all ranks run it. It exits with 0 if the cluster is sound, with 1 if it names something odd.
     """
-    with command(as_json, quiet, log_level) as out:
+    with command(as_json, quiet, log_level, first_alone=not cluster) as out:
         if cluster:
-            _show_cluster(deadline, Output(as_json, quiet, first_alone=False))
+            _show_cluster(deadline, out)
             return
         packages, run_on, cards = versions(), runs(), gpus()
         here = [dict(zip(("kind", "backend", "here"), row, strict=True)) for row in backends()]

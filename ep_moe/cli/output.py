@@ -108,13 +108,16 @@ class Output:
 
 
 @contextmanager
-def command(as_json: bool = False, quiet: bool = False, log_level: str = DEFAULT_LEVEL) -> Iterator[Output]:
+def command(
+    as_json: bool = False, quiet: bool = False, log_level: str = DEFAULT_LEVEL, *, first_alone: bool = True
+) -> Iterator[Output]:
     """Run the body of a command: with its log records on stderr, and a user's error as one line.
 
     Args:
         as_json: The option `--json`.
         quiet: The option `--quiet`.
         log_level: The option `--log-level`.
+        first_alone: Ranks other than 0 print no result.
 
     Yields:
         Where to print.
@@ -122,7 +125,7 @@ def command(as_json: bool = False, quiet: bool = False, log_level: str = DEFAULT
     Raises:
         typer.Exit: with code 2, for an error of `ep_moe.errors`.
     """
-    out = Output(as_json, quiet)
+    out = Output(as_json, quiet, first_alone=first_alone)
     try:
         level = least_level(quiet, log_level)
         with log_records(level), redirect_stdout(sys.stderr) if as_json else nullcontext():
