@@ -155,8 +155,11 @@ def test_nccl_only_where_it_can_work(change, backend):
 
 
 def test_ranks_without_gpus_use_gloo():
+    """Without a reason, where no rank has one."""
     facts = [replace(entry, compared={"device": "cpu"}, gpu=None) for entry in sound(TWO)]
     assert cluster.chosen_backend(facts) == ("gloo", "")
+    facts[3] = replace(facts[3], compared={"device": "cuda"}, gpu="gpu 3")
+    assert cluster.chosen_backend(facts) == ("gloo", " on the CPU: not every rank has a GPU of its own")
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "5"}
