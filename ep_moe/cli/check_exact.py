@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ def run(options: CheckOptions) -> list[Found] | None:
         device = local_device()
         init_from_torchrun(device, deadline_s=options.deadline_s)
         try:
-            return run_on_rank(replace(options, ranks=(dist.get_world_size(),)), device)
+            return run_on_rank(options, device)
         finally:
             dist.destroy_process_group()
     arguments = {

@@ -2,11 +2,13 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from ep_moe import ConfigError
+from ep_moe import ConfigError, ExpertMap
 from ep_moe.cli import check_exact
 from ep_moe.cli.app import app
 from ep_moe.cli.check_exact import LOGITS, Found
@@ -105,3 +107,62 @@ def test_what_is_loaded_and_read_is_as_for_run(model, dtype, wanted):
     asked = check_exact.CheckOptions(model=model, dtype=dtype, prompts=3, **both).as_run()
     assert {name: getattr(asked, name) for name in both} == both
     assert (asked.model, asked.dtype, asked.text_tokens) == (model, wanted, 15)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "available", "found"),
+    [
+        (1, "cuda", True, ("local", "allgather")),
+        (2, "cuda", True, ("nvlink_p2p", "allgather")),
+        (2, "cuda", False, ("torch_a2a", "allgather")),
+        (2, "cpu", True, ("torch_a2a", "allgather")),
+    ],
+)
+def test_transports_that_are_compared_are_those_that_run_here(ranks, device, available, found, monkeypatch):
+    kind = SimpleNamespace(
+        capabilities=SimpleNamespace(devices={"cuda"}), available=lambda: None if available else "no NVLink"
+    )
+    monkeypatch.setattr(check_exact.registry, "load", lambda *_: kind)
+    assert check_exact._transports(ranks, torch.device(device)) == found
+
+
+def test_the_second_map_has_no_more_copies_than_slots_for_them():
+    """One of an expert on each other rank at most."""
+    maps = check_exact._maps(8, 4)
+    assert list(maps) == ["linear", "redundant"]
+    assert maps["redundant"] == ExpertMap.redundant(8, 4, 4)
+    assert check_exact._maps(1, 4)["redundant"] == ExpertMap.redundant(1, 4, 3)
+    assert list(check_exact._maps(8, 1)) == ["linear"]
+
+
+@pytest.mark.parametrize(("deadline", "longest"), [(7.0, 900.0), (400.0, 1200.0)])
+def test_ranks_are_started_for_each_number_that_was_asked_for(deadline, longest, monkeypatch):
+    """With one thread for dense parts: their sums must not be cut otherwise where ranks are fewer."""
+    started = []
+
+    def run_local_ranks(target, world, arguments, **how):
+        started.append((target, world, arguments, how))
+        return [[f"of {world}"]]
+
+    monkeypatch.setattr(check_exact, "run_local_ranks", run_local_ranks)
+    monkeypatch.setattr(check_exact, "model_folder", lambda *given, **how: (given, how))
+    options = check_exact.CheckOptions(model="org/m", revision="v2", text=__file__, ranks=(1, 3), deadline_s=deadline)
+    assert check_exact.run(options) == ["of 1", "of 3"]
+    target = "ep_moe.cli.check_exact:run_on_rank"
+    folder = (("org/m",), {"revision": "v2"})
+    arguments = {"options": options, "device": torch.device("cpu"), "folder": folder, "forked": True}
+    assert started == [(target, world, arguments, {"deadline_s": longest, "threads": 1}) for world in (1, 3)]
+
+
+def test_under_torchrun_its_own_ranks_are_compared(monkeypatch):
+    ended, asked = [], []
+    monkeypatch.setattr(TorchrunEnv, "present", lambda: True)
+    monkeypatch.setattr(check_exact, "local_device", lambda: "here")
+    monkeypatch.setattr(
+        check_exact, "init_from_torchrun", lambda device, deadline_s: asked.append((device, deadline_s))
+    )
+    monkeypatch.setattr(check_exact.dist, "destroy_process_group", lambda: ended.append(True))
+    monkeypatch.setattr(check_exact, "run_on_rank", lambda *given: given)
+    options = check_exact.CheckOptions(deadline_s=7.0)
+    assert check_exact.run(options) == (options, "here")
+    assert (asked, ended) == ([("here", 7.0)], [True])
