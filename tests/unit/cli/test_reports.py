@@ -7,17 +7,21 @@ from unittest import mock
 import pytest
 
 from ep_moe.cli import reports
+from ep_moe.cli.check_exact import LOGITS, Found
 from ep_moe.cli.perplexity import Rebalanced
 from ep_moe.cli.reports import plot_load
-from ep_moe.cli.run import RunReport
+from ep_moe.cli.run import RunOptions, RunReport
 from ep_moe.selection.tuned import Measured, Tuned
 
 
 class Heard:
-    """What a reader would be told."""
+    """What a reader would be told, and a program."""
 
     def __init__(self):
-        self.lines, self.tables = [], []
+        self.lines, self.tables, self.results = [], [], []
+
+    def result(self, found):
+        self.results.append(found)
 
     def line(self, text=""):
         self.lines.append(text)
@@ -69,6 +73,75 @@ def test_a_perplexity_stands_beside_the_references(changed, line):
     out = Heard()
     reports.print_report(out, report)
     assert out.lines == ["a run", "\nperplexity over 64 tokens", "  ep_moe        10.000", *[line] * (line is not None)]
+
+
+def found(ranks, batching, *, logits=None, **digests):
+    more = {} if logits is None else {LOGITS: logits}
+    return Found(
+        ranks=ranks, expert_map="linear", all2all="allgather", experts="reference", batching=batching,
+        digests=digests | more,
+    )  # fmt: skip
+
+
+def test_what_differs_from_the_first_way_is_told_with_its_layer():
+    """Layers alone have no logits, which are no difference."""
+    ways = [found(1, "prompts", a="1", b="2", logits="3"), found(2, "tokens of 3", a="1", b="2")]
+    ways.append(found(2, "prompts", a="1", b="x", logits="3"))
+    out = Heard()
+    assert reports.print_checked(ways, out) is False
+    assert out.lines == ["2 MoE layers, experts reference", "", "1 of 3 differ from the first"]
+    sums = [one.checksum for one in ways]
+    ((_, columns, rows),) = out.tables
+    assert columns == ["ranks", "map", "transport", "batches", "layers", "logits", "differs"]
+    assert rows == [
+        ["1", "linear", "allgather", "prompts", sums[0], "3", ""],
+        ["2", "linear", "allgather", "tokens of 3", sums[1], "", ""],
+        ["2", "linear", "allgather", "prompts", sums[2], "3", "first at b"],
+    ]
+    (result,) = out.results
+    assert result["equal"] is False
+    assert [(run["ranks"], run["logits"], run["first_difference"]) for run in result["runs"]] == [
+        (1, "3", None), (2, None, None), (2, "3", "b"),
+    ]  # fmt: skip
+
+
+def test_ways_that_are_equal_are_said_to_be():
+    out = Heard()
+    assert reports.print_checked([found(ranks, "prompts", a="1", logits="3") for ranks in (1, 2)], out) is True
+    assert out.lines[-1] == "all equal, bit for bit"
+    assert out.results[0]["equal"] is True
+
+
+def test_a_report_has_the_loads_of_ranks_and_experts():
+    report = RunReport(
+        title="a run", tokens=4, perplexity=1.5, reference=None, exact=True, expert_load=[[5, 3], [4, 4]],
+        rank_load=[[6, 2], [4, 4]], stages={"experts": 3.0, "combine": 1.0}, forwards=2,
+    )  # fmt: skip
+    out = Heard()
+    reports.print_report(out, report)
+    ranks, experts, stages = out.tables
+    assert ranks[1:] == (
+        ["", "rank 0", "rank 1", "balancedness"], [["layer 0", "6", "2", "0.667"], ["layer 1", "4", "4", "1.000"]]
+    )  # fmt: skip
+    assert experts[1:] == (["", "layer 0", "layer 1"], [["expert 0", "5", "4"], ["expert 1", "3", "4"]])
+    assert [row[-1] for row in stages[2]] == ["75%", "25%"]
+
+
+@pytest.mark.parametrize("recorded", [None, "a trace"])
+def test_each_file_that_a_run_wrote_is_told(recorded, monkeypatch, tmp_path):
+    """Beside a load trace stands what reads it; its name ends as numpy writes it."""
+    written = []
+    monkeypatch.setattr(reports, "plot_load", lambda report, file: written.append(file))
+    trace = SimpleNamespace(save=written.append)
+    report = SimpleNamespace(recorded=trace if recorded else None)
+    load, plot = tmp_path / "load", str(tmp_path / "load.png")
+    options = RunOptions(trace="t.json", record_load=str(load), plot=plot)
+    npz = load.with_suffix(".npz")
+    of_load = [f"\nwritten to {npz}: ep-moe plan {npz} says what other numbers of ranks would do"] * bool(recorded)
+    assert reports.write_files(options, report) == [
+        "\nwritten to t.json: open it in ui.perfetto.dev", *of_load, f"\nwritten to {plot}"
+    ]  # fmt: skip
+    assert written == [*[npz] * bool(recorded), plot]
 
 
 def test_what_rebalancing_did_is_said_in_numbers():
