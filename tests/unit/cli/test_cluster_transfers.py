@@ -1,6 +1,7 @@
 """How ranks of `ep-moe doctor --cluster` meet, and how their transfers are timed: on one rank, without a network."""
 
 import threading
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -141,6 +142,22 @@ def test_each_rank_times_its_pairs_with_the_other_end(rank, monkeypatch):
     assert steps == ["step", "barrier", "step"] * 3, "who is behind in a hang has counted fewer"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_transfers_outlast_the_watch_that_names_who_is_behind(device, monkeypatch):
+    """On a GPU the process group is bound to it, and connects at once."""
+    made = []
+    monkeypatch.setattr(cluster.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.dist, "init_process_group", lambda backend, **how: made.append((backend, how)))
+    monkeypatch.setattr(cluster, "on_device", lambda device: nullcontext())
+    monkeypatch.setattr(cluster, "transfer_rounds", lambda nodes: [])
+    ranks = SimpleNamespace(launch=SimpleNamespace(rank=1, world=2), deadline_s=50.0, transfers="a store")
+    assert cluster._own_rates(ranks, TWO, "nccl", torch.device(device), None) == ("", [])
+    ((backend, how),) = made
+    assert how.pop("timeout") > timedelta(seconds=100), "the deadline of coming, and that of transfers"
+    bound = None if device == "cpu" else torch.device(device)
+    assert (backend, how) == ("nccl", {"store": "a store", "rank": 1, "world_size": 2, "device_id": bound})
+
+
 def test_a_transfer_that_raises_is_told_and_gives_no_rates(monkeypatch):
     def fails(*_):
         raise RuntimeError("NCCL error\nat a line")
@@ -158,8 +175,9 @@ def test_a_transfer_that_raises_is_told_and_gives_no_rates(monkeypatch):
 def test_the_first_rank_that_is_here_shows_the_report(rank, missing, shows, monkeypatch):
     """One that came after the others had given up shows nothing, and waits for none."""
     store, shown = HashStore(), []
-    store.set("shown", "")
-    store.add("left", 1)  # the other rank has gone
+    if rank not in missing:
+        store.set("shown", "")
+        store.add("left", 1)  # the other rank has gone
     launch = LaunchEnvironment(rank, 2, 0, "head", 5, False, "0", False)
     report = ClusterReport(["odd"])
     assert cluster._Meeting(launch, store, 1.0).part(report, shown.append, missing) is report
