@@ -211,8 +211,7 @@ def fit(
                 experts=experts, nic_gb_s=nic_gb_s, revision=revision,
             )
         )  # fmt: skip
-        if not as_json:
-            print_answer(answered, out.line)
+        print_answer(answered, out.line)
         out.result(answered)
         if not answered["memory"]["fits"]:
             raise typer.Exit(1)
