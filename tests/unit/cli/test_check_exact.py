@@ -8,10 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ep_moe import ConfigError, ExpertMap
+from ep_moe import ConfigError, ExpertMap, ParallelConfig
 from ep_moe.cli import check_exact
 from ep_moe.cli.app import app
 from ep_moe.cli.check_exact import LOGITS, Found
+from ep_moe.experts.base import ExpertsOptions
+from ep_moe.integrations import transformers as transformers_models
 from ep_moe.parallel.groups import TorchrunEnv
 
 pytest.importorskip("transformers")
@@ -166,3 +168,74 @@ def test_under_torchrun_its_own_ranks_are_compared(monkeypatch):
     options = check_exact.CheckOptions(deadline_s=7.0)
     assert check_exact.run(options) == (options, "here")
     assert (asked, ended) == ([("here", 7.0)], [True])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_rank_loads_and_reads_what_was_asked_for(exact, rank, monkeypatch):
+    """On each map and transport; the first rank alone has the answer."""
+    opened, loaded, read, looked_up, digested = [], [], [], [], []
+    context = SimpleNamespace(consensus="of all ranks")
+
+    def from_groups(*given, **how):
+        opened.append((given, how))
+        return contextlib.nullcontext(context)
+
+    monkeypatch.setattr(check_exact, "EPContext", SimpleNamespace(from_groups=from_groups))
+    monkeypatch.setattr(check_exact.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(check_exact.dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(check_exact, "loading", lambda folder, consensus: contextlib.nullcontext())
+    monkeypatch.setattr(check_exact, "model_folder", lambda *given, **how: looked_up.append((given, how)) or "m")
+    monkeypatch.setattr(check_exact, "model_dtype", lambda name, folder: f"{name} of {folder}")
+    monkeypatch.setattr(check_exact, "text_windows", lambda *given: read.append(given) or "windows")
+    monkeypatch.setattr(transformers_models, "num_experts", lambda folder, context: 8)
+    monkeypatch.setattr(
+        transformers_models, "load_pretrained", lambda *given, **how: loaded.append((given, how)) or "a model"
+    )
+    monkeypatch.setattr(
+        check_exact, "_digests", lambda *given: digested.append(given) or [("prompts", {"a": "1"}, "k")]
+    )
+    options = check_exact.CheckOptions(
+        model="org/m", revision="v2", text="a.txt", prompts=3, window=5, experts="reference", quantization="fp8_block",
+        dtype="float16", exact=exact, deadline_s=7.0,
+    )  # fmt: skip
+    device = torch.device("cpu")
+    found = check_exact.run_on_rank(options, device)
+    assert opened == [((ParallelConfig(dp=2),), {"device": device, "deadline_s": 7.0})]
+    assert looked_up == [(("org/m", "of all ranks"), {"revision": "v2"})]
+    assert read == [("a.txt", 15, 5, "m")]
+    maps = check_exact._maps(8, 2)
+    ways = [(name, all2all) for name in maps for all2all in ("torch_a2a", "allgather")]
+    how = {"dtype": "float16 of m", "experts": "reference", "quantization": "fp8_block", "progress": False}
+    how |= {"options": ExpertsOptions(exact=exact)}
+    wanted = [(("m", context), {**how, "expert_map": maps[name], "all2all": all2all}) for name, all2all in ways]
+    assert loaded == wanted
+    assert digested == [("a model", "windows", context)] * len(ways)
+    if rank:
+        assert found is None
+    else:
+        assert [(one.ranks, one.expert_map, one.all2all, one.experts) for one in found] == [
+            (2, *way, "k") for way in ways
+        ]
+
+
+@pytest.mark.parametrize(("forked", "level"), [(True, "info"), (True, None), (False, "info")])
+def test_log_records_are_those_of_a_rank_in_a_process_of_its_own(forked, level, monkeypatch):
+    levels = []
+
+    class OpenedError(Exception):
+        pass
+
+    def opened(*_, **__):
+        raise OpenedError
+
+    def records(level):
+        levels.append(level)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(check_exact, "log_records", records)
+    monkeypatch.setattr(check_exact, "EPContext", SimpleNamespace(from_groups=opened))
+    monkeypatch.setattr(check_exact.dist, "get_world_size", lambda: 2)
+    with pytest.raises(OpenedError):
+        check_exact.run_on_rank(check_exact.CheckOptions(log_level=level), torch.device("cpu"), forked=forked)
+    assert levels == ["info"] * (forked and level is not None)

@@ -132,6 +132,10 @@ ACCURACY = ANSWER["layer_time"]["accuracy"]
         ),
         (changed("best", layouts=[]), "  none fits"),
         (
+            changed("memory", total_bytes=GIB // 50),
+            "  total                        0.02 GiB  of 141.00 GiB (datasheet): fits",
+        ),
+        (
             changed("memory", total_bytes=GIB // 200),
             "  total                      5242.9 KiB  of 141.00 GiB (datasheet): fits",
         ),
