@@ -168,7 +168,7 @@ def views_are_taken(case: Case) -> None:
     call = case.call(6, 2)
     assert isinstance(call.routed, PhysicalRouting)
     width, top_k = call.x.shape[1], case.config.top_k
-    ids = torch.cat([call.routed.ids] * 2, 1)[:, :top_k].int()
+    ids = torch.cat([call.routed.ids] * 2, 1).int()[:, :top_k]
     weights = torch.cat([call.routed.weights] * 2, 1)[:, :top_k]
     wide = torch.cat([call.x, call.x + 1], 1)[:, :width]
     case.check(Call(wide, PhysicalRouting(PhysicalIds(ids), weights), call.value, call.limit), "views")

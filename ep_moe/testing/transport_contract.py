@@ -176,7 +176,7 @@ def views_are_taken(case: Case) -> None:
     """Rows, ids and weights that are a part of wider tensors; int32 ids."""
     x, routing, wanted = case.call(6)
     wide = torch.cat([x, x + 1], 1)[:, :HIDDEN]
-    ids = torch.cat([routing.ids, routing.ids], 1)[:, : case.shape.top_k].int()
+    ids = torch.cat([routing.ids, routing.ids], 1).int()[:, : case.shape.top_k]
     weights = torch.cat([routing.weights, routing.weights], 1)[:, : case.shape.top_k]
     case.same(case.once(wide, PhysicalRouting(PhysicalIds(ids), weights)), wanted, "views")
 
