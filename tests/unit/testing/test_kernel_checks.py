@@ -16,15 +16,15 @@ from ep_moe.types import RowLayout, Weighting
 CONFIG = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=3, activation=Activation.RELU2)
 
 
-def kernel(before=None, after=None, own_out=False):
-    """before: sees what it is given, and may write to it; after: changes the result, of what it was given."""
+def kernel(given=None, before=None, after=None, own_out=False):
+    """given: changes what it is given, and before: writes to that; after: changes the result."""
 
     class Kernel(ReferenceExperts):
         calls = 0
 
         def __call__(self, received, out=None):
             type(self).calls += 1
-            y = super().__call__(received)
+            y = super().__call__(received if given is None else given(received))
             if after is not None:
                 y = after(self, y, received)
             if before is not None:
@@ -122,6 +122,17 @@ def of_checked_ids_alone(self, y, received):
     return y * 2 if received.wire_ids is not None else y
 
 
+def weighted_anyway(received):
+    """Takes an id of this rank for a choice, whatever its weight is."""
+    if received.wire_ids is None:
+        return received
+    return dataclasses.replace(received, weights=received.weights.masked_fill(received.weights == 0, 1.0))
+
+
+def all_rows_added(self, y, received):
+    return y + 0 * received.x.sum() if received.layout is RowLayout.BATCHED else y
+
+
 def of_format(name):
     return lambda self, y, received: y * 2 if received.format == name else y
 
@@ -138,7 +149,7 @@ FAULTS = [
     (rank_major, kernel(own_out=True), "it must write into `out` and return it"),
     (rank_major, kernel(after=of_the_scale(1.01)), "33 rows, experts: off by"),
     (weighted_by_the_sender, kernel(after=of_the_scale(1.01)), "33 rows, combine: off by"),
-    (rank_major, kernel(after=kept_where_none_is), "rows without an expert must be zero|off by"),
+    (rank_major, kernel(after=kept_where_none_is), "rows without an expert must be zero"),
     (rank_major, kernel(before=zeroed("x")), "rank_major: x must be left as it was"),
     (rank_major, kernel(before=zeroed("weights")), "rank_major: weights must be left as it was"),
     (rank_major, kernel(before=zeroed("local_ids")), "rank_major: local_ids must be left as it was"),
@@ -151,11 +162,13 @@ FAULTS = [
     (contract._slots_of_wider_ranks, kernel(after=beyond_its_slots_kept), "slots that the rank does not have"),
     (without_experts, kernel(after=beyond_its_slots_kept), "slots that the rank does not have"),
     (contract._a_row_for_each_route, kernel(after=routes_without_an_expert_kept),
-     "a route without an expert must have a zero row|off by"),
+     "a route without an expert must have a zero row"),
     (contract._a_row_for_each_route, kernel(after=lambda self, y, received: y[::3]), "with per_route rows must be"),
     (contract._a_row_for_each_route, kernel(after=of_the_scale(1.01)), "with per_route: off by"),
     (contract._rows_without_expert, kernel(after=lambda self, y, received: y + 0 * received.x), "NaN in rows without"),
     (contract._as_it_travelled, kernel(after=of_checked_ids_alone), "wire ids: off by"),
+    (contract._as_it_travelled, kernel(given=weighted_anyway), "wire ids: off by"),
+    (other_layouts, kernel(after=all_rows_added), "batched, .*: off by"),
     *((contract._as_it_travelled, kernel(after=of_format(wire.dispatch)), f"rows in {wire.dispatch}: off by")
       for wire in contract.WIRES),
     (contract._as_it_travelled, kernel(after=wide_where_it_travelled),
@@ -211,3 +224,15 @@ def test_what_a_kernel_does_not_promise_is_not_asked(promise, monkeypatch):
         assert (checks[promise] in called) is promised
         others = set(checks.values()) - {checks[promise]}
         assert others <= set(called)
+
+
+@pytest.mark.parametrize("weightings", [frozenset({Weighting.EXPERTS}), frozenset(Weighting)], ids=len)
+def test_rows_are_weighted_where_a_kernel_says(weightings, monkeypatch):
+    asked = set()
+    kind = kernel()
+    kind.capabilities = dataclasses.replace(kind.capabilities, weightings=weightings)
+    monkeypatch.setattr(contract, "_rank_major", lambda made, received, *_: asked.add(received.weighting))
+    for name in ("_other_layout", "_a_row_for_each_route", "_rows_without_expert", "_as_it_travelled", "_gradients"):
+        monkeypatch.setattr(contract, name, lambda *_: None)
+    contract._check_layer(layer(kind))
+    assert asked == weightings

@@ -1,6 +1,7 @@
 """Each check of a transport by itself, on one rank: a sound transport passes, and one with a single fault does not."""
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ep_moe import EPContext, Wire
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.quant.row_format import round_to_travel
+from ep_moe.testing import fused_contract as fused
 from ep_moe.testing import transport_contract as contract
 from ep_moe.testing import transport_promises as promises
 from ep_moe.testing.transport_case import MAX_TOKENS, SLOTS, dispatch_shape, run
@@ -238,3 +240,16 @@ def test_both_ways_to_send_round_rows_alike(way):
 )
 def test_what_a_transport_does_not_promise_is_not_asked(check, wrong, can):
     checked(check, transport(**wrong, **can))
+
+
+@pytest.mark.parametrize(("modules", "checks"), [((contract, promises), contract.CHECKS), ((fused,), fused.CHECKS)])
+def test_every_check_that_is_written_is_made(modules, checks):
+    """Of transports, and of fused kernels."""
+    written = {
+        one
+        for module in modules
+        for name, one in vars(module).items()
+        if inspect.isfunction(one) and not name.startswith("_") and [*inspect.signature(one).parameters] == ["case"]
+    }
+    assert len(checks) == len(set(checks))
+    assert set(checks) == written
