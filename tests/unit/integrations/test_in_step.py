@@ -1,5 +1,7 @@
 """Idle steps: of which models, and what they give on one rank."""
 
+import contextlib
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from ep_moe.integrations.transformers import expert_parallel, idle_step
 from ep_moe.training import router_logits
 from tests.fixtures.checkpoint_files import tiny_model
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 
 def test_idle_steps_are_for_models_with_blocks():
@@ -125,3 +127,132 @@ def test_logits_that_are_recorded_have_no_rows_of_idle_steps():
         assert [tuple(logits.shape) for logits in recorded] == [(0, experts)] * len(layers)
         model(torch.zeros(1, 3, dtype=torch.int64))
         assert [tuple(logits.shape) for logits in recorded[len(layers) :]] == [(3, experts)] * len(layers)
+
+
+def test_a_block_that_returns_rows_alone_returns_them():
+    block = Block("text", "image")
+    block.forward = lambda x, *names: Block.forward(block, x, *names)[0]
+    out = block(torch.ones(2, requires_grad=True), "text")
+    assert out.tolist() == [2.0, 2.0]
+    assert block.calls == ["text", "image without rows, with gradients"]
+
+
+@pytest.mark.parametrize(("x_grad", "grad"), [(True, True), (True, False), (False, True)])
+def test_gradients_are_of_calls_that_have_them(x_grad, grad):
+    """What is called without rows has a backward where the others' calls have one."""
+    block = Block("text", "image")
+    with torch.set_grad_enabled(grad):
+        block(torch.ones(2, requires_grad=x_grad), "text")
+    assert block.calls[-1] == "image without rows" + ", with gradients" * (x_grad and grad)
+
+
+class Inner(transformers.PreTrainedModel):
+    """A model within a model, whose parts are no block's."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self):
+        super().__init__(transformers.PretrainedConfig())
+        self.one, self.other = torch.nn.Identity(), torch.nn.Identity()
+
+
+@pytest.mark.parametrize("kind", ["block", "list", "dict", "model"])
+def test_ranks_are_kept_in_step_in_blocks_of_several_modules(kind, monkeypatch):
+    """Layers in a list, and parts of a model, are all called."""
+    holder = {
+        "block": torch.nn.Sequential,
+        "list": lambda: torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()]),
+        "dict": lambda: torch.nn.ModuleDict({"one": torch.nn.Identity(), "other": torch.nn.Identity()}),
+        "model": Inner,
+    }[kind]()
+    if kind == "block":
+        holder.one, holder.other = torch.nn.Identity(), torch.nn.Identity()
+    model, kept = torch.nn.Sequential(), []
+    model.held = holder
+    names = ["held.0", "held.1"] if kind == "list" else ["held.one", "held.other"]
+    monkeypatch.setattr(in_step.AllCalled, "attach", lambda self, block: kept.append((self._experts, block)))
+    in_step.attach_all_called(model, {name: name for name in names})
+    assert kept == ([(names, holder)] if kind == "block" else [])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "common"),
+    [("a.b.c", "a.b.d", "a.b"), ("a.b.c", "a.x.c", "a"), ("a.b", "a.b.c", "a.b"), ("a.c", "b.c", "")],
+)
+def test_the_innermost_module_holds_both(one, other, common):
+    assert in_step._common(one, other) == common
+
+
+def generation(size=2, failed=False):
+    """Of ranks that are told what this one raises."""
+    made, told = object.__new__(in_step.Generation), []
+    made._context = SimpleNamespace(
+        flight_recorder=SimpleNamespace(failed=failed), _broken_by=lambda error: told.append(("broken", str(error)))
+    )
+    made._rank_group, made._depth, made._inside = SimpleNamespace(size=size), 0, False
+
+    def next_model(model, problem=None):
+        told.append((model, problem))
+        if problem is not None:
+            raise InputError(problem)
+        return model
+
+    made._next_model = next_model
+    return made, told
+
+
+@pytest.mark.parametrize(
+    ("size", "failed", "inside", "told"),
+    [
+        (2, False, False, [(None, "generate was left by KeyError: 'x'")]),
+        (2, False, True, [("broken", "'x'")]),
+        (1, False, False, []),
+        (2, True, False, []),
+    ],
+)
+def test_peers_hear_of_an_error_that_leaves_generate(size, failed, inside, told):
+    """Where they wait: within a forward, or between two. None waits where a step has failed already."""
+    made, heard = generation(size, failed)
+    made._inside = inside
+    made._tell(KeyError("x"))
+    assert heard == told
+
+
+@pytest.mark.parametrize("error", [None, KeyError("x"), InputError("on all ranks")], ids=repr)
+def test_generate_ends_however_it_ends(error, monkeypatch):
+    """The next one begins anew, outside of any forward. An error of ours is all ranks' own."""
+    made, _ = generation()
+    told, finished = [], []
+    monkeypatch.setattr(in_step.Generation, "_random_state_of_tp", lambda self: contextlib.nullcontext())
+    made._tell, made._finish, made._inside = told.append, lambda: finished.append(True), True
+
+    def generate():
+        assert (made._depth, made._inside) == (1, False)
+        if error is not None:
+            raise error
+        return "tokens"
+
+    given = inspect.signature(lambda inputs=None, **kwargs: None).bind_partial()
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        assert made._run(given, generate) == "tokens"
+    assert made._depth == 0
+    assert told == ([error] if isinstance(error, KeyError) else [])
+    assert finished == [True] * (error is None)
+
+
+@pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])
+def test_a_batch_of_no_sequences_is_returned_as_it_is(name):
+    """However it is given; a number has no sequences to count."""
+    signature = inspect.signature(lambda inputs=None, **kwargs: None)
+    empty = torch.zeros(0, 3)
+    assert in_step._empty(signature.bind_partial(**{name: empty})) is empty
+    for other in (torch.zeros(1, 3), torch.tensor(0), None, "text"):
+        assert in_step._empty(signature.bind_partial(**{name: other})) is None
+
+
+def test_random_states_are_put_back_as_they_were():
+    state = in_step._random_state(torch.device("cpu"))
+    wanted = torch.rand(4)
+    in_step._set_random_state(state, torch.device("cpu"))
+    assert torch.equal(torch.rand(4), wanted)
+    assert state.dtype == torch.int64
