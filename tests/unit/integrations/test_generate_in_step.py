@@ -1,0 +1,157 @@
+"""`generate` of one rank: what it is called with, when peers are asked, and whose random numbers are drawn."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from ep_moe import EPContext, MoEConfig, MoELayer
+from ep_moe.integrations import in_step
+from ep_moe.integrations.in_step import Generation, idle_step
+from ep_moe.integrations.model_hooks import TokenMasks
+
+CPU = torch.device("cpu")
+CONFIG = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+
+
+class Model(nn.Module):
+    """As one of transformers, whose forward and `generate` keep what they were called with."""
+
+    def __init__(self):
+        super().__init__()
+        self.masks, self.weight, self.calls = TokenMasks(), nn.Parameter(torch.ones(1)), []
+
+    def forward(self, **given):
+        self.calls.append((given, self.masks._asked.idle))
+        return (torch.ones(1, 1, 3) * self.weight,)
+
+    def generate(self, inputs=None, synced_gpus=None, **kwargs):
+        self.calls.append((inputs, synced_gpus, kwargs, self.masks._asked.generates))
+        return "tokens"
+
+
+@pytest.fixture
+def context():
+    with EPContext.local(CPU) as made:
+        yield made
+
+
+def test_an_idle_step_is_one_row_that_is_no_token():
+    """Without a cache, whose length would be another than the peers'."""
+    model = Model()
+    loss = idle_step(model)
+    ((given, idle),) = model.calls
+    assert idle
+    assert not model.masks._asked.idle
+    ids = given.pop("input_ids")
+    assert (ids.shape, ids.dtype, ids.device) == ((1, 1), torch.int64, model.weight.device)
+    assert given == {"use_cache": False, "return_dict": True}
+    loss.backward()
+    assert (loss.item(), model.weight.grad.item()) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nested", "given", "ran"),
+    [(None, False, False, True), (True, False, False, True), (False, False, False, False), (True, True, True, False)],
+)
+def test_ranks_are_kept_in_step_instead_of_by_synced_gpus(asked, nested, given, ran, context, monkeypatch):
+    """Unless the caller says that they need not be. An assistant's call is inside another's, and is left as it is."""
+    model, begun = Model(), []
+    generation = Generation.of(context)
+    assert Generation.of(context) is generation
+    monkeypatch.setattr(
+        generation, "_run", lambda bound, generate: begun.append(bound.arguments["inputs"]) or generate()
+    )
+    generation.attach(model, model)
+    generation._depth = int(nested)
+    more = {} if asked is None else {"synced_gpus": asked}
+    assert model.generate("ids", max_new_tokens=3, **more) == "tokens"
+    assert model.calls == [("ids", given, {"max_new_tokens": 3}, True)]
+    assert begun == ["ids"] * ran
+    assert not model.masks._asked.generates
+
+
+def test_layers_of_another_context_are_another_models(context):
+    generation = Generation.of(context)
+    own = nn.Sequential(MoELayer(CONFIG, context))
+    with EPContext.local(CPU) as other:
+        assert generation._is_of_others(nn.Sequential(MoELayer(CONFIG, other)))
+    assert not generation._is_of_others(own)
+    assert not generation._is_of_others(nn.Linear(1, 1)), "a dense assistant waits for none"
+    assert not generation._is_of_others(None)
+
+
+def in_group(size, rank=0, split=1, rows=None):
+    """A generation of a rank of a group, and what it says to the group."""
+    made, asked = object.__new__(Generation), []
+    group = SimpleNamespace(
+        size=size, rank=rank, exchange=lambda row: asked.append(row) or rows,
+        flight_recorder=SimpleNamespace(step=lambda *_: contextlib.nullcontext()),
+    )  # fmt: skip
+    made._context = SimpleNamespace(
+        rank_groups={"tp": group}, layout=SimpleNamespace(split=split), device=CPU,
+        _entered=lambda name: contextlib.nullcontext(),
+    )  # fmt: skip
+    made._rank_group, made._models, made._depth, made._serving, made._inside = group, [], 0, False, False
+    return made, asked
+
+
+def test_peers_are_asked_before_all_other_hooks_of_a_forward():
+    """An idle step runs those."""
+    made, _ = in_group(2)
+    model, order = Model(), []
+    model.register_forward_pre_hook(lambda *_: order.append("another"))
+    made._before, made._after = lambda number: order.append(number), lambda: order.append("after")
+    made.attach(nn.Identity.__new__(type("First", (nn.Identity,), {"generate": lambda self: None})), nn.Identity())
+    made.attach(model, model)
+    model()
+    assert order == [1, "another", "after"], "by the number of the model"
+
+
+@pytest.mark.parametrize(("depth", "serving", "asks"), [(1, False, True), (0, False, False), (1, True, False)], ids=str)
+def test_peers_are_asked_within_generate_alone(depth, serving, asks):
+    """And not in a step that serves another model of theirs."""
+    made, served = in_group(2)[0], []
+    turns = iter([4, 4, 7])
+    asked = []
+    made._depth, made._serving = depth, serving
+    made._next_model = lambda model: asked.append(model) or next(turns)
+    made._idle = served.append
+    made._before(7)
+    assert asked == [7] * 3 * asks
+    assert served == [4, 4] * asks
+    assert made._inside is asks
+    made._inside = True
+    made._after()
+    assert made._inside is serving, "the forward that it interrupted goes on"
+
+
+@pytest.mark.parametrize(("split", "rank", "shared"), [(1, 1, False), (2, 0, True), (2, 1, True)])
+def test_tp_ranks_draw_the_numbers_of_the_first_one(split, rank, shared):
+    """Afterwards each has its own again, as if it had drawn none."""
+    first = torch.Generator().manual_seed(5).get_state().view(torch.int64)
+    torch.manual_seed(9)
+    own = torch.rand(3, generator=torch.Generator().manual_seed(9))
+    theirs = torch.rand(3, generator=torch.Generator().manual_seed(5))
+    made, asked = in_group(2, rank, split, [first.tolist(), [0]])
+    with made._random_state_of_tp():
+        drawn = torch.rand(3)
+    assert len(asked) == int(shared)
+    assert torch.equal(drawn, theirs if shared and rank else own)
+    if shared and rank:
+        assert torch.equal(torch.rand(3), own)
+
+
+def test_random_states_of_a_gpu_are_beside_the_hosts(monkeypatch):
+    host, gpu, kept = torch.get_rng_state(), torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append((state, device)))
+    device = torch.device("cuda:1")
+    state = in_step._random_state(device)
+    assert torch.equal(state.view(torch.uint8), torch.cat([host, gpu]))
+    in_step._set_random_state(state, device)
+    ((given, where),) = kept
+    assert torch.equal(given, gpu)
+    assert where == device
