@@ -312,7 +312,7 @@ class _Writer:
             model.generation_config.save_pretrained(self._folder)
 
     def remove_unfinished(self) -> None:
-        for number in range(1, len(self._files) + 2):
+        for number in range(1, len(self._files) + 1):
             with suppress(OSError):
                 self._unfinished(number).unlink()
 

@@ -14,7 +14,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations import save as saving
 from ep_moe.integrations.transformers import expert_parallel, export_weights, save_pretrained
 from tests.fixtures.checkpoint_files import check_equal, tensors_of
-from tests.fixtures.interface_models import interface_model
+from tests.fixtures.interface_models import MODELS, interface_model
 
 
 def local():
@@ -108,6 +108,52 @@ def test_a_file_has_at_most_the_bytes_that_are_asked_for(tmp_path, shard_bytes, 
     writer.write({"c": torch.ones(200, dtype=torch.int16)})
     writer._flush()
     assert len(list(tmp_path.iterdir())) == files
+
+
+def test_an_index_says_how_many_bytes_its_files_hold(tmp_path):
+    model = expert_parallel(interface_model("olmoe"), local())
+    save_pretrained(model, tmp_path, max_shard_bytes=60_000)
+    index = json.loads((tmp_path / INDEX).read_text())
+    tensors = tensors_of(tmp_path)
+    assert index["weight_map"].keys() == tensors.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_tensor_that_is_transposed_is_written_as_it_is_seen(tmp_path):
+    writer, tensor = saving._Writer(tmp_path, 1000), torch.arange(6.0).view(2, 3)
+    writer.write({"turned": tensor.mT})
+    writer._flush()
+    (file,) = tmp_path.iterdir()
+    file.rename(tmp_path / SINGLE)
+    assert torch.equal(tensors_of(tmp_path)["turned"], tensor.mT)
+
+
+@pytest.mark.parametrize(
+    ("error", "kept"), [(ConfigError("no"), True), (OSError("no space left"), False)], ids=lambda value: str(value)
+)
+def test_a_users_error_is_raised_as_it_is(error, kept):
+    """And any other as one of the checkpoint."""
+
+    def act():
+        raise error
+
+    found = saving._tried(act)
+    assert (found is error) is kept
+    assert kept or isinstance(found, CheckpointError)
+    assert saving._tried(lambda: None) is None
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_exported_is_what_transformers_holds(kind):
+    """Whatever else than experts their module has, such as a router or a norm."""
+    plain = interface_model(kind)
+    model = expert_parallel(interface_model(kind), local())
+    found = dict(export_weights(model, save_original_format=False))
+    wanted = plain.state_dict()
+    tied = set(getattr(plain, "all_tied_weights_keys", None) or {})
+    assert wanted.keys() - tied <= found.keys() <= wanted.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted[name]), name
 
 
 def test_the_dtype_that_is_saved_is_the_models(tmp_path):
