@@ -1,16 +1,19 @@
 """Models that are loaded: heads that a checkpoint does not have, classes that are none, and tensors without a place."""
 
 import shutil
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ep_moe import ConfigError, EPContext
+from ep_moe import CheckpointError, ConfigError, EPContext, RankLayout
 from ep_moe.checkpoint.source import SINGLE
-from ep_moe.integrations.load import draw_head, head_names, made_by
-from ep_moe.integrations.transformers import expert_parallel, load_pretrained
+from ep_moe.integrations.load import draw_head, head_names, keep_numbers, made_by
+from ep_moe.integrations.transformers import _number, expert_parallel, load_pretrained
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.groups import RankGroups
 from ep_moe.testing import rank_device
 from tests.fixtures.checkpoint_files import quiet, tiny_config, tiny_model
 from tests.fixtures.interface_models import interface_checkpoints
@@ -34,6 +37,66 @@ def test_a_head_that_is_drawn_is_alike_on_all_ranks_and_leaves_the_random_state(
         assert torch.equal(torch.rand(3), wanted)
         drawn.append(model.lm_head.weight.clone())
     assert torch.equal(*drawn)
+
+
+def test_a_head_is_drawn_alike_in_whatever_order_its_tensors_are_named():
+    """Of a set, whose order is another on each rank; also where transformers takes it for initialized."""
+    quiet()
+    model = transformers.AutoModelForQuestionAnswering.from_config(tiny_config("mixtral"))
+    names, drawn = ["model.layers.0.self_attn.q_proj.weight", "qa_outputs.weight", "qa_outputs.bias"], []
+    for order in (names, names[::-1]):
+        for name in names:
+            model.get_parameter(name).data.fill_(5.0)
+        keep_numbers(model)
+        draw_head(model, order)
+        drawn.append([model.get_parameter(name).clone() for name in names])
+    for first, second in zip(*drawn, strict=True):
+        assert torch.equal(first, second)
+        assert not (first == 5.0).any()
+
+
+@pytest.mark.parametrize("has", [{"embed"}, {"head"}, {"embed", "head"}, set()], ids=str)
+def test_tied_weights_may_be_in_the_file_under_either_name(has, tmp_path):
+    quiet()
+    plain = tiny_model("qwen3_moe")
+    plain.save_pretrained(tmp_path)
+    names = {"embed": "model.embed_tokens.weight", "head": "lm_head.weight"}
+    tensors = load_file(tmp_path / SINGLE)
+    tied = tensors[names["embed"]]
+    rest = {name: tensor for name, tensor in tensors.items() if name not in names.values()}
+    save_file(rest | {names[one]: tied.clone() for one in has}, tmp_path / SINGLE, {"format": "pt"})
+    load = lambda: load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)  # noqa: E731
+    if not has:
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight are missing"):
+            load()
+        return
+    model = load()
+    assert torch.equal(model.model.embed_tokens.weight, tied)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_first_rank_of_a_job_says_how_much_it_holds(rank, tmp_path, caplog):
+    """Buffers too."""
+    quiet()
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    layout, recorder, cpu = RankLayout(world=1, rank=rank, ranks=(rank,)), FlightRecorder(), torch.device("cpu")
+    with (
+        EPContext(layout, cpu, None, RankGroups(layout, recorder, cpu), recorder) as context,
+        caplog.at_level("INFO", "ep_moe.integrations"),
+        mock.patch.object(torch.Tensor, "nbytes", 2**30),
+    ):
+        model = load_pretrained(tmp_path, context, progress=False)
+    count = len({*model.parameters(), *model.buffers()})
+    said = [record.message for record in caplog.records if "weights loaded" in record.message]
+    assert said == [f"{tmp_path}: weights loaded, {count:.2f} GiB on rank 0"] * (rank == 0)
+
+
+@pytest.mark.parametrize(
+    ("block", "number"), [("model.layers.3.mlp", 3), ("model.layers.12.feed_forward", 12), ("h.1.parts.7", 1)]
+)
+def test_a_layers_number_is_the_first_in_the_name_of_its_block(block, number):
+    assert _number(block) == number
 
 
 def test_classes_that_are_none_are_refused(tmp_path):
