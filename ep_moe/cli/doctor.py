@@ -18,10 +18,12 @@ from ep_moe.cli.cluster import ClusterReport
 from ep_moe.cli.cluster import run as run_cluster
 from ep_moe.cli.cluster_facts import Rates, by_kind, node_rates, values_of
 from ep_moe.cli.output import DEFAULT_LEVEL, AsJson, LogLevel, Output, Quiet, command
+from ep_moe.errors import ConfigError
 from ep_moe.parallel.nodes import named
 from ep_moe.runtime.versions import how_run, installed, launcher_known
 
 _PACKAGES = ("transformers", "safetensors", "flashinfer-python", "triton", "numpy")
+_DEADLINE_S = 120.0  # of --cluster
 _WIDE = 16  # ranks or nodes whose matrix fits a line
 
 Table = tuple[str, list[str], list[list[str]]]
@@ -31,7 +33,10 @@ def doctor(
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Compare all ranks of torchrun or srun, and time their links.")
     ] = False,
-    deadline: Annotated[float, typer.Option(help="With --cluster: seconds to wait for ranks, and transfers.")] = 120.0,
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="With --cluster: seconds to wait for ranks, and transfers.", show_default=f"{_DEADLINE_S:g}"),
+    ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
     log_level: LogLevel = DEFAULT_LEVEL,
@@ -42,8 +47,10 @@ def doctor(
     """
     with command(as_json, quiet, log_level, first_alone=not cluster) as out:
         if cluster:
-            _show_cluster(deadline, out)
+            _show_cluster(_DEADLINE_S if deadline is None else deadline, out)
             return
+        if deadline is not None:
+            raise ConfigError(f"--deadline is for doctor --cluster, got {deadline:g}; add --cluster, or leave it out")
         packages, run_on, cards = versions(), runs(), gpus()
         here = [dict(zip(("kind", "backend", "here"), row, strict=True)) for row in backends()]
         rows = [[name, version, run_on.get(name, "")] for name, version in packages.items()]

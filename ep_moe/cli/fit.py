@@ -15,6 +15,7 @@ from ep_moe.bench.fit import Found, answer, best, crossover
 from ep_moe.bench.fit_question import Question
 from ep_moe.bench.floors import SECOND_LEVEL_US, Crossover
 from ep_moe.checks import check_count
+from ep_moe.cli.output import check_revision
 from ep_moe.config import ONE_SCALE, MoEConfig, ParallelConfig, Wire, load_model_config
 from ep_moe.errors import ConfigError
 from ep_moe.quant.schemes import scheme_of
@@ -87,9 +88,8 @@ def read_model(name: str, revision: str | None = None) -> Model:
         ConfigError: there is none of that name, or its layers are not alike.
         CheckpointError: a folder or the Hub has no configuration that can be read.
     """
+    check_revision(name, revision)
     if not Path(name).is_dir() and ("/" not in name or name.endswith(".toml")):
-        if revision is not None:
-            raise ConfigError(f"--revision is for models of the Hub, got {revision!r} with {name!r}; leave it out")
         found = load_model_config(name)
         return Model(name=name, config=found.moe, layers=found.moe_layers)
     from ep_moe.checkpoint.hub import model_folder

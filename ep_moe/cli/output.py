@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch.distributed as dist
@@ -244,3 +245,18 @@ def model_named(command: str, model: str | None, default: str | None = None, /, 
         known = ", ".join(model_configs())
         raise ConfigError(f"{command} needs a model as its first argument: {FORMS}; bundled are {known}")
     return found[0] if found else str(default)
+
+
+def check_revision(model: str | None, revision: str | None) -> None:
+    """Raise ConfigError for a revision that would be ignored: of a model that is not looked up on the Hub.
+
+    Args:
+        model: A folder, a bundled configuration, a .toml file or a name on the Hub; None for the demo.
+        revision: What was asked for; None for the default.
+    """
+    if revision is None:
+        return
+    of_hub = model is not None and "/" in model and not model.endswith(".toml") and not Path(model).is_dir()
+    if not of_hub:
+        given = "no model" if model is None else repr(model)
+        raise ConfigError(f"--revision is for models of the Hub, got {revision!r} with {given}; leave it out")

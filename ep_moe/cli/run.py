@@ -20,7 +20,7 @@ from ep_moe import registry
 from ep_moe.checkpoint.hub import model_folder
 from ep_moe.checkpoint.reader import loading
 from ep_moe.checks import check_picture, check_target, deadline_problem, did_you_mean
-from ep_moe.cli.output import log_records, note
+from ep_moe.cli.output import check_revision, log_records, note
 from ep_moe.cli.perplexity import (
     DEMO,
     Reading,
@@ -308,6 +308,7 @@ def check_options(options: RunOptions) -> None:
     """Raise ConfigError for what is wrong without a look at the ranks."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("ep-moe run needs transformers; install ep-moe[hf]")
+    check_revision(options.model, options.revision)
     least = {"dp": 1, "tp": 1, "ep": 1, "etp": 1, "window": 2, "batch": 1, "text_tokens": 1, "redundant": 0}
     for name, low in least.items():
         value = getattr(options, name)

@@ -26,6 +26,13 @@ def test_doctor_names_every_backend():
             assert re.search(rf"{kind} +{name} +{re.escape(reason.split()[0])}", result.output), name
 
 
+@pytest.mark.parametrize("deadline", ["nan", "60"])
+def test_a_deadline_that_no_rank_would_wait_for_is_refused(deadline):
+    result = invoke("doctor", "--deadline", deadline)
+    assert result.exit_code == 2
+    assert f"--deadline is for doctor --cluster, got {deadline}; add --cluster, or leave it out" in result.output
+
+
 def test_a_reason_of_one_backend_is_told_once_under_its_name():
     rows = [
         BackendChoice(all2all, experts, "refused", f"{owner}: {reason}" if owner else reason)

@@ -50,7 +50,7 @@ def ask(*args: object, code: int = 0) -> str:
 
 
 def test_a_revision_is_of_a_model_of_the_hub(tmp_path):
-    for name in ("qwen3-30b-a3b", str(tmp_path / "own.toml")):
+    for name in ("qwen3-30b-a3b", str(tmp_path / "own.toml"), str(tmp_path)):
         with pytest.raises(ConfigError, match=f"--revision is for models of the Hub, got 'main' with '{name}'"):
             read_model(name, "main")
 

@@ -101,6 +101,8 @@ BAD = {
     "{text} --text {text}": "path must be a folder or the name of a model, got .*text.txt",
     "{bytes}": "a model needs --text: a file to read",
     "--text /nowhere": "--text /nowhere is not a file",
+    "--revision v2": "--revision is for models of the Hub, got 'v2' with no model; leave it out",
+    "{bytes} --text {text} --revision v2": "--revision is for models of the Hub, got 'v2' with '.*bytes'; leave it out",
     "--text {bytes}": "--text .*bytes is not a file",
     # found by the ranks
     "--window 64 --text-tokens 63": "gives 63 tokens .at most --text-tokens., fewer than one --window of 64",
