@@ -16,6 +16,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from ep_moe.errors import InputError
 from ep_moe.types import Pending
 
 if TYPE_CHECKING:  # at run time that file imports this one
@@ -99,6 +100,18 @@ def sum_gradients(x: Tensor, rank_group: RankGroup) -> Tensor:
     return out
 
 
+def batch_problem(gradient: Tensor) -> str | None:
+    """None, or that a gradient is a batch of several, which no collective takes."""
+    batched = torch._C._functorch
+    # torch.autograd batches in another way than torch.vmap
+    if not (batched.is_legacy_batchedtensor(gradient) or batched.is_batchedtensor(gradient)):
+        return None
+    return (
+        "gradients of several outputs at once (is_grads_batched=True, jacobian(..., vectorize=True)) do not go through "
+        "a layer's exchange; call torch.autograd.grad once for each of them, or jacobian with vectorize=False"
+    )
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """Rows of a dtype that gloo does not move, E4M3, as uint8 [.., H]; others as they are."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
@@ -171,7 +184,7 @@ class _Collective(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         with ctx.rank_group.flight_recorder.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
-            ctx.rank_group.meet_in_backward(ctx.where, ctx.number, grad.device)
+            ctx.rank_group.meet_in_backward(ctx.where, ctx.number, grad)
             out, work = ctx.back(grad)
             if work is not None:
                 work.wait()
@@ -204,6 +217,8 @@ class _SumGradients(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if (problem := batch_problem(grad)) is not None:
+            raise InputError(problem)
         total = grad.contiguous().clone()
         with ctx.rank_group.flight_recorder.step("backward of the token split"):
             ctx.rank_group.all_reduce(total)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep_moe.errors import InputError
-from ep_moe.parallel.collectives import all_gather_single
+from ep_moe.parallel.collectives import all_gather_single, batch_problem
 from ep_moe.parallel.collectives import all_to_all_rows as all_to_all_rows
 from ep_moe.parallel.collectives import gather_rows as gather_rows
 from ep_moe.parallel.flight_recorder import FlightRecorder
@@ -205,7 +205,7 @@ class RankGroup:
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - numbers :] for row in rows]
 
-    def meet_in_backward(self, where: str, number: int, device: torch.device) -> None:
+    def meet_in_backward(self, where: str, number: int, gradient: Tensor) -> None:
         """Find out that a peer is elsewhere, ahead of a collective of backward: gloo ends a process where sizes differ,
         and takes the gradients of another call where they do not.
 
@@ -214,18 +214,22 @@ class RankGroup:
         Args:
             where: The layer, as the flight recorder had it in forward.
             number: Of the collective in forward, by `exchanges`.
-            device: Of the gradient.
+            gradient: What the collective is to exchange.
 
         Raises:
-            InputError: On all ranks, where one is in a call, or in the backward of another layer or call.
+            InputError: The gradient is a batch of several, which no collective takes. On CPUs on all ranks, also where
+                one is in a call, or in the backward of another layer or call.
         """
-        if device.type != "cpu":
+        problem = batch_problem(gradient)
+        if gradient.device.type != "cpu":
+            if problem is not None:
+                raise InputError(problem)
             return
         recorder = self.flight_recorder
         before = recorder.where, recorder.carried
         recorder.where, recorder.carried = f"the backward of {where}", f"exchange={number}"
         try:
-            self.agree([], None, device)
+            self.agree([], problem, gradient.device)
         finally:
             recorder.where, recorder.carried = before
 

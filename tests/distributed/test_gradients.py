@@ -254,6 +254,30 @@ def test_gradients_of_gradients_are_refused(of, world_size):
 
 
 @distributed(2)
+@pytest.mark.parametrize("who", ["all ranks", "rank 1"])
+def test_a_batch_of_gradients_is_refused(who, world_size):
+    """No collective takes one. Where a rank alone asks for it, the others learn of it instead of waiting."""
+    if who == "rank 1" and rank_device().type != "cpu":
+        pytest.skip("on GPUs ranks exchange nothing ahead of a collective of backward")
+    batched = who == "all ranks" or dist.get_rank() == 1
+    for parallel in LAYOUTS[2]:
+        with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
+            apart = context.layout.tp > 1 and context.layout.ep == 1  # a sum, which ranks do not meet ahead of
+            if context.layout.lockstep == 1 or (apart and who == "rank 1"):
+                continue
+            layer = make(FLOAT, context, "torch_a2a")
+            x = data(FLOAT, dist.get_rank() // context.layout.tp, 4)[0].to(context.device).requires_grad_()
+
+            def ask(layer=layer, x=x):
+                y = layer(x)
+                given = torch.ones(2, *y.shape, device=y.device) if batched else torch.ones_like(y)
+                torch.autograd.grad(y, x, given, is_grads_batched=batched)
+
+            assert "is_grads_batched=True" in same_error(InputError, ask)
+            layer(x).sum().backward()
+
+
+@distributed(2)
 def test_forward_mode_is_refused(world_size):
     with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
         layer = make(FLOAT, context)
