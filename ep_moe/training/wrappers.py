@@ -66,7 +66,8 @@ def fully_shard(
         mesh: for everything that is not an expert: 1-D to shard over, 2-D to replicate and shard (HSDP). Its ranks must
             be all with tokens of their own, or all of the stage. Default: all ranks.
         shard_experts: shard experts as well.
-        options: of torch's function, such as `mp_policy`, `reshard_after_forward`, `offload_policy`.
+        options: of torch's function, such as `mp_policy`, `reshard_after_forward`, `offload_policy`. FSDP2 neither
+            shards `ignored_params` nor averages their gradients: call `sync_gradients` after backward.
 
     Returns:
         The same model, an `FSDPModule` now.
@@ -82,7 +83,7 @@ def fully_shard(
 
     check_context("fully_shard", model, context)
     inspect.signature(shard).bind(model, **options)  # torch would raise between layers that are cut and others
-    layout = context.layout
+    layout, ignored = context.layout, set(options.pop("ignored_params", None) or ())
     param_dtype = getattr(options.get("mp_policy"), "param_dtype", None)
     if param_dtype is not None and any(weights.dtype != param_dtype for weights in expert_weights_of(model)):
         raise ConfigError(
@@ -121,6 +122,8 @@ def fully_shard(
         gradients.divide(layout.token_ranks)
         if not shard_experts or weights.sharded or not _to_be_sharded(weights):
             continue
+        if not ignored.isdisjoint(weights.parameters()):
+            continue
         weights.sharded = True  # on a rank without experts too: what ranks compare depends on it
         if not weights.held:
             continue
@@ -135,7 +138,7 @@ def fully_shard(
     for parameter, weights in before.items():
         if parameter not in kept:
             leave_behind([parameter], weights)
-    shard(model, mesh=mesh, ignored_params=kept, **options)
+    shard(model, mesh=mesh, ignored_params=kept | ignored, **options)
     follow = _divisor_of(model, mesh.size(), mesh.size() // layout.token_ranks)
     for weights in expert_weights_of(model):
         if weights.gradient_sum.followed is None:  # else a block holds its router, which was sharded before

@@ -16,7 +16,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
 from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.pipelines import refused_within, splits_backward_of_functions
-from tests.fixtures.training_model import CONFIG, WIDTH, batch, loss_of, made
+from tests.fixtures.training_model import CONFIG, OPTIMIZERS, WIDTH, batch, furthest, loss_of, made, one_process, run
 
 
 @distributed(2, deadline_s=60)
@@ -72,6 +72,21 @@ def test_sums_of_experts_beside_torchs_means_are_refused(shard, ep, world_size):
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@distributed(2, set_device=True, deadline_s=60)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_parameters_that_the_user_keeps_from_fsdp(ep, world_size):
+    """Dense ones and experts. Torch averages no gradient of them: `sync_gradients` does."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=30) as context:
+        model = made(context)
+        ignored = {model.head.weight, *model.blocks[0].moe.expert_weights.parameters()}
+        training.fully_shard(model, context, ignored_params=ignored)
+        whole = {parameter for parameter in model.parameters() if not hasattr(parameter, "device_mesh")}
+        assert whole == (ignored if ep == 1 else ignored | set(training.expert_parameters(model)))
+        optimizer = OPTIMIZERS["sgd"](training.parameter_groups(model))
+        losses = run(model, context, optimizer, lambda: training.sync_gradients(model, context), range(5))
+        assert furthest(losses, one_process("sgd", 5, device=rank_device())) <= 1e-5
 
 
 @distributed(2, set_device=True, deadline_s=60)
