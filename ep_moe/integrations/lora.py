@@ -66,6 +66,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
             (quantized, cut by etp, redundant).
     """
     peft, layers = _peft(), saved_experts(model)
+    _refuse_second("add_lora", model, peft)
     config = converted(config, model)
     wanted = list(config.target_parameters or [])
     targets = list(expert_targets(model, wanted))
@@ -114,12 +115,22 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
     return model
 
 
+def _refuse_second(what: str, model: Any, peft: Any) -> None:
+    """Raise ConfigError for a model that has an adapter: experts have factors of one."""
+    factors = [one.layer.expert_weights.lora for one in saved_experts(model)]
+    if isinstance(model, peft.PeftModel) or any(found is not None for found in factors):
+        raise ConfigError(
+            f"{what}: model must be without an adapter, got a {type(model).__name__} that has one; call "
+            f"ep_moe.integrations.lora.merge_lora(model) first, or load the model anew"
+        )
+
+
 def _join_adapters(model: Any, experts: list[ExpertWeights]) -> None:
     """Let methods of PEFT that are about adapters reach experts' factors, or be refused while there are any."""
     base = model.base_model
     for name, enabled in (("disable_adapter_layers", False), ("enable_adapter_layers", True)):
         setattr(base, name, partial(_switch, getattr(base, name), experts, enabled))
-    merging = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload")
+    merging = ("merge_adapter", "unmerge_adapter", "merge_and_unload", "unload", "add_weighted_adapter")
     for owner, names in ((base, merging), (model, ("add_adapter", "load_adapter", "delete_adapter"))):
         for name in names:
             setattr(owner, name, partial(_unless_factors, getattr(owner, name), name, experts))
@@ -216,6 +227,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
             tensors = load_file(folder / _FILE)
         except Exception as error:
             raise CheckpointError(f"{folder / _FILE} cannot be read: {error}") from error
+        _refuse_second("load_lora", model, peft)
         if any(re.search(r"experts\.\d+\.", name) for name in tensors):
             tensors = _fused(tensors, config, model, folder)
         base = model

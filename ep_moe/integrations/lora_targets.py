@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ep_moe.checks import as_number, check_count
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.blocks import ExpertParallelBlock, saved_experts, shared_names
 from ep_moe.integrations.generic import ExpertParallelExperts
@@ -63,6 +64,10 @@ class Target:
         """Rank and scaling of its factors."""
         rank = (config.rank_pattern or {}).get(self.pattern_in(config.rank_pattern), config.r)
         alpha = (config.alpha_pattern or {}).get(self.pattern_in(config.alpha_pattern), config.lora_alpha)
+        of = f"of {self.of.name}.{self.parameter}"
+        rank = check_count(f"LoraConfig.r (or rank_pattern) {of}", rank, at_least=1)
+        if as_number(alpha) is None:
+            raise ConfigError(f"LoraConfig.lora_alpha (or alpha_pattern) {of} must be a number, got {alpha!r}")
         return LowRank(rank, alpha / (rank**0.5 if config.use_rslora else rank))
 
     def pattern_in(self, patterns: dict[str, Any] | None) -> str | None:

@@ -223,6 +223,42 @@ def test_fields_that_experts_do_not_serve_are_named(models):
             add_lora(model, absent)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"r": 0}, r"LoraConfig\.r .* of model\.layers\.0\.mlp\.experts\..* must be an integer of at least 1, got 0"),
+        ({"rank_pattern": {"experts.down_proj": -1}}, r"rank_pattern.* of .*down_proj must be .* at least 1, got -1"),
+        ({"lora_alpha": float("nan")}, r"LoraConfig\.lora_alpha .* must be a number, got nan"),
+        ({"alpha_pattern": {"experts.down_proj": "8"}}, r"alpha_pattern.* of .*down_proj must be a number, got '8'"),
+    ],
+)
+def test_factors_without_a_rank_or_a_scale_are_refused(changes, words, models):
+    with EPContext.local(rank_device()) as context:
+        model = load_pretrained(models / "olmoe", context, progress=False)
+        with pytest.raises(ConfigError, match=words):
+            add_lora(model, lora_config("olmoe", **changes))
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], []], ids=["of PEFT", "of experts alone"])
+def test_a_second_adapter_is_refused(models, tmp_path, modules):
+    """Until the first one is merged."""
+    with EPContext.local(rank_device()) as context:
+        model = add_lora(
+            load_pretrained(models / "olmoe", context, progress=False), lora_config("olmoe", target_modules=modules)
+        )
+        save_lora(model, tmp_path)
+        with pytest.raises(ConfigError, match=r"add_lora: model must be without an adapter.*merge_lora\(model\) first"):
+            add_lora(model, lora_config("olmoe"))
+        with pytest.raises(ConfigError, match=r"load_lora: .*model must be without an adapter"):
+            load_lora(model, tmp_path)
+        if modules:
+            with pytest.raises(
+                ConfigError, match="add_weighted_adapter of PEFT would leave out the factors of experts"
+            ):
+                model.add_weighted_adapter(["default"], [1.0], "other")
+        load_lora(merge_lora(model), tmp_path)
+
+
 def test_shared_experts_go_by_transformers_names():
     """They lie in our block; a name that only begins alike is another module's."""
     kept = object.__new__(lora_targets._Kept)
