@@ -28,7 +28,7 @@ from ep_moe.errors import InputError
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
-from ep_moe.runtime.devices import SideStream
+from ep_moe.runtime.devices import SideStream, check_kind_of, check_rows
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing, dtype_name
 
 Result = TypeVar("Result")
@@ -259,7 +259,12 @@ class Dispatcher(DeclaredTransport, ABC):
             pending = self._combine_written(handle, to) if isinstance(y, PeerRows) else self._combine(y, handle, to)
         if self.capabilities.static and y.device.type == "cuda":
             self.rank_group.flight_recorder.device_watch.mark(y.device)
-        return self._guarded("combine", pending, partial(_placed, out))
+        return self._guarded("combine", pending, partial(self._placed, out))
+
+    def _placed(self, out: Tensor | None, found: Any) -> Tensor:
+        shape = (None, self.dispatch_shape.hidden_size) if out is None else out.shape
+        check_rows(f"all2all={self.name}: _combine", "check_dispatcher", found, self.dispatch_shape.dtype, shape)
+        return found if out is None or out is found else out.copy_(found)
 
     def destroy(self) -> None:
         """Free what was allocated. Collective, idempotent."""
@@ -279,9 +284,9 @@ class Dispatcher(DeclaredTransport, ABC):
         """The experts' rows are in `Received.peer_out`."""
         raise AssertionError(f"{self.name} offers no peer_out")
 
-    def _guarded(
-        self, phase: str, pending: Pending[Any], then: Callable[[Any], Any] = lambda found: found
-    ) -> Pending[Any]:
+    def _guarded(self, phase: str, pending: Any, then: Callable[[Any], Any] = lambda found: found) -> Pending[Any]:
+        if not hasattr(pending, "wait"):
+            check_kind_of(f"all2all={self.name}: what _{phase} returns", "check_dispatcher", pending, Pending)
         if pending.ready:
             return Pending.of(then(pending.wait()))
 
@@ -293,6 +298,7 @@ class Dispatcher(DeclaredTransport, ABC):
 
     def _with_format(self, received: Received) -> Received:
         """With how its rows are written, which transports need not know."""
+        check_kind_of(f"all2all={self.name}: what _dispatch returns", "check_dispatcher", received, Received)
         wire = self.dispatch_shape.wire
         if wire.dispatch == received.format:
             return received
@@ -395,10 +401,6 @@ def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
     if max_tokens is None or len(x) <= max_tokens:
         return None
     return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
-
-
-def _placed(out: Tensor | None, found: Tensor) -> Tensor:
-    return found if out is None or out is found else out.copy_(found)
 
 
 if not TYPE_CHECKING:  # checkers know the new names alone

@@ -28,6 +28,7 @@ from ep_moe.experts.differentiable import (
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
+from ep_moe.runtime.devices import check_rows
 from ep_moe.runtime.gpus import GPU, compute_capability
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import PeerRows, Received
@@ -228,10 +229,16 @@ class Experts(ABC):
             flat_rows = as_rank_major(localized(received, self.weights.num_slots), self.weights.num_slots).dense()
             return differentiable_step(self, flat_rows).view(*received.x.shape[:-1], self.config.hidden_size)
         if received.layout in self.capabilities.layouts:
-            return self._attached(self.compute(received, out), received)
+            return self._attached(self._computed(received, out), received)
         flat = None if out is None else out.flatten(0, -2)
-        y = self.compute(as_rank_major(received, self.weights.num_slots), flat)
+        y = self._computed(as_rank_major(received, self.weights.num_slots), flat)
         return self._attached(y.view(*received.x.shape[:-1], y.shape[-1]), received)
+
+    def _computed(self, received: Received, out: Tensor | None) -> Tensor:
+        y = self.compute(received, out)
+        rows = (None,) if received.per_route else received.x.shape[:-1]
+        shape = (*rows, self.config.hidden_size)
+        return check_rows(f"experts={self.name}: compute", "check_experts", y, self.weights.dtype, shape)
 
     def _attached(self, y: Tensor, received: Received) -> Tensor:
         """y, in the graph of all that may have a gradient here: backward then enters the same collectives on a rank

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe import InputError, Wire
+from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Wire
 from ep_moe.all2all.base import DispatchShape, routing_problem
 from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import ONE_SCALE
@@ -100,3 +100,31 @@ def test_rows_come_with_the_scales_of_their_format(name):
         wanted = "None" if scale is None else r"float32 \[3, 2\]"
         with pytest.raises(InputError, match=f"x_scale must be {wanted} with rows in {name}, got "):
             LocalDispatcher(shape, RankGroup.alone()).dispatch(sent, routing, wrong)
+
+
+RETURNED = {
+    "rows of another dtype": (
+        "_combine",
+        lambda y: Pending.of(y.double()),
+        r"float32 .*, got float64 \[3, 16\]",
+    ),
+    "rows of another width": ("_combine", lambda y: Pending.of(y[:, 1:]), r"float32 \[\*, 16\], got float32 \[3, 15\]"),
+    "no rows": ("_combine", lambda y: Pending.of(None), "must return a Tensor, .*, got NoneType"),
+    "nothing": ("_combine", lambda y: None, "what _combine returns must be a Pending, got NoneType"),
+    "bare rows": ("_dispatch", Pending.of, "what _dispatch returns must be a Received, got Tensor"),
+    "nothing pending": ("_dispatch", lambda x: x, "what _dispatch returns must be a Pending, got int"),
+}
+
+
+@pytest.mark.parametrize("given", RETURNED)
+def test_what_a_transport_of_others_returns_is_looked_at(given, monkeypatch):
+    method, returned, words = RETURNED[given]
+    config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=2, top_k=1)
+    with EPContext.local(torch.device("cpu")) as context:
+        layer = MoELayer(config, context, all2all="local")
+        x = 3 if given == "nothing pending" else torch.ones(3, 16)
+        with monkeypatch.context() as patched, torch.no_grad():
+            patched.setattr(LocalDispatcher, method, lambda self, *_: returned(x))
+            with pytest.raises(TypeError, match=f"all2all=local: .*{words}; mend .* ep_moe.testing.check_dispatcher"):
+                layer(torch.ones(3, 16))
+        layer(torch.ones(3, 16))

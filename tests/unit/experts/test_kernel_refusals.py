@@ -24,6 +24,7 @@ from ep_moe.experts.flashinfer.cutlass import FlashInferCutlassExperts
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.experts.hopper.experts_4bit import W4A8TritonExperts, W4A16TritonExperts
 from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8TensorTritonExperts
+from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
 from ep_moe.selection.resolve import LayerRequest, agree
@@ -281,3 +282,26 @@ def test_bad_fields_of_a_layer():
         with pytest.raises(ConfigError, match="tune: rows must be integers of at least 1, got"):
             layer.tune((8, bad))
     assert layer.tune((8,)) == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (lambda y: y.double(), r"float64 \[12, 32\]"),
+        (lambda y: y[1:], r"float32 \[11, 32\]"),
+        (lambda y: y[:, 1:], r"float32 \[12, 31\]"),
+        (lambda y: (y,), "tuple"),
+        (lambda y: None, "NoneType"),
+    ],
+)
+def test_what_a_kernel_of_others_returns_is_looked_at(returned, got, monkeypatch):
+    """Rows of another dtype would be the layer's result, and on one rank alone end a process in gloo."""
+    config = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=4, top_k=2)
+    with EPContext.local(torch.device("cpu")) as context:
+        layer, honest = MoELayer(config, context, experts="reference"), ReferenceExperts.compute
+        with monkeypatch.context() as patched, torch.no_grad():
+            patched.setattr(ReferenceExperts, "compute", lambda *given: returned(honest(*given)))
+            words = rf"experts=reference: compute must return a Tensor, float32 \[12, 32\], got {got}; .*check_experts"
+            with pytest.raises(TypeError, match=words):
+                layer(torch.ones(12, 32))
+        layer(torch.ones(12, 32))
