@@ -21,6 +21,7 @@ from ep_moe.checkpoint.model_names import ALIASES
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.types import dtype_name
 
+ADAPTER = "adapter_config.json"  # PEFT's
 _UNREADABLE = "is nothing that transformers can read"
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 _SIZES_IF_ANY = (
@@ -50,7 +51,10 @@ def read_whole_config(folder: Path) -> tuple[Any, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{folder} holds no config.json; give the folder of a Hugging Face checkpoint")
+        remedy = "give the folder of a Hugging Face checkpoint"
+        if (folder / ADAPTER).is_file():
+            remedy = f"it has an adapter: {remedy}, and put it on by ep_moe.integrations.lora.load_lora(model, folder)"
+        raise CheckpointError(f"{folder} holds no config.json; {remedy}")
     raw = read_object(file, _UNREADABLE)
     try:
         _refuse_nan(raw, file)

@@ -23,7 +23,7 @@ from ep_moe.checkpoint.reader import quantised_again, read_experts
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.unexpected_tensors import listed
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations.config_file import class_of, read_whole_config
+from ep_moe.integrations.config_file import ADAPTER, class_of, read_whole_config
 from ep_moe.integrations.families import FAMILIES, Family, checked_config
 from ep_moe.integrations.find_experts import find_experts
 from ep_moe.integrations.generic import ExpertParallelExperts, write_expert
@@ -58,6 +58,16 @@ def described(
             stacklevel=3,
         )
     return built(checked_config(folder)[0]), FAMILIES[text.model_type], dtype
+
+
+def warn_of_adapter(folder: Path) -> None:
+    """Warn where a folder has an adapter beside the model, which `from_pretrained` of transformers puts on it."""
+    if (folder / ADAPTER).is_file():
+        warnings.warn(
+            f"{folder}: transformers puts the adapter of {ADAPTER} on the model, and load_pretrained does not; call "
+            f"ep_moe.integrations.lora.load_lora(model, folder), or remove the file if its weights are merged",
+            stacklevel=3,
+        )
 
 
 def on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None) -> PreTrainedModel:

@@ -51,6 +51,7 @@ from ep_moe.integrations.load import (
     load_model,
     model_files,
     on_meta,
+    warn_of_adapter,
 )
 from ep_moe.integrations.lora_guard import guard_adapters
 from ep_moe.integrations.model_hooks import RouterLogitsHook
@@ -254,6 +255,7 @@ def load_pretrained(
                 f"train it",
                 stacklevel=2,
             )
+        warn_of_adapter(folder)
         keep_numbers(model)
         if model.can_generate():
             model.generation_config = read_generation_config(folder) or model.generation_config

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from ep_moe import CheckpointError, ConfigError, EPContext, RankLayout
 from ep_moe.checkpoint.source import SINGLE
 from ep_moe.integrations.load import draw_head, head_names, keep_numbers, made_by
+from ep_moe.integrations.lora import load_lora
 from ep_moe.integrations.transformers import _number, expert_parallel, load_pretrained
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import RankGroups
@@ -168,6 +169,26 @@ def test_what_the_model_has_no_place_for_is_one_warning(checkpoints, tmp_path):
     shutil.copy(good / "config.json", tmp_path)
     with pytest.warns(UserWarning, match=r"layers.9.mlp.gate.weight is not loaded: OlmoeForCausalLM has no such"):
         load_pretrained(tmp_path, EPContext.local(torch.device("cpu")), progress=False)
+
+
+def test_an_adapter_beside_a_model_is_one_warning(tmp_path):
+    """transformers puts it on the model, whose numbers would be others without a word."""
+    peft = pytest.importorskip("peft")
+    quiet()
+    plain = tiny_model("mixtral")
+    plain.save_pretrained(tmp_path)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(plain, config).save_pretrained(tmp_path)
+    context, ids = EPContext.local(torch.device("cpu")), torch.arange(1, 9)[None]
+    with pytest.warns(
+        UserWarning, match=r"the adapter of adapter_config.json .*, and load_pretrained does not; .*load_lora"
+    ):
+        model = load_pretrained(tmp_path, context, dtype=torch.float32, progress=False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(load_lora(model, tmp_path)(ids).logits, theirs(ids).logits)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"holds no config.json; it has an adapter: .*lora.load_lora\(model"):
+        load_pretrained(tmp_path, context, progress=False)
 
 
 def test_a_models_own_class_may_be_named(tmp_path):
