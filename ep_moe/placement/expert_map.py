@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -54,9 +54,11 @@ class ExpertMap:
                 f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
                 f"{self.num_ranks} ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
             )
+        # 0.0 == 0 and True == 1: types are looked at apart from values, and first, as a list is in no set
+        if set(map(type, self.physical_to_logical)) != {int}:
+            self._refuse_slot()
         found = set(self.physical_to_logical)
-        # 0.0 == 0 and True == 1: types are looked at apart from values
-        if set(map(type, self.physical_to_logical)) != {int} or min(found) < EMPTY or max(found) >= self.num_experts:
+        if min(found) < EMPTY or max(found) >= self.num_experts:
             self._refuse_slot()
         if len(found - {EMPTY}) < self.num_experts:
             missing = sorted(set(range(self.num_experts)) - found)
@@ -132,10 +134,11 @@ class ExpertMap:
         Raises:
             ConfigError: `counts` are no integers of at least 0, or their sum is 0.
         """
-        if isinstance(counts, str) or not isinstance(counts, Iterable):
+        given = _items(counts)
+        if given is None:
             raise ConfigError(f"ExpertMap.uneven: counts must be a sequence of integers, got {shown(counts)}")
         counts = [
-            check_count(f"counts[{rank}]", count, at_least=0, at_most=MOST_EXPERTS) for rank, count in enumerate(counts)
+            check_count(f"counts[{rank}]", count, at_least=0, at_most=MOST_EXPERTS) for rank, count in enumerate(given)
         ]
         check_count("ExpertMap.num_experts (the sum of counts)", sum(counts), at_least=1, at_most=MOST_EXPERTS)
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
@@ -193,9 +196,10 @@ class ExpertMap:
         Raises:
             ConfigError: as the class raises it.
         """
-        if isinstance(ranks, str) or not isinstance(ranks, Iterable):
+        given = _items(ranks)
+        if given is None:
             raise ConfigError(f"ExpertMap.from_ranks: ranks must be a sequence for each rank, got {shown(ranks)}")
-        ranks = [_whole(f"from_ranks: ranks[{rank}]", slots) for rank, slots in enumerate(ranks)]
+        ranks = [_whole(f"from_ranks: ranks[{rank}]", slots) for rank, slots in enumerate(given)]
         slots_per_rank = max([len(slots) for slots in ranks] + [1])
         table = [[*slots, *[EMPTY] * (slots_per_rank - len(slots))] for slots in ranks]
         flat = tuple(expert for slots in table for expert in slots)
@@ -367,9 +371,20 @@ class ExpertMap:
 
 def _whole(name: str, values: object) -> tuple[Any, ...]:
     """Integers of NumPy and torch as Python's; what is none stays, to be refused with its place."""
-    if not isinstance(values, Iterable):
-        raise ConfigError(f"ExpertMap.{name} must be a sequence of experts, got {values!r}")
-    return tuple(map(_integer, values))
+    given = _items(values)
+    if given is None:
+        raise ConfigError(f"ExpertMap.{name} must be a sequence of experts, got {shown(values)}")
+    return tuple(map(_integer, given))
+
+
+def _items(values: Any) -> list[Any] | None:
+    """None for what is no sequence, such as a tensor of one number, which has a method to iterate."""
+    if isinstance(values, str):
+        return None
+    try:
+        return list(values)
+    except TypeError:
+        return None
 
 
 def _integer(value: Any) -> Any:

@@ -96,6 +96,15 @@ def test_integers_of_any_library_make_the_same_map(kind):
             lambda: ExpertMap.from_ranks([0, 1], 2),
             "ExpertMap.from_ranks: ranks[0] must be a sequence of experts, got 0",
         ),
+        (
+            lambda: ExpertMap.from_ranks([[0, [1]]], 2),
+            "physical_to_logical[1] must be -1 or an integer in [0, 2), got [1]",
+        ),
+        (
+            lambda: ExpertMap.from_ranks(np.array(2), 2),
+            "from_ranks: ranks must be a sequence for each rank, got array(2)",
+        ),
+        (lambda: ExpertMap.uneven(np.array(2)), "uneven: counts must be a sequence of integers, got array(2)"),
         (lambda: ExpertMap(2, 1, 5), "ExpertMap.physical_to_logical must be a sequence of experts, got 5"),
         (lambda: ExpertMap(4, 2, (0, -1, 2, -1)), "no slot for logical expert 1 (2 missing in all)"),
         (lambda: ExpertMap(2, 2, (0, -1, 1, 1)), "logical expert 1 twice on rank 1"),
@@ -248,6 +257,7 @@ def test_hand_written_file_may_leave_out_empty_slots_at_the_end():
         (json.dumps(GOOD | {"num_experts": "3"}), "num_experts must be an integer"),
         (json.dumps(GOOD | {"num_experts": 4}), "no slot for logical expert 3"),
         (json.dumps(GOOD | {"ranks": [[0, 1], [7]]}), "must be -1 or an integer in [0, 3), got 7"),
+        (json.dumps(GOOD | {"ranks": [[0, 1], [[2]]]}), "must be -1 or an integer in [0, 3), got [2]"),
     ],
 )
 def test_bad_file_is_refused(tmp_path, text, message):
