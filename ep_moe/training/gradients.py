@@ -226,7 +226,7 @@ def clip_grad_norm_(
     _meet("clip_grad_norm_", model, context)
     _refuse_sparse("clip_grad_norm_", model)
     if max_norm != math.inf:
-        max_norm = check_not_negative("clip_grad_norm_: max_norm", max_norm)
+        max_norm = float(check_not_negative("clip_grad_norm_: max_norm", max_norm))  # an integer may exceed torch's
     if norm_type != math.inf:
         norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
     _settle(dense_parameters(model), context)

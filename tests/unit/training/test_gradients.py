@@ -41,6 +41,14 @@ def test_gradients_are_reduced_in_buckets_of_one_dtype_and_a_bounded_size(monkey
     assert found == [[(n, dtype) for n in bucket] for dtype in (torch.float32, torch.bfloat16) for bucket in wanted]
 
 
+def test_a_bound_of_a_norm_may_exceed_torchs_integers():
+    with EPContext.local(rank_device()) as context:
+        layer = MoELayer(CONFIG, context)
+        layer.router.weight.grad = torch.ones_like(layer.router.weight)
+        gradients.clip_grad_norm_(layer, context, 2**70)
+        assert layer.router.weight.grad.eq(1).all()
+
+
 @pytest.mark.parametrize("norm_type", [1.0, 2, 3.5, math.inf])
 @pytest.mark.parametrize("max_norm", [0, 0.5, 1e6, math.inf])
 def test_one_process_clips_as_torch_does(max_norm, norm_type):
