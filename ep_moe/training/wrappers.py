@@ -8,12 +8,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.runtime.devices import elsewhere
@@ -73,9 +75,10 @@ def fully_shard(
         The same model, an `FSDPModule` now.
 
     Raises:
-        ConfigError: the layers have a context of another layout, the mesh is none of these, `mp_policy` casts
-            parameters, routers are float32 and the model is not, experts to be sharded have LoRA factors or main
-            gradients, or another device than the context's is current, on which torch's FSDP2 would work.
+        ConfigError: torch.distributed is not initialized, the layers have a context of another layout, the mesh is none
+            of these, `mp_policy` casts parameters, routers are float32 and the model is not, experts to be sharded have
+            LoRA factors or main gradients, or another device than the context's is current, on which torch's FSDP2
+            would work.
         InputError: ranks hold different numbers in a parameter that they should hold alike; on all ranks.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -94,6 +97,11 @@ def fully_shard(
         raise ConfigError(
             f"fully_shard: FSDP2 works on the device that is current, cuda:{torch.cuda.current_device()}, and the "
             f"model is on {context.device}; call torch.cuda.set_device({str(context.device)!r}) first"
+        )
+    if mesh is None and not dist.is_initialized() and not TorchrunEnv.present():  # torch would read its environment
+        raise ConfigError(
+            "fully_shard: FSDP2 needs the ranks of torch.distributed, got a context of one process without it; call "
+            "EPContext.from_torchrun() under torchrun, or leave fully_shard out"
         )
     if mesh is None:
         mesh = init_device_mesh(context.device.type, (layout.world,), mesh_dim_names=("dp",))

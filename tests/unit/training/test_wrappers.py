@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer, RoutingConfig
+from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.training import exclude_experts, fully_shard, wrappers
 
 CONFIG = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
@@ -31,6 +32,13 @@ def test_a_gpu_that_is_not_current_is_refused(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"current, cuda:1, and the model is on cpu; call torch.cuda.set_device\('cpu'\) first"
     ):
+        fully_shard(MoELayer(CONFIG, context), context)
+
+
+@pytest.mark.skipif(TorchrunEnv.present(), reason="torch.distributed can be initialized there")
+def test_one_process_without_torch_distributed_is_not_sharded():
+    context = EPContext.local(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"FSDP2 needs .*from_torchrun\(\) under torchrun, or leave fully_shard out"):
         fully_shard(MoELayer(CONFIG, context), context)
 
 
