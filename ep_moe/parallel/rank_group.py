@@ -336,6 +336,11 @@ class RankGroup:
             for rank in pair
         ]
         first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
+        if self.flight_recorder.carried.startswith(GIVEN) and first.startswith(("max_norm=", "norm_type=")):
+            raise InputError(
+                f"{self.flight_recorder.where} is given {first} on rank {pair[0]}, and {second} on rank {pair[1]}; "
+                f"give it the same on all ranks"
+            )
         if self.flight_recorder.carried.startswith(GIVEN):
             raise InputError(
                 f"{self.flight_recorder.where} is given a model with {first} on rank {pair[0]}, and with {second} on "

@@ -80,16 +80,21 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         _share_overflow(model, context)
 
 
-def _meet(what: str, model: nn.Module, context: EPContext) -> None:
+def _meet(what: str, model: nn.Module, context: EPContext, **numbers: float) -> None:
     """Raise InputError on all ranks where one is still in a layer's call, as after another number of micro-batches, or
     gives another model, or one that learns otherwise: gradients of different parameters would be summed. On CPUs, where
-    gloo would end its process over sizes that differ; on GPUs it would wait for the device."""
+    gloo would end its process over sizes that differ; on GPUs it would wait for the device.
+
+    numbers: other arguments, by name. A wrong one is refused behind this, on all ranks that give it
+    """
     if context.device.type == "cpu":
         experts = {id(parameter) for parameter in expert_parameters(model)}
         dense = [p for p in model.named_parameters() if id(p[1]) not in experts and p[1].requires_grad]
         digest = zlib.crc32(repr([(name, p.shape, p.dtype) for name, p in dense]).encode())
         layers = " ".join(module.name for module in model.modules() if isinstance(module, MoELayer))
         given = f"{GIVEN}{layers}, dense parameters that learn={len(dense)} (digest {digest:08x})"
+        for name, number in numbers.items():
+            given += f", {name}={float(number) if isinstance(number, int | float) else number!r}"
         with context._entered(what, given), context.flight_recorder.step(what, counted=False):
             context.rank_groups["lockstep"].agree([], None, context.device)
 
@@ -220,10 +225,12 @@ def clip_grad_norm_(
     Raises:
         ConfigError: norm_type is not a positive number, or max_norm not one of at least 0, or the model's layers have
             a context of another layout. A gradient is sparse.
+        InputError: on CPUs, on all ranks, where these give other models, `max_norm` or `norm_type`, or one is in a
+            layer's call or its backward.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on all ranks alike.
     """
     check_context("clip_grad_norm_", model, context)
-    _meet("clip_grad_norm_", model, context)
+    _meet("clip_grad_norm_", model, context, max_norm=max_norm, norm_type=norm_type)
     _refuse_sparse("clip_grad_norm_", model)
     if max_norm != math.inf:
         max_norm = float(check_not_negative("clip_grad_norm_: max_norm", max_norm))  # an integer may exceed torch's

@@ -310,6 +310,28 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named(world_size):
             )
 
 
+@distributed(2)
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_norm": 0.5}, "clip_grad_norm_ is given max_norm=1.0 on rank 0, and max_norm=0.5 on rank 1"),
+        ({"max_norm": -1}, "clip_grad_norm_ is given max_norm=1.0 on rank 0, and max_norm=-1.0 on rank 1"),
+        ({"norm_type": 1}, "clip_grad_norm_ is given norm_type=2.0 on rank 0, and norm_type=1.0 on rank 1"),
+        ({"norm_type": "inf"}, "clip_grad_norm_ is given norm_type=2.0 on rank 0, and norm_type='inf' on rank 1"),
+    ],
+)
+def test_ranks_that_clip_otherwise_are_named(given, words, world_size):
+    """They would train different models, or one would be refused and its peer wait for it."""
+    if rank_device().type != "cpu":
+        pytest.skip("on GPUs the comparison would wait for the device")
+    with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=20) as context:
+        layer = fill(MoELayer(FLOAT, context))
+        layer(integer_rows(3, 16, dist.get_rank())).sum().backward()
+        own = {"max_norm": 1.0} | (given if dist.get_rank() else {})
+        assert words in same_error(InputError, lambda: training.clip_grad_norm_(layer, context, **own))
+        assert training.clip_grad_norm_(layer, context, 1 if dist.get_rank() else 1.0).isfinite()
+
+
 class Counted(torch.nn.Module):
     """A parametrization that is not the same each time it is asked, as spectral_norm's."""
 
