@@ -100,7 +100,7 @@ class Heartbeats:
         if not found:
             found = compare_others(mine, before, {rank: after[rank] for rank in self._others}, self._heard)
         behind = min([mine.number, *(entry[1].number for entry in peers.values() if entry is not None)])
-        return found or "Every peer is alive and in the same step.", behind
+        return found or unless_ahead(mine, peers, self._exact()), behind
 
 
 def compare(
@@ -136,6 +136,14 @@ def compare(
     if any(entry is not None and entry[1].done and entry[1].number < mine.number for entry in after.values()):
         findings.append(_FEWER_CALLS)
     return " ".join(findings)
+
+
+def unless_ahead(mine: Step, after: Mapping[int, tuple[int, Step] | None], exact: Mapping[int, Step] = _NONE) -> str:
+    """Describe peers of which `compare` says nothing: they are in the same step, or further, as where a step of this
+    rank is none of theirs."""
+    steps = {peer: exact.get(peer, entry[1]) for peer, entry in after.items() if entry is not None}
+    ahead = [f"rank {peer} is ahead: {step}" for peer, step in steps.items() if step.number > mine.number]
+    return f"Every peer is alive, and {'; '.join(ahead)}." if ahead else "Every peer is alive and in the same step."
 
 
 def compare_others(

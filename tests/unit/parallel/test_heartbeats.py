@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 
 from ep_moe.parallel import heartbeats
 from ep_moe.parallel.answering_store import AnsweringStore
-from ep_moe.parallel.heartbeats import _FEWER_CALLS, Heartbeats, Step, compare, compare_others
+from ep_moe.parallel.heartbeats import _FEWER_CALLS, Heartbeats, Step, compare, compare_others, unless_ahead
 from ep_moe.parallel.nodes import NodeLayout
 
 
@@ -52,6 +52,16 @@ def test_comparison_names_every_rank():
     after = {0: (2, step(7)), 1: (2, step(7)), 2: None, 3: (9, step(5))}
     sentence = "Rank 2 shows no sign of life. Rank 3 is alive but behind: in dispatch of moe3 (step 5)."
     assert compare(step(7), 0, before, after) == sentence
+
+
+def test_a_peer_that_is_further_is_not_in_the_same_step():
+    after = {0: (2, step(7)), 1: (2, step(7)), 2: (9, step(6)), 3: None}
+    assert unless_ahead(step(7), after) == "Every peer is alive and in the same step."
+    after[1] = 2, step(8, "backward by all_gather")
+    assert unless_ahead(step(7), after, {2: step(9)}) == (
+        "Every peer is alive, and rank 1 is ahead: in backward by all_gather of moe3 (step 8); rank 2 is ahead: in "
+        "dispatch of moe3 (step 9)."
+    )
 
 
 def test_ranks_of_other_groups_are_named_where_they_are_silent_or_not_as_far():
