@@ -1,4 +1,5 @@
-"""Checks of what a user gives: a ConfigError says the field, what it must be, and what it is. Configurations as tables.
+"""Checks of what a user gives: a ConfigError says the field, what it must be, and what it is. Checks of what a backend
+returns. Configurations as tables.
 
 Integers and numbers of NumPy are taken for Python's; True and False are neither. A check returns the value as Python's
 own type, since ranks compare configurations as text.
@@ -12,7 +13,7 @@ import enum
 import functools
 import importlib.util
 import numbers
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import index
 from os import PathLike
 from pathlib import Path
@@ -20,8 +21,10 @@ from types import NoneType, UnionType
 from typing import Any, SupportsIndex, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
+from torch import Tensor
 
 from ep_moe.errors import ConfigError
+from ep_moe.types import dtype_name
 
 Config = TypeVar("Config")
 
@@ -306,3 +309,56 @@ def check_picture(option: str, file: Path | None) -> None:
         raise ConfigError(f"{option} {file} must end in one of {', '.join(_PICTURES)}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{option} needs matplotlib; pip install ep-moe[plot]")
+
+
+# --- what a backend returns, looked at before it is sent on -----------------------------------------------------------
+
+_REMEDY = "mend the backend, and try it with ep_moe.testing."
+
+
+def check_rows(what: str, contract: str, y: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
+    """Check rows that a backend has computed or brought back.
+
+    Rows of another dtype would give a layer's result that dtype. On one rank alone they would end a process in gloo,
+    or be read by another width.
+
+    Args:
+        what: Backend and method, for errors.
+        contract: Of `ep_moe.testing`, which finds such faults.
+        y: What was returned.
+        dtype: Of the layer.
+        shape: Sizes, None for one that is not known here.
+
+    Returns:
+        y.
+
+    Raises:
+        TypeError: y is anything else. No `EPMoEError`, which all ranks raise alike: peers are told of this one.
+    """
+    if torch.compiler.is_compiling():
+        return y  # type: ignore[no-any-return]
+    if isinstance(y, Tensor) and y.dtype == dtype and y.dim() == len(shape):
+        for size, wanted in zip(y.shape, shape, strict=True):
+            if wanted is not None and size != wanted:
+                break
+        else:
+            return y
+    sizes = ", ".join("*" if size is None else str(size) for size in shape)
+    got = f"{dtype_name(y.dtype)} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+    raise TypeError(f"{what} must return a Tensor, {dtype_name(dtype)} [{sizes}], got {got}; {_REMEDY}{contract}")
+
+
+def check_kind_of(what: str, contract: str, found: Any, kind: type) -> None:
+    """Check the class of what a backend returned.
+
+    Args:
+        what: As in `check_rows`.
+        contract: As in `check_rows`.
+        found: What was returned.
+        kind: What it must be.
+
+    Raises:
+        TypeError: it is of another class.
+    """
+    if not isinstance(found, kind):
+        raise TypeError(f"{what} must be a {kind.__name__}, got {type(found).__name__}; {_REMEDY}{contract}")

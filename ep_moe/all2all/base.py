@@ -22,13 +22,13 @@ from ep_moe.all2all.capabilities import DeclaredTransport, capturable
 from ep_moe.all2all.capabilities import DispatcherCapabilities as DispatcherCapabilities
 from ep_moe.all2all.dispatch_shape import DispatchShape as DispatchShape
 from ep_moe.all2all.dispatch_shape import whole_bound
-from ep_moe.checks import INT32
+from ep_moe.checks import INT32, check_kind_of, check_rows
 from ep_moe.config import PLAIN_WIRE
 from ep_moe.errors import InputError
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.placement.deferred import given_ids
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
-from ep_moe.runtime.devices import SideStream, check_kind_of, check_rows
+from ep_moe.runtime.devices import SideStream
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing, dtype_name
 
 Result = TypeVar("Result")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
+from ep_moe.checks import check_rows
 from ep_moe.config import MoEConfig
 from ep_moe.experts.capabilities import ExpertsCapabilities as ExpertsCapabilities
 from ep_moe.experts.capabilities import ExpertsOptions as ExpertsOptions
@@ -28,7 +29,6 @@ from ep_moe.experts.differentiable import (
 from ep_moe.experts.layouts import as_rank_major, localized, widened
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
-from ep_moe.runtime.devices import check_rows
 from ep_moe.runtime.gpus import GPU, compute_capability
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import PeerRows, Received

@@ -1,5 +1,5 @@
 """What a device can do, asked once; what its kernels can read; the device and the stream that are current, work beside
-that stream, operations that torch's dispatch modes are not to see, and whether backends return what is asked of them.
+that stream, and operations that torch's dispatch modes are not to see.
 
 Torch's own operations run where their tensors are. Triton, the driver, FlashInfer, pinned memory, graph captures and
 events run on the device that is current, which is 0 until it is set. Each entry point of the package enters
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ep_moe.errors import ConfigError, InputError
-from ep_moe.types import Pending, dtype_name
+from ep_moe.types import Pending
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -280,56 +280,3 @@ class SideStream:
 def _join(device: torch.device, done: torch.cuda.Event, pending: Pending[Result], kept: object) -> Result:
     torch.cuda.current_stream(device).wait_event(done)
     return pending.wait()
-
-
-# --- what a backend returns, looked at before it is sent on -----------------------------------------------------------
-
-_REMEDY = "mend the backend, and try it with ep_moe.testing."
-
-
-def check_rows(what: str, contract: str, y: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
-    """Check rows that a backend has computed or brought back.
-
-    Rows of another dtype would give a layer's result that dtype. On one rank alone they would end a process in gloo,
-    or be read by another width.
-
-    Args:
-        what: Backend and method, for errors.
-        contract: Of `ep_moe.testing`, which finds such faults.
-        y: What was returned.
-        dtype: Of the layer.
-        shape: Sizes, None for one that is not known here.
-
-    Returns:
-        y.
-
-    Raises:
-        TypeError: y is anything else. No `EPMoEError`, which all ranks raise alike: peers are told of this one.
-    """
-    if torch.compiler.is_compiling():
-        return y  # type: ignore[no-any-return]
-    if isinstance(y, Tensor) and y.dtype == dtype and y.dim() == len(shape):
-        for size, wanted in zip(y.shape, shape, strict=True):
-            if wanted is not None and size != wanted:
-                break
-        else:
-            return y
-    sizes = ", ".join("*" if size is None else str(size) for size in shape)
-    got = f"{dtype_name(y.dtype)} {list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-    raise TypeError(f"{what} must return a Tensor, {dtype_name(dtype)} [{sizes}], got {got}; {_REMEDY}{contract}")
-
-
-def check_kind_of(what: str, contract: str, found: Any, kind: type) -> None:
-    """Check the class of what a backend returned.
-
-    Args:
-        what: As in `check_rows`.
-        contract: As in `check_rows`.
-        found: What was returned.
-        kind: What it must be.
-
-    Raises:
-        TypeError: it is of another class.
-    """
-    if not isinstance(found, kind):
-        raise TypeError(f"{what} must be a {kind.__name__}, got {type(found).__name__}; {_REMEDY}{contract}")

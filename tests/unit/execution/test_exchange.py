@@ -275,9 +275,10 @@ def test_a_sum_is_wanted_where_it_cannot_be_written_at_once(monkeypatch):
     given = []
     dispatcher = LocalDispatcher(dispatch_shape(1, 2, torch.float32), RankGroup.alone())
     monkeypatch.setattr(dispatcher, "_combine", lambda y, handle, out: (given.append(out), Pending.of(y + 1))[1])
-    wide = torch.zeros(3, 8)
-    for out in (None, torch.zeros(3, 4), wide[:, ::2]):
-        found = dispatcher.combine(torch.ones(3, 4), None, out)
+    hidden = dispatcher.dispatch_shape.hidden_size
+    wide = torch.zeros(3, 2 * hidden)
+    for out in (None, torch.zeros(3, hidden), wide[:, ::2]):
+        found = dispatcher.combine(torch.ones(3, hidden), None, out)
         assert (found == 2).all()
         assert out is None or found is out
     assert [out is None for out in given] == [True, False, True]
