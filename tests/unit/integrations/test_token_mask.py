@@ -120,6 +120,13 @@ def test_padding_that_generate_does_not_go_on_from_is_not_sent(model, masks):
     assert [bool(mask.sent) for mask in model.model.seen] == [False, True, False, True, False]
 
 
+@pytest.mark.parametrize(("last", "sent"), [(0, True), (1, False)])
+def test_a_prompt_of_two_tokens_may_end_in_padding(last, sent, model, masks):
+    with masks.generating():
+        model(input_ids=IDS[:, :2], attention_mask=torch.tensor([[1, last], [1, 1]]))
+    assert bool(model.model.seen[-1].sent) is sent
+
+
 def test_a_compiled_block_sees_no_other_threads_mask(masks, model, monkeypatch):
     """It cannot tell threads apart: with several calls under way it takes no mask, and computes padding."""
     model(input_ids=IDS, attention_mask=MASK)
@@ -226,6 +233,13 @@ def test_masks_by_layer_type_say_the_same_in_any_order(other, model, masks):
         found = model.model.seen[-1]
         assert found.tokens.tolist() == MASK.bool().flatten().tolist()
         assert found.sent is (other is not None)
+
+
+def test_a_row_that_attends_to_a_place_in_any_head_is_a_token():
+    """Its own row of the mask says so, not the column of its place, of which a cache has others before it."""
+    mask = torch.zeros(1, 2, 2, 4, dtype=torch.bool)
+    mask[0, 1, 1, 2] = True
+    assert tokens_of(mask, torch.Size([2, 2]), None).tolist() == [[False, True]] * 2
 
 
 def test_what_a_mask_says():

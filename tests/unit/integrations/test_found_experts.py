@@ -1,0 +1,61 @@
+"""Which modules are taken for experts by what they compute, and which numbers say how many a token takes."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from ep_moe.integrations.find_experts import find_experts, numbers_of
+
+
+class Experts(nn.Module):
+    """Computes as an expert layer does, and may hold more than its matrices."""
+
+    def __init__(self, **buffers):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 48, 40))
+        self.second = nn.Parameter(torch.randn(4, 40, 24))
+        for name, tensor in buffers.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, rows, ids, weights):
+        gate, up = torch.einsum("tkrh,th->tkr", self.first[ids], rows).chunk(2, -1)
+        out = torch.einsum("tkhi,tki->tkh", self.second[ids], silu(gate) * up)
+        return (out * weights[..., None]).sum(1)
+
+
+@pytest.mark.parametrize(("buffers", "taken"), [({}, True), ({"scale": torch.ones(4)}, False)], ids=["none", "one"])
+def test_a_module_with_a_buffer_is_not_taken_for_experts(buffers, taken):
+    """A layer would have no place for it."""
+    assert bool(find_experts(nn.ModuleDict({"experts": Experts(**buffers)}))) is taken
+
+
+def test_a_single_expert_a_token_is_a_number_and_none_is_not():
+    assert numbers_of([SimpleNamespace(top_k=1, moe_k=0)]) == [1]
+
+
+class Flat(nn.Module):
+    """The rows of all experts one below another, in one matrix for each projection."""
+
+    def __init__(self, order):
+        super().__init__()
+        self.num_experts = 4
+        for name in order:
+            self.register_parameter(name, nn.Parameter(torch.randn(4 * 24, 40)))
+
+    def forward(self, rows, ids, weights):
+        gate, up, down = (getattr(self, name).view(self.num_experts, -1, rows.shape[1])[ids] for name in MATRICES)
+        hidden = silu(torch.einsum("tkih,th->tki", gate, rows)) * torch.einsum("tkih,th->tki", up, rows)
+        return (torch.einsum("tkih,tki->tkh", down, hidden) * weights[..., None]).sum(1)
+
+
+MATRICES = ("gate", "up", "down")
+
+
+@pytest.mark.parametrize("order", [MATRICES, ("gate", "down", "up"), ("up", "gate", "down")], ids=" ".join)
+def test_flat_matrices_are_told_apart_in_any_order_that_models_have(order):
+    (found,) = find_experts(nn.ModuleDict({"experts": Flat(order)})).values()
+    assert {one.name: one.part for one in found.layout.tensors} == {"gate": "w1", "up": "w3", "down": "w2"}
+    assert (found.layout.experts, found.sizes) == (4, (40, 24))
