@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import silu
+from transformers import PretrainedConfig, PreTrainedModel
 
-from ep_moe.integrations.find_experts import find_experts, numbers_of
+from ep_moe.integrations.find_experts import experts_apart, find_experts, numbers_of, top_k_of
 
 
 class Experts(nn.Module):
@@ -59,3 +60,36 @@ def test_flat_matrices_are_told_apart_in_any_order_that_models_have(order):
     (found,) = find_experts(nn.ModuleDict({"experts": Flat(order)})).values()
     assert {one.name: one.part for one in found.layout.tensors} == {"gate": "w1", "up": "w3", "down": "w2"}
     assert (found.layout.experts, found.sizes) == (4, (40, 24))
+
+
+class SeesConfig(PretrainedConfig):
+    model_type = "sees"
+
+
+class Sees(PreTrainedModel):
+    """A part of a model that is not its text model."""
+
+    config_class = SeesConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.experts = Experts()
+
+
+def test_experts_of_a_part_that_sees_images_are_apart():
+    """Also those that are not on transformers' interface."""
+    model = nn.ModuleDict({"experts": Experts(), "visual": Sees(SeesConfig())})
+    model.config = PretrainedConfig()
+    assert experts_apart(model) == ["visual.experts"]
+    assert [*find_experts(model)] == ["experts"]
+
+
+def test_the_nearest_statement_says_how_many_experts_a_token_takes():
+    """The experts' own, then what is beside them, then further out, then the configuration."""
+    model = nn.ModuleDict({"layer": nn.ModuleDict({"experts": Experts(), "router": nn.Identity()})})
+    model.config = PretrainedConfig(num_experts_per_tok=5)
+    found = []
+    for holder in (model.config, model, model["layer"]["router"], model["layer"]["experts"]):
+        holder.num_experts_per_tok = 5 - len(found)
+        found.append(top_k_of(model, model["layer"]["experts"], "layer.experts"))
+    assert found == [5, 4, 3, 2]
