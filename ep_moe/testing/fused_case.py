@@ -151,9 +151,10 @@ def weights_of(
 
 
 def maps(ranks: int) -> dict[str, ExpertMap]:
-    """Of one number of slots per rank: in order with replicas, mixed, and with a hole in the middle of each rank."""
+    """In order with replicas, mixed, and with a hole in the middle of each rank: of one number of slots per rank, but
+    for one rank, which has no replicas."""
     slots_per_rank = -(-EXPERTS // ranks) + 1
-    redundant = ExpertMap.redundant(EXPERTS, ranks, ranks * slots_per_rank - EXPERTS)
+    redundant = ExpertMap.redundant(EXPERTS, ranks, ranks * slots_per_rank - EXPERTS if ranks > 1 else 0)
     flat = [list(reversed(redundant.local(rank))) for rank in range(ranks)]
     own = [list(range(rank, EXPERTS, ranks)) for rank in range(ranks)]
     holes = [[row[0], *[EMPTY] * (slots_per_rank - len(row)), *row[1:]] for row in own]
