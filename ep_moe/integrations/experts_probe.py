@@ -207,7 +207,7 @@ def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int
     for name, value in own.items():
         if type(value) is int:
             own[name] = sizes.get(value, value)
-        elif name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
+        elif name.endswith("_hooks") and isinstance(value, dict):
             own[name] = OrderedDict()
     own.pop("forward", None)
     own["_parameters"] = {

@@ -8,7 +8,14 @@ from torch import nn
 from torch.nn.functional import silu
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ep_moe.integrations.find_experts import experts_apart, find_experts, numbers_of, top_k_of
+from ep_moe.integrations.experts_probe import is_experts
+from ep_moe.integrations.find_experts import (
+    experts_apart,
+    find_experts,
+    interface_layout,
+    numbers_of,
+    top_k_of,
+)
 
 
 class Experts(nn.Module):
@@ -82,6 +89,60 @@ def test_experts_of_a_part_that_sees_images_are_apart():
     model.config = PretrainedConfig()
     assert experts_apart(model) == ["visual.experts"]
     assert [*find_experts(model)] == ["experts"]
+
+
+@pytest.mark.parametrize(
+    "name", ["top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"]
+)
+def test_a_number_of_experts_is_read_under_each_name_that_models_have(name):
+    assert numbers_of([SimpleNamespace(**{name: 3})]) == [3]
+
+
+def on_interface(**flags):
+    """A module on transformers' experts interface: gated, in rows, gates first."""
+    usual = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+
+    class OnInterface(nn.Module):
+        down_proj = torch.zeros(4, 8, 8)
+
+        def _apply_gate(self, h):
+            return h
+
+    module = OnInterface()
+    vars(module).update(usual | flags)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("flags", "interleaved"),
+    [
+        ({}, False),
+        ({"is_concatenated": False}, True),
+        ({"is_concatenated": False, "has_bias": True}, True),
+        ({"is_concatenated": False, "has_gate": False}, False),
+        ({"has_gate": False, "has_bias": True}, False),
+        ({"is_transposed": True}, False),
+    ],
+    ids=str,
+)
+def test_the_flags_of_a_module_say_how_it_holds_experts(flags, interleaved):
+    module = on_interface(**flags)
+    layout = interface_layout(module)
+    name = "gate_up_proj" if module.has_gate else "up_proj"
+    biases = [f"{name}_bias", "down_proj_bias"] if module.has_bias else []
+    assert [one.name for one in layout.tensors] == [name, "down_proj", *biases]
+    assert [one.part for one in layout.tensors] == ["w13", "w2", "w13_bias", "w2_bias"][: 2 + len(biases)]
+    assert [one.transposed for one in layout.tensors] == [module.is_transposed] * 2 + [False] * len(biases)
+    assert [one.interleaved for one in layout.tensors] == [interleaved, False, interleaved, False][: 2 + len(biases)]
+    assert (layout.experts, layout.gated) == (4, module.has_gate)
+
+
+@pytest.mark.parametrize("flag", ["has_gate", "has_bias", "is_transposed", "is_concatenated"])
+def test_a_module_without_a_flag_of_the_interface_is_not_on_it(flag):
+    module = on_interface()
+    assert is_experts(module)
+    delattr(module, flag)
+    assert not is_experts(module)
 
 
 def test_the_nearest_statement_says_how_many_experts_a_token_takes():

@@ -34,14 +34,14 @@ def models(tmp_path_factory):
 def test_layers_begin_with_numbers_of_their_own(models):
     """By the seed and the layer's name alone."""
 
-    def factors(seed):
+    def factors(**seed):
         with EPContext.local(torch.device("cpu")) as context:
             model = load_pretrained(models / "olmoe", context, progress=False)
-            add_lora(model, lora_config("olmoe", target_modules=[]), seed=seed)
+            add_lora(model, lora_config("olmoe", target_modules=[]), **seed)
             weights = [layer.expert_weights for layer in moe_layers(model)]
             return [held.lora.factors("w2", held.stored_tensors()["w2"])[0].detach() for held in weights]
 
-    first, again, other = factors(0), factors(0), factors(1)
+    first, again, other = factors(seed=0), factors(), factors(seed=1)
     assert len(first) == 2
     assert all(map(torch.equal, first, again))
     rows = torch.cat([*first, *other]).flatten(1)
@@ -73,6 +73,15 @@ def test_weights_with_factors_beside_them_are_neither_saved_nor_pushed(models, t
         ):
             leave(model, tmp_path)
         leave(merge_lora(model), tmp_path)
+
+
+def test_a_configuration_that_names_nothing_is_refused_as_pefts():
+    """No model is frozen without a factor to train."""
+    with EPContext.local(torch.device("cpu")) as context:
+        model = expert_parallel(interface_model("olmoe"), context)
+        with pytest.raises(ValueError, match="target_modules"):
+            add_lora(model, lora_config("olmoe", target_modules=None, target_parameters=None))
+        assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_a_parameter_beside_experts_needs_no_module():

@@ -10,7 +10,7 @@ from ep_moe.experts.fused.base import FusedCapabilities, FusedExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.testing import fused_contract as contract
-from ep_moe.testing.fused_case import EXPERTS, Shared, maps, out_of_range, tell
+from ep_moe.testing.fused_case import EXPERTS, Call, Shared, maps, out_of_range, tell
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 CPU = torch.device("cpu")
@@ -238,3 +238,27 @@ def test_shapes_that_a_kernel_does_not_serve_have_no_case():
         assert contract.maker(two, "none", 2, BOUND, context) is not None
         static = kernel(None, static=True)
         assert contract.maker(static, "none", 2, BOUND, context)(Shared()).kernel.dispatch_shape.max_tokens == BOUND
+
+
+@pytest.mark.parametrize(("off", "faults"), [(0.9, 0), (1.5, 1)])
+def test_an_error_is_a_fault_beyond_its_limit_alone(off, faults):
+    made = case_of()
+    call = made.call(9)
+    y = made.kernel(call.x, call.routed)
+    made.check(Call(call.x, call.routed, y.double() + off, torch.ones(y.shape)), "what", y)
+    assert len(made.faults) == faults
+
+
+def test_layers_of_one_context_share_what_their_kernel_keeps():
+    with EPContext.local(CPU) as context:
+        make, shared = contract.maker(OneRank, "none", 2, BOUND, context), Shared()
+        first, second, apart = make(shared), make(shared), make(Shared())
+    kept = first.kernel.pool(object)
+    assert second.kernel.pool(object) is kept
+    assert apart.kernel.pool(object) is not kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_and_weights_are_of_the_kernels_dtype(dtype):
+    made = case_of(kernel(None, dtypes=frozenset({dtype})))
+    assert {made.call(3).x.dtype, made.weights.dense("w13").dtype, made.kernel.dispatch_shape.dtype} == {dtype}
