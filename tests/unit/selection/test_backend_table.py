@@ -65,3 +65,60 @@ def test_a_row_of_each_route_comes_back_where_both_can(transport, kernel, monkey
     shape = entry("one", "other", None).dispatch_shape(config(2), MAP, torch.float16, WIRE, exact=True, repeats=False)
     both = transport and kernel
     assert (shape.per_route, shape.top_k) == (both, 2 if both else 1)
+
+
+def buckets(*pairs: tuple[int | None, str, str]) -> BackendTable:
+    """Entries of (tokens, transport, kernel)."""
+    return BackendTable(
+        [TableEntry(tokens, BackendChoice(one, other, "chosen", ""), None, tokens) for tokens, one, other in pairs]
+    )
+
+
+@pytest.mark.parametrize(("bound", "tokens"), [(1, 8), (8, 8), (9, 64), (64, 64), (65, 200), (999, 200), (None, 200)])
+def test_the_first_bucket_that_holds_a_bound_serves_it(bound, tokens):
+    table = buckets((8, "a", "x"), (64, "a", "y"), (200, "b", "x"))
+    assert table.at(bound).tokens == tokens
+
+
+@pytest.mark.parametrize("bound", [1, 999, None])
+def test_an_entry_for_any_number_of_tokens_serves_all(bound):
+    table = buckets((None, "a", "x"))
+    assert table.at(bound) is table.last
+
+
+def test_kernels_of_a_table_are_those_of_the_most_tokens_first():
+    assert buckets((8, "a", "x"), (64, "a", "y"), (200, "b", "x"), (300, "b", "z")).kernels == ["z", "x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("all2all", "room", "fixed"),
+    [("buffers", 8, True), ("buffers", None, False), ("grows", 8, False), ("inside", 8, False)],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_table_is_fixed_by_any_transport_with_buffers_of_one_size(first, all2all, room, fixed, monkeypatch):
+    def load(kind, name):
+        assert name != "inside", "a fused kernel has no transport"
+        return SimpleNamespace(capabilities=SimpleNamespace(static=name == "buffers"))
+
+    monkeypatch.setattr(backend_table.registry, "load", load)
+    entries = [entry(all2all, "x", room), entry("grows", "x", None)]
+    assert BackendTable(entries if first else entries[::-1]).fixed is fixed
+
+
+def test_other_pairs_than_the_tables_are_no_more_chosen():
+    table = buckets((8, "a", "x"), (64, "b", "y"))
+    rows = [BackendChoice(*pair, status, "why") for *pair, status in (
+        ("a", "x", "possible"), ("c", "x", "chosen"), ("c", "y", "refused"), ("b", "y", "possible"),
+    )]  # fmt: skip
+    assert [row.status for row in table.explained(rows)] == ["chosen", "possible", "refused", "chosen"]
+    assert [row.reason for row in table.explained(rows)] == ["", "why", "why", ""]
+
+
+def test_buffers_of_a_transport_are_counted_once_and_as_often_as_its_parts_are_under_way(monkeypatch):
+    kind = SimpleNamespace(buffer_bytes=lambda shape: len(shape) * 100, calls_in_parts=lambda shape: 3)
+    monkeypatch.setattr(backend_table.registry, "load", lambda _, name: kind)
+    entries = [
+        TableEntry(64, BackendChoice(name, "x", "chosen", ""), pipeline, 64)
+        for name, pipeline in (("a", None), ("a", 16), ("a", None), ("b", None))
+    ]
+    assert BackendTable(entries).transport_bytes(lambda one: "shape") == {("a", "shape"): 1500, ("b", "shape"): 500}
