@@ -44,6 +44,21 @@ def test_a_step_is_over_however_it_was_left(raised):
     assert flight_recorder._late_on_host() == 0
 
 
+@pytest.mark.parametrize(("deadline_s", "late"), [(300.0, 31.0), (10.0, 6.0)])
+def test_a_long_wait_is_said_once_for_each_step(deadline_s, late, caplog):
+    """Beyond a tenth of the deadline, and 5 s at least."""
+    recorder, said = FlightRecorder(deadline_s=deadline_s), []
+    for seconds in (late - 2, late, late + 1):
+        for _ in range(2):
+            recorder._say_slow(seconds)
+        said.append(len(caplog.records))
+    with recorder.step("dispatch", "a transport"):
+        recorder._say_slow(late)
+        recorder._say_slow(late)
+    assert [*said, len(caplog.records)] == [0, 1, 1, 2]
+    assert f"counts as lost after {deadline_s:g} s" in caplog.text
+
+
 def test_the_host_is_late_by_its_newest_step_and_call(monkeypatch):
     """However long ago the ones before ended, and beyond what a library may compile for."""
     now = [0.0]

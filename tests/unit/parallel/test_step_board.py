@@ -97,6 +97,28 @@ def test_a_rank_that_never_comes_is_named(made, monkeypatch):
         put(made[0], 4, 0, SimpleNamespace(deadline_s=0.05, check=lambda: None))
 
 
+def test_ranks_may_come_until_the_deadline(made, monkeypatch):
+    waits, comes = [], [True]
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 12 and comes:
+            made[1].post(1, 2)
+            made[2].post(3, 4)
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 1.5 * len(waits))
+    monkeypatch.setattr(step_board, "time", clock)
+    monkeypatch.setattr(step_board, "_POLLS_IN_TURN", 0)
+    assert put(made[0], 5, 6) == [(5, 6), (1, 2), (3, 4)]
+    assert waits == sorted(waits)
+    assert waits[-1] > 100 * waits[0], "looks grow rarer"
+    waits.clear()
+    comes.clear()
+    with pytest.raises(dist.DistError, match=r"ranks? 1.* did not come to this call"):
+        put(made[0], 5, 6)
+    assert len(waits) == 14, "20 s of the deadline are over"
+
+
 def test_what_failed_elsewhere_ends_the_wait(made, monkeypatch):
     monkeypatch.setattr(step_board, "_POLLS_IN_TURN", 2)
 

@@ -122,3 +122,18 @@ def test_buffers_of_a_transport_are_counted_once_and_as_often_as_its_parts_are_u
         for name, pipeline in (("a", None), ("a", 16), ("a", None), ("b", None))
     ]
     assert BackendTable(entries).transport_bytes(lambda one: "shape") == {("a", "shape"): 1500, ("b", "shape"): 500}
+
+
+def test_backends_are_asked_of_the_layer_in_the_other_dtype(monkeypatch):
+    def kernel(config, dtype, etp, scheme, options):
+        assert (dtype, etp, scheme) == (torch.float16, 1, PLAIN)
+
+    def transport(hidden_size, top_k, ranks, dtype, max_tokens, wire):
+        return f"{hidden_size} {top_k} {ranks} {dtype} {max_tokens}"
+
+    kinds = {"experts": kernel, "dispatchers": transport}
+    load = lambda kind, name: SimpleNamespace(unsupported_reason=kinds[kind])  # noqa: E731
+    monkeypatch.setattr(backend_table.registry, "load", load)
+    asked = config(2)
+    found = buckets((64, "a", "x")).dtype_problem(torch.float16, asked, layout(4), PLAIN, ExpertsOptions(), Wire())
+    assert found == f"all2all=a does not carry it: {asked.hidden_size} 2 4 torch.float16 64"

@@ -12,7 +12,12 @@ from torch import nn
 
 from ep_moe import ConfigError, ExpertMap
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.optimizers import _refuse_mixed_groups, _refuse_sums_beside_means, guard_optimizers
+from ep_moe.weights.optimizers import (
+    _note_beside,
+    _refuse_mixed_groups,
+    _refuse_sums_beside_means,
+    guard_optimizers,
+)
 from tests.fixtures.expert_weights import REDUNDANT, filled_weights, shape
 
 LEFT = "holds expert parameters that are their layer's no more, and would train no expert"
@@ -61,6 +66,18 @@ def test_an_optimizer_of_parameters_that_were_left_behind_is_refused_while_their
     gc.collect()
     assert there() is None, "an optimizer keeps no layer"
     early.step()
+
+
+def test_what_an_optimizer_steps_beside_experts_is_noted_once_for_each_layer():
+    """By the first of several optimizers."""
+    layers = [SimpleNamespace(gradient_sum=SimpleNamespace(beside=None), device=torch.device("cpu")) for _ in range(2)]
+    first, second = (torch.optim.SGD([parameter(False)], lr=0.1) for _ in range(2))
+    _note_beside(first, layers[:1])
+    noted = layers[0].gradient_sum.beside
+    assert [held() for held in noted._held] == first.param_groups[0]["params"]
+    _note_beside(second, layers)
+    assert layers[0].gradient_sum.beside is noted
+    assert [held() for held in layers[1].gradient_sum.beside._held] == second.param_groups[0]["params"]
 
 
 def test_an_optimizer_of_parameters_on_the_meta_device_is_refused():

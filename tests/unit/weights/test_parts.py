@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ep_moe import Activation, ConfigError, InputError, MoEConfig
-from ep_moe.weights.parts import Changes, Expert, etp_shard, join
+from ep_moe.weights.parts import Changes, Expert, etp_shard, join, joined
 
 
 @pytest.mark.parametrize("etp", [1, 2, 4])
@@ -48,3 +48,10 @@ def test_a_piece_of_etp_is_replaced_by_a_piece_alone():
         expert.w1 = nn.Parameter(torch.ones(2, 2))
     assert expert.w1 is piece
     assert not expert.replaced
+
+
+def test_a_transform_of_torch_func_is_told_that_it_is_not_served():
+    """In torch's own words, not as an internal error of torch."""
+    stored = {"w2": torch.ones(3)}
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda p: joined(stored, lambda gradients: gradients, [p])["w2"].sum())(torch.ones(3))

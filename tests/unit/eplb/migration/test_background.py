@@ -113,11 +113,11 @@ def test_what_is_no_map_is_no_plan(found):
         decided(planner=lambda load, current: found)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("nodes", [None, 1, 2])
 def test_the_price_is_that_of_a_step(nodes):
     """Loads are of a window of 50 steps, and ranks of a node stand next to each other."""
     found = decided(machine=H200, nodes=nodes)
-    rest = {"ranks_per_node": 4 // nodes}
+    rest = {"ranks_per_node": 4 // (nodes or 1)}
     time = dataclasses.replace(LayerTime.of(MOE, H200), expert_bytes=SIZE)
     moved = traffic(NOW, THEN, expert_bytes=SIZE, **rest)
     assert found.price == verdict(LOAD / 50, NOW, THEN, moved=moved, time=time, within_steps=100, **rest)
