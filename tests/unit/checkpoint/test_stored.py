@@ -43,6 +43,24 @@ def test_codes_alone_are_those_of_nvfp4(tmp_path):
         assert type(stored_matrix(CheckpointSource(tmp_path), "w.weight")) is kind
 
 
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "all experts"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_matrix_is_seen_in_rows_however_it_lies(transposed, lead, tmp_path):
+    whole = torch.randn(*lead, 4, 6)
+    save_file({"w.weight": whole.mT.contiguous() if transposed else whole}, tmp_path / SINGLE)
+    matrix = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight", transposed=transposed)
+    assert matrix.shape == (*lead, 4, 6)
+    expert, own = (2, whole[2]) if lead else (None, whole)
+    assert torch.equal(matrix.numbers(expert=expert), own)
+    assert torch.equal(matrix.numbers(slice(1, 3), slice(2, 6), expert), own[1:3, 2:6])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_bias_has_one_dimension_however_matrices_lie(transposed, tmp_path):
+    save_file({"w.bias": torch.randn(4)}, tmp_path / SINGLE)
+    assert PlainMatrix(CheckpointSource(tmp_path), "w.bias", "w.bias", transposed=transposed).shape == (4,)
+
+
 INTEGERS = [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64]
 CODES = [*INTEGERS, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e4m3fnuz]
 NUMBERS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
