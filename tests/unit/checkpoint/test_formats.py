@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from ep_moe import MoEConfig
-from ep_moe.checkpoint.formats import Fused
+from ep_moe.checkpoint.formats import Fused, PerExpert
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 
 EXPERTS, INNER, HIDDEN = 3, 4, 5
@@ -26,3 +26,26 @@ def test_biases_of_experts_in_one_tensor(tmp_path, interleaved, inner):
         rows = slice(*inner)
         assert torch.equal(found["w13_bias"], torch.cat([GATE[expert, rows], UP[expert, rows]]))
         assert torch.equal(found["w2_bias"], DOWN[expert])
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_experts_in_one_tensor_have_the_shapes_of_the_layer(interleaved, transposed):
+    both, down = (EXPERTS, 2 * INNER, HIDDEN), (EXPERTS, HIDDEN, INNER)
+    found = Fused(transposed=transposed, interleaved=interleaved).shapes(CONFIG)
+    turned = [(one[0], one[2], one[1]) if transposed else one for one in (both, down)]
+    assert list(found.values()) == turned
+    biases = Fused(transposed=transposed, interleaved=interleaved, bias=True).shapes(CONFIG)
+    assert biases == found | {
+        "experts.gate_up_proj_bias": (EXPERTS, 2 * INNER),
+        "experts.down_proj_bias": (EXPERTS, HIDDEN),
+    }
+
+
+def test_experts_of_their_own_have_the_shapes_of_the_layer():
+    names = [f"experts.{{e}}.{name}.weight" for name in ("gate_proj", "up_proj", "down_proj")]
+    found = PerExpert(*names).shapes(CONFIG)
+    for expert in range(EXPERTS):
+        shapes = [found[name.format(e=expert)] for name in names]
+        assert shapes == [(INNER, HIDDEN), (INNER, HIDDEN), (HIDDEN, INNER)]
+    assert len(found) == 3 * EXPERTS
