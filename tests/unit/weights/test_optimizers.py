@@ -14,6 +14,7 @@ from ep_moe import ConfigError, ExpertMap
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.optimizers import (
     _note_beside,
+    _note_router,
     _refuse_mixed_groups,
     _refuse_sums_beside_means,
     guard_optimizers,
@@ -78,6 +79,20 @@ def test_what_an_optimizer_steps_beside_experts_is_noted_once_for_each_layer():
     _note_beside(second, layers)
     assert layers[0].gradient_sum.beside is noted
     assert [held() for held in layers[1].gradient_sum.beside._held] == second.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize(
+    ("gradient", "held", "steps"),
+    [(1.0, True, True), (0.0, True, False), (None, True, False), (1.0, False, False)],
+    ids=["a step", "zeros", "none", "another's"],
+)
+def test_a_router_steps_where_its_optimizer_has_a_gradient_of_it(gradient, held, steps):
+    router = nn.Linear(2, 2, bias=False)
+    router.weight.grad = None if gradient is None else torch.full((2, 2), gradient)
+    noted = SimpleNamespace(router_steps=False, router=lambda: router)
+    optimizer = torch.optim.SGD(router.parameters() if held else [parameter(False)], lr=0.1)
+    _note_router(optimizer, SimpleNamespace(gradient_sum=noted, device=torch.device("cpu")))
+    assert noted.router_steps is steps
 
 
 def test_an_optimizer_of_parameters_on_the_meta_device_is_refused():

@@ -125,6 +125,20 @@ def test_the_price_is_that_of_a_step(nodes):
     assert found.maps == tuple(THEN)
 
 
+def test_the_planning_thread_pauses_before_each_part_of_the_price(monkeypatch):
+    """It holds up the host's other threads for no longer than one of them."""
+    order = []
+
+    def noted(name, part):
+        return lambda *args, **options: order.append(name) or part(*args, **options)
+
+    for name in ("traffic", "verdict"):
+        monkeypatch.setattr(decide, name, noted(name, getattr(decide, name)))
+    monkeypatch.setattr(decide.time, "sleep", lambda seconds: order.append("pause"))
+    decided(machine=H200)
+    assert order == ["pause", "traffic", "pause", "verdict"]
+
+
 def test_experts_that_go_to_another_node_are_priced_by_its_link():
     """Both maps have the same load on each rank."""
     crossed = [ExpertMap.from_ranks([[4, 5], [2, 3], [0, 1], [6, 7]], 8)] * 2
