@@ -29,6 +29,16 @@ def test_a_rank_with_a_problem_gathers_the_rest_with_its_peers(monkeypatch):
     assert gathered == list(weights.values())
 
 
+def test_the_first_problem_of_several_is_raised():
+    """What comes behind it may be wrong by it."""
+
+    def take(name, tensor):
+        raise CheckpointError(f"{name} is wrong")
+
+    with pytest.raises(CheckpointError, match="a is wrong"):
+        push._receive([("a", torch.ones(1)), "no pair"], SimpleNamespace(take=take))
+
+
 @distributed(2)
 @pytest.mark.parametrize("before", ["", "a load that failed"])
 @pytest.mark.parametrize("writer", [None, 0, 1])
