@@ -316,7 +316,7 @@ def check_picture(option: str, file: Path | None) -> None:
 _REMEDY = "mend the backend, and try it with ep_moe.testing."
 
 
-def check_rows(what: str, contract: str, y: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
+def check_returned_rows(what: str, contract: str, y: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
     """Check rows that a backend has computed or brought back.
 
     Rows of another dtype would give a layer's result that dtype. On one rank alone they would end a process in gloo,
@@ -333,7 +333,7 @@ def check_rows(what: str, contract: str, y: Any, dtype: torch.dtype, shape: Sequ
         y.
 
     Raises:
-        TypeError: y is anything else. No `EPMoEError`, which all ranks raise alike: peers are told of this one.
+        TypeError: y is anything else. No `EPMoEError`, which all ranks raise alike: one rank sends it to its peers.
     """
     if torch.compiler.is_compiling():
         return y  # type: ignore[no-any-return]
@@ -348,12 +348,12 @@ def check_rows(what: str, contract: str, y: Any, dtype: torch.dtype, shape: Sequ
     raise TypeError(f"{what} must return a Tensor, {dtype_name(dtype)} [{sizes}], got {got}; {_REMEDY}{contract}")
 
 
-def check_kind_of(what: str, contract: str, found: Any, kind: type) -> None:
+def check_returned(what: str, contract: str, found: Any, kind: type) -> None:
     """Check the class of what a backend returned.
 
     Args:
-        what: As in `check_rows`.
-        contract: As in `check_rows`.
+        what: As in `check_returned_rows`.
+        contract: As in `check_returned_rows`.
         found: What was returned.
         kind: What it must be.
 

@@ -22,7 +22,7 @@ from ep_moe.all2all.capabilities import DeclaredTransport, capturable
 from ep_moe.all2all.capabilities import DispatcherCapabilities as DispatcherCapabilities
 from ep_moe.all2all.dispatch_shape import DispatchShape as DispatchShape
 from ep_moe.all2all.dispatch_shape import whole_bound
-from ep_moe.checks import INT32, check_kind_of, check_rows
+from ep_moe.checks import INT32, check_returned, check_returned_rows
 from ep_moe.config import PLAIN_WIRE
 from ep_moe.errors import InputError
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
@@ -263,7 +263,9 @@ class Dispatcher(DeclaredTransport, ABC):
 
     def _placed(self, out: Tensor | None, found: Any) -> Tensor:
         shape = (None, self.dispatch_shape.hidden_size) if out is None else out.shape
-        check_rows(f"all2all={self.name}: _combine", "check_dispatcher", found, self.dispatch_shape.dtype, shape)
+        check_returned_rows(
+            f"all2all={self.name}: _combine", "check_dispatcher", found, self.dispatch_shape.dtype, shape
+        )
         return found if out is None or out is found else out.copy_(found)
 
     def destroy(self) -> None:
@@ -286,7 +288,7 @@ class Dispatcher(DeclaredTransport, ABC):
 
     def _guarded(self, phase: str, pending: Any, then: Callable[[Any], Any] = lambda found: found) -> Pending[Any]:
         if not hasattr(pending, "wait"):
-            check_kind_of(f"all2all={self.name}: what _{phase} returns", "check_dispatcher", pending, Pending)
+            check_returned(f"all2all={self.name}: what _{phase} returns", "check_dispatcher", pending, Pending)
         if pending.ready:
             return Pending.of(then(pending.wait()))
 
@@ -298,7 +300,7 @@ class Dispatcher(DeclaredTransport, ABC):
 
     def _with_format(self, received: Received) -> Received:
         """With how its rows are written, which transports need not know."""
-        check_kind_of(f"all2all={self.name}: what _dispatch returns", "check_dispatcher", received, Received)
+        check_returned(f"all2all={self.name}: what _dispatch returns", "check_dispatcher", received, Received)
         wire = self.dispatch_shape.wire
         if wire.dispatch == received.format:
             return received

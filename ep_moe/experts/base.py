@@ -13,7 +13,7 @@ from typing import Any, ClassVar, overload
 import torch
 from torch import Tensor
 
-from ep_moe.checks import check_rows
+from ep_moe.checks import check_returned_rows
 from ep_moe.config import MoEConfig
 from ep_moe.experts.capabilities import ExpertsCapabilities as ExpertsCapabilities
 from ep_moe.experts.capabilities import ExpertsOptions as ExpertsOptions
@@ -238,7 +238,7 @@ class Experts(ABC):
         y = self.compute(received, out)
         rows = (None,) if received.per_route else received.x.shape[:-1]
         shape = (*rows, self.config.hidden_size)
-        return check_rows(f"experts={self.name}: compute", "check_experts", y, self.weights.dtype, shape)
+        return check_returned_rows(f"experts={self.name}: compute", "check_experts", y, self.weights.dtype, shape)
 
     def _attached(self, y: Tensor, received: Received) -> Tensor:
         """y, in the graph of all that may have a gradient here: backward then enters the same collectives on a rank

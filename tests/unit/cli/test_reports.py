@@ -15,7 +15,7 @@ from ep_moe.selection.tuned import Measured, Tuned
 
 
 class Heard:
-    """What a reader would be told, and a program."""
+    """What is printed for a reader, and what for a program."""
 
     def __init__(self):
         self.lines, self.tables, self.results = [], [], []

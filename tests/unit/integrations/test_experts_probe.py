@@ -189,7 +189,7 @@ def test_an_id_of_no_expert_stands_for_the_row_or_for_nothing():
         (8, 4096, 4096, (2 * WIDTH, 2 * WIDTH)),  # sizes that are equal stay equal
         (4 * WIDTH, 4 * WIDTH, 1024, (4 * WIDTH, WIDTH)),
         (4 * WIDTH, 4096, 4 * WIDTH, (2 * WIDTH, 4 * WIDTH)),
-        (2, 2, 1024, None),  # too small to be told apart
+        (2, 2, 1024, None),  # sizes too small to differ
         (2, 4096, 2, None),
     ],
 )

@@ -184,25 +184,25 @@ def test_the_innermost_module_holds_both(one, other, common):
 
 
 def generation(size=2, failed=False):
-    """Of ranks that are told what this one raises."""
-    made, told = object.__new__(in_step.Generation), []
+    """Of ranks that get the error which this one raises."""
+    made, sent = object.__new__(in_step.Generation), []
     made._context = SimpleNamespace(
-        flight_recorder=SimpleNamespace(failed=failed), _broken_by=lambda error: told.append(("broken", str(error)))
+        flight_recorder=SimpleNamespace(failed=failed), _broken_by=lambda error: sent.append(("broken", str(error)))
     )
     made._rank_group, made._depth, made._inside = SimpleNamespace(size=size), 0, False
 
     def next_model(model, problem=None):
-        told.append((model, problem))
+        sent.append((model, problem))
         if problem is not None:
             raise InputError(problem)
         return model
 
     made._next_model = next_model
-    return made, told
+    return made, sent
 
 
 @pytest.mark.parametrize(
-    ("size", "failed", "inside", "told"),
+    ("size", "failed", "inside", "sent"),
     [
         (2, False, False, [(None, "generate was left by KeyError: 'x'")]),
         (2, False, True, [("broken", "'x'")]),
@@ -210,21 +210,21 @@ def generation(size=2, failed=False):
         (2, True, False, []),
     ],
 )
-def test_peers_hear_of_an_error_that_leaves_generate(size, failed, inside, told):
+def test_peers_hear_of_an_error_that_leaves_generate(size, failed, inside, sent):
     """Where they wait: within a forward, or between two. None waits where a step has failed already."""
     made, heard = generation(size, failed)
     made._inside = inside
     made._tell(KeyError("x"))
-    assert heard == told
+    assert heard == sent
 
 
 @pytest.mark.parametrize("error", [None, KeyError("x"), InputError("on all ranks")], ids=repr)
 def test_generate_ends_however_it_ends(error, monkeypatch):
     """The next one begins anew, outside of any forward. An error of ours is all ranks' own."""
     made, _ = generation()
-    told, finished = [], []
+    sent, finished = [], []
     monkeypatch.setattr(in_step.Generation, "_random_state_of_tp", lambda self: contextlib.nullcontext())
-    made._tell, made._finish, made._inside = told.append, lambda: finished.append(True), True
+    made._tell, made._finish, made._inside = sent.append, lambda: finished.append(True), True
 
     def generate():
         assert (made._depth, made._inside) == (1, False)
@@ -236,7 +236,7 @@ def test_generate_ends_however_it_ends(error, monkeypatch):
     with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
         assert made._run(given, generate) == "tokens"
     assert made._depth == 0
-    assert told == ([error] if isinstance(error, KeyError) else [])
+    assert sent == ([error] if isinstance(error, KeyError) else [])
     assert finished == [True] * (error is None)
 
 

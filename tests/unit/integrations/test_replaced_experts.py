@@ -48,7 +48,7 @@ def test_a_call_without_rows_is_one_of_the_layers_dtype(gradients, experts):
     ((x, routing),) = given
     assert (x.shape, x.dtype, out.dtype) == ((0, experts.moe.config.hidden_size), torch.bfloat16, torch.bfloat16)
     assert (x.requires_grad, routing.weights.requires_grad, out.requires_grad) == (gradients,) * 3
-    assert experts.calls == 1, "by which a block's own calls are told from these"
+    assert experts.calls == 1, "a block's own calls are counted apart from these"
 
 
 @pytest.mark.parametrize("sent", [False, True])

@@ -28,7 +28,7 @@ def test_faults_of_both_layers_that_share_buffers_are_reported():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """One process in the place of ranks."""
+    """One process instead of ranks."""
     asked = []
 
     def from_groups(sizes, *, device, deadline_s):
