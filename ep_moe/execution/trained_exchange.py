@@ -151,7 +151,7 @@ class _TrainedExchange(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         saved: SavedForBackward = ctx.saved
-        wanted, absent = saved.begin_backward(ctx.needs_input_grad)
+        wanted, absent = saved.begin_backward(ctx.needs_input_grad, grad)
         ids, weights, *tensors = ctx.saved_tensors
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         found = None if ctx.recorded is None else ctx.recorded.backward(saved, tuple(tensors), wanted, grad, routing)

@@ -12,6 +12,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ep_moe.errors import InputError
+from ep_moe.parallel.collectives import batch_problem
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.types import LocalIds, PeerRows, Received
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -150,11 +151,14 @@ class SavedForBackward:
         tensors, self._tensors = self._tensors, ()
         return tensors
 
-    def begin_backward(self, needs_input_grad: Sequence[bool]) -> tuple[dict[str, bool], bool]:
+    def begin_backward(self, needs_input_grad: Sequence[bool], grad: Tensor) -> tuple[dict[str, bool], bool]:
         """As `begin_backward`. Call it ahead of the saved tensors, of which autograd says less where they were written.
 
+        grad: of the node's result. A batch of several is refused: kernels would take its address for that of rows
         Returns whether each of `stored` is wanted, and whether `gradient_sum.take_part()` is due.
         """
+        if (problem := batch_problem(grad)) is not None:
+            raise InputError(problem)
         of_stored = needs_input_grad[len(needs_input_grad) - len(self._names) :]
         wanted = dict(zip(self._names, of_stored, strict=True))
         return wanted, begin_backward(self.experts.weights, self._version, learns=any(wanted.values()))
@@ -232,7 +236,7 @@ class _DifferentiableStep(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         saved: SavedForBackward = ctx.saved
-        wanted, absent = saved.begin_backward(ctx.needs_input_grad)
+        wanted, absent = saved.begin_backward(ctx.needs_input_grad, grad)
         if absent:
             saved.experts.weights.gradient_sum.take_part()
         found = saved.gradients(ctx.saved_tensors, grad.contiguous(), wanted)

@@ -33,6 +33,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import etp_shard, local
 from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
+from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 BOUND = 1e-5
 INTEGER = MoEConfig(
@@ -275,6 +276,19 @@ def test_a_batch_of_gradients_is_refused(who, world_size):
 
             assert "is_grads_batched=True" in same_error(InputError, ask)
             layer(x).sum().backward()
+
+
+@distributed(2)
+def test_a_batch_of_gradients_is_refused_by_a_transport_with_a_backward_of_its_own(world_size):
+    with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=8) as context:
+        layer = make(FLOAT, context, "nvlink_p2p")
+        x = data(FLOAT, dist.get_rank(), 4)[0].to(context.device).requires_grad_()
+        y = layer(x)
+        given = torch.ones(2, *y.shape, device=y.device)
+        assert "is_grads_batched=True" in same_error(
+            InputError, lambda: torch.autograd.grad(y, x, given, is_grads_batched=True)
+        )
+        layer(x).sum().backward()
 
 
 @distributed(2)
