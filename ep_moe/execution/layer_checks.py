@@ -79,6 +79,19 @@ class RankChecks:
         self.due = layer.context.layout.lockstep > 1
         self.first_call(layer)
 
+    def difference(self, layer: ComparedLayer) -> str | None:
+        """None, or what ranks hold otherwise than they should, for one that is to write it down. Collective over the
+        ranks of a call; waits for the device."""
+        if layer.context.layout.lockstep == 1:
+            return None
+        step = "comparison of ranks"
+        with layer.context._entered(layer.name), torch.no_grad(), unseen_by_modes():
+            try:
+                compare_ranks(layer, None, step)
+            except InputError as error:
+                return str(error)
+            return self.watch.similarity.problem(layer, layer.context.rank_groups["ep"], step)
+
     def state_loaded(self, layer: ComparedLayer) -> None:
         """On all ranks or, wrongly, on some: the next call compares it. Calls over fixed buffers compare nothing with
         their peers', and so this one is as the first one was."""
@@ -101,6 +114,7 @@ class RankChecks:
             self._adopted = False
         with layer.context._entered(layer.name, layer._carried()), torch.no_grad(), unseen_by_modes():
             compare_ranks(layer, self.wrapper_problem(layer) or layer.expert_weights.replaced_problem())
+            self.watch.similarity.begin(layer, layer.context.rank_groups["ep"], "first call")
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 

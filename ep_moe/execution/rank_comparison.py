@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
-from ep_moe.parallel.checksum import checksum
+from ep_moe.execution.similarity import Similarity
+from ep_moe.parallel.checksum import checksum, is_compared
 from ep_moe.parallel.rank_group import RankGroup, of_other_calls
 from ep_moe.placement.placement import Placement
 from ep_moe.types import capturing
@@ -29,6 +30,7 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import part_names, split_parts
 
 _SAMPLE = 1 << 14  # numbers of a slot's tensor that tell experts apart
+_IN_BACKWARD = "backward by the comparison of ranks"
 
 
 class ComparedLayer(Protocol):
@@ -47,15 +49,15 @@ class ComparedLayer(Protocol):
     def _carried(self) -> str: ...
 
 
-def compare_ranks(layer: ComparedLayer, problem: str | None) -> None:
+def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first call") -> None:
     """Raise InputError on all ranks of a layer's call unless they hold alike what they should.
 
-    problem: a fault found on this rank
+    problem: a fault found on this rank; step: for errors, what the ranks do
     """
     device, whole = layer.context.device, layer.context.rank_groups["lockstep"]
     dense = dict(_dense(layer))
     sums, total = _sums(dense, device)
-    with whole.flight_recorder.step("first call"):
+    with whole.flight_recorder.step(step):
         rows = whole.agree([len(dense), total], problem, device)
     if len({(row[0], row[1]) for row in rows}) > 1:
         raise InputError(
@@ -63,19 +65,20 @@ def compare_ranks(layer: ComparedLayer, problem: str | None) -> None:
             f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with one seed "
             f"on all ranks before the model is made, or load a checkpoint on all"
         )
-    _compare_experts(layer, layer.context.rank_groups["ep"], device, "first call")
-    _warn_of_twins(layer, layer.context.rank_groups["ep"], device)
+    _compare_experts(layer, layer.context.rank_groups["ep"], device, step)
+    _warn_of_twins(layer, layer.context.rank_groups["ep"], device, step)
 
 
 class Watch:
-    """Has backward compare ranks, in a layer's calls number 2, 4, 8 and so on. Over two kinds of group, which together
-    reach the whole stage: the ranks of the call, and those that sum gradients of the same experts."""
+    """Has backward compare ranks, in a layer's calls of `is_compared` from the second on. Over two kinds of group,
+    which together reach the whole stage: the ranks of the call, and those that sum gradients of the same experts."""
 
     def __init__(self, layer: ComparedLayer) -> None:
         self._layer = weakref.ref(layer)  # which holds what it hands this to
         self._backwards = {"lockstep": 0, "expert_data": 0}
         self._last = 0  # call whose backward it was
         self._warned = self._warned_of_buffer = False
+        self.similarity = Similarity()
         self.mixed: tuple[str, int] | None = None  # a problem of the experts, and their `updates` then
         layout, weights = layer.context.layout, layer.expert_weights
         if layout.lockstep > 1:
@@ -104,9 +107,9 @@ class Watch:
             return
         self._backwards[kind] += 1
         number = self._backwards[kind]
-        if number < 2 or number & (number - 1):
+        if number < 2 or not is_compared(number):
             return
-        if kind == "lockstep" and (problem := _mixed(layer)) is not None:  # the next call is refused, on all ranks
+        if kind == "lockstep" and (problem := self._mixed(layer)) is not None:  # the next call is refused, on all ranks
             self.mixed = problem, layer.expert_weights.updates
         found = _drifted(layer, layer.context.rank_groups[kind], step)
         if found.buffer is not None:
@@ -130,6 +133,10 @@ class Watch:
             UserWarning,
             stacklevel=2,
         )
+
+    def _mixed(self, layer: ComparedLayer) -> str | None:
+        """What has put ranks' experts into one another; None for nothing."""
+        return _mixed(layer) or self.similarity.problem(layer, layer.context.rank_groups["ep"], _IN_BACKWARD)
 
     def _warn_of_buffer(self, layer: ComparedLayer, name: str) -> None:
         """Warn once of a buffer: no gradient changes it, and parameters may be alike all the same."""
@@ -187,7 +194,7 @@ def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> Drift:
     buffers = {name: tensor for name, tensor in dense.items() if name not in parameters}
     kinds = [(held, *_sums(held, device)) for held in (parameters, buffers)]
     facts = torch.stack([*(total for _, _, total in kinds), kinds[0][2].new_full((), step), *_beside(layer)])
-    with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
+    with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
         rows = rank_group.exchange(facts)
         for rank, row in zip(rank_group.ranks, rows, strict=True):
             if row[2] != rows[0][2]:
@@ -248,7 +255,7 @@ def _mixed(layer: ComparedLayer) -> str | None:
     if rank_group.size == 1 or weights.sharded or not weights.named:
         return None
     try:
-        _compare_experts(layer, rank_group, device, "backward by the comparison of ranks")
+        _compare_experts(layer, rank_group, device, _IN_BACKWARD)
     except InputError as error:
         return str(error)
     stepped = weights.gradient_sum.stepped
@@ -257,7 +264,7 @@ def _mixed(layer: ComparedLayer) -> str | None:
     firsts = [slots[0] for slots in weights.held.values()]  # in the order of gradients
     held = _of_all([tensor[firsts, :1].detach() for tensor in weights.stored_tensors().values()], device)
     facts = torch.stack([held, stepped.to(device)])
-    with rank_group.flight_recorder.step("backward by the comparison of ranks", counted=False):
+    with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
         rows = rank_group.exchange(facts)
     for rank, (numbers, gradients) in zip(rank_group.ranks, rows, strict=True):
         if gradients and gradients == rows[0][1] and numbers != rows[0][0]:
@@ -332,7 +339,7 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
             tensors = [tensor[slot].detach() for tensor in weights.stored_tensors().values()]
             facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
             facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
-    with rank_group.flight_recorder.step(step, counted=step == "first call"):
+    with rank_group.flight_recorder.step(step, counted=not step.startswith("backward")):
         rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
     for expert in many:
         found = {
@@ -360,7 +367,7 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
             )
 
 
-def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.device) -> None:
+def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.device, step: str) -> None:
     """Warn, on all ranks, of what `_compare_experts` does not refuse: one kind of matrix alone is equal, as where w2 is
     drawn anew by a loop over parameters, or ranks hold one expert each, which may be equal on purpose."""
     weights, expert_map, gated = layer.expert_weights, layer.placement.expert_map, layer.config.activation.gated
@@ -375,7 +382,7 @@ def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.de
             for name, tensor in stored.items():
                 views |= split_parts(name, tensor[slot].detach(), gated)
             facts[slot] = torch.stack([checksum(views[part].flatten()[:_SAMPLE], device) for part in parts])
-    with rank_group.flight_recorder.step("first call"):
+    with rank_group.flight_recorder.step(step):
         rows = rank_group.exchange(facts.flatten())
     for rank in range(1, rank_group.size):
         pairs = zip(expert_map.local(0), expert_map.local(rank), strict=True)

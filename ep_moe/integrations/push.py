@@ -24,7 +24,14 @@ from ep_moe.checkpoint.unexpected_tensors import listed
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import model_parts
 from ep_moe.integrations.load import check_files, fill
-from ep_moe.integrations.save import ModelParts, SavedExperts, check_plain, gather_experts, untied
+from ep_moe.integrations.save import (
+    ModelParts,
+    SavedExperts,
+    check_plain,
+    gather_experts,
+    untied,
+    warn_of_differences,
+)
 from ep_moe.weights.parts import full
 
 _Renamed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -82,6 +89,7 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
     """
     parts = model_parts(model)
     check_plain(parts.experts, "export_weights")
+    warn_of_differences(parts.experts, "export_weights")
 
     def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if not save_original_format:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -118,6 +119,7 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
     model, experts = parts.model, parts.experts
     context = experts[0].layer.context
     check_plain(experts, "save_pretrained")
+    warn_of_differences(experts, "save_pretrained")
     rest = parts.rest()
     _check_whole(rest)
     writer = _Writer(folder, shard_bytes) if context.layout.place == 0 else None
@@ -168,6 +170,15 @@ def check_plain(experts: list[SavedExperts], call: str) -> None:
                 f"quantization must be none for {call}, got {scheme.name} in {one.layer.name}; keep the "
                 f"checkpoint that the model was loaded from, or save state_dict() on every rank"
             )
+
+
+def warn_of_differences(experts: list[SavedExperts], call: str) -> None:
+    """Warn, on all ranks, of what they hold otherwise than they should: `call` would give the numbers of one of them,
+    or experts that something has put into one another. Collective."""
+    for one in experts:
+        found = one.layer._checks.difference(one.layer)
+        if found is not None:
+            warnings.warn(f"{call} goes on, and its weights are wrong: {found}", UserWarning, stacklevel=4)
 
 
 def _tried(act: Callable[[], None]) -> Exception | None:

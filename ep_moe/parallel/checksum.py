@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 WORDS = 1 << 20  # that are weighed at a time: 8 MiB of scratch memory
+_LATEST = 128  # rounds between two comparisons at most
 _FACTOR, _STEP = -7046029254386353131, 6364136223846793005  # odd: 2**64 / golden ratio, and Knuth's of MMIX
 
 
@@ -36,3 +37,9 @@ def checksum(tensor: Tensor, device: torch.device, ready: Tensor | None = None) 
         part = (words * (place_factors(len(words), tensor.device) if place is None else place)).sum()
         total = part if total is None else total * _STEP + part
     return torch.zeros((), dtype=torch.int64, device=device) if total is None else total.to(device)
+
+
+def is_compared(number: int) -> bool:
+    """Whether ranks compare numbers in a repeated round, such as a backward call: in 1, 2, 4 ... 128, and then in each
+    128th. Most faults are there from the first round on, and one that comes later is found within 128."""
+    return number % _LATEST == 0 or number & (number - 1) == 0

@@ -25,6 +25,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ep_moe.errors import ConfigError
+from ep_moe.parallel.checksum import is_compared
 from ep_moe.types import capturing
 from ep_moe.weights.beside import Beside
 from ep_moe.weights.full_state import refuse_full_state
@@ -140,10 +141,10 @@ def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """In an optimizer's steps 1, 2, 4, 8 and so on, for a comparison of ranks in a later backward."""
+    """In some of an optimizer's steps, for a comparison of ranks in a later backward."""
     steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
     optimizer._steps_noted_by_ep_moe = steps  # type: ignore[attr-defined]
-    if not steps & (steps - 1):
+    if is_compared(steps):
         found = _owners(optimizer, "summed_over_ranks")
         if found:
             _refuse_mixed_groups(optimizer)

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from io import BytesIO
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import LBFGS, SGD, Adam
 
@@ -63,6 +64,37 @@ def test_experts_that_are_mixed_are_found(way):
         assert "expert_parameters(model)" in found
         layer.load_state_dict(fresh)
         train(layer, context, SGD(layer.parameters(), lr=0.1), training.sync_gradients)
+
+
+def in_place(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        dist.all_reduce(parameter.data)
+        parameter.data /= dist.get_world_size()
+
+
+AVERAGES = {
+    "by torch": lambda parameters: average_parameters(iter(parameters), dist.group.WORLD),
+    "in place": in_place,
+}
+
+
+@distributed(2)
+@pytest.mark.parametrize("way", AVERAGES)
+def test_an_average_of_weights_late_in_training_is_found_within_128_backwards(way):
+    """Once: ranks' steps have led away from it when they compare."""
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        fresh = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+        optimizer = SGD(layer.parameters(), lr=0.1)
+        train(layer, context, optimizer, training.sync_gradients)
+        AVERAGES[way](layer.parameters())
+        layer._checks.watch._backwards["lockstep"] = 256 + 128 - 5  # `train` ends at the comparison
+        train(layer, context, optimizer, training.sync_gradients)
+        found = same_error(InputError, lambda: train(layer, context, optimizer, training.sync_gradients))
+        assert "the experts of rank 1 became alike to those of rank 0" in found
+        layer.load_state_dict(fresh)
+        train(layer, context, optimizer, training.sync_gradients)
 
 
 @distributed(2)

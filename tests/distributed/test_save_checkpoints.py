@@ -1,6 +1,7 @@
 """Models with expert-parallel layers saved as checkpoints that transformers loads, bit for bit."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,13 @@ from transformers import AutoModelForCausalLM
 from ep_moe import EPContext, ExpertMap, ParallelConfig
 from ep_moe.checkpoint.source import INDEX
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations.transformers import expert_parallel, load_pretrained, save_pretrained
+from ep_moe.integrations.transformers import (
+    expert_parallel,
+    export_weights,
+    load_pretrained,
+    moe_layers,
+    save_pretrained,
+)
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import fully_shard
 from tests.fixtures.checkpoint_files import FAMILIES, check_equal, quiet, save, tensors_of, tiny_model
@@ -99,6 +106,45 @@ def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(folders):
         assert len(set(everywhere(str(caught.value)))) == 1
         ids = torch.arange(5)[None].to(rank_device())
         assert model(input_ids=ids, use_cache=False).logits.isfinite().all()  # all can go on
+
+
+def averaged(model, rank):
+    """What loops over all parameters do ahead of a save, in place, which no later call would be told by."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data.div_(dist.get_world_size())
+
+
+def written_by_one(model, rank):
+    with torch.no_grad():
+        next(iter(moe_layers(model))).router.weight.add_(rank)
+
+
+@distributed(2, deadline_s=60)
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (averaged, "rank 1 holds for its experts the numbers of rank 0's"),
+        (written_by_one, "all ranks must hold the same router and shared experts, and router.weight on rank 1 differs"),
+    ],
+)
+def test_wrong_weights_are_saved_with_a_warning_on_all_ranks(spoil, sentence, folders, tmp_path, world_size):
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
+        model = load_pretrained(folders / "qwen3_moe" / "per_expert", context, progress=False)
+        for wrong in (False, True):
+            if wrong:
+                spoil(model, dist.get_rank())
+            for call, give in (
+                ("save_pretrained", lambda: save_pretrained(model, tmp_path / "saved")),
+                ("export_weights", lambda: list(export_weights(model))),
+            ):
+                with warnings.catch_warnings(record=True) as caught:
+                    warnings.simplefilter("always")
+                    give()
+                found = [str(w.message) for w in caught if "goes on" in str(w.message)]
+                assert len(found) == (len(moe_layers(model)) if wrong and spoil is averaged else int(wrong)), found
+                assert all(sentence in text and text.startswith(f"{call} goes on") for text in found)
 
 
 @distributed(2, set_device=True, deadline_s=60)

@@ -110,7 +110,7 @@ def watched(monkeypatch):
         return Drift(found["drifts"], found["buffer"], found["steps"])
 
     monkeypatch.setattr(rank_comparison, "_drifted", drifted)
-    monkeypatch.setattr(rank_comparison, "_mixed", lambda layer: None)
+    monkeypatch.setattr(Watch, "_mixed", lambda self, layer: None)
     return Watched(name="moe0", context=context, expert_weights=weights), found
 
 

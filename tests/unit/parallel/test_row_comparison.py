@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ep_moe.parallel import row_comparison
-from ep_moe.parallel.checksum import checksum
+from ep_moe.parallel.checksum import checksum, is_compared
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.parallel.row_comparison import RowComparison
@@ -96,3 +96,8 @@ def test_ids_of_either_width_are_the_same_ids(comparison):
     ids = torch.tensor([[0, 5], [-1, 3]])
     narrow, wide = (comparison.facts({"routing.ids": one}, CPU, compared=True) for one in (ids.int(), ids))
     assert [int(number) for number in narrow] == [int(number) for number in wide]
+
+
+def test_ranks_are_compared_often_at_first_and_each_128_rounds_later():
+    compared = [number for number in range(1, 1000) if is_compared(number)]
+    assert compared == [1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 896]
