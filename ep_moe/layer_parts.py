@@ -33,7 +33,7 @@ from ep_moe.selection.resolve import LayerRequest, SlowTraining, agree, device_o
 from ep_moe.selection.tuned import Kernel, Tuned
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.full_state import refuse_full_state
+from ep_moe.weights.full_state import refuse_adapter_state, refuse_full_state
 from ep_moe.weights.initial import fresh_numbers
 
 _FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes of a layer, once it is made
@@ -230,6 +230,8 @@ class LayerParts(nn.Module):
         """The map goes with the experts that it chose, beside the tensors: in a file that torch.save wrote a rank finds
         its own experts again, wherever they were moved before; what is put together of several ranks has none."""
         refuse_full_state(self.placement.expert_map)
+        if self.expert_weights.lora is not None:
+            refuse_adapter_state()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if (metadata := getattr(destination, "_metadata", None)) is not None:
             metadata[prefix[:-1]]["expert_map"] = self.placement.expert_map.to_json()

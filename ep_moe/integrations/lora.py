@@ -236,7 +236,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
         kept.init_lora_weights = initial  # as save_lora writes it
         tensors = _load_experts(model, kept, tensors, folder)
         tensors = _renamed(tensors, base, to_file=False)
-        expected = set(peft.get_peft_model_state_dict(model)) if hasattr(model, "peft_config") else set()
+        expected = set(_of_peft(peft, model))
         if odd := sorted(expected ^ tensors.keys()):
             what = "is missing" if odd[0] in expected else "is in no module of the model"
             raise CheckpointError(f"{folder}: {odd[0]} {what}")
@@ -267,13 +267,19 @@ def _load_experts(model: nn.Module, config: Any, tensors: dict[str, Tensor], fol
 
 
 def _write(peft: Any, model: Any, config: Any, tensors: dict[str, Tensor], folder: Path) -> None:
-    if hasattr(model, "peft_config"):
-        tensors = tensors | _renamed(dict(peft.get_peft_model_state_dict(model)), model, to_file=True)
+    tensors = tensors | _renamed(_of_peft(peft, model), model, to_file=True)
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / _FILE, {"format": "pt"})
     saved = copy.deepcopy(config)
     saved.inference_mode, saved.target_modules = True, saved.target_modules or []
     saved.save_pretrained(str(folder))
+
+
+def _of_peft(peft: Any, model: Any) -> dict[str, Tensor]:
+    """What an adapter has beside experts' factors."""
+    if not hasattr(model, "peft_config"):
+        return {}
+    return dict(peft.get_peft_model_state_dict(model, state_dict=model.state_dict()))
 
 
 def _fused(tensors: dict[str, Tensor], config: Any, model: Any, folder: Path) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ _FULL: Callers = {"torch.distributed.checkpoint.state_dict": ("_get_model_state_
 _ONE_RANK: Callers = {
     "accelerate.accelerator": ("save_state", "save_model", "get_state_dict"), "transformers.trainer": ("_save",),
 }  # fmt: skip
+_ADAPTER: Callers = {"peft.utils.save_and_load": ("get_peft_model_state_dict",)}
 # those that take tensors of one memory for the same tensor, and keep one of them
 _ONE_OF_A_STORAGE: Callers = {**_ONE_RANK, "safetensors.torch": ("save_model", "load_model")}
 
@@ -50,6 +51,15 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
             f"for all of them; call torch.distributed.checkpoint.save with get_model_state_dict and "
             f"get_optimizer_state_dict on all ranks (docs/how-to/training.md), or for a model of transformers "
             f"ep_moe.integrations.transformers.save_pretrained(model, folder)"
+        )
+
+
+def refuse_adapter_state() -> None:
+    """Raise ConfigError in a state_dict() of which PEFT takes an adapter, by names that experts' factors do not bear."""
+    if next(frames_of(_ADAPTER), None) is not None:
+        raise ConfigError(
+            "get_peft_model_state_dict of PEFT would leave out the factors of experts; call "
+            "ep_moe.integrations.lora.save_lora(model, folder) on all ranks"
         )
 
 
