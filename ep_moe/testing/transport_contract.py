@@ -329,7 +329,9 @@ def numbers_of_routes_come_back(case: Case) -> None:
         found = (1 + ids + case.rank * SLOTS + 100 * received.x[:, :1].float()).where(ids >= 0, torch.nan)
         found = torch.cat([found, found], 1)[:, : case.shape.top_k]
         mine = 1 + routing.ids + 100 * x[:, :1].float()
-        outs = (torch.full_like(wanted, 7.0), torch.full_like(routing.weights, 7.0)) if turn % 2 else (None, None)
+        outs: tuple[Tensor | None, Tensor | None] = (None, None)
+        if turn % 2:
+            outs = torch.full_like(wanted, 7.0, device=case.device), torch.full_like(routing.weights, 7.0)
         y, numbers = case.dispatcher.combine_with_weights(case.experts(received), found, received.handle, *outs)
         case.that(outs[0] is None or (y is outs[0] and numbers is outs[1]), "results are not where they were wanted")
         results.append((y, wanted, numbers, mine.where(routing.ids >= 0, 0.0)))
