@@ -22,8 +22,9 @@ from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import InputError
 from ep_moe.execution.similarity import Similarity
-from ep_moe.parallel.checksum import checksum, is_compared
+from ep_moe.parallel.checksum import checksum, is_compared, row_checksums
 from ep_moe.parallel.rank_group import RankGroup, of_other_calls
+from ep_moe.placement.expert_map import EMPTY
 from ep_moe.placement.placement import Placement
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
@@ -334,11 +335,13 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
     slots_per_rank = expert_map.slots_per_rank
     facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)
     many = set(expert_map.replicated)
-    for slot, expert in enumerate(weights.local_experts):
-        if expert >= 0 and not weights.is_meta:
-            tensors = [tensor[slot].detach() for tensor in weights.stored_tensors().values()]
-            facts[slot, 0] = _of_all([tensor.flatten()[:_SAMPLE] for tensor in tensors], device)
-            facts[slot, 1] = _of_all(tensors, device) if expert in many else 0
+    held = _filled_slots(weights)
+    copies = [slot for slot in held if weights.local_experts[slot] in many]
+    tensors = list(weights.stored_tensors().values())
+    if held:
+        facts[held, 0] = _of_slots([tensor.flatten(1)[:, :_SAMPLE] for tensor in tensors])[held].to(device)
+    if copies:
+        facts[copies, 1] = _of_slots([tensor[copies] for tensor in tensors]).to(device)
     with rank_group.flight_recorder.step(step, counted=not step.startswith("backward")):
         rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
     for expert in many:
@@ -375,13 +378,13 @@ def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.de
         return
     parts = [part for part in part_names(weights.names, gated) if not part.endswith("_bias")]
     facts = torch.zeros(expert_map.slots_per_rank, len(parts), dtype=torch.int64, device=device)
-    stored = weights.stored_tensors()
-    for slot, expert in enumerate(weights.local_experts):
-        if expert >= 0 and not weights.is_meta:
-            views: dict[str, Tensor] = {}
-            for name, tensor in stored.items():
-                views |= split_parts(name, tensor[slot].detach(), gated)
-            facts[slot] = torch.stack([checksum(views[part].flatten()[:_SAMPLE], device) for part in parts])
+    held = _filled_slots(weights)
+    if held:
+        views: dict[str, Tensor] = {}
+        for name, tensor in weights.stored_tensors().items():
+            views |= split_parts(name, tensor.transpose(0, 1), gated)
+        samples = [views[part].transpose(0, 1).flatten(1)[:, :_SAMPLE] for part in parts]
+        facts[held] = torch.stack([row_checksums(sample) for sample in samples], 1)[held].to(device)
     with rank_group.flight_recorder.step(step):
         rows = rank_group.exchange(facts.flatten())
     for rank in range(1, rank_group.size):
@@ -402,6 +405,16 @@ def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.de
                 stacklevel=2,
             )
             return
+
+
+def _filled_slots(weights: ExpertWeights) -> list[int]:
+    """Those that have an expert, and numbers of it."""
+    return [] if weights.is_meta else [slot for slot, expert in enumerate(weights.local_experts) if expert != EMPTY]
+
+
+def _of_slots(tensors: list[Tensor]) -> Tensor:
+    """int64 [L] of some tensors [L, ...]: of each slot, what `_of_all` is of its tensors."""
+    return row_checksums(torch.stack([row_checksums(tensor) for tensor in tensors], 1))
 
 
 def _of_all(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -39,6 +39,24 @@ def checksum(tensor: Tensor, device: torch.device, ready: Tensor | None = None) 
     return torch.zeros((), dtype=torch.int64, device=device) if total is None else total.to(device)
 
 
+def row_checksums(rows: Tensor) -> Tensor:
+    """Compute `checksum` of each row at once.
+
+    Args:
+        rows: [L, ...] of any dtype.
+
+    Returns:
+        int64 [L] on the device of `rows`.
+    """
+    data = rows.detach().flatten(1).contiguous().view(torch.uint8)
+    padded = torch.nn.functional.pad(data, (0, -data.shape[1] % 8))
+    words = padded.view(-1).view(torch.int64).view(len(padded), padded.shape[1] // 8)
+    total = words.new_zeros(len(words))
+    for part in words.split(WORDS, 1):
+        total = total * _STEP + (part * place_factors(part.shape[1], part.device)).sum(1)
+    return total
+
+
 def is_compared(number: int) -> bool:
     """Whether ranks compare numbers in a repeated round, such as a backward call: in 1, 2, 4 ... 128, and then in each
     128th. Most faults are there from the first round on, and one that comes later is found within 128."""

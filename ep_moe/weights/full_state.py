@@ -55,7 +55,7 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
 
 
 def refuse_adapter_state() -> None:
-    """Raise ConfigError in a state_dict() of which PEFT takes an adapter, by names that experts' factors do not bear."""
+    """Raise ConfigError in a state_dict() from which PEFT picks an adapter by name. It would leave experts out."""
     if next(frames_of(_ADAPTER), None) is not None:
         raise ConfigError(
             "get_peft_model_state_dict of PEFT would leave out the factors of experts; call "

@@ -362,7 +362,9 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
         adapted = add_lora(model, lora_config("olmoe"))
         with pytest.raises(ConfigError, match="would leave out the factors of experts"):
             adapted.save_pretrained(tmp_path)
-        with pytest.raises(ConfigError, match="get_peft_model_state_dict of PEFT would leave out the factors of experts"):
+        with pytest.raises(
+            ConfigError, match="get_peft_model_state_dict of PEFT would leave out the factors of experts"
+        ):
             peft.get_peft_model_state_dict(adapted)
         with pytest.raises(ConfigError, match="the experts have LoRA factors"):
             save_pretrained(model, tmp_path)

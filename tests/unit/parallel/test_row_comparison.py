@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ep_moe.parallel import row_comparison
-from ep_moe.parallel.checksum import checksum, is_compared
+from ep_moe.parallel.checksum import checksum, is_compared, row_checksums
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.parallel.row_comparison import RowComparison
@@ -96,6 +96,15 @@ def test_ids_of_either_width_are_the_same_ids(comparison):
     ids = torch.tensor([[0, 5], [-1, 3]])
     narrow, wide = (comparison.facts({"routing.ids": one}, CPU, compared=True) for one in (ids.int(), ids))
     assert [int(number) for number in narrow] == [int(number) for number in wide]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 2, 16), (2, 5), (1, 19), (0, 8)])
+def test_checksums_of_rows_are_those_of_each(dtype, shape, monkeypatch):
+    monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB else
+    wide = torch.randint(0, 255, (*shape[:-1], shape[-1] + 3), generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = wide[..., 1 : shape[-1] + 1]
+    assert row_checksums(rows).tolist() == [int(checksum(row, CPU)) for row in rows]
 
 
 def test_ranks_are_compared_often_at_first_and_each_128_rounds_later():
