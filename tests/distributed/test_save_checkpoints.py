@@ -153,6 +153,6 @@ def test_a_model_that_fsdp_has_cut_is_refused(ep, tmp_path, world_size):
     """On all ranks: with ep < dp pieces of experts lie on ranks that do not write."""
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
-        model = fully_shard(expert_parallel(tiny_model("qwen3_moe"), context), context)
+        model = fully_shard(expert_parallel(tiny_model("qwen3_moe").to(rank_device()), context), context)
         text = same_error(ConfigError, lambda: save_pretrained(model, tmp_path / "saved"))
         assert "is sharded over ranks, and save_pretrained writes whole tensors" in text
