@@ -1,6 +1,7 @@
-"""Dense parameters that an optimizer steps beside a layer's experts: whether they stay alike on ranks.
+"""Checksums of the dense parameters that one optimizer updates together with a layer's experts.
 
-A router and shared experts alone would not tell. They may be frozen, or all that a loop averages.
+Ranks compare these checksums to detect dense parameters that diverge. The router and the shared experts alone are not
+enough: they may be frozen, or be the only parameters whose gradients a training loop averages.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from torch.optim import Optimizer
 
 from ep_moe.parallel.checksum import checksum
 
-_LOOKED_AT = 1 << 12  # numbers of each parameter
+_LOOKED_AT = 1 << 12  # leading elements of each parameter that enter the checksum
 
 
 class Beside:
-    """The plain dense parameters that learn by an optimizer, held weakly. Experts differ on purpose. DTensors are
-    pieces, which differ too.
+    """Weak references to the trainable, plain dense parameters of an optimizer.
 
-    optimizer: ahead of a step, and not within a graph capture
-    before: a checksum of the parameters then, int64 []; 0 where there are none
+    Expert parameters and DTensors are excluded: they differ between ranks by design.
+
+    optimizer: construct this before its step, outside a CUDA graph capture
+    before: checksum of the parameters at construction, int64 []; 0 if there are none
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         apart = ("summed_over_ranks", "placements")
         dense = [p for p in parameters if p.requires_grad and not any(hasattr(p, name) for name in apart)]
-        # tensors of inference mode have no version, and do not learn
+        # inference tensors have no version counter, and are not trained
         self._held = [weakref.ref(parameter) for parameter in dense if not parameter.is_inference()]
         self._seen: list[int] = []
         self.before = self._last = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -36,8 +38,10 @@ class Beside:
 
     @torch.no_grad()
     def now(self) -> Tensor:
-        """Give the checksum of the parameters' present numbers. Each layer of a model asks within one backward, and the
-        parameters are read once."""
+        """Return the checksum of the current parameters, int64 [].
+
+        Every layer of a model calls this in one backward. The result is cached until a parameter's version changes.
+        """
         found = [p for held in self._held if (p := held()) is not None and not p.is_meta]
         versions = [parameter._version for parameter in found]
         if found and versions != self._seen:

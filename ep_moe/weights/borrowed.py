@@ -1,4 +1,4 @@
-"""Expert weights that are another module's parameters: nothing is stored here, kernels read what a call is lent."""
+"""Expert weights that belong to another module. Each call lends its tensors to the kernels; nothing is stored here."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ep_moe.weights.parts import joined
 
 
 class BorrowedWeights(ExpertWeights):
-    """The weights of this rank's slots, in memory that is lent for a call.
+    """The weights of this rank's slots, in tensors that the owner lends for one call.
 
-    Gradients go back to the lender as the EP group's sum: nothing here divides them, or sums them over other EP groups.
+    Gradients return to the owner as sums over the EP group. They are neither divided nor summed over other EP groups.
 
-    The arguments are those of `ExpertSlots`. The layout must be the canonical one, and the scheme plain.
+    The arguments are those of `ExpertSlots`. The layout must be canonical and the scheme plain (not quantized).
     """
 
     def __init__(self, *args: Any, device: torch.device | None = None, **options: Any) -> None:
@@ -34,19 +34,19 @@ class BorrowedWeights(ExpertWeights):
 
     @contextmanager
     def borrow(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Within, kernels read these tensors.
+        """Let kernels read these tensors inside the `with` block.
 
         Args:
-            tensors: Canonical, [L, ...] each, by the names of the stored tensors. Where gradients are wanted, functions
-                of the lender's parameters. They get zeros where no row reaches an expert, so that what reduces
-                gradients over ranks is entered by all of them.
+            tensors: Canonical tensors [L, ...], by the names of the stored tensors. To train, pass tensors that were
+                computed from the owner's parameters. An expert that receives no row gets a zero gradient, so that all
+                ranks enter the owner's gradient reduction.
         """
         assert tensors.keys() == set(self.names), f"{sorted(tensors)} are not {self.names}"
         lent = dict(tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in lent.values()):
             lent = joined({name: tensor.detach() for name, tensor in lent.items()}, list, lent.values())
         before, self._lent = self._lent, lent
-        self._dtype = lent["w13"].dtype  # FSDP2 may lend another than it holds; backward asks after the call
+        self._dtype = lent["w13"].dtype  # FSDP2 may lend another dtype than it stores; backward reads it after the call
         try:
             yield
         finally:
@@ -64,11 +64,11 @@ class BorrowedWeights(ExpertWeights):
         return any(tensor.requires_grad for tensor in self._lent.values())
 
     def stored_tensors(self) -> Mapping[str, Tensor]:
-        """What is lent to the call that is under way, or given by `given`; empty between calls."""
+        """Return the tensors lent to the current call, or those passed to `given`; an empty mapping between calls."""
         return self._lent if self._joined is None else self._joined
 
     def reset_parameters(self) -> None:
-        """Nothing: the lender's numbers are meant."""
+        """Do nothing: the owner initializes its parameters."""
 
     @property
     def dtype(self) -> torch.dtype:

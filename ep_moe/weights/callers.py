@@ -1,4 +1,4 @@
-"""Which functions of other libraries call: where nothing else tells what a call is for."""
+"""Detect functions of other libraries on the call stack, where no argument tells what a call is for."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-Callers = Mapping[str, tuple[str, ...]]  # names of functions, by module
+Callers = Mapping[str, tuple[str, ...]]  # module name -> function names
 
 _PIPELINE = "torch.distributed.pipelining.schedules"
 _SCHEDULES: Callers = {_PIPELINE: ("_step_microbatches",)}
 
 
 def frames_of(callers: Callers) -> Iterator[FrameType]:
-    """List the frames of some functions among the callers.
+    """Find the stack frames of given functions.
 
     Args:
-        callers: The functions.
+        callers: The functions to look for.
 
     Yields:
         Their frames, innermost first.
@@ -30,7 +30,7 @@ def frames_of(callers: Callers) -> Iterator[FrameType]:
 
 
 def training_schedules() -> list[Any]:
-    """List the schedules of torch.distributed.pipelining that call, and run backward afterwards."""
+    """Return the torch.distributed.pipelining schedules on the call stack that also run backward."""
     if _PIPELINE not in sys.modules:
         return []
     found = [frame.f_locals.get("self") for frame in frames_of(_SCHEDULES)]

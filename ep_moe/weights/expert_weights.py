@@ -1,14 +1,17 @@
-"""Expert weights of one rank: all slots in its kernel's layout, parameters and a state dict per logical expert in ours.
+"""The expert weights of one rank.
 
-Canonical, of one whole expert (all of it where etp = 1; `PLAIN` scheme; other schemes have the parts that
-`quant.schemes` names, such as `w13_scale`):
+Slots are stored in the layout of the kernel. Parameters and the state dict are named by logical expert and are in the
+canonical layout. Canonical tensors of one whole expert in the `PLAIN` scheme, before it is split over etp:
 
     w13 [2I, H]  gate rows first, then up rows (as Hugging Face and vLLM); [I, H] without a gate
     w2  [H, I]
-    w13_bias [2I], w2_bias [H] where the layer has them; w2_bias is added by etp rank 0 alone
+    w13_bias [2I], w2_bias [H] if the layer has biases; only etp rank 0 adds w2_bias
 
-Parameters and saved tensors of the plain scheme have the two halves of w13 apart, as w1 [I, H] (gate) and w3 [I, H]
-(up): each is cut over etp in one piece, which checkpoints can say, and has the fan-in that its shape tells.
+Quantized schemes add the tensors that `quant.schemes` names, such as `w13_scale`.
+
+Parameters and saved tensors of the plain scheme hold the two halves of w13 separately, as w1 [I, H] (gate) and w3
+[I, H] (up). An etp rank then holds one contiguous shard of each, which a distributed checkpoint can describe.
+Initializers compute the right fan-in from the shape of each half.
 """
 
 from __future__ import annotations
@@ -36,41 +39,45 @@ Result = TypeVar("Result")
 
 
 class ExpertWeights(ExpertSlots):
-    """The weights of this rank's slots: one [L, ...] per tensor that `weight_layout` stores.
+    """The weights of this rank's slots: one tensor [L, ...] for each tensor that `weight_layout` stores.
 
-    `state_dict` has each expert of this rank by logical id, `3.w1` and so on, whole and canonical: the union over ranks
-    is a checkpoint that depends on no placement and no kernel. With etp > 1 it is collective over the etp group.
-    `load_state_dict` takes any dict that has (at least) this rank's experts, in the scheme or as numbers.
+    `state_dict` holds whole, canonical tensors of this rank's experts, named by logical id (`3.w1`). The union over
+    ranks is a checkpoint that depends on neither placement nor kernel. With etp > 1, `state_dict` is collective over
+    the etp group. `load_state_dict` takes any dict that contains at least this rank's experts, either quantized by the
+    scheme or in floating point.
 
     Args:
-        config: The layer.
-        expert_map: Where experts are.
+        config: The layer's configuration.
+        expert_map: The placement of experts.
         ep_rank: This rank in the EP group.
         ep: The EP group.
         etp: The ranks that share each expert.
         replicas: The ranks with the same slots in other EP groups.
-        dtype: Of the activations, and of what is not quantized.
-        scheme: How the numbers are stored.
-        weight_layout: The layout of the kernel that reads them. Default: canonical.
-        trainable: Whether the kernel has a backward. Plain canonical weights are then parameters by logical expert,
-            such as `3.w1`, on the memory that kernels read. Others are one frozen parameter a tensor, of all slots.
+        dtype: The dtype of activations and of tensors that are not quantized.
+        scheme: How matrices are stored.
+        weight_layout: The layout of the kernel that reads the weights. Default: canonical.
+        trainable: Whether the kernel has a backward. If so, plain canonical weights are parameters by logical expert,
+            such as `3.w1`, that are views of the memory that kernels read. Otherwise each stored tensor [L, ...] is one
+            parameter, which is frozen unless `trainable` and the scheme is plain.
     """
 
     def __getattr__(self, name: str) -> Any:
-        if name.isdigit() and not self.named and int(name) in self.held:  # checkpoints look up what `state_dict` names
+        # torch.distributed.checkpoint resolves the keys of `state_dict` as attributes
+        if name.isdigit() and not self.named and int(name) in self.held:
             return SimpleNamespace(**self._parts(self.slot(self.held[int(name)][0])))
         return super().__getattr__(name)
 
-    # --- what is there -----------------------------------------------------------------------------------------
+    # --- reading -----------------------------------------------------------------------------------------------
 
     def dense(self, name: str) -> Tensor:
-        """Give a matrix of all slots in the canonical layout.
+        """Return a matrix of all slots in the canonical layout.
 
         Args:
             name: "w13" or "w2".
 
         Returns:
-            [L, rows, columns]: the stored tensor where it is plain and canonical, else dequantized to `dtype`.
+            [L, rows, columns]. The stored tensor itself if it is plain and canonical, otherwise a copy, dequantized to
+            `dtype`.
         """
         if self.scheme.plain and type(self.weight_layout) is WeightLayout:
             return self.stored_tensors()[name]
@@ -82,13 +89,13 @@ class ExpertWeights(ExpertSlots):
         return self.scheme.dequantize(whole, name).to(self.dtype)
 
     def slot_tensors(self) -> dict[str, Tensor]:
-        """Give all tensors that move when an expert moves: every parameter and buffer, so that no scale is forgotten.
+        """Return all tensors that move with an expert: every stored tensor and buffer, including scales.
 
         Returns:
-            [L, ...] each, by name, in the kernel's layout.
+            Tensors [L, ...] by name, in the kernel's layout.
 
         Raises:
-            AssertionError: a registered tensor is not one per slot.
+            AssertionError: The first dimension of a registered tensor is not the number of slots.
         """
         found = dict([*self.stored_tensors().items(), *self.named_buffers()])
         odd = [name for name, tensor in found.items() if tensor.dim() == 0 or len(tensor) != self.num_slots]
@@ -96,23 +103,25 @@ class ExpertWeights(ExpertSlots):
         return {name: found[name].detach() for name in sorted(found)}
 
     def slot(self, slot: int) -> dict[str, Tensor]:
-        """One slot's canonical tensors."""
+        """Return the canonical tensors of one slot."""
         return self.weight_layout.restore(
             {name: tensor.detach()[slot] for name, tensor in self.stored_tensors().items()}
         )
 
     @property
     def adds_output_bias(self) -> bool:
-        """Outputs are summed over etp: one rank of it adds w2_bias."""
+        """Whether this rank adds w2_bias. Outputs are summed over etp, so only etp rank 0 does."""
         return self.etp.rank == 0
 
     # --- writing -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Uniform in +-1/sqrt(fan in), as `nn.Linear`; biases zero; quantized where the layer is. What an expert gets
-        depends on the state of torch's default generator on the CPU and on its logical id: with one seed the model is
-        the same under every layout and map, and copies of an expert are equal."""
+        """Draw matrices uniformly in +-1/sqrt(fan in), as `nn.Linear` does, set biases to zero, and quantize.
+
+        An expert's values depend on the state of torch's default CPU generator and on its logical id. With the same
+        seed, the model is the same under every layout and map, and replicas of an expert are equal.
+        """
         self.updates += 1
         if self.is_meta:
             return
@@ -129,18 +138,20 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def update_expert(self, logical_id: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write an expert's whole tensors into every slot that holds it here. Local: call it on all ranks alike.
+        """Write an expert's whole tensors into every slot of this rank that holds it.
+
+        Not collective, but call it with the same tensors on all ranks.
 
         Args:
             logical_id: The expert.
-            tensors: Some or all of its canonical tensors. A matrix may be numbers, which a quantized layer quantizes as
-                a whole, so that an etp rank has the scales of all.
+            tensors: Some or all of its whole canonical tensors. In a quantized layer, a matrix may be floating point.
+                It is quantized before it is split over etp, so that all etp ranks use the scales of the whole matrix.
 
         Returns:
             The number of slots written on this rank.
 
         Raises:
-            InputError: on this rank, as `MoELayer.update_expert` says.
+            InputError: See `MoELayer.update_expert`. Raised on this rank only.
         """
         if self.is_meta:
             raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
@@ -162,19 +173,19 @@ class ExpertWeights(ExpertSlots):
         return len(slots)
 
     def _is_numbers(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor is a matrix that is to be quantized here."""
+        """Whether a tensor is a floating-point matrix that this layer must quantize."""
         return not self.scheme.plain and name in ("w13", "w2") and tensor.is_floating_point() and tensor.itemsize > 1
 
     @torch.no_grad()
     def write(self, slots: list[int], pieces: Mapping[str, Tensor]) -> None:
-        """Write an expert's canonical tensors (some or all of them), cut to this etp rank, into `slots`."""
+        """Write this etp rank's shards of some or all of an expert's canonical tensors into `slots`."""
         specs = self.weight_layout.canonical
         canonical = {
             name: piece.to(self.device, self.dtype if self.scheme.plain else specs[name].dtype)
             for name, piece in pieces.items()
         }
         if canonical.keys() != self.weight_layout.canonical.keys():
-            canonical = self.slot(slots[0]) | canonical  # a kernel's tensor may be made of several of ours
+            canonical = self.slot(slots[0]) | canonical  # a stored tensor may depend on several canonical ones
         stored = self.stored_tensors()
         for name, tensor in self.weight_layout.prepare(canonical).items():
             for slot in slots:
@@ -195,7 +206,7 @@ class ExpertWeights(ExpertSlots):
             shape, dtype = spec.shape, spec.dtype
             if tuple(tensor.shape) != shape:
                 raise InputError(f"expert {logical_id}: {name} must be {list(shape)}, got {list(tensor.shape)}")
-            # numbers may be rounded to the layer's dtype; codes and their scales mean nothing in another
+            # floating-point values may be rounded to the layer's dtype; codes and scales must have the scheme's dtype
             if self.scheme.plain or name.endswith("_bias"):
                 _refuse_codes(logical_id, name, tensor, dtype)
             elif numbers:
@@ -232,7 +243,7 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def whole(self, slot: int) -> dict[str, Tensor]:
-        """Gather a slot's whole canonical tensors. Collective over the etp group, and all that share out its expert."""
+        """Return a slot's whole canonical tensors. Collective over the etp group, and over FSDP2's mesh if sharded."""
         if self.named and not self._slots:
             module, gated = self._modules[str(self.local_experts[slot])], self.config.activation.gated
             assert module is not None
@@ -247,17 +258,17 @@ class ExpertWeights(ExpertSlots):
         pieces = [torch.empty_like(wire) for _ in range(self.etp.size)]
         with self.etp.flight_recorder.step(
             "gather an expert over etp", counted=False
-        ):  # ranks differ in how many they hold
+        ):  # not counted: ranks hold different numbers of experts, so the number of these calls differs
             dist.all_gather(pieces, wire, group=self.etp.group)
         return join(self.config, name, [part.view(piece.dtype) for part in pieces])
 
     @property
     def saved_names(self) -> list[str]:
-        """Of an expert's tensors in `state_dict`: those of its parameters where it is plain."""
+        """Names of an expert's tensors in `state_dict`: of parameters (w1, w3) if plain, else canonical (w13)."""
         return part_names(self.names, self.config.activation.gated) if self.scheme.plain else list(self.names)
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Canonical tensors by the names that are saved."""
+        """Rename canonical tensors to `saved_names`; splits w13 into w1 and w3 in the plain scheme."""
         if not self.scheme.plain:
             return dict(tensors)
         gated = self.config.activation.gated
@@ -291,7 +302,7 @@ class ExpertWeights(ExpertSlots):
                 f"{prefix.rstrip('.')} is on the meta device; call to_empty(device=...) before load_state_dict"
             )
             return
-        self.updates += 1  # also where this rank has no experts
+        self.updates += 1  # also on ranks without experts, so that the count is equal on all ranks
         names = {*self.saved_names, *self.names, *self._number_names}
         known = {f"{prefix}{e}.{name}" for e in range(self.config.num_experts) for name in names}
         factors = () if self.lora is None else self.lora.kinds
@@ -311,12 +322,15 @@ class ExpertWeights(ExpertSlots):
 
     @property
     def _number_names(self) -> list[str]:
-        """Of an expert's numbers in the state of a layer of the plain scheme."""
+        """Names of an expert's tensors in the state dict of a layer that is not quantized."""
         names = tuple(PLAIN.expert(self.config, self._dtype))
         return part_names(names, self.config.activation.gated)
 
     def _missing(self, found: Mapping[str, Tensor]) -> list[str]:
-        """Of an expert's tensors. Numbers of a matrix stand for the codes and scales that they are quantized to."""
+        """Return the names of an expert's tensors that `found` lacks.
+
+        A floating-point matrix replaces the codes and scales that it is quantized to.
+        """
         gated, plain = self.config.activation.gated, self.scheme.plain
         given = {name for name in ("w13", "w2") if not plain and self._has_numbers(name, found)}
         made = {f"{name}{part}" for name in given for part in ("", "_scale", "_global_scale")}
@@ -334,7 +348,7 @@ class ExpertWeights(ExpertSlots):
 
     @torch.no_grad()
     def _load_expert(self, expert: int, found: Mapping[str, Tensor]) -> None:
-        """found: by the names of parameters, or by canonical ones (w13), of which the latter win."""
+        """Load an expert from `found`, by parameter names (w1) or canonical names (w13), which take precedence."""
         if self.named and not self._slots:
             parts = {**found, **self._parts({name: found[name] for name in self.names if name in found})}
             module = self._modules[str(expert)]
@@ -373,7 +387,7 @@ class ExpertWeights(ExpertSlots):
         self.update_expert(expert, whole)
 
     def _own_half(self, expert: int, name: str, part: str, shape: list[int]) -> Tensor:
-        """What stays of a matrix where a dict has its other half alone: this etp rank's rows in a whole half."""
+        """Return the half of w13 that a state dict lacks: this etp rank's current rows, placed in a whole half."""
         if not self.scheme.plain and not name.endswith("_bias"):
             raise InputError(
                 f"expert {expert}: {part} is missing, and {name} is quantized as a whole; give both halves"
@@ -384,7 +398,7 @@ class ExpertWeights(ExpertSlots):
         return half
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.extra_repr()})"  # a line for each expert would tell no more
+        return f"{type(self).__name__}({self.extra_repr()})"  # without one line for each expert's module
 
     def extra_repr(self) -> str:
         plain = self.scheme.plain
@@ -396,7 +410,7 @@ class ExpertWeights(ExpertSlots):
 
 
 def _refuse_codes(expert: int, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
-    """dtype: of what is to hold numbers"""
+    """Raise InputError if a tensor holds codes instead of floating-point values. dtype: the destination's"""
     if not tensor.is_floating_point() or tensor.itemsize == 1:
         raise InputError(
             f"expert {expert}: {name} must be numbers that are rounded to {dtype_name(dtype)}, got "
@@ -405,7 +419,7 @@ def _refuse_codes(expert: int, name: str, tensor: Tensor, dtype: torch.dtype) ->
 
 
 def _copy_into(parameter: Tensor, value: Tensor) -> None:
-    """A whole tensor, or one that is shared out as the parameter is."""
+    """Copy a whole tensor, or a DTensor, into a parameter that may be a DTensor. Not collective for whole tensors."""
     if hasattr(parameter, "placements") and not hasattr(value, "placements"):
         from torch.distributed.tensor import distribute_tensor
 

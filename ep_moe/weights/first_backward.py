@@ -1,7 +1,8 @@
-"""Whether anything beside a layer's backward writes its experts' gradients, seen in its first backward.
+"""Detect, in the first backward, expert gradients that something other than the layer wrote.
 
-In a loop without a wrapper the first `sync_gradients` divides what lies in the parameters, and backward divides by
-itself from then on. What something else put there before that is divided in this step alone.
+Without a wrapper such as DDP, the first `sync_gradients` divides the gradients that the parameters hold. From then on
+the layer's backward divides them. Contributions from elsewhere, such as a weight penalty in the loss, are therefore
+divided in the first step only. `sync_gradients` warns about them.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from torch.autograd.graph import get_gradient_edge
 from ep_moe.types import capturing
 from ep_moe.weights.parts import local
 
-_LOOKED_AT = 1 << 12  # numbers of each gradient
+_LOOKED_AT = 1 << 12  # leading elements of each gradient that are compared
 
 
 class FirstBackward:
-    """Of one layer: a comparison, behind its first backward, of gradients with what the layer's own nodes gave."""
+    """Compare one layer's expert gradients after the first backward with those that its own autograd nodes gave."""
 
     def __init__(self) -> None:
         self._due = True
         self._parameters: list[Tensor] = []
-        self._wanted: Tensor | None = None  # float32
+        self._wanted: Tensor | None = None  # float32, the expected gradients
         self._differs: Tensor | None = None  # bool []
 
     @torch.no_grad()
     def note(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Within a backward: the gradients that a call gives to parameters. Does not wait for the device."""
+        """Record, in backward, the gradients that a call returns to `parameters`. Does not synchronize the device."""
         if not self._due or capturing(parameters[0].device):
             return
         given = [(p, g) for p, g in zip(parameters, gradients, strict=True) if p.requires_grad and _accumulates(p)]
@@ -53,10 +54,10 @@ class FirstBackward:
         self._due, self._parameters, self._wanted = False, [], None
 
     def warn(self, ranks: float) -> None:
-        """Say, where gradients are divided for the first time, what is divided with them. Waits for the device.
+        """Warn if the gradients that are divided for the first time have other contributions. Synchronizes the device.
 
         Args:
-            ranks: Gradients are divided by.
+            ranks: The divisor of the gradients.
         """
         differs, self._differs, self._due = self._differs, None, False
         if differs is not None and bool(differs):
@@ -71,7 +72,10 @@ class FirstBackward:
 
 
 def _accumulates(parameter: Tensor) -> bool:
-    """Whether the backward that runs adds to `grad`: `torch.autograd.grad` does not, nor `backward(inputs=...)`."""
+    """Whether the running backward adds to `parameter.grad`.
+
+    `torch.autograd.grad` does not, nor does `backward(inputs=...)` without this parameter.
+    """
     if not parameter.is_leaf:
         return False
     try:
@@ -85,5 +89,5 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _numbers(tensors: Iterable[Tensor]) -> Tensor:
-    """float32: some of each."""
+    """Concatenate the first `_LOOKED_AT` local elements of each tensor, float32."""
     return torch.cat([local(tensor).flatten()[:_LOOKED_AT].float() for tensor in tensors])

@@ -1,6 +1,6 @@
-"""What other libraries would leave out of a file, without a word, that they make of a module's state_dict().
+"""Refuse uses of state_dict() by other libraries that would silently save incomplete checkpoints.
 
-Modules and optimizers do not learn what their state_dict() is for: the callers' frames alone say it.
+A module or optimizer cannot see why its state_dict() is called, so these functions inspect the call stack.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.weights.callers import Callers, frames_of
 
 _FULL: Callers = {"torch.distributed.checkpoint.state_dict": ("_get_model_state_dict", "_get_optim_state_dict")}
-# those whose file is one rank's
+# functions that write one rank's state dict as the file of the whole model
 _ONE_RANK: Callers = {
     "accelerate.accelerator": ("save_state", "save_model", "get_state_dict"), "transformers.trainer": ("_save",),
 }  # fmt: skip
 _ADAPTER: Callers = {"peft.utils.save_and_load": ("get_peft_model_state_dict",)}
-# those that take tensors of one memory for the same tensor, and keep one of them
+# functions that treat tensors with shared storage as duplicates, and keep one of them
 _ONE_OF_A_STORAGE: Callers = {**_ONE_RANK, "safetensors.torch": ("save_model", "load_model")}
 
 
 def refuse_full_state(expert_map: ExpertMap) -> None:
-    """Raise ConfigError in a state_dict() of which a file is made that is to hold the whole model and would not.
+    """Raise ConfigError if the calling library would save one rank's experts as the whole model.
 
-    With `full_state_dict=True` torch gathers DTensors, and takes plain tensors for whole ones; accelerate's and
-    transformers' `Trainer` write what the first rank has. Rank 0's experts would be all that is saved.
+    With `full_state_dict=True`, torch gathers DTensors but takes plain tensors to be whole. accelerate and the
+    `Trainer` of transformers write the state dict of the first rank. Both would save the experts of rank 0 only.
 
     Args:
-        expert_map: Of the layer; a rank that holds all experts has a full state.
+        expert_map: The layer's map. If every rank holds all experts, each rank has the full state and nothing is
+            refused.
 
     Raises:
-        ConfigError: on all ranks, where some rank does not hold all experts.
+        ConfigError: A rank does not hold all experts, and such a function is on the call stack. All ranks raise.
     """
     if all(len({*expert_map.local(rank)} - {EMPTY}) == expert_map.num_experts for rank in range(expert_map.num_ranks)):
         return
@@ -45,7 +46,7 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
         return
     for frame in frames_of(_ONE_RANK):
         if getattr(frame.f_locals.get("self"), "_save_model_state_pre_hook", None):
-            return  # the user's, which says what is saved of a model
+            return  # the user's hook decides what is saved
         raise ConfigError(
             f"{frame.f_code.co_name} of {frame.f_globals['__name__'].partition('.')[0]} would save one rank's experts "
             f"for all of them; call torch.distributed.checkpoint.save with get_model_state_dict and "
@@ -55,7 +56,7 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
 
 
 def refuse_adapter_state() -> None:
-    """Raise ConfigError in a state_dict() from which PEFT picks an adapter by name. It would leave experts out."""
+    """Raise ConfigError if PEFT collects an adapter. It selects tensors by name, and would omit experts' factors."""
     if next(frames_of(_ADAPTER), None) is not None:
         raise ConfigError(
             "get_peft_model_state_dict of PEFT would leave out the factors of experts; call "
@@ -64,13 +65,13 @@ def refuse_adapter_state() -> None:
 
 
 def laid_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Give each tensor memory of its own, for callers that keep one tensor of each memory.
+    """Copy tensors if the calling library keeps only one tensor of each storage.
 
     Args:
-        tensors: Of one state_dict(), perhaps views of one memory.
+        tensors: The tensors of one state_dict(). They may be views of one storage.
 
     Returns:
-        The same, or copies.
+        `tensors` itself, or copies with separate storages.
     """
     if next(frames_of(_ONE_OF_A_STORAGE), None) is None:
         return tensors

@@ -1,4 +1,4 @@
-"""What a fresh layer holds: the same numbers on all ranks, under every layout and map; random experts to check with."""
+"""Initial expert weights, which do not depend on ranks, layout or map, and random experts for tests."""
 
 from __future__ import annotations
 
@@ -18,9 +18,16 @@ from ep_moe.types import Activation
 
 @contextmanager
 def fresh_numbers(shared_seed: Callable[[int], int], device: torch.device) -> Iterator[None]:
-    """Within, torch's default generators begin with a seed that all ranks of the stage share: one number that the first
-    rank draws from its own default generator. Afterwards they go on as if that number were all that was drawn, so that
-    what a model draws next depends on no layout either. On the meta device nothing is drawn."""
+    """Seed torch's default generators with one seed for all ranks of the pipeline stage, inside the `with` block.
+
+    The first rank draws the seed from its default CPU generator. On exit the generators' states are restored, as if
+    only the seed had been drawn: later random numbers of a model do not depend on the layout either. Does nothing on
+    the meta device.
+
+    Args:
+        shared_seed: Takes this rank's draw and returns the draw of the first rank. Collective.
+        device: The device whose generator is seeded besides the CPU's.
+    """
     if device.type == "meta":
         yield
         return
@@ -37,20 +44,20 @@ def fresh_numbers(shared_seed: Callable[[int], int], device: torch.device) -> It
 def initial_expert(
     config: MoEConfig, scheme: Scheme, dtype: torch.dtype, seed: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """One whole expert's canonical tensors, drawn by a generator of its own.
+    """Draw one whole expert's canonical tensors with a generator of its own.
 
-    Matrices are uniform in +-1/sqrt(fan in), biases zero, input scales 1. The numbers are drawn in float32 and then
-    rounded, so that they are the same ones in every dtype and scheme.
+    Matrices are uniform in +-1/sqrt(fan in), biases zero, input scales 1. Values are drawn in float32 and then rounded
+    or quantized, so that every dtype and scheme starts from the same values.
 
     Args:
-        config: the layer's.
-        scheme: by which the matrices are quantized.
-        dtype: of the activations.
-        seed: of this expert.
-        device: where the numbers are drawn; generators of CPUs and GPUs give different ones.
+        config: The layer's configuration.
+        scheme: The scheme that quantizes the matrices.
+        dtype: The dtype of activations.
+        seed: The seed of this expert.
+        device: Where values are drawn. Generators of CPUs and GPUs give different values.
 
     Returns:
-        Tensors by canonical name, of the shapes and dtypes of `scheme.expert`.
+        Tensors by canonical name, with the shapes and dtypes of `scheme.expert`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     tensors = {}
@@ -68,9 +75,12 @@ def initial_expert(
 def random_expert(
     config: MoEConfig, scheme: Scheme, expert: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
-    """Canonical quantized tensors of one expert, of the size that keeps activations near 1. Static input scales are
-    wide enough for normal rows, and for squares of what they give: a saturated number has no bound."""
-    # far from the seeds of rows: rows equal to weights would have products as large as nowhere else
+    """Draw one expert's quantized canonical tensors for a test, scaled to keep activations near 1.
+
+    Static input scales are large enough that standard normal rows do not saturate, nor do the squares of RELU2: the
+    error of a saturated value has no bound.
+    """
+    # a test's rows must not use the same seeds: rows equal to weights would give exceptionally large products
     generator = torch.Generator(device=device).manual_seed(1_000_003 + expert)
 
     def normal(*shape: int) -> Tensor:
@@ -96,7 +106,7 @@ def random_expert(
         }
     quantized = scheme.quantize(tensors, dtype)
     if isinstance(scheme.weights, Nvfp4):
-        # the same numbers under global scales that differ by expert and matrix, so that another's shows
+        # distinct global scales per expert and matrix, for the same values: using a wrong one changes the result
         for name, factor in (("w13", 2 ** (expert % 2)), ("w2", 2 ** (expert % 3))):
             quantized[f"{name}_scale"] = (quantized[f"{name}_scale"].float() / factor).to(torch.float8_e4m3fn)
             quantized[f"{name}_global_scale"] = quantized[f"{name}_global_scale"] * factor

@@ -1,4 +1,4 @@
-"""Low-rank updates of frozen experts (LoRA, Hu et al. 2021): the factors of those in a rank's slots."""
+"""Low-rank updates of frozen experts (LoRA, Hu et al. 2021): the factors of the experts on one rank."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def _factor_dtype(matrix: Tensor) -> torch.dtype:
 
 
 class ExpertLora(nn.Module):
-    """The factors of the experts in a rank's slots, as functions of which a kernel reads the matrices.
+    """The LoRA factors of the experts in a rank's slots. `forward` returns the updated matrices for the kernel.
 
-    Of each expert `lora_A_w13` [r, H] and `lora_B_w13` [2I, r], `lora_A_w2` [r, I] and `lora_B_w2` [H, r], whose names
-    begin with its logical id, as its matrices' do: a distributed checkpoint keeps what has one name once. They are
-    float32 where the matrices have 16 bits. A is drawn as `nn.Linear` draws its weight, B is zero.
+    Each expert has `lora_A_w13` [r, H], `lora_B_w13` [2I, r], `lora_A_w2` [r, I] and `lora_B_w2` [H, r]. Their names
+    begin with the logical id, as those of its matrices do, so that names are unique over ranks in a distributed
+    checkpoint. Factors of 16-bit matrices are float32. A is initialized as the weight of `nn.Linear`, B is zero.
 
     Args:
-        matrices: [L, out, in] by stored name, of which those in `ranks` get factors.
-        ranks: By stored name.
+        matrices: Stored tensors [L, out, in] by name. Only those named in `ranks` get factors.
+        ranks: The size of the factors by stored name.
         experts: The logical expert in each slot, -1 for an empty one.
-        seed: Of the layer; an expert's numbers depend on it and on the logical id.
+        seed: The seed of the layer. An expert's initial factors depend on it and on the logical id.
         num_experts: E.
     """
 
@@ -75,11 +75,14 @@ class ExpertLora(nn.Module):
 
     @property
     def kinds(self) -> list[str]:
-        """Of an expert's factors, by name: the same list on all ranks."""
+        """The names of one expert's factors, such as "lora_A_w13". The list is the same on all ranks."""
         return [f"lora_{factor}_{name}" for name in self.ranks for factor in "AB"]
 
     def factors(self, name: str, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """A [L, r, in] and B [L, out, r] of a stored matrix [L, out, in], stacked: zeros for an empty slot."""
+        """Return the stacked factors A [L, r, in] and B [L, out, r] of a stored matrix [L, out, in].
+
+        Factors of empty slots are zero.
+        """
         (slots, rows, columns), rank = matrix.shape, self.ranks[name].rank
         dtype = _factor_dtype(matrix)
         stacked = []
@@ -93,16 +96,16 @@ class ExpertLora(nn.Module):
         return stacked[0], stacked[1]
 
     def write(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Copy factors of all experts, [E, r, in] and [E, out, r], into those of the experts here."""
+        """Load this rank's factors from those of all experts, A [E, r, in] and B [E, out, r]."""
         for expert, module in self.named_children():
             for factor, tensor in (("A", a), ("B", b)):
                 module.get_parameter(f"lora_{factor}_{name}").copy_(tensor[int(expert)])
 
     def _load_from_state_dict(self, *_: Any, **__: Any) -> None:
-        """Each expert loads its own; a dict may have other ranks' too."""
+        """Do nothing: the experts' submodules load their factors. Factors of other ranks are not unexpected keys."""
 
     def forward(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the stored tensors [L, ...], updated where `enabled`: new memory for each matrix that has factors."""
+        """Return the stored tensors [L, ...]. If `enabled`, matrices with factors are copies W + scaling * B @ A."""
         found = dict(stored)
         for name, one in self.ranks.items() if self.enabled else ():
             a, b = (factor.to(found[name].dtype) for factor in self.factors(name, found[name]))
@@ -112,18 +115,18 @@ class ExpertLora(nn.Module):
 
 
 def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> ExpertLora:
-    """Freeze a layer's experts, and train low-rank updates of their matrices from now on.
+    """Freeze a layer's experts and add trainable low-rank updates of their matrices.
 
     Args:
-        weights: Of the layer.
-        ranks: By stored name, "w13" and "w2".
-        seed: Of the layer, the same on all ranks.
+        weights: The layer's expert weights.
+        ranks: The size of the factors by stored name, "w13" and "w2".
+        seed: The seed of the layer, equal on all ranks.
 
     Returns:
-        The updates, which `merge_lora` ends.
+        The factors. `merge_lora` removes them.
 
     Raises:
-        ConfigError: the experts cannot have any here.
+        ConfigError: These experts do not support LoRA (see `check_lora`).
     """
     check_lora(weights)
     weights.requires_grad_(False)
@@ -136,7 +139,7 @@ def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> E
 
 
 def check_lora(weights: ExpertSlots) -> None:
-    """Raise ConfigError where these experts cannot have low-rank updates."""
+    """Raise ConfigError if these experts do not support low-rank updates."""
     if weights.lora is not None:
         why = "they have factors already; merge these first"
     elif not weights.named:
@@ -153,7 +156,7 @@ def check_lora(weights: ExpertSlots) -> None:
 
 
 def gather_factor(weights: ExpertSlots, own: Tensor) -> Tensor:
-    """[E, ...] of a factor [L, ...]. Collective over the EP group."""
+    """Gather a factor [L, ...] of this rank's slots into one of all experts, [E, ...]. Collective over the EP group."""
     whole = own.new_zeros(weights.config.num_experts, *own.shape[1:])
     for slot, expert in enumerate(weights.local_experts):
         if expert != EMPTY:
@@ -167,7 +170,7 @@ def gather_factor(weights: ExpertSlots, own: Tensor) -> Tensor:
 
 @torch.no_grad()
 def merge_lora(weights: ExpertSlots) -> None:
-    """Write the updated matrices over the experts', which stay frozen, and drop the factors."""
+    """Add the low-rank updates to the stored matrices, and remove the factors. Experts stay frozen."""
     if weights.lora is None:
         return
     stored = weights.stored_tensors()

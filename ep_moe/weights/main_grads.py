@@ -1,11 +1,11 @@
-"""Gradients of a rank's experts in buffers, [L, ...] for each stored tensor, in which every parameter's is a view.
+"""Gradient buffers of a rank's experts: one [L, ...] for each stored tensor. Each parameter's gradient is a view.
 
-The backward of a call writes a stored tensor's gradient there, or adds to it. Autograd then has no node for each of
-hundreds of parameters. A kernel writes by itself (`Experts.writes_gradients`) where its gradient is what the parameters
-get: elsewhere, where ranks sum theirs, it is added when it is summed.
+The backward of a call overwrites a buffer or adds to it, so that autograd needs no node for each of hundreds of
+parameters. If gradients need no sum over ranks or slots, a kernel with `Experts.writes_gradients` writes the buffers
+directly. Otherwise the summed gradient is written or added afterwards.
 
-A parameter whose gradient is None begins anew, as in torch. Where all of a buffer's begin, it is written; else those
-that begin are zeroed, and all are added to.
+A parameter whose gradient is None starts from zero, as in torch. If this holds for all parameters of a buffer, backward
+overwrites the buffer. Otherwise the views of those parameters are zeroed, and backward adds to the whole buffer.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SCALERS: Callers = {"torch.amp.grad_scaler": ("step",)}
 
 
 class GradientOut(NamedTuple):
-    """Where a kernel writes the gradient of a stored tensor.
+    """The destination of the gradient of a stored tensor.
 
     Args:
-        out: [L, ...], as the tensor.
-        accumulate: Add to what `out` holds. Default: overwrite it.
-        factor: Multiply the gradient by it.
+        out: [L, ...], the shape of the stored tensor.
+        accumulate: Add to `out`. Default: overwrite it.
+        factor: The gradient is multiplied by this.
     """
 
     out: Tensor
@@ -54,7 +54,10 @@ class GradientOut(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Of a buffer. shown: `view` as the parameter has it, a DTensor where experts are cut over etp"""
+    """The part of a buffer that belongs to one parameter.
+
+    view: the part itself; shown: what the parameter's gradient is set to, `view` or a DTensor of it if etp > 1
+    """
 
     parameter: nn.Parameter
     shown: Tensor
@@ -62,15 +65,15 @@ class _Part(NamedTuple):
 
 
 class MainGrads:
-    """Buffers that backward writes one layer's expert gradients to, on this rank.
+    """The gradient buffers of one layer's experts on this rank.
 
     Args:
-        weights: Of the layer.
-        dtype: Of buffers whose views are `main_grad` of the parameters. With None they have the parameters' dtype, and
-            views are `grad`.
+        weights: The layer's expert weights.
+        dtype: The dtype of the buffers, whose views are `main_grad` of the parameters. With None, buffers have the
+            parameters' dtype and their views are `grad`.
 
     Raises:
-        ConfigError: the layer's experts cannot have any.
+        ConfigError: The layer's experts do not support gradient buffers.
     """
 
     def __init__(self, weights: ExpertSlots, dtype: torch.dtype | None) -> None:
@@ -79,14 +82,14 @@ class MainGrads:
         self.buffers: dict[str, Tensor] = {}
         self._parts: dict[str, list[_Part]] = {}
         self._of: list[nn.Parameter] | None = None  # the parameters of `_parts`
-        self._held: Any = None  # by which places the buffers were made
+        self._held: Any = None  # `ExpertSlots.held` (expert -> slots) when the buffers were made
         why = self._refusal()
         if why is not None:
             raise ConfigError(f"use_main_grads: {why}")
         self.lay_out()
 
     def _refusal(self) -> str | None:
-        """None, or why these experts cannot have buffers."""
+        """Return why these experts do not support gradient buffers, or None if they do."""
         weights = self._weights
         if not weights.named:
             return (
@@ -108,7 +111,7 @@ class MainGrads:
         return self._hooked()
 
     def problem(self) -> str | None:
-        """None, or why a call would leave out gradients, or what hangs on them."""
+        """Return why a call would lose gradients or skip their hooks, or None."""
         if not torch.is_grad_enabled():
             return None
         if self._weights.lora is not None:
@@ -116,7 +119,7 @@ class MainGrads:
         return self._hooked() or self._scaled_later()
 
     def _scaled_later(self) -> str | None:
-        """None, or that the pipeline schedule that calls will divide what is in `grad` by its micro-batches."""
+        """Return an error if a pipeline schedule on the call stack will divide `grad`, but not `main_grad`."""
         for schedule in training_schedules() if self.dtype is not None else ():
             parts = getattr(schedule, "_n_microbatches", 1)
             if getattr(schedule, "scale_grads", False) and parts > 1:
@@ -129,7 +132,8 @@ class MainGrads:
 
     def _hooked(self) -> str | None:
         views = self._weights._on_views
-        if not any(map(_HOOKS, views)) and not any(map(_LATER_HOOKS, views)):  # each call asks this of hundreds
+        # fast path: each call checks hundreds of parameters
+        if not any(map(_HOOKS, views)) and not any(map(_LATER_HOOKS, views)):
             return None
         for parameter in views:
             later = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
@@ -144,8 +148,11 @@ class MainGrads:
     # --- buffers ------------------------------------------------------------------------------------------------------
 
     def lay_out(self) -> None:
-        """Make the buffers of what learns, and say which part is whose. Parameters may have been assigned since, or
-        made anew in other slots, of which no earlier number is kept."""
+        """Allocate buffers for stored tensors with trainable parameters, and assign their parts to parameters.
+
+        Does nothing if parameters and slots are unchanged. If experts have moved to other slots, all buffers are made
+        anew and earlier gradients are dropped.
+        """
         weights = self._weights
         if self._held is not weights.held:
             self._held, self._of, self.buffers = weights.held, None, {}
@@ -169,7 +176,7 @@ class MainGrads:
             self.take_ordinary()
 
     def _owners(self) -> dict[str, list[tuple[nn.Parameter, int, str]]]:
-        """By stored name: the parameters, their slots, and which part of it each is."""
+        """Return by stored name a list of (parameter, slot, part name)."""
         weights, parameters = self._weights, iter(self._weights._on_views)
         found: dict[str, list[tuple[nn.Parameter, int, str]]] = {name: [] for name in weights._slots}
         for slot, *_ in weights.held.values():
@@ -179,10 +186,11 @@ class MainGrads:
         return found
 
     def begin(self) -> dict[str, bool]:
-        """Let each parameter's gradient be its view, as backward adds to it.
+        """Set each trainable parameter's gradient to its view of a buffer, before backward writes the buffers.
 
         Returns:
-            By name of the buffers that are to be written, whether there is something to add to.
+            A dict from the names of the buffers that backward must write to `accumulate`: True to add to the buffer,
+            False to overwrite it.
         """
         views = self._weights._on_views
         if self.dtype is None and all(map(_LEARNS, views)) and not any(map(operator.is_not, map(_GRAD, views), _NONES)):
@@ -196,7 +204,7 @@ class MainGrads:
             for parameter, shown, view in parts:
                 given = getattr(parameter, self.attribute, None)
                 if not parameter.requires_grad:
-                    if given is shown:  # frozen since, it keeps what it has
+                    if given is shown:  # frozen after an earlier backward: it keeps a copy of its gradient
                         setattr(parameter, self.attribute, shown.clone())
                     continue
                 if given is shown:
@@ -209,7 +217,7 @@ class MainGrads:
                     goes_on = True
                 setattr(parameter, self.attribute, shown)
                 if self.dtype is not None:
-                    _adopt(parameter)  # it may have been frozen before
+                    _adopt(parameter)  # a parameter that was frozen until now has no hook yet
             if begins and goes_on:
                 torch._foreach_zero_(begins)
             if begins or goes_on:
@@ -217,12 +225,12 @@ class MainGrads:
         return found
 
     def restart(self) -> None:
-        """Let all gradients begin anew."""
+        """Set the gradients of all parameters to None."""
         for parameter in self._weights._on_views:
             setattr(parameter, self.attribute, None)
 
     def warn_of_move(self) -> None:
-        """Where experts move while parameters have gradients, which are lost with these."""
+        """Warn that moving experts drops the gradients of their parameters, if there are any."""
         if self.begun:
             warnings.warn(
                 "experts moved (load_state_dict of another expert map, EPLB) while their parameters had gradients of "
@@ -233,7 +241,7 @@ class MainGrads:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all buffers."""
+        """The size of all buffers in bytes."""
         return sum(buffer.numel() * buffer.itemsize for buffer in self.buffers.values())
 
     @property
@@ -242,8 +250,10 @@ class MainGrads:
         return any(getattr(parameter, self.attribute, None) is not None for parameter in self._weights._on_views)
 
     def take_ordinary(self) -> None:
-        """Have what autograd brings to `grad` by another way, as of a loss of the parameter itself, added to
-        `main_grad`."""
+        """Add gradients that autograd accumulates in `grad` to `main_grad`.
+
+        They come from other uses of a parameter, such as a penalty in the loss. Does nothing if buffers are `grad`.
+        """
         if self.attribute == "grad":
             return
         look_before_steps()
@@ -254,8 +264,10 @@ class MainGrads:
     # --- a call -------------------------------------------------------------------------------------------------------
 
     def of_slots(self, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all slots [L, ...], by stored name, for a call whose backward writes their gradients. As
-        `GradientSum.of_parameters`."""
+        """Return the tensors of all slots [L, ...] for one call, whose backward writes the buffers.
+
+        The counterpart of `GradientSum.of_parameters`.
+        """
         self._weights.gradient_sum.check()
         self.lay_out()
         first = next(parameter for parameter in self._weights._on_views if parameter.requires_grad)
@@ -264,7 +276,7 @@ class MainGrads:
 
 
 class Stored(dict[str, Tensor]):
-    """Stored tensors as one call reads them. call: what becomes of their gradients"""
+    """The stored tensors of one call, by name. call: the destination of their gradients"""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]], call: CallGradients) -> None:
         super().__init__(tensors)
@@ -272,17 +284,22 @@ class Stored(dict[str, Tensor]):
 
 
 class CallGradients:
-    """Gradients of the stored tensors of one call. first: a parameter that is in the graph, and stands for all"""
+    """The gradients of the stored tensors in one call.
+
+    first: the only parameter that is an input of the autograd node; it represents all parameters of the layer
+    """
 
     def __init__(self, main: MainGrads, names: tuple[str, ...], first: nn.Parameter) -> None:
         self._main, self._names, self._parameters = main, names, main._of
         self._node = get_gradient_edge(first).node
         self._unwritten = main._weights.gradient_sum.pieces_unwritten()
-        self._written = False  # by a kernel
+        self._written = False  # whether a kernel has written the gradients
 
     def wanted(self) -> bool:
-        """Whether the backward that runs brings gradients to the parameters: not where torch.autograd.grad, or
-        `backward(inputs=...)`, asks for others alone."""
+        """Whether the running backward computes gradients of the parameters.
+
+        It does not in `backward(inputs=...)` or torch.autograd.grad of other tensors.
+        """
         try:
             return torch._C._will_engine_execute_node(self._node)
         except RuntimeError as error:
@@ -292,8 +309,10 @@ class CallGradients:
             ) from error
 
     def into(self) -> dict[str, GradientOut] | None:
-        """Where a kernel writes all gradients that are wanted, by name, in the backward that runs; None where something
-        is to be done to them before, and they are returned."""
+        """Return the destinations of all gradients by name, for a kernel that writes them in the running backward.
+
+        Return None if gradients must be summed over ranks or slots first. The kernel then returns them to autograd.
+        """
         gradients_of = self._main._weights.gradient_sum
         self._written = gradients_of.is_local
         if not self._written:
@@ -316,7 +335,10 @@ class CallGradients:
         return self._main.begin()
 
     def back(self, gradients: list[Tensor | None]) -> None:
-        """gradients: by name, None where nothing came, or a kernel has written it"""
+        """Sum the gradients over ranks and write them to the buffers, unless a kernel has written them.
+
+        gradients: [L, ...] in the order of the names, None for a tensor without a gradient
+        """
         if self._written:
             return
         weights = self._main._weights
@@ -332,7 +354,7 @@ class CallGradients:
 
 
 class _Collected(Function):
-    """As `Joined`, whose gradients go to buffers."""
+    """Like `Joined`, but backward passes the gradients to `CallGradients.back` instead of returning them."""
 
     @staticmethod
     def forward(ctx: Any, stored: tuple[Tensor, ...], call: CallGradients, first: Tensor) -> tuple[Tensor, ...]:
@@ -348,7 +370,7 @@ class _Collected(Function):
 
 
 def _as_shown(view: Tensor, parameter: nn.Parameter) -> Tensor:
-    """A view of a buffer as the parameter is one of the stored tensor."""
+    """Return `view` of a buffer, as a DTensor if the parameter is one."""
     if not hasattr(parameter, "placements"):
         return view
     from torch.distributed.tensor import DTensor
@@ -364,7 +386,7 @@ def _adopt(parameter: nn.Parameter) -> None:
 
 @torch.no_grad()
 def _fold(parameter: nn.Parameter) -> None:
-    """Add `grad` to `main_grad`, and drop it."""
+    """Add a parameter's `grad` to its `main_grad`, and set `grad` to None."""
     given, parameter.grad = parameter.grad, None
     if given is None:
         return
@@ -374,7 +396,7 @@ def _fold(parameter: nn.Parameter) -> None:
 
 @cache
 def look_before_steps() -> None:
-    """From now on refuse an optimizer's step that would skip a parameter, since its gradient is elsewhere."""
+    """Install a hook that refuses steps of optimizers that would skip a parameter because its `grad` is None."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -398,10 +420,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_scaler(optimizer: Optimizer) -> None:
-    """Raise ConfigError where a scaler calls the step: whether `grad` was copied from `main_grad` before `unscale_` or
-    after it, which leaves the scale in, nothing tells."""
+    """Raise ConfigError if an enabled GradScaler calls the step.
+
+    `unscale_` scales `grad` only. If `grad` was copied from `main_grad` after `unscale_`, it still contains the scale,
+    and the order of the two cannot be detected.
+    """
     if getattr(optimizer, "reads_main_grad", False) and getattr(optimizer, "_step_supports_amp_scaling", False):
-        return  # it unscales by itself
+        return  # the optimizer unscales gradients itself
     for scaler in (frame.f_locals.get("self") for frame in frames_of(_SCALERS)):
         if scaler is not None and scaler.is_enabled():
             raise ConfigError(

@@ -1,15 +1,16 @@
-"""What is looked at of the optimizers that hold expert parameters.
+"""Checks of optimizers that hold expert parameters.
 
-A layer is not given its optimizer, and parameters do not know it. What sees it are torch's hooks on every optimizer's
-step, installed with the first expert parameters.
+A layer does not know its optimizer. The checks are global hooks on the steps of all optimizers, which are installed
+with the first expert parameters.
 
-- An optimizer's own `state_dict()` is refused in a distributed checkpoint. That dict numbers parameters, and ranks with
-  different experts give one number to different ones: the checkpoint would keep one rank's state under it and give it
-  to all, without a word. `get_optimizer_state_dict` goes by names, which is right on any ranks and under any map.
-  torch has no hook of an optimizer that has not made a step yet: the state that `load_state_dict` gave one is refused
-  from its first step on.
-- Steps that would train ranks apart are refused, and those of parameters that are their layer's no more.
-- Gradients are noted before steps, from which a later backward tells that ranks' experts were mixed.
+- An optimizer's own `state_dict()` is refused in a distributed checkpoint. It identifies parameters by index, and one
+  index belongs to different experts on different ranks. The checkpoint would silently keep one rank's state and load it
+  on all ranks. `get_optimizer_state_dict` identifies parameters by name, which is correct on any number of ranks and
+  under any map. torch has no hook for an optimizer before its first step, so the check starts with that step. A state
+  that `load_state_dict` restored is unchecked until then.
+- Steps that would make ranks diverge are refused, and steps of parameters that no longer belong to their layer.
+- A checksum of the gradients is taken before some steps. A later backward compares it over ranks, to detect that the
+  gradients of different experts were averaged.
 """
 
 from __future__ import annotations
@@ -49,13 +50,15 @@ FSDP1 = (
 
 
 def flattened(parameter: Tensor) -> bool:
-    """Whether `FullyShardedDataParallel` (FSDP1) holds a parameter."""
+    """Return whether `FullyShardedDataParallel` (FSDP1) has flattened a parameter."""
     return getattr(parameter, "_fsdp_flattened", False)
 
 
 class _Refused:
-    """A value that torch.distributed.checkpoint asks how it is to be written or read. A file of torch.save, one for
-    each rank, keeps a plain empty set in its place."""
+    """A value in a state dict that raises ConfigError when torch.distributed.checkpoint writes or reads it.
+
+    torch.save, with one file for each rank, is allowed: it pickles this value as an empty set.
+    """
 
     def __create_write_items__(self, fqn: str, value: Any) -> Any:
         raise ConfigError(_REFUSAL.format(fqn=fqn.rpartition(".")[0] or fqn))
@@ -71,7 +74,7 @@ class _Refused:
 
 
 class _Owner:
-    """The expert weights of a parameter, held weakly. A file of torch.save keeps a plain empty set in its place."""
+    """A weak reference to the expert weights of a parameter. torch.save pickles it as an empty set."""
 
     def __init__(self, weights: ExpertSlots) -> None:
         self._weights = weakref.ref(weights)
@@ -84,13 +87,17 @@ class _Owner:
 
 
 def _owners(optimizer: Optimizer, attribute: str) -> set[ExpertSlots]:
-    """Those that an optimizer's parameters name."""
+    """Return the expert weights that an attribute of an optimizer's parameters refers to."""
     named = (getattr(p, attribute, None) for group in optimizer.param_groups for p in group["params"])
     return {weights for owner in named if isinstance(owner, _Owner) and (weights := owner()) is not None}
 
 
 def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
-    """This parameter's gradient is a sum over ranks, and in an EP group of several it is another expert's on others."""
+    """Mark an expert parameter for the checks of optimizers, and install their hooks.
+
+    `summed_over_ranks` marks a gradient that is a sum over ranks. `differs_between_ranks` marks a parameter of an EP
+    group of several ranks, which hold different experts.
+    """
     parameter.summed_over_ranks = owner = _Owner(weights)  # type: ignore[attr-defined]
     if weights.gradient_sum.ep.size > 1:
         parameter.differs_between_ranks = owner  # type: ignore[attr-defined]
@@ -98,8 +105,11 @@ def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
 
 
 def leave_behind(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
-    """These are the layer's no more: it made others when experts moved, which no optimizer knows that was made before.
-    From then on such an optimizer's step is refused, unless the layer's experts are frozen."""
+    """Mark parameters that a layer has replaced by new ones, because experts moved or the layer was converted.
+
+    An optimizer that holds the old ones would not train the layer. Its steps are refused, unless the layer's experts
+    are frozen.
+    """
     owner = _Owner(weights)
     for parameter in parameters:
         parameter.left_behind_by = owner  # type: ignore[attr-defined]
@@ -130,8 +140,10 @@ def _install() -> None:
 
 
 def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """LBFGS finds one direction and length for all parameters by their inner products, which on a rank would lack other
-    ranks' experts."""
+    """Raise ConfigError for LBFGS: it computes one step for all its parameters from inner products.
+
+    On one rank, these products would lack the experts of other ranks.
+    """
     if isinstance(optimizer, LBFGS) and _owners(optimizer, "differs_between_ranks"):
         raise ConfigError(
             "LBFGS takes one step of all its parameters by their inner products, and this rank's optimizer has the "
@@ -141,7 +153,7 @@ def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """In some of an optimizer's steps, for a comparison of ranks in a later backward."""
+    """In some of an optimizer's steps, run the checks and take the checksums that a later backward compares."""
     steps = optimizer.__dict__.get("_steps_noted_by_ep_moe", 0) + 1
     optimizer._steps_noted_by_ep_moe = steps  # type: ignore[attr-defined]
     if is_compared(steps):
@@ -157,7 +169,7 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_mixed_groups(optimizer: Optimizer) -> None:
-    """Raise ConfigError where torch would update DTensors and plain tensors in one call, which it cannot."""
+    """Raise ConfigError if a parameter group mixes DTensors and plain tensors, which foreach and fused steps cannot."""
     for group in optimizer.param_groups:
         stepped = [p for p in group["params"] if p.grad is not None]
         if "foreach" not in group or len({hasattr(p, "placements") for p in stepped}) < 2:
@@ -172,7 +184,7 @@ def _refuse_mixed_groups(optimizer: Optimizer) -> None:
 
 
 def _note_beside(optimizer: Optimizer, found: set[ExpertSlots]) -> None:
-    """Let layers compare, in later backwards, what this optimizer steps beside their experts."""
+    """Let layers compare, in later backwards, the dense parameters that this optimizer updates with their experts."""
     sums = [weights.gradient_sum for weights in found if weights.gradient_sum.beside is None]
     if sums and not any(capturing(weights.device) for weights in found):
         beside = Beside(optimizer)
@@ -181,7 +193,7 @@ def _note_beside(optimizer: Optimizer, found: set[ExpertSlots]) -> None:
 
 
 def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
-    """Set `router_steps` where this step changes the router: waits for the device, until it is set."""
+    """Set `router_steps` if this step changes the router. Synchronizes the device until it is set."""
     found, router = weights.gradient_sum, weights.gradient_sum.router()
     if found.router_steps or router is None or capturing(weights.device):
         return
@@ -191,7 +203,7 @@ def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
 
 
 def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> None:
-    """Raise ConfigError where dense gradients are means over ranks, and those of experts still sums.
+    """Raise ConfigError if dense gradients are means over ranks while those of experts are still sums.
 
     torch's FSDP1 and FSDP2 average the gradients of the parameters that they shard.
     """
@@ -208,7 +220,8 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None or id(parameter) in own or hasattr(parameter, "summed_over_ranks"):
             continue
-        if not set(mesh.mesh.flatten().tolist()) <= tp:  # else it is cut over tp, whose ranks have the same tokens
+        # a mesh within the tp group is tensor parallelism, whose ranks have the same tokens
+        if not set(mesh.mesh.flatten().tolist()) <= tp:
             ranks = found.layout.token_ranks
             raise ConfigError(
                 f"torch's fully_shard averages dense gradients over ranks, and experts' are sums of {ranks} ranks: "
@@ -218,7 +231,7 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Guard every optimizer's `state_dict()`, whatever it holds: experts may join it later, by `add_param_group`."""
+    """Guard the `state_dict()` of every optimizer: `add_param_group` may add experts to any of them later."""
     if not optimizer.__dict__.get("_guarded_by_ep_moe"):
         optimizer._guarded_by_ep_moe = True  # type: ignore[attr-defined]
         optimizer.register_state_dict_post_hook(_guard)

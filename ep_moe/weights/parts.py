@@ -1,8 +1,8 @@
 """One expert's parameters by name, as optimizers, wrappers and checkpoints see them: w1 (gate), w3 (up) and w2 (down).
 
-Kernels read all slots of a rank at once, w13 [L, 2I, H] and w2 [L, H, I]. Each parameter here is a view of its part of
-one slot, so that an optimizer's step in place is what the kernels read next, and no byte is held twice. Names bear the
-logical expert and not the slot: what belongs to an expert has one name on every rank, under every map.
+Kernels read all slots of a rank at once, w13 [L, 2I, H] and w2 [L, H, I]. Each parameter is a view of its part of one
+slot. An optimizer's in-place step therefore updates the tensors that kernels read, without a second copy. Names contain
+the logical expert and not the slot, so that a parameter has the same name on every rank and under every map.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError, InputError
 
-_HALVES = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}  # of stored tensors: rows of gate, rows of up
+_HALVES = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}  # stored tensor -> (gate rows, up rows)
 
 WRAP = (
     "{what} would shard expert parameters over ranks that hold different experts; call "
@@ -28,18 +28,18 @@ WRAP = (
 
 
 def parts_of(name: str, gated: bool) -> tuple[str, ...]:
-    """Names of the parameters that make up a stored tensor, in the order of its rows."""
+    """Return the names of the parameters that make up a stored tensor, in the order of its rows."""
     names = _HALVES.get(name, (name,))
     return names if gated else names[:1]
 
 
 def part_names(names: Iterator[str] | tuple[str, ...], gated: bool) -> list[str]:
-    """Names of an expert's parameters, for those of its stored tensors."""
+    """Return the names of an expert's parameters, given the names of its stored tensors."""
     return [part for name in names for part in parts_of(name, gated)]
 
 
 def split_parts(name: str, tensor: Tensor, gated: bool) -> dict[str, Tensor]:
-    """A stored tensor of one slot as views by parameter name."""
+    """Split a stored tensor of one slot into views by parameter name."""
     names = parts_of(name, gated)
     return dict(zip(names, tensor.chunk(len(names)), strict=True))
 
@@ -53,14 +53,14 @@ _NAMES = frozenset(part for name in ("w13", "w2", "w13_bias", "w2_bias") for par
 
 
 class Changes:
-    """How often a layer's experts got other parameters. Each call looks at one number instead of at all of them."""
+    """Counts replacements of expert parameters in a layer. Each call compares one number instead of all parameters."""
 
     def __init__(self) -> None:
         self.count = 0
 
 
 class _Guarded(dict[str, Any]):
-    """What a module holds by name. Each way to write into a dict is `__setitem__` or `__delitem__` here."""
+    """A dict whose write methods all go through `__setitem__` and `__delitem__`, which subclasses override."""
 
     def update(self, *given: Any, **named: Any) -> None:
         for name, value in dict(*given, **named).items():
@@ -92,7 +92,7 @@ class _Guarded(dict[str, Any]):
 
 
 class _Watched(_Guarded):
-    """An expert's parameters, of which setattr, `torch.func.functional_call` and others put new ones here."""
+    """The `_parameters` of an expert's module. Counts all writes, by assignment or `torch.func.functional_call`."""
 
     def __init__(self, changes: Changes) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Watched(_Guarded):
 
 
 class ExpertModules(_Guarded):
-    """The submodules of a rank's expert weights, of which those named by a number hold an expert's parameters."""
+    """The submodules of a rank's expert weights. Those with a numeric name are experts, and cannot be replaced."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.get(name) is not value:
@@ -121,7 +121,7 @@ class ExpertModules(_Guarded):
         super().__delitem__(name)
 
     def hold(self, experts: dict[str, Expert]) -> None:
-        """Take these for the experts, and no others."""
+        """Replace the modules of all experts."""
         for name in [name for name in self if name.isdigit()]:
             super().__delitem__(name)
         for name, expert in experts.items():
@@ -138,9 +138,9 @@ class ExpertModules(_Guarded):
 
 
 class Expert(nn.Module):
-    """The parameters of one logical expert on this rank. They are saved and loaded by `ExpertWeights`.
+    """The parameters of one logical expert on this rank. `ExpertWeights` saves and loads them.
 
-    replaced: parameters that were assigned, and are to lie where the former ones did
+    replaced: names of assigned parameters whose values must still be copied to the memory of the former ones
     """
 
     def __init__(self, changes: Changes) -> None:
@@ -175,7 +175,11 @@ class Expert(nn.Module):
 
 
 def _refuse_shared(name: str, before: nn.Parameter, value: nn.Parameter) -> None:
-    """A parameter lies in one layer's memory: two that hold it would each copy it there in the other's backward."""
+    """Raise ConfigError if an assigned parameter belongs to another layer's expert.
+
+    A parameter can be a view of one layer's memory only. Two layers that shared it would each move it to their own
+    memory, even between the other's forward and backward.
+    """
     own, other = (getattr(p, "differs_between_ranks", lambda: None)() for p in (before, value))
     if other is not None and other is not own and any(p is value for p in other.parameters()):
         raise ConfigError(
@@ -185,10 +189,10 @@ def _refuse_shared(name: str, before: nn.Parameter, value: nn.Parameter) -> None
 
 
 def etp_parameter(view: Tensor, name: str, mesh: DeviceMesh | None, requires_grad: bool) -> nn.Parameter:
-    """A parameter on the memory of `view`, this etp rank's piece.
+    """Return a parameter that is a view of `view`, this etp rank's shard.
 
-    mesh: of the etp group, None where there is one rank of it. Pieces are DTensors over it, so that whatever saves or
-        measures them knows which rows or columns of the whole they are.
+    mesh: the mesh of the etp group, None if it has one rank. With a mesh, the parameter is a DTensor, which tells
+        checkpoints and gradient norms which rows or columns of the whole tensor it holds.
     """
     if mesh is None:
         return nn.Parameter(view, requires_grad=requires_grad)
@@ -200,21 +204,23 @@ def etp_parameter(view: Tensor, name: str, mesh: DeviceMesh | None, requires_gra
 
 
 def local(parameter: Tensor) -> Tensor:
-    """This rank's own numbers of a parameter; differentiable."""
+    """Return the local tensor of a DTensor, or the tensor itself. Differentiable."""
     found: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return found
 
 
 def full(value: Any) -> Any:
-    """The whole of a DTensor. Collective over its mesh. Anything else as it is."""
+    """Return the full tensor of a DTensor, collective over its mesh, or any other value unchanged."""
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 class Joined(Function):
-    """All slots' tensors as functions of the experts' parameters, whose memory they are: nothing is copied. One node
-    for all tensors of a call, so that what backward exchanges has one order on all ranks.
+    """Connect the stored tensors of all slots to the experts' parameters in the autograd graph, without a copy.
 
-    back: the stored tensors' gradients to those of the inputs, in order
+    The parameters are views of the stored tensors. A call has one node for all tensors, so that all ranks run the
+    collectives of backward in the same order.
+
+    back: maps the gradients of the stored tensors to those of the parameters, in order
     """
 
     @staticmethod
@@ -233,26 +239,25 @@ class Joined(Function):
 def joined(
     stored: Mapping[str, Tensor], back: Callable[..., list[Tensor]], parameters: Iterable[Tensor]
 ) -> dict[str, Tensor]:
-    """`Joined` of tensors by name."""
-    # `Function.apply` looks at each of hundreds of parameters for what a transform of torch.func has left there
+    """Apply `Joined` to stored tensors, and return its outputs by name."""
+    # `Function.apply` checks each of hundreds of parameters for torch.func transforms: bypass it if none is active
     plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
     apply = Joined.apply if plain else super(Function, Joined).apply
     return dict(zip(stored, apply(tuple(stored.values()), back, *parameters), strict=True))
 
 
 # --- shards over etp --------------------------------------------------------------------------------------------------
-# An expert's tensors split over etp ranks, and joined again.
 
 
 def etp_dim(name: str, dims: int) -> int | None:
-    """Which dimension of an expert's tensor is split over etp; None: not at all."""
+    """Return the dimension of an expert's tensor that is split over etp, or None if all etp ranks hold the whole."""
     if not name.startswith("w2"):
         return 0 if dims else None
-    return 1 if dims > 1 else None  # columns; what w2 has once for a row, a bias or a scale, is every rank's
+    return 1 if dims > 1 else None  # columns; biases and scales with one entry per row of w2 are whole on every rank
 
 
 def etp_shard(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: int) -> Tensor:
-    """The etp rank's shard of a whole expert's tensor. Gate and up are split alike, so that a shard has both."""
+    """Return an etp rank's shard of a whole expert's tensor. Gate and up are each split, so that a shard has both."""
     dim = etp_dim(name, tensor.dim())
     if etp == 1 or dim is None:
         return tensor
@@ -261,8 +266,10 @@ def etp_shard(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: 
 
 
 def join(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
-    """The inverse of `etp_shard`: all etp ranks' pieces in order to the whole tensor. What is not split is etp rank
-    0's: it alone uses w2_bias, and alone trains it."""
+    """Join all etp ranks' shards, in order, to the whole tensor: the inverse of `etp_shard`.
+
+    A tensor that is not split is taken from etp rank 0, the only rank that adds w2_bias to its output.
+    """
     dim = etp_dim(name, pieces[0].dim())
     if len(pieces) == 1 or dim is None:
         return pieces[0]

@@ -1,6 +1,9 @@
-"""Parameters and stored tensors that were replaced. Numbers of parameters that were assigned, or whose `data` was
-swapped, go to where kernels read them, and memory that somebody keeps is left as it is. Of stored tensors that are
-others now, parameters become views again (`follow`)."""
+"""Handle parameters and stored tensors that users replaced.
+
+If a parameter was assigned, or its `data` was, its values are copied to the slots that kernels read, and the parameter
+becomes a view of them. Slots whose memory other tensors still reference are moved first, so that those tensors keep
+their values. If the stored tensors themselves were replaced, parameters become views of the new ones (`follow`).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def take_over(weights: ExpertSlots, *, moved: bool) -> None:
-    """Write what parameters have elsewhere to where kernels read it. moved: some have other memory"""
+    """Copy the values of parameters that are not views of the slots into the slots.
+
+    moved: some parameters have other memory than their views
+    """
     if weights._mesh is None and (moved or any(m.replaced for m in _replaceable(weights))) and _kept_elsewhere(weights):
         _renew(weights)
     if weights._changes.count != weights._seen:
@@ -38,8 +44,11 @@ def take_over(weights: ExpertSlots, *, moved: bool) -> None:
 
 @torch.no_grad()
 def take_replaced(weights: ExpertSlots) -> None:
-    """Lay parameters that were assigned where the former ones lie. What `functional_call` and others have put in a
-    parameter's place is there for a call: while it is, `_changes` and `_seen` differ."""
+    """Copy assigned parameters to the memory of the former ones, and make them views of it.
+
+    `torch.func.functional_call` writes tensors into `_parameters` for the time of one call. They are not assigned to
+    the module, and are not copied. While they are in place, `_changes` and `_seen` differ.
+    """
     views, own = [], True
     modules = [cast("Expert", weights._modules[str(expert)]) for expert in weights.held]
     holders = [(module, part) for module in modules for part in module._parameters]
@@ -47,7 +56,7 @@ def take_replaced(weights: ExpertSlots) -> None:
         kept, found = parameter, cast("nn.Parameter", module._parameters[part])
         if found is not parameter and part in module.replaced:
             if weights._mesh is None and parameter.data_ptr() == view.data_ptr():
-                parameter.data = parameter.data.clone()  # who holds it may put it back
+                parameter.data = parameter.data.clone()  # the user may assign the former parameter again
             view.copy_(local(found))
             found.data, kept = view if weights._mesh is None else parameter.data, found
             if weights.gradient_sum.ep.size > 1:
@@ -61,13 +70,16 @@ def take_replaced(weights: ExpertSlots) -> None:
 
 
 def follow(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
-    """Lay the parameters into the stored tensors, which are others now. fn: made these of the old ones"""
+    """Make the parameters views of the stored tensors after these were replaced.
+
+    fn: the function that converted the old stored tensors to the new ones. It also converts gradients.
+    """
     before = dict(weights._of_experts())
     weights._name_experts(requires_grad=True)
     for (name, made), (_, view) in zip(list(weights._of_experts()), list(weights._views), strict=True):
         old, kept = before[name], made
         if weights._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
-            old.data, kept = view, old  # optimizers hold the parameter itself
+            old.data, kept = view, old  # keep the Parameter object, which optimizers reference
         else:
             leave_behind([old], weights)
         kept.requires_grad_(old.requires_grad)
@@ -81,27 +93,29 @@ def follow(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def _replaceable(weights: ExpertSlots) -> list[Expert]:
-    """The modules of the experts, where some parameter may have been assigned."""
+    """Return the modules of the experts if a parameter may have been assigned, else an empty list."""
     changed = weights._changes.count != weights._seen
     return [cast("Expert", weights._modules[str(expert)]) for expert in weights.held] if changed else []
 
 
 def _kept_elsewhere(weights: ExpertSlots) -> bool:
-    """Whether others than parameters hold the memory of the slots, such as `parameter.data` that was kept to be put
-    back, tensors of a state_dict(), or what a call saved for backward."""
+    """Return whether tensors other than the parameters reference the memory of the slots.
+
+    Examples are a `parameter.data` that a user kept, tensors of a state_dict(), and tensors saved for backward. Return
+    True if torch cannot count references.
+    """
     uses = getattr(torch._C, "_storage_Use_Count", None)
     held = Counter(view.untyped_storage().data_ptr() for _, view in weights._views)
     held.update(parameter.untyped_storage().data_ptr() for parameter in weights._on_views)
     for tensor in weights._slots.values():
-        storage = tensor.untyped_storage()  # counts itself, as does the slots' tensor
+        storage = tensor.untyped_storage()  # 2 expected references: this variable and the tensor of the slots
         if uses is None or uses(storage._cdata) > held[storage.data_ptr()] + 2:
             return True
     return False
 
 
 def _renew(weights: ExpertSlots) -> None:
-    """Lay the slots into new memory, before numbers are written that parameters have elsewhere: the former memory
-    keeps its numbers for those who hold it."""
+    """Move the slots to new memory before new values are written, so that tensors on the old memory keep theirs."""
     weights._slots = {name: tensor.clone() for name, tensor in weights._slots.items()}
     gated = weights.config.activation.gated
     parts = (
@@ -121,8 +135,10 @@ def _renew(weights: ExpertSlots) -> None:
 
 
 def offloaded_problem(weights: ExpertSlots) -> str | None:
-    """None, or that a parameter was replaced by one that kernels cannot read, as by hooks that offload it and bring
-    it back for a call of its own module."""
+    """Return an error if a parameter is on another device than the layer, or None.
+
+    Offloading hooks cause this: they bring parameters back only for a call of the parameters' own module.
+    """
     for name, parameter in weights._of_experts():
         if parameter.device != weights.device:
             return (
@@ -134,8 +150,11 @@ def offloaded_problem(weights: ExpertSlots) -> str | None:
 
 
 def stored_problem(weights: ExpertSlots) -> str | None:
-    """None, or what a loop over parameters made of the tensors of experts that do not train: kernels would read codes
-    of another dtype as other numbers, and no gradient comes back."""
+    """Return an error if user code changed stored tensors of experts without named parameters, or None.
+
+    It may have removed a tensor, changed the shape or the dtype of codes, which kernels would misread, or requested a
+    gradient that no backward computes.
+    """
     scheme, learn = weights.scheme, torch.is_grad_enabled() and not weights.trainable
     for name, tensor in weights._parameters.items():
         if tensor is None:

@@ -1,4 +1,4 @@
-"""The memory of a rank's expert weights: all slots in one tensor each, as kernels read them, and parameters on it."""
+"""The memory of a rank's expert weights: tensors of all slots, as kernels read them, and parameters that view them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ Result = TypeVar("Result")
 
 
 class ExpertSlots(nn.Module):
-    """Stored tensors [L, ...] and, where they can be trained, parameters by logical expert on the same memory.
+    """Stored tensors [L, ...] and, if they are trainable and canonical, parameters by logical expert that view them.
 
-    Arguments as `ExpertWeights` has them.
+    The arguments are those of `ExpertWeights`.
     """
 
-    sharded = False  # by `ep_moe.training.fully_shard`: each call gathers its parameters anew
+    sharded = False  # set by `ep_moe.training.fully_shard`: each call gathers the parameters
 
     def __init__(
         self,
@@ -76,24 +76,23 @@ class ExpertSlots(nn.Module):
             raise ConfigError(problem)
         self.expert_map = expert_map
         self.num_slots = expert_map.num_slots(ep_rank)
-        self.updates = 0  # calls that may have written weights, alike on all ranks
-        self.calls = 0  # of the layer, with gradients on
+        self.updates = 0  # calls that may have written weights; equal on all ranks
+        self.calls = 0  # calls of the layer with gradients enabled
         self._dtype = dtype or torch.get_default_dtype()
         self.weight_layout = weight_layout(config, scheme, self._dtype, self.etp.size)
         self.names = tuple(self.weight_layout.canonical)
         self.gradient_sum = GradientSum(self, ep or RankGroup.alone(), self.etp, replicas or RankGroup.alone())
-        # called in the backward of every call, with its number, on all ranks of the call alike: whether or not a rank's
-        # experts learn
+        # called with the call's number in the backward of every call, on all ranks, even if none of their experts train
         self.each_backward: Callable[[int], None] | None = None
         self.trainable = trainable and scheme.plain
         self.named = self.trainable and type(self.weight_layout) is WeightLayout
         self._slots: dict[str, Tensor] = {}
         self._changes = Changes()
-        self._seen = 0  # of these
+        self._seen = 0  # `_changes.count` when the views were last made
         self._joined: dict[str, Tensor] | None = None
         self._mesh: DeviceMesh | None = None
         self.lora: ExpertLora | None = None
-        self.main_grads: MainGrads | None = None  # of `ep_moe.training.use_main_grads`
+        self.main_grads: MainGrads | None = None  # set by `ep_moe.training.use_main_grads`
         self._specs = self.weight_layout.specs()
         for name, spec in self._specs.items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
@@ -101,7 +100,7 @@ class ExpertSlots(nn.Module):
                 self._slots[name] = data
             else:
                 self.register_parameter(name, nn.Parameter(data, requires_grad=self.trainable))
-        # what keeps a rank without experts in the graph, so that its backward enters what the peers' do
+        # keeps ranks without experts in the autograd graph, so that their backward enters the same collectives
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True) if self.named else None
         self._name_experts(requires_grad=True)
         self.reset_parameters()
@@ -113,14 +112,14 @@ class ExpertSlots(nn.Module):
         )
 
     def reset_parameters(self) -> None:
-        """What fresh experts hold."""
+        """Initialize the experts."""
         raise NotImplementedError
 
     def stored_tensors(self) -> Mapping[str, Tensor]:
         """Return the stored tensors of all slots, [L, ...] each.
 
-        While a kernel runs they are functions of the parameters. At other times a method, and no property: numbers of
-        parameters that were replaced are first written into them.
+        While a kernel runs, they are connected to the parameters in the autograd graph. At other times, this method
+        first copies the values of replaced parameters into them. `get_parameter` does not.
         """
         if self._joined is None and self._slots and not torch.compiler.is_compiling():
             self._reattach()
@@ -128,19 +127,22 @@ class ExpertSlots(nn.Module):
 
     @property
     def _held(self) -> dict[str, Any]:
-        """As they lie there; empty where parameters are sharded."""
+        """The stored tensors by name, without autograd; empty if FSDP2 has sharded the parameters."""
         found: dict[str, Any] = self._slots if self.named else self._parameters
         return found
 
     @property
     def _present(self) -> Mapping[str, Any]:
-        """Those of `stored_tensors`, without a write to them."""
+        """The tensors of `stored_tensors`, without copying replaced parameters into them."""
         return self._held if self._joined is None else self._joined
 
     def get_parameter(self, target: str) -> Any:
-        """A stored tensor of all slots, such as "w13", or a parameter by its path, such as "3.w1". Writes nothing:
-        between calls parameters that were replaced are not in it yet, which `stored_tensors` writes there first.
-        Without a module's walk through submodules, which layers would pay for at each call."""
+        """Return a stored tensor of all slots, such as "w13", or a parameter by its path, such as "3.w1".
+
+        Unlike `stored_tensors`, this does not copy the values of replaced parameters into the stored tensor first.
+        Stored tensors are looked up without the walk through submodules of `nn.Module`, which would cost host time in
+        each call.
+        """
         found = self._parameters.get(target)
         if found is not None:
             return found
@@ -150,23 +152,33 @@ class ExpertSlots(nn.Module):
         return super().get_parameter(target)
 
     def __getattr__(self, name: str) -> Any:
-        """A stored tensor by its name, as `get_parameter` gives it."""
+        """Return a stored tensor by its name, as `get_parameter` does."""
         own = self.__dict__
         if own.get("named") and name in (present := own.get("_joined") or own.get("_slots", {})):
             return present[name]
         return super().__getattr__(name)
 
     def forward(self, compute: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a kernel on the parameters: within, `stored_tensors` gives functions of them, gathered first where they
-        are sharded. A module's call, so that wrappers' hooks come before and behind it."""
+        """Run a kernel on the parameters.
+
+        During `compute`, `stored_tensors` returns tensors that autograd connects to the parameters. Sharded parameters
+        are gathered first: this is the module's forward, so FSDP2's hooks run before and after it.
+
+        Args:
+            compute: The function that runs the kernel.
+            arguments: Its arguments.
+
+        Returns:
+            The result of `compute`.
+        """
         out = self.given(self._join(), compute, *arguments)
-        if self.sharded and isinstance(out, Tensor):  # FSDP2's hook is lost on a view
+        if self.sharded and isinstance(out, Tensor):  # a view would lose the backward hook that FSDP2 registers on it
             return cast("Result", torch.ops.aten._unsafe_view.default(out, out.shape))
         return out
 
     def given(self, stored: dict[str, Tensor], compute: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a kernel on stored tensors that are given."""
-        own = self.__dict__  # an attribute of a Module takes the host three calls of Python
+        """Run `compute` while `stored_tensors` returns `stored`."""
+        own = self.__dict__  # setting an attribute of an nn.Module costs three Python calls
         before, own["_joined"] = self._joined, stored
         try:
             return compute(*arguments)
@@ -174,12 +186,12 @@ class ExpertSlots(nn.Module):
             own["_joined"] = before
 
     def _join(self) -> dict[str, Tensor]:
-        if not self.named:  # nothing here is trained
+        if not self.named:  # no named parameters to connect
             return self._held
         apart = not self._slots or torch.compiler.is_compiling()
         if not apart:
             self._reattach()
-            apart = self._changes.count != self._seen  # others for a call, which leave the slots as they are
+            apart = self._changes.count != self._seen  # parameters substituted for one call, such as by functional_call
         if apart or self.lora is not None:
             tensors = self._stacked() if apart else self._slots
             return self.gradient_sum.of_tensors(tensors if self.lora is None else self.lora(tensors))
@@ -192,22 +204,22 @@ class ExpertSlots(nn.Module):
 
     @property
     def trained(self) -> bool:
-        """Whether any parameter wants a gradient."""
+        """Whether any parameter requires a gradient."""
         own = self.parameters() if self.lora is not None else self._on_views or self.parameters()
         return any(parameter.requires_grad for parameter in own)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """That of one of the parameters, wherever it is kept."""
+        """Return a parameter's gradient: its `main_grad` if `use_main_grads` set a dtype, else its `grad`."""
         name = "grad" if self.main_grads is None else self.main_grads.attribute
         found: Tensor | None = getattr(parameter, name, None)
         return found
 
     def gradients(self) -> list[Tensor]:
-        """Those that parameters have."""
+        """Return the gradients of all parameters that have one."""
         return [found for p in self.parameters() if (found := self.gradient(p)) is not None]
 
     def _stacked(self) -> dict[str, Tensor]:
-        """Copies of the parameters, differentiable: where they lie elsewhere than in the slots."""
+        """Return differentiable copies [L, ...] of the parameters, used where the slots do not hold their values."""
         found, gated = {}, self.config.activation.gated
         for name, spec in self.weight_layout.canonical.items():
             slots = []
@@ -224,21 +236,25 @@ class ExpertSlots(nn.Module):
 
     @torch.no_grad()
     def _reattach(self) -> None:
-        """A replaced parameter's numbers are meant: they go to where kernels read them. One who replaced
-        a stored tensor's takes the parameters along. An expert that this rank holds twice has one parameter, and its
-        other slot follows it."""
+        """Make slots and parameters consistent before kernels read the slots.
+
+        Values of replaced parameters are copied into the slots. If a stored tensor was replaced, parameters become
+        views of the new one. An expert in several slots of this rank has parameters on its first slot only, which is
+        copied to the others.
+        """
         if self._place != self.place:
             follow(self, lambda tensor: tensor)
-        # a DTensor's address is that of its piece
+        # DTensors are always checked one by one in `take_over`, which compares their local addresses
         moved = self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places
         if moved or self._changes.count != self._seen:
             take_over(self, moved=moved)
         for first, other in self.twice:
-            for tensor in self._slots.values():  # `data`: what an earlier call keeps for backward is as it was
+            # written through `data`, which leaves the version of tensors that earlier calls saved for backward
+            for tensor in self._slots.values():
                 tensor.data[other].copy_(tensor.data[first])
 
     def replaced_problem(self) -> str | None:
-        """None, or why a parameter that was replaced cannot be used."""
+        """Return why a replaced parameter cannot be used, or None."""
         if not self.named:
             return stored_problem(self)
         if not self._slots or self._changes.count == self._seen:
@@ -246,7 +262,7 @@ class ExpertSlots(nn.Module):
         return offloaded_problem(self)
 
     def lora_problem(self) -> str | None:
-        """None, or that a call would leave out gradients that are asked for: with factors, these alone have some."""
+        """Return an error if matrices require gradients while LoRA factors exist, or None. Only factors are trained."""
         if self.lora is None or not torch.is_grad_enabled() or not any(p.requires_grad for p in self._on_views):
             return None
         return (
@@ -261,12 +277,12 @@ class ExpertSlots(nn.Module):
         self._seen = self._changes.count
 
     def _name_experts(self, *, requires_grad: bool) -> None:
-        """Make the parameters by logical expert, of the map in force."""
+        """Create the parameters by logical expert for the current map."""
         self.held: dict[int, list[int]] = {}
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
                 self.held.setdefault(expert, []).append(slot)
-        # copied before each call: fused optimizers and writes through `data` leave tensors' versions as they were
+        # copied before each call, since versions do not show writes by fused optimizers or through `data`
         self.twice = [(first, other) for first, *others in self.held.values() for other in others]
         views: list[tuple[nn.Parameter, Tensor]] = []
         self._set_views(views)
@@ -292,7 +308,7 @@ class ExpertSlots(nn.Module):
         self._set_views(views)
 
     def set_expert_map(self, expert_map: ExpertMap) -> None:
-        """Take the slots for those of another map from now on: parameters are made again, by its logical experts."""
+        """Change the expert map, without moving weights. Parameters are created anew for its logical experts."""
         assert self.lora is None, "factors do not move"
         self.expert_map, before = expert_map, dict(self.named_parameters())
         if self.main_grads is not None:
@@ -301,14 +317,15 @@ class ExpertSlots(nn.Module):
         self._name_experts(requires_grad=any(learns.values()))
         if self.named:
             kinds = {name.partition(".")[2] for name, wanted in learns.items() if wanted}
-            for name, parameter in self.named_parameters():  # an expert that arrives learns as those here did
+            # an arriving expert's parameter is trainable if any parameter with the same last name (w1, w2) was
+            for name, parameter in self.named_parameters():
                 parameter.requires_grad_(learns.get(name, name.partition(".")[2] in kinds))
             leave_behind(before.values(), self)
         if self.main_grads is not None:
             self.main_grads.lay_out()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to(dtype)` would turn quantized numbers and their scales into something else: only the device changes."""
+        """Apply `fn` to stored tensors and parameters. Quantized tensors change device only, never their dtype."""
         if not self.scheme.plain:
             return self._move(fn, recurse)
         if not self._slots:
@@ -325,12 +342,12 @@ class ExpertSlots(nn.Module):
 
     @property
     def parameter_kinds(self) -> list[str]:
-        """The last part of parameters' names, such as "w1": the same list on all ranks."""
+        """The last components of parameter names, such as "w1". The list is the same on all ranks."""
         kinds = part_names(self.names, self.config.activation.gated) if self.named else list(self.names)
         return kinds if self.lora is None else [*kinds, *self.lora.kinds]
 
     def _of_experts(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters of experts by name, without factors beside them."""
+        """Iterate over the parameters of experts by name, without LoRA factors."""
         return ((name, p) for name, p in self.named_parameters() if not name.startswith("lora."))
 
     def _move(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> Self:
@@ -349,8 +366,7 @@ class ExpertSlots(nn.Module):
         return self
 
     def unstack(self) -> None:
-        """Give the slots' memory back. From now on each parameter has its own, which FSDP shards over the ranks that
-        hold the same experts."""
+        """Free the slots and give each parameter its own memory, for FSDP to shard over ranks with the same experts."""
         assert self.lora is None, "factors are not sharded"
         assert self.main_grads is None, "FSDP2 holds gradients itself"
         for module in self.children():
@@ -363,7 +379,7 @@ class ExpertSlots(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the activations."""
+        """The dtype of activations."""
         if not self._plain:
             return self._dtype
         found: torch.dtype = self._held["w13"].dtype if self._held else next(self.parameters()).dtype
@@ -376,12 +392,12 @@ class ExpertSlots(nn.Module):
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Addresses of all that kernels read: other ones once tensors are replaced, the same while they are written."""
+        """Addresses of the stored tensors. They change when tensors are replaced, not when they are written."""
         return tuple([tensor.data_ptr() for tensor in self._present.values() if tensor is not None])
 
     @property
     def settled(self) -> bool:
-        """Whether `settle` has nothing to write. Each line of it is host time of a replayed call."""
+        """Whether `settle` has nothing to write. Kept short: it costs host time in each replayed call."""
         if not self._slots:
             return True
         if self._changes.count != self._seen:
@@ -391,17 +407,25 @@ class ExpertSlots(nn.Module):
         return list(map(Tensor.data_ptr, self._on_views)) == self._view_places
 
     def settle(self) -> tuple[int, ...]:
-        """Write the numbers of parameters that were replaced, and of an expert's copies, to where kernels read them.
+        """Copy values of replaced parameters, and of an expert's other slots, into the memory that kernels read.
 
-        For calls that launch what was recorded. Returns `place`, which is empty where parameters are sharded.
+        Call this before a replay of a CUDA graph.
+
+        Returns:
+            `place`, which is empty if parameters are sharded.
         """
         if self._slots:
             self._reattach()
         return self.place
 
     def written(self) -> tuple[int, ...]:
-        """Settle, and return what changes with each write on this rank, in place or by replaced parameters. Writes into
-        `data` of a tensor are not seen."""
+        """Settle, and return a key that changes with each write to the weights on this rank.
+
+        In-place writes and replaced parameters change it. Writes through a tensor's `data` do not.
+
+        Returns:
+            Addresses and versions of the tensors.
+        """
         place = self.settle()
         seen = [*self._held.values(), *(self._on_views if self._mesh is not None else ())]
         return (*place, *[0 if tensor.is_inference() else tensor._version for tensor in seen])

@@ -1,8 +1,8 @@
-"""Sums of the gradients of a rank's experts over ranks.
+"""Sum the gradients of a rank's experts over ranks.
 
-Every copy of an expert gets the gradient of all tokens, and so copies that are equal stay equal. Copies are in other
-slots of the EP group (a redundant map), and in the same slots of other EP groups (ep < dp). Both sums are part of
-backward. All ranks that share an expert must therefore run backward equally often.
+Every copy of an expert gets the gradient of all tokens, so that equal copies stay equal. Copies are in other slots of
+the EP group (a map with redundant experts) and in the same slots of other EP groups (ep < dp). Both sums are part of
+backward. All ranks that share an expert must therefore run backward the same number of times.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
 
 
-_NOTED = 1 << 12  # numbers of a parameter's gradient that tell ranks apart
+_NOTED = 1 << 12  # leading elements of each gradient in the checksum that ranks compare
 
 
 class GradientSum:
     """Sums the gradients of one layer's experts over the ranks that hold them.
 
-    ep, etp: the groups of this rank; replicas: to the ranks with the same slots in other EP groups
-    divisor: what backward divides gradients by: 1 for the sum over all ranks' tokens; the number of ranks with tokens
-        of their own for the mean, as dense parameters have it (`ep_moe.training`)
-    followed: what a wrapper of dense parameters makes of it, asked in each backward; None for no such wrapper
-    sharded: FSDP cuts the experts over `replicas`
-    shard_divisor: what FSDP divides gradients of these by, asked in each backward
-    compared: names of dense parameters beside the experts, which `ep_moe.training` has compared over ranks with these
-    layout, router: the layer's; None where there is none
+    ep, etp: this rank's groups
+    replicas: the group of the ranks with the same slots in other EP groups
+    divisor: backward divides gradients by this. 1 gives the sum over all ranks' tokens. The number of ranks with
+        different tokens gives the mean, as for dense parameters (`ep_moe.training`)
+    followed: returns the divisor of a wrapper of dense parameters such as DDP, called in each backward; None without
+    sharded: whether FSDP shards the experts over `replicas`
+    shard_divisor: returns the divisor that FSDP applies to the gradients of sharded experts, called in each backward
+    compared: sets of names of dense parameters that `ep_moe.training` has already compared over ranks
+    layout: the layer's RankLayout, or None; router: returns the layer's router, or None
     router_steps: whether an optimizer that holds experts has changed the router too
-    beside: what an optimizer that holds experts steps beside them, seen ahead of its first step; None without a step
-    each_sum: called ahead of every sum: on all ranks that hold the same experts, where one of these learns
-    stepped: a checksum of the gradients that an optimizer's step took, int64 []; 0 where they were zero or not finite
+    beside: the dense parameters of the first optimizer that holds experts, None before its first step
+    each_sum: called before every sum, on all ranks that hold the same experts, if one of these is trained
+    stepped: checksum of the gradients at an optimizer's step, int64 []; 0 if they were all zero, or some not finite
     """
 
     def __init__(self, weights: ExpertSlots, ep: RankGroup, etp: RankGroup, replicas: RankGroup) -> None:
@@ -62,7 +63,7 @@ class GradientSum:
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
         self._first = FirstBackward()
-        self._learns_somewhere = False  # in the EP group; once it does, all ranks sum from then on
+        self._learns_somewhere = False  # any rank of the EP group trains experts; once True, all ranks sum from then on
 
     @property
     def divisor(self) -> float:
@@ -70,22 +71,22 @@ class GradientSum:
 
     @property
     def alone(self) -> bool:
-        """Nothing is summed or divided: one rank of everything, and each expert in one slot."""
+        """Whether gradients need no sum and no division: all groups have one rank, and each expert has one slot."""
         return self.of_one_rank and self.divisor == 1 and not self._weights.expert_map.replicated
 
     @property
     def of_one_rank(self) -> bool:
-        """No other rank has rows for these experts."""
+        """Whether all groups have one rank, so that no other rank has rows for these experts."""
         return max(self.ep.size, self.etp.size, self.replicas.size) == 1
 
     @property
     def is_local(self) -> bool:
-        """Whether the gradients of this rank's slots are those of its parameters, but for `divisor`."""
+        """Whether the gradients of this rank's slots, divided by `divisor`, are those of its parameters."""
         shared = self.replicas.size > 1 or self._weights.expert_map.replicated
         return not shared and not (self.etp.size > 1 and "w2_bias" in self._weights.names)
 
     def check(self) -> None:
-        """Raise ConfigError, on all ranks alike, where a sum could not be made."""
+        """Raise ConfigError, on all ranks, if the map has replicas and a rank without slots, which cannot sum them."""
         expert_map = self._weights.expert_map
         if self.ep.size == 1 or not self._weights.expert_map.replicated:
             return
@@ -98,8 +99,13 @@ class GradientSum:
 
     @torch.no_grad()
     def divide(self, ranks: int) -> None:
-        """Have backward divide by this from now on, and divide the gradients that are here by the same. Where a wrapper
-        is followed, backward has divided them already."""
+        """Set the divisor of later backwards, and divide the current gradients by it.
+
+        Does nothing if backward follows the divisor of a wrapper, which it has applied already.
+
+        Args:
+            ranks: The divisor.
+        """
         if self.followed is None and self.divisor != ranks:
             self._first.warn(ranks)
             for gradient in self._weights.gradients():
@@ -107,10 +113,13 @@ class GradientSum:
             self._divisor = ranks
 
     def meet(self, *, sums: bool) -> bool:
-        """Learn at the begin of a backward whether peers will sum over copies. Collective over the EP group.
+        """Exchange, at the start of a backward, which ranks will sum over copies. Collective over the EP group.
 
-        sums: whether this rank will, in `__call__`, which is not reached where none of its experts learns
-        Returns whether `take_part` is due where the peers' sums are.
+        Args:
+            sums: Whether this rank will, in `__call__`. A rank without trainable experts does not reach it.
+
+        Returns:
+            Whether this rank must call `take_part` when its peers sum.
         """
         weights = self._weights
         if self.ep.size == 1 or not weights.expert_map.replicated or not weights.named:
@@ -122,18 +131,25 @@ class GradientSum:
         return self._learns_somewhere and not sums
 
     def take_part(self) -> None:
-        """Take part with zeros in the peers' sums over copies. Collective over the EP group."""
+        """Add zeros to the peers' sums over copies. Collective over the EP group."""
         for tensor in self._weights.stored_tensors().values():
             self._over_copies(_zeros(tensor, len(self._weights.expert_map.replicated)))
 
     def __call__(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """gradients: [L, ...] by stored name, of this call's rows. Returns the same, summed. Collective."""
+        """Sum gradients over the ranks and slots that hold the same experts, and divide. Collective.
+
+        Args:
+            gradients: [L, ...] by stored name, from this call's rows on this rank.
+
+        Returns:
+            The summed gradients, by the same names.
+        """
         if self.each_sum is not None:
             self.each_sum()
-        divisor = self.divisor / self.shard_divisor() if self.sharded else self.divisor  # FSDP divides too
+        divisor = self.divisor / self.shard_divisor() if self.sharded else self.divisor  # FSDP divides afterwards
         if divisor != 1:
             gradients = {name: gradient / divisor for name, gradient in gradients.items()}
-        if self.etp.size > 1 and "w2_bias" in gradients:  # etp rank 0 alone used it, all hold it
+        if self.etp.size > 1 and "w2_bias" in gradients:  # all etp ranks hold it, only rank 0 adds it to its output
             gradients["w2_bias"] = gradients["w2_bias"].clone()
             with self.etp.flight_recorder.step("backward by the sum over etp", counted=False):
                 self.etp.all_reduce(gradients["w2_bias"])
@@ -147,12 +163,19 @@ class GradientSum:
                     gradients[name] = gradients[name].clone(memory_format=torch.contiguous_format)
                     self.replicas.all_reduce(gradients[name])
                 for total in shared.values():
-                    # the same places in the same buffer on all ranks: copies get the same bits in whatever slot
+                    # one buffer with the same order on all ranks: copies get bitwise equal sums in any slot
                     self.replicas.all_reduce(total)
         return gradients | {name: self._put_back(gradients[name], shared[name], redundant) for name in shared}
 
     def of_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """tensors: [L, ...] by stored name, made for a call. Returns the same, whose gradients are summed."""
+        """Return tensors that were computed for one call, with a backward that sums their gradients.
+
+        Args:
+            tensors: [L, ...] by stored name.
+
+        Returns:
+            The same values by the same names.
+        """
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
         if not needed or self.alone:
             return tensors
@@ -163,7 +186,7 @@ class GradientSum:
             summed = list(self(dict(zip(tensors, gradients, strict=True))).values())
             if not twice:
                 return summed
-            kept = [gradient.clone() for gradient in summed]  # each slot has the sum, of which a parameter wants one
+            kept = [gradient.clone() for gradient in summed]  # each slot has the whole sum: keep one for the parameter
             for gradient in kept:
                 gradient[twice] = 0
             return kept
@@ -172,8 +195,11 @@ class GradientSum:
         return joined(stored, back, tensors.values())
 
     def pieces_unwritten(self) -> Callable[[], None]:
-        """A check for a call's backward, from forward: RuntimeError where a parameter was written in place meanwhile.
-        Of etp ranks' pieces, whose memory does not tell autograd of writes that go through their DTensors."""
+        """Return a function that raises RuntimeError if parameters were written in place since this call.
+
+        Call this in forward and the function in backward. It checks DTensors of etp > 1 only: autograd does not see
+        writes through a DTensor in the stored tensor that backward uses.
+        """
         held = self._weights._on_views if self.etp.size > 1 else []
         seen = [parameter._version for parameter in held]
 
@@ -187,15 +213,22 @@ class GradientSum:
         return check
 
     def of_parameters(self, slots: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The tensors of all slots [L, ...], by stored name, as functions of the parameters that lie in them, which get
-        summed gradients. parameters: by expert, and of each in the order of the tensors' parts"""
+        """Connect the stored tensors of all slots to the parameters that view them, which get summed gradients.
+
+        Args:
+            slots: [L, ...] by stored name.
+            parameters: All parameters, ordered by expert, and for each expert in the order of the tensors' parts.
+
+        Returns:
+            The tensors by the same names, as outputs of one autograd node.
+        """
         self.check()
         unwritten = self.pieces_unwritten()
 
         def back(gradients: list[Tensor]) -> list[Tensor]:
             unwritten()
             summed = self(dict(zip(slots, gradients, strict=True)))
-            split = []  # by one call of torch's for each tensor: there may be hundreds of parameters
+            split = []  # one torch call splits each tensor: there may be hundreds of parameters
             for name, gradient in summed.items():
                 parts = len(parts_of(name, self._weights.config.activation.gated))
                 pieces = gradient.unflatten(1, (parts, -1)).flatten(0, 1).unbind() if len(gradient) else ()
@@ -210,7 +243,7 @@ class GradientSum:
 
     @torch.no_grad()
     def note_step(self) -> None:
-        """Take the checksum of the gradients, of a part of each."""
+        """Store the checksum of the first elements of each gradient in `stepped`."""
         device = self._weights.device
         found = [local(gradient).flatten()[:_NOTED].float() for gradient in self._weights.gradients()]
         if found and not capturing(device):
@@ -219,7 +252,7 @@ class GradientSum:
             self.stepped = checksum(flat, flat.device) * sound
 
     def _copies(self, gradient: Tensor, redundant: list[int]) -> Tensor:
-        """float32 [len(redundant), ...], summed over all slots of the EP group."""
+        """Sum the gradients of redundant experts over all slots of the EP group: float32 [len(redundant), ...]."""
         total = _zeros(gradient, len(redundant))
         for place, expert in enumerate(redundant):
             for slot in self._weights.held.get(expert, ()):
@@ -233,7 +266,7 @@ class GradientSum:
                 self.ep.all_reduce(total)
 
     def _put_back(self, gradient: Tensor, total: Tensor, redundant: list[int]) -> Tensor:
-        gradient = gradient.clone()  # it may be another's too
+        gradient = gradient.clone()  # other autograd nodes may hold the same tensor
         for place, expert in enumerate(redundant):
             for slot in self._weights.held.get(expert, ()):
                 gradient[slot] = total[place].to(gradient.dtype)
@@ -241,5 +274,5 @@ class GradientSum:
 
 
 def _zeros(stored: Tensor, experts: int) -> Tensor:
-    """float32 [experts, ...] for a stored tensor [L, ...]."""
+    """Return zeros, float32 [experts, ...], with the shape of a slot of a stored tensor [L, ...]."""
     return torch.zeros(experts, *stored.shape[1:], dtype=torch.float32, device=stored.device)

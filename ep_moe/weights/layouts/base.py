@@ -1,5 +1,8 @@
-"""From canonical tensors to those a kernel reads, one expert at a time, and back: the contract, and the layouts of one
-rule. Those of FlashInfer's kernels have files of their own."""
+"""The interface of weight layouts, and layouts that are short.
+
+A layout converts one expert's canonical tensors to those that a kernel reads, and back. Other modules of this package
+hold the layouts of FlashInfer's kernels and of the 4-bit Hopper kernels.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from ep_moe.quant.weight_formats import TensorSpec
 
 
 class WeightLayout:
-    """The canonical layout: gate rows first, then up rows, linear scales. Kernels with another derive from this.
+    """The canonical layout: gate rows first, then up rows, linear scales. Derive from this for other layouts.
 
-    config, scheme, dtype (of the activations), etp: whose piece of an expert is prepared
+    config, scheme: the layer's; dtype: of activations; etp: tensors are an etp rank's shard of an expert
     """
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
@@ -30,32 +33,35 @@ class WeightLayout:
         self.canonical = scheme.expert(config, dtype, etp)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """What is stored per slot."""
+        """Return the shape and dtype of each stored tensor of one slot."""
         return self.canonical
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """One expert's canonical tensors to the stored ones."""
+        """Convert one expert's canonical tensors to the stored ones."""
         return dict(tensors)
 
     def restore(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `prepare`."""
+        """Convert one slot's stored tensors to the canonical ones: the inverse of `prepare`."""
         return dict(stored)
 
 
 def swap_halves(tensor: Tensor) -> Tensor:
-    """Gate first to up first along the first dimension, and back."""
+    """Swap gate and up, the two halves of the first dimension."""
     first, second = tensor.chunk(2)
     return torch.cat([second, first])
 
 
 # --- a scale for each block -------------------------------------------------------------------------------------------
-# A matrix's one scale where a kernel reads one for each 128 x 128 of it: the same numbers.
+# A per-matrix scale, repeated for kernels that read one scale for each 128 x 128 block. Results are the same.
 
 _MATRICES = ("w13", "w2")
 
 
 class PerBlock(WeightLayout):
-    """Of a scheme with one scale per matrix, sizes multiples of 128: each `_scale` is [rows / 128, columns / 128]."""
+    """Repeats the scale of a matrix as [rows / 128, columns / 128]. Sizes are multiples of 128.
+
+    For schemes with one scale per matrix.
+    """
 
     def specs(self) -> dict[str, TensorSpec]:
         return dict(self.canonical) | {f"{name}_scale": self._scale(name) for name in _MATRICES}
@@ -73,17 +79,17 @@ class PerBlock(WeightLayout):
 
 
 # --- interleaved rows -------------------------------------------------------------------------------------------------
-# The layout that FlashInfer's bf16 mega kernel for Hopper reads w13 in.
+# The layout of w13 for FlashInfer's bf16 mega kernel for Hopper.
 #
-# Its first product has tiles of 256 rows of w13, and its epilogue needs a gate and its up in one tile: rows come in
-# groups of 32, gate, up, gate, up (`GATE_UP_GROUP` in cake_weights.py, FlashInfer 0.7.2.post1). The fp8 one reads
-# canonical tensors.
+# Its first GEMM has tiles of 256 rows of w13, and its epilogue needs each gate row and its up row in one tile. Rows are
+# therefore stored in groups of 32: gate, up, gate, up (`GATE_UP_GROUP` in cake_weights.py, FlashInfer 0.7.2.post1).
+# The fp8 mega kernel reads canonical tensors.
 
 GROUP = 32
 
 
 class MegaBf16(WeightLayout):
-    """Gate and up of w13 interleaved in groups of 32 rows. I (of the etp piece) must be a multiple of 32."""
+    """Interleaves gate and up of w13 in groups of 32 rows. I of the etp shard must be a multiple of 32."""
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(tensors) | {"w13": interleave_halves(tensors["w13"])}
@@ -93,33 +99,33 @@ class MegaBf16(WeightLayout):
 
 
 def interleave_halves(w13: Tensor) -> Tensor:
-    """[gate; up] [2I, H] to 32 rows of gate, 32 of up, and so on."""
+    """Reorder the rows of w13 [2I, H] from [gate; up] to 32 rows of gate, 32 rows of up, and so on."""
     rows: Tensor = w13.unflatten(0, (2, -1, GROUP)).transpose(0, 1).flatten(0, 2)
     return rows
 
 
 def in_halves(w13: Tensor) -> Tensor:
-    """The inverse."""
+    """Reorder the rows of w13 [2I, H] back to [gate; up]: the inverse of `interleave_halves`."""
     halves: Tensor = w13.unflatten(0, (-1, 2, GROUP)).transpose(0, 1).flatten(0, 2)
     return halves
 
 
 # --- scales as tensor cores read them ---------------------------------------------------------------------------------
-# How block scales lie in memory for Blackwell's kernels, one scale per row and block of columns.
+# Memory layouts of block scales (one scale per row and block of columns) for Blackwell's kernels.
 #
 # LINEAR          [..., rows, blocks], row-major: how scales are quantized, stored in checkpoints, and sent
-# SWIZZLED_128X4  tiles of 128 rows x 4 blocks, row-major among tiles, in a tile row r % 32, then r // 32, then block
+# SWIZZLED_128X4  tiles of 128 rows x 4 blocks, tiles in row-major order; in a tile: r % 32, then r // 32, then block
 # SWIZZLED_8X4    tiles of 8 rows x 4 blocks, row-major, for few rows
-# MMA             the bytes of SWIZZLED_128X4 seen as (32, 4, rows / 128, 4, blocks / 4, groups), for CuteDSL
+# MMA             a view of SWIZZLED_128X4 as (32, 4, rows / 128, 4, blocks / 4, groups), for CuteDSL
 #
-# Rows and blocks are filled up with zeros to whole tiles. Any dtype of one byte. CUDA's cuBLAS manual ("1D block
-# scaling factors layout") defines the first tile; FlashInfer's quantizers write both swizzles.
+# Rows and blocks are padded with zeros to whole tiles. Any one-byte dtype is supported. The cuBLAS manual ("1D block
+# scaling factors layout") defines the 128 x 4 tile. FlashInfer's quantizers write both swizzles.
 
 _BLOCKS = 4
 
 
 class ScaleLayout(enum.Enum):
-    """How a kernel orders the block scales of a matrix. `LINEAR` is [rows, blocks]; the others are FlashInfer's."""
+    """The memory layout of a matrix's block scales. `LINEAR` is [rows, blocks]; the others are FlashInfer's."""
 
     LINEAR = "linear"
     SWIZZLED_128X4 = "swizzled_128x4"
@@ -128,8 +134,16 @@ class ScaleLayout(enum.Enum):
 
 
 def arrange(scales: Tensor, layout: ScaleLayout) -> Tensor:
-    """scales: LINEAR [..., rows, blocks]. Returns them in `layout`, [..., whole tiles of rows, of blocks] for the
-    swizzled ones; MMA takes [groups, rows, blocks] and is a view that is not contiguous."""
+    """Convert linear scales to another layout.
+
+    Args:
+        scales: LINEAR [..., rows, blocks], of a one-byte dtype. For MMA, [groups, rows, blocks].
+        layout: The layout to convert to.
+
+    Returns:
+        Swizzled scales have the shape [..., rows, blocks], each size rounded up to whole tiles. MMA scales are a
+        non-contiguous view of six dimensions.
+    """
     if layout is ScaleLayout.LINEAR:
         return scales
     if layout is ScaleLayout.MMA:
@@ -146,7 +160,7 @@ def arrange(scales: Tensor, layout: ScaleLayout) -> Tensor:
 
 
 def linear(stored: Tensor, layout: ScaleLayout, rows: int, blocks: int) -> Tensor:
-    """The inverse of `arrange`: [..., rows, blocks]."""
+    """Convert scales in `layout` to LINEAR [..., rows, blocks], without padding: the inverse of `arrange`."""
     if layout is ScaleLayout.LINEAR:
         return stored
     if layout is ScaleLayout.MMA:
@@ -165,7 +179,7 @@ def _tile(layout: ScaleLayout) -> int:
 
 
 def _turned(tiles: Tensor, layout: ScaleLayout, *, back: bool = False) -> Tensor:
-    """Rows within each tile [..., 128, 4] from their order to r % 32, then r // 32, or back."""
+    """Reorder the rows r of each tile [..., 128, 4] by r % 32, then r // 32, or back. 8 x 4 tiles stay as they are."""
     if layout is ScaleLayout.SWIZZLED_8X4:
         return tiles
     sizes = (32, 4) if back else (4, 32)
@@ -174,5 +188,5 @@ def _turned(tiles: Tensor, layout: ScaleLayout, *, back: bool = False) -> Tensor
 
 
 def _filled(scales: Tensor, rows: int, blocks: int) -> Tensor:
-    """Padding of bytes, which torch does not do for float8."""
+    """Pad scales with zeros, as bytes: torch does not pad float8."""
     return pad(scales.contiguous().view(torch.uint8), (0, blocks, 0, rows)).view(scales.dtype)

@@ -1,10 +1,12 @@
 """The layout that FlashInfer's CuteDSL MoE reads on Blackwell (NVFP4).
 
-As `prepare_cute_dsl_weights` of FlashInfer 0.7.2 (fused_moe/prepare.py) makes it: up first, then rows of up and of gate
-in turn, 64 of each (so that one tile of the first product holds what an activation needs), and block scales in the
-128 x 4 swizzle. The kernel sees the scales of all experts as one tensor of six dimensions, (32, 4, rows / 128, 4,
-blocks / 4, experts). That is a view of the swizzled bytes, expert by expert: they are stored so, [L, rows, blocks]
-contiguous, and move slot by slot; `mma_view` is made at the call.
+The layout is that of `prepare_cute_dsl_weights` in FlashInfer 0.7.2 (fused_moe/prepare.py):
+
+- Rows of w13 alternate: 64 rows of up, then 64 rows of gate. One tile of the first GEMM then holds both operands of the
+  activation.
+- Block scales are in the 128 x 4 swizzle. The kernel reads those of all experts as one tensor of six dimensions,
+  (32, 4, rows / 128, 4, blocks / 4, experts). This is a view of the swizzled bytes, which are stored contiguously as
+  [L, rows, blocks], so that an expert can move to another slot. `mma_view` creates the view at the call.
 """
 
 from __future__ import annotations
@@ -24,8 +26,10 @@ _SCALES = ("w13_scale", "w2_scale")
 
 
 class CuteDsl(WeightLayout):
-    """Rows of w13 interleaved where it has a gate, scales swizzled and filled up with zeros to whole tiles; scalars
-    are the checkpoint's."""
+    """Interleaves the rows of a gated w13, and swizzles scales padded to whole tiles.
+
+    Global and input scales stay as in the checkpoint.
+    """
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
         super().__init__(config, scheme, dtype, etp)
@@ -53,7 +57,7 @@ class CuteDsl(WeightLayout):
 
 
 def interleave(rows: Tensor) -> Tensor:
-    """[2I, ...], one half after the other, to groups of `GROUP` rows of each in turn; any dtype of one byte."""
+    """Reorder rows [2I, ...] from two halves to alternating groups of `GROUP` rows of each half."""
     return _turned(rows, (2, -1))
 
 
@@ -68,7 +72,10 @@ def _turned(rows: Tensor, groups: tuple[int, int]) -> Tensor:
 
 
 def mma_view(swizzled: Tensor) -> Tensor:
-    """Stored scales [L, rows, blocks], rows of 128 and blocks of 4, as uint8 (32, 4, rows / 128, 4, blocks / 4, L)."""
+    """View stored scales [L, rows, blocks] as uint8 (32, 4, rows / 128, 4, blocks / 4, L).
+
+    rows is a multiple of 128 and blocks is a multiple of 4.
+    """
     slots, rows, blocks = swizzled.shape
     tiles = swizzled.view(torch.uint8).view(slots, rows // 128, blocks // 4, 32, 4, 4)
     return tiles.permute(3, 4, 1, 5, 2, 0)

@@ -1,7 +1,7 @@
-"""The layouts that FlashInfer's CUTLASS MoE reads on Hopper and, below, on Blackwell, per scheme.
+"""The layouts of each scheme for FlashInfer's CUTLASS MoE on Hopper and, below, on Blackwell.
 
-Order of rows: up first, then gate (`flashinfer.fused_moe.cutlass_fused_moe`: fc1 is [up; gate]). Where both halves are
-cut alike, swapping them commutes with every interleave of 4-bit weights (`cutlass_mixed`).
+Rows of w13 are up first, then gate (`flashinfer.fused_moe.cutlass_fused_moe`: fc1 is [up; gate]). Swapping equal halves
+commutes with every interleave of 4-bit weights (`cutlass_mixed`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SM90_SCHEMES = ("none", "fp8_static", "fp8_dynamic", "fp8_block", "mxfp4", "mxfp
 
 
 class _Layout(ABC):
-    """One mixed-input layout of a packed matrix and its scales: parts "" and "_scale" (and "_residual")."""
+    """A mixed-input layout of a packed matrix: the data (suffix ""), "_scale" and sometimes "_residual"."""
 
     def parts(self, rows: int, columns: int) -> dict[str, TensorSpec]:
-        """The parts that differ from the canonical ones in shape or dtype, or are new; the data never do."""
+        """Return the specs of a matrix's parts by suffix. Only scales differ from the canonical specs or are added."""
         return {"": TensorSpec((rows, columns // 2), torch.uint8)} | self.scales(rows // 64, columns // 128)
 
     def scales(self, rows: int, columns: int) -> dict[str, TensorSpec]:
@@ -34,11 +34,11 @@ class _Layout(ABC):
 
     @abstractmethod
     def fold(self, data: Tensor, scale: Tensor) -> dict[str, Tensor]:
-        """Canonical data and scales to the parts."""
+        """Convert canonical data and scales to the parts."""
 
     @abstractmethod
     def unfold(self, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The parts back to canonical data and scales."""
+        """Convert the parts to canonical data and scales: the inverse of `fold`."""
 
 
 class _Mxfp4Bf16(_Layout):
@@ -50,7 +50,8 @@ class _Mxfp4Bf16(_Layout):
 
 
 class _Mxfp4Fp8(_Layout):
-    """Exact if a matrix's block exponents span at most `cutlass_mixed.HUMMING_RANGE`; smaller blocks are rounded."""
+    """Exact if a matrix's block exponents span at most `cutlass_mixed.HUMMING_RANGE`. Otherwise the blocks with smaller
+    exponents are rounded."""
 
     def scales(self, rows: int, columns: int) -> dict[str, TensorSpec]:
         return super().scales(rows, columns) | {"_residual": TensorSpec((), torch.float32)}
@@ -78,10 +79,10 @@ _LAYOUTS: dict[str, _Layout] = {"mxfp4": _Mxfp4Bf16(), "mxfp4_fp8": _Mxfp4Fp8(),
 
 
 class CutlassSm90(WeightLayout):
-    """Up first; MXFP4 and INT4 interleaved; `w13_bound` where a scale of the second product's input is derived.
+    """The layout on Hopper: up first, MXFP4 and INT4 interleaved, and `w13_bound` for dynamically quantized FP8.
 
-    w13_bound: float32 scalar b with |activation(w13 @ x + bias)| <= b * (|x|**2 + 1) for every x, by Cauchy-Schwarz on
-    the rows of gate and up: the kernel rounds that activation with a scale it must be given beforehand.
+    w13_bound is a float32 scalar b with |activation(w13 @ x + bias)| <= b * (|x|**2 + 1) for every x, by Cauchy-Schwarz
+    on the rows of gate and up. The kernel quantizes this activation with a scale that must be known before the call.
     """
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
@@ -117,7 +118,7 @@ class CutlassSm90(WeightLayout):
         return self._swapped(tensors)
 
     def _swapped(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gate first to up first, and back."""
+        """Swap gate and up in all tensors of w13, if it has a gate."""
         gated = self.config.activation.gated
         return {
             name: swap_halves(tensor) if gated and name.startswith("w13") and tensor.dim() else tensor
@@ -126,10 +127,11 @@ class CutlassSm90(WeightLayout):
 
 
 def activation_bound(config: MoEConfig, scheme: Scheme, tensors: Mapping[str, Tensor]) -> Tensor:
-    """b such that |activation| <= b * (|x|**2 + 1), float32 scalar, from canonical tensors.
+    """Return b such that |activation| <= b * (|x|**2 + 1), a float32 scalar, from one expert's canonical tensors.
 
-    Every activation is at most |gate| * |up| (silu and gelu shrink their argument; relu squared is relu * relu), and
-    |w @ x + c| <= |(w, c)| * sqrt(|x|**2 + 1). The clamped SwiGLU multiplies by up + 1 instead: |(wu, cu)| + 1.
+    The magnitude of every activation is at most |gate| * |up|: silu and gelu shrink their argument, and squared relu is
+    relu * relu. With a row w and bias c, |w @ x + c| <= |(w, c)| * sqrt(|x|**2 + 1). The clamped SwiGLU multiplies by
+    up + 1 instead of up, which |(wu, cu)| + 1 bounds.
     """
     w13 = scheme.dequantize(tensors, "w13")
     square = w13.square().sum(1)
@@ -144,18 +146,18 @@ def activation_bound(config: MoEConfig, scheme: Scheme, tensors: Mapping[str, Te
 
 
 # --- Blackwell --------------------------------------------------------------------------------------------------------
-# Data are as they are, and block scales swizzled as the tensor cores load them, filled up with zeros to whole tiles of
-# 128 rows x 4 blocks. The binding reads data of 4 bits as int64 and scales as int32
-# (flashinfer_cutlass_fused_moe_binding.cu of 0.7.2, getQuantParams): views, made at the call.
+# Data are unchanged. Block scales are swizzled as tensor cores load them, and padded with zeros to whole tiles of 128
+# rows x 4 blocks. The binding reads 4-bit data as int64 and scales as int32 (getQuantParams in
+# flashinfer_cutlass_fused_moe_binding.cu of 0.7.2). The call creates these views.
 
 SM100_SCHEMES = ("nvfp4", "mxfp4_mxfp8", "mxfp8")
 
 
 class CutlassSm100(CutlassSm90):
-    """Every scheme of `CutlassSm90`, and those of Blackwell: a scheme has one layout, whatever the GPU.
+    """The layouts of Blackwell's schemes, and those of `CutlassSm90`: a scheme has one layout on all GPUs.
 
-    Global and input scales stay the checkpoint's. What the kernel wants to know of them depends on which experts a rank
-    holds, so it is computed at the call.
+    Global and input scales stay as in the checkpoint. The scales that the kernel reads depend on which experts a rank
+    holds, so the call computes them.
     """
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:

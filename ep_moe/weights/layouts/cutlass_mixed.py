@@ -1,22 +1,20 @@
-"""The layouts of 4-bit weights that FlashInfer's CUTLASS GEMMs of mixed input types read on Hopper, as index and bit
-formulas with inverses.
+"""Convert 4-bit weights to and from the layouts of FlashInfer's mixed-input CUTLASS GEMMs on Hopper.
 
-Read from FlashInfer 0.7.2.post1. Python names below are in `flashinfer/fused_moe/prepare.py`, kernels in
+The formulas reproduce FlashInfer 0.7.2.post1. Python names below are in `flashinfer/fused_moe/prepare.py`, kernels in
 `flashinfer/data/csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_mixed_utils.cu`.
 
-A function takes one matrix [rows, cols] or a stack of them with any leading dimensions, on any device, and returns new
-memory. `cols` is the contracted dimension. rows % 64 == 0 and cols % 128 == 0, or the GEMMs cannot use the result.
+Each function takes one matrix [rows, cols] or a stack of them with any leading dimensions, on any device, and returns
+new tensors. `cols` is the contracted dimension. The GEMMs need rows % 64 == 0 and cols % 128 == 0.
 
-Plain data:
+Canonical data:
     data: uint8 [..., rows, cols / 2], the low nibble is the even column; E2M1 codes, or int4 in two's complement
     MXFP4 scale: uint8 E8M0 [..., rows, cols / 32], value = e2m1 * 2 ** (scale - 127)
     INT4 scale: bfloat16 [..., rows, cols / 128], value = int4 * scale
 
-What is tied to what: weights move inside blocks of 16 rows x 64 columns, scales inside blocks of 64 rows x 128 columns.
-Cutting, joining or swapping blocks of rows (gate and up) thus commutes with every layout if the blocks have a multiple
-of 64 rows, and so does cutting columns at multiples of 128. Only `fold_humming` looks at more: a residual belongs to a
-whole matrix. Gate and up must be folded together, in either order, and folding an etp shard is not the same as cutting
-the folded matrix: cut first, then fold.
+Weights move only inside blocks of 16 rows x 64 columns, scales only inside blocks of 64 rows x 128 columns. Splitting,
+joining or swapping blocks of rows (gate and up) therefore commutes with every layout if the blocks have a multiple of
+64 rows. So does splitting columns at multiples of 128. The exception is `fold_humming`, whose residual belongs to a
+whole matrix: fold gate and up together, in either order, and split a matrix over etp before folding it.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ HUMMING_RANGE = 11
 HUMMING_COMPENSATION = 64.0
 """FlashInfer wants `fold_humming`'s residual times this: its E4M3 weights come out 2 ** 6 too small."""
 
-# the kernel turns E2M1 into bfloat16 by masks and shifts. Of each four nibbles: their bits, and how far they move left
+# The kernel converts E2M1 to bfloat16 by masks and shifts. For each of four nibbles: (mask, left shift) pairs.
 _BF16_BITS = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 11), (6, 9), (1, 13)))
 
 
 def interleave_mxfp4_bf16(data: Tensor) -> Tensor:
-    """MXFP4 weights for bfloat16 activations (`use_w4_group_scaling`).
+    """Interleave MXFP4 weights for bfloat16 activations (`use_w4_group_scaling`).
 
     `interleave_moe_weights_for_sm90_mixed_gemm(data, "fp4")`, interleave_fp4_weights_for_sm90_mixed_gemm_kernel.
     data: uint8 [..., rows, cols / 2]. Returns the same shape and dtype.
@@ -72,10 +70,10 @@ def deinterleave_mxfp4_bf16(weight: Tensor) -> Tensor:
 
 
 def interleave_int4_fp8(data: Tensor) -> Tensor:
-    """INT4 weights for fp8 activations (`use_w4_group_scaling` and `use_packed_weights`).
+    """Interleave INT4 weights for fp8 activations (`use_w4_group_scaling` and `use_packed_weights`).
 
     `interleave_moe_weights_for_sm90_mixed_gemm(data, "int4")`, interleave_int4_weights_for_sm90_mixed_gemm_kernel:
-    bytes move in pairs, no bit changes.
+    bytes move in pairs, bits within a byte do not change.
     data: uint8 [..., rows, cols / 2]. Returns the same shape and dtype.
     """
     # row: block of 16, half, row of 8; byte: block of 32, pair, destination half, thread, its two bytes
@@ -90,11 +88,11 @@ def deinterleave_int4_fp8(weight: Tensor) -> Tensor:
 
 
 def interleave_mxfp4_fp8(data: Tensor) -> Tensor:
-    """E2M1 codes for fp8 activations: what `fold_humming` does last. Any codes: this is a bijection.
+    """Reorder E2M1 codes for fp8 activations: the last step of `fold_humming`. A bijection of all codes.
 
     `interleave_moe_weights_for_sm90_mixed_gemm(data, "fp4_fp8")`,
-    interleave_fp4_fp8_weights_for_sm90_mixed_gemm_kernel: the layout of INT4, then each thread's eight signs change
-    places (preprocess_fp4x8_signs_for_fp8; sm90 is built with CUTLASS_MIXED_GEMM_FP4_FP8_PREPROCESSED_SIGNS).
+    interleave_fp4_fp8_weights_for_sm90_mixed_gemm_kernel: the layout of INT4, then a permutation of each thread's eight
+    sign bits (preprocess_fp4x8_signs_for_fp8; sm90 is built with CUTLASS_MIXED_GEMM_FP4_FP8_PREPROCESSED_SIGNS).
     data: uint8 [..., rows, cols / 2]. Returns the same shape and dtype.
     """
     x: Tensor = interleave_int4_fp8(data).unflatten(-1, (-1, 4))
@@ -110,8 +108,9 @@ def deinterleave_mxfp4_fp8(weight: Tensor) -> Tensor:
 
 
 def fold_mxfp4_scale(scale: Tensor) -> Tensor:
-    """`interleave_moe_scales_for_sm90_mixed_gemm(scale, 32).view(torch.int32)`, as `quant_scales` takes it.
+    """Interleave MXFP4 scales for the kernel's `quant_scales`.
 
+    `interleave_moe_scales_for_sm90_mixed_gemm(scale, 32).view(torch.int32)`.
     scale: uint8 [..., rows, cols / 32]. Returns int32 [..., rows / 64, cols / 128, 16, 4].
     The bfloat16 kernel reads byte 0 as 0 (not 2 ** -127) and 255 as infinity (not NaN).
     """
@@ -126,9 +125,9 @@ def unfold_mxfp4_scale(folded: Tensor) -> Tensor:
 
 
 def fold_int4_scale(scale: Tensor) -> Tensor:
-    """`interleave_moe_scales_for_sm90_mixed_gemm(scale, 128)`.
+    """Interleave INT4 scales: `interleave_moe_scales_for_sm90_mixed_gemm(scale, 128)`.
 
-    scale: bfloat16 [..., rows, cols / 128]; the kernel reads bfloat16 also when activations are float16.
+    scale: bfloat16 [..., rows, cols / 128]; the kernel reads bfloat16 also if activations are float16.
     Returns bfloat16 [..., rows / 64, cols / 128, 8, 8].
     """
     assert scale.dtype is torch.bfloat16
@@ -142,25 +141,27 @@ def unfold_int4_scale(folded: Tensor) -> Tensor:
 
 
 def fold_humming(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """MXFP4 for fp8 activations (`use_wfp4afp8_humming`): `preprocess_moe_weights_for_sm90_mixed_gemm_humming`.
+    """Convert MXFP4 weights for fp8 activations (`use_wfp4afp8_humming`).
+
+    The same as `preprocess_moe_weights_for_sm90_mixed_gemm_humming`.
 
     data: uint8 [..., rows, cols / 2]; scale: uint8 [..., rows, cols / 32]
     Returns weight uint8 [..., rows, cols / 2], offset int32 [..., rows / 64, cols / 128, 16, 4] (folded like scales)
-    and residual float32 [...]. FlashInfer wants residual * HUMMING_COMPENSATION.
+    and residual float32 [...]. FlashInfer expects residual * HUMMING_COMPENSATION.
 
-    The kernel makes E4M3 weights e2m1 * 2 ** (offset - 6) before the multiplication and scales a token's row by the
-    residual after it. For each matrix of the stack, over all its rows and columns:
+    The kernel computes E4M3 weights e2m1 * 2 ** (offset - 6) before the multiplication, and multiplies the product by
+    the residual after it. For each matrix of the stack, over all its rows and columns:
 
         floor = max(scale.min(), scale.max() - 11)
         offset = max(scale, floor) - floor + 1, in [1, 12]
         residual = 2 ** (floor - 128)
 
-    Blocks with scale >= floor keep their numbers (-0 becomes +0). In a block that lies d = floor - scale > 0 below,
-    each code becomes the E2M1 nearest to e2m1 * 2 ** -d, ties away from zero, so that the block can use the floor's
-    exponent; from d = 5 on all become 0. A number changes by at most 2 ** (floor - 129), 2 ** -13 of what 1.0 is in
-    the largest block, but that may be all of it. `humming_is_exact` says whether any number changes.
+    Blocks with scale >= floor keep their values (-0 becomes +0). In a block with d = floor - scale > 0, each code
+    becomes the E2M1 nearest to e2m1 * 2 ** -d, ties away from zero, so that the block can use the floor's exponent.
+    From d = 5 on, all codes become 0. A value changes by at most 2 ** (floor - 129). This is 2 ** -13 of the value of
+    code 1.0 in the largest block, but may be the whole value. `humming_is_exact` tells whether any value changes.
 
-    FlashInfer's table of codes is wrong for d >= 128; these zeros are right. Scale 255 (NaN) counts as 2 ** 128.
+    FlashInfer's table of codes is wrong for d >= 128; the zeros here are right. Scale 255 (NaN) counts as 2 ** 128.
     """
     offset, depth, floor = _humming_offsets(scale)
     rewritten = _look_up(_humming_tables()[0], data, depth)
@@ -168,11 +169,14 @@ def fold_humming(data: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return interleave_mxfp4_fp8(rewritten), fold_mxfp4_scale(offset.to(torch.uint8)), residual
 
 
-@on_device_of(lambda weight, *_: weight.device)  # torch 2.11's frexp needs it
+@on_device_of(lambda weight, *_: weight.device)  # torch.frexp of torch 2.11 requires the current device
 def unfold_humming(weight: Tensor, offset: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP4 data and scale with the numbers that the kernel uses: those given to `fold_humming` if it was exact.
+    """Convert back to MXFP4 data and scales, with the values that the kernel uses.
 
-    residual: as `fold_humming` returned it. Codes of -0, and scales below the floor, do not come back as they were.
+    They equal those given to `fold_humming` if it was exact, but codes of -0 and scales below the floor are not
+    restored.
+
+    residual: as returned by `fold_humming`
     """
     floor = torch.frexp(residual).exponent + 127
     scale = unfold_mxfp4_scale(offset) + (floor - 1)[..., None, None]
@@ -180,16 +184,16 @@ def unfold_humming(weight: Tensor, offset: Tensor, residual: Tensor) -> tuple[Te
 
 
 def humming_is_exact(data: Tensor, scale: Tensor) -> Tensor:
-    """Whether `fold_humming` keeps every number: bool [...], one for each matrix of the stack.
+    """Return whether `fold_humming` keeps every value: bool [...], one for each matrix of the stack.
 
-    Sure if scale.max() - scale.min() <= HUMMING_RANGE. Wider is harmless where the low blocks hold zeros, or numbers
-    that stay E2M1 numbers when divided.
+    It does if scale.max() - scale.min() <= HUMMING_RANGE. With a wider range it does if the blocks below the floor hold
+    zeros, or values that remain E2M1 numbers when divided.
     """
     return _look_up(_humming_tables()[1], data, _humming_offsets(scale)[1]).flatten(-2).all(-1)
 
 
 def _humming_offsets(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Offset and depth below the floor of each block, and the floor [..., 1, 1], all int32."""
+    """Return each block's offset and depth below the floor, and the floor [..., 1, 1], all int32."""
     assert scale.dtype is torch.uint8
     wide = scale.int()
     floor = torch.maximum(wide.amin((-2, -1), keepdim=True), wide.amax((-2, -1), keepdim=True) - HUMMING_RANGE)
@@ -199,7 +203,7 @@ def _humming_offsets(scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def _humming_tables() -> tuple[Tensor, Tensor]:
-    """For depth 0 .. 5 and a byte of two codes: the byte that replaces it, and whether its numbers stay. [6 * 256]"""
+    """Return tables [6 * 256] by depth (0 .. 5) and byte of two codes: the new byte, and whether its values stay."""
     grid = e2m1_values(pack_nibbles(torch.arange(8, dtype=torch.uint8, device="cpu"))).tolist()
     new, kept = [], []
     for depth in range(6):
@@ -207,7 +211,7 @@ def _humming_tables() -> tuple[Tensor, Tensor]:
         for value in grid:
             errors = [abs(entry - value / 2**depth) for entry in grid]
             nearest.append(max(code for code in range(8) if errors[code] == min(errors)))
-        # a rewritten number keeps its sign even if it becomes 0, but a given -0 does not: as FlashInfer's table
+        # as in FlashInfer's table: a value that is rounded to 0 keeps its sign, but a given -0 does not
         codes = [0 if code == 8 else code & 8 | nearest[code & 7] for code in range(16)]
         exact = [grid[nearest[code & 7]] * 2**depth == grid[code & 7] for code in range(16)]
         new += [codes[byte & 15] | codes[byte >> 4] << 4 for byte in range(256)]
@@ -223,7 +227,7 @@ def _look_up(table: Tensor, data: Tensor, depth: Tensor) -> Tensor:
 
 
 def _split(x: Tensor, rows: tuple[int, ...], cols: tuple[int, ...]) -> Tensor:
-    """[..., r, c] as [..., r / prod(rows), *rows, c / prod(cols), *cols]."""
+    """Reshape [..., r, c] to [..., r / prod(rows), *rows, c / prod(cols), *cols]."""
     assert x.dtype is torch.uint8
     split: Tensor = x.unflatten(-2, (-1, *rows)).unflatten(-1, (-1, *cols))
     return split
@@ -236,7 +240,10 @@ def _reorder(x: Tensor, *order: int) -> Tensor:
 
 
 def _fold(scale: Tensor, slices: int) -> Tensor:
-    """The scales of 64 rows x 128 columns together, 16 bytes for each of the rows of a slice: one from each slice."""
+    """Group the scales of blocks of 64 rows x 128 columns.
+
+    The 64 rows form `slices` slices of consecutive rows. Row i of all slices is stored in 16 contiguous bytes.
+    """
     groups = 16 // scale.element_size() // slices
     x = scale.unflatten(-2, (-1, slices, 64 // slices)).unflatten(-1, (-1, groups))
     return _reorder(x, 0, 3, 2, 1, 4).flatten(-2)

@@ -1,26 +1,26 @@
-"""The layouts of 4-bit weights that this project's Hopper kernels read (`gemm_4bit`, `gemm_skinny_4bit`,
-`gemm_grouped_4bit`).
+"""The layouts of 4-bit weights for ep_moe's own Hopper kernels.
 
-A matrix [rows, columns] lies in blocks of 128 columns, filled up with zeros to whole ones:
+These are `gemm_4bit`, `gemm_skinny_4bit` and `gemm_grouped_4bit`. A matrix [rows, columns] is stored in blocks of 128
+columns, the last block padded with zeros:
 
     data: int32 [blocks, rows, 16]
-    scales: int32 [blocks, words, rows]; of groups of 128 columns two blocks share a word
+    scales: int32 [blocks, words, rows]; if a group has 128 columns, two blocks share a word
 
-A tile of any number of rows is then one piece of memory, and 16 bytes of it are what a thread of the tensor cores'
-instruction holds of a row. Under rows of bf16, word 4 t + g of a block's row holds columns 32 g + 8 i + 2 t + h for i
-in 0 .. 3 and h in 0 .. 1: those that thread t of four has. Its half h, 16 bits, holds the code of each i:
+A tile of any number of rows is then contiguous in memory. A thread of the tensor core instruction reads 16 bytes of a
+row. With activations in bf16, word 4 t + g of a block's row holds columns 32 g + 8 i + 2 t + h for i in 0 .. 3 and h in
+0 .. 1, the columns of thread t of four. Its half h (16 bits) holds the code of each i:
 
-    INT4    code + 8 at bit 4 i: where it ends, a bf16 that is 2**-133 times as large
-    E2M1    where shifts and masks leave the bits of a bf16 that is 2**-126 times the number (`_E2M1_BITS`)
+    INT4    code + 8 at bit 4 i; in the lowest bits, it is a bf16 that is 2**-133 times this integer
+    E2M1    bits placed so that a shift and masks give a bf16 that is 2**-126 times the value (`_E2M1_BITS`)
 
-Under rows of E4M3 it holds columns 32 g + 16 i + 4 t + h for i in 0 .. 1 and h in 0 .. 3. A code's three low bits lie
-at bit 16 i + 4 h, where one instruction (PRMT) looks four of them up, and its sign at bit 8 h + 7 - 4 i, where one
-shift brings four signs to their bytes. MXFP4 has besides
+With activations in E4M3, the word holds columns 32 g + 16 i + 4 t + h for i in 0 .. 1 and h in 0 .. 3. The three low
+bits of a code are at bit 16 i + 4 h, where one PRMT instruction looks up four codes. Its sign is at bit
+8 h + 7 - 4 i, where one shift moves four signs into their bytes. MXFP4 also has
 
     row_scale: float32 [rows]; 2 ** (e - 133), where e is the largest exponent of a row's groups that are not all zero
 
-so that codes times 2 ** (their exponent - e + 6) are E4M3 numbers: exact where the exponent is at least e - 14, and
-rounded to multiples of 2 ** -9 below.
+A code times 2 ** (its group's exponent - e + 6) is then an E4M3 number. It is exact if the exponent is at least e - 14,
+and rounded to a multiple of 2 ** -9 below.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from ep_moe.quant.weight_formats import Int4Groups, Mxfp4, TensorSpec
 from ep_moe.weights.layouts.base import WeightLayout
 
 BLOCK, WORDS = 128, 16  # columns, and words of a row, in a block
-LARGEST_EXPONENT = 160  # of MXFP4: beyond it, 2 ** 33, the kernel's factors are no numbers of bf16
+LARGEST_EXPONENT = 160  # of MXFP4, 2 ** 33: with larger ones, the kernel's factors overflow bf16
 LARGEST_SCALE = 2.0**26  # of INT4, for the same reason
-ROW_SCALE = 133  # of `row_scale`: 127 of E8M0, and 6 for E4M3's range
-SMALLEST_EXPONENT = ROW_SCALE - 126  # whose `row_scale` is a normal number
-# of each i, masks of a code's bits and how far they move left in a half of a word
+ROW_SCALE = 133  # the bias of `row_scale`: 127 of E8M0, and 6 for E4M3's range
+SMALLEST_EXPONENT = ROW_SCALE - 126  # the smallest exponent whose `row_scale` is a normal float32
+# for each i: (mask of a code's bits, left shift in a half of a word) pairs
 _E2M1_BITS = (((8, 12), (7, 6)), ((8, 9), (7, 3)), ((8, 6), (7, 0)), ((8, 11), (6, 9), (1, 13)))
 _INT4_BITS = tuple(((15, 4 * i),) for i in range(4))
 _MATRICES = ("w13", "w2")
 
 
 class Hopper4Bit(WeightLayout):
-    """Of a scheme with weights of 4 bits. Column sizes are multiples of the scheme's group."""
+    """The layout of schemes with 4-bit weights, for bf16 activations. Columns are a multiple of the scheme's group."""
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
         super().__init__(config, scheme, dtype, etp)
@@ -100,13 +100,13 @@ class Hopper4Bit(WeightLayout):
         return rows, 2 * packed
 
     def _scale_words(self, columns: int) -> tuple[int, int]:
-        """Blocks, or pairs of them, and words of each for a row."""
+        """Return the first two sizes of the stored scales: blocks (or pairs of blocks), and words of each per row."""
         blocks, size = -(-columns // BLOCK), 2 if self._int4 else 1
         held = BLOCK // self._group * size  # bytes of a block's scales in a row
         return (blocks, held // 4) if held >= 4 else (-(-blocks * held // 4), 1)
 
     def _check(self, name: str, scale: Tensor) -> None:
-        """What the kernel would compute otherwise without a word."""
+        """Raise InputError for scales that the kernel would silently compute with wrongly."""
         if isinstance(self.scheme.weights, Mxfp4):
             wrong, what = scale > LARGEST_EXPONENT, f"exponents of at most {LARGEST_EXPONENT} (2 ** 33)"
         elif self._int4:
@@ -121,7 +121,7 @@ class Hopper4Bit(WeightLayout):
 
 
 class Hopper4BitFp8(Hopper4Bit):
-    """The same under rows of E4M3."""
+    """The layout of schemes with 4-bit weights, for E4M3 activations."""
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
         super().__init__(config, scheme, dtype, etp)
@@ -147,11 +147,11 @@ class Hopper4BitFp8(Hopper4Bit):
         return unpack_from_e4m3(words, columns)
 
     def _check(self, name: str, scale: Tensor) -> None:
-        """Nothing: E4M3 holds what all exponents give, relative to the row's."""
+        """Do nothing: exponents relative to the row's largest are representable in E4M3, whatever their size."""
 
 
 def row_scale(data: Tensor, scale: Tensor) -> Tensor:
-    """Find the factor of each row of MXFP4 that becomes E4M3.
+    """Return the factor of each row of an MXFP4 matrix that the kernel converts to E4M3.
 
     Args:
         data: uint8 [rows, columns / 2].
@@ -167,7 +167,7 @@ def row_scale(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def pack_for_e4m3(data: Tensor) -> Tensor:
-    """Put codes of a matrix into the order of kernels that make E4M3 of them.
+    """Reorder the codes of a matrix for kernels that convert them to E4M3.
 
     Args:
         data: uint8 [rows, columns / 2], the even column in the low nibble.
@@ -188,11 +188,11 @@ def pack_for_e4m3(data: Tensor) -> Tensor:
 
 
 def unpack_from_e4m3(words: Tensor, columns: int) -> Tensor:
-    """Undo `pack_for_e4m3`.
+    """Restore the codes of a matrix: the inverse of `pack_for_e4m3`.
 
     Args:
         words: int32 [blocks, rows, 16].
-        columns: Of the matrix.
+        columns: The columns of the matrix.
 
     Returns:
         uint8 [rows, columns / 2].
@@ -206,11 +206,11 @@ def unpack_from_e4m3(words: Tensor, columns: int) -> Tensor:
 
 
 def pack(data: Tensor, *, int4: bool) -> Tensor:
-    """Put codes of a matrix into the kernel's order.
+    """Reorder the codes of a matrix for kernels that convert them to bf16.
 
     Args:
         data: uint8 [rows, columns / 2], the even column in the low nibble.
-        int4: Codes are two's complement; else E2M1.
+        int4: Codes are INT4 in two's complement, otherwise E2M1.
 
     Returns:
         int32 [blocks, rows, 16].
@@ -229,12 +229,12 @@ def pack(data: Tensor, *, int4: bool) -> Tensor:
 
 
 def unpack(words: Tensor, columns: int, *, int4: bool) -> Tensor:
-    """Undo `pack`.
+    """Restore the codes of a matrix: the inverse of `pack`.
 
     Args:
         words: int32 [blocks, rows, 16].
-        columns: Of the matrix.
-        int4: As for `pack`.
+        columns: The columns of the matrix.
+        int4: See `pack`.
 
     Returns:
         uint8 [rows, columns / 2].
@@ -252,5 +252,5 @@ def unpack(words: Tensor, columns: int, *, int4: bool) -> Tensor:
 
 
 def _bits(scale: Tensor) -> Tensor:
-    """Integers of the same size: torch pads no float8."""
+    """View scales as integers of the same size: torch does not pad float8."""
     return scale.view(torch.int16 if scale.element_size() == 2 else torch.uint8)

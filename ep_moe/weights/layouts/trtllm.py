@@ -1,18 +1,18 @@
-"""The layouts that FlashInfer's TRTLLM MoE reads on Blackwell, per scheme.
+"""The layouts of each scheme for FlashInfer's TRTLLM MoE on Blackwell.
 
-What FlashInfer 0.7.2 does to weights of its own layout (up first) in fused_moe/prepare.py, `prepare_trtllm_*_weights`,
-here from canonical tensors and one expert at a time:
+They reproduce `prepare_trtllm_*_weights` of FlashInfer 0.7.2 (fused_moe/prepare.py), which takes weights with up first.
+These functions convert canonical tensors, one expert at a time:
 
 scheme                      data                                      scales
 none                        rows shuffled, block-major                -
-fp8_static                  rows shuffled                             scalars, as they are
-fp8_block                   up first, else as they are                up first, linear
+fp8_static                  rows shuffled                             scalars, unchanged
+fp8_block                   up first, otherwise unchanged             up first, linear
 mxfp8, nvfp4,               rows shuffled                             rows shuffled, then swizzled 128 x 4
 mxfp4, mxfp4_mxfp8
 mxint4                      rows shuffled, block-major                rows shuffled, then swizzled 128 x 4
 
-Biases are float32, in the order of their matrix's rows. What a kernel takes of an expert besides is derived at the
-call from the scalars of its slot (`experts/flashinfer/trtllm_op.py`), so that a slot that moves takes all of it along.
+Biases are float32, in the order of their matrix's rows. The call computes the kernel's other arguments from the scalars
+of each slot (`experts/flashinfer/trtllm_op.py`), so that an expert can move to another slot.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, line
 
 @dataclass(frozen=True)
 class Layout:
-    """How one scheme's matrices are stored.
+    """The storage of one scheme's matrices.
 
-    shuffled: rows are permuted, and scales with them; else a gated w13 is up first
+    shuffled: rows and their scales are permuted; otherwise a gated w13 is up first
     blocked: data are block-major
-    swizzled: scales lie as 128 x 4 tiles
-    unit: what H and I must be multiples of
+    swizzled: scales are stored in 128 x 4 tiles
+    unit: H and I must be multiples of this
     """
 
     shuffled: bool = True
@@ -58,7 +58,7 @@ LAYOUTS = {
 
 
 class Trtllm(WeightLayout):
-    """One expert's tensors under their canonical names, in the layout of the table above."""
+    """Stores an expert's tensors under their canonical names, in the layout of the table above."""
 
     def __init__(self, config: MoEConfig, scheme: Scheme, dtype: torch.dtype, etp: int = 1) -> None:
         super().__init__(config, scheme, dtype, etp)
@@ -116,19 +116,21 @@ class Trtllm(WeightLayout):
 # --- FlashInfer's shuffle of rows -------------------------------------------------------------------------------------
 # The order of rows and bytes that FlashInfer's TRTLLM kernels read, as index arithmetic.
 #
-# The kernels compute w @ x with the weights as the first operand and hand the accumulator's rows to threads in a
-# fixed pattern, so that stored rows are permuted in blocks of 32. A gated activation is fused into that step: each up
-# row lies beside its gate row. Facts of FlashInfer 0.7.2: `get_shuffle_matrix_a_row_indices` (utils.py) with the tile
-# of 128 rows, `get_reorder_rows_for_gated_act_gemm_row_indices` and `convert_to_block_layout` (fused_moe/core.py).
+# The kernels compute w @ x with the weights as the first operand. They assign the accumulator's rows to threads in a
+# fixed pattern, so stored rows are permuted in blocks of 32. The gated activation is fused into the epilogue, so each
+# up row is stored beside its gate row. Source, FlashInfer 0.7.2: `get_shuffle_matrix_a_row_indices` (utils.py) with the
+# tile of 128 rows, `get_reorder_rows_for_gated_act_gemm_row_indices` and `convert_to_block_layout`
+# (fused_moe/core.py).
 
 BLOCK_ROWS = 32
 BLOCK_BYTES = 128  # of a row, in the block-major layout
 
 
 def row_order(rows: int, *, gated: bool, device: torch.device | None = None) -> Tensor:
-    """int64 [rows]: stored row n is the canonical row `row_order[n]`.
+    """Return the permutation of rows, int64 [rows]: stored row n is the canonical row `row_order[n]`.
 
-    rows: a multiple of 32. gated: canonical rows are gate first, then up; they are interleaved first, up before gate.
+    rows: a multiple of 32
+    gated: canonical rows are gate first, then up; they are first interleaved, each up row before its gate row
     """
     stored = torch.arange(rows, device=device)
     place = stored % BLOCK_ROWS
@@ -139,7 +141,7 @@ def row_order(rows: int, *, gated: bool, device: torch.device | None = None) -> 
 
 
 def shuffle_rows(tensor: Tensor, *, gated: bool) -> Tensor:
-    """Canonical rows [rows, ...] to stored ones."""
+    """Permute canonical rows [rows, ...] to the stored order."""
     return _picked(tensor, row_order(len(tensor), gated=gated, device=tensor.device))
 
 
@@ -149,7 +151,7 @@ def unshuffle_rows(stored: Tensor, *, gated: bool) -> Tensor:
 
 
 def block_major(tensor: Tensor) -> Tensor:
-    """[rows, columns] to [blocks, rows, columns of a block]: 128 bytes of each row side by side."""
+    """Convert [rows, columns] to [blocks, rows, columns of a block], with 128 bytes of each row in a block."""
     blocks: Tensor = tensor.unflatten(1, (-1, BLOCK_BYTES // tensor.itemsize))
     return blocks.transpose(0, 1).contiguous()
 
@@ -160,7 +162,7 @@ def row_major(stored: Tensor) -> Tensor:
 
 
 def _picked(tensor: Tensor, rows: Tensor) -> Tensor:
-    """tensor[rows]; as bytes where a number is one, for torch does not index every such dtype on every device."""
+    """Return tensor[rows]. One-byte dtypes are indexed as uint8: torch cannot index all of them on all devices."""
     if tensor.itemsize > 1:
         return tensor[rows]
     return tensor.view(torch.uint8)[rows].view(tensor.dtype)
