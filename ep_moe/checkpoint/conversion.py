@@ -1,8 +1,8 @@
-"""Experts of any transformers model, read one by one from the files, under the names that transformers has for them.
+"""Read single experts of any transformers model from its files, by transformers' own conversion rules.
 
-transformers says for each model how the tensors of its files become those of its modules: by renamings, and by
-converters that run operations such as `MergeModulelist`. All of that is taken from it. An operation that treats experts
-apart runs on the tensors of one expert as it runs on those of all.
+transformers defines for each model how tensors of the files become parameters: by renamings, and by converters that run
+operations such as `MergeModulelist`. This module uses the same rules. An operation that treats experts independently
+gives the same result when it runs on the tensors of one expert.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _ALONG_A_DIM = (Chunk, Concatenate, Interleave, _SPLIT)
 
 
 def in_file(name: str, _: object) -> str:
-    """The name of a tensor that transformers' mapping takes: that of the file."""
+    """Return the name in the file, which is the name that transformers' conversion mapping expects."""
     return name
 
 
 @dataclass
 class Recipe:
-    """How transformers makes parameters of tensors of the files.
+    """How transformers creates parameters from tensors of the files.
 
-    target: the parameter, by its full name; of a converter with several, the first
-    sources: a converter's pattern -> the tensors that it matches, in transformers' order
+    target: full name of the parameter; the first one of a converter with several targets
+    sources: pattern of the converter -> the matching tensors, in transformers' order
     converter: None for a tensor that is only renamed
     """
 
@@ -61,11 +61,11 @@ class Recipe:
 
 
 class Destinations:
-    """What becomes of each tensor of a checkpoint in a model.
+    """The destination of each tensor of a checkpoint in a model.
 
-    recipes: parameter or buffer of the model -> how it is made
-    unknown: tensors that the model has no place for -> the name that they would have there
-    companions: tensors that belong to another: scales of codes
+    recipes: parameter or buffer of the model -> how it is created
+    unknown: tensors without a parameter in the model -> the name that their parameter would have
+    companions: tensors that belong to another tensor, such as the scales of codes
     used: the entries of transformers' mapping that applied, in its order
     """
 
@@ -79,7 +79,7 @@ class Destinations:
         converters = [one for one in mapping if isinstance(one, WeightConverter)]
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         state, base = model.state_dict(), model.base_model_prefix
-        # as transformers goes through them: some renamings depend on the names before
+        # in the order of transformers: some renamings keep state from earlier names
         for name in sorted(stems - self.companions, key=dot_natural_key):
             target, pattern = rename_source_key(name, renamings, converters, base, state)
             if target not in state and name in state:
@@ -99,18 +99,18 @@ class Destinations:
 
 
 class ExpertRecipe:
-    """A recipe whose parameters have all experts, run for one expert.
+    """Runs the recipe of a parameter that holds all experts for one expert at a time.
 
     Args:
-        recipe: of the parameter.
-        wanted: the parameters of its module, on the meta device.
-        source: the checkpoint.
-        config: of the model.
-        experts: E; the parameter may have entries behind those of the experts.
-        flat: the experts' rows lie one below another in the parameter.
+        recipe: The recipe of the parameter.
+        wanted: The parameters of its module, on the meta device.
+        source: The checkpoint.
+        config: The configuration of the model.
+        experts: E. The parameter may have further entries after those of the experts.
+        flat: The parameter is [E * rows, columns] instead of [E, rows, columns].
 
     Raises:
-        CheckpointError: an operation does not treat experts apart, or tensors are missing or superfluous.
+        CheckpointError: An operation does not treat experts independently, or tensors are missing or superfluous.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ExpertRecipe:
         self._entries = self.wanted[recipe.target].shape[0]
         self._model = _OneExpert(wanted)
         self.numbered = any("*" in pattern for pattern in recipe.sources)
-        self.column = -1  # which part of the names is the number of an expert
+        self.column = -1  # index of the dot-separated component of the names that is the expert's number
         if (converter := recipe.converter) is not None:
             for index, operation in enumerate(converter.operations):
                 wrong = _mixes_experts(operation, first=index == 0, numbered=self.numbered)
@@ -142,11 +142,15 @@ class ExpertRecipe:
         self._check_numbers()
 
     def quantized(self) -> bool:
-        """Whether any of its tensors is codes that can be read."""
+        """Return whether any of its tensors holds codes of a known quantization."""
         return any(self.source.matrix(name).quantized for name in self.recipe.names())
 
     def check(self) -> list[str]:
-        """The parameters that it makes, in their shapes. Raises CheckpointError, from headers alone."""
+        """Check shapes and dtypes from the files' headers. Return the names of the parameters that it creates.
+
+        Raises:
+            CheckpointError: A tensor has a wrong shape or dtype.
+        """
         shapes = {name: self._shape(name) for name in self.recipe.names()}
         for name, shape in shapes.items():
             if not self.numbered and shape[:1] not in ((self.experts,), (self._entries,)):
@@ -163,7 +167,7 @@ class ExpertRecipe:
         cut = slice(0 if self.numbered else 1, None)
         try:
             made = self._run({p: torch.empty(lead + shapes[name][cut], device="meta") for p, name in first.items()})
-        except Exception as error:  # sizes that an operation cannot join
+        except Exception as error:  # an operation fails for sizes that do not match
             got = ", ".join(f"{self.source.location(name)} {list(shapes[name])}" for name in first.values())
             raise CheckpointError(f"{self.recipe.target} cannot be made of {got}: {error}; fetch it again") from error
         for name, tensor in made.items():
@@ -173,7 +177,7 @@ class ExpertRecipe:
         return list(made)
 
     def read(self, expert: int) -> dict[str, Tensor]:
-        """Full name of a parameter -> this expert's part of it."""
+        """Read one expert. Return its part of each parameter, by the parameter's full name."""
         if self.numbered:
             found = {p: self._numbers(names[expert], None) for p, names in self.recipe.sources.items()}
         else:
@@ -181,7 +185,7 @@ class ExpertRecipe:
         return self._run(found)
 
     def _numbers(self, name: str, expert: int | None) -> Tensor:
-        """A tensor of one expert, or one expert's part of one of all, [1, ...]."""
+        """Read a tensor of one expert (`expert` is None), or one expert's part [1, ...] of a tensor of all experts."""
         if expert is None:
             return self.source.read(name)
         matrix = self.source.matrix(name)
@@ -193,7 +197,7 @@ class ExpertRecipe:
         return self.source.raw(name, slice(expert, expert + 1))
 
     def _run(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run transformers' operations on one expert's tensors, and drop the dimension of the experts."""
+        """Run transformers' operations on one expert's tensors, and drop the expert dimension."""
         tensors = {pattern: [tensor] for pattern, tensor in found.items()}
         made = converted(self.recipe, tensors, self._model, self._config)
         return {name: tensor[0] for name, tensor in made.items()}
@@ -202,7 +206,7 @@ class ExpertRecipe:
         return {pattern: names[0] for pattern, names in self.recipe.sources.items()}
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Of the numbers; raises CheckpointError where they cannot be read."""
+        """Return the shape of a tensor. Raise CheckpointError if its dtype cannot be read."""
         shape, dtype = self.source.shape(name), self.source.dtype(name)
         if self._flat and len(shape) == 2 and shape[0] % self.experts == 0:
             shape = (self.experts, shape[0] // self.experts, shape[1])
@@ -216,7 +220,10 @@ class ExpertRecipe:
         return shape
 
     def _check_numbers(self) -> None:
-        """Each pattern has one tensor, or one of each expert: transformers goes by their order, and sees no gap."""
+        """Raise CheckpointError unless each pattern has one tensor, or one per expert.
+
+        transformers stacks the tensors in their order, and would not notice a missing expert.
+        """
         for pattern in [] if self.recipe.converter is None else self.recipe.converter.source_patterns:
             if pattern not in self.recipe.sources:
                 raise CheckpointError(
@@ -231,7 +238,7 @@ class ExpertRecipe:
                 raise CheckpointError(f"{both} become {self.recipe.target}; remove what is not meant")
 
     def _by_number(self, names: list[str]) -> list[str]:
-        """The tensors of experts 0, 1, ... of one pattern. Raises CheckpointError unless all are there, and no more."""
+        """Return a pattern's tensors, ordered by expert. Raise CheckpointError if one is missing or superfluous."""
         self.column, by_number = _numbered(names)
         if missing := sorted(set(range(self.experts)) - by_number.keys()):
             parts = names[0].split(".")
@@ -256,9 +263,9 @@ class ExpertRecipe:
 
 
 def converted(recipe: Recipe, found: Mapping[str, list[Tensor]], model: Any, config: Any) -> dict[str, Tensor]:
-    """Full name of a parameter -> what transformers makes of tensors.
+    """Run a recipe as transformers does, and return the tensors by the full names of their parameters.
 
-    found: by pattern, or by the name of a tensor that is only renamed
+    found: the source tensors by pattern, or by the name of a tensor that is only renamed
     """
     converter, target = recipe.converter, recipe.target
     if converter is None:
@@ -281,7 +288,7 @@ def converted(recipe: Recipe, found: Mapping[str, list[Tensor]], model: Any, con
 
 
 class _OneExpert:
-    """A model as an operation sees it that asks for the shape of a parameter: with one expert."""
+    """A stand-in for the model, for operations that look up a parameter's shape. Parameters have one expert."""
 
     def __init__(self, wanted: Mapping[str, Tensor]) -> None:
         self._wanted = wanted
@@ -291,7 +298,7 @@ class _OneExpert:
 
 
 def _mixes_experts(operation: ConversionOps, *, first: bool, numbered: bool) -> str | None:
-    """None, or why an operation on all experts is not the same operation on each."""
+    """Return why an operation cannot run on each expert separately, or None if it can."""
     kind = type(operation)
     if numbered and first:
         stacks = kind is MergeModulelist and operation.dim == 0
@@ -305,7 +312,7 @@ def _mixes_experts(operation: ConversionOps, *, first: bool, numbered: bool) -> 
 
 
 def _numbered(names: list[str]) -> tuple[int, dict[int, str]]:
-    """Which part of the names is the number of an expert, and the names by it."""
+    """Return the index of the name component that is the expert's number, and the names by expert."""
     parts = [name.split(".") for name in names]
     if len({len(one) for one in parts}) == 1:
         columns = list(enumerate(zip(*parts, strict=True)))

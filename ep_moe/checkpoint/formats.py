@@ -1,8 +1,8 @@
-"""How a checkpoint names the experts of a block, and how to read one expert's piece of it and nothing more.
+"""Expert formats: how a checkpoint names the experts of a block, and how to read one expert's part of its tensors.
 
-A format knows names relative to the block and turns slices into canonical tensors (`w13` gate first, `w2`, biases):
-plain numbers, or the very bytes of a quantized checkpoint where a layer is quantized alike. How a matrix is stored is
-seen for each matrix of each expert (`checkpoint.stored`).
+A format knows names relative to the block, and converts slices to canonical tensors (`w13` gate first, `w2`, biases).
+Values are floating point, or the unchanged codes of a checkpoint that has the layer's own scheme. `checkpoint.stored`
+detects how each matrix of each expert is stored.
 `inner` is the [start, stop) of the intermediate size that an etp rank holds.
 """
 
@@ -30,35 +30,35 @@ class Source(Protocol):
     """Named tensors that can be read in part: a checkpoint on disk, or a module in memory."""
 
     def has(self, name: str) -> bool:
-        """Whether numbers of that name can be read, quantized or not."""
+        """Return whether a tensor of that name can be read, quantized or not."""
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """Of what `read` gives; None for one that torch has no name for."""
+        """Return the dtype of `read`'s result, None for a dtype that torch does not have."""
 
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index` (all of it without one), dequantized where it is quantized."""
+        """Read the part of a tensor at `index` (default: all of it), dequantized if it is quantized."""
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
-        """As `read`, but as it is stored."""
+        """Read the part of a tensor at `index`, as it is stored."""
 
     def under(self, block: str) -> list[str]:
-        """The names of a block's tensors."""
+        """Return the names of a block's tensors."""
 
     def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
-        """A matrix, or one of each expert, and how it is stored. Raises CheckpointError."""
+        """Find a matrix, or the matrices of all experts, and how it is stored. Raises CheckpointError."""
 
     def companions(self, name: str) -> tuple[str, ...]:
-        """The tensors that `read` and `matrix` take besides a tensor, or for it."""
+        """Return the tensors that `read` and `matrix` use in addition to a tensor or instead of it, such as scales."""
 
     def location(self, name: str) -> str:
-        """The tensor's name and file, for a sentence."""
+        """Return the tensor's name and file, for messages."""
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One projection of one expert: `rows` rows of a stored matrix, from `first`, each `step`-th."""
+    """One projection of one expert: `rows` rows of a stored matrix, starting at row `first`, every `step`-th row."""
 
     matrix: StoredMatrix
     rows: int
@@ -84,7 +84,7 @@ class Projection:
 
 
 class Projections(NamedTuple):
-    """Where a format has each of an expert's three matrices."""
+    """The three matrices of one expert in the checkpoint."""
 
     gate: Projection
     up: Projection
@@ -93,7 +93,7 @@ class Projections(NamedTuple):
 
 @dataclass(frozen=True)
 class Matrix:
-    """A tensor of matrices that a format expects. shape: of its numbers in the file, where they are plain"""
+    """A tensor that a format expects: one matrix, or those of all experts. shape: in a file that is not quantized"""
 
     name: str
     shape: tuple[int, ...]
@@ -104,7 +104,7 @@ class Matrix:
         return source.matrix(f"{block}.{self.name}", transposed=self.transposed, stacked=self.stacked)
 
     def fits(self, source: Source, block: str) -> bool:
-        """Whether it is there, with this shape."""
+        """Return whether the source has it with this shape."""
         if not source.has(f"{block}.{self.name}"):
             return False
         found = self.of(source, block).shape
@@ -114,7 +114,7 @@ class Matrix:
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
 
     def wrong(self, source: Source, block: str) -> str | None:
-        """None, or by name why the numbers cannot be read."""
+        """Return why the tensor cannot be read, with its name, or None if it can."""
         full = f"{block}.{self.name}"
         if not source.has(full):
             return f"{full} is missing; expected shape {list(self.shape)}"
@@ -130,24 +130,24 @@ class Matrix:
 
 
 class ExpertFormat(ABC):
-    """One way to name a block's experts. Names are relative to the block, without a leading dot.
+    """A naming scheme of a block's experts. Names are relative to the block, without a leading dot.
 
-    bias: the experts have biases
+    bias: whether the experts have biases
     """
 
     bias: bool = False
 
     @abstractmethod
     def matrices(self, config: MoEConfig) -> list[Matrix]:
-        """Every matrix that must be there."""
+        """Return all matrices that the checkpoint must have."""
 
     def vectors(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-        """Every other tensor that must be there, with its shape."""
+        """Return all other tensors that the checkpoint must have, with their shapes."""
         return {}
 
     @abstractmethod
     def marker(self) -> str:
-        """The numbers by which a checkpoint in this format is known."""
+        """Return the name of the tensor whose presence identifies this format."""
 
     @abstractmethod
     def projections(self, source: Source, block: str, config: MoEConfig, expert: int) -> Projections: ...
@@ -156,19 +156,19 @@ class ExpertFormat(ABC):
         return {}
 
     def shapes(self, config: MoEConfig) -> dict[str, tuple[int, ...]]:
-        """Everything that must be there: numbers by name, with the shape of plain ones."""
+        """Return all tensors that the checkpoint must have, with their shapes if it is not quantized."""
         return {one.name: one.shape for one in self.matrices(config)} | self.vectors(config)
 
     def wrong(self, source: Source, block: str, config: MoEConfig) -> str | None:
-        """None, or by name the first tensor that is missing, has another shape, or cannot be read."""
+        """Return an error for the first tensor that is missing, has a wrong shape or cannot be read, or None."""
         wrong = next((wrong for one in self.matrices(config) if (wrong := one.wrong(source, block)) is not None), None)
         return wrong or wrong_tensors(source, block, self.vectors(config))
 
     def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
-        """One expert's canonical plain tensors, cut to `inner`."""
+        """Read one expert's canonical tensors in floating point, cut to `inner`."""
         gate, up, down = self.projections(source, block, config, expert)
         rows = slice(*inner)
-        if gate.step == 2:  # one read for both
+        if gate.step == 2:  # gate and up are interleaved: read both at once
             both = gate.matrix.numbers(slice(2 * inner[0], 2 * inner[1]), ALL, expert)
             halves = [both[0::2], both[1::2]]
         else:
@@ -179,10 +179,11 @@ class ExpertFormat(ABC):
     def read_stored(
         self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner, scheme: str
     ) -> dict[str, Tensor]:
-        """One expert's canonical tensors in a scheme that its three projections keep, cut to `inner`.
+        """Read one expert's canonical tensors in `scheme`, cut to `inner`, without requantizing them.
 
-        No number is changed but where gate and up have scales of their own in a scheme that has one for both. Of two
-        input scales the larger is taken.
+        All three projections must be stored so that `keeps(scheme)` holds. Values change only if gate and up have
+        different scales in a scheme that has one scale for both (see `join_halves`). The larger of their two input
+        scales is used.
         """
         gate, up, down = self.projections(source, block, config, expert)
         rows = slice(*inner)
@@ -259,9 +260,10 @@ class Fused(ExpertFormat):
     Args:
         gate_up: Name of the gate and up matrices.
         down: Name of the down matrices.
-        transposed: gate_up is [E, H, 2I] and down [E, I, H]; else [E, 2I, H] and [E, H, I]. A file may have either.
-        interleaved: gate and up alternate along 2I; else all of gate, then all of up.
-        bias: gate_up + "_bias" [E, 2I] and down + "_bias" [E, H] belong to it.
+        transposed: gate_up is [E, H, 2I] and down [E, I, H]; otherwise [E, 2I, H] and [E, H, I]. If the other
+            orientation fits the file's shapes, it is used.
+        interleaved: Gate and up alternate along 2I; otherwise all of gate, then all of up.
+        bias: The checkpoint has gate_up + "_bias" [E, 2I] and down + "_bias" [E, H].
     """
 
     gate_up: str = "experts.gate_up_proj"
@@ -301,10 +303,10 @@ class Fused(ExpertFormat):
         return super(Fused, self._turned(source, block, config)).wrong(source, block, config)
 
     def _turned(self, source: Source, block: str, config: MoEConfig) -> Fused:
-        """With rows and columns as the file has them: no sizes of plain numbers fit both ways in both matrices."""
+        """Return this format with the file's orientation. Unquantized, both matrices never fit both orientations."""
         other = replace(self, transposed=not self.transposed)
         fits = [all(each.fits(source, block) for each in one.matrices(config)) for one in (self, other)]
-        return other if fits == [False, True] else self  # words of AWQ and GPTQ fit both ways
+        return other if fits == [False, True] else self  # the packed words of AWQ and GPTQ fit both orientations
 
     def biases(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
         if not self.bias:
@@ -323,17 +325,17 @@ class Fused(ExpertFormat):
 
 
 def named(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parts of a matrix by the names of an expert's tensors."""
+    """Prefix the parts of a matrix ("", "_scale") with its name, as in an expert's canonical tensors."""
     return {f"{name}{part}": tensor for part, tensor in parts.items()}
 
 
 def find_format(source: Source, block: str, formats: tuple[ExpertFormat, ...]) -> ExpertFormat | None:
-    """The first format whose marker the source has."""
+    """Return the first format whose marker the source has, or None."""
     return next((known for known in formats if source.has(f"{block}.{known.marker()}")), None)
 
 
 def wrong_tensors(source: Source, block: str, expected: Mapping[str, tuple[int, ...]]) -> str | None:
-    """None, or by name the first tensor that is missing, has another shape, or is no numbers."""
+    """Return an error for the first tensor that is missing, or has a wrong shape or dtype, or None."""
     for name, shape in expected.items():
         full = f"{block}.{name}"
         if not source.has(full):
@@ -354,6 +356,6 @@ def _wrong_dtype(source: Source, full: str) -> str | None:
 
 
 def _sizes(config: MoEConfig) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of gate and up, and of down."""
+    """Return (rows, columns) of gate and up, and of down."""
     inner, hidden = config.intermediate_size, config.hidden_size
     return (inner, hidden), (hidden, inner)

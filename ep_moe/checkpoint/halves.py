@@ -1,4 +1,4 @@
-"""Gate and up of a quantized expert as one matrix, w13: bytes are kept but where the two have scales of their own."""
+"""Join gate and up of a quantized expert to w13. Codes are unchanged unless gate and up have different scales."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ _ROUNDED = (
 
 
 def join_halves(gate: Parts, up: Parts) -> dict[str, Tensor]:
-    """Parts of w13, gate first. Of two scales of matrices the larger is taken, and the other half rounded anew."""
+    """Return the parts of w13, gate first.
+
+    If the scheme has one scale per matrix and the two halves differ, w13 gets the larger scale. The other half is then
+    requantized.
+    """
     if _GLOBAL in gate:
         return _nvfp4(gate, up)
     if gate["_scale"].dim() == 0:
@@ -30,14 +34,14 @@ def join_halves(gate: Parts, up: Parts) -> dict[str, Tensor]:
 
 
 def concatenate(*parts: Tensor) -> Tensor:
-    """torch.cat, also of float8, which some versions cannot."""
+    """Concatenate along the first dimension. Supports float8, which torch.cat of some versions does not."""
     if parts[0].itemsize > 1:
         return torch.cat(parts)
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 
 def _fp8_under(scale: Tensor, half: Parts) -> Tensor:
-    """The same numbers under another scale, which is no smaller: the same bytes if it is its own."""
+    """Return the codes of a half under an equal or larger scale. They are unchanged if the scale is its own."""
     if torch.equal(half["_scale"], scale):
         return half[""]
     warnings.warn(_ROUNDED, stacklevel=2)

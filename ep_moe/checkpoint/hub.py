@@ -1,4 +1,4 @@
-"""The folder of a model: one on this machine, or one of the Hugging Face cache, as `from_pretrained` finds it."""
+"""Find the folder of a model, on this machine or in the Hugging Face cache, as `from_pretrained` does."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ep_moe.parallel.consensus import StoreConsensus
 
 _SMALL = ["*.json", "*.txt", "*.model", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
-_OTHER_FORMS = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights again
-_LONGEST_S = 86400.0  # for a download, while the other ranks wait
+_OTHER_FORMS = ["original/*", "metal/*", "onnx/*", "consolidated*"]  # the same weights in other formats
+_LONGEST_S = 86400.0  # deadline of the ranks that wait for a download
 
 
 class HubOptions(TypedDict, total=False):
-    """How a model's name is looked up, as in `from_pretrained`; unused for a folder.
+    """Options of the lookup of a model's name, as in `from_pretrained`. They are not used for a local folder.
 
-    revision: branch, tag or commit; token: of the Hub; cache_dir: default huggingface_hub's; local_files_only: download
-    nothing
+    revision: branch, tag or commit; token: the Hub's access token; cache_dir: default: that of huggingface_hub;
+    local_files_only: do not download
     """
 
     revision: str | None
@@ -37,28 +37,29 @@ def model_folder(
 ) -> Path:
     """Find the folder of a model.
 
-    A folder that exists is taken as it is. Another name is looked up by huggingface_hub, in its cache or on the Hub.
-    With a consensus one rank of each host downloads, and the others find its files in the cache.
+    An existing folder is returned unchanged. Any other name is looked up by huggingface_hub, in its cache or on the
+    Hub. With a consensus, one rank of each host downloads, and the other ranks find the files in the cache.
 
     Args:
-        path: a folder, or a name such as "org/model".
-        consensus: of the ranks that look for it, all of which call this; None for one rank alone.
-        weights: also fetch the weights, not configuration and tokenizer alone.
-        hub: see `HubOptions`.
+        path: A folder, or a name such as "org/model".
+        consensus: The consensus of the ranks that need the model, all of which must call this function. None for a
+            single rank.
+        weights: Whether to fetch the weights, in addition to configuration and tokenizer.
+        hub: See `HubOptions`.
 
     Returns:
         The folder. All ranks have the same revision of a model of the Hub.
 
     Raises:
-        CheckpointError: on all ranks, when any has no such folder and cannot have the model.
-        ConfigError: the ranks found different revisions, or huggingface_hub is not installed.
+        CheckpointError: A rank has no such folder and cannot download the model. All ranks raise.
+        ConfigError: The ranks found different revisions, or huggingface_hub is not installed.
     """
     known = HubOptions.__annotations__
     if unknown := sorted(hub.keys() - known.keys()):
         raise TypeError(f"unexpected keyword argument {', '.join(unknown)}; of the Hub there are {', '.join(known)}")
 
     def look(**more: bool) -> tuple[Path, str | None]:
-        """The folder, and the commit where it is of the Hub."""
+        """Return the folder, and the commit if it was found by huggingface_hub."""
         if not isinstance(path, str | Path) or os.path.isfile(path):
             raise CheckpointError(f"path must be a folder or the name of a model, got {path!r}")
         if os.path.isdir(path):
@@ -75,7 +76,7 @@ def model_folder(
     consensus.healthy("checkpoint", problem, deadline_s=longest_s)
     if found is None:
         found, problem = _try(lambda: look(local_files_only=True))
-        if problem is not None and waits:  # hosts of one name do not share a cache
+        if problem is not None and waits:  # hosts with the same hostname may have different caches
             found, problem = _try(look)
     consensus.healthy("checkpoint", problem, deadline_s=longest_s)
     consensus.same("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, None)
@@ -113,7 +114,7 @@ def _download(name: str, weights: bool, hub: Mapping[str, Any]) -> Path:
 
 
 # --- files of a folder ------------------------------------------------------------------------------------------------
-# Files of a checkpoint folder: its JSON, and the names that stay inside it.
+# Read the JSON files of a checkpoint folder, and keep file names inside the folder.
 
 _AGAIN = "fetch the checkpoint again"
 
@@ -122,11 +123,14 @@ def read_object(file: Path, wrong: str) -> dict[str, Any]:
     """Read a JSON file that holds an object.
 
     Args:
-        file: the file.
-        wrong: how the sentence goes on after its path, such as "is not a safetensors index".
+        file: The file.
+        wrong: The error message after the file's path, such as "is not a safetensors index".
+
+    Returns:
+        The object.
 
     Raises:
-        CheckpointError: the file cannot be read, is no JSON, or holds something else than an object.
+        CheckpointError: The file cannot be read, is not JSON, or holds another value than an object.
     """
     try:
         found = json.loads(file.read_text("utf-8"))
@@ -138,7 +142,7 @@ def read_object(file: Path, wrong: str) -> dict[str, Any]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Name of a tensor -> name of its file, of `model.safetensors.index.json`. Raises CheckpointError."""
+    """Read the file name of each tensor from `model.safetensors.index.json`. Raises CheckpointError."""
     wrong = "is not a safetensors index"
     files = read_object(index, wrong).get("weight_map")
     if not isinstance(files, dict):
@@ -152,12 +156,17 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def file_inside(folder: Path, name: str) -> Path:
-    """The path of a file that a checkpoint names.
+    """Return the path of a file that a checkpoint's index names.
 
-    A link may lead elsewhere within the folder, or to the blobs of a Hugging Face cache: its snapshots are such links.
+    A symbolic link may point elsewhere in the folder, or to the blobs of a Hugging Face cache, as those of its
+    snapshots do.
+
+    Args:
+        folder: The folder of the checkpoint.
+        name: The name in the index.
 
     Raises:
-        CheckpointError: the name, or the link of that name, leaves the folder.
+        CheckpointError: The name, or the link of that name, leads out of the folder.
     """
     path, parts = folder / name, PurePosixPath(name).parts
     if "\0" in name or PurePosixPath(name).is_absolute() or ".." in parts:
@@ -174,7 +183,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def _is_cached_blob(path: Path) -> bool:
-    """Whether a file is a link to `models--org--name/blobs`. The cache may link such a blob to a shared one in turn."""
+    """Return whether a file is a link to `models--org--name/blobs`. Such a blob may be a link to a shared one."""
     if not path.is_symlink():
         return False
     target = (path.parent.resolve() / os.readlink(path)).parent.resolve()

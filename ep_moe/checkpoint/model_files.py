@@ -1,4 +1,4 @@
-"""The experts of a transformers model in the files of a checkpoint, and what is left for the rest of the model."""
+"""Read a transformers model from a checkpoint: single experts, and the rest of the model by transformers' own rules."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from ep_moe.errors import CheckpointError
 
 
 class ExpertFiles:
-    """The experts of a model in the files of a checkpoint, and what is left for the rest of the model.
+    """The experts of a model in the files of a checkpoint, and the recipes of the rest of the model.
 
-    modules: full name of each module of experts -> how it holds them
-    left_out: tensors outside the blocks that the model has no place for
-    formats: of each module, the block and the format in which `reader` knows its experts; None if in none
+    modules: full name of each module of experts -> its layout
+    rest: recipes of all parameters that are not experts'
+    left_out: tensors outside the MoE blocks that the model has no parameter for
+    formats: name of each module -> its block and the `ExpertFormat` of its experts, None if none of them fits
     made: full names of the experts' parameters
     """
 
@@ -41,24 +42,24 @@ class ExpertFiles:
         *,
         partial: bool = False,
     ) -> None:
-        """Look for all experts of all modules, in headers alone.
+        """Find all experts of all modules. Reads headers only.
 
         Args:
-            model: on the meta device, as transformers makes it, in the dtypes that its parameters shall have.
-            source: the checkpoint, `called` by `in_file`.
-            modules: name of each module of experts -> how it holds them.
-            partial: the source need not have all modules.
+            model: The model as transformers creates it, on the meta device, with the final dtypes of its parameters.
+            source: The checkpoint, with names by `in_file`.
+            modules: Name of each module of experts -> its layout.
+            partial: Allow the source to lack modules.
 
         Raises:
-            CheckpointError: a tensor is missing, superfluous, or of another shape or dtype, or transformers makes
-                one by an operation that does not treat experts apart.
+            CheckpointError: A tensor is missing, superfluous, or of another shape or dtype, or transformers creates
+                one by an operation that does not treat experts independently.
         """
         self.source, self.model = source, model
         self.destinations = Destinations(model, source)
         self.modules = dict(modules)
         self.formats: dict[str, tuple[str, ExpertFormat] | None] = {}
         self._made: dict[str, list[ExpertRecipe]] = {}
-        self._dtypes: dict[str, torch.dtype] = {}  # the model may lose the modules before `read`
+        self._dtypes: dict[str, torch.dtype] = {}  # the modules may be removed from the model before `read`
         taken: set[str] = set()
         self.made: set[str] = set()
         for module_name, layout in modules.items():
@@ -73,7 +74,7 @@ class ExpertFiles:
                 for one in found
             ]
             self.formats[module_name] = known = known_format(layout, module_name, recipes)
-            # codes are read in known formats alone, which look at them in `check`
+            # codes are read in known formats only, which check them on their own
             trusted = known is not None and any(one.quantized() for one in recipes)
             made = {name for one in recipes for name in ([one.recipe.target] if trusted else one.check())}
             if missing := [name for name in wanted if name not in made]:
@@ -85,9 +86,9 @@ class ExpertFiles:
         self.left_out = self._left_out()
 
     def read(self, module: str, expert: int) -> dict[str, Tensor]:
-        """One expert's tensors by the names of the module's parameters, each without its first dimension.
+        """Read one expert's tensors, by the module's parameter names, without the expert dimension.
 
-        No bytes of another expert are read. Raises CheckpointError.
+        Other experts are not read. Raises CheckpointError.
         """
         read: dict[str, Tensor] = {}
         for one in self._made[module]:
@@ -113,7 +114,7 @@ class ExpertFiles:
             raise CheckpointError(foreign_refusal(what, name, called))
 
     def _left_out(self) -> list[str]:
-        """What the model has no place for. Raises CheckpointError if any is in a block with experts."""
+        """Return tensors that the model has no parameter for. Raise CheckpointError if one is in a MoE block."""
         ignored = [HARMLESS_NAMES, *map(re.compile, self.model._keys_to_ignore_on_load_unexpected or ())]
         unknown = {
             name: target
@@ -132,14 +133,15 @@ class ExpertFiles:
 
 
 def _block(module: str) -> str:
-    """The prefix of the block that a module of experts is in."""
+    """Return the prefix of the block that contains a module of experts."""
     return f"{module.rpartition('.')[0]}."
 
 
 def known_format(layout: ModuleLayout, name: str, recipes: Iterable[ExpertRecipe]) -> tuple[str, ExpertFormat] | None:
-    """The block and the format of `reader` in which the experts are stored, None if in none.
+    """Return the block and the `ExpertFormat` of a module's experts in the files, or None if no format fits.
 
-    Such experts are read in their own bytes where a layer is quantized alike, and cut over etp before they are read.
+    Experts in a known format can be read as unchanged codes if the layer has the same scheme. An etp rank reads only
+    its part of them.
     """
     by_name = {one.recipe.target.removeprefix(f"{name}."): one for one in recipes}
     parts = {one.part: by_name.get(one.name) for one in layout.tensors}
@@ -157,7 +159,7 @@ def known_format(layout: ModuleLayout, name: str, recipes: Iterable[ExpertRecipe
 
 
 def _stacks(one: ExpertRecipe, sources: int) -> bool:
-    """Whether a recipe stacks the experts of each source, and puts the sources one below another."""
+    """Return whether a recipe stacks the experts of each source, and then concatenates the sources along rows."""
     converter = one.recipe.converter
     if converter is None or len(converter.source_patterns) != sources or len(converter.target_patterns) != 1:
         return False
@@ -167,7 +169,7 @@ def _stacks(one: ExpertRecipe, sources: int) -> bool:
 
 
 def _per_expert(sources: list[list[str]], column: int) -> tuple[str, ExpertFormat] | None:
-    """sources: the tensors of all experts, of gate, up and down"""
+    """Return the block and the `PerExpert` format, or None. sources: the names of all experts' gate, up and down"""
     prefix = sources[0][0].split(".")[:column]
     ends = [names[0].split(".")[column + 1 :] for names in sources]
     block, relative = ".".join(prefix), [".".join(["{e}", *end]) for end in ends]
@@ -178,7 +180,7 @@ def _per_expert(sources: list[list[str]], column: int) -> tuple[str, ExpertForma
 
 
 def _fused(layout: ModuleLayout, names: Mapping[str, str]) -> tuple[str, ExpertFormat] | None:
-    """names: of the tensors by the parts of an expert"""
+    """Return the block and the `Fused` format, or None. names: the tensors' names by canonical tensor (w13, w2)"""
     split = [names[part].split(".") for part in ("w13", "w2")]
     length = next(i for i, pair in enumerate(zip(*split, strict=False)) if pair[0] != pair[1])
     block, (gate_up, down) = ".".join(split[0][:length]), (".".join(one[length:]) for one in split)
@@ -195,11 +197,11 @@ def _fused(layout: ModuleLayout, names: Mapping[str, str]) -> tuple[str, ExpertF
 
 
 # --- the rest of a model ----------------------------------------------------------------------------------------------
-# A transformers model without its experts, loaded by transformers' own rules: names, dtypes, ties, buffers.
+# Load a transformers model without its experts, by transformers' own rules: names, dtypes, tied weights, buffers.
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give what from_pretrained keeps in float32 that dtype. model: on the meta device, in `dtype`"""
+    """Convert the parameters that from_pretrained keeps in float32. model: on the meta device, in `dtype`"""
     kept = [re.compile(name.replace("*", ".*")) for name in model._get_dtype_plan(dtype)]
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.dtype == dtype and any(pattern.search(name) for pattern in kept):
@@ -215,21 +217,21 @@ def load_skeleton(
     dtype: torch.dtype,
     fresh: Set[str] = frozenset(),
 ) -> set[str]:
-    """Load all of a model but its experts.
+    """Load a model except for its experts.
 
     Args:
-        model: on the meta device.
-        files: of the same model.
-        apart: names of the modules that are left alone, whatever stands there: those of the experts.
-        device: where the rest goes.
-        dtype: of the model. Parameters that have another keep it.
-        fresh: names that the files may not have.
+        model: The model, on the meta device.
+        files: The files of the same model.
+        apart: Names of the modules to skip, which hold the experts.
+        device: The device of the loaded parameters.
+        dtype: The dtype of the model. Parameters of another dtype keep it.
+        fresh: Names that the files may lack.
 
     Returns:
-        Those of `fresh` that the files have not, which hold random numbers.
+        The names of `fresh` that the files lack. These parameters are randomly initialized.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape, or transformers cannot convert it.
+        CheckpointError: A tensor is missing or has another shape, or transformers cannot convert it.
     """
     source = files.source
     tensors = {name: _Lazy(source, name) for recipe in files.rest.values() for name in recipe.names()}
@@ -245,14 +247,15 @@ def load_skeleton(
         info, _ = model._load_pretrained_model(model, tensors, None, config)
         _check(source, info)
         model._finalize_model_loading(model, config, info)
-        if missing := set(info.missing_keys) - fresh:  # transformers gave them random numbers
+        if missing := set(info.missing_keys) - fresh:  # transformers has initialized them randomly
             raise CheckpointError(f"{listed(sorted(missing))} is missing in {source.origin}; fetch it again")
-    model._weight_conversions = files.destinations.used  # for saving: transformers saw the names of the rest alone
+    # save_pretrained inverts these. transformers' own list lacks the experts' conversions, whose names it has not seen
+    model._weight_conversions = files.destinations.used
     return set(info.missing_keys)
 
 
 def _check(source: TensorSource, info: Any) -> None:
-    """Refuse what transformers says in a report, and goes on with random numbers."""
+    """Raise CheckpointError for problems that transformers only reports, keeping random values."""
     for name, error in info.conversion_errors.items():
         raise CheckpointError(f"{name} cannot be made of the tensors of {source.origin}: {error}")
     for name, found, wanted in sorted(info.mismatched_keys):
@@ -260,7 +263,7 @@ def _check(source: TensorSource, info: Any) -> None:
 
 
 def check_dtype(source: TensorSource, name: str, tensor: Tensor, sources: list[str]) -> None:
-    """Raise CheckpointError unless a parameter that is no expert's is made of numbers."""
+    """Raise CheckpointError if a floating-point parameter outside the experts is created from unreadable codes."""
     for each in sources:
         if tensor.is_floating_point() and source.dtype(each) not in NUMBERS:
             if others := source.foreign(each.rpartition(".")[0]):
@@ -273,7 +276,7 @@ def check_dtype(source: TensorSource, name: str, tensor: Tensor, sources: list[s
 
 @contextmanager
 def swapped(model: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """The model with other modules at some names."""
+    """Replace modules of a model by others inside the `with` block."""
     held = {name: model.get_submodule(name) for name in modules}
     try:
         for name, module in modules.items():
@@ -290,7 +293,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 class _Lazy:
-    """A tensor of the files that is read when transformers asks for it, as it asks a safetensors slice."""
+    """A tensor that is read when transformers indexes it. Has the interface of a safetensors slice."""
 
     def __init__(self, source: TensorSource, name: str) -> None:
         self._source, self._name = source, name
@@ -306,7 +309,7 @@ class _Lazy:
 
 
 class _Cast:
-    """What transformers casts next: numbers that the dtype cannot hold are refused."""
+    """The result of indexing a `_Lazy`. `to` reads and casts it, and refuses values that the dtype cannot represent."""
 
     def __init__(self, source: TensorSource, name: str, index: Any) -> None:
         self._source, self._name, self._index = source, name, index

@@ -1,8 +1,7 @@
-"""The names of published models: where a family's checkpoint holds the tensors of a block, and how a module of a
-transformers model holds its experts.
+"""The tensor names of published models, in checkpoints and in modules of transformers.
 
-A new family is one entry. A module's layout has the names of its parameters, and what each has of an expert; it turns
-an expert's tensors into canonical ones (`w13` gate first, `w2`, biases) and back. It knows no sizes.
+`CHECKPOINT_NAMES` has one entry per model family. A `ModuleLayout` describes the parameters of a transformers module of
+experts. It converts an expert's tensors to canonical ones (`w13` gate first, `w2`, biases) and back, for any sizes.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from ep_moe.renamed import renamed_in
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointNames:
-    """Where a checkpoint holds the tensors of a MoE block.
+    """The names of a MoE block's tensors in a checkpoint.
 
     Args:
         block: The block's prefix, in which `{layer}` stands for the layer's number.
-        experts: The formats in use, looked for in this order.
-        router: Names in the block, by the tensor of a `Router`.
+        experts: The formats in use, tried in this order.
+        router: Names in the block, by the name of the `Router`'s tensor.
         shared: The shared expert's prefix in the block, None without one.
         elsewhere: Names and prefixes in the block that the caller loads. `load_layers` names them in its warning.
-        resaved: The prefix in a model that transformers saved under its own names (save_original_format=False), if it
-            differs.
+        resaved: The block's prefix if transformers saved the model under its own names (save_original_format=False).
+            None if it is the same.
     """
 
     block: str
@@ -41,7 +40,7 @@ class CheckpointNames:
     resaved: str | None = None
 
     def block_in(self, source: Source, layer: int) -> str:
-        """The prefix that the files have."""
+        """Return the block's prefix in the files of `source`."""
         known = [prefix.format(layer=layer) for prefix in (self.block, self.resaved) if prefix is not None]
         return next((prefix for prefix in known if source.under(prefix)), known[0])
 
@@ -50,7 +49,7 @@ _QWEN_NAMES = ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "ex
 _MIXTRAL_NAMES = ("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight")
 
 
-# MLX
+# names of checkpoints in MLX format
 _SWITCH = Stacked("switch_mlp.gate_proj.weight", "switch_mlp.up_proj.weight", "switch_mlp.down_proj.weight")
 
 
@@ -80,12 +79,12 @@ CHECKPOINT_NAMES: dict[str, CheckpointNames] = {
     ),
 }
 
-# published with code of its own, which says what transformers' own class says
+# model types that are published with their own code, equivalent to a class of transformers
 ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 def names_of(family: str | CheckpointNames) -> CheckpointNames:
-    """The entry of a family, or names of the caller's. Raises ConfigError."""
+    """Return the names of a family, or the given names. Raises ConfigError for an unknown family."""
     if isinstance(family, CheckpointNames):
         return family
     if family not in CHECKPOINT_NAMES:
@@ -95,14 +94,14 @@ def names_of(family: str | CheckpointNames) -> CheckpointNames:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """A parameter with one tensor of each expert.
+    """A parameter of a transformers module that holds one tensor of each expert.
 
-    name: of the parameter, in its module
-    part: of an expert's canonical tensors, w13, w2, w13_bias or w2_bias; w1 is the gate half of w13, w3 the up half
-    transposed: [columns, rows]
-    interleaved: gate and up by turns, where w13 has both
-    flat: the experts' rows lie one below another, [E * rows, columns], else [E, rows, columns]
-    unused: entries behind those of the experts, which no expert has
+    name: name of the parameter in its module
+    part: name of the canonical tensor: w13, w2, w13_bias or w2_bias; w1 is the gate half of w13, w3 the up half
+    transposed: each expert's matrix is [columns, rows]
+    interleaved: rows of gate and up alternate in w13
+    flat: the parameter is [E * rows, columns], otherwise [E, rows, columns]
+    unused: number of entries after those of the E experts
     """
 
     name: str
@@ -113,11 +112,11 @@ class HeldTensor:
     unused: int = 0
 
     def one(self, whole: Tensor, expert: int, experts: int) -> Tensor:
-        """An expert's part of the parameter."""
+        """Return an expert's part of the parameter."""
         return whole.unflatten(0, (experts, -1))[expert] if self.flat else whole[expert]
 
     def join(self, stacked: Tensor) -> Tensor:
-        """The parameter of the parts of all experts, [E, ...]. Entries that no expert has are 0."""
+        """Join the parts of all experts [E, ...] to the parameter. Unused entries are 0."""
         if self.flat:
             return stacked.flatten(0, 1)
         unused = stacked.new_zeros((self.unused, *stacked.shape[1:]))
@@ -131,7 +130,7 @@ class HeldTensor:
         return torch.cat(tensor.unflatten(dim, (-1, 2)).unbind(dim), dim)
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """The opposite of `canonical`."""
+        """Convert a canonical tensor to the parameter's order: the inverse of `canonical`."""
         if self.interleaved:
             dim = self._rows
             tensor = torch.stack(tensor.chunk(2, dim), dim).flatten(dim - 1, dim)
@@ -144,12 +143,12 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class ModuleLayout:
-    """The parameters of a module of experts.
+    """The parameters of a transformers module of experts.
 
     experts: E; tensors: gate and up before down
-    gated: w13 is gate and up, else up alone
+    gated: w13 has gate and up, otherwise up only
 
-    Tensors are by the parameters' names: of one expert, or of all of them, [E, ...].
+    Methods take and return dicts by parameter name, with tensors of one expert or of all experts [E, ...].
     """
 
     experts: int
@@ -161,7 +160,7 @@ class ModuleLayout:
         return tuple(one.name for one in self.tensors)
 
     def one(self, whole: Mapping[str, Tensor], expert: int) -> dict[str, Tensor]:
-        """An expert's part of each parameter."""
+        """Return an expert's part of each parameter."""
         return {one.name: one.one(whole[one.name], expert, self.experts) for one in self.tensors}
 
     def canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +170,7 @@ class ModuleLayout:
         return found
 
     def stored(self, canonical: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The opposite of `canonical`."""
+        """Convert canonical tensors to those of the parameters: the inverse of `canonical`."""
         parts = dict(canonical)
         if any(one.part == "w1" for one in self.tensors):
             parts["w1"], parts["w3"] = parts.pop("w13").chunk(2, -2)
@@ -179,7 +178,7 @@ class ModuleLayout:
 
 
 def fused_layout(stored: Fused, experts: int) -> ModuleLayout:
-    """How transformers' module of a known family's experts holds them."""
+    """Return the layout of the experts' module in transformers, for a family of `CHECKPOINT_NAMES`."""
     both = {"transposed": stored.transposed, "interleaved": stored.interleaved}
     tensors = [
         HeldTensor(name="gate_up_proj", part="w13", **both),
@@ -193,5 +192,5 @@ def fused_layout(stored: Fused, experts: int) -> ModuleLayout:
     return ModuleLayout(experts, tuple(tensors))
 
 
-if not TYPE_CHECKING:  # checkers know the new names alone
+if not TYPE_CHECKING:  # type checkers see only the new names
     __getattr__ = renamed_in(__name__, {"FAMILIES": ("CHECKPOINT_NAMES", CHECKPOINT_NAMES)})

@@ -1,7 +1,7 @@
-"""Weights that a trainer pushes into serving layers: tensors in memory, one after another, under published names.
+"""Load weights that a trainer pushes into serving layers: tensors in memory, one by one, under published names.
 
-They are put together layer by layer, and read as those of a folder are. A rank keeps the matrices of its own experts,
-and of others the dtype and shape alone.
+Tensors are collected layer by layer and then read like those of a checkpoint folder. A rank keeps the matrices of its
+own experts. Of other experts' matrices it keeps only dtype and shape.
 """
 
 from __future__ import annotations
@@ -28,36 +28,37 @@ from ep_moe.weights.parts import full
 
 ORIGIN = "the pushed weights"
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-_OF_HEADERS = "weight_shape"  # numbers that are looked at together with shapes and dtypes
+_OF_HEADERS = "weight_shape"  # suffix of tensors whose values are needed to check shapes
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 
 def load_layer_weights(layers: Mapping[int, MoELayer], weights: Weights, family: str | CheckpointNames) -> set[str]:
-    """Write a trainer's weights into layers that serve: experts, router, shared experts. No file is written or read.
+    """Write a trainer's weights into serving layers: experts, router and shared experts. Uses no files.
 
-    Collective: all ranks pass the same tensors, between two calls. The trainer's layout does not matter, nor do the
-    layers' map and scheme: a quantized layer quantizes numbers, and keeps codes of its own scheme. What is checked and
-    refused is that of `load_layers`. Addresses stay, so that captured CUDA graphs compute with the new weights.
+    Collective: all ranks pass the same tensors, between two calls of the layers. The trainer's parallel layout may
+    differ from that of the layers. A quantized layer quantizes floating-point tensors, and keeps codes of its own
+    scheme. The checks are those of `load_layers`. Addresses do not change, so captured CUDA graphs use the new weights.
 
-    From the first write on, calls of the layers are refused until all weights are there. After an error they are served
-    again only if nothing was written. Names, shapes and dtypes of a mapping are all checked before the first write.
-    Those of an iterable are checked layer by layer.
+    Calls of the layers are refused until all weights are loaded. After an error, the layers can be called again only if
+    nothing was written. Names, shapes and dtypes of a mapping are all checked before the first write. Those of an
+    iterable are checked layer by layer.
 
     Args:
-        layers: Number in the names -> layer.
+        layers: The layers, by their number in the names.
         weights: Whole tensors by published name, as a mapping or as pairs. DTensors are gathered, one at a time.
-            Tensors of one layer come side by side: of a layer that is not complete yet, a rank holds its own experts,
-            and tensors of all experts whole. A tensor of a pair may be overwritten once the next one is asked for.
-        family: A name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`, or names of the caller's.
+            Keep the tensors of a layer adjacent: a complete layer is written when the next one starts, and refuses
+            later tensors. Until then, a rank holds the matrices of its own experts, and whole tensors of all experts.
+            The tensor of a pair may be overwritten once the next pair is requested.
+        family: A name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`, or the names themselves.
 
     Returns:
-        The names that were loaded. Others belong to no block of `layers`, and are left to the caller.
+        The names that were loaded. All other names belong to no block of `layers`, and are left to the caller.
 
     Raises:
-        CheckpointError: on all ranks, where a tensor of any of them is missing, superfluous or wrong.
-        InputError: on all ranks, where something is no pair of name and tensor, or ranks hold different weights.
-        ConfigError: the family is not known.
+        CheckpointError: A tensor of any rank is missing, superfluous or wrong. All ranks raise.
+        InputError: An item is not a pair of name and tensor, or ranks hold different weights. All ranks raise.
+        ConfigError: The family is not known.
     """
     if not layers:
         raise InputError("layers must have at least one layer, got none")
@@ -66,9 +67,11 @@ def load_layer_weights(layers: Mapping[int, MoELayer], weights: Weights, family:
 
 
 class Staged(NamedTuple):
-    """A part that was looked at.
+    """A part (usually a layer) whose tensors were checked.
 
-    covers: what of the target it fills; names: of its tensors that are read; plan: for `Target.write`
+    covers: the pieces of the target that it fills, such as layer numbers
+    names: the tensors that are read
+    plan: the argument of `Target.write`
     """
 
     covers: frozenset[Any]
@@ -77,9 +80,10 @@ class Staged(NamedTuple):
 
 
 class Target(ABC):
-    """What weights are pushed into.
+    """The destination of pushed weights.
 
-    layers: whose calls are refused meanwhile; said: sentences of the one warning
+    layers: layers whose calls are refused during the push
+    said: sentences of the warning at its end
     """
 
     def __init__(self, layers: Collection[MoELayer]) -> None:
@@ -95,26 +99,31 @@ class Target(ABC):
 
     @abstractmethod
     def part(self, name: str) -> str | None:
-        """What is written together with a tensor of this name; None for a tensor that is not wanted."""
+        """Return the part that a tensor is written with, such as its layer, or None if the tensor is not wanted."""
 
     @abstractmethod
     def stage(self, tensors: Mapping[str, Tensor], *, headers: bool) -> Staged:
-        """Look at the tensors of a part, and at all numbers that are wanted outside the experts.
+        """Check the tensors of a part, and the values of those outside the experts.
 
-        Raises CheckpointError, also where some are missing. headers: the tensors have no numbers
+        Args:
+            tensors: The tensors of the part that have arrived.
+            headers: The tensors are on the meta device, so that only shapes and dtypes are checked.
+
+        Raises:
+            CheckpointError: A tensor is missing or wrong.
         """
 
     @abstractmethod
     def write(self, plan: Any) -> None:
-        """What `stage` found. Raises CheckpointError for numbers that cannot be written."""
+        """Write a part that `stage` has checked. Raises CheckpointError for values that cannot be written."""
 
     @abstractmethod
     def check_whole(self, covered: Set[Any]) -> None:
-        """Raise CheckpointError unless these are all that is to be filled."""
+        """Raise CheckpointError unless `covered` is the whole target."""
 
 
 def push(weights: Weights, target: Target) -> set[str]:
-    """As `load_layer_weights`. Returns the names that were loaded."""
+    """Write weights into a target, as `load_layer_weights` does. Return the names that were loaded."""
     context = target.context
     with on_device(context.device):
         if isinstance(weights, Mapping):
@@ -133,7 +142,7 @@ def push(weights: Weights, target: Target) -> set[str]:
 
 
 def _check(weights: Mapping[str, Tensor], target: Target) -> None:
-    """All that a mapping says without its numbers."""
+    """Check names, shapes and dtypes of a whole mapping, before anything is written."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name, value in weights.items():
         part = target.part(_checked_name(name))
@@ -145,7 +154,7 @@ def _check(weights: Mapping[str, Tensor], target: Target) -> None:
 
 
 def _receive(weights: Weights, arrived: _Arrived) -> None:
-    """A rank that meets a problem takes the rest all the same: peers may gather each tensor together with it."""
+    """Pass all weights to `arrived`. After an error, still gather the remaining DTensors, as the peers do."""
     problem: Exception | None = None
     for pair in weights.items() if isinstance(weights, Mapping) else weights:
         try:
@@ -161,9 +170,9 @@ def _receive(weights: Weights, arrived: _Arrived) -> None:
 
 
 class _Arrived:
-    """Tensors until their part is complete, and then written.
+    """Holds tensors until their part is complete, and then writes the part.
 
-    copies: of tensors that may be overwritten afterwards
+    copies: copy tensors, because their owner may overwrite them
     """
 
     def __init__(self, target: Target, replaced: Any, *, copies: bool) -> None:
@@ -194,7 +203,7 @@ class _Arrived:
         return tensor.detach().to(self._target.context.device, copy=True) if self._copies else tensor.detach()
 
     def _try(self, part: str) -> None:
-        """Write a part if it is complete. If not, more of it may come, or the end, which says what is wrong."""
+        """Write a part if it is complete. If not, more of its tensors may follow; `end` raises if none do."""
         if part in self._pending:
             try:
                 staged = self._target.stage(self._pending[part], headers=False)
@@ -206,7 +215,7 @@ class _Arrived:
         self._replaced.written |= bool(staged.covers)
         self._target.write(staged.plan)
         del self._pending[part]
-        if staged.covers:  # else more of the part may come: nothing of it has a place so far
+        if staged.covers:  # otherwise nothing of the part was placed yet, and more tensors may follow
             self._written.add(part)
         self._covered |= staged.covers
         self.loaded |= set(staged.names)
@@ -218,7 +227,7 @@ class _Arrived:
 
 
 def part_of(name: str) -> str:
-    """The layer that a tensor of a model belongs to, else its module."""
+    """Return the prefix of the layer that a tensor belongs to, or its module's name outside the layers."""
     found = _LAYER.match(name)
     return name.rpartition(".")[0] if found is None else found[0]
 
@@ -249,12 +258,12 @@ def _header(tensor: Tensor) -> Tensor:
 
 
 class LayerTarget(Target):
-    """Layers of a family, as `load_layers` fills them.
+    """The target of `load_layer_weights`: layers of a family.
 
     Args:
-        layers: Number in the names -> layer.
-        names: Of the family.
-        called: The family, for a sentence.
+        layers: The layers, by their number in the names.
+        names: The tensor names of the family.
+        called: The family's name in messages.
     """
 
     def __init__(self, layers: Mapping[int, MoELayer], names: CheckpointNames, called: str) -> None:
@@ -291,5 +300,5 @@ class LayerTarget(Target):
             checked(MemorySource({}, ORIGIN), self._names, number, self._by_number[number], self._called)
 
 
-if not TYPE_CHECKING:  # checkers know the new names alone
+if not TYPE_CHECKING:  # type checkers see only the new names
     __getattr__ = renamed_in(__name__, {"load_weights": ("load_layer_weights", load_layer_weights)})

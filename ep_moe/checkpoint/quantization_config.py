@@ -1,4 +1,4 @@
-"""What a checkpoint's JSON files state about its quantization, and the quantizations that are known and not read."""
+"""Read what a checkpoint's JSON files state about its quantization, and detect quantizations that are not supported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _BITSANDBYTES = "bitsandbytes (4 bits)"
-# how a tensor's name ends -> the quantization that writes it, the surest first
+# last component of a tensor's name -> the quantization that writes it, the most specific first
 _FOREIGN = {
     "qweight": "AWQ or GPTQ",
     "qzeros": "AWQ or GPTQ",
@@ -36,28 +36,28 @@ _CALLED = {
 }  # fmt: skip
 _CODES = re.compile(r"(\.q?weight)?(_packed)?$")
 _EXPONENTS = re.compile(r"ue8m0|mxfp[48]")
-_REORDERS = (True, "group", "dynamic")  # of compressed-tensors' actorder: the others store columns in order
-_WHILE_IT_RUNS = ("input", "output")  # places of a rotation that is not a part of the weights
+_REORDERS = (True, "group", "dynamic")  # values of compressed-tensors' actorder that store columns out of order
+_WHILE_IT_RUNS = ("input", "output")  # locations of rotations that are applied to activations, not to weights
 
 
 @dataclass(frozen=True)
 class Declared:
     """The quantization that a folder declares, from its config.json and hf_quant_config.json.
 
-    method: the name of the quantization, "" where none is stated
-    blocks: sizes of the blocks with a factor of their own, (rows, columns)
-    bits: of the packed integers
-    groups: columns with a factor in common in packed integers, 0 for a whole row
-    asymmetric: every packed integer has a zero point
-    symmetric: of AWQ and GPTQ, no zero point differs from the middle; None where it is not stated
-    packing: of AWQ and GPTQ, the order of words and numbers, "" where it is not stated
-    reordered: the columns of a group do not lie side by side
-    modules: a pattern of modules' names -> the fields in which they differ, the first that fits; of packed integers
-    exponents: a factor stored as a byte is a power of two (E8M0)
-    float8: the format of codes of 8 bits, "" where it is not stated
-    rotated: the field that states rotations of activations, without which weights mean nothing; "" for none
-    layers: number of hidden layers, None where it is not stated
-    multimodal: the text model is a part of another
+    method: the name of the quantization, "" if none is stated
+    blocks: sizes (rows, columns) of the blocks that share a scale
+    bits: bits of packed integers
+    groups: number of columns that share a scale in packed integers, 0 for a whole row
+    asymmetric: all packed integers have zero points
+    symmetric: AWQ and GPTQ: all zero points are the middle of the range; None if not stated
+    packing: AWQ and GPTQ: the packing format, "" if not stated
+    reordered: the columns of a group are not adjacent
+    modules: (pattern of module names, fields that differ for them); the first match applies; packed integers only
+    exponents: a scale stored as a byte is a power of two (E8M0)
+    float8: the format of 8-bit codes, "" if not stated
+    rotated: the field that states rotations of activations, which the weights require; "" for none
+    layers: number of hidden layers, None if not stated
+    multimodal: the text model is a part of a multimodal model
     """
 
     method: str = ""
@@ -76,7 +76,7 @@ class Declared:
     multimodal: bool = False
 
     def of(self, tensor: str) -> Declared:
-        """What is stated of the module of a tensor of codes, by its name in the file."""
+        """Return the declaration for one module. tensor: the name of its codes in the file"""
         module = _CODES.sub("", tensor)
         return next((replace(self, **fields) for pattern, fields in self.modules if _fits(pattern, module)), self)
 
@@ -85,12 +85,18 @@ class Declared:
         return f"; config.json states the quantization {self.method!r}" if self.method else ""
 
     def called(self, words: str) -> str:
-        """The name of a quantization: config.json says which of those that have the same names."""
+        """Return the quantization's name for messages: that of config.json if known, else `words`."""
         return next((called for method, called in _CALLED.items() if method in self.method), words)
 
 
 def read_declared(folder: Path) -> Declared:
-    """Files that are missing or that no JSON is in state nothing: layers need none."""
+    """Read the declared quantization of a checkpoint folder.
+
+    Missing or invalid JSON files count as empty: layers do not need them.
+
+    Args:
+        folder: The folder of the checkpoint.
+    """
     config, exported = _object(folder / "config.json"), _object(folder / "hf_quant_config.json")
     texts = [config]
     for key in ("thinker_config", "text_config"):
@@ -127,9 +133,16 @@ def read_declared(folder: Path) -> Declared:
 
 
 def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
-    """Tensors of quantizations that are not read -> what those are called, the surest mark first.
+    """Find tensors of quantizations that are not supported.
 
-    Not those of AWQ and GPTQ beside a `qweight`, whose matrix says itself whether it can be read.
+    A `qweight`, and `qzeros` and `scales` beside it, are not listed: `AwqMatrix` and `GptqMatrix` check those.
+
+    Args:
+        names: The names of all tensors.
+        declared: The declared quantization.
+
+    Returns:
+        Tensor name -> name of the quantization, the most specific tensor first.
     """
     found: dict[str, str] = {}
     all_names = set(names)
@@ -159,7 +172,7 @@ def _object(file: Path) -> dict[str, Any]:
 
 
 def _weight_groups(found: dict[str, Any]) -> Iterator[tuple[list[str], dict[str, Any]]]:
-    """The targets and the entries `weights` of compressed-tensors' groups, each with its group's format."""
+    """Yield the targets and the entry `weights` of each group of compressed-tensors, with the group's format added."""
     groups = found.get("config_groups")
     for group in groups.values() if isinstance(groups, dict) else ():
         if isinstance(group, dict) and isinstance(group.get("weights"), dict):
@@ -173,7 +186,7 @@ def _is_packed(weights: dict[str, Any]) -> bool:
 
 
 def _targeted(groups: list[tuple[list[str], dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Groups that name modules come before those that name a class, such as Linear."""
+    """Yield (pattern, fields) of compressed-tensors' groups: first of module names, then of classes such as Linear."""
     pairs = [(target, weights) for targets, weights in groups for target in targets if _is_packed(weights)]
     for target, weights in sorted(pairs, key=lambda pair: not _names_modules(pair[0])):
         pattern = target.removeprefix("re:") if target.startswith("re:") else f"{re.escape(target)}$"
@@ -193,7 +206,7 @@ def _names_modules(target: str) -> bool:
 
 
 def _dynamic(fields: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """GPTQModel's `dynamic`: a pattern, behind "-:" one of modules that are not quantized -> their own fields."""
+    """Yield (pattern, fields) of GPTQModel's `dynamic`. The prefix "-:" marks modules that are not quantized."""
     dynamic = fields.get("dynamic")
     for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
         whole = _words(fields | own) if isinstance(own, dict) else _words(fields)
@@ -210,7 +223,10 @@ def _fits(pattern: str, module: str) -> bool:
 
 
 def _rotated(found: dict[str, Any]) -> str:
-    """Transforms of compressed-tensors, rotation of GPTQModel. One that lies in weights alone is there already."""
+    """Return the field that states rotations of activations (compressed-tensors, GPTQModel), "" for none.
+
+    Rotations of weights only are already part of the stored weights.
+    """
     if found.get("rotation"):
         return f"rotation: {found['rotation']!r}"
     transforms = found.get("transform_config")
@@ -224,7 +240,7 @@ def _rotated(found: dict[str, Any]) -> str:
 
 
 def _words(fields: dict[str, Any]) -> dict[str, Any]:
-    """What AWQ and GPTQ state, under the names that their writers use."""
+    """Return the fields of AWQ and GPTQ under common names. Their writers use several names for each."""
     packings = {str(fields[key]).lower() for key in ("checkpoint_format", "format", "version") if fields.get(key)}
     packings |= {"marlin"} if fields.get("is_marlin_format") else set()
     packings |= {"llm-awq"} if fields.get("backend") == "llm-awq" else set()

@@ -1,7 +1,7 @@
-"""An expert of a checkpoint in a quantized layer: the scheme's bytes are kept, other numbers quantized.
+"""Read experts of a checkpoint into a quantized layer: codes of the layer's scheme are kept, others are quantized.
 
-Each matrix of each expert is looked at. Numbers in other codes than the scheme's are quantized a second time only where
-no matrix of the block has the scheme's bytes. That is a change of scheme, which the caller asked for.
+This is decided for each matrix of each expert. Codes of another scheme are dequantized and quantized again only if no
+matrix of the block has the layer's scheme, so that the caller chose to change the scheme. A mixture is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def not_calibrated(scheme: Scheme) -> str:
 
 
 def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme) -> str | None:
-    """None, or why a block cannot be read into layers of a scheme, from headers alone."""
+    """Return why a block cannot be read into a layer of a scheme, or None. Reads headers only."""
     if scheme.plain:
         return None
     experts = [found.projections(source, block, config, expert) for expert in range(config.num_experts)]
@@ -47,7 +47,7 @@ def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoECon
 def rounds_again(
     found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme
 ) -> StoredMatrix | None:
-    """A matrix of a block whose numbers a scheme quantizes a second time, None if there is none such."""
+    """Return a matrix of a block that must be dequantized and quantized again for a scheme, or None."""
     if scheme.plain:
         return None
     for expert in range(config.num_experts):
@@ -58,7 +58,11 @@ def rounds_again(
 
 
 def _wrong_mixture(projections: Projections, block: str, scheme: Scheme) -> str | None:
-    """Of a block that has the scheme's bytes: whether an expert's matrices are all in them, or plain."""
+    """Return why an expert cannot be read in a block that has codes of the scheme, or None.
+
+    Its matrices must have the scheme or, if the scheme needs no calibration, be unquantized. If one scale belongs to
+    gate and up, they must be stored in the same way.
+    """
     for one in projections:
         if one.keeps(scheme.name):
             continue
@@ -87,7 +91,7 @@ def _wrong_input(one: Projection, scheme: Scheme) -> str | None:
 
 
 def _rows_apart(scheme: Scheme) -> bool:
-    """Whether no factor of the scheme belongs to a whole matrix."""
+    """Return whether the scheme has no scale of a whole matrix, so that gate and up are independent."""
     parts = scheme.weights.parts(scheme.weights.unit[0], scheme.weights.unit[1], torch.bfloat16)
     return all(spec.shape for spec in parts.values())
 
@@ -104,12 +108,18 @@ def read_quantized(
     device: torch.device,
     etp: tuple[int, int] = (1, 0),
 ) -> dict[str, Tensor]:
-    """One expert's canonical tensors in a scheme, this etp rank's piece. Raises CheckpointError.
+    """Read this etp rank's shard of one expert's canonical tensors in a scheme. Raises CheckpointError.
 
     Args:
-        dtype: of the activations.
-        device: where numbers are quantized.
-        etp: size and rank.
+        found: The format of the block's experts.
+        source: The checkpoint.
+        block: The prefix of the block.
+        config: The layer's configuration.
+        expert: The logical expert.
+        scheme: The layer's scheme.
+        dtype: The dtype of activations.
+        device: The device that quantizes.
+        etp: Size of the etp group, and rank in it.
     """
     size, rank = etp
     share = config.intermediate_size // size
@@ -120,7 +130,7 @@ def read_quantized(
         return found.read_stored(source, block, config, expert, inner, scheme.name)
 
     def quantised(name: str, numbers: Tensor) -> dict[str, Tensor]:
-        """Quantized whole, so that a scale that belongs to a whole matrix is the same on every etp rank."""
+        """Quantize a whole matrix and return this rank's shard: a scale of the matrix is equal on all etp ranks."""
         numbers = check_finite(f"{block}, expert {expert}, {name}", numbers.to(device))
         parts = named(name, scheme.weights.quantize(numbers, dtype))
         return {part: etp_shard(config, part, tensor, size, rank) for part, tensor in parts.items()}
@@ -144,7 +154,7 @@ def read_quantized(
 def _one_half(
     projections: Projections, inner: Inner, scheme: Scheme, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """w13 where one of gate and up has the scheme's bytes: the other is quantized alone, by its own rows."""
+    """Return w13 if only one of gate and up has the scheme's codes. The other half is quantized on its own."""
     halves = []
     for one in (projections.gate, projections.up):
         if one.keeps(scheme.name):

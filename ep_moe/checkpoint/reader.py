@@ -1,4 +1,4 @@
-"""Reading Hugging Face safetensors: each rank reads its own experts' bytes and nothing of the others'."""
+"""Load Hugging Face safetensors into layers. Each rank reads the bytes of its own experts only."""
 
 from __future__ import annotations
 
@@ -39,26 +39,26 @@ def load_layers(
     progress: bool = True,
     **hub: Unpack[HubOptions],
 ) -> CheckpointSource:
-    """Fill layers from a checkpoint: experts, router, shared expert.
+    """Load experts, router and shared experts of layers from a checkpoint.
 
-    Every rank checks names, shapes and dtypes of all experts first (headers only), all ranks agree, then each reads its
-    own experts. Under the block of a layer every tensor is read, known to be harmless, or a reason to refuse. What the
-    caller loads is named in one warning: shared experts of a layer without, the linear map of a router of the caller's.
-    Layers refuse calls after a loading that failed when some weights were written, until another one has ended.
+    Every rank first checks names, shapes and dtypes of all experts from the files' headers. Once all ranks agree, each
+    rank reads its own experts. Each tensor of a layer's block is read, known to be harmless, or refused. Tensors that
+    the caller must load are named in one warning: shared experts if the layer has none, and the weights of a custom
+    router. If loading fails after weights were written, the layers refuse calls until a later loading succeeds.
 
     Args:
-        layers: number in the checkpoint -> layer.
-        path: the folder of a checkpoint, or the name of a model on the Hugging Face Hub.
-        family: a name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`, or names of the caller's.
-        progress: show on rank 0 how far it is: a bar on a terminal, else lines on stderr.
+        layers: The layers, by their number in the checkpoint.
+        path: The folder of a checkpoint, or the name of a model on the Hugging Face Hub.
+        family: A name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`, or the names themselves.
+        progress: Show the progress on rank 0: a bar on a terminal, otherwise lines on stderr.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     Returns:
         The source, for its `bytes_read`.
 
     Raises:
-        CheckpointError: on all ranks, when any of them cannot load.
-        ConfigError: the family is not known.
+        CheckpointError: A rank cannot load. All ranks raise.
+        ConfigError: The family is not known.
     """
     names = names_of(family)
     if not layers:
@@ -91,12 +91,16 @@ def load_layers(
 
 @contextmanager
 def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
-    """Raise on all ranks what loading raises on any, whatever it is, as an error of `ep_moe` that names the path.
+    """Raise an exception of the `with` block on all ranks, as an error of `ep_moe` that names the path.
+
+    Args:
+        path: The checkpoint, for messages.
+        consensus: The consensus of the ranks that load.
 
     Raises:
-        OutOfMemory: a rank's device has no room.
-        CheckpointError: a rank raised another exception that is none of `ep_moe.errors`.
-        EPMoEError: a rank raised it.
+        OutOfMemory: The device of a rank has too little memory.
+        CheckpointError: A rank raised it, or an exception that is not in `ep_moe.errors`.
+        EPMoEError: A rank raised it.
     """
     with consensus.together("checkpoint"):
         try:
@@ -117,19 +121,22 @@ def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
 
 @dataclass
 class Replaced:
-    """written: whether this rank has written any weight"""
+    """The state of `replacing`. written: whether this rank has written any weight"""
 
     written: bool = False
 
 
 @contextmanager
 def replacing(layers: Collection[MoELayer], origin: str) -> Iterator[Replaced]:
-    """Within, weights of layers are replaced. What raises within raises on all ranks.
+    """Refuse calls of the layers while the `with` block replaces their weights.
 
-    Calls of the layers are refused from now on. They are served again when the body is done, or when it raised before
-    any rank wrote a weight: then the old ones are whole. What moves experts meanwhile (EPLB) begins again.
+    An exception in the block must be raised on all ranks, as `loading` does. Calls are allowed again when the block
+    ends, or if it raised before any rank wrote a weight, so that the old weights are intact. A migration of EPLB that
+    is in progress starts again.
 
-    origin: where the new ones are from
+    Args:
+        layers: The layers whose weights are replaced.
+        origin: The source of the new weights, for messages.
     """
     if not layers:
         yield Replaced()
@@ -138,7 +145,7 @@ def replacing(layers: Collection[MoELayer], origin: str) -> Iterator[Replaced]:
     served = {layer: layer._unfinished for layer in layers}
     for layer in layers:
         layer._unfinished = origin
-        layer.expert_weights.updates += 1  # here, and not at each write: ranks may fail before different ones
+        layer.expert_weights.updates += 1  # once here, equal on all ranks: they may fail after different writes
     replaced = Replaced()
     _settled(context.device)
     try:
@@ -163,13 +170,13 @@ def _any_rank(consensus: StoreConsensus, here: bool) -> bool:
 
 
 def _settled(device: torch.device) -> None:
-    """Calls may run on any stream: those before read the old weights, those behind the new ones."""
+    """Synchronize all streams of a GPU. Earlier calls, on any stream, read the old weights, and later calls the new."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def quantised_again(source: TensorSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
-    """A sentence if a scheme quantizes numbers that the checkpoint has in other codes."""
+    """Return a warning if a layer's scheme requantizes experts that the checkpoint has in another scheme, or []."""
     for layer, block, form in plan:
         scheme = layer.expert_weights.scheme
         matrix = rounds_again(form, source, block, layer.config, scheme)
@@ -191,24 +198,24 @@ def largest_input_scale(
     num_experts: int | None = None,
     top: float | None = None,
 ) -> float:
-    """What rows in fp8_tensor or nvfp4 may travel under (`Wire.input_scale`).
+    """Return the largest calibrated input scale of a checkpoint, for rows sent in fp8_tensor or nvfp4.
 
-    Reads the calibrated scales of the experts' gate and up projections alone.
+    Use the result as `Wire.input_scale`. Only the scales of the experts' gate and up projections are read.
 
     Args:
-        path: folder of a calibrated checkpoint.
-        family: a name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`.
-        layers: numbers of the model's MoE layers; default all below `num_hidden_layers` in config.json. A checkpoint
-            may have others behind them, which predict more tokens (MTP).
-        num_experts: of a layer; default however many there are.
-        top: the largest number of the rows' format, 448 for E4M3 and 2688 for NVFP4. Scales that were calibrated for
-            another format are converted; default not.
+        path: The folder of a calibrated checkpoint.
+        family: A name in `ep_moe.checkpoint.model_names.CHECKPOINT_NAMES`.
+        layers: Numbers of the model's MoE layers. Default: all below `num_hidden_layers` in config.json. A checkpoint
+            may have further layers after them, for multi-token prediction (MTP).
+        num_experts: Number of experts of a layer. Default: all in the checkpoint.
+        top: The largest number of the rows' format, 448 for E4M3 and 2688 for NVFP4. Scales that were calibrated for
+            another format are converted. Default: no conversion.
 
     Returns:
         The largest scale of all these layers.
 
     Raises:
-        CheckpointError: a scale is no positive number, or there is none.
+        CheckpointError: A scale is not a positive number, or the checkpoint has no scales.
     """
     names, source = names_of(family), CheckpointSource(path)
     known = [each for each in names.experts if isinstance(each, PerExpert | Stacked)]
@@ -237,7 +244,7 @@ def _slots(layer: MoELayer) -> int:
 
 @torch.no_grad()
 def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertFormat, bar: Any = None) -> None:
-    """Copy this rank's experts, cut over etp, into their slots. An expert is read once, whatever its replicas."""
+    """Read this rank's shards of its experts into their slots. An expert with several slots is read once."""
     weights, config = layer.expert_weights, layer.config
     if weights.scheme.activations.calibrated:
         wrong = wrong_scheme(found, source, block, config, weights.scheme)
@@ -260,8 +267,10 @@ def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertForma
 def _expert(
     layer: MoELayer, source: Source, block: str, found: ExpertFormat, expert: int, inner: tuple[int, int]
 ) -> dict[str, Tensor]:
-    """One expert's canonical tensors of this etp rank: the checkpoint's own bytes where it is quantized as the layer
-    is, else its numbers, quantized here where the layer is."""
+    """Read this etp rank's shard of one expert's canonical tensors.
+
+    Codes of the layer's scheme are kept. Other tensors are dequantized, and quantized if the layer is.
+    """
     weights, config, etp = layer.expert_weights, layer.config, layer.expert_weights.etp
     if weights.scheme.plain:
         plain = found.read(source, block, config, expert, inner)
@@ -292,8 +301,8 @@ def read_rest(layer: MoELayer, source: Source, block: str, names: CheckpointName
             tensor.copy_(check_fits(source.location(full), source.read(full), tensor.dtype))
 
 
-# --- what must be so before anything is read --------------------------------------------------------------------------
-# Whether a checkpoint is what a layer asks for, seen from its headers alone.
+# --- checks before reading --------------------------------------------------------------------------------------------
+# Compare a checkpoint with a layer's configuration. Reads headers only.
 
 _ASKED_BY = {"bias": "bias", "e_score_correction_bias": "correction_bias"}  # a Router's tensor -> RoutingConfig's field
 
@@ -302,20 +311,31 @@ Found = tuple[str, ExpertFormat, dict[str, str]]
 
 
 class DeclaredSource(Source, Protocol):
-    """A checkpoint on disk, or a module in memory."""
+    """A source with the quantization that its checkpoint declares: a checkpoint on disk, or a module in memory."""
 
     @property
     def declared(self) -> Declared: ...
 
 
 class CheckedSource(DeclaredSource, Protocol):
-    """A checkpoint on disk."""
+    """A source that also finds tensors of unsupported quantizations: a checkpoint on disk."""
 
     def foreign(self, prefix: str) -> dict[str, str]: ...
 
 
 def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: MoELayer, family: str) -> Found:
-    """The block's prefix, the form of its experts, what the caller loads -> why. Raises CheckpointError."""
+    """Check the block of a layer in a checkpoint. Raises CheckpointError.
+
+    Args:
+        source: The checkpoint.
+        names: The names of the family.
+        number: The layer's number in the checkpoint.
+        layer: The layer to load.
+        family: The family's name, for messages.
+
+    Returns:
+        The block's prefix, the format of its experts, and a dict from the names that the caller loads to the reason.
+    """
     block = names.block_in(source, number)
     if others := source.foreign(block):
         name, called = next(iter(others.items()))
@@ -328,9 +348,18 @@ def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: M
 def checked_block(
     source: DeclaredSource, names: CheckpointNames, block: str, layer: MoELayer, family: str, *, in_memory: bool = False
 ) -> tuple[ExpertFormat, dict[str, str]]:
-    """Of a block on disk or in memory, as `checked`. Raises CheckpointError.
+    """Check a block on disk or in memory, like `checked`. Raises CheckpointError.
 
-    in_memory: the block is that of a model, whose numbers are plain whatever the file has
+    Args:
+        source: The checkpoint or module.
+        names: The names of the family.
+        block: The prefix of the block.
+        layer: The layer to load.
+        family: The family's name, for messages.
+        in_memory: The block belongs to a model in memory, which is not quantized even if its files are.
+
+    Returns:
+        The format of the block's experts, and a dict from the names that the caller loads to the reason.
     """
     found = find_format(source, block, names.experts)
     if found is None:

@@ -1,4 +1,4 @@
-"""Sources of tensors: a folder of safetensors, of which parts are read, and tensors in memory."""
+"""Sources of tensors that can be read in part: a folder of safetensors, and tensors in memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ep_moe.checkpoint.unexpected_tensors import unused_in_shard
 from ep_moe.errors import CheckpointError
 
 # --- names ------------------------------------------------------------------------------------------------------------
-# Our names of a checkpoint's tensors: those of transformers' causal language models, whatever wraps them.
+# Common names of a checkpoint's tensors: those of transformers' causal language models, without wrappers.
 
-# multimodal models keep the text model deeper; base models keep it without `model.`
+# multimodal models nest the text model; base models have no prefix `model.`
 _TEXT = re.compile(r"^(?:(?:thinker|model|language_model|text_model|llm)\.)*(?=(?:layers\.\d+|embed_tokens|norm)\.)")
 _HEAD = re.compile(r"^(?:(?:thinker|model|language_model|text_model|llm)\.)+(?=lm_head\.)")
 _BLOCK = r"(?P<block>\.(?:mlp|block_sparse_moe|feed_forward)\.)"
@@ -38,11 +38,11 @@ _RENAMED = (
     (re.compile(rf"{_BLOCK}output_linear\.weight"), r"\g<block>experts.down_proj"),
 )
 _MARKS = (".wg.", ".router.layer.", "put_linear.")
-_FACTORS = (".scale", ".qscale_weight")  # of blocks, under other names
+_FACTORS = (".scale", ".qscale_weight")  # other names of `.weight_scale_inv`
 
 
 def our_name(name: str, names: Container[str]) -> str:
-    """Our name of a tensor. names: all of the checkpoint"""
+    """Return the common name of a tensor. names: all names of the checkpoint"""
     if name.endswith(_FACTORS) and f"{name.rpartition('.')[0]}.weight" in names:
         name = f"{name.rpartition('.')[0]}.weight_scale_inv"
     if not name.startswith("model.layers."):
@@ -63,7 +63,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "U8": torch.uint8,
-    "F8_E8M0": torch.uint8,  # as `raw` gives it
+    "F8_E8M0": torch.uint8,  # `raw` returns it as bytes
     "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
 }  # fmt: skip
@@ -71,9 +71,9 @@ _CALLED = {dtype: called for called, dtype in _DTYPES.items()} | {torch.uint8: "
 
 
 class TensorSource(ABC):
-    """Named tensors of which parts are read, and how each matrix of them is stored.
+    """Named tensors that can be read in part, and the storage format of each matrix.
 
-    origin: where they are from, for a sentence; bytes_read: bytes of tensor data read so far
+    origin: where they are from, for messages; bytes_read: bytes of tensor data read so far
     """
 
     declared = Declared()
@@ -87,19 +87,19 @@ class TensorSource(ABC):
 
     @abstractmethod
     def names(self) -> Collection[str]:
-        """Ours, of all tensors."""
+        """Return the common names of all tensors."""
 
     @abstractmethod
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that very name."""
+        """Return whether a tensor has exactly this name. `has` also accepts the name of a quantized matrix."""
 
     @abstractmethod
     def location(self, name: str) -> str:
-        """The tensor's name and file, for a sentence."""
+        """Return the tensor's name and file, for messages."""
 
     @abstractmethod
     def _opened(self, name: str) -> Any:
-        """A tensor that is there, as safetensors gives slices. Raises CheckpointError."""
+        """Return an existing tensor with the interface of a safetensors slice. Raises CheckpointError."""
 
     def has(self, name: str) -> bool:
         return self.holds(name) or any(map(self.holds, code_names(name)))
@@ -125,7 +125,7 @@ class TensorSource(ABC):
         return self._matrices[key]
 
     def companions(self, name: str) -> tuple[str, ...]:
-        """What `read` and `matrix` take for a name besides it, and the calibrated range of its inputs."""
+        """Return the tensors that `read` and `matrix` use for a name, other than itself, and its input scale."""
         if not self.has(name):
             return ()
         matrix = self.matrix(name)
@@ -133,7 +133,7 @@ class TensorSource(ABC):
         return tuple(part for part in (*matrix.parts(), *inputs) if part != name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the numbers that `read` gives. Raises CheckpointError for codes that cannot be read."""
+        """Return the shape of `read`'s result. Raises CheckpointError for codes that cannot be read."""
         matrix = self.matrix(name)
         if (wrong := matrix.wrong()) is not None:
             raise CheckpointError(wrong)
@@ -144,7 +144,7 @@ class TensorSource(ABC):
         return torch.float32 if matrix.quantized else _DTYPES.get(self.header(name)[0])
 
     def read(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`: plain numbers as they are stored, codes multiplied by their factors, in float32."""
+        """Read the part at `index`: unquantized tensors as they are stored, quantized ones dequantized to float32."""
         matrix = self.matrix(name)
         if not matrix.quantized:
             return self.raw(name, *index)
@@ -153,18 +153,18 @@ class TensorSource(ABC):
         return matrix.numbers(rows, columns)
 
     def foreign(self, prefix: str) -> dict[str, str]:
-        """Tensors below a prefix that belong to a quantization that is not read -> what it is called."""
+        """Find tensors under a prefix that belong to an unsupported quantization. Return its name by tensor name."""
         if self._foreign is None:
             self._foreign = foreign(self.names(), self.declared)
         return {name: called for name, called in self._foreign.items() if name.startswith(f"{prefix}.")}
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
-        """The part at `index`, as it is stored; exponents (E8M0) as their bytes."""
+        """Read the part at `index` as it is stored. E8M0 is returned as uint8."""
         try:
             part: Tensor = self._slice(name)[index if index else ...]
         except CheckpointError:
             raise
-        except Exception as error:  # a dtype that this torch has not, or bytes that are gone
+        except Exception as error:  # a dtype that this torch does not have, or a truncated file
             raise CheckpointError(
                 f"{name} cannot be read from {self.location(name)}: {type(error).__name__}: {error}"
             ) from error
@@ -175,9 +175,9 @@ class TensorSource(ABC):
 class CheckpointSource(TensorSource):
     """A folder with `model.safetensors.index.json` and its shards, or with one `model.safetensors`.
 
-    Opens only the shards that are asked for.
+    Shards are opened when a tensor of them is first read.
 
-    called: the name that the source has for a tensor of the files, from its name there and all names there
+    called: maps a tensor's name in the files, and all names in the files, to its name in this source
     """
 
     def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = our_name) -> None:
@@ -185,14 +185,14 @@ class CheckpointSource(TensorSource):
         self.folder, self.origin = Path(folder), str(folder)
         self._called = called
         self._open: dict[str, Any] = {}
-        self._listed: dict[str, str] | None = None  # what the index names
+        self._listed: dict[str, str] | None = None  # tensor -> file, by the index
         self.declared = read_declared(self.folder)
         if self.declared.rotated:
             raise CheckpointError(f"{self.folder / 'config.json'} states {self.declared.rotated}: {_ROTATED}")
         self._where = self._index()
 
     def _index(self) -> dict[str, tuple[str, str]]:
-        """Our name of a tensor -> (file, name in the file)."""
+        """Return a dict from common names to (file, name in the file)."""
         if (self.folder / INDEX).is_file():
             files = self._listed = weight_map(self.folder / INDEX)
         elif (self.folder / SINGLE).is_file():
@@ -248,7 +248,7 @@ class CheckpointSource(TensorSource):
 
 
 def renamed(names: Collection[str], called: Callable[[str, Container[str]], str], origin: str) -> dict[str, str]:
-    """Our names -> those that are given. Raises CheckpointError where two are one."""
+    """Return a dict from the names by `called` to the given names. Raises CheckpointError if two names coincide."""
     found: dict[str, str] = {}
     for name in names:
         ours = called(name, names)
@@ -259,12 +259,12 @@ def renamed(names: Collection[str], called: Callable[[str, Container[str]], str]
 
 
 class MemorySource(TensorSource):
-    """Tensors in memory, read as those of a checkpoint are.
+    """Tensors in memory, with the interface of a checkpoint.
 
     Args:
-        tensors: By name. Those on the meta device are there for their shape and dtype: they are not read.
-        origin: Where they are from, for a sentence.
-        called: As `CheckpointSource` has it. Default: names as they are given.
+        tensors: The tensors by name. Those on the meta device have only a shape and dtype, and cannot be read.
+        origin: Where they are from, for messages.
+        called: See `CheckpointSource`. Default: names are unchanged.
     """
 
     def __init__(
@@ -293,7 +293,7 @@ class MemorySource(TensorSource):
 
 
 class _InMemory:
-    """As a slice of safetensors."""
+    """A tensor in memory with the interface of a safetensors slice."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -310,13 +310,13 @@ class _InMemory:
 
 
 class ModuleSource(MemorySource):
-    """A module in memory: names are those of its state dict behind `prefix`."""
+    """A module in memory. Names are those of its state dict, prefixed by `prefix` and a dot."""
 
     def __init__(self, module: nn.Module, prefix: str) -> None:
         super().__init__({f"{prefix}.{name}": tensor for name, tensor in module.state_dict().items()}, prefix)
 
     def matrix(self, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
-        """`expert_parallel` takes plain numbers alone."""
+        """Return an unquantized matrix: `expert_parallel` supports no others."""
         return PlainMatrix(self, name, name, transposed=transposed, stacked=stacked)
 
     def companions(self, name: str) -> tuple[str, ...]:
@@ -324,28 +324,28 @@ class ModuleSource(MemorySource):
 
 
 # --- how a matrix is stored -------------------------------------------------------------------------------------------
-# Which kind of stored matrix a name of a checkpoint stands for, by the tensors that are there.
+# Choose the class of a stored matrix by the tensors that exist.
 
-# ends of the name of a matrix `X` that make that of its codes
+# suffixes that turn the name of a matrix into that of its codes
 _CODES = ("_packed", "_blocks")
-_WORDS = "qweight"  # in place of `weight`: AWQ, GPTQ
+_WORDS = "qweight"  # replaces `weight` in AWQ and GPTQ
 
 
 def code_names(name: str) -> list[str]:
-    """How the codes of a matrix may be called, besides the matrix's own name."""
+    """Return the possible names of a matrix's codes, besides the matrix's own name."""
     words = f"{name.removesuffix('weight')}{_WORDS}"
     return [*(f"{name}{end}" for end in _CODES), *([words] if name.split(".")[-1] == "weight" else [])]
 
 
 def matrix_name(name: str) -> str:
-    """The name of a matrix by that of a tensor of its codes; else the same name."""
+    """Return the name of the matrix whose codes a tensor holds, or the same name for other tensors."""
     if name.split(".")[-1] == _WORDS:
         return f"{name.removesuffix(_WORDS)}weight"
     return next((name.removesuffix(end) for end in _CODES if name.endswith(end)), name)
 
 
 def stored_matrix(tensors: Tensors, name: str, *, transposed: bool = False, stacked: int = 1) -> StoredMatrix:
-    """The matrix `name`, or those of all experts. Raises CheckpointError where none can be chosen."""
+    """Return the matrix `name`, or the matrices of all experts. Raises CheckpointError if its storage is ambiguous."""
     packed, words = f"{name}_packed", code_names(name)[-1]
     present = [each for each in (name, *code_names(name)) if tensors.holds(each)]
     if len(present) > 1:
@@ -367,7 +367,7 @@ def stored_matrix(tensors: Tensors, name: str, *, transposed: bool = False, stac
 
 
 def _words_matrix(tensors: Tensors, name: str, words: str, transposed: bool, stacked: int) -> StoredMatrix:
-    """AWQ packs outputs, GPTQ inputs: as config.json states, or else as the factors' shape says."""
+    """Return an AWQ or GPTQ matrix, by config.json or else by shape: AWQ packs along outputs, GPTQ along inputs."""
     method, scale = tensors.declared.method, f"{name.removesuffix('weight')}scales"
     wide = tensors.holds(scale) and tensors.header(words)[1][-1:] != tensors.header(scale)[1][-1:]
     awq = "awq" in method.split() or ("gptq" not in method.split() and wide)

@@ -1,8 +1,8 @@
-"""How a checkpoint stores a matrix: the tensors that it is made of, its numbers, and the schemes whose bytes they are.
+"""How a checkpoint stores a matrix: its tensors, its dequantized values, and the schemes that can keep its codes.
 
-A matrix is seen as [rows, columns], an output of the layer for each row, however the file has it. Of a tensor of all
-experts, [E, rows, columns], one expert's is read. Factors that belong to codes are read as float32, and refused where
-they are none.
+A matrix has the shape [rows, columns], with one row per output of the layer, independent of the order in the file. From
+a tensor of all experts [E, rows, columns], one expert's matrix is read. Scales are read as float32, and refused if they
+are not valid.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from ep_moe.quant.fp8 import FP8_MAX
 from ep_moe.quant.microscale import e8m0_values
 
 ALL = slice(None)
-# names of a calibrated input range: the decode factor itself, or its reciprocal
+# suffix of a calibrated input scale, and whether it is the reciprocal of the dequantization scale
 _INPUT_SCALES = (("input_scale", False), ("activation_scale", False), ("input_global_scale", True))
 
 
 class StoredMatrix(ABC):
-    """One matrix of a checkpoint, or one of each expert.
+    """One matrix of a checkpoint, or one matrix of each expert.
 
-    name: of the numbers, whatever the tensors are called
+    name: the name of the matrix, also if its codes are stored under another name
+    data: the name of the tensor with the codes or values
     transposed: the file has [columns, rows]
-    stacked: number of matrices that lie one below another: gate and up in one tensor are two
+    stacked: number of matrices concatenated along rows: 2 for gate and up in one tensor
     """
 
     words: str
     quantized = True
-    row_block = 1  # rows with a factor in common
-    input_range = FP8_MAX  # the largest calibrated input in units of `input_scale`
+    row_block = 1  # rows that share a scale
+    input_range = FP8_MAX  # the largest calibrated input divided by `input_scale`
 
     def __init__(self, tensors: Tensors, name: str, data: str, *, transposed: bool = False, stacked: int = 1) -> None:
         self.tensors, self.name, self.data = tensors, name, data
@@ -47,36 +48,48 @@ class StoredMatrix(ABC):
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers, [rows, columns] or [E, rows, columns]."""
+        """The shape of the dequantized matrix, [rows, columns] or [E, rows, columns]."""
 
     @abstractmethod
     def parts(self) -> tuple[str, ...]:
-        """The tensors that make the numbers."""
+        """Return the names of all tensors that the matrix consists of."""
 
     def wrong(self) -> str | None:
-        """None, or why the numbers cannot be read, from headers alone."""
+        """Return why the matrix cannot be read, or None. Reads headers only."""
         return None
 
     def keeps(self, scheme: str) -> bool:
-        """Whether `codes` gives the bytes of a scheme."""
+        """Return whether `codes` returns codes of a scheme, so that a layer can keep them."""
         return False
 
     def differs(self, scheme: str) -> str:
-        """Why `codes` does not give the bytes of a scheme that other matrices of the block are in."""
+        """Return why `codes` does not return codes of a scheme that other matrices of the block have."""
         return f"{self.tensors.location(self.name)} is {self.words}"
 
     # --- tensors ---
 
     @abstractmethod
     def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
-        """A part, in float32 where it is quantized. rows: of one of the `stacked` matrices."""
+        """Read a part of the matrix, dequantized to float32 if it is quantized.
+
+        Args:
+            rows: The rows. They must be in one of the `stacked` matrices.
+            columns: The columns.
+            expert: The expert, if the tensor has all experts.
+        """
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
-        """A part in the file's own bytes, by the names of `WeightFormat.parts`. columns: whole blocks."""
+        """Read a part of the matrix as codes and scales, by the names of `WeightFormat.parts`.
+
+        Args:
+            rows: The rows.
+            columns: The columns, in whole blocks.
+            expert: The expert, if the tensor has all experts.
+        """
         raise NotImplementedError(f"{self.words} is no scheme's")
 
     def input_scale(self, expert: int | None = None) -> Tensor:
-        """The calibrated decode factor of the inputs, a float32 scalar."""
+        """Return the calibrated dequantization scale of the inputs, a float32 scalar."""
         name, reciprocal = self._input_scale()
         number = scalar_factor(self.tensors, name, expert, positive=True)
         return 1 / number if reciprocal else number
@@ -89,7 +102,7 @@ class StoredMatrix(ABC):
         return self._input_scale()[0]
 
     def wrong_input_scale(self) -> str | None:
-        """None, or why the calibrated factor cannot be read. One must be there."""
+        """Return why the calibrated input scale cannot be read, or None. Requires `has_input_scale`."""
         found = [pair[0] for pair in self._input_scales() if self.tensors.holds(pair[0])]
         if len(found) > 1:
             location = self.tensors.location(found[0])
@@ -111,15 +124,15 @@ class StoredMatrix(ABC):
 
     @property
     def _stated(self) -> Declared:
-        """What config.json states of this matrix."""
+        """The quantization that config.json declares for this matrix."""
         return self.tensors.declared.of(self.tensors.location(self.data).rpartition(": ")[2])
 
     def _seen(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """A shape of the file as [..., rows, columns]."""
+        """Convert a shape in the file to [..., rows, columns]."""
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
 
     def _raw(self, name: str, rows: slice, columns: slice, expert: int | None) -> Tensor:
-        """A part of a tensor that has rows and columns."""
+        """Read a part of a tensor with rows and columns, as it is stored, transposed to [..., rows, columns]."""
         lead = () if expert is None else (expert,)
         index = (columns, rows) if self.transposed else (rows, columns)
         whole = not lead and index == (ALL, ALL)
@@ -139,7 +152,10 @@ def span(axis: slice, size: int) -> tuple[int, int]:
 
 
 def beside_of(name: str, end: str) -> list[str]:
-    """Names of a companion: `X.weight_scale`, or of a tensor of all experts `X_weight_scale` or `X_scale`."""
+    """Return the possible names of a companion of a matrix.
+
+    These are `X.weight_scale` for `X.weight`, and `X_weight_scale` or `X_scale` for a tensor of all experts `X`.
+    """
     return [f"{name}{end}"] if name.endswith("weight") else [f"{name}_weight{end}", f"{name}{end}"]
 
 
@@ -151,7 +167,7 @@ _CODES = {
 
 
 class PlainMatrix(StoredMatrix):
-    """Numbers of a float dtype."""
+    """An unquantized matrix of a floating-point dtype."""
 
     words = "of plain numbers"
     quantized = False
@@ -187,10 +203,15 @@ class PlainMatrix(StoredMatrix):
 def input_scales(
     names: Iterable[str], block: str, projections: Iterable[str]
 ) -> Iterator[tuple[str, str, bool, int, int | None]]:
-    """The calibrated scales of projections among names: name, weight, whether it is a reciprocal, layer, expert.
+    """Find the calibrated input scales of projections.
 
-    block: prefix of a block, `{layer}` stands for its number
-    projections: names of weights in a block, `{e}` stands for the expert
+    Args:
+        names: The names of all tensors.
+        block: The prefix of a block, in which `{layer}` stands for its number.
+        projections: Names of weights in a block, in which `{e}` stands for the expert.
+
+    Yields:
+        (name of the scale, name of the weight, whether the scale is a reciprocal, layer, expert or None).
     """
     ends = dict(_INPUT_SCALES)
     stems = [re.escape(f"{block}.{_stem(each)}") for each in sorted(projections)]
@@ -214,31 +235,31 @@ _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float6
 
 
 class Tensors(Protocol):
-    """The tensors of a checkpoint by our names, as they are stored."""
+    """The tensors of a checkpoint by their common names, as they are stored."""
 
     @property
     def declared(self) -> Declared: ...
 
     def holds(self, name: str) -> bool:
-        """Whether there is a tensor of that very name."""
+        """Return whether a tensor has exactly this name."""
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype as safetensors calls it, and shape."""
+        """Return the dtype, as safetensors names it, and the shape."""
 
     def raw(self, name: str, *index: int | slice) -> Tensor: ...
 
     def location(self, name: str) -> str:
-        """The tensor's name and file, for a sentence."""
+        """Return the tensor's name and file, for messages."""
 
 
 def wrong_dtype(tensors: Tensors, name: str, *, exponents: bool = True, bytes_too: bool = False) -> str | None:
-    """None, or why a tensor cannot be factors.
+    """Return why a tensor's dtype is not allowed for scales, or None.
 
     Args:
-        tensors: of the checkpoint.
-        name: of the factors.
-        exponents: E8M0 may be there.
-        bytes_too: a byte is E8M0 in this format, whatever config.json states.
+        tensors: The tensors of the checkpoint.
+        name: The name of the scales.
+        exponents: Whether E8M0 is allowed.
+        bytes_too: Whether uint8 is E8M0 in this format even if config.json does not state it.
     """
     dtype, _ = tensors.header(name)
     if dtype in FLOATS or (exponents and dtype == EXPONENTS):
@@ -256,9 +277,16 @@ def wrong_dtype(tensors: Tensors, name: str, *, exponents: bool = True, bytes_to
 
 
 def factors(tensors: Tensors, name: str, *index: int | slice, positive: bool = False) -> Tensor:
-    """The part at `index` in float32, powers of two from E8M0. Raises CheckpointError unless finite and at least 0.
+    """Read a part of scales in float32. E8M0 is converted to powers of two.
 
-    positive: 0 is refused too
+    Args:
+        tensors: The tensors of the checkpoint.
+        name: The name of the scales.
+        index: The index of the part.
+        positive: Refuse scales of 0.
+
+    Raises:
+        CheckpointError: A scale is negative or not finite, or its dtype is not allowed for scales.
     """
     wrong = wrong_dtype(tensors, name, bytes_too=True)
     if wrong is not None:
@@ -270,7 +298,7 @@ def factors(tensors: Tensors, name: str, *index: int | slice, positive: bool = F
 
 
 def scalar_factor(tensors: Tensors, name: str, expert: int | None = None, *, positive: bool = False) -> Tensor:
-    """A float32 scalar: one number for all, or that of an expert."""
+    """Read a scale as a float32 scalar: the only one of the tensor, or that of an expert."""
     _, shape = tensors.header(name)
     count = int(torch.Size(shape).numel())
     if count == 1:
@@ -293,10 +321,7 @@ def check_factors(tensors: Tensors, name: str, numbers: Tensor, *, positive: boo
 
 
 def check_lost(tensors: Tensors, name: str, data: str, lost: int) -> None:
-    """Raise CheckpointError where factors of 0 would lose numbers that are not 0.
-
-    lost: how many
-    """
+    """Raise CheckpointError if scales of 0 would lose values that are not 0. lost: the number of such values"""
     if lost:
         raise CheckpointError(
             f"{tensors.location(name)} has factors of 0 for {lost} numbers of {data} that are not 0; the checkpoint is "
@@ -305,7 +330,7 @@ def check_lost(tensors: Tensors, name: str, data: str, lost: int) -> None:
 
 
 def check_finite(location: str, numbers: Tensor) -> Tensor:
-    """Numbers that must be finite. Raises CheckpointError."""
+    """Return the tensor. Raise CheckpointError if a value is not finite."""
     good = torch.isfinite(numbers)
     if not good.all():
         raise CheckpointError(
@@ -318,16 +343,22 @@ def check_finite(location: str, numbers: Tensor) -> Tensor:
 def check_products(
     tensors: Tensors, name: str, data: str, scale: Tensor, top: float, numbers: Callable[[], Tensor]
 ) -> None:
-    """Raise CheckpointError where codes times factors are not finite in float32.
+    """Raise CheckpointError if codes times scales are not finite in float32.
 
-    name: of the factors; data: of the codes; top: the largest code; numbers: asked for only where a factor is large
+    Args:
+        tensors: The tensors of the checkpoint.
+        name: The name of the scales.
+        data: The name of the codes.
+        scale: The scales.
+        top: The largest magnitude of a code.
+        numbers: Returns the products. Called only if a scale is large enough to overflow.
     """
     if scale.numel() and not scale.amax() <= torch.finfo(torch.float32).max / top:
         check_finite(f"{tensors.location(data)} times {name}", numbers())
 
 
 def check_fits(location: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers that a layer's dtype must hold: those of float16 end at 65504. Raises CheckpointError."""
+    """Return the tensor. Raise CheckpointError if a value exceeds the range of `dtype`, such as 65504 of float16."""
     narrower = dtype == torch.float16 or numbers.dtype == torch.float64
     if not narrower or numbers.dtype == dtype or not numbers.numel():
         return numbers
@@ -340,7 +371,7 @@ def check_fits(location: str, numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_codes(tensors: Tensors, name: str, codes: Tensor) -> None:
-    """E4M3 codes: none is NaN. Raises CheckpointError."""
+    """Raise CheckpointError if an E4M3 code is NaN."""
     wrong = (codes.view(torch.uint8) & 0x7F) == 0x7F
     if wrong.any():
         raise CheckpointError(

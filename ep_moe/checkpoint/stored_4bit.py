@@ -1,4 +1,4 @@
-"""Matrices in 4 bits: NVFP4, MXFP4 and INT4, two or eight numbers to a word."""
+"""Matrices stored in 4 bits: NVFP4 and MXFP4 with two values per byte, INT4 with eight per int32."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from ep_moe.quant.microscale import (
     e8m0_values,
 )
 
-INT4_MAX = 8  # without the sign
-_WORD = 8  # INT4 numbers of an int32
+INT4_MAX = 8  # the largest magnitude of a code
+_WORD = 8  # INT4 codes of an int32
 _GROUPS = {"int4_fp8": INT4_GROUP, "int4": INT4_GROUP, "mxint4": MX_BLOCK, "mxint4_fp8": MX_BLOCK}
 _SCALES_ROUNDED = (
     "scales of INT4 groups are rounded to bfloat16, in which layers hold them: weights change by at most 2**-8 of "
@@ -43,11 +43,14 @@ _SCALES_ROUNDED = (
 
 
 class _Packed(StoredMatrix):
-    """Codes packed along columns, and `scale`, a factor for each `block` columns of a row."""
+    """Codes packed along columns, with one scale for each `block` columns of a row.
+
+    scale: the name of the scales
+    """
 
     scale: str
     block: int
-    per_element = 2  # numbers in an element of the file
+    per_element = 2  # codes in an element of the stored tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -58,7 +61,7 @@ class _Packed(StoredMatrix):
         return self.data, self.scale
 
     def _wrong_blocks(self) -> str | None:
-        """The dtype and the shape of the factors."""
+        """Return why the shape of the scales does not fit the codes, or None."""
         shape, location = self.shape, self.tensors.location(self.data)
         wanted = [*shape[:-1], shape[-1] // self.block]
         found = list(self._seen(self.tensors.header(self.scale)[1])) if self.tensors.holds(self.scale) else "nothing"
@@ -71,13 +74,13 @@ class _Packed(StoredMatrix):
 
     def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
         start, stop = span(columns, self.shape[-1])
-        # a piece may begin inside a block: read whole ones, then cut
+        # the part may start inside a block: read whole blocks, then cut
         first, last = start // self.block, -(-stop // self.block)
         whole = self._decoded(rows, slice(first * self.block, last * self.block), expert)
         return whole[..., start - first * self.block : stop - first * self.block]
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
-        """Numbers of whole blocks."""
+        """Read whole blocks, dequantized."""
         raise NotImplementedError
 
     def _data(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
@@ -93,9 +96,9 @@ class _Packed(StoredMatrix):
 class Nvfp4Matrix(_Packed):
     """E2M1, an E4M3 scale per 16 columns and a global float32 scale.
 
-    NVIDIA's Model Optimizer: `weight` uint8 [rows, columns / 2], `weight_scale`, and the decode factor
-    `weight_scale_2`, amax / (448 * 6). compressed-tensors (nvfp4-pack-quantized): `weight_packed`, `weight_scale`, and
-    the reciprocal, `weight_global_scale`.
+    NVIDIA's Model Optimizer writes `weight` uint8 [rows, columns / 2], `weight_scale`, and the global dequantization
+    scale `weight_scale_2`, amax / (448 * 6). compressed-tensors (nvfp4-pack-quantized) writes `weight_packed`,
+    `weight_scale`, and the reciprocal `weight_global_scale`.
     """
 
     words = "NVFP4"
@@ -137,7 +140,7 @@ class Nvfp4Matrix(_Packed):
         return dequantize_nvfp4(data, self._factor(scale, number), 1.0)
 
     def _factor(self, scale: Tensor, number: Tensor) -> Tensor:
-        """As compressed-tensors divides, and not by a product with the rounded reciprocal."""
+        """Return the scale of each block. Divides by a reciprocal, to round as compressed-tensors does."""
         return scale.float() / number if self.reciprocal else scale.float() * number
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
@@ -149,7 +152,7 @@ class Nvfp4Matrix(_Packed):
         check_factors(self.tensors, self.scale, scale.float())
         number = scalar_factor(self.tensors, self.global_scale, expert, positive=self.reciprocal)
         data = self._data(rows, columns, expert)
-        # the scale of a block of small numbers may round to 0, those of a whole matrix cannot
+        # the scale of a block of small values may round to 0, but not those of a whole matrix
         if number == 0 or not scale.float().any():
             lost = int((dequantize_nvfp4(data, torch.ones_like(scale), 1.0) != 0).sum())
             check_lost(self.tensors, self.global_scale if number == 0 else self.scale, self.data, lost)
@@ -162,8 +165,9 @@ class Nvfp4Matrix(_Packed):
 class Mxfp4Matrix(_Packed):
     """E2M1 with an E8M0 scale per 32 columns.
 
-    compressed-tensors (mxfp4-pack-quantized): `weight_packed` uint8 [rows, columns / 2] and `weight_scale`. GPT-OSS:
-    `_blocks` [E, rows, columns / 32, 16] and `_scales` [E, rows, columns / 32], whatever its plain weights look like.
+    compressed-tensors (mxfp4-pack-quantized) writes `weight_packed` uint8 [rows, columns / 2] and `weight_scale`.
+    GPT-OSS has `_blocks` [E, rows, columns / 32, 16] and `_scales` [E, rows, columns / 32], which are never transposed,
+    unlike its unquantized weights.
     """
 
     words = "MXFP4"
@@ -224,8 +228,8 @@ class Mxfp4Matrix(_Packed):
 class Int4Matrix(_Packed):
     """compressed-tensors' `pack-quantized` with 4 bits, symmetric, in groups of columns.
 
-    `weight_packed` int32 [rows, columns / 8], eight numbers + 8 to a word from the low bits up, `weight_scale`
-    [rows, columns / group], and `weight_shape`, the numbers' own.
+    `weight_packed` int32 [rows, columns / 8] holds eight codes + 8 per word, the first in the low bits.
+    `weight_scale` is [rows, columns / group], and `weight_shape` holds the unpacked shape.
     """
 
     per_element = _WORD
@@ -265,7 +269,7 @@ class Int4Matrix(_Packed):
         return self._wrong_blocks() or self._wrong_stated() or wrong_dtype(self.tensors, self.scale, exponents=False)
 
     def _wrong_stated(self) -> str | None:
-        """What config.json says of the numbers, and the tensors do not."""
+        """Return a contradiction between config.json and the tensors, or None."""
         declared, location = self._stated, self.tensors.location(self.data)
         if declared.asymmetric:
             return f"{location} has no zero points, and config.json states symmetric: false; fetch the checkpoint again"
@@ -296,7 +300,7 @@ class Int4Matrix(_Packed):
         return {"": data, "_scale": rounded}
 
     def _found(self, rows: slice, columns: slice, expert: int | None) -> tuple[Tensor, Tensor]:
-        """Two's complement nibbles, and the file's scales."""
+        """Read codes in two's complement, uint8 with two per byte, and the scales as they are stored."""
         scale = self._raw(self.scale, rows, self._blocks(columns), expert)
         check_factors(self.tensors, self.scale, scale.float())
         data = self._data(rows, columns, expert).view(torch.uint8) ^ 0x88
@@ -308,12 +312,12 @@ class Int4Matrix(_Packed):
 
 
 def int4_keeps(scheme: str, group: int) -> bool:
-    """Whether a scheme has INT4 in groups of so many columns."""
+    """Return whether a scheme has INT4 weights in groups of `group` columns."""
     return _GROUPS.get(scheme) == group
 
 
 def int4_scales(scale: Tensor) -> Tensor:
-    """Factors as layers hold them. A warning says where that rounds."""
+    """Convert scales to bfloat16, in which layers hold them. Warn if this rounds."""
     rounded = scale.to(torch.bfloat16)
     if scale.dtype != torch.bfloat16 and not torch.equal(rounded.to(scale.dtype), scale):
         warnings.warn(_SCALES_ROUNDED, stacklevel=2)

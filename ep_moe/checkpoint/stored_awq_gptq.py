@@ -1,6 +1,7 @@
-"""Matrices as AWQ and GPTQ write them: INT4 in int32 words, with a zero point for each group of inputs and each output.
+"""Matrices as stored by AWQ and GPTQ: INT4 in int32 words, with a zero point for each group of inputs and each output.
 
-`X.qweight`, `X.qzeros` and `X.scales` stand for `X.weight`. The file has inputs by outputs, a layer's columns by rows.
+`X.qweight`, `X.qzeros` and `X.scales` replace `X.weight`. Tensors in the file are [inputs, outputs], which are
+[columns, rows] of a layer's matrix.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from ep_moe.checkpoint.stored_4bit import INT4_MAX, int4_keeps, int4_scales
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import dequantize_int4
 
-_WORD = 8  # numbers of a word
+_WORD = 8  # codes of a word
 _MIDDLE = 8  # the zero point of symmetric codes
 _DEQUANTISE = "dequantize the checkpoint to bf16 first"
 
 
 class _Words(StoredMatrix):
-    """Eight numbers to a word, along rows or columns; zero points are always packed along rows.
+    """Eight codes per word, packed along rows or columns. Zero points are always packed along rows.
 
-    method: as config.json calls it; packings: what it may state of the order of words and numbers, "" for nothing
-    order: the place in a word of each of eight numbers that follow each other
+    method: the name in config.json; packings: supported packing formats in config.json, "" if it states none
+    order: the position in a word of each of eight consecutive codes
     """
 
     method: str
@@ -44,7 +45,7 @@ class _Words(StoredMatrix):
 
     @property
     def group(self) -> int:
-        """Columns with a zero point and a factor in common."""
+        """The number of columns that share a zero point and a scale."""
         groups = self._header(self.scale)[-2:-1]
         return max(self.shape[-1] // groups[0], 1) if groups and groups[0] else 1
 
@@ -56,7 +57,7 @@ class _Words(StoredMatrix):
         return self._wrong_stated() or self._wrong_tensors()
 
     def _wrong_stated(self) -> str | None:
-        """What config.json says of the numbers."""
+        """Return why the quantization that config.json states cannot be read, or None."""
         declared, location = self._stated, self.tensors.location(self.data)
         if self.method not in declared.method.split():
             if declared.method:
@@ -132,7 +133,7 @@ class _Words(StoredMatrix):
             check_lost(self.tensors, self.scale, self.data, int(((scale == 0) & (numbers != 0)).sum()))
 
     def _groups(self, lead: tuple[int, ...], left: int, right: int) -> Tensor:
-        """The group of each column."""
+        """Return the group of each column, int64 [columns]."""
         if not self.tensors.holds(self.groups_of):
             return torch.arange(left, right, device="cpu") // self.group
         found = self.tensors.raw(self.groups_of, *lead, slice(left, right)).long()
@@ -145,18 +146,18 @@ class _Words(StoredMatrix):
         return found
 
     def _zeros(self, lead: tuple[int, ...], top: int, bottom: int) -> Tensor:
-        """int32 [groups, rows]."""
+        """Read zero points, int32 [groups, rows]."""
         words = slice(top // _WORD, -(-bottom // _WORD))
         start = top - words.start * _WORD
         raw = self.tensors.raw(self.zeros, *lead, ALL, words)
         return self._offset(_unpacked(raw, self.order)[:, start : start + bottom - top])
 
     def _offset(self, stored: Tensor) -> Tensor:
-        """Zero points as numbers of the file's."""
+        """Convert stored zero points to actual ones."""
         return stored
 
     def _codes(self, lead: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
-        """int32 [columns, rows]."""
+        """Read codes, int32 [columns, rows]."""
         raise NotImplementedError
 
     def _header(self, name: str) -> tuple[int, ...]:
@@ -164,7 +165,7 @@ class _Words(StoredMatrix):
 
 
 class AwqMatrix(_Words):
-    """AutoAWQ's version "gemm": `qweight` [columns, rows / 8], numbers 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up."""
+    """AWQ of AutoAWQ's version "gemm": `qweight` [columns, rows / 8], codes 0, 2, 4, 6, 1, 3, 5, 7 from low bits up."""
 
     method = "awq"
     packings = frozenset({"", "gemm"})
@@ -190,9 +191,9 @@ class AwqMatrix(_Words):
 
 
 class GptqMatrix(_Words):
-    """GPTQ: `qweight` [columns / 8, rows], from the low bits up; `g_idx` says the group of each column.
+    """GPTQ: `qweight` [columns / 8, rows], the first code in the low bits. `g_idx` has the group of each column.
 
-    Zero points are one less in the file than in the format "gptq_v2". Those of symmetric codes are 8.
+    The format "gptq" stores zero points minus one, "gptq_v2" stores them directly. Those of symmetric codes are 8.
     """
 
     method = "gptq"
@@ -214,7 +215,7 @@ class GptqMatrix(_Words):
         lead = () if expert is None else (expert,)
         (top, bottom), (left, right) = span(rows, self.shape[-2]), span(columns, self.shape[-1])
         self._check_order(lead, left, right)
-        self._zeros(lead, top, bottom)  # all of them the middle
+        self._zeros(lead, top, bottom)  # raises unless all are the middle
         groups = slice(left // self.group, right // self.group)
         scale = factors(self.tensors, self.scale, *lead, groups, slice(top, bottom))
         numbers = self._codes(lead, slice(top, bottom), slice(left, right)) - _MIDDLE
@@ -227,7 +228,7 @@ class GptqMatrix(_Words):
         return {"": data.contiguous(), "_scale": rounded}
 
     def _check_order(self, lead: tuple[int, ...], left: int, right: int) -> None:
-        """Raise CheckpointError where columns of a group do not lie side by side, against config.json."""
+        """Raise CheckpointError if columns of a group are not adjacent, contrary to config.json."""
         found = self._groups(lead, left, right)
         if not torch.equal(found, torch.arange(left, right, device="cpu") // self.group):
             raise CheckpointError(
@@ -254,6 +255,6 @@ class GptqMatrix(_Words):
 
 
 def _unpacked(words: Tensor, order: Sequence[int]) -> Tensor:
-    """int32 [..., n] to its numbers [..., 8n]. order: the place in a word of each of its eight numbers"""
+    """Unpack words, int32 [..., n], to codes [..., 8n]. order: the position in a word of each of its eight codes"""
     shifts = torch.tensor(order, dtype=torch.int32, device=words.device) * 4
     return ((words.unsqueeze(-1) >> shifts) & 0xF).flatten(-2)

@@ -1,4 +1,4 @@
-"""Matrices in E4M3, with float factors or powers of two."""
+"""Matrices stored in E4M3, with floating-point or power-of-two scales."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _OTHER_FLOAT8 = re.compile(r"fnuz|e5m2")
 
 
 class ScaledFp8(StoredMatrix):
-    """E4M3 with one factor for each matrix or each row, in `_scale`, or for each block, in `_scale_inv` or `_scale`.
+    """E4M3 with one scale per matrix or row in `_scale`, or one per block in `_scale_inv` or `_scale`.
 
-    NVIDIA's Model Optimizer, compressed-tensors (float-quantized), AutoFP8 and FBGEMM write the first, DeepSeek-V3,
-    transformers and compressed-tensors' strategy "block" the second.
+    NVIDIA's Model Optimizer, compressed-tensors (float-quantized), AutoFP8 and FBGEMM write the former. DeepSeek-V3,
+    transformers and compressed-tensors' strategy "block" write the latter.
     """
 
     def __init__(self, tensors: Tensors, name: str, *, transposed: bool = False, stacked: int = 1) -> None:
@@ -43,8 +43,8 @@ class ScaledFp8(StoredMatrix):
         self._found = [each for each in candidates if tensors.holds(each)]
         self.scale = self._found[0] if self._found else ""
         self._block = (0, 0)
-        self._apart = False  # stacked matrices whose blocks do not continue from one to the next
-        self._either = False  # or do: there would be as many
+        self._apart = False  # blocks start anew at each of the stacked matrices, so that none contains rows of both
+        self._either = False  # ambiguous: blocks that continue across the matrices would have the same number of scales
         self._each = self._layout() if self.scale else ""
 
     @property
@@ -69,7 +69,7 @@ class ScaledFp8(StoredMatrix):
         return self.tensors.header(self.scale)[0] in (EXPONENTS, "U8")
 
     def _layout(self) -> str:
-        """What has a factor of its own, by their shape; "" where it fits nothing."""
+        """Return what shares a scale (matrix, rows or blocks), by the shape of the scales; "" if no layout fits."""
         shape, whole, inverse = self.tensors.header(self.scale)[1], self.shape, self.scale.endswith("_inv")
         if len(whole) < 2:
             return ""
@@ -96,7 +96,7 @@ class ScaledFp8(StoredMatrix):
                 self._block, self._apart = (row, column), grid == apart and each % row != 0
                 self._either = self._apart and self.stacked > 1 and apart == together
                 return True
-        # transformers: one factor for each of gate and up
+        # transformers writes one scale for each of gate and up
         if self.stacked > 1 and grid == (self.stacked, 1):
             self._block = (each, columns)
         return self._block != (0, 0)
@@ -160,12 +160,12 @@ class ScaledFp8(StoredMatrix):
         self._check_zeros(codes, scale, rows, columns)
         made = partial(self._spread, codes, scale, rows, columns)
         check_products(self.tensors, self.scale, self.data, scale, FP8_MAX, made)
-        if self._block == (1, MX_BLOCK):  # a power of two is its exponent, exactly
+        if self._block == (1, MX_BLOCK):  # scales are powers of two, which E8M0 represents exactly
             scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
         return {"": codes, "_scale": scale}
 
     def _scale(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
-        """The factors that a part needs, in float32."""
+        """Read the scales of a part in float32."""
         if self._each == _MATRIX:
             return scalar_factor(self.tensors, self.scale, expert)
         if self._each == _ROWS:
@@ -177,7 +177,7 @@ class ScaledFp8(StoredMatrix):
         return self._factors(self.scale, slice(first + start // row, first + -(-stop // row)), across, expert)
 
     def _rows(self, rows: slice) -> tuple[int, int, int]:
-        """Blocks above, and the span of rows counted from the first of them."""
+        """Return the number of row blocks in the preceding matrices, and the span of rows within their own matrix."""
         start, stop = span(rows, self.shape[-2])
         if not self._apart:
             return 0, start, stop
@@ -193,7 +193,7 @@ class ScaledFp8(StoredMatrix):
         return dequantize_fp8_rows(codes, scale.reshape(-1))
 
     def _check_zeros(self, codes: Tensor, scale: Tensor, rows: slice, columns: slice) -> None:
-        """A factor of 0 belongs to zeros: others would be lost."""
+        """Raise CheckpointError if a scale of 0 belongs to a code that is not 0."""
         if (scale == 0).any():
             lost = self._spread((codes.float() != 0).float(), (scale == 0).float(), rows, columns)
             check_lost(self.tensors, self.scale, self.data, int(lost.sum()))

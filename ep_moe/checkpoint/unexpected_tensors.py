@@ -1,6 +1,7 @@
-"""Tensors under a loaded block that the loader does not read: harmless, left to the caller, or a reason to refuse.
+"""Classify tensors of a loaded block that the loader does not read: harmless, left to the caller, or refused.
 
-Outputs are wrong without a shared expert, a gate, a bias, or an expert. What is not known to be harmless is refused.
+Outputs would be wrong without a shared expert, a gate, a bias, or an expert. A tensor that is not known to be harmless
+is therefore refused.
 """
 
 from __future__ import annotations
@@ -18,24 +19,31 @@ from ep_moe.errors import CheckpointError
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router
 
-# how a name ends -> why the numbers are the same without it
+# suffix of a name -> why results are the same without the tensor
 HARMLESS = {
     "input_scale": "the range of an input in calibration; the schemes that use it read it, others measure their own",
     "weight_shape": "the shape of a packed matrix, which the configuration gives too",
     "rotary_emb.inv_freq": "computed from the configuration",
 }
 HARMLESS_NAMES = re.compile(rf"[._]({'|'.join(map(re.escape, HARMLESS))})$")
-_SHOWN = 8  # kinds in one sentence
+_SHOWN = 8  # the most kinds of names in one message
 
 
 def unread(
     source: Source, block: str, names: CheckpointNames, found: ExpertFormat, layer: MoELayer
 ) -> tuple[list[str], dict[str, str]]:
-    """Full names of the block's tensors that must be read and are not, and of those that the caller loads.
+    """Find the tensors of a block that the loader does not read.
+
+    Args:
+        source: The checkpoint.
+        block: The prefix of the block.
+        names: The names of the family.
+        found: The format of the block's experts.
+        layer: The layer that is loaded.
 
     Returns:
-        The first, and of the second the prefixes with the reason why they are left out. Both are empty for a block that
-        is read whole.
+        Full names of tensors that would have to be read, and a dict from the prefixes that the caller loads to the
+        reason. Both are empty if the whole block is read.
     """
     read, left = _expected(block, names, found, layer)
     read |= {companion for name in read for companion in source.companions(name)}
@@ -55,7 +63,7 @@ def unread(
 def _expected(
     block: str, names: CheckpointNames, found: ExpertFormat, layer: MoELayer
 ) -> tuple[set[str], dict[str, str]]:
-    """What is read, by full name, and prefixes of what the caller loads -> why."""
+    """Return the full names that the loader reads, and a dict from the prefixes that the caller loads to the reason."""
     read = set(found.shapes(layer.config))
     left = dict.fromkeys(names.elsewhere, "the family's entry leaves it to the caller")
     if isinstance(layer.router, Router):
@@ -70,7 +78,7 @@ def _expected(
 
 
 def refusal(missed: list[str], family: str) -> str:
-    """The sentence about tensors that are not read."""
+    """Return the error message about tensors that are not read."""
     return (
         f"family {family!r} does not read {listed(missed)}, and outputs would be wrong without; load with the entry of "
         f"the checkpoint's own family, or pass a ep_moe.checkpoint.model_names.CheckpointNames that names them, under "
@@ -79,7 +87,7 @@ def refusal(missed: list[str], family: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in one line; those that differ in numbers alone are one kind, with their count."""
+    """Join names to one line. Names that differ only in numbers are one kind, shown with their count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "{n}", name), []).append(name)
@@ -89,9 +97,15 @@ def listed(names: Iterable[str]) -> str:
 
 
 def unused_in_shard(here: Iterable[str], file: str, where: Mapping[str, str], index: str) -> list[str]:
-    """Sentences about tensors of a shard that are not read: transformers goes by the shards, whatever the index says.
+    """Return warnings about tensors of a shard that the index does not assign to it.
 
-    here: the tensors of `file`; where: tensor -> file, of the index, empty without one
+    They are not read here, while transformers reads all tensors of each shard, regardless of the index.
+
+    Args:
+        here: The names of the tensors in `file`.
+        file: The name of the shard.
+        where: Tensor -> file by the index, empty without an index.
+        index: The name of the index.
     """
     if not where:
         return []
@@ -103,7 +117,7 @@ def unused_in_shard(here: Iterable[str], file: str, where: Mapping[str, str], in
 
 
 def left_out(leaves: Iterable[tuple[str, str]]) -> str:
-    """The sentence of the one warning: (name, reason) of all layers."""
+    """Return the warning about tensors that are not loaded. leaves: (name, reason) pairs of all layers"""
     by_reason: dict[str, list[str]] = {}
     for name, reason in leaves:
         by_reason.setdefault(reason, []).append(name)
@@ -111,10 +125,10 @@ def left_out(leaves: Iterable[tuple[str, str]]) -> str:
 
 
 def other_family(folder: Path, family: str) -> list[str]:
-    """A sentence if config.json names a model of another family, whose routing or activation may differ."""
+    """Return a warning if config.json names another family's model, whose routing or activation may differ, or []."""
     try:
         config = read_object(folder / "config.json", "is not a configuration")
-    except CheckpointError:  # layers need none
+    except CheckpointError:  # layers do not need config.json
         return []
     texts = [config, config.get("text_config")]
     kinds = [text.get("model_type") for text in texts if isinstance(text, dict)]
@@ -137,9 +151,9 @@ class _Listed(Protocol):
 
 
 def unexpected(model: Any, source: _Listed, blocks: Iterable[str]) -> str | None:
-    """A sentence about tensors outside the MoE blocks that a transformers model has no place for, as transformers says.
+    """Return a warning about tensors outside the MoE blocks that a transformers model has no parameter for, or None.
 
-    What the model's class ignores, and other parts of a multimodal model, are not in it.
+    Tensors that the model's class ignores, and other parts of a multimodal model, are not listed.
     """
     known = set(model.state_dict())
     known |= {companion for name in known for companion in source.companions(name)}
@@ -154,5 +168,5 @@ def unexpected(model: Any, source: _Listed, blocks: Iterable[str]) -> str | None
 
 
 def _part(name: str) -> str:
-    """The part of a model that a tensor belongs to, such as `model.layers` or `lm_head.weight`."""
+    """Return the part of a model that a tensor belongs to, such as `model.layers` or `lm_head.weight`."""
     return ".".join(name.split(".")[:2])
