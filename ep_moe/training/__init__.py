@@ -1,5 +1,8 @@
-"""What a training loop needs beside the layer: gradients over ranks and their norm, torch's data-parallel wrappers,
-losses of the routers, their balance without a loss, and records of their routes."""
+"""Tools for training loops.
+
+They average gradients over ranks and compute their norm, support torch's data-parallel wrappers, compute router losses,
+balance routers without a loss, and record routes.
+"""
 
 from ep_moe.training.balance import (
     BiasUpdate,

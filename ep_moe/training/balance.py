@@ -1,6 +1,4 @@
-"""Balance of routers: auxiliary losses, as plain functions of their logits, and correction biases that follow the load
-without a loss.
-"""
+"""Balance the load of experts: auxiliary losses as functions of router logits, and loss-free correction biases."""
 
 from __future__ import annotations
 
@@ -29,32 +27,32 @@ def load_balancing_loss(
 ) -> Tensor:
     """Compute the batch-wise load-balancing loss of Switch Transformer (arXiv:2101.03961, eq. 4 to 6).
 
-    E * sum over experts of f * p. f is the number of routes to an expert per token, p its mean softmax probability,
-    both over all tokens of all layers. It is top_k where routes are uniform. This is `load_balancing_loss_func` of
-    transformers. Only p has a gradient.
+    The loss is E * sum over experts of f * p. f is the number of routes to an expert per token and p its mean softmax
+    probability, both over all tokens of all layers. With uniform routes, the loss is top_k. It equals
+    `load_balancing_loss_func` of transformers. Only p has a gradient.
 
-    With `context`, f and the number of tokens are those of all data-parallel ranks. The mean of the ranks' losses, and
-    of their gradients, is then that of one process on all ranks' tokens, also where their numbers differ. The ranks are
-    the dp ranks of a pipeline stage. With `Tokens.SHARDED`, where each tp rank has tokens of its own, they are its
-    dp * tp ranks.
+    With `context`, f and the number of tokens are summed over all data-parallel ranks. The mean over ranks of the loss,
+    and of its gradients, then equals that of one process with all ranks' tokens, even if the numbers of tokens differ.
+    These ranks are the dp ranks of a pipeline stage. With `Tokens.SHARDED`, where tp ranks have different tokens, they
+    are its dp * tp ranks.
 
     Args:
         logits: [T, E] or [B, S, E] of one layer, or a sequence of those of several layers, as `router_logits` records.
-        top_k: experts per token.
-        context: sums over ranks. Collective: all ranks of the stage call it alike.
-        attention_mask: [B, S] or [T], 0 for padding, which does not count. The same for every layer.
+        top_k: The number of experts per token.
+        context: Sum over the ranks of this context. Collective over the stage. Default: this rank's tokens only.
+        attention_mask: [B, S] or [T], 0 for padding, which is ignored. The same for every layer.
 
     Returns:
-        A scalar in float32 (float64 where the logits are). 0 where there are no tokens.
+        A scalar in float32, or float64 if the logits are. 0 if there are no tokens.
 
     Raises:
-        InputError: no layers, shapes that do not fit each other, or top_k not in [1, E].
+        InputError: There are no layers, shapes do not match, or top_k is not in [1, E].
     """
     if context is not None:
         check_kind("load_balancing_loss: context", context, EPContext)
     layers = _layers(logits)
     experts = _experts(layers, top_k)
-    routes = torch.zeros(experts + 1, dtype=torch.int64, device=layers[0].device)  # the last: tokens
+    routes = torch.zeros(experts + 1, dtype=torch.int64, device=layers[0].device)  # the last element counts tokens
     total = None
     for layer in layers:
         kept = _kept(attention_mask, layer)
@@ -70,7 +68,7 @@ def load_balancing_loss(
         routes, ranks = _over_data(routes, context)
     tokens = routes[-1].clamp(min=1)
     fraction = routes[:-1].to(total.dtype) / tokens
-    # per rank's mean number of tokens, so that the mean over ranks is a sum over all tokens
+    # divide by the mean number of tokens per rank: the mean of this over ranks is then the mean over all tokens
     mean = total / (tokens.to(total.dtype) / ranks)
     return experts * (fraction * mean).sum()
 
@@ -84,22 +82,22 @@ def sequence_balancing_loss(
 ) -> Tensor:
     """Compute DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, eq. 17 to 20) without its factor alpha.
 
-    Per sequence the sum over experts of f * p: f is E / top_k times the fraction of tokens among whose top_k scores the
-    expert is, p the mean of its scores normalized over experts. The sum is 1 where routes are uniform. The result is
-    the mean over sequences. The choice looks at the scores alone, without correction bias and groups. Only p has a
-    gradient.
+    The loss of a sequence is the sum over experts of f * p. f is E / top_k times the fraction of tokens that have the
+    expert among their top_k scores. p is the mean of the expert's scores, normalized over experts. With uniform routes,
+    the sum is 1. The result is the mean over sequences. Experts are chosen by scores only, without correction bias and
+    groups. Only p has a gradient.
 
     Args:
-        logits: [B, S, E] of one layer. Recorded ones: `recorded[i].view(B, S, -1)`.
-        top_k: experts per token.
-        scoring: how scores come from logits: "sigmoid" for DeepSeek-V3, or "softmax".
-        attention_mask: [B, S], 0 for padding, which does not count. A sequence of padding alone does not count.
+        logits: [B, S, E] of one layer. For logits of `router_logits`, pass `recorded[i].view(B, S, -1)`.
+        top_k: The number of experts per token.
+        scoring: The function from logits to scores: "sigmoid" for DeepSeek-V3, or "softmax".
+        attention_mask: [B, S], 0 for padding, which is ignored. Sequences without other tokens are ignored too.
 
     Returns:
-        A scalar in float32 (float64 where the logits are).
+        A scalar in float32, or float64 if the logits are.
 
     Raises:
-        InputError: logits of another shape, an unknown scoring, or top_k not in [1, E].
+        InputError: The logits have another shape, the scoring is unknown, or top_k is not in [1, E].
     """
     _check_logits(logits)
     if logits.dim() != 3:
@@ -122,14 +120,14 @@ def router_z_loss(logits: Tensor | Sequence[Tensor], *, attention_mask: Tensor |
     """Compute the router z-loss of ST-MoE (arXiv:2202.08906, eq. 5): the mean over tokens of logsumexp squared.
 
     Args:
-        logits: [T, E] or [B, S, E] of one layer, or a sequence of those of several layers, whose mean is taken.
-        attention_mask: [B, S] or [T], 0 for padding, which does not count. The same for every layer.
+        logits: [T, E] or [B, S, E] of one layer, or a sequence of those of several layers. The mean is over all.
+        attention_mask: [B, S] or [T], 0 for padding, which is ignored. The same for every layer.
 
     Returns:
-        A scalar in float32 (float64 where the logits are). 0 where there are no tokens.
+        A scalar in float32, or float64 if the logits are. 0 if there are no tokens.
 
     Raises:
-        InputError: no layers, or shapes that do not fit each other.
+        InputError: There are no layers, or shapes do not match.
     """
     layers = _layers(logits)
     parts, tokens = [], []
@@ -141,7 +139,7 @@ def router_z_loss(logits: Tensor | Sequence[Tensor], *, attention_mask: Tensor |
 
 
 def _layers(logits: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """[T, E] of each layer, on the first one's device."""
+    """Return the logits [T, E] of each layer, on the device of the first."""
     if not isinstance(logits, Tensor | Sequence) or isinstance(logits, str):
         raise InputError(f"logits must be a Tensor or a sequence of Tensors, got {type(logits).__name__}")
     given = [logits] if isinstance(logits, Tensor) else list(logits)
@@ -172,7 +170,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _kept(attention_mask: Tensor | None, layer: Tensor) -> Tensor:
-    """bool [T, 1]: whether a token counts."""
+    """Return which rows of logits are tokens and not padding, bool [T, 1]."""
     if attention_mask is None:
         return layer.new_ones(len(layer), 1, dtype=torch.bool)
     if not isinstance(attention_mask, Tensor):
@@ -186,56 +184,55 @@ def _kept(attention_mask: Tensor | None, layer: Tensor) -> Tensor:
 
 
 def _chosen(scores: Tensor, top_k: int) -> Tensor:
-    """int64 [..., E]: 1 for the top_k of each row."""
+    """Return int64 [..., E], 1 for the top_k scores of each row and 0 for others."""
     return torch.zeros_like(scores, dtype=torch.int64).scatter_(-1, scores.topk(top_k).indices, 1)
 
 
 def _over_data(counts: Tensor, context: EPContext) -> tuple[Tensor, int]:
-    """int64 counts summed over the ranks of a pipeline stage that have tokens of their own, and how many those are."""
-    # etp, ep and expert_data are the axes of a stage: each of its ranks is counted once
+    """Sum int64 counts over the ranks of a pipeline stage with different tokens. Return the sum and their number."""
+    # etp, ep and expert_data are the axes of a stage: each of its ranks is summed once
     for kind in ("etp", "ep", "expert_data"):
         rank_group = context.rank_groups[kind]
         if rank_group.size > 1:
             with rank_group.flight_recorder.step("load-balancing loss", counted=False):
                 rank_group.all_reduce(counts)
     layout = context.layout
-    return counts // layout.split, layout.stage // layout.split  # tp ranks with the same tokens counted them alike
+    return counts // layout.split, layout.stage // layout.split  # `split` tp ranks counted the same tokens
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------
-# The router logits of a forward pass.
 
 
 @contextmanager
 def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Record the router logits of every `MoELayer` that is called inside.
+    """Record the router logits of every `MoELayer` that is called inside the `with` block.
 
         with router_logits(model) as recorded:
             loss = model(x)
         loss = loss + 0.01 * load_balancing_loss(recorded, top_k, context=context)
         loss.backward()
 
-    A router of ours needs nothing. A router of the user's, or a caller of `forward_routed`, returns its logits in
-    `Routing.logits`; a call without them raises InputError on all ranks.
+    `ep_moe.router.Router` needs no preparation. A custom router, or a caller of `forward_routed`, must set
+    `Routing.logits`. A call without them raises InputError on all ranks.
 
-    Where tp ranks hold the same tokens, each of them records the logits of all of them: the routers' shares are
-    gathered over tp. Every tp rank must then compute the same loss from them. The gradients of router and x are those
-    of that loss, and not tp times as large.
+    If tp ranks hold the same tokens, each of them routes a share, and the logits are gathered over tp. Every tp rank
+    must then compute the same loss from them. The gradients of router and x are those of this loss, not tp times as
+    large.
 
-    Calls inside are not replayed from CUDA graphs. A call that activation checkpointing repeats in backward is
-    recorded once, also where backward runs after the context was left. Checkpointing with `use_reentrant=True` runs the
-    forward without gradients, and is refused.
+    Calls inside are not replayed from CUDA graphs. A call that activation checkpointing repeats in backward is recorded
+    once, even if backward runs after the `with` block. Checkpointing with `use_reentrant=True` runs the forward without
+    gradients, and is refused.
 
     Args:
-        model: holds the layers. All ranks of a tp group enter and leave alike.
+        model: The model with the layers. All ranks of a tp group must enter and leave the block together.
 
     Yields:
-        A list that fills up in call order, one tensor [T, E] a call, T the rows of x. Of the dtype in which the
-        router computes them, with their gradient.
+        A list to which each call appends one tensor [T, E], T the rows of x, in the order of calls. Tensors have the
+        dtype in which the router computes them, and are part of the autograd graph.
 
     Raises:
-        ConfigError: the model holds no `MoELayer`; or a layer in train mode is called without gradients inside a
-            context that was entered with gradients.
+        ConfigError: The model has no `MoELayer`, or a layer in train mode is called without gradients in a block that
+            was entered with gradients.
     """
     check_kind("router_logits: model", model, nn.Module)
     layers = [module for module in model.modules() if isinstance(module, MoELayer)]
@@ -248,7 +245,13 @@ def router_logits(model: nn.Module) -> Iterator[list[Tensor]]:
 
 @contextmanager
 def recording(layers: Iterable[MoELayer], recorded: list[Tensor], thread: int | None = None) -> Iterator[None]:
-    """Append the router logits of layers' calls inside, those of one thread alone where it is given."""
+    """Append the router logits of layers' calls inside the `with` block to a list.
+
+    Args:
+        layers: The layers.
+        recorded: The list.
+        thread: Record calls of this thread only. Default: of all threads.
+    """
     wanted = torch.is_grad_enabled()
     with ExitStack() as undo:
         for layer in layers:
@@ -270,7 +273,7 @@ def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool, thread: in
 
     router = layer.router if isinstance(layer.router, Router) else None
     if router is not None:
-        if not layer._logit_taps:  # recordings of threads end in any order: what was before is of none of them
+        if not layer._logit_taps:  # the first recording saves the flag; those of other threads may end in any order
             layer._keeps_logits = router.keeps_logits
         router.keeps_logits = True
     layer._logit_taps.append(tap)
@@ -285,27 +288,27 @@ def _tapped(layer: MoELayer, recorded: list[Tensor], gradients: bool, thread: in
 class BiasUpdate:
     """Move the routers' correction biases against the load, once per optimizer step.
 
-    Auxiliary-loss-free load balancing (arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, 2.1.2): with c the
-    routes per expert since the last step, e_score_correction_bias += speed * sign(mean(c) - c).
+    This is auxiliary-loss-free load balancing (arXiv:2408.15664, algorithm 1; DeepSeek-V3, arXiv:2412.19437, 2.1.2).
+    With c the routes per expert since the last step, e_score_correction_bias += speed * sign(mean(c) - c).
 
         update = BiasUpdate(model, context)
         optimizer.register_step_pre_hook(update)
 
-    The load is `Placement.expert_load`: all forwards since the last step. Micro-batches of gradient accumulation thus
-    count together; -1 ids and forwards within `Placement.no_stats` do not count. The load is summed over all ranks that
-    train the layer, in integers, so that the bias stays equal bit for bit on all ranks. Counters are read and not
-    reset. After a `Placement.reset_load` by others, what is counted from there on is taken.
+    The load is `Placement.expert_load` of all forwards since the last step, including all micro-batches of gradient
+    accumulation. -1 ids and forwards within `Placement.no_stats` do not count. The load is summed over all ranks that
+    train the layer, in integers, so that the biases stay bitwise equal on all ranks. Counters are read, not reset. If
+    other code calls `Placement.reset_load`, the load since that reset is used.
 
-    speed: what each bias moves by, in units of the scores. It may be changed between steps; 0 moves nothing.
+    Set `speed` to change the step of each bias, in units of the scores. 0 leaves the biases unchanged.
 
     Args:
-        model: all its `MoELayer`s must have a correction bias. Counting begins here.
-        context: the layers'.
-        speed: gamma of DeepSeek-V3, 0.001 there.
+        model: The model. All its `MoELayer`s must have a correction bias. Counting starts here.
+        context: The context of the layers.
+        speed: gamma of DeepSeek-V3, which uses 0.001.
 
     Raises:
-        ConfigError: a layer without correction bias, of another context, or whose kernel counts no load; no layers at
-            all in a model that is no pipeline stage; a bias that is not float32; speed not a number of at least 0.
+        ConfigError: A layer has no correction bias, a bias that is not float32, another context, or a kernel that does
+            not count load. The model has no layers and is not a pipeline stage. speed is not a number of at least 0.
     """
 
     def __init__(self, model: nn.Module, context: EPContext, speed: float = 1e-3) -> None:
@@ -328,42 +331,45 @@ class BiasUpdate:
         """Update the biases by the load since the last call. Collective.
 
         Args:
-            optimizer: That calls its hooks; None where it is called by hand.
-            args: Of the optimizer's step; not read.
-            kwargs: Of the optimizer's step.
+            optimizer: The optimizer whose hook this is. None in a direct call.
+            args: Arguments of the optimizer's step; not used.
+            kwargs: Keyword arguments of the optimizer's step.
         """
         if not self._layers or _makes_state_alone(optimizer, kwargs or {}):
             return
         loads = [seen.since() for seen in self._seen]
         total = torch.cat(loads)
-        # etp ranks see the same rows, and count them alike: the sum over the other two axes has each row once
+        # etp ranks count the same rows: the sum over the other two axes contains each row once
         for kind in ("ep", "expert_data"):
             rank_group = self._context.rank_groups[kind]
             if rank_group.size > 1:
                 with rank_group.flight_recorder.step("bias update", counted=False):
                     rank_group.all_reduce(total)
         for layer, load in zip(self._layers, total.split([len(load) for load in loads]), strict=True):
-            way = (load.sum() - load * len(load)).sign()  # of mean - load, in integers
+            way = (load.sum() - load * len(load)).sign()  # sign(mean - load) in exact integer arithmetic
             _bias(layer).add_(way.float() * self.speed)
 
 
 def _makes_state_alone(optimizer: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a step changes nothing, and has the optimizer make its state alone. `torch.distributed.checkpoint`
-    calls it so, by `closure=None` and a learning rate of 0, where a state is taken or set. The same on all ranks."""
+    """Return whether a step only initializes the optimizer's state.
+
+    `torch.distributed.checkpoint` makes such a step, with `closure=None` and a learning rate of 0, when it gets or sets
+    a state. The result is the same on all ranks.
+    """
     groups = getattr(optimizer, "param_groups", ())
     asked = "closure" in kwargs and kwargs["closure"] is None
     return asked and bool(groups) and all("lr" in group and float(group["lr"]) == 0 for group in groups)
 
 
 class _Counted:
-    """A layer's load counters, read since the last time."""
+    """Reads the load of a layer since the previous reading."""
 
     def __init__(self, layer: MoELayer) -> None:
         self._placement = layer.placement
         self._resets, self._before = self._placement.resets, self._placement.expert_load.clone()
 
     def since(self) -> Tensor:
-        """int64 [E] on this rank."""
+        """Return this rank's load since the previous reading, int64 [E]."""
         now = self._placement.expert_load.clone()
         since = now - self._before if self._placement.resets == self._resets else now
         self._resets, self._before = self._placement.resets, now

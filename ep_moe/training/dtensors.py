@@ -1,4 +1,4 @@
-"""Dense parameters that are DTensors: FSDP averages the gradients of its own, tensor parallelism those of none."""
+"""Dense parameters that are DTensors. FSDP2 averages the gradients of those it shards, tensor parallelism none."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from ep_moe.parallel.layout import RankLayout
 
 
 def is_dtensor(parameter: Tensor) -> bool:
-    """Whether each rank holds a piece or a copy of it that torch knows as such."""
+    """Return whether a parameter is a DTensor: each rank holds a shard or a copy of it."""
     return hasattr(parameter, "placements")
 
 
 def within_tp(parameter: Tensor, layout: RankLayout) -> bool:
-    """Whether a DTensor is over tp ranks of one dp rank alone, so that no wrapper averages it over dp."""
+    """Return whether a parameter is a DTensor over ranks of one tp group only. No wrapper averages it over dp."""
     return is_dtensor(parameter) and set(_ranks(parameter)) <= set(layout.group("tp"))
 
 
 def cut(parameter: Tensor) -> tuple[Any, ...] | None:
-    """Which piece this rank holds of a DTensor; None for a plain tensor."""
+    """Return a key of this rank's shard of a DTensor (placements, mesh shape, coordinate); None for a plain tensor."""
     if not is_dtensor(parameter):
         return None
     mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
@@ -29,15 +29,15 @@ def cut(parameter: Tensor) -> tuple[Any, ...] | None:
 
 
 def mesh_problem(model: nn.Module, dense: Collection[str], layout: RankLayout) -> str | None:
-    """Say whose gradient cannot be made a mean over ranks.
+    """Return an error if the gradient of a dense DTensor cannot be averaged over ranks.
 
     Args:
-        model: Any.
-        dense: Names of its parameters that are no experts'.
-        layout: Of its layers.
+        model: Any module.
+        dense: The names of its dense parameters.
+        layout: The layout of its layers.
 
     Returns:
-        The first such parameter and the remedy; None where there is none.
+        The first such parameter and the remedy, or None.
     """
     found = {n: p for n, p in model.named_parameters() if n in dense and p.requires_grad and is_dtensor(p)}
     if not found:
@@ -54,7 +54,7 @@ def _problem(name: str, parameter: nn.Parameter, layout: RankLayout, *, by_fsdp:
     among, inside = f"{name} is a DTensor over ranks {', '.join(map(str, ranks))}", set(ranks) <= set(tp)
     batches = len({stage.index(rank) // layout.split for rank in ranks if rank in stage})
     placements = parameter.placements  # type: ignore[attr-defined]
-    # FSDP2 puts its own dimensions of a mesh before that of tensor parallelism, and shards the last of them
+    # FSDP2's mesh dimensions come before that of tensor parallelism, and it shards over the last of its own
     summed = not by_fsdp or (len(placements) > 1 and not placements[-2].is_replicate())
     if not by_fsdp and not inside:
         return (

@@ -1,8 +1,8 @@
-"""Gradients over data-parallel ranks: who averages what, and their norm.
+"""Average gradients over data-parallel ranks, and clip them by their norm.
 
-After backward an expert's gradient is the sum over all ranks' tokens, and every copy of the expert has it. The gradient
-of any other parameter is of this rank's tokens alone. The functions here make both the mean over ranks, which is the
-gradient of one process on the whole batch.
+After backward, every copy of an expert has the sum of the gradients of all ranks' tokens. The gradient of any other
+parameter is that of this rank's tokens only. These functions convert both to the mean over ranks, which is the gradient
+of one process with the whole batch.
 """
 
 from __future__ import annotations
@@ -35,35 +35,36 @@ from ep_moe.training.parameters import (
 from ep_moe.types import capturing
 from ep_moe.weights.parts import local
 
-_BUCKET = 1 << 24  # numbers of one all-reduce
+_BUCKET = 1 << 24  # elements of one all-reduce
 
 
 @torch.no_grad()
 def sync_gradients(model: nn.Module, context: EPContext) -> None:
-    """Average gradients over the ranks that have tokens of their own, after backward and before the optimizer's step.
+    """Average gradients over the ranks with different tokens, after backward and before the optimizer's step.
 
-    Dense gradients are averaged by all-reduce: over the stage, and for weights that torch's tensor parallelism cuts
-    over a tp group (DTensors) over dp. Under `DistributedDataParallel` or `fully_shard` the wrapper has averaged them,
-    and this function leaves them alone. A dense parameter without a gradient on some ranks gets one there, for which
-    these ranks wait for their device. One without a gradient on all ranks keeps None (zeros in a CUDA graph).
+    Dense gradients are averaged by all-reduce over the stage. Weights that torch's tensor parallelism shards over a tp
+    group (DTensors) are averaged over dp. `DistributedDataParallel` and `fully_shard` average dense gradients
+    themselves, and this function leaves those unchanged. A dense parameter without a gradient on some ranks gets one
+    there, and these ranks synchronize their device. One without a gradient on all ranks keeps None (zeros in a CUDA
+    graph).
 
-    Expert gradients are sums over ranks already. The first call divides them, and from then on backward does. Where
-    anything but the layer's backward writes or takes them, call it once before the first backward too. A second call,
-    or one for each micro-batch, changes nothing but rounding. Where an expert's gradient is not finite on one rank, one
-    number of it is infinite on all ranks afterwards, so that `torch.amp.GradScaler` skips the step on all. Collective
-    over the stage: all ranks call it.
+    Expert gradients are already sums over ranks. The first call divides them, and later backwards divide them
+    themselves. If anything other than the layer's backward writes or reads them, also call this once before the first
+    backward. A second call, or one for each micro-batch, changes nothing but rounding. If an expert's gradient is not
+    finite on one rank, one element of it becomes infinite on all ranks, so that `torch.amp.GradScaler` skips the step
+    on all of them. Collective over the stage: all ranks must call it.
 
     Args:
-        model: the model, wrapped or not, after `loss.backward()` of a loss that is a mean over this rank's tokens.
-        context: of its layers.
+        model: The model, wrapped or not, after `loss.backward()`. The loss must be a mean over this rank's tokens.
+        context: The context of its layers.
 
     Raises:
-        ConfigError: the model's layers have a context of another layout. On all ranks, at the first call with these
-            parameters, where a dense one is a DTensor over some dp ranks, or over tp ranks with tokens of their own
-            whose gradients it sums. A gradient is sparse; on all ranks at the first call.
-        InputError: on all ranks, at the first call with these parameters, where ranks hold different numbers in one
-            that they should hold alike; on CPUs where a rank is in a layer's call or its backward, or gives another
-            model. No gradient is changed then.
+        ConfigError: The model's layers have a context of another layout. A gradient is sparse. At the first call with
+            these parameters, on all ranks: a dense parameter is a DTensor over some dp ranks, or over tp ranks with
+            different tokens whose gradients it sums, or a gradient is sparse on any rank.
+        InputError: Ranks hold different values of a parameter that must be equal (checked at the first call with these
+            parameters). On CPUs: a rank is still in a layer's call or its backward, or passes another model. All ranks
+            raise, and no gradient is changed.
     """
     check_context("sync_gradients", model, context)
     _meet("sync_gradients", model, context)
@@ -81,11 +82,13 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
 
 
 def _meet(what: str, model: nn.Module, context: EPContext, **numbers: float) -> None:
-    """Raise InputError on all ranks where one is still in a layer's call, as after another number of micro-batches, or
-    gives another model, or one that learns otherwise: gradients of different parameters would be summed. On CPUs, where
-    gloo would end its process over sizes that differ; on GPUs it would wait for the device.
+    """Raise InputError on all ranks if they do not make the same call, so that different gradients would be summed.
 
-    numbers: other arguments, by name. A wrong one is refused behind this, on all ranks that give it
+    A rank may still be in a layer's call, for example after another number of micro-batches, or pass another model or
+    other trainable parameters. Checked on CPUs only, where gloo would abort the process if sizes differ. On GPUs the
+    check would synchronize the device.
+
+    numbers: other arguments by name. The caller checks their values afterwards, on the ranks that pass wrong ones
     """
     if context.device.type == "cpu":
         experts = {id(parameter) for parameter in expert_parameters(model)}
@@ -100,16 +103,21 @@ def _meet(what: str, model: nn.Module, context: EPContext, **numbers: float) -> 
 
 
 def _refuse_sparse(what: str, model: nn.Module) -> None:
-    """Raise ConfigError where this rank has a sparse gradient. The first `sync_gradients` has exchanged it, so that a
-    rank which lacks that gradient learns of it there; later calls exchange nothing more."""
+    """Raise ConfigError if this rank has a sparse gradient.
+
+    Only the first `sync_gradients` exchanges this between ranks, so that ranks without that gradient raise too.
+    """
     problem = sparse_problem(model)
     if problem is not None:
         raise ConfigError(f"{what}: {problem}")
 
 
 def _average(model: nn.Module, context: EPContext) -> None:
-    """The dense gradients that no wrapper averages: of whole parameters over the stage, and of a tp rank's pieces over
-    the dp ranks that hold the same."""
+    """Average the dense gradients that no wrapper averages.
+
+    Those of plain tensors are averaged over the stage, and those of shards of tensor parallelism over the dp ranks with
+    the same shard.
+    """
     learning = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
     pieces = [parameter for parameter in learning if within_tp(parameter, context.layout)]
     _settle(pieces, context)
@@ -119,13 +127,17 @@ def _average(model: nn.Module, context: EPContext) -> None:
 
 
 def _make_means(parameters: list[nn.Parameter], context: EPContext, kind: str) -> None:
-    """Leaves a parameter without a gradient where no rank has one: with zeros an optimizer would move it by its
-    momentum and decay. kind: of the group, whose ranks all hold the same of each parameter."""
+    """Average gradients over a group of ranks.
+
+    If no rank has a gradient of a parameter, it stays None: with zeros, an optimizer would apply momentum and decay.
+
+    kind: the name of the group, whose ranks hold equal parameters
+    """
     gradients, rank_group = list[Tensor](), context.rank_groups[kind]
-    lacking: dict[int, nn.Parameter] = {}  # by their gradients here
+    lacking: dict[int, nn.Parameter] = {}  # id of the zero gradient -> parameter
     for parameter in parameters:
         found = parameter.grad
-        if found is None:  # takes part all the same, since a peer may have one
+        if found is None:  # contribute zeros: another rank may have a gradient
             parameter.grad = torch.zeros_like(parameter)
         gradients.append(local(parameter.grad))  # type: ignore[arg-type]
         if found is None:
@@ -133,7 +145,7 @@ def _make_means(parameters: list[nn.Parameter], context: EPContext, kind: str) -
     counted: list[tuple[list[nn.Parameter | None], Tensor]] = []
     for bucket in _buckets(gradients):
         unused = [lacking.get(id(gradient)) for gradient in bucket]
-        counts = bucket[0].new_ones(len(bucket))  # of ranks that have each gradient; they travel behind them
+        counts = bucket[0].new_ones(len(bucket))  # number of ranks with each gradient, reduced in the same all-reduce
         for at in (at for at, lacked in enumerate(unused) if lacked is not None):
             counts[at] = 0
         flat = torch.cat([*(gradient.flatten() for gradient in bucket), counts])
@@ -145,16 +157,19 @@ def _make_means(parameters: list[nn.Parameter], context: EPContext, kind: str) -
             gradient.copy_(part.view_as(gradient))
         if any(lacked is not None for lacked in unused):
             counted.append((unused, counts.clone()))
-    if not capturing(context.device):  # a replay could take no gradient away
+    if not capturing(context.device):  # a graph's replay cannot set a gradient to None
         for unused, counts in counted:
-            for lacked, ranks in zip(unused, counts.tolist(), strict=True):  # waits for the device
+            for lacked, ranks in zip(unused, counts.tolist(), strict=True):  # synchronizes the device
                 if lacked is not None and ranks == 0:
                     lacked.grad = None
 
 
 def _settle(parameters: Iterable[nn.Parameter], context: EPContext) -> None:
-    """Give a DTensor's gradient the placements of its parameter: sequence parallelism leaves each rank a summand of it.
-    Collective over the DTensor's mesh, whose ranks all had it in backward, or none."""
+    """Redistribute gradients of DTensors to the placements of their parameters.
+
+    Sequence parallelism leaves partial sums. Collective over each DTensor's mesh: either all of its ranks have the
+    gradient, or none.
+    """
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is None or not is_dtensor(parameter):
@@ -166,11 +181,12 @@ def _settle(parameters: Iterable[nn.Parameter], context: EPContext) -> None:
 
 
 def _share_overflow(model: nn.Module, context: EPContext) -> None:
-    """Write an infinity into the experts' gradients of all ranks where one rank's are not finite.
+    """Write an infinity into the experts' gradients of all ranks if those of one rank are not finite.
 
-    `torch.amp.GradScaler` looks at a rank's own gradients: else that rank alone would skip the step and lower its
-    scale. Each kind of parameter of a layer by itself, since kinds may have optimizers of their own. Where some rank
-    has no gradient of a kind, a dense one says it on all ranks. Does not wait for the device.
+    `torch.amp.GradScaler` checks a rank's own gradients. Without this, only that rank would skip the step and lower its
+    scale. Each kind of parameter of a layer (w1, w2) is treated separately, since it may have an optimizer of its own.
+    If a rank has no gradient of a kind, a dense gradient becomes infinite on all ranks. Does not synchronize the
+    device.
     """
     kinds: list[dict[str, list[Tensor]]] = []
     for weights in expert_weights_of(model):
@@ -199,7 +215,7 @@ def _share_overflow(model: nn.Module, context: EPContext) -> None:
 
 
 def _make_infinite(gradient: Tensor, flag: Tensor) -> None:
-    """Its first number, where the flag is not 0."""
+    """Set the first element of a gradient to infinity if the flag is not 0."""
     first = gradient[(0,) * gradient.dim()]
     first.copy_(first.masked_fill(flag.to(first.device) > 0, math.inf))
 
@@ -208,32 +224,33 @@ def _make_infinite(gradient: Tensor, flag: Tensor) -> None:
 def clip_grad_norm_(
     model: nn.Module, context: EPContext, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Clip gradients by the norm of the whole model's, the same on all ranks: as `torch.nn.utils.clip_grad_norm_` does
-    in one process. Each expert counts once, wherever its copies and pieces are, and every pipeline stage counts.
-    Collective over the context's ranks.
+    """Clip gradients by the norm of the whole model, as `torch.nn.utils.clip_grad_norm_` does in one process.
+
+    The norm is the same on all ranks. It includes each expert once, independent of its replicas and shards, and all
+    pipeline stages. Collective over the context's ranks.
 
     Args:
-        model: the model, wrapped or not, with gradients that are averaged (`sync_gradients`).
-        context: of its layers.
-        max_norm: the norm that the gradients have at most afterwards.
+        model: The model, wrapped or not, with averaged gradients (`sync_gradients`).
+        context: The context of its layers.
+        max_norm: The maximum norm of the gradients after clipping.
         norm_type: p of the p-norm; may be `inf`.
-        error_if_nonfinite: raise where the norm is NaN or infinite.
+        error_if_nonfinite: Raise RuntimeError if the norm is NaN or infinite.
 
     Returns:
         The norm before clipping, float32 [] on the context's device.
 
     Raises:
-        ConfigError: norm_type is not a positive number, or max_norm not one of at least 0, or the model's layers have
-            a context of another layout. A gradient is sparse.
-        InputError: on CPUs, on all ranks, where these give other models, `max_norm` or `norm_type`, or one is in a
-            layer's call or its backward.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; on all ranks alike.
+        ConfigError: norm_type is not a positive number, max_norm is not a number of at least 0, the model's layers have
+            a context of another layout, or a gradient is sparse.
+        InputError: On CPUs: ranks pass different models, `max_norm` or `norm_type`, or a rank is still in a layer's
+            call or its backward. All ranks raise.
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is set. All ranks raise.
     """
     check_context("clip_grad_norm_", model, context)
     _meet("clip_grad_norm_", model, context, max_norm=max_norm, norm_type=norm_type)
     _refuse_sparse("clip_grad_norm_", model)
     if max_norm != math.inf:
-        max_norm = float(check_not_negative("clip_grad_norm_: max_norm", max_norm))  # an integer may exceed torch's
+        max_norm = float(check_not_negative("clip_grad_norm_: max_norm", max_norm))  # an int may not fit into int64
     if norm_type != math.inf:
         norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
     _settle(dense_parameters(model), context)
@@ -247,7 +264,7 @@ def clip_grad_norm_(
             rank_group.all_reduce(both, how)
         experts, sharded = both.unbind()
         if not math.isinf(p):
-            experts = experts / context.layout.replicas  # as many EP groups hold each
+            experts = experts / context.layout.replicas  # this number of EP groups holds each expert
     total = torch.stack([experts, dense, sharded]).max() if math.isinf(p) else experts + dense + sharded
     if (stages := context.rank_groups["pp"]).size > 1:
         with context.flight_recorder.step("clip gradients over stages", counted=False):
@@ -263,13 +280,13 @@ def clip_grad_norm_(
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    """Of all parameters."""
+    """Return the gradients of all parameters that have one."""
     dense = [parameter.grad for parameter in dense_parameters(model) if parameter.grad is not None]
     return [gradient for weights in expert_weights_of(model) for gradient in weights.gradients()] + dense
 
 
 def _power(gradients: Iterable[tuple[Tensor, float]], p: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p, each times a share; the largest |g| where p is infinite."""
+    """Return the sum of |g|^p, weighted by each gradient's share, or the largest |g| if p is infinite."""
     total = torch.zeros((), device=device)
     for gradient, share in gradients:
         if gradient.numel():
@@ -279,7 +296,7 @@ def _power(gradients: Iterable[tuple[Tensor, float]], p: float, device: torch.de
 
 
 def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """This rank's part of the experts' gradients: over an EP group and its etp groups each number comes once."""
+    """Yield (gradient, share) of this rank's experts. Over an EP group and its etp groups, each element occurs once."""
     for weights in expert_weights_of(model):
         for name, parameter in weights.named_parameters():
             given = weights.gradient(parameter)
@@ -287,7 +304,7 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
                 continue
             expert, _, part = name.partition(".")
             if part == "w2_bias" and weights.etp.rank:
-                continue  # all etp ranks hold the whole of it
+                continue  # all etp ranks hold the whole tensor: count that of etp rank 0
             gradient, share = local(given), 1.0
             if expert.isdigit():
                 owners = {
@@ -295,9 +312,9 @@ def _experts_once(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
                     for slot in weights.expert_map.logical_to_physical[int(expert)]
                 }
                 if min(owners) != weights.ep_rank:
-                    continue  # a copy
+                    continue  # a replica that another rank counts
             if weights.gradient_sum.sharded:
-                share = float(weights.gradient_sum.replicas.size)  # of which this rank has its own piece
+                share = float(weights.gradient_sum.replicas.size)  # a shard: undo the later division by `replicas`
             yield gradient, share
 
 
@@ -308,20 +325,19 @@ def _dense(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
 
 
 def _pieces(model: nn.Module, ranks: int) -> Iterator[tuple[Tensor, float]]:
-    """Dense parameters that are DTensors over some or all of the stage's `ranks`: this rank's pieces, each divided by
-    how many ranks hold it."""
+    """Yield (gradient, share) of this rank's shards of dense DTensors. share: 1 / (ranks of the stage that hold it)"""
     for parameter in dense_parameters(model):
         if parameter.grad is not None and is_dtensor(parameter):
             gradient = parameter.grad
             copies = ranks
             for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
-                if not placement.is_replicate():  # FSDP2 over tensor parallelism has shards that deny `is_shard`
+                if not placement.is_replicate():  # not `is_shard`: False for the strided shards of FSDP2 with TP
                     copies //= gradient.device_mesh.size(dim)  # type: ignore[attr-defined]
             yield local(gradient), 1.0 / copies
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Of one dtype and device each, in order."""
+    """Group gradients into buckets of at most `_BUCKET` elements, each of one dtype and device, in order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for gradient in gradients:
         kinds.setdefault((gradient.dtype, gradient.device), []).append(gradient)

@@ -1,4 +1,4 @@
-"""Gradients of expert parameters in buffers, which backward writes without a node of autograd's for each parameter."""
+"""Gradient buffers of expert parameters, which backward writes without an autograd node for each parameter."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ from ep_moe.types import dtype_name
 from ep_moe.weights.main_grads import MainGrads
 
 
-@torch.inference_mode(False)  # backward could not write what is made within one
+@torch.inference_mode(False)  # backward cannot write to inference tensors
 def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
-    """Have backward write the experts' gradients into buffers of which each parameter's gradient is a view.
+    """Let backward write the experts' gradients into buffers. Each parameter's gradient is a view of a buffer.
 
-    An eager backward then takes less host time: expert parameters are not part of autograd's graph, whose nodes would
-    handle each of hundreds. Over expert-parallel ranks `bf16_triton` accumulates within its last products. Buffers are
-    made here, one [L, ...] for each stored tensor of a layer. Local: call it on all ranks alike, before the first
-    forward of a step.
+    This reduces the host time of an eager backward: autograd needs no nodes for the hundreds of expert parameters. With
+    expert parallelism, `bf16_triton` accumulates gradients in its last GEMMs. This function allocates one buffer
+    [L, ...] for each stored tensor of a layer. It is not collective. Call it on all ranks, before the first forward of
+    a step.
 
-    Without `dtype`, `parameter.grad` is the view, and optimizers, `sync_gradients`, `clip_grad_norm_` and
-    `torch.amp.GradScaler` work as ever. A gradient that is None begins anew: the buffer is overwritten.
+    Without `dtype`, the view is `parameter.grad`. Optimizers, `sync_gradients`, `clip_grad_norm_` and
+    `torch.amp.GradScaler` work as usual. If a gradient is None, backward overwrites the buffer.
 
-    With `dtype`, `parameter.main_grad` is the view, or None until a backward, and `parameter.grad` stays None.
-    `zero_main_grads` begins anew; `zero_grad` does not. Read `main_grad` in the optimizer, which says so by an
-    attribute `reads_main_grad = True`: a step of another that would skip such parameters is refused. Gradients that
-    ranks sum (ep < dp, redundant experts), and those of `reference`, are rounded to the parameters' dtype before they
-    are added.
+    With `dtype`, the view is `parameter.main_grad`, which is None until a backward, and `parameter.grad` stays None.
+    Call `zero_main_grads` to start new gradients; `zero_grad` has no effect on them. The optimizer must read
+    `main_grad`, and declare so by an attribute `reads_main_grad = True`. A step of another optimizer, which would skip
+    such parameters, is refused. Gradients that are summed over ranks (ep < dp, redundant experts), and those of
+    `reference`, are rounded to the parameters' dtype before they are added.
 
-    What scales `grad` does not scale `main_grad`. A `GradScaler`'s step of an optimizer with such parameters is
-    refused, and a call in a schedule of `torch.distributed.pipelining` with `scale_grads=True` and several
+    Code that scales `grad` does not scale `main_grad`. With `dtype`, two such cases are refused: a step of an optimizer
+    by a `GradScaler`, and a call in a schedule of `torch.distributed.pipelining` with `scale_grads=True` and several
     micro-batches.
 
-    Hooks of expert parameters, LoRA factors and FSDP2 over experts are refused. Where a graph of `torch.compile` holds
-    the layer, on one process, autograd brings its gradients, which are taken over. `torch.autograd.grad` of expert
-    parameters raises an error, or gives None with `allow_unused=True`. `backward(inputs=...)` takes all expert
-    parameters of a layer, or none. Each replay of a CUDA graph overwrites or adds, as its capture did.
+    Hooks of expert parameters, LoRA factors and FSDP2 over experts are refused. If a graph of `torch.compile` contains
+    the layer, on one process, autograd computes the gradients as usual. With `dtype`, they are then added to
+    `main_grad`. `torch.autograd.grad` of expert parameters raises an error, or returns None with `allow_unused=True`.
+    `backward(inputs=...)` computes the gradients of all expert parameters of a layer, or of none. Each replay of a CUDA
+    graph overwrites or adds, as its capture did.
 
     Args:
         model: Any module with `MoELayer`s in it.
-        dtype: Of the buffers: torch.float32 or the parameters' dtype. None for the parameters', with views in `grad`.
+        dtype: The dtype of the buffers: torch.float32 or the parameters' dtype, with views in `main_grad`. None for the
+            parameters' dtype, with views in `grad`.
 
     Raises:
-        ConfigError: A layer cannot have buffers, or has others already. No layer is changed then.
+        ConfigError: A layer does not support buffers, or has buffers of another dtype. No layer is changed.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ConfigError(f"use_main_grads: dtype must be a torch.dtype or None, got {dtype!r}")
@@ -63,7 +65,7 @@ def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
 
 def zero_main_grads(model: nn.Module) -> None:
-    """Begin all gradients of `use_main_grads` anew: they are None until the next backward, which writes them.
+    """Set all gradients of `use_main_grads` to None. The next backward overwrites the buffers.
 
     Args:
         model: Any module with `MoELayer`s in it.

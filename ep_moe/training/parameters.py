@@ -1,4 +1,4 @@
-"""Which parameters of a model are experts', which are the same on every rank, and whether ranks hold them alike."""
+"""Separate expert parameters from dense ones, and check that parameters which must be equal on ranks are."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def expert_weights_of(model: nn.Module) -> list[ExpertWeights]:
         Its expert weights.
 
     Raises:
-        ConfigError: `model` is no module.
+        ConfigError: `model` is not a module.
     """
     check_kind("model", model, nn.Module)
     return [module for module in model.modules() if isinstance(module, ExpertWeights)]
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that belong to experts, which differ from rank to rank.
+    """List the parameters of experts, which differ between ranks.
 
     Args:
-        model: any module with `MoELayer`s in it.
+        model: Any module with `MoELayer`s in it.
 
     Returns:
         The parameters, in the order of `model.parameters()`. All others are the same on every rank.
@@ -49,13 +49,12 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def check_context(what: str, model: nn.Module, context: EPContext) -> None:
-    """Raise ConfigError unless a context has the ranks of all layers of a model, in their layout, and where FSDP1 holds
-    pieces of the model, which nothing here knows.
+    """Raise ConfigError if a context has another layout than a model's layers, or if FSDP1 wraps a part of the model.
 
     Args:
-        what: What errors call the caller.
+        what: The name of the calling function, for errors.
         model: Any module.
-        context: What the caller was given.
+        context: The context that the caller was given.
     """
     check_kind(f"{what}: context", context, EPContext)
     check_kind(f"{what}: model", model, nn.Module)
@@ -70,10 +69,10 @@ def check_context(what: str, model: nn.Module, context: EPContext) -> None:
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """List the parameters that are the same on every rank: all but `expert_parameters`.
+    """List the parameters that are the same on every rank: all except `expert_parameters`.
 
     Args:
-        model: any module with `MoELayer`s in it.
+        model: Any module with `MoELayer`s in it.
 
     Returns:
         The parameters, in the order of `model.parameters()`.
@@ -83,17 +82,17 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Give dense and expert parameters groups of their own, for an optimizer.
+    """Return parameter groups for an optimizer, with dense and expert parameters in separate groups.
 
-    Plain tensors have one group, and the DTensors of each mesh another. FSDP2, tensor parallelism and etp > 1 make
-    DTensors. torch's optimizers update a group in one call on GPUs, which cannot take both.
+    Plain tensors and the DTensors of each mesh are in separate groups too. FSDP2, tensor parallelism and etp > 1 create
+    DTensors. On GPUs, torch's optimizers update a group in one call, which does not support both.
 
     Args:
-        model: any module with `MoELayer`s in it, wrapped or not.
+        model: Any module with `MoELayer`s in it, wrapped or not.
 
     Returns:
-        What `torch.optim.AdamW(...)` takes; options of a group can be added to each. Dense parameters come first. No
-        group is empty.
+        Groups for `torch.optim.AdamW(...)`, to which options can be added. Dense parameters come first. No group is
+        empty.
     """
     groups = []
     for parameters in (dense_parameters(model), expert_parameters(model)):
@@ -106,13 +105,13 @@ def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def sparse_problem(model: nn.Module) -> str | None:
-    """Say which parameter has a gradient that is not dense, and the remedy.
+    """Return an error if a parameter has a gradient that is not dense.
 
     Args:
-        model: Any.
+        model: Any module.
 
     Returns:
-        Of the first one; None where there is none.
+        The first such parameter and the remedy, or None.
     """
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
@@ -124,17 +123,19 @@ def sparse_problem(model: nn.Module) -> str | None:
 
 
 def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
-    """Compare dense parameters over the stage, pieces of tensor parallelism over dp, and experts with those of other EP
-    groups, once for each set of dense parameters that layers come with: gradients keep alike what was alike.
+    """Compare parameters that must be equal over ranks. Collective over the stage.
+
+    Dense parameters are compared over the stage, shards of tensor parallelism over dp, and experts over EP groups. This
+    is done once for each set of dense parameters: equal parameters stay equal under averaged gradients.
 
     Args:
         model: The model.
-        context: Of its layers.
-        what: What errors call the caller.
+        context: The context of its layers.
+        what: The name of the calling function, for errors.
 
     Raises:
-        ConfigError: on all ranks, where a dense parameter's gradient cannot be made a mean over ranks, or is sparse.
-        InputError: on all ranks, where a parameter differs.
+        ConfigError: A dense parameter's gradient cannot be averaged over ranks, or is sparse. All ranks raise.
+        InputError: A parameter differs. All ranks raise.
     """
     held = expert_weights_of(model)
     experts = {id(parameter) for parameter in expert_parameters(model)}
@@ -159,7 +160,7 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         if refused is None:
             problems = [_difference(context.rank_groups[kind], found, device) for kind, found in named.items()]
             different = next(filter(None, problems), None)
-            different = _first_text(stage, different, device)  # other groups may have found nothing
+            different = _first_text(stage, different, device)  # ranks of other groups may have found no difference
     if refused is not None:
         raise ConfigError(f"{what}: {refused}")
     if different is not None:
@@ -169,8 +170,10 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
 
 
 def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -> str | None:
-    """The text of the group's first rank that has one, on all ranks. The flight recorder shares texts among ranks of
-    one layer's collectives alone, and a stage may have more."""
+    """Return the text of the first rank of a group that has one, or None, on all ranks. Collective.
+
+    The flight recorder exchanges texts only in lockstep groups, and a stage may have several of them.
+    """
     own = (text or "").encode()
     sizes = [row[0] for row in rank_group.exchange(torch.tensor([len(own)], device=device))]
     if not any(sizes):
@@ -182,7 +185,7 @@ def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -
 
 
 def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.device) -> str | None:
-    """What the ranks of a group hold otherwise than its first one, None where they hold the same."""
+    """Return which parameters of a group's ranks differ from those of its first rank, or None. Collective."""
     if rank_group.size == 1:
         return None
     kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, cut(p)) for name, p in named.items()]

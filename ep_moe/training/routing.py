@@ -1,4 +1,4 @@
-"""Routes of a whole model's calls: recorded in a rollout, kept in a file, given to a trainer."""
+"""Record the routes of a model's calls, such as a rollout, save them to a file, and replay them in training."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from ep_moe.layer import MoELayer
 
 _IDS, _WEIGHTS = ".ids", ".weights"
 _FORMAT = {"format": "ep_moe.routing", "version": "1"}
-# modules that wrappers put between a model and its layers
+# attributes of wrappers, which are removed from the names of layers
 _WRAPPERS = frozenset({"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 class RoutingRecord:
-    """The routes of a model's layers.
+    """The recorded routes of a model's layers.
 
     Args:
-        buffers: By name of a layer in the model, without the names of wrappers.
+        buffers: The buffers, by the name of the layer in the model, without the names of wrappers.
     """
 
     def __init__(self, buffers: Mapping[str, RoutingBuffer]) -> None:
         self.buffers = dict(buffers)
 
     def reset(self) -> None:
-        """Begin at the first row again. Does not wait for the device."""
+        """Discard all recorded rows. Does not synchronize the device."""
         for buffer in self.buffers.values():
             buffer.reset()
 
     def ids(self) -> dict[str, Tensor]:
-        """Read ids by name of a layer, as `replay_routing` takes them. Waits for the device.
+        """Return the recorded ids by layer name, as `replay_routing` takes them. Synchronizes the device.
 
         Returns:
-            int32 [N, K] each, the N rows in the order in which they were recorded.
+            int32 [N, K] for each layer, in the order in which the N rows were recorded.
 
         Raises:
-            InputError: more rows were recorded than there is room for.
+            InputError: More rows were recorded than the buffers hold.
         """
         return {name: self._read(name)[0] for name in self.buffers}
 
@@ -51,10 +51,10 @@ class RoutingRecord:
         """Write a safetensors file: `<layer>.ids`, int32 [N, K], and `<layer>.weights`, float32 [N, K], if recorded.
 
         Args:
-            path: Of the file. Each rank has rows of its own, and writes a file of its own.
+            path: The path of the file. Each rank has its own rows, and must write its own file.
 
         Raises:
-            InputError: more rows were recorded than there is room for.
+            InputError: More rows were recorded than the buffers hold.
         """
         check_path("path", path)
         tensors = {}
@@ -73,16 +73,16 @@ class RoutingRecord:
 
 
 def load_routing(path: str | Path) -> dict[str, Tensor]:
-    """Read ids of a file that `RoutingRecord.save` wrote.
+    """Read the ids of a file that `RoutingRecord.save` wrote.
 
     Args:
-        path: Of the file.
+        path: The path of the file.
 
     Returns:
-        int32 [N, K] by name of a layer, on the CPU.
+        int32 [N, K] by layer name, on the CPU.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: The file cannot be read, or is not a record of routing.
     """
     check_path("path", path)
     try:
@@ -100,24 +100,24 @@ def load_routing(path: str | Path) -> dict[str, Tensor]:
 
 @contextmanager
 def record_routing(model: nn.Module, rows: int, *, weights: bool = False) -> Iterator[RoutingRecord]:
-    """Record the routes of every `MoELayer` of a model that is called in a block.
+    """Record the routes of every `MoELayer` of a model that is called in the `with` block.
 
         with record_routing(model, rows=4096) as record:
             model.generate(...)
         record.save("routing-0.safetensors")
 
-    As `MoELayer.record_routing`.
+    See `MoELayer.record_routing`.
 
     Args:
-        model: Holds the layers.
-        rows: Rows of all calls of a layer together that there is room for.
-        weights: Record weights beside ids.
+        model: The model with the layers.
+        rows: The capacity: the total number of rows of all calls of one layer.
+        weights: Record weights in addition to ids.
 
     Yields:
         The record.
 
     Raises:
-        ConfigError: the model holds no `MoELayer`.
+        ConfigError: The model has no `MoELayer`.
     """
     layers = _layers(model, "record_routing")
     made = {
@@ -132,24 +132,24 @@ def record_routing(model: nn.Module, rows: int, *, weights: bool = False) -> Ite
 
 @contextmanager
 def replay_routing(model: nn.Module, ids: Mapping[str, Tensor], mask: Tensor | None = None) -> Iterator[None]:
-    """Give recorded ids to every `MoELayer` of a model, for each of its calls in a block.
+    """Let every `MoELayer` of a model use recorded ids in each of its calls in the `with` block.
 
         with replay_routing(model, load_routing("routing-0.safetensors"), mask=recorded):
             model(tokens).logits.sum().backward()
 
-    As `MoELayer.replay_routing`. Ids on another device are copied to the layer's.
+    See `MoELayer.replay_routing`. Ids on another device are copied to that of the layer.
 
     Args:
-        model: Holds the layers.
-        ids: Integer [..., K] of T rows by name of a layer. Names of other layers are not used, so that a pipeline
-            stage may be given the whole model's.
-        mask: bool [...] of T elements, True for rows that take these ids: by sequence, or by token. Default: all.
+        model: The model with the layers.
+        ids: Integer [..., K] of T rows, by layer name. Names of other layers are ignored, so that a pipeline stage can
+            be given the ids of the whole model.
+        mask: bool [...] of T elements, True for rows that use these ids. Default: all rows.
 
     Yields:
         Nothing.
 
     Raises:
-        ConfigError: the model holds no `MoELayer`, or ids is no mapping.
+        ConfigError: The model has no `MoELayer`, or ids is not a mapping.
     """
     layers = _layers(model, "replay_routing")
     check_kind("replay_routing: ids", ids, Mapping)
@@ -158,7 +158,7 @@ def replay_routing(model: nn.Module, ids: Mapping[str, Tensor], mask: Tensor | N
             given = ids.get(name)
             here = given.to(layer.device) if isinstance(given, Tensor) else given
             kept = mask.to(layer.device) if isinstance(mask, Tensor) else mask
-            undo.enter_context(layer.replay_routing(here, kept))  # None is refused in the call, on all ranks
+            undo.enter_context(layer.replay_routing(here, kept))  # the layer's call raises on all ranks if this is None
         yield
 
 

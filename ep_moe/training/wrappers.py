@@ -1,4 +1,4 @@
-"""Data-parallel wrappers of torch around a model whose ranks hold different experts."""
+"""Use torch's data-parallel wrappers, DDP and FSDP2, with models whose ranks hold different experts."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def exclude_experts(model: Model) -> Model:
-    """Tell `DistributedDataParallel` to leave expert parameters alone.
+    """Exclude expert parameters from `DistributedDataParallel`.
 
-    The wrapper then broadcasts and averages everything else. Experts' gradients are summed over ranks in backward and
-    divided by the number of ranks with tokens of their own, as the wrapper does, so that nothing is to be called after
-    backward. A communication hook (`register_comm_hook`) must average too: one that is not torch's is named in a
-    warning, unless it has an attribute `averages_gradients = True`. The wrapper's `join()` is refused.
+    The wrapper then broadcasts and averages all other parameters. The layer's backward sums experts' gradients over
+    ranks, and divides them by the number of ranks with different tokens, as the wrapper does. No call is needed after
+    backward. A communication hook (`register_comm_hook`) must average too. A hook that is not torch's causes a warning,
+    unless it has an attribute `averages_gradients = True`. The wrapper's `join()` is refused.
 
     Args:
-        model: what is given to `DistributedDataParallel(model)` or `accelerator.prepare(model)` next.
+        model: The model. Pass it to `DistributedDataParallel(model)` or `accelerator.prepare(model)` afterwards.
 
     Returns:
         The same model.
     """
     own = {id(parameter) for parameter in expert_parameters(model)}
     names = {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in own}
-    names |= {f"_orig_mod.{name}" for name in names}  # of what torch.compile makes of it
+    names |= {f"_orig_mod.{name}" for name in names}  # names in the model that torch.compile returns
     before = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     buffers = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        if isinstance(module, Placement)  # each rank counts its own load
+        if isinstance(module, Placement)  # its buffers count the load of one rank
         for name, _ in module.named_buffers()
     }
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(before | names | buffers))
@@ -57,35 +57,35 @@ def exclude_experts(model: Model) -> Model:
 def fully_shard(
     model: Model, context: EPContext, *, mesh: DeviceMesh | None = None, shard_experts: bool = True, **options: Any
 ) -> Model:
-    """Apply FSDP2 to a model with `MoELayer`s: `torch.distributed.fsdp.fully_shard` that knows the experts.
+    """Apply FSDP2 (`torch.distributed.fsdp.fully_shard`) to a model with `MoELayer`s.
 
-    Expert parameters are sharded over the ranks that hold the same experts (`RankLayout.groups["expert_data"]`), where
-    there are several; else each rank keeps its own whole. Gradients are means over ranks afterwards, of experts too.
+    Expert parameters are sharded over the ranks that hold the same experts (`RankLayout.groups["expert_data"]`). If
+    there is only one such rank, it keeps its experts whole. Gradients are means over ranks after backward, including
+    those of experts.
 
     Args:
-        model: the root module.
-        context: of its layers.
-        mesh: for everything that is not an expert: 1-D to shard over, 2-D to replicate and shard (HSDP). Its ranks must
-            be all with tokens of their own, or all of the stage. Default: all ranks.
-        shard_experts: shard experts as well.
-        options: of torch's function, such as `mp_policy`, `reshard_after_forward`, `offload_policy`. FSDP2 neither
-            shards `ignored_params` nor averages their gradients: call `sync_gradients` after backward.
+        model: The root module.
+        context: The context of its layers.
+        mesh: The mesh of all other parameters: 1-D to shard, 2-D to replicate and shard (HSDP). Its ranks must be all
+            ranks with different tokens, or all of the stage. Default: all ranks.
+        shard_experts: Whether to shard experts.
+        options: Options of torch's function, such as `mp_policy`, `reshard_after_forward`, `offload_policy`. FSDP2
+            neither shards `ignored_params` nor averages their gradients: call `sync_gradients` after backward.
 
     Returns:
-        The same model, an `FSDPModule` now.
+        The same model, now an `FSDPModule`.
 
     Raises:
-        ConfigError: torch.distributed is not initialized, the layers have a context of another layout, the mesh is none
-            of these, `mp_policy` casts parameters, routers are float32 and the model is not, experts to be sharded have
-            LoRA factors or main gradients, or another device than the context's is current, on which torch's FSDP2
-            would work.
-        InputError: ranks hold different numbers in a parameter that they should hold alike; on all ranks.
+        ConfigError: torch.distributed is not initialized, the layers have a context of another layout, the mesh has
+            other ranks, `mp_policy` casts parameters, routers are float32 and the model is not, or experts to be
+            sharded have LoRA factors or main gradients. The current device, which FSDP2 uses, is not the context's.
+        InputError: Ranks hold different values of a parameter that must be equal. All ranks raise.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard as shard
 
     check_context("fully_shard", model, context)
-    inspect.signature(shard).bind(model, **options)  # torch would raise between layers that are cut and others
+    inspect.signature(shard).bind(model, **options)  # refuse unknown options before any layer is sharded
     layout, ignored = context.layout, set(options.pop("ignored_params", None) or ())
     param_dtype = getattr(options.get("mp_policy"), "param_dtype", None)
     if param_dtype is not None and any(weights.dtype != param_dtype for weights in expert_weights_of(model)):
@@ -98,7 +98,8 @@ def fully_shard(
             f"fully_shard: FSDP2 works on the device that is current, cuda:{torch.cuda.current_device()}, and the "
             f"model is on {context.device}; call torch.cuda.set_device({str(context.device)!r}) first"
         )
-    if mesh is None and not dist.is_initialized() and not TorchrunEnv.present():  # torch would read its environment
+    # under torchrun, init_device_mesh initializes torch.distributed from the environment
+    if mesh is None and not dist.is_initialized() and not TorchrunEnv.present():
         raise ConfigError(
             "fully_shard: FSDP2 needs the ranks of torch.distributed, got a context of one process without it; call "
             "EPContext.from_torchrun() under torchrun, or leave fully_shard out"
@@ -123,7 +124,7 @@ def fully_shard(
         )
     if shard_experts and any(w.lora is not None and _to_be_sharded(w) for w in expert_weights_of(model)):
         raise ConfigError("fully_shard: experts with LoRA factors are not sharded; pass shard_experts=False")
-    compare_ranks(model, context, "fully_shard")  # each rank's piece is cut from its own numbers
+    compare_ranks(model, context, "fully_shard")  # each rank cuts its shard from its own values
     before = {p: weights for weights in expert_weights_of(model) for p in weights.parameters()}
     for weights in expert_weights_of(model):
         gradients = weights.gradient_sum
@@ -132,7 +133,7 @@ def fully_shard(
             continue
         if not ignored.isdisjoint(weights.parameters()):
             continue
-        weights.sharded = True  # on a rank without experts too: what ranks compare depends on it
+        weights.sharded = True  # also on ranks without experts: comparisons over ranks depend on it
         if not weights.held:
             continue
         group, kind = gradients.replicas.group, context.device.type
@@ -149,23 +150,25 @@ def fully_shard(
     shard(model, mesh=mesh, ignored_params=kept | ignored, **options)
     follow = _divisor_of(model, mesh.size(), mesh.size() // layout.token_ranks)
     for weights in expert_weights_of(model):
-        if weights.gradient_sum.followed is None:  # else a block holds its router, which was sharded before
+        if weights.gradient_sum.followed is None:  # otherwise an inner module with its router was sharded earlier
             weights.gradient_sum.followed = follow
     return model
 
 
 def _divisor_of(module: nn.Module, ranks: int, alike: int = 1) -> Callable[[], float]:
-    """Tell what FSDP2 divides a sum of gradients by, whenever asked: `set_gradient_divide_factor` may come at any time.
+    """Return a function that returns FSDP2's current divisor of gradients.
 
-    module: an FSDPModule, which is held weakly
-    ranks: it reduces over, and divides by unless set_gradient_divide_factor set another number
-    alike: so many ranks each have the same tokens, of which the sum counts one
+    `set_gradient_divide_factor` may change the divisor at any time.
+
+    module: an FSDPModule, referenced weakly
+    ranks: the number of ranks that it reduces over, which is the default divisor
+    alike: the number of ranks with the same tokens; the experts' sum contains each token once
     """
     held = weakref.ref(module)
 
     def divisor() -> float:
         state = getattr(held(), "_get_fsdp_state", lambda: None)()
-        # torch 2.11 has one group
+        # torch 2.11 has a single group, in another attribute
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         factor = getattr(groups[0], "gradient_divide_factor", None)
         return (ranks if factor is None else factor) / alike
@@ -174,13 +177,13 @@ def _divisor_of(module: nn.Module, ranks: int, alike: int = 1) -> Callable[[], f
 
 
 def _to_be_sharded(weights: ExpertWeights) -> bool:
-    """Whether several ranks hold the same experts whole, and nothing else is done with these."""
+    """Return whether experts can be sharded: several EP groups hold them, without etp and redundant experts."""
     alike = weights.gradient_sum.replicas.size > 1 and not weights.expert_map.num_redundant
     return alike and weights.named and weights.etp.size == 1
 
 
 def _routers_apart(model: nn.Module) -> list[Router]:
-    """Those with float32 logits in a model of 16 bits."""
+    """Return the routers with float32 logits whose dtype the rest of the model does not have."""
     routers = [m for m in model.modules() if isinstance(m, Router) and m.config.float32_logits]
     of_experts = {id(p) for weights in expert_weights_of(model) for p in weights.parameters()}
     apart = {id(p) for router in routers for p in router.parameters()}
