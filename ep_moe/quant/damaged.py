@@ -1,4 +1,4 @@
-"""Codes and scales that no scheme writes: with them a layer computes NaN, or numbers of the wrong sign."""
+"""Detect damaged codes and scales, with which a layer would compute NaN or values of the wrong sign."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _E8M0_NAN = 255
 
 
 def damaged(name: str, tensor: Tensor) -> str | None:
-    """Look for codes and scales that mean no finite number.
+    """Check a tensor for codes and scales that do not represent finite values.
 
     Args:
-        name: Of an expert's tensor in a quantized scheme, such as `w13`, `w13_scale` or `w2_input_scale`.
-        tensor: Of the scheme's dtype.
+        name: The name of an expert's tensor in a quantized scheme, such as `w13`, `w13_scale` or `w2_input_scale`.
+        tensor: The tensor, of the scheme's dtype.
 
     Returns:
-        None, or what it must be and is not.
+        The violated requirement, or None.
     """
     if name.endswith("_scale"):
         if tensor.dtype == torch.uint8:
@@ -37,22 +37,22 @@ def damaged(name: str, tensor: Tensor) -> str | None:
 
 
 def damaged_products(name: str, tensors: Mapping[str, Tensor], weights: WeightFormat) -> str | None:
-    """Look for scales by which codes become 0 or infinite.
+    """Check a matrix for scales that make codes 0 or infinite.
 
     Args:
         name: "w13" or "w2".
-        tensors: Codes of the matrix and all of their scales, by name. `damaged` finds nothing in any of them.
-        weights: The format.
+        tensors: The codes of the matrix and all their scales, by name. `damaged` must have accepted each of them.
+        weights: The format of the matrix.
 
     Returns:
-        None, or what the scales must be and are not.
+        The violated requirement, or None.
     """
     codes = tensors[name]
     scales = {
         part: tensors[name + part].to(codes.device) for part in ("_scale", "_global_scale") if name + part in tensors
     }
     zero = {part: scale.float() == 0 for part, scale in scales.items() if scale.dtype != torch.uint8}
-    # the scale of an NVFP4 block of small numbers may round to 0, those of a whole matrix do not
+    # the scale of an NVFP4 block of small values may round to 0, but not those of a whole matrix
     if "_global_scale" in scales and not bool(zero["_scale"].all()):
         del zero["_scale"]
     for part, where in zero.items():

@@ -1,14 +1,14 @@
-"""E4M3: rows rounded and widened, and float8 weights to plain numbers.
+"""Quantize rows to E4M3 and dequantize them, and dequantize E4M3 weights.
 
-fp8_block has a linear float32 scale for each 128 columns, as DeepSeek-V3 rounds its activations, fp8_row one for each
-row, and fp8_tensor one scale that is known beforehand, which is a number of the launch.
+fp8_block has a linear float32 scale per 128 columns, as DeepSeek-V3's activations have, and fp8_row one per row.
+fp8_tensor has one scale that is known beforehand and passed to the kernel as a number.
 
-The torch forms are the definition, and what runs on a CPU. A Triton form is one launch that never waits. Its arithmetic
-(`e4m3_blocks` and so on) serves every kernel that rounds rows on their way, so that a row has the same bits whichever
-way it travels.
+The torch functions define the results, and run on CPUs. Each Triton function is one launch that does not synchronize.
+Every kernel that quantizes rows for transport uses the same device functions (`e4m3_blocks` and others), so that rows
+are bitwise equal over all transports.
 """
 
-# Triton's language has no types
+# functions in Triton's language have no type annotations
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
-FP8_BLOCK = 128  # columns of a row with a scale of their own, and rows of weights
+FP8_BLOCK = 128  # columns of a row that share a scale; also the rows and columns of a block of weights
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0  # E4M3's largest number
-SMALLEST = 1e-10  # a smaller largest magnitude of a row, or of its 128 columns, counts as this: zeros have a scale
+SMALLEST = 1e-10  # lower bound of the largest magnitude that a scale is computed from: zeros get a nonzero scale
 
 
 def to_fp8(x: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """Round x / scale to the nearest E4M3 number. What lies beyond 448 saturates, and a NaN stays one.
+    """Round x / scale to the nearest E4M3 number. Values beyond 448 saturate, and NaN remains NaN.
 
     Args:
-        x: Any float [...].
+        x: A floating-point tensor [...].
         scale: A number, or float32 that broadcasts to x. The division is in float32.
 
     Returns:
         float8_e4m3fn [...].
     """
-    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)  # versions of torch differ in casts of more than 448
+    # clamp first: the result of casting values beyond 448 differs between versions of torch
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def rescale_fp8(codes: Tensor, scale: Tensor, larger: Tensor) -> Tensor:
-    """Round E4M3 numbers a second time, under a larger scale.
+    """Requantize E4M3 codes to a larger scale.
 
     Args:
-        codes: float8_e4m3fn [...], whose values are codes * scale.
+        codes: float8_e4m3fn [...], with the values codes * scale.
         scale: float32 that broadcasts to codes.
-        larger: As `scale`, and nowhere below it.
+        larger: The new scale, with the shape of `scale` and nowhere smaller.
 
     Returns:
-        float8_e4m3fn [...], whose values are about the same times `larger`.
+        float8_e4m3fn [...]. Times `larger`, they approximate the same values.
     """
     return (codes.float() * (scale / larger)).to(FP8)
 
@@ -57,13 +58,13 @@ def rescale_fp8(codes: Tensor, scale: Tensor, larger: Tensor) -> Tensor:
 def dequantize_fp8_blocks(
     weight: Tensor, scale: Tensor, *, row: int = 0, column: int = 0, block: tuple[int, int] = (FP8_BLOCK, FP8_BLOCK)
 ) -> Tensor:
-    """Dequantize E4M3 weights with a scale per block, 128 x 128 in DeepSeek-V3's `weight_scale_inv`.
+    """Dequantize E4M3 weights with a scale per block, such as the 128 x 128 of DeepSeek-V3's `weight_scale_inv`.
 
     Args:
         weight: float8 [r, c], the part of the matrix that starts at (row, column).
-        scale: The factors from block (row // block[0], column // block[1]) on.
-        row: The part's first row.
-        column: The part's first column.
+        scale: The scales, starting with that of block (row // block[0], column // block[1]).
+        row: The part's first row in the matrix.
+        column: The part's first column in the matrix.
         block: Rows and columns of a block.
 
     Returns:
@@ -76,11 +77,11 @@ def dequantize_fp8_blocks(
 
 
 def dequantize_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
-    """Dequantize E4M3 weights with a scale per row, or one for all.
+    """Dequantize E4M3 weights with a scale per row, or one scale.
 
     Args:
         weight: float8 [r, c].
-        scale: [r] or [1], any float dtype.
+        scale: [r] or [1], any floating-point dtype.
 
     Returns:
         float32 [r, c].
@@ -89,11 +90,11 @@ def dequantize_fp8_rows(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def round_fp8(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
-    """Round rows as they travel in `fp8_block`, `fp8_row` or `fp8_tensor`.
+    """Quantize rows for transport in `fp8_block`, `fp8_row` or `fp8_tensor`.
 
     Args:
         x: [T, H].
-        wire: Its `dispatch` is one of the three.
+        wire: The wire, whose `dispatch` is one of these three.
 
     Returns:
         float8_e4m3fn [T, H], and scales float32 [T, H / 128], [T, 1] or None.
@@ -106,14 +107,14 @@ def round_fp8(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
 
 
 def round_blocks(x: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
-    """Round to E4M3 with a scale per block: scale = amax / 448 and value = number * scale, as DeepSeek-V3 does.
+    """Quantize to E4M3 with a scale per block: scale = amax / 448 and value = code * scale, as DeepSeek-V3 does.
 
-    Numbers and scales are those of `kernels.round_rows`, `gemm_fp8_block.quantize_rows` and
-    `call_scales.round_rows`, bit for bit.
+    Codes and scales are bitwise equal to those of `kernels.round_rows`, `gemm_fp8_block.quantize_rows` and
+    `call_scales.round_rows`.
 
     Args:
         x: [..., H].
-        block: Columns with a scale of their own, which divide H.
+        block: Columns that share a scale. It divides H.
 
     Returns:
         float8_e4m3fn [..., H] and float32 [..., H / block].
@@ -131,12 +132,12 @@ def round_blocks(x: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
 
 
 def widen_blocks(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Undo `round_blocks`, up to rounding.
+    """Dequantize rows of `round_blocks`.
 
     Args:
         x: float8_e4m3fn [..., H].
         scale: float32 [..., H / block].
-        dtype: Of the result.
+        dtype: The dtype of the result.
 
     Returns:
         [..., H].
@@ -146,12 +147,12 @@ def widen_blocks(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor:
-    """Round x / input_scale to E4M3 as `to_fp8`.
+    """Round x / input_scale to E4M3, as `to_fp8` does.
 
     Args:
         x: [..., H].
-        input_scale: One scale for all, a number of the launch on GPUs.
-        out: Contiguous float8_e4m3fn [..., H] to write to. Default: a new tensor.
+        input_scale: The scale of all rows. On GPUs it is a scalar argument of the kernel.
+        out: Contiguous float8_e4m3fn [..., H], the output. Default: a new tensor.
 
     Returns:
         float8_e4m3fn [..., H].
@@ -166,12 +167,12 @@ def round_by(x: Tensor, input_scale: float, out: Tensor | None = None) -> Tensor
 
 
 def widen_by(x: Tensor, input_scale: float, dtype: torch.dtype) -> Tensor:
-    """Undo `round_by`, up to rounding.
+    """Dequantize rows of `round_by`.
 
     Args:
         x: float8_e4m3fn [..., H].
-        input_scale: As for `round_by`.
-        dtype: Of the result.
+        input_scale: The scale passed to `round_by`.
+        dtype: The dtype of the result.
 
     Returns:
         [..., H].
@@ -181,12 +182,12 @@ def widen_by(x: Tensor, input_scale: float, dtype: torch.dtype) -> Tensor:
 
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
-_TILE, _WIDE_TILE = 1024, 4096  # numbers of a program; the latter from so many programs on that all are busy
+_TILE, _WIDE_TILE = 1024, 4096  # elements of a program; the wide tile if enough programs remain to fill the GPU
 _E4M3_MAX, _E4M3_NAN = tl.constexpr(448.0), tl.constexpr(127)
 
 
 def launch_round_blocks(x: Tensor, out: Tensor, scale: Tensor) -> None:
-    """Launch the Triton form of `round_blocks`.
+    """Launch the Triton kernel of `round_blocks`.
 
     Args:
         x: Contiguous [..., H].
@@ -204,11 +205,11 @@ def launch_round_blocks(x: Tensor, out: Tensor, scale: Tensor) -> None:
 
 
 def launch_round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
-    """Launch the Triton form of `round_by`.
+    """Launch the Triton kernel of `round_by`.
 
     Args:
         x: Contiguous [..., H].
-        input_scale: One scale for all.
+        input_scale: The scale of all rows.
         out: Contiguous float8_e4m3fn [..., H].
     """
     if x.numel():
@@ -220,40 +221,40 @@ def launch_round_by(x: Tensor, input_scale: float, out: Tensor) -> None:
 
 @triton.jit
 def e4m3_blocks(value, SMALLEST: tl.constexpr):
-    """value: float32 [..., columns with one scale]. E4M3 numbers, and scales."""
+    """Return E4M3 codes and scales of float32 [..., columns that share a scale]."""
     step = e4m3_step(tl.max(tl.abs(value), -1), SMALLEST)
     return e4m3_under(value, tl.expand_dims(step, -1)), step
 
 
 @triton.jit
 def e4m3_step(largest, SMALLEST: tl.constexpr):
-    """The scale of numbers whose largest magnitude is given."""
-    # exact division, so that rows rounded on a GPU and on a CPU have the same bits
+    """Return the scale for a largest magnitude."""
+    # IEEE division, so that results on a GPU and on a CPU are bitwise equal
     return tl.div_rn(tl.maximum(largest, SMALLEST), 448.0)
 
 
 @triton.jit
 def e4m3_under(value, step):
-    """value: float32. E4M3 numbers, under their scale."""
+    """Return the E4M3 codes of float32 values under a scale."""
     return (value * tl.div_rn(1.0, step)).to(tl.float8e4nv)
 
 
 @triton.jit
 def e4m3_by(value, input_scale):
-    """`to_e4m3` of value / input_scale."""
-    return to_e4m3(tl.div_rn(value, tl.cast(input_scale, tl.float32)))  # it may have been a whole number
+    """Return `to_e4m3` of value / input_scale."""
+    return to_e4m3(tl.div_rn(value, tl.cast(input_scale, tl.float32)))  # the argument may be an integer
 
 
 @triton.jit
 def to_e4m3(value):
-    """value: float32. The bits of E4M3 numbers, uint8, saturating at 448."""
-    rounded = tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX).to(tl.float8e4nv)  # minima leave NaN out
+    """Return the bits of E4M3 numbers, uint8, of float32 values, saturating at 448."""
+    rounded = tl.minimum(tl.maximum(value, -_E4M3_MAX), _E4M3_MAX).to(tl.float8e4nv)  # minimum does not propagate NaN
     return tl.where(value != value, _E4M3_NAN, rounded.to(tl.uint8, bitcast=True)).to(tl.uint8)
 
 
 @triton.jit
 def of_e4m3(bits):
-    """The inverse, float32."""
+    """Convert the bits of E4M3 numbers to float32: the inverse of `to_e4m3`."""
     return bits.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 

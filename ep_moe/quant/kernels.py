@@ -1,7 +1,8 @@
-"""Rows rounded to where a kernel wants them: to E4M3 with one scale each or one for all (`fp8_static`), with the scales
-of products of such rows; and to NVFP4 and MXFP8, as Blackwell's kernels take them.
+"""Triton kernels that quantize rows into the layout of a GEMM's input, and the scales of such GEMMs.
 
-Nothing of this allocates or waits for the device: the caller brings every output.
+Rows are quantized to E4M3 with one scale per row or one for all (`fp8_static`), and to NVFP4 and MXFP8 for Blackwell's
+kernels. These functions neither allocate outputs nor synchronize the device: the caller passes every output. On CPUs,
+`nvfp4_rows` and `mxfp8_rows` run in plain torch.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from ep_moe.runtime.devices import multiprocessors, on_device
 from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
 from ep_moe.runtime.triton_compat import tl, triton
 
-# Triton's language has no types
+# functions in Triton's language have no type annotations
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
 
-# on an H200
-PROGRAMS = 16  # a multiprocessor
-TILE = 4096  # values of a program at once, if that is a row
+# tuned on an H200
+PROGRAMS = 16  # programs per multiprocessor
+TILE = 4096  # elements that a program processes at once: several rows, or one row if that is longer
 
 
 @dataclass(frozen=True)
 class RowScales:
-    """Scales of a product's operands in E4M3 that are multiplied in after the sums, in float32: one per row.
+    """Scales of a GEMM's E4M3 operands, one per row, applied in float32 after the accumulation.
 
     Args:
-        rows: float32 [M], value = number * scale.
-        weights: float32 [L], one per matrix, of any stride; or [L, n], one per row of each, contiguous in n.
+        rows: float32 [M], value = code * scale.
+        weights: float32 [L], one per matrix, with any stride; or [L, n], one per row of each matrix, contiguous in n.
     """
 
     rows: Tensor
@@ -40,11 +41,11 @@ class RowScales:
 
     @property
     def per_channel(self) -> bool:
-        """Whether each row of weights, an output channel, has a scale."""
+        """Whether each row of weights (output channel) has its own scale."""
         return self.weights.dim() == 2
 
     def given(self) -> tuple[Any, ...]:
-        """Arguments of kernels, as `MatrixScales.given`."""
+        """Return the arguments of kernels, in the form of `MatrixScales.given`."""
         return 1.0, self.rows, 0, self.weights, None
 
 
@@ -52,20 +53,20 @@ def round_rows(
     x: Tensor, out: Tensor, scale: Tensor, *, x_scale: Tensor | None = None, slots: Tensor | None = None,
     counts: Tensor | None = None, pdl: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """Round each row to E4M3 with a scale of its own: scale = amax / 448, out = x / scale to the nearest.
+    """Quantize each row to E4M3 with its own scale: scale = amax / 448, out = x / scale to the nearest.
 
-    An amax below 1e-10 counts as 1e-10. A NaN stays one.
+    An amax below 1e-10 is replaced by 1e-10. NaN remains NaN.
 
     Args:
         x: bf16 [N, H].
         out: float8_e4m3fn [M, H].
         scale: float32 [M].
-        x_scale: float32 [N] or [N, 1], of rows that are E4M3 already: they and it are copied. Default: None.
-        slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are
-            left as they are. Default: row n goes to row n.
-        counts: int32 [1], on the device: only so many of the first rows are made. Default: all.
-        pdl: Start before the kernel ahead has ended, and let the next one.
-        launch: How the kernel is launched.
+        x_scale: float32 [N] or [N, 1], if x is quantized already. Rows and scales are then copied. Default: None.
+        slots: int32 [N, K], the output rows that each row is written to; below 0 or at least M for none. Other output
+            rows are not changed. Default: row n is written to row n.
+        counts: int32 [1] on the device, the number of leading rows to quantize. Default: all rows.
+        pdl: Use programmatic dependent launch: overlap with the previous kernel, and let the next one overlap.
+        launch: The function that launches the kernel.
     """
     rows, size = x.shape
     width = next_power_of_2(size)
@@ -79,13 +80,13 @@ def round_rows(
 
 
 def round_columns(w: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once) -> None:
-    """Round matrices to E4M3 and turn them: as `round_rows` of each column of w, to the same bits.
+    """Quantize matrices to E4M3 and transpose them. Bitwise equal to `round_rows` of each column of w.
 
     Args:
         w: bf16 [L, K, N], contiguous.
         out: float8_e4m3fn [L, N, K], contiguous.
         scale: float32 [L, N].
-        launch: How the kernels are launched.
+        launch: The function that launches the kernels.
     """
     experts, depth, size = w.shape
     if not w.numel():
@@ -97,17 +98,17 @@ def round_columns(w: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_
 
 
 COLUMNS = 1024  # columns of a program
-SIDE = 64  # of a tile that is turned: so many columns, and twice as many rows
+SIDE = 64  # columns of a transposed tile, which has twice as many rows
 
 
 @dataclass(frozen=True)
 class MatrixScales:
-    """Scales of a product's operands in E4M3 that are multiplied in after the sums, in float32: one per matrix.
+    """Scales of a GEMM's E4M3 operands, one per matrix, applied in float32 after the accumulation.
 
     Args:
-        rows: A float or float32 [1] for all rows, or float32 [L], of each expert's; value = number * scale.
+        rows: A float or float32 [1] for all rows, or float32 [L], one for each expert's rows; value = code * scale.
         weights: float32 [L].
-        out: float32 [L], of the product's rows where they are rounded to E4M3 too, saturating at 448; else None.
+        out: float32 [L], the scales of the output if it is quantized to E4M3 too, saturating at 448; otherwise None.
     """
 
     rows: Tensor | float
@@ -115,7 +116,7 @@ class MatrixScales:
     out: Tensor | None = None
 
     def given(self) -> tuple[Any, ...]:
-        """Arguments of kernels: factor, tensor or None, step from one expert's to the next's, weights, out."""
+        """Return the arguments of kernels: factor, tensor of scales or None, its stride over experts, weights, out."""
         if isinstance(self.rows, float):
             return self.rows, None, 0, self.weights, self.out
         return 1.0, self.rows, int(self.rows.numel() > 1), self.weights, self.out
@@ -123,10 +124,10 @@ class MatrixScales:
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Scales of a product's operands in E4M3, multiplied in after the sums of each 128 along K, in float32.
+    """Scales of a GEMM's E4M3 operands, applied in float32 after the accumulation of each 128 columns along K.
 
     Args:
-        rows: float32 [M, K / 128], of any strides; value = number * scale.
+        rows: float32 [M, K / 128], with any strides; value = code * scale.
         weights: float32 [L, n / 128, K / 128], contiguous.
     """
 
@@ -134,27 +135,27 @@ class BlockScales:
     weights: Tensor
 
     def given(self) -> tuple[Any, ...]:
-        """Arguments of kernels, as `MatrixScales.given`."""
+        """Return the arguments of kernels, in the form of `MatrixScales.given`."""
         return 1.0, self.rows, 0, self.weights, None
 
 
-NO_SCALES = (None, None, None, None, None)  # what kernels are given for operands in bf16
+NO_SCALES = (None, None, None, None, None)  # the arguments of kernels for operands in bf16
 
 
 def round_rows_by_tensor(
     x: Tensor, input_scales: Tensor, out: Tensor, scale: Tensor, slots: Tensor | None = None, *,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """Round each row once to E4M3 by the largest of the experts' scales, as `call_scales.round_rows` does.
+    """Quantize rows to E4M3 by the largest of the experts' scales, as `call_scales.round_rows` does.
 
     Args:
         x: bf16 [N, H].
-        input_scales: float32 [L], of which the largest is the scale.
+        input_scales: float32 [L]. The largest is the scale.
         out: float8_e4m3fn [M, H], x / scale to the nearest, saturating at 448.
-        scale: float32 [1], where the scale is left.
-        slots: int32 [N, K], the rows of the output that a row goes to, below 0 or at least M for none; the others are
-            left as they are. Default: row n goes to row n.
-        launch: How the kernel is launched.
+        scale: float32 [1], the scale, written.
+        slots: int32 [N, K], the output rows that each row is written to; below 0 or at least M for none. Other output
+            rows are not changed. Default: row n is written to row n.
+        launch: The function that launches the kernel.
     """
     rows, size = x.shape
     block = min(COLUMNS, next_power_of_2(size))
@@ -166,7 +167,7 @@ def round_rows_by_tensor(
 
 
 def nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> None:
-    """Run `quantize_nvfp4` in place. All tensors are contiguous.
+    """Run `quantize_nvfp4` into given outputs. All tensors are contiguous.
 
     Args:
         x: [N, H].
@@ -183,7 +184,7 @@ def nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> 
 
 
 def mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
-    """Run `quantize_mxfp8` in place. All tensors are contiguous.
+    """Run `quantize_mxfp8` into given outputs. All tensors are contiguous.
 
     Args:
         x: [N, H].
@@ -203,7 +204,7 @@ def mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
 
 @triton.jit
 def _column_scales(w, scale, depth, size, SMALLEST: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
-    """As `_round_rows` finds a row's, of WIDTH columns of an expert."""
+    """Compute the scales of WIDTH columns of an expert, as `_round_rows` computes those of rows."""
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < size
     own = w + tl.program_id(0).to(tl.int64) * depth * size
@@ -219,7 +220,7 @@ def _column_scales(w, scale, depth, size, SMALLEST: tl.constexpr, DEPTH: tl.cons
 
 @triton.jit
 def _round_columns(w, scale, depth, size, out, DEPTH: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile, turned."""
+    """Quantize a tile and store it transposed."""
     expert = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     row = tl.program_id(2) * DEPTH + tl.arange(0, DEPTH)
@@ -255,7 +256,7 @@ def _round_rows(
         number = tl.load(x + at, mask=inside & used[:, None], other=0.0)
         if x_scale is None:
             number, step = e4m3_blocks(number.to(tl.float32), SMALLEST)
-        else:  # rounded before
+        else:  # quantized before
             step = tl.load(x_scale + row, mask=used, other=0.0)
         if slots is None:
             tl.store(out + at, number, mask=inside & there[:, None])
@@ -270,7 +271,7 @@ def _round_rows(
 
 @triton.jit
 def saturated(value):
-    """Within E4M3's finite numbers; what is no number stays none."""
+    """Clamp to E4M3's finite range. NaN remains NaN."""
     value = tl.where(value > 448.0, 448.0, value)
     return tl.where(value < -448.0, -448.0, value)
 
@@ -294,7 +295,7 @@ def _round_rows_by_tensor(
             slot = tl.load(slots + n * TOP_K + i)
             used = used | ((slot >= 0) & (slot < rows_out))
     value = tl.load(x + n * size + at, mask=inside & used, other=0.0).to(tl.float32)
-    # exact division, so that rows rounded before they traveled have the same bits
+    # IEEE division, so that rows which were quantized before transport are bitwise equal
     number = saturated(tl.div_rn(value, scale)).to(tl.float8e4nv)
     if slots is None:
         tl.store(out + n * size + at, number, mask=inside)
@@ -304,14 +305,14 @@ def _round_rows_by_tensor(
             tl.store(out + slot * size + at, number, mask=inside & (slot >= 0) & (slot < rows_out))
 
 
-_BLOCKS = 64  # of one program
+_BLOCKS = 64  # blocks of one program
 _OF_6, _OF_448 = tl.constexpr(1 / 6), tl.constexpr(1 / 448)
 _LARGEST, _NAN = tl.constexpr(448.0), tl.constexpr(127)
 _NORMAL = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
 
 
 def launch_nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tensor) -> None:
-    """Launch the Triton form of `nvfp4_rows`.
+    """Launch the Triton kernel of `nvfp4_rows`.
 
     Args:
         x: [N, H].
@@ -325,7 +326,7 @@ def launch_nvfp4_rows(x: Tensor, global_scale: Tensor, data: Tensor, scale: Tens
 
 
 def launch_mxfp8_rows(x: Tensor, data: Tensor, scale: Tensor) -> None:
-    """Launch the Triton form of `mxfp8_rows`.
+    """Launch the Triton kernel of `mxfp8_rows`.
 
     Args:
         x: [N, H].
@@ -347,7 +348,7 @@ def _nvfp4_rows(x, global_scale, data, scale, blocks, BLOCKS: tl.constexpr):
     odd = tl.load(x + 2 * pair + 1, mask=inside[:, None], other=0.0).to(tl.float32)
     largest = tl.max(tl.maximum(tl.abs(even), tl.abs(odd)), axis=1)
     encode = tl.div_rn(1.0, tl.load(global_scale))
-    # the maxima above leave NaN out; a NaN's block becomes NaN by its scale, as E2M1 has none
+    # the maximum above ignores NaN. E2M1 has no NaN, so a block with one gets a NaN scale
     lost = tl.max(((even != even) | (odd != odd)).to(tl.int32), axis=1) > 0
     rounded = tl.minimum(encode * (largest * _OF_6), _LARGEST).to(tl.float8e4nv)
     bits = tl.where(lost, _NAN, rounded.to(tl.uint8, bitcast=True))
@@ -360,7 +361,7 @@ def _nvfp4_rows(x, global_scale, data, scale, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _e2m1(value):
-    """The code of the nearest of 0 .5 1 1.5 2 3 4 6, ties to the even code; the sign in bit 3."""
+    """Return the code of the nearest of 0 .5 1 1.5 2 3 4 6, ties to the even code, with the sign in bit 3."""
     size = tl.abs(value)
     code = (size > 0.25).to(tl.int32) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
     code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0)

@@ -1,15 +1,14 @@
-"""How rows are written while they travel (`Wire.dispatch`): which numbers, and which scales beside them.
+"""The formats of rows during transport (`Wire.dispatch`): dtype of the elements, and scales.
 
 plain       the layer's dtype
 fp8_block   E4M3, a float32 scale per 128 columns (DeepSeek-V3's activations)
 fp8_row     E4M3, a float32 scale per row (per-tensor fp8 without calibration)
-fp8_tensor  E4M3, all under `Wire.input_scale`, and nothing beside them (calibrated per-tensor fp8)
+fp8_tensor  E4M3, one scale `Wire.input_scale`, which is not sent (calibrated per-tensor fp8)
 mxfp8       E4M3, an E8M0 scale per 32 columns
-nvfp4       E2M1, two to a byte, an E4M3 scale per 16 columns, all under `Wire.input_scale`
+nvfp4       E2M1, two per byte, an E4M3 scale per 16 columns, and one global scale `Wire.input_scale`
 
-Scales are linear. Rows are rounded once, before the wire (`round_to_travel`, where the transport does not do it itself)
-or as they are written to it, and `Received.format` tells the kernel what came: that there are scales beside them does
-not.
+Scales are linear. Rows are quantized once: before they are sent (`round_to_travel`), or by the transport as it writes
+them. A kernel must read the format from `Received.format`: the presence of scales does not identify it.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from ep_moe.quant.fp8 import FP8_BLOCK, round_fp8, widen_blocks, widen_by
 from ep_moe.quant.kernels import mxfp8_rows, nvfp4_rows
 from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4
 
-WHOLE_ROW = -1  # instead of their number, where all of a row's have one
+WHOLE_ROW = -1  # value of `block` if all columns of a row share a scale
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the numbers of a row and its scales are stored.
+    """The storage of a row and its scales.
 
     Args:
-        number: dtype of a row's elements, None for the layer's.
-        packed: Columns in one element.
-        block: Columns with a scale of their own, 0 for no scales, WHOLE_ROW for all.
-        scale: dtype of the scales.
+        number: The dtype of a row's elements, None for the layer's.
+        packed: The number of columns in one element.
+        block: The number of columns that share a scale, 0 for no scales, WHOLE_ROW for all columns.
+        scale: The dtype of the scales.
     """
 
     number: torch.dtype | None = None
@@ -44,7 +43,7 @@ class RowFormat:
     scale: torch.dtype = torch.float32
 
     def columns(self, hidden: int) -> int:
-        """Elements of a row.
+        """Return the number of elements of a row.
 
         Args:
             hidden: H.
@@ -55,13 +54,13 @@ class RowFormat:
         return hidden // self.packed
 
     def scales(self, hidden: int) -> int:
-        """Scales of a row.
+        """Return the number of scales of a row.
 
         Args:
             hidden: H.
 
         Returns:
-            Their number, 0 for a format without.
+            The number, 0 for a format without scales.
         """
         return 1 if self.block == WHOLE_ROW else hidden // self.block if self.block else 0
 
@@ -77,14 +76,14 @@ ROW_FORMATS = {
 
 
 def round_to_travel(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
-    """Round rows as they travel (`Wire.dispatch`).
+    """Quantize rows for transport, in the format of `Wire.dispatch`.
 
     Args:
         x: [T, H].
-        wire: The format, and its `input_scale` where it has one.
+        wire: The format, and its `input_scale` if it has one.
 
     Returns:
-        Numbers [T, H / packed], and scales [T, scales per row], None where the format has none.
+        Elements [T, H / packed], and scales [T, scales per row] or None for a format without scales.
     """
     if wire.dispatch == "plain":
         return x, None
@@ -102,13 +101,13 @@ def round_to_travel(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
 
 
 def widen_arrived(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
-    """Undo `round_to_travel`, up to rounding.
+    """Dequantize rows of `round_to_travel`.
 
     Args:
         data: [..., H / packed].
         scale: [..., scales per row], or None.
-        wire: As for `round_to_travel`.
-        dtype: Of the result.
+        wire: The wire passed to `round_to_travel`.
+        dtype: The dtype of the result.
 
     Returns:
         [..., H].

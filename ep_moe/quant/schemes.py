@@ -1,5 +1,6 @@
-"""Quantization schemes as data: how an expert's matrices are stored (`weight_formats`), and how its kernels round the
-activations. The dequantized weights through the reference experts are the oracle of every quantized kernel.
+"""Quantization schemes: the storage format of an expert's matrices, and the quantization of activations.
+
+Tests compare every quantized kernel with the reference experts on dequantized weights.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from ep_moe.renamed import renamed
 
 
 class Rounding(enum.Enum):
-    """How a quantized kernel rounds its activations before a matrix product.
+    """How a quantized kernel quantizes activations before a GEMM.
 
-    NONE         not at all
+    NONE         not quantized
     FP8_STATIC   E4M3, one scale per matrix, from calibration: tensors `w13_input_scale`, `w2_input_scale`
     FP8_DYNAMIC  E4M3, one scale per matrix, from the rows of the call
     FP8_ROWS     E4M3, one scale per row
     FP8_BLOCKS   E4M3, one scale per row and 128 columns
-    NVFP4        E2M1, an E4M3 scale per row and 16 columns, under one global scale per matrix as in FP8_STATIC
+    NVFP4        E2M1, an E4M3 scale per row and 16 columns, and one calibrated global scale per matrix, as FP8_STATIC
     MXFP8        E4M3, an E8M0 scale per row and 32 columns
     """
 
@@ -53,19 +54,22 @@ class Rounding(enum.Enum):
 
     @property
     def calibrated(self) -> bool:
-        """Whether it needs the tensors `w13_input_scale` and `w2_input_scale`, float32 scalars, of each expert. One
-        call has one scale for the first product, the largest of its slots, and each expert's own for the second."""
+        """Whether it needs `w13_input_scale` and `w2_input_scale` of each expert, float32 scalars.
+
+        A call uses one scale for the first GEMM, the largest of the rank's slots. The second GEMM uses each expert's
+        own scale.
+        """
         return self in (Rounding.FP8_STATIC, Rounding.NVFP4)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One quantization of a layer's experts: a weight format for both matrices, and the rounding of activations.
+    """A quantization of a layer's experts: the format of both matrices, and the quantization of activations.
 
     Args:
-        name: As `MoELayer(quantization=)` takes it.
+        name: The value of `MoELayer(quantization=)`.
         weights: The format of both matrices.
-        activations: How a kernel rounds rows before a matrix product.
+        activations: How a kernel quantizes rows before a GEMM.
     """
 
     name: str
@@ -76,16 +80,16 @@ class Scheme:
 
     @property
     def plain(self) -> bool:
-        """Whether weights are numbers of the layer's own dtype."""
+        """Whether weights have the layer's dtype, without quantization."""
         return isinstance(self.weights, Plain)
 
     def expert(self, config: MoEConfig, dtype: torch.dtype, etp: int = 1) -> dict[str, TensorSpec]:
-        """Describe one expert's tensors: whole, or an etp rank's piece.
+        """Return the specs of one expert's tensors, whole or of an etp rank's shard.
 
         Args:
-            config: The layer.
-            dtype: Of the layer.
-            etp: Ranks that share an expert.
+            config: The layer's configuration.
+            dtype: The layer's dtype.
+            etp: The number of ranks that share an expert.
 
         Returns:
             Shapes and dtypes by canonical name.
@@ -104,11 +108,11 @@ class Scheme:
         """Quantize the matrices of experts.
 
         Args:
-            tensors: Float w13 and w2, or one of them; biases and input scales are kept as they are.
-            dtype: Of the layer.
+            tensors: w13 and w2 in floating point, or one of them. Biases and input scales are returned unchanged.
+            dtype: The layer's dtype.
 
         Returns:
-            This scheme's tensors by name.
+            The scheme's tensors by name.
         """
         parts = {name: tensor for name, tensor in tensors.items() if name not in ("w13", "w2")}
         for name in tensors.keys() & {"w13", "w2"}:
@@ -116,28 +120,28 @@ class Scheme:
         return parts
 
     def dequantize(self, tensors: Mapping[str, Tensor], name: str) -> Tensor:
-        """Undo `quantize` for one matrix, up to rounding.
+        """Dequantize one matrix.
 
         Args:
-            tensors: This scheme's, by name.
+            tensors: The scheme's tensors by name.
             name: "w13" or "w2".
 
         Returns:
-            float32, of the matrix's shape.
+            float32, with the matrix's shape.
         """
         return self.weights.dequantize(
             {part: tensors[name + part] for part in ("", "_scale", "_global_scale") if name + part in tensors}
         )
 
     def unsupported_reason(self, config: MoEConfig, etp: int) -> str | None:
-        """Say why a layer of this shape cannot be stored so.
+        """Return why the scheme does not support a layer's sizes.
 
         Args:
-            config: The layer.
-            etp: Ranks that share an expert.
+            config: The layer's configuration.
+            etp: The number of ranks that share an expert.
 
         Returns:
-            None, or the reason.
+            The reason, or None if the scheme supports them.
         """
         row, column = self.weights.unit
         inner = config.intermediate_size // etp
@@ -174,16 +178,16 @@ SCHEMES: dict[str, Scheme] = {
 
 
 def scheme_of(name: str) -> Scheme:
-    """Look up a scheme.
+    """Return the scheme of a name.
 
     Args:
-        name: One of `SCHEMES`.
+        name: A key of `SCHEMES`.
 
     Returns:
         The scheme.
 
     Raises:
-        ConfigError: there is none of this name; lists those that there are.
+        ConfigError: No scheme has this name. The message lists all names.
     """
     if name not in SCHEMES:
         hint = did_you_mean(name, SCHEMES)

@@ -1,6 +1,6 @@
-"""Formats in which one matrix of an expert is stored.
+"""Storage formats of one matrix of an expert.
 
-Values are `data * scale`, in NVFP4 times a global scale. Scales are linear (row-major, no kernel's swizzle).
+Values are `data * scale`, in NVFP4 also times a global scale. Scales are linear (row-major, not swizzled).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class TensorSpec:
     """Shape and dtype of one expert's tensor.
 
     Args:
-        shape: Its sizes.
-        dtype: Its dtype.
+        shape: The shape.
+        dtype: The dtype.
     """
 
     shape: tuple[int, ...]
@@ -43,25 +43,24 @@ class TensorSpec:
 
 
 class WeightFormat(ABC):
-    """How one matrix [rows, columns] is stored: a part "" (the data) and, where it has them, "_scale" and, of the whole
-    matrix, "_global_scale".
+    """The storage of one matrix [rows, columns]: the parts "" (data), "_scale" and "_global_scale", if it has them.
 
-    unit: (rows, columns) of the smallest piece that has scales of its own
+    unit: (rows, columns) of the smallest block that has its own scale
     """
 
     unit: tuple[int, int] = (1, 1)
 
     @abstractmethod
     def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
-        """Describe the tensors of one matrix.
+        """Return the specs of one matrix's tensors.
 
         Args:
-            rows: Of the matrix.
-            columns: Of the matrix.
-            dtype: Of the activations.
+            rows: The rows of the matrix.
+            columns: The columns of the matrix.
+            dtype: The dtype of activations.
 
         Returns:
-            Their shapes and dtypes by part.
+            Shapes and dtypes by part.
         """
 
     @abstractmethod
@@ -69,19 +68,19 @@ class WeightFormat(ABC):
         """Quantize matrices.
 
         Args:
-            weight: Any float [..., rows, columns].
-            dtype: Of the activations.
+            weight: A floating-point tensor [..., rows, columns].
+            dtype: The dtype of activations.
 
         Returns:
-            The parts, with the same leading sizes.
+            The parts, with the same leading dimensions.
         """
 
     @abstractmethod
     def dequantize(self, parts: Mapping[str, Tensor]) -> Tensor:
-        """Undo `quantize`, up to rounding.
+        """Dequantize matrices.
 
         Args:
-            parts: As `quantize` returns them.
+            parts: The result of `quantize`.
 
         Returns:
             float32 [..., rows, columns].
@@ -89,7 +88,7 @@ class WeightFormat(ABC):
 
 
 class Plain(WeightFormat):
-    """Numbers of the layer's own dtype."""
+    """The layer's own dtype, without quantization."""
 
     def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"": TensorSpec((rows, columns), dtype)}
@@ -116,7 +115,7 @@ class Fp8Tensor(WeightFormat):
 
 
 class Fp8Channels(WeightFormat):
-    """E4M3 with a float32 scale per row, which is an output channel (compressed-tensors' strategy "channel")."""
+    """E4M3 with a float32 scale per row, or output channel (strategy "channel" of compressed-tensors)."""
 
     def parts(self, rows: int, columns: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
         return {"": TensorSpec((rows, columns), FP8), "_scale": TensorSpec((rows,), torch.float32)}
@@ -148,7 +147,7 @@ class Fp8Blocks(WeightFormat):
 
 
 class Mxfp4(WeightFormat):
-    """E2M1, two to a byte (even column in the low nibble), with an E8M0 scale per 32 columns."""
+    """E2M1, two per byte (even column in the low nibble), with an E8M0 scale per 32 columns."""
 
     unit = (1, MX_BLOCK)
 
@@ -186,8 +185,10 @@ class Mxfp8(WeightFormat):
 
 
 class Nvfp4(WeightFormat):
-    """E2M1, two to a byte (even column in the low nibble), with an E4M3 scale per 16 columns and a float32 scale per
-    matrix (gate and up share one)."""
+    """E2M1, two per byte (even column in the low nibble), with an E4M3 scale per 16 columns and a float32 global scale.
+
+    The global scale is that of a matrix (gate and up share one).
+    """
 
     unit = (1, NVFP4_BLOCK)
 
@@ -208,10 +209,10 @@ class Nvfp4(WeightFormat):
 
 
 class Int4Groups(WeightFormat):
-    """Two's complement INT4, two to a byte (even column in the low nibble), with a bf16 scale per group of columns.
+    """Two's complement INT4, two per byte (even column in the low nibble), with a bf16 scale per group of columns.
 
     Args:
-        group: Columns with a scale of their own.
+        group: The number of columns that share a scale.
     """
 
     def __init__(self, group: int) -> None:
@@ -233,13 +234,13 @@ class Int4Groups(WeightFormat):
 
 
 class MxInt4(Int4Groups):
-    """Two's complement INT4, two to a byte (even column in the low nibble), with a bf16 scale per 32 columns."""
+    """Two's complement INT4, two per byte (even column in the low nibble), with a bf16 scale per 32 columns."""
 
     def __init__(self) -> None:
         super().__init__(MX_BLOCK)
 
 
 def _tiles(weight: Tensor) -> Tensor:
-    """[..., r, c] as [..., r / 128, 128, c / 128, 128]."""
+    """Reshape [..., r, c] to [..., r / 128, 128, c / 128, 128]."""
     tiles: Tensor = weight.unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))
     return tiles
