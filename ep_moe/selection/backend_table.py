@@ -1,4 +1,4 @@
-"""Which transport and kernel serve a layer's calls, by the bound on their tokens: one pair, or what was tuned."""
+"""The transport and kernel of a layer's calls, by their token limit: one pair for all calls, or tuned buckets."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class TableEntry:
     """The transport and kernel for calls of up to `tokens` tokens per rank.
 
     Args:
-        tokens: The most tokens of a rank in such a call, None for any number.
-        choice: Transport and kernel.
-        pipeline: As `MoELayer` takes it.
-        room: Tokens per rank that the transport's buffers are made for: with a pipeline those of a part. None for any
+        tokens: The most tokens of any rank in such a call, None for any number.
+        choice: The transport and kernel.
+        pipeline: The value of `MoELayer(pipeline=)`.
+        room: The tokens per rank that the transport's buffers hold; with a pipeline, those of a part. None for any
             number.
     """
 
@@ -46,21 +46,21 @@ class TableEntry:
     def dispatch_shape(
         self, config: MoEConfig, expert_map: ExpertMap, dtype: torch.dtype, wire: Wire, *, exact: bool, repeats: bool
     ) -> DispatchShape:
-        """Give the shape that the transport is made for.
+        """Return the shape that the transport is constructed for.
 
         Args:
-            config: The layer.
-            expert_map: Any of the layer's, whose slots and ranks are those of all.
-            dtype: Of the rows.
-            wire: Of the layer.
-            exact: As `ExpertsOptions` has it.
-            repeats: Whether a call of an exact layer sends a row for each route.
+            config: The layer's configuration.
+            expert_map: A map of the layer. All its maps have the same slots and ranks.
+            dtype: The dtype of rows.
+            wire: The layer's wire.
+            exact: The value of `ExpertsOptions.exact`.
+            repeats: Whether calls of an exact layer send one row for each route.
 
         Returns:
             The shape.
         """
         per_route = exact and not repeats and self._returns_routes
-        rows = config.top_k if exact and not per_route else 1  # of a token
+        rows = config.top_k if exact and not per_route else 1  # rows sent for each token
         return DispatchShape(
             hidden_size=config.hidden_size,
             top_k=config.top_k // rows,
@@ -74,17 +74,17 @@ class TableEntry:
 
     @property
     def _returns_routes(self) -> bool:
-        """Whether the pair brings back what each route of a token gave, as a row of its own."""
+        """Whether the pair returns the result of each route of a token as a separate row."""
         transport = registry.load("dispatchers", self.choice.all2all)
         kernel = registry.load("experts", self.choice.experts)
         return bool(transport.capabilities.per_route and kernel.capabilities.per_route)
 
 
 class BackendTable:
-    """The transport and kernel of a layer's calls, by the bound on their tokens.
+    """The transport and kernel of a layer's calls, by their token limit.
 
     Args:
-        entries: Tokens ascending.
+        entries: The entries, in ascending order of tokens.
     """
 
     def __init__(self, entries: Sequence[TableEntry]) -> None:
@@ -93,22 +93,22 @@ class BackendTable:
 
     @property
     def last(self) -> TableEntry:
-        """The entry for the most tokens."""
+        """The entry with the most tokens."""
         return self._entries[-1]
 
     @property
     def kernels(self) -> list[str]:
-        """Names of kernels without repetition, that of the most tokens first."""
+        """The names of the kernels without duplicates. That of the entry with the most tokens comes first."""
         return list(dict.fromkeys(entry.choice.experts for entry in reversed(self._entries)))
 
     def at(self, bound: int | None) -> TableEntry:
-        """Find what serves calls under a bound.
+        """Return the entry for calls with a token limit.
 
         Args:
             bound: The most tokens of any rank, None for any number.
 
         Returns:
-            The first entry that holds them, the last one for more.
+            The first entry with at least so many tokens, or the last entry.
         """
         if bound is None or len(self._entries) == 1:
             return self._entries[-1]
@@ -116,7 +116,7 @@ class BackendTable:
 
     @property
     def fixed(self) -> bool:
-        """Whether some transport has buffers for one dtype and size, and no exchange before rows travel."""
+        """Whether a transport has buffers of fixed dtype and size, without exchanging sizes before it sends rows."""
         return any(
             registry.load("dispatchers", entry.choice.all2all).capabilities.static and entry.room is not None
             for entry in self._entries
@@ -132,18 +132,18 @@ class BackendTable:
         options: ExpertsOptions,
         wire: Wire,
     ) -> str | None:
-        """Say which backend cannot serve the layer in another dtype than it was made with.
+        """Return why a backend does not support a dtype that the layer is converted to.
 
         Args:
-            dtype: The other one.
-            config: The layer.
-            layout: Of the ranks.
-            scheme: Of the layer.
-            options: Of the kernel.
-            wire: Of the layer.
+            dtype: The new dtype.
+            config: The layer's configuration.
+            layout: The layout of the ranks.
+            scheme: The layer's scheme.
+            options: The kernel's options.
+            wire: The layer's wire.
 
         Returns:
-            None, or the backend and its reason.
+            The backend and its reason, or None if all support it.
         """
         for entry in self._entries:
             if entry.choice.all2all == INSIDE:
@@ -160,10 +160,10 @@ class BackendTable:
     def transport_bytes(
         self, dispatch_shape: Callable[[TableEntry], DispatchShape]
     ) -> dict[tuple[str, DispatchShape], int]:
-        """Count the buffers of transports.
+        """Return the size of the transports' buffers.
 
         Args:
-            dispatch_shape: The shape that an entry's transport is made for.
+            dispatch_shape: Returns the shape that an entry's transport is constructed for.
 
         Returns:
             Bytes by transport and shape.
@@ -177,13 +177,13 @@ class BackendTable:
         return found
 
     def explained(self, table: Sequence[explain.BackendChoice]) -> list[explain.BackendChoice]:
-        """Mark these pairs as chosen.
+        """Mark this table's pairs as chosen in a table of `explain`.
 
         Args:
-            table: As `explain` gives it.
+            table: The result of `explain`.
 
         Returns:
-            The same rows, with this table's pairs as "chosen".
+            The same rows, in which only this table's pairs are "chosen".
         """
         own = {(entry.choice.all2all, entry.choice.experts): entry.choice for entry in self._entries}
         rest = [dataclasses.replace(row, status="possible") if row.status == "chosen" else row for row in table]
@@ -201,21 +201,21 @@ def tuned_table(
     dtype: torch.dtype,
     keywords: Mapping[str, Any],
 ) -> BackendTable:
-    """Take the buckets of a file as far as calls of this context go.
+    """Return the table of a tuned file's buckets, up to the context's `max_tokens`.
 
     Args:
-        tuned: The file.
-        config: The layer.
-        layout: Of the ranks.
-        device: Of the layer.
-        dtype: Of the layer.
-        keywords: Of `explain`.
+        tuned: The contents of the file.
+        config: The layer's configuration.
+        layout: The layout of the ranks.
+        device: The layer's device.
+        dtype: The layer's dtype.
+        keywords: Keyword arguments of `explain`.
 
     Returns:
         The table.
 
     Raises:
-        ConfigError: a pair cannot run here, or the kernels cannot share weights.
+        ConfigError: A pair cannot run here, or the kernels need different layouts of the weights.
     """
     most = keywords["max_tokens"]
     last = bucket_index([bucket.tokens for bucket in tuned.buckets], most)
@@ -242,8 +242,12 @@ def _described(one: Measured | TableEntry) -> str:
 
 
 def _room(bucket: Measured, used: Sequence[Measured]) -> int:
-    """Buckets of one transport share its buffers, which are as large as the largest of them wants: a call's receivers
-    look at no more rows than its bound says. Transports without fixed buffers are shared with other layers too."""
+    """Return the tokens per rank that the buffers of a bucket's transport hold.
+
+    Buckets of one transport share its buffers, which are sized for the largest of them: receivers read only the rows
+    within the call's token limit. Transports without fixed buffers are also shared with other layers, and get the limit
+    of all buckets.
+    """
     if not registry.load("dispatchers", bucket.all2all).capabilities.static:
         return used[-1].tokens
     if bucket.pipeline is not None:

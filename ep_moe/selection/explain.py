@@ -1,6 +1,6 @@
-"""Which transport and which expert kernel serve a layer, and why. The layer runs what this module prints.
+"""Choose the transport and the expert kernel of a layer, and explain the choice. The layer runs the chosen pair.
 
-A fused kernel stands under `experts`, its all2all is "inside". It runs where it is named, never by "auto".
+A fused kernel is listed under `experts`, with the all2all "inside". It is chosen only by name, never by "auto".
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from ep_moe.selection.refusals import Backends, Refusals
 from ep_moe.types import dtype_name
 
 AUTO = "auto"
-_MOST_RANKS = 1_000_000  # of a layout on paper: all of them are listed
+_MOST_RANKS = 1_000_000  # of a hypothetical layout, whose ranks are all enumerated
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """One pair of transport and kernel.
+    """A pair of transport and kernel with its status.
 
     Args:
         all2all: The transport's name.
         experts: The kernel's name.
         status: "chosen", "possible" or "refused".
-        reason: Why.
-        trains: Whether both have a backward, over this wire.
+        reason: The reason of the status.
+        trains: Whether both have a backward with this wire.
     """
 
     all2all: str
@@ -69,31 +69,32 @@ def explain(
     expert_map: ExpertMap | None = None,
     backends: Backends | None = None,
 ) -> list[BackendChoice]:
-    """List every pair of transport and kernel with its status.
+    """List all pairs of transport and kernel with their status.
 
     Args:
-        config: The layer.
-        layout: Of the ranks.
-        device: Of the layer; a torch.device of a kind that is not here, or a `GPU`, is explained too.
-        dtype: Of the layer.
-        all2all: A transport's name, which admits only that one, or "auto".
-        experts: A kernel's name, which admits only that one, or "auto".
-        scheme: How the experts are quantized.
-        options: How the kernel shall run.
+        config: The layer's configuration.
+        layout: The layout of the ranks.
+        device: The layer's device. It need not exist here if it is a torch.device or a `GPU`.
+        dtype: The layer's dtype.
+        all2all: The name of the only transport to admit, or "auto".
+        experts: The name of the only kernel to admit, or "auto".
+        scheme: The quantization of the experts.
+        options: The kernel's options.
         max_tokens: The most tokens that a rank sends in one call, None for any number.
-        wire: How rows are written while they travel.
-        expert_map: Where experts are. Any fused kernel serves some maps only; the nodes of a token depend on it, which
-            `hierarchical` states. Default: not considered, the linear map for the nodes.
-        backends: The registry as another table has read it, for the same device. Default: read anew.
+        wire: The format of rows during transport.
+        expert_map: The placement of experts. Fused kernels support only some maps. The number of nodes per token, which
+            is in the reason of `hierarchical`, depends on it. Default: fused kernels are not checked against a map, and
+            nodes are those of the linear map.
+        backends: The registry as read for an earlier table of the same device. Default: read it again.
 
     Returns:
-        A row per pair, the best first.
+        One row per pair, the best first.
 
     Raises:
-        ConfigError: a name is unknown.
+        ConfigError: A name is unknown.
     """
     options, wire = options or ExpertsOptions(), wire or PLAIN_WIRE
-    if not isinstance(device, torch.device | GPU):  # one of a kind that is not here is explained too
+    if not isinstance(device, torch.device | GPU):  # these need not exist on this host, so they are not checked
         device = as_device(device)
     _check_names(all2all, experts)
     backends = backends or Backends(device)
@@ -118,7 +119,7 @@ def explain(
 
 
 def _pairs(asked: Refusals, transports: list[tuple[str, str]]) -> Iterator[tuple[str, str, str, str | None]]:
-    """Of these transports with each kernel: names, what speaks for the pair, and why it is refused, or None."""
+    """Yield for each transport and kernel: the names, the reason to prefer the pair, and why it is refused or None."""
     limit = NodeLimit.of(asked.config, asked.layout, asked.expert_map)
     kernels = _ahead("experts", dict.fromkeys(registry.targets("experts"), ""))
     for transport, why in transports:
@@ -152,25 +153,25 @@ def choose(
     """Choose the best pair of transport and kernel.
 
     Args:
-        config: The layer.
-        layout: Of the ranks.
-        device: Of the layer; a torch.device of a kind that is not here, or a `GPU`, is explained too.
-        dtype: Of the layer.
-        all2all: A transport's name, which admits only that one, or "auto".
-        experts: A kernel's name, which admits only that one, or "auto".
-        scheme: How the experts are quantized.
-        options: How the kernel shall run.
+        config: The layer's configuration.
+        layout: The layout of the ranks.
+        device: The layer's device. It need not exist here if it is a torch.device or a `GPU`.
+        dtype: The layer's dtype.
+        all2all: The name of the only transport to admit, or "auto".
+        experts: The name of the only kernel to admit, or "auto".
+        scheme: The quantization of the experts.
+        options: The kernel's options.
         max_tokens: The most tokens that a rank sends in one call, None for any number.
-        wire: How rows are written while they travel.
-        expert_map: Where experts are; any fused kernel serves some maps only. Default: not considered.
-        backends: As for `explain`.
+        wire: The format of rows during transport.
+        expert_map: The placement of experts; see `explain`.
+        backends: See `explain`.
 
     Returns:
-        The row whose status is "chosen".
+        The row with the status "chosen".
 
     Raises:
-        ConfigError: a name is unknown.
-        BackendUnavailable: what was named cannot run; with the reasons, and the pairs that can.
+        ConfigError: A name is unknown.
+        BackendUnavailable: No admitted pair can run. The message has the reasons, and the pairs that can run.
     """
     rest: dict[str, Any] = {
         "scheme": scheme,
@@ -194,7 +195,10 @@ def choose(
 
 
 def _reasons(rows: list[BackendChoice]) -> str:
-    """Of what is installed, and the names of what is not; of that, where nothing is."""
+    """Join the reasons of pairs whose backends are installed, and the names of backends that are not.
+
+    If no pair is installed, join the reasons of all.
+    """
     here = [row for row in rows if not _missing(row)]
     pairs: dict[str, list[str]] = {}
     for row in here or rows:
@@ -208,7 +212,7 @@ def _reasons(rows: list[BackendChoice]) -> str:
 
 
 def _missing(row: BackendChoice) -> list[str]:
-    """Its backends that cannot run in this installation."""
+    """Return the names of a pair's backends that cannot run in this installation."""
     both: list[tuple[registry.Kind, str]] = [("dispatchers", row.all2all), ("experts", row.experts)]
     named: list[tuple[registry.Kind, str]] = [("fused", row.experts)] if row.all2all == INSIDE else both
     return [name for kind, name in named if registry.unsupported_reason(kind, name) is not None]
@@ -226,25 +230,25 @@ def explain_model(
     ranks_per_node: int | None = None,
     gpu: str | None = None,
 ) -> list[BackendChoice]:
-    """Run `explain` for a model config on this machine, from names as a command line has them.
+    """Run `explain` for a model configuration, with the arguments of a command line.
 
     Args:
-        config: The name of a bundled config, a TOML file, or a layer's own.
-        parallel: Sizes of the groups of ranks.
-        all2all: As for `explain`.
-        experts: As for `explain`.
-        quantization: A scheme's name.
+        config: The name of a bundled configuration, a TOML file, or a layer's configuration.
+        parallel: The sizes of the groups of ranks.
+        all2all: See `explain`.
+        experts: See `explain`.
+        quantization: The name of a scheme.
         dtype: "bfloat16", "float16" or "float32".
         max_tokens: The most tokens of a rank, None for any number.
-        wire: As for `explain`.
-        ranks_per_node: So many consecutive ranks share a node. Default: all.
-        gpu: A kind of GPU that need not be here, of `ep_moe.runtime.gpus.GPUS`. Default: what is here.
+        wire: See `explain`.
+        ranks_per_node: The number of consecutive ranks on each node. Default: all ranks.
+        gpu: A GPU of `ep_moe.runtime.gpus.GPUS`, which need not exist here. Default: this host's device.
 
     Returns:
-        A row per pair, the best first.
+        One row per pair, the best first.
 
     Raises:
-        ConfigError: a name or a number is wrong.
+        ConfigError: A name or a number is wrong.
     """
     dtypes = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
     if dtype not in dtypes:
@@ -291,8 +295,11 @@ def _check_names(all2all: str, experts: str) -> None:
 def _ranked(
     backends: Backends, config: MoEConfig, layout: RankLayout
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Transports, best first, each with the reason for its place: ours, with those of other packages that state a
-    place among them, and the rest of these."""
+    """Return two lists of (transport, reason of its place in the order), best first.
+
+    The first has the built-in transports, and those of other packages that state a place among them. The second has the
+    remaining ones of other packages.
+    """
     kinds = {name: backends.load("dispatchers", name) for name in registry.built_in("dispatchers")}
     places = {name: kind.preference(config.top_k, layout) for name, kind in kinds.items()}
     order = {name: places[name][1] for name in sorted(places, key=lambda name: places[name][0])}
@@ -302,7 +309,7 @@ def _ranked(
 
 
 def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
-    """The same order, with plug-ins ahead of the backends that their `capabilities.ahead_of` names."""
+    """Move plug-ins ahead of the backends that their `capabilities.ahead_of` names. Return names with reasons."""
     names = list(order)
     reasons = dict(order)
     stated = {
@@ -310,7 +317,7 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
         for name in registry.targets(kind)
         if registry.is_plugin(kind, name) and registry.unsupported_reason(kind, name) is None
     }
-    for name, named in [*stated.items()] * len(stated):  # again, for those that name each other
+    for name, named in [*stated.items()] * len(stated):  # repeated, because plug-ins may name each other
         places = [names.index(other) for other in named if other in names and other != name]
         if places and not (name in names and names.index(name) < min(places)):
             first = names[min(places)]
@@ -322,14 +329,14 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
 
 
 def untried(kernel: str, device: torch.device | GPU) -> str | None:
-    """Say whether a kernel was run on a kind of GPU by those who wrote it.
+    """Return a warning if a kernel has not been tested on a GPU's compute capability.
 
     Args:
-        kernel: A name.
-        device: Where it would run.
+        kernel: The name of the kernel.
+        device: The device to run it on.
 
     Returns:
-        None, or a sentence that it was not.
+        The warning, or None if the kernel was tested or does not run on a GPU.
     """
     if device.type != "cuda":
         return None

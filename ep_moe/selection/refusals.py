@@ -1,4 +1,4 @@
-"""Why a transport and an expert kernel cannot serve a layer: every question that is asked of a pair."""
+"""All checks of whether a transport and an expert kernel can serve a layer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from ep_moe.types import RowLayout, Weighting
 
 
 class Backends:
-    """The registry within one table: each backend is imported, checked and asked whether it can run once, not for each
-    of its pairs."""
+    """A cache of the registry for one table: each backend is imported and checked once, not for each of its pairs."""
 
     def __init__(self, device: torch.device | GPU) -> None:
         self.load = functools.cache(registry.load)
@@ -29,8 +28,11 @@ class Backends:
         self.unsupported_reason = functools.cache(self._unsupported_reason)
 
     def _unsupported_reason(self, kind: registry.Kind, name: str) -> str | None:
-        """A GPU that is not here has what `ep-moe[gpu]` and a CUDA build of torch bring. Libraries that are built
-        apart, and other packages, are asked here."""
+        """Return why a backend cannot run in this installation, or None.
+
+        For a hypothetical GPU, libraries of `ep-moe[gpu]` and a CUDA build of torch are assumed to be installed.
+        Backends of separately built libraries and of other packages are still checked on this host.
+        """
         if self._on_paper and not registry.is_plugin(kind, name) and name not in registry.BUILT_APART:
             return None
         try:
@@ -42,7 +44,7 @@ class Backends:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Says why a pair of transport and kernel cannot serve one layer. The fields are arguments of `explain`."""
+    """Checks pairs of transport and kernel for one layer. The fields are arguments of `explain`."""
 
     backends: Backends
     config: MoEConfig
@@ -56,7 +58,7 @@ class Refusals:
     expert_map: ExpertMap | None
 
     def of_pair(self, transport: str, kernel: str) -> str | None:
-        """None, or why this transport and this kernel cannot serve the layer."""
+        """Return why this transport and this kernel cannot serve the layer, or None if they can."""
         problem = self.scheme.unsupported_reason(self.config, self.layout.etp)
         if problem is not None:
             return problem
@@ -104,7 +106,7 @@ class Refusals:
         )
 
     def of_fused(self, kernel: str) -> str | None:
-        """None, or why this fused kernel cannot serve the layer."""
+        """Return why this fused kernel cannot serve the layer, or None if it can."""
         problem = self.scheme.unsupported_reason(self.config, self.layout.etp)
         if problem is not None:
             return problem
@@ -131,7 +133,7 @@ class Refusals:
         )
 
     def trains(self, transport: str, kernel: str) -> bool:
-        """Whether both have a backward, over this wire."""
+        """Return whether both have a backward with this wire."""
         if transport == INSIDE or self.wire != PLAIN_WIRE:
             return False
         try:
@@ -140,5 +142,5 @@ class Refusals:
                 self.backends.load("experts", kernel).capabilities.differentiable
                 and (can.differentiable or can.adjoint)
             )
-        except BackendUnavailable:  # which is the reason that the pair is refused
+        except BackendUnavailable:  # the pair is refused for the same reason
             return False

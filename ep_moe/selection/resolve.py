@@ -1,5 +1,6 @@
-"""Which backends and which expert map a layer gets, and a warning where it will train slowly. All ranks of a context
-choose alike, or raise alike.
+"""Resolve a layer's backends and expert map, and warn if it trains slowly.
+
+All ranks of a context make the same choice, or raise the same error.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ _log = logging.getLogger("ep_moe.selection")
 
 @dataclass(frozen=True)
 class LayerRequest:
-    """What a user named for a layer.
+    """The arguments of `MoELayer` that determine its backends.
 
     Args:
-        all2all: As `MoELayer` takes it, as all fields.
+        all2all: A transport's name, or "auto".
         experts: A kernel's name, or "auto".
-        quantization: A scheme's name.
-        wire: How rows travel.
-        pipeline: Tokens of a part, or None.
-        options: Of the kernel.
-        dtype: Of the layer.
+        quantization: The name of a scheme.
+        wire: The format of rows during transport.
+        pipeline: The number of tokens of a part, or None.
+        options: The kernel's options.
+        dtype: The layer's dtype.
         router: A module, or None for the layer's own.
-        tuned: A file of `ep-moe tune`, or None.
-        shared: Shared experts, or None.
-        device: Which must be the context's, or None.
+        tuned: The contents of a file of `ep-moe tune`, or None.
+        shared: A module of shared experts, or None for the layer's own.
+        device: The device, which must be the context's, or None.
     """
 
     all2all: str
@@ -64,13 +65,16 @@ class LayerRequest:
 
 
 def device_of(context: EPContext) -> torch.device:
-    """Check a context and take its device.
+    """Return a context's device.
 
     Args:
-        context: What `MoELayer` was given.
+        context: The context that `MoELayer` was given.
 
     Returns:
-        Its device.
+        The device.
+
+    Raises:
+        ConfigError: The argument is not an `EPContext`.
     """
     check_kind("MoELayer: context", context, EPContext)
     return context.device
@@ -79,25 +83,25 @@ def device_of(context: EPContext) -> torch.device:
 def agree(
     context: EPContext, name: str, config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None
 ) -> tuple[BackendTable, ExpertMap, dict[str, Any]]:
-    """Choose backends and check that all ranks were given the same layer. All raise alike.
+    """Choose backends, and check that all ranks were given the same layer. Collective.
 
     Args:
-        context: The ranks.
-        name: Of the layer.
-        config: The layer.
-        asked: What the user named.
-        expert_map: Default: experts in order over the ranks.
+        context: The context of the layer.
+        name: The name of the layer.
+        config: The layer's configuration.
+        asked: The user's request.
+        expert_map: The placement of experts. Default: `ExpertMap.linear`, experts in order over the ranks.
 
     Returns:
-        What serves which calls, the map, and the keywords of `explain` that led to it.
+        The table of backends, the map, and the keyword arguments of `explain` that led to the choice.
 
     Raises:
-        EPMoEError: on all ranks, where the layer cannot be served, or ranks were given different ones.
+        EPMoEError: No backend can serve the layer, or ranks were given different layers. All ranks raise.
     """
     nothing = explain.BackendChoice("", "", "refused", "")
     table, problem, keywords = BackendTable([TableEntry(None, nothing, None, None)]), None, dict[str, Any]()
     if (wrong := _wrong_kind(config, asked, expert_map, name)) is not None:
-        # compared by itself: what is not of its kind has no fields
+        # compare only the name: arguments of a wrong type have no fields to compare
         context.consensus.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
         raise AssertionError("a problem is raised")
     try:
@@ -141,7 +145,7 @@ def agree(
 def _facts(
     name: str, config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None, table: BackendTable
 ) -> dict[str, Any]:
-    """What ranks compare of a layer."""
+    """Return the properties of a layer that ranks compare."""
     return {
         "layer": name,
         **flat_facts(config, "MoEConfig"),
@@ -234,7 +238,7 @@ def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
 
 
 def _check_fused(name: str, asked: LayerRequest) -> None:
-    """Refuse what `explain.choose` does not look at."""
+    """Raise ConfigError for arguments that a fused kernel does not support and `explain.choose` does not check."""
     if asked.pipeline is not None:
         raise ConfigError(f"pipeline={asked.pipeline!r} is not for experts={name}: its rows do not travel in parts")
     kind: type[FusedExperts] = registry.load("fused", name)
@@ -246,7 +250,7 @@ def _check_fused(name: str, asked: LayerRequest) -> None:
 
 
 class SlowTraining:
-    """Warns once that one layer trains slowly. Alike on all ranks, which have one choice of backends."""
+    """Warns once if a layer trains slowly. All ranks have the same backends, so all of them warn."""
 
     def __init__(self) -> None:
         self._looked = False

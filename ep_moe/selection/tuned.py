@@ -1,9 +1,10 @@
-"""What was measured for a layer: by `ep-moe tune`, the fastest transport and kernel per number of tokens, for one layer
-shape on one machine; and by a layer's own kernel, whose tuning one rank does for all.
+"""Files of `ep-moe tune`, and the tuning of a layer's kernel on one rank.
 
-A bucket is a bound on the tokens that any rank sends in one call, and all ranks state theirs alike
-(`EPContext(max_tokens=)`, `EPContext.token_limit`): the smallest bucket that holds the bound in force serves the call,
-and nothing is asked of the device or of a peer.
+`ep-moe tune` measures the fastest transport and kernel per number of tokens, for one layer shape on one machine.
+
+A bucket is an upper bound of the tokens that any rank sends in one call. All ranks have the same token limit
+(`EPContext(max_tokens=)`, `EPContext.token_limit`). The smallest bucket of at least this limit serves a call, without
+synchronizing the device or communicating with other ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ _SHAPE = ("hidden_size", "intermediate_size", "num_experts", "top_k", "activatio
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One pair of transport and kernel, timed at one bucket.
+    """The measured time of one pair of transport and kernel in one bucket.
 
     Args:
-        tokens: That every rank sends.
+        tokens: The tokens that every rank sends.
         experts: The kernel's name.
         all2all: The transport's name.
-        us: Of dispatch, experts and combine, in microseconds: the slowest rank's median.
-        pipeline: As `MoELayer` takes it.
+        us: The time of dispatch, experts and combine in microseconds: the slowest rank's median.
+        pipeline: The value of `MoELayer(pipeline=)`.
     """
 
     tokens: int
@@ -63,14 +64,14 @@ class Tuned:
     """The contents of a file of `ep-moe tune`.
 
     Args:
-        machine: What the times depend on of a machine, as `machine_facts` says.
-        layer: What the times depend on of a layer, as `layer_facts` says.
-        versions: Of the software that was measured.
-        buckets: The fastest pair of each bucket, tokens ascending.
-        measured: All that were timed.
+        machine: The properties of the machine that times depend on, see `machine_facts`.
+        layer: The properties of the layer that times depend on, see `layer_facts`.
+        versions: The versions of the measured software.
+        buckets: The fastest pair of each bucket, in ascending order of tokens.
+        measured: All measured pairs.
 
     Raises:
-        ConfigError: the buckets are none, or not ascending.
+        ConfigError: There are no buckets, or they are not in ascending order.
     """
 
     machine: dict[str, Any]
@@ -85,14 +86,14 @@ class Tuned:
             raise ConfigError(f"Tuned.buckets must have ascending tokens of at least 1, got {tokens}; tune again")
 
     def mismatch(self, machine: Mapping[str, Any], layer: Mapping[str, Any]) -> str | None:
-        """Compare with this machine and layer.
+        """Compare the measured machine and layer with given ones.
 
         Args:
-            machine: As `machine_facts` gives it.
-            layer: As `layer_facts` gives it.
+            machine: The result of `machine_facts`.
+            layer: The result of `layer_facts`.
 
         Returns:
-            None, or in what they differ from those that were measured.
+            The differences, or None.
         """
         lines = [
             f"{what} {name} is {here.get(name)!r} here and {measured.get(name)!r} in the file"
@@ -103,26 +104,26 @@ class Tuned:
         return "; ".join(lines) or None
 
     def other_versions(self, versions: Mapping[str, Any]) -> str | None:
-        """Compare with the software that is installed. With other versions the times may have changed.
+        """Compare the measured versions with the installed ones. With other versions, times may differ.
 
         Args:
-            versions: As `versions` gives them.
+            versions: The result of `versions`.
 
         Returns:
-            None, or which software has another version than what was measured.
+            The software whose version differs, or None.
         """
         names = [name for name in versions if versions[name] != self.versions.get(name)]
         return ", ".join(f"{name} is {versions[name]}, was {self.versions.get(name)}" for name in names) or None
 
     def save(self, path: str | Path) -> None:
-        """Write a file that `load` reads.
+        """Write a file for `load`.
 
         Args:
-            path: The file, which is overwritten.
+            path: The file. An existing file is overwritten.
         """
         table = {"format": FORMAT, "machine": self.machine, "layer": self.layer, "versions": self.versions}
         rows = {"buckets": [as_row(one) for one in self.buckets], "measured": [as_row(one) for one in self.measured]}
-        text = json.dumps(table, indent=1)[:-2]  # a line per measurement, to be read by people too
+        text = json.dumps(table, indent=1)[:-2]  # one line per measurement, for readability
         for name, own in rows.items():
             text += f',\n "{name}": [\n  ' + ",\n  ".join(map(json.dumps, own)) + "\n ]"
         Path(path).write_text(text + "\n}\n")
@@ -138,7 +139,7 @@ class Tuned:
             Its contents.
 
         Raises:
-            ConfigError: there is no such file, or it is another one; names the file and what is wrong with it.
+            ConfigError: The file does not exist, or was not written by `ep-moe tune`.
         """
         check_path("Tuned.load: path", path)
         try:
@@ -162,23 +163,23 @@ class Tuned:
 
 
 def bucket_index(bounds: Sequence[int], tokens: int) -> int:
-    """Find the bucket that serves a number of tokens.
+    """Return the index of the bucket that serves a number of tokens.
 
     Args:
-        bounds: Ascending.
-        tokens: Of the call.
+        bounds: The bounds of the buckets, ascending.
+        tokens: The tokens of the call.
 
     Returns:
-        The index of the first bound that holds them, of the last one for more than any holds.
+        The index of the first bound that is at least `tokens`, or of the last bound if all are smaller.
     """
     return min(bisect_left(bounds, tokens), len(bounds) - 1)
 
 
 def as_row(line: Measured) -> dict[str, Any]:
-    """Write a line as plain JSON.
+    """Convert a measurement to a JSON object.
 
     Args:
-        line: What was measured.
+        line: The measurement.
 
     Returns:
         Its fields, without those that are None.
@@ -187,17 +188,17 @@ def as_row(line: Measured) -> dict[str, Any]:
 
 
 def from_row(row: Any, where: str) -> Measured:
-    """Read a line of JSON.
+    """Convert a JSON object to a measurement.
 
     Args:
-        row: An object.
-        where: Names the line in errors.
+        row: The object.
+        where: The name of the line in errors.
 
     Returns:
-        What was measured.
+        The measurement.
 
     Raises:
-        ConfigError: it is no object, or has wrong fields.
+        ConfigError: `row` is not an object, or has wrong fields.
     """
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be an object, got {row!r}; tune again")
@@ -211,13 +212,13 @@ def _rows(value: Any, where: str) -> tuple[Measured, ...]:
 
 
 def layer_facts(config: MoEConfig, scheme: str, wire: Wire, dtype: torch.dtype) -> dict[str, Any]:
-    """Describe what of a layer its times depend on. A scale of calibrated rows is no part of it.
+    """Return the properties of a layer that times depend on. `Wire.input_scale` is not one of them.
 
     Args:
-        config: The layer.
-        scheme: Its quantization's name.
-        wire: How rows travel.
-        dtype: Of the layer.
+        config: The layer's configuration.
+        scheme: The name of its quantization.
+        wire: The format of rows during transport.
+        dtype: The layer's dtype.
 
     Returns:
         Values by name.
@@ -229,13 +230,13 @@ def layer_facts(config: MoEConfig, scheme: str, wire: Wire, dtype: torch.dtype) 
 
 
 def machine_facts(device: torch.device, ep: int, etp: int, nodes: int = 1) -> dict[str, Any]:
-    """Describe what of a machine times depend on.
+    """Return the properties of a machine that times depend on.
 
     Args:
-        device: Of a rank.
-        ep: Ranks of the EP group.
-        etp: Ranks that share an expert.
-        nodes: Of the EP group.
+        device: The device of a rank.
+        ep: The number of ranks of the EP group.
+        etp: The number of ranks that share an expert.
+        nodes: The number of nodes of the EP group.
 
     Returns:
         Values by name.
@@ -245,7 +246,7 @@ def machine_facts(device: torch.device, ep: int, etp: int, nodes: int = 1) -> di
 
 
 def versions() -> dict[str, Any]:
-    """Versions of the installed software by name."""
+    """Return the versions of the installed software by name."""
     try:
         flashinfer = version("flashinfer-python")
     except PackageNotFoundError:
@@ -254,20 +255,21 @@ def versions() -> dict[str, Any]:
 
 
 def fastest_per_bucket(lines: Sequence[Measured], layouts: Mapping[str, Hashable]) -> tuple[Measured, ...]:
-    """Choose the fastest line of each bucket, among kernels that can share one layer's weights.
+    """Choose the fastest measurement of each bucket, among kernels with one layout of the weights.
 
-    Prepared weights are held once: of the layouts that were timed in every bucket, the one with the least sum over
-    buckets of (its best time / the best time of all), ties to the earlier. Within it the kernel may differ per bucket.
+    A layer stores its weights in one layout, so one layout serves all buckets. Among the layouts that were measured in
+    every bucket, this chooses the one with the least sum over buckets of (its best time / the best time of all
+    layouts). The earlier one wins a tie. Kernels of this layout may differ per bucket.
 
     Args:
-        lines: What was measured.
-        layouts: Kernel -> the layout that it reads weights in, in order of preference.
+        lines: The measurements.
+        layouts: Kernel -> the layout of its weights, in order of preference.
 
     Returns:
-        A line per bucket, tokens ascending.
+        One measurement per bucket, in ascending order of tokens.
 
     Raises:
-        ConfigError: no kernel was timed in every bucket.
+        ConfigError: No layout was measured in every bucket.
     """
     buckets = sorted({line.tokens for line in lines})
     fastest: dict[Hashable, dict[int, Measured]] = {layout: {} for layout in layouts.values()}
@@ -297,24 +299,24 @@ def tuned_on_one_rank(
     cache: str | Path | None,
     name: str,
 ) -> list[int]:
-    """Let the rank with the most experts tune a kernel. Collective.
+    """Tune a kernel on the rank with the most experts, and return the result on all ranks. Collective.
 
     Args:
-        kernel: The layer's, on each rank.
-        context: Its ranks.
-        placed: Which rank has how many experts.
-        rows: Numbers of received rows to measure.
-        cache: A folder that keeps findings, None for none.
-        name: Of the layer, for errors.
+        kernel: The layer's kernel on this rank.
+        context: The layer's context.
+        placed: The layer's expert map.
+        rows: The numbers of received rows to measure.
+        cache: A folder that stores results, None for none.
+        name: The layer's name, for errors.
 
     Returns:
-        What `kernel.tune` found there, on all ranks.
+        The result of `kernel.tune` on that rank.
     """
     busiest = max(range(placed.num_ranks), key=placed.num_slots)
     found: list[int] = context.consensus.share(
         f"tune {name}",
         lambda: kernel.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
-        owner=busiest * context.layout.etp,  # within the first EP group of those that run together
+        owner=busiest * context.layout.etp,  # its rank in the first EP group
         deadline_s=TUNING_S,
     )
     if context.layout.rank == 0:
