@@ -62,11 +62,11 @@ class ExpertLora(nn.Module):
         self.ranks, self.enabled, self._experts = dict(ranks), True, experts
         for expert in sorted({*experts} - {EMPTY}):
             module = nn.Module()
+            generator = torch.Generator("cpu").manual_seed(seed * num_experts + expert)
             for name, one in ranks.items():
                 _, rows, columns = matrices[name].shape
                 device, dtype = matrices[name].device, _factor_dtype(matrices[name])
                 a = torch.empty(one.rank, columns, dtype=dtype, device="cpu")
-                generator = torch.Generator("cpu").manual_seed(seed * num_experts + expert)
                 a.uniform_(-1 / math.sqrt(columns), 1 / math.sqrt(columns), generator=generator)
                 module.register_parameter(f"lora_A_{name}", nn.Parameter(a.to(device)))
                 b = torch.zeros(rows, one.rank, dtype=dtype, device=device)
@@ -178,3 +178,4 @@ def merge_lora(weights: ExpertSlots) -> None:
     for name, tensor in weights.lora(stored).items():
         stored[name].copy_(tensor)
     weights.lora = None
+    weights.updates += 1

@@ -65,6 +65,15 @@ def test_factors_that_are_switched_off_are_merged_all_the_same(layer):
     torch.testing.assert_close(layer(x).detach(), wanted)
 
 
+def test_a_merge_is_seen_by_what_asks_whether_weights_were_written(layer):
+    """Such as a rebalance that is under way, and a backward of a call before it."""
+    before = layer.expert_weights.updates
+    merge_lora(layer.expert_weights)
+    assert layer.expert_weights.updates == before + 1
+    merge_lora(layer.expert_weights)
+    assert layer.expert_weights.updates == before + 1, "there was nothing to merge"
+
+
 def test_autocast_rounds_no_updated_matrix(layer):
     weights = layer.expert_weights
     with torch.no_grad():
@@ -134,3 +143,11 @@ def test_factors_of_layers_whose_seeds_are_neighbors_are_not_those_of_neighborin
         lora = add_lora(MoELayer(full(), context).expert_weights, {"w2": LowRank(2, 1.5)}, seed=seed)
         drawn += [factor.detach() for name, factor in lora.named_parameters() if "lora_A" in name]
     assert len({tuple(factor.flatten().tolist()) for factor in drawn}) == len(drawn)
+
+
+def test_factors_of_an_experts_matrices_are_drawn_one_after_the_other(context):
+    lora = add_lora(MoELayer(full(), context).expert_weights, {"w13": LowRank(2, 1.5), "w2": LowRank(2, 1.5)}, seed=0)
+    for expert in range(EXPERTS):
+        drawn = [lora.get_parameter(f"{expert}.lora_A_{name}").detach().flatten() for name in ("w13", "w2")]
+        first, second = (own[: min(map(len, drawn))] / own.abs().max() for own in drawn)
+        assert torch.cosine_similarity(first, second, 0) < 0.9
