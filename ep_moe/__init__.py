@@ -4,15 +4,16 @@
     layer = MoELayer(MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8), context)
     y = layer(x)
 
-Imports go one way, from `cli` down to `types` and `errors`; `lint-imports` checks the order in pyproject.toml. Layers
-and the selection of backends import no backend file; `registry` holds their names."""
+Packages import only from packages below them, from `cli` down to `types` and `errors`. `lint-imports` checks this
+order, which pyproject.toml lists. Layers and backend selection import no backend module: `registry` names the backend
+classes as strings, and a backend's module is imported when the backend is used."""
 
 import sys
 
-if sys.argv[:1] == ["-m"]:  # Python is looking for a module to run: perhaps `python -m ep_moe`
+if sys.argv[:1] == ["-m"]:  # Python resolves the module of a `python -m` command, which may be `python -m ep_moe`
     from ep_moe_command import begin_module_form
 
-    begin_module_form()  # before the imports below, which take most of the command's start
+    begin_module_form()  # before the imports below: they take most of the command's start-up time
 
 from ep_moe._version import __version__
 from ep_moe.config import (

@@ -1,8 +1,8 @@
-"""Checks of what a user gives: a ConfigError says the field, what it must be, and what it is. Checks of what a backend
-returns. Configurations as tables.
+"""Validate user configuration and backend results, and convert configuration dataclasses from and to tables.
 
-Integers and numbers of NumPy are taken for Python's; True and False are neither. A check returns the value as Python's
-own type, since ranks compare configurations as text.
+A failed check of user input raises a ConfigError that names the field, the allowed values and the value found. Checks
+accept NumPy integers and floats, and reject True and False as numbers. They return Python's own int or float, because
+ranks compare configurations as text.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from ep_moe.types import dtype_name
 
 Config = TypeVar("Config")
 
-SHORTEST_DEADLINE_S = 0.001  # torch counts in milliseconds, and has no word for never
-LONGEST_DEADLINE_S = 7 * 24 * 3600.0  # three of them in milliseconds are still an int32, which poll() takes
-LARGEST = 2**63 - 1  # what a tensor can hold
-INT32 = 2**31 - 1  # kernels count rows and columns in it
-MOST_EXPERTS = 2**20  # and ranks of a map: far more than any model has, and a table of them still fits
-_SHOWN = 120  # characters of a value
+SHORTEST_DEADLINE_S = 0.001  # torch's timeouts have a resolution of 1 ms, and no value for "never"
+LONGEST_DEADLINE_S = 7 * 24 * 3600.0  # three deadlines in milliseconds fit into the int32 that poll() takes
+LARGEST = 2**63 - 1  # the largest int64
+INT32 = 2**31 - 1  # kernels index rows and columns with int32
+MOST_EXPERTS = 2**20  # also limits the ranks of a map: far above any model, and a table of this size fits in memory
+_SHOWN = 120  # characters of a value that an error prints
 
 
 def check_count(name: str, value: object, *, at_least: int, at_most: int = LARGEST) -> int:
-    """name: as the user wrote it, such as `MoEConfig.top_k`"""
+    """Return value as a Python int; raise ConfigError unless it is an integer in [at_least, at_most].
+
+    name: the field as the user wrote it, such as `MoEConfig.top_k`
+    """
     found = as_whole(value)
     if found is None or not at_least <= found <= at_most:
         within = f"at most {at_most}" if found is not None and found > at_most else f"at least {at_least}"
@@ -60,7 +63,7 @@ def check_not_negative(name: str, value: object) -> float:
 
 
 def check_share(name: str, value: object) -> float:
-    """A part of a whole, which is not nothing."""
+    """Return value as a Python number; raise ConfigError unless it is a fraction in (0, 1]."""
     found = as_number(value)
     if found is None or not 0 < found <= 1:
         raise ConfigError(f"{name} must be a number above 0 and at most 1, got {shown(value)}")
@@ -81,7 +84,7 @@ def check_divides(name: str, value: object, whole: int, what: str) -> int:
 
 
 def deadline_problem(name: str, value: object) -> str | None:
-    """None, or why a number of seconds is no deadline."""
+    """Return None, or the reason why a number of seconds cannot be a deadline."""
     found = as_number(value)
     if found is not None and SHORTEST_DEADLINE_S <= found <= LONGEST_DEADLINE_S:
         return None
@@ -96,9 +99,11 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def check_fields(capabilities: Any, kind: type) -> None:
-    """A backend's capabilities hold what the annotations of their class say. Numbers are left to `check_count`.
+    """Raise ConfigError unless the fields of a backend's capabilities have the annotated types.
 
-    kind: the class of ep_moe's that they extend
+    Integer fields are skipped: `check_count` checks them.
+
+    kind: the capabilities class of ep_moe that the backend's class extends
     """
     for name, annotation, hint in _checked_fields(kind):
         value = getattr(capabilities, name)
@@ -108,7 +113,7 @@ def check_fields(capabilities: Any, kind: type) -> None:
 
 @functools.cache
 def _checked_fields(kind: type) -> list[tuple[str, Any, Any]]:
-    """Of a dataclass: name, annotation and type of each field without numbers."""
+    """Return name, annotation text and resolved type of each dataclass field that is not an integer."""
     hints = get_type_hints(kind)
     fields = [(field.name, field.type, hints[field.name]) for field in dataclasses.fields(kind)]
     return [(name, text, hint) for name, text, hint in fields if int not in (hint, *_taken_apart(hint)[1])]
@@ -116,7 +121,8 @@ def _checked_fields(kind: type) -> list[tuple[str, Any, Any]]:
 
 @functools.cache
 def _taken_apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A layer's choice of backends asks thousands of times."""
+    """Return the origin and the arguments of a type hint. Cached: choosing a layer's backends calls it thousands of
+    times."""
     return get_origin(hint), get_args(hint)
 
 
@@ -137,7 +143,10 @@ def check_path(name: str, value: object) -> None:
 
 
 def set_counts(config: Any, *, at_most: int = LARGEST, **least: int) -> None:
-    """Check integer fields of a frozen dataclass: name=the least that it may be."""
+    """Check integer fields of a frozen dataclass and store them as Python ints.
+
+    least: the smallest allowed value of each field, by name
+    """
     for name, at_least in least.items():
         found = check_count(f"{_name(config)}.{name}", getattr(config, name), at_least=at_least, at_most=at_most)
         object.__setattr__(config, name, found)
@@ -154,53 +163,53 @@ def set_positive(config: Any, *names: str) -> None:
 
 
 def as_whole(value: object) -> int | None:
-    """An integer as Python's, None for what is none."""
+    """Return an integer as a Python int, None for any other value."""
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
 def as_id(value: object) -> int | None:
-    """As `as_whole`, and an integer tensor of one element too."""
+    """Return an integer, or an integer tensor of one element, as a Python int; None for any other value."""
     if isinstance(value, numbers.Integral | bool):
         return as_whole(value)
     if getattr(value, "dtype", None) is torch.bool or not isinstance(value, SupportsIndex):
         return None
     try:
         return index(value)
-    except TypeError:  # a tensor of floats, or of several
+    except TypeError:  # a float tensor, or one of several elements
         return None
 
 
 def as_number(value: object) -> float | None:
-    """A finite number as Python's, None for what is none."""
+    """Return a finite number as a Python int or float, None for any other value."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
         found = float(value)
     except OverflowError:
         return None
-    if not abs(found) < float("inf"):  # NaN is not less either
+    if not abs(found) < float("inf"):  # also rejects NaN
         return None
     return int(value) if isinstance(value, numbers.Integral) else found
 
 
 def shown(value: object) -> str:
-    """A value in a sentence."""
+    """Return the repr of a value for an error message, shortened to `_SHOWN` characters."""
     try:
         text = repr(value)
-    except Exception:  # a user's own __repr__
+    except Exception:  # a user's __repr__ may raise anything
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({type(value).__name__})"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Suggest a name for one that is unknown, for an error.
+    """Suggest the closest known name for an unknown one, as a part of an error message.
 
     Args:
-        name: What was given.
-        known: The names that there are.
+        name: The name that the user gave.
+        known: The valid names.
 
     Returns:
-        " (did you mean 'x'?)", or "" where no name is close.
+        " (did you mean 'x'?)", or "" if no known name is close.
     """
     close = difflib.get_close_matches(name, list(known), n=1) if isinstance(name, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
@@ -217,14 +226,15 @@ def from_table(cls: type[Config], table: dict[str, Any], *, where: str) -> Confi
     """Build a configuration dataclass from nested tables.
 
     Args:
-        table: Fields by name, as TOML has them.
-        where: What errors call the table, such as its path.
+        cls: The dataclass.
+        table: Fields by name, as read from TOML.
+        where: The name of the table in errors, such as its path.
 
     Returns:
         An instance of the class.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value of another type or out of bounds.
+        ConfigError: a key is unknown or missing, or a value has a wrong type or is out of bounds.
     """
     hints = get_type_hints(cls)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -265,14 +275,14 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def flat_facts(config: Any, prefix: str) -> dict[str, Any]:
-    """Write a configuration as plain facts, field by field, so that a difference between ranks has a name.
+    """Flatten a configuration into one entry per field, so that an error can name the field in which ranks differ.
 
     Args:
         config: A dataclass.
-        prefix: What the names begin with.
+        prefix: The first part of each name.
 
     Returns:
-        Values by "prefix.field", of nested dataclasses too.
+        Values by "prefix.field"; fields of nested dataclasses by "prefix.field.field". Enums as their values.
     """
     facts: dict[str, Any] = {}
     for own in dataclasses.fields(config):
@@ -286,13 +296,16 @@ def flat_facts(config: Any, prefix: str) -> dict[str, Any]:
 
 
 # --- files that a command writes --------------------------------------------------------------------------------------
-# Files that a command is to write: what is wrong with them is said before anything is computed.
+# Checked before the command computes anything.
 
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_target(option: str, file: Path | None) -> None:
-    """option: as the user wrote it, such as `--csv`"""
+    """Raise ConfigError unless a command can write this file. None passes.
+
+    option: the option as the user wrote it, such as `--csv`
+    """
     if file is None:
         return
     if not file.parent.is_dir():
@@ -311,29 +324,30 @@ def check_picture(option: str, file: Path | None) -> None:
         raise ConfigError(f"{option} needs matplotlib; pip install ep-moe[plot]")
 
 
-# --- what a backend returns, looked at before it is sent on -----------------------------------------------------------
+# --- results of backends, checked before they are passed on -----------------------------------------------------------
 
 _REMEDY = "mend the backend, and try it with ep_moe.testing."
 
 
 def check_returned_rows(what: str, contract: str, y: Any, dtype: torch.dtype, shape: Sequence[int | None]) -> Tensor:
-    """Check rows that a backend has computed or brought back.
+    """Check the rows that an expert kernel or a transport returned.
 
-    Rows of another dtype would give a layer's result that dtype. On one rank alone they would end a process in gloo,
-    or be read by another width.
+    Rows of a wrong dtype would change the dtype of the layer's result. If one rank alone sent them, gloo would end a
+    process, or peers would read them with the wrong element size.
 
     Args:
         what: Backend and method, for errors.
-        contract: Of `ep_moe.testing`, which finds such faults.
-        y: What was returned.
-        dtype: Of the layer.
-        shape: Sizes, None for one that is not known here.
+        contract: The function of `ep_moe.testing` that finds such faults.
+        y: The returned value.
+        dtype: The layer's dtype.
+        shape: The expected sizes, None for a size that is unknown here.
 
     Returns:
         y.
 
     Raises:
-        TypeError: y is anything else. No `EPMoEError`, which all ranks raise alike: one rank sends it to its peers.
+        TypeError: y is no tensor of this dtype and shape. The class is not an `EPMoEError`, because the fault is
+            this rank's alone. `EPContext` then reports it to the peers.
     """
     if torch.compiler.is_compiling():
         return y  # type: ignore[no-any-return]
@@ -354,8 +368,8 @@ def check_returned(what: str, contract: str, found: Any, kind: type) -> None:
     Args:
         what: As in `check_returned_rows`.
         contract: As in `check_returned_rows`.
-        found: What was returned.
-        kind: What it must be.
+        found: The returned value.
+        kind: The required class.
 
     Raises:
         TypeError: it is of another class.

@@ -1,4 +1,4 @@
-"""What a user states: frozen, keyword-only dataclasses, checked on construction, readable from TOML."""
+"""The configuration that users write: frozen, keyword-only dataclasses, checked on construction, readable from TOML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ep_moe.types import Activation
 
 
 class RoutingMethod(enum.Enum):
-    """From logits [T, E] to ids and weights [T, K].
+    """How the router turns logits [T, E] into ids and weights [T, K].
 
     - `SOFTMAX_TOPK`: softmax over all experts, then top-k (Mixtral, Qwen3-MoE).
     - `TOPK_SOFTMAX`: top-k of the logits, then softmax over the K (GPT-OSS).
@@ -42,21 +42,21 @@ class RoutingMethod(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
-    """How tokens choose experts.
+    """How the router chooses the experts of a token.
 
     Args:
-        method: From logits to ids and weights.
+        method: How logits become ids and weights.
         renormalize: Divide the K weights by their sum (SOFTMAX_TOPK and SIGMOID_TOPK).
         scaling_factor: Routed scaling factor, multiplied in last.
-        num_groups: SIGMOID_TOPK: groups of experts. A group's score is the sum of its two best experts.
+        num_groups: SIGMOID_TOPK: the number of expert groups. A group's score is the sum of its two best experts.
         top_groups: SIGMOID_TOPK: the number of best groups whose experts can be chosen.
         correction_bias: SIGMOID_TOPK adds a learned bias [E] to the scores for the choice, not to the weights.
         bias: The router's linear map has a bias [E].
         weight_on_input: Multiply the expert's input, not its output, by the weight (needs top_k = 1).
-        float32_logits: Hold and compute the linear map in float32 whatever the layer's dtype.
+        float32_logits: Store and compute the linear map in float32, whatever the layer's dtype.
 
     Raises:
-        ConfigError: a field is of a wrong kind, out of range or of no use to the method.
+        ConfigError: a field has a wrong type, is out of range, or does not apply to the method.
     """
 
     method: RoutingMethod = RoutingMethod.SOFTMAX_TOPK
@@ -94,24 +94,24 @@ class RoutingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """One MoE layer, independent of where it runs.
+    """The shape and routing of one MoE layer, independent of where it runs.
 
     Args:
         hidden_size: H.
-        intermediate_size: I, of one routed expert.
-        num_experts: E, logical experts.
-        top_k: K, experts of a token.
-        activation: What stands between the two expert matrices.
+        intermediate_size: I of one routed expert.
+        num_experts: E, the number of logical experts.
+        top_k: K, the number of experts of a token.
+        activation: The function between the two expert matrices.
         activation_alpha: The constant alpha of SWIGLU_CLAMPED and SWIGLU_SOFTCAPPED.
         activation_limit: The constant limit of SWIGLU_CLAMPED, SWIGLU_SOFTCAPPED, SWIGLU_LIMITED and
             SWIGLU_LIMITED_AFTER.
         expert_bias: Both expert matrices have biases [E, 2I] and [E, H].
-        shared_intermediate_size: I of the shared expert, 0 for none. It is gated as the routed ones.
+        shared_intermediate_size: I of the shared expert, 0 for none. It has the activation of the routed experts.
         shared_gate: Multiply the shared expert's output by sigmoid(x @ gate) (Qwen2-MoE).
-        routing: How tokens choose experts.
+        routing: How the router chooses the experts of a token.
 
     Raises:
-        ConfigError: a field is of a wrong kind, out of range, or does not fit another.
+        ConfigError: a field has a wrong type, is out of range, or contradicts another field.
     """
 
     hidden_size: int
@@ -169,38 +169,40 @@ class MoEConfig:
 
     @property
     def w13_rows(self) -> int:
-        """Rows of w13: gate and up where the activation is gated, else I."""
+        """Rows of w13: 2I (gate and up) if the activation is gated, else I."""
         return self.intermediate_size * (2 if self.activation.gated else 1)
 
 
-ONE_SCALE = {"fp8_tensor": 448, "nvfp4": 448 * 6}  # formats under one `Wire.input_scale`; what x / input_scale may be
+ONE_SCALE = {"fp8_tensor": 448, "nvfp4": 448 * 6}  # the largest x / input_scale, by format with one `input_scale`
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """How rows are written while they travel.
+    """The number format of rows in dispatch and combine.
 
     Formats of `dispatch`:
 
     - `"plain"`: the layer's dtype.
-    - `"fp8_block"`: E4M3 with a float32 scale for each 128 columns (DeepSeek-V3's activations): half the bytes. Rows
-      are rounded once, before the wire. A kernel that takes such rows (`fp8_block_triton`) gives the same bits as from
-      plain rows, which it rounds alike. Other kernels widen them.
-    - `"fp8_row"`: E4M3 with one float32 scale for each row, likewise for `fp8_dynamic_triton` and `fp8_channel_triton`.
-    - `"fp8_tensor"`: E4M3 under one scale and none beside the rows, for `fp8_static` with calibrated scales.
-    - `"mxfp8"`: E4M3 with an E8M0 scale for each 32 columns, for Blackwell's kernels of this format.
-    - `"nvfp4"`: E2M1 with an E4M3 scale for each 16 columns, for Blackwell's kernels of this format.
+    - `"fp8_block"`: E4M3 with one float32 scale per 128 columns (DeepSeek-V3's activations): half the bytes. Rows are
+      rounded once, before dispatch. `fp8_block_triton` takes such rows as they are. Its results are bitwise equal to
+      those from plain rows, which it rounds in the same way. Other kernels convert the rows to the layer's dtype.
+    - `"fp8_row"`: E4M3 with one float32 scale per row. `fp8_dynamic_triton` and `fp8_channel_triton` take such rows.
+    - `"fp8_tensor"`: E4M3 with one static scale, `input_scale`. No scales are sent. For `fp8_static` with calibrated
+      scales.
+    - `"mxfp8"`: E4M3 with one E8M0 scale per 32 columns, for Blackwell's kernels of this format.
+    - `"nvfp4"`: E2M1 with one E4M3 scale per 16 columns, for Blackwell's kernels of this format.
 
     Args:
-        dispatch: The format of rows on their way to the experts, one of those above.
-        combine: "plain", or "fp8", E4M3 without a scale: half the bytes, each rank's part rounded to 4 bits of mantissa
-            (2**-4 of its size) and clamped to 448.
-        input_scale: Of "fp8_tensor" and "nvfp4" rows, and only of these: the factor of their numbers (of these times
-            their scales). The largest magnitude of a calibration / 448, or / (448 * 6), as a checkpoint's
-            `input_scale`; the largest of the layer's experts.
+        dispatch: The format of rows that are sent to the experts, one of those above.
+        combine: "plain", or "fp8": E4M3 without a scale, half the bytes. Each rank's part is then rounded to 4 bits of
+            mantissa (2**-4 of its size) and clamped to 448.
+        input_scale: The static scale of "fp8_tensor" and "nvfp4" rows; None for other formats. A row is its stored
+            numbers (in "nvfp4" times their block scales) times `input_scale`. Its value is the largest calibrated
+            magnitude / 448 ("fp8_tensor") or / (448 * 6) ("nvfp4"), as in a checkpoint's `input_scale`. Take the
+            largest over the layer's experts.
 
     Raises:
-        ConfigError: an unknown format, or an `input_scale` that is missing or of no use.
+        ConfigError: a format is unknown, `input_scale` is missing, or the format has no `input_scale`.
     """
 
     dispatch: str = "plain"
@@ -234,10 +236,10 @@ PLAIN_WIRE = Wire()
 
 
 class Tokens(enum.Enum):
-    """How tokens arrive across the tp ranks of a dp rank.
+    """Whether the tp ranks of one dp rank pass the same tokens.
 
-    - `REPLICATED`: every tp rank passes the same tokens. Each dispatches its share, and outputs are gathered.
-    - `SHARDED`: every rank passes tokens of its own (sequence parallel). Nothing is gathered.
+    - `REPLICATED`: every tp rank passes the same tokens. Each rank dispatches its share, and outputs are gathered.
+    - `SHARDED`: every rank passes its own tokens (sequence parallelism). Nothing is gathered.
     """
 
     REPLICATED = "replicated"
@@ -246,14 +248,16 @@ class Tokens(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """The sizes of both views of the ranks: attention sees pp * dp * tp, experts see pp * replicas * ep * etp.
+    """The sizes of the parallel groups.
+
+    The same ranks form two grids: pp * dp * tp for attention, and pp * replicas * ep * etp for experts.
 
     Args:
         pp: Pipeline stages.
         dp: Data-parallel ranks of a stage.
         tp: Tensor-parallel ranks of a dp rank.
-        ep: Ranks of an EP group. Default: what is left, dp * tp / etp.
-        etp: Ranks over which an expert is cut.
+        ep: Ranks of an EP group. Default: dp * tp / etp, one EP group for the stage.
+        etp: Ranks that share one expert's intermediate size.
         tokens: Whether the tp ranks of one dp rank pass the same tokens.
 
     Raises:
@@ -275,7 +279,7 @@ class ParallelConfig:
 
     @classmethod
     def expert_parallel(cls, *, dp: int, tp: int = 1, pp: int = 1) -> ParallelConfig:
-        """Spread whole experts over every rank of the stage: ep = dp * tp, etp = 1.
+        """Distribute whole experts over all ranks of the stage: ep = dp * tp, etp = 1.
 
         Args:
             dp: Data-parallel ranks of a stage.
@@ -289,7 +293,7 @@ class ParallelConfig:
 
     @classmethod
     def expert_tensor_parallel(cls, *, dp: int, tp: int, pp: int = 1) -> ParallelConfig:
-        """Spread experts over dp and cut each over tp: ep = dp, etp = tp.
+        """Distribute experts over dp, and shard each expert over tp: ep = dp, etp = tp.
 
         Args:
             dp: Data-parallel ranks of a stage.
@@ -303,7 +307,7 @@ class ParallelConfig:
 
     @classmethod
     def tensor_parallel(cls, *, dp: int = 1, tp: int, pp: int = 1) -> ParallelConfig:
-        """Cut every expert over every rank of the stage: ep = 1, etp = dp * tp.
+        """Shard every expert over all ranks of the stage: ep = 1, etp = dp * tp.
 
         Args:
             dp: Data-parallel ranks of a stage.
@@ -318,17 +322,17 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A published model, as far as its MoE layers go. `configs/*.toml` hold these.
+    """The MoE layers of a published model, as in `configs/*.toml`.
 
     Args:
         name: The model's name.
-        family: The row of `ep_moe.checkpoint.model_names` that names its tensors.
-        num_layers: Layers, dense ones included.
-        dense_layers: Layers without experts.
-        moe: Its MoE layers, which are alike.
+        family: The entry of `ep_moe.checkpoint.model_names` that names its tensors.
+        num_layers: Number of layers, including dense ones.
+        dense_layers: Number of layers without experts.
+        moe: The configuration of every MoE layer.
 
     Raises:
-        ConfigError: a field is of a wrong kind, or no layer has experts.
+        ConfigError: a field has a wrong type, or no layer has experts.
     """
 
     name: str
@@ -349,12 +353,12 @@ class ModelConfig:
 
     @property
     def moe_layers(self) -> int:
-        """Layers with experts."""
+        """Number of layers with experts."""
         return self.num_layers - self.dense_layers
 
     @property
     def routed_parameters(self) -> int:
-        """Parameters in routed experts of the whole model, biases not counted."""
+        """Number of parameters in the routed experts of all layers, without biases."""
         moe = self.moe
         return self.moe_layers * moe.num_experts * moe.hidden_size * (moe.w13_rows + moe.intermediate_size)
 

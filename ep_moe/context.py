@@ -1,4 +1,4 @@
-"""EPContext: process groups, transports, scratch memory and failure detection that a model's layers share."""
+"""EPContext: the process groups, transports, scratch memory and failure detection that the layers of a model share."""
 
 from __future__ import annotations
 
@@ -33,12 +33,15 @@ _log = logging.getLogger("ep_moe.context")
 if TYPE_CHECKING:
     from ep_moe.all2all.base import Dispatcher, DispatchShape
 
-TUNING_S = 1800.0  # how long ranks wait for the one that tunes
+TUNING_S = 1800.0  # how long ranks wait for the rank that measures in `tune`
 TUNED_ROWS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
 
 class _Forward:
-    """From `_entered` on. A generator in its place takes the host twice as long."""
+    """The context manager that `EPContext._entered` returns; it ends the forward.
+
+    It is a class because a generator-based context manager takes the host twice as long.
+    """
 
     def __init__(self, context: EPContext) -> None:
         self._context = weakref.ref(context)
@@ -57,27 +60,28 @@ class _Forward:
             context._left()
 
 
-_COMPILED = nullcontext()  # a graph is traced once, and runs where nothing here is looked at
+_COMPILED = nullcontext()  # a compiled graph is traced once, and does not execute these checks when it runs
 
 
 class EPContext(ConnectedRanks):
-    """Rank layout and groups, the pool of dispatchers, the flight recorder and the deadline of one model.
+    """The rank layout and groups, the pool of dispatchers, the flight recorder and the deadline of one model.
 
-    Made collectively by one of `from_torchrun`, `from_groups`, `from_mesh`; `local` makes one for a single process.
-    These call the constructor. Outlives its layers, is not re-entrant, works as a context manager. Several may live in
-    one process.
+    All ranks create it together by `from_torchrun`, `from_groups` or `from_mesh`. `local` creates one for a single
+    process. These methods call the constructor. A context must outlive its layers. It is not re-entrant: it runs one
+    forward at a time. It works as a context manager, and one process may have several contexts.
 
     Args:
         layout: This rank's coordinates and groups.
-        device: Where the layers compute.
-        store: Shared by the ranks; None for a single process.
+        device: The device on which the layers compute.
+        store: The store that the ranks share; None for a single process.
         rank_groups: Process groups by kind.
-        flight_recorder: Follows the steps of this rank and its peers.
-        max_tokens: The most tokens that any rank passes to a layer in one call, for which transports make buffers once.
-            Default: any number; buffers grow where a transport can (`nvlink_p2p`), and CUDA graphs cannot hold it.
+        flight_recorder: Tracks the steps of this rank and its peers.
+        max_tokens: The most tokens that any rank passes to a layer in one call. Transports with fixed buffers allocate
+            them once for this number. Default: no limit. The buffers of `nvlink_p2p` then grow with the calls, and
+            `MoELayer.capture` refuses the layer. Other transports with fixed buffers need `max_tokens`.
 
     Attributes:
-        consensus: Among the ranks that run the same layers (this rank's lockstep group).
+        consensus: Consensus of the ranks that run the same layers (this rank's lockstep group).
     """
 
     def __init__(
@@ -92,26 +96,26 @@ class EPContext(ConnectedRanks):
         super().__init__(layout, device, store, rank_groups, flight_recorder, max_tokens)
         self._stage_times: StageTimes | None = None
         self._current_limit = self._max_dispatch_tokens
-        self._agreed_limit: int | None = None  # of the call that begins, where its ranks have agreed on it before
+        self._agreed_limit: int | None = None  # of the beginning call, if its ranks have agreed on one already
         self._workspaces = Workspaces(device)
         self._compute = SideStream(priority=-1)
         self._recorders: list[Any] = []
         self._generation: Any = None
         self._pool: dict[tuple[str, DispatchShape], Any] = {}
         self._backends: Any = None  # the registry as `selection` read it for the first layer
-        self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # in order of making
+        self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by order of construction
         self._layer_count = 0
         self._layers_named = _layers_named(weakref.ref(self))
         self._inside: str | None = None
         self._forward = _Forward(self)
         self._destroyed = False
         self._dropped = weakref.finalize(self, _never_destroyed, flight_recorder, str(layout))
-        self._dropped.atexit = False  # a process that ends takes everything with it
+        self._dropped.atexit = False  # at process exit the operating system frees everything
 
     # --- what layers use ---------------------------------------------------------------------------------------
 
     def _dispatcher(self, name: str, dispatch_shape: DispatchShape) -> Dispatcher:
-        """The pool's dispatcher of that name and shape, made on first use."""
+        """Return the pooled dispatcher of this name and shape. It is created on first use."""
         made: Dispatcher = self._pooled(
             name, dispatch_shape, lambda: registry.load("dispatchers", name)(dispatch_shape, self.rank_groups["ep"])
         )
@@ -119,12 +123,14 @@ class EPContext(ConnectedRanks):
 
     @on_device_of(lambda self, *_: self.device)
     def _pooled(self, name: str, dispatch_shape: DispatchShape, make: Callable[[], Any]) -> Any:
-        """What layers of one dispatch shape share, made on first use and given back with the context. It has
-        `capabilities` and `destroy()`."""
+        """Return the object that layers of one dispatch shape share, a transport or the buffers of a fused kernel.
+
+        It is created on first use and destroyed with the context. It has `capabilities` and `destroy()`.
+        """
         self._check_alive()
         key = (name, dispatch_shape)
         if key not in self._pool:
-            # a library may wait for peers, after it has compiled its kernels
+            # a library may compile kernels and then wait for its peers, so the deadline is extended
             with self.flight_recorder.step("connect", name, counted=False, more_s=COMPILING_S):
                 self._pool[key] = make()
             if self.layout.rank == 0:
@@ -133,29 +139,30 @@ class EPContext(ConnectedRanks):
 
     @property
     def _max_dispatch_tokens(self) -> int | None:
-        """The most tokens that a rank dispatches: its own share of `max_tokens`, and its etp peers'."""
+        """The most tokens that a rank dispatches: its share of `max_tokens` and the shares of its etp peers."""
         return None if self.max_tokens is None else self.layout.max_dispatch_tokens(self.max_tokens)
 
     @property
     def _call_limit(self) -> int | None:
-        """The most tokens that a rank dispatches in the call under way, where that is known."""
+        """The most tokens that a rank dispatches in the current call; None if that is not known yet."""
         return self._agreed_limit if self._current_limit is None else self._current_limit
 
     @contextmanager
     def token_limit(self, max_tokens: int) -> Iterator[None]:
-        """Bound the tokens of calls within a block, below the context's `max_tokens`.
+        """Limit the tokens of calls within a block to fewer than the context's `max_tokens`.
 
-        Receivers of transports with fixed buffers then read fewer empty rows. Wrap a capture or many steps: each entry
-        compares the limit through the store. Ranks with different limits would overwrite each other's rows.
+        Receivers of transports with fixed buffers then read fewer empty rows. On entry all ranks compare the limit
+        through the store, because ranks with different limits would overwrite each other's rows. This takes time:
+        wrap a capture or many steps, not each step.
 
         Args:
-            max_tokens: The most tokens that any rank passes to a layer within, in [1, `EPContext.max_tokens`].
+            max_tokens: The most tokens that any rank passes to a layer in the block, in [1, `EPContext.max_tokens`].
 
         Yields:
             Nothing.
 
         Raises:
-            ConfigError: on all ranks, where a value is out of range or ranks disagree.
+            ConfigError: on all ranks, if a value is out of range or ranks pass different values.
         """
         problem = None
         if self.max_tokens is None:
@@ -178,15 +185,17 @@ class EPContext(ConnectedRanks):
     at_most = renamed("at_most", "token_limit")
 
     def _name_layer(self, name: str | None) -> str:
-        """What errors and the flight recorder call the next layer."""
+        """Return the name of the next layer for errors and the flight recorder: `name`, or "moe" and a number."""
         self._check_alive()
         self.flight_recorder.check()
         self._layer_count += 1
         return name or f"moe{self._layer_count - 1}"
 
     def _shared_seed(self, seed: int) -> int:
-        """The seed of the stage's first rank, for the layer that is being made: the same numbers on all ranks, whatever
-        seeds they were given."""
+        """Return the seed of the stage's first rank for the layer under construction.
+
+        All ranks then draw the same numbers, even if they were seeded differently.
+        """
         ranks = self.layout.group("stage")
         if self._seeds is None or len(ranks) == 1:
             return seed
@@ -195,7 +204,7 @@ class EPContext(ConnectedRanks):
             self._seeds.set(key, str(seed))
         try:
             self._seeds.wait([key], timedelta(seconds=self.flight_recorder.deadline_s))
-        except RuntimeError as error:  # DistStoreError, but FileStore has no type of its own
+        except RuntimeError as error:  # DistStoreError; FileStore raises a plain RuntimeError
             raise PeerTimeout(
                 f"rank {ranks[0]} made no layer number {key} within {self.flight_recorder.deadline_s:g} s; make the "
                 f"layers on "
@@ -204,18 +213,20 @@ class EPContext(ConnectedRanks):
         return int(self._seeds.get(key))
 
     def _register(self, layer: Any) -> None:
-        """Count a finished layer in for `plan` and `tune`."""
+        """Register a constructed layer, for the methods that run over all layers."""
         self._layers[self._layer_count] = layer
 
     @property
     def _idle(self) -> bool:
-        """Whether a forward may begin; `_entered` says why not."""
+        """Whether a forward may begin. If not, `_entered` raises the reason."""
         return self._inside is None and not self._destroyed
 
     def _entered(self, name: str, carried: str = "") -> AbstractContextManager[None]:
-        """One forward of one layer, for a `with`. A context runs one at a time: its collectives have one order.
+        """Begin one forward of one layer, and return a context manager that ends it.
 
-        carried: what decides the sizes of all that the call exchanges, which its ranks compare (`RankGroup.agree`)
+        A context runs one forward at a time, so that all ranks issue its collectives in the same order.
+
+        carried: text that determines the sizes of all exchanges of the call; its ranks compare it (`RankGroup.agree`)
         """
         if torch.compiler.is_compiling():
             return _COMPILED
@@ -225,7 +236,7 @@ class EPContext(ConnectedRanks):
                 f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
                 f"model that runs in another thread"
             )
-        self._inside = name  # before anything that another thread could come between
+        self._inside = name  # first, so that a call from another thread finds it set
         try:
             self.flight_recorder.enter(name, carried)
         except BaseException:
@@ -234,15 +245,17 @@ class EPContext(ConnectedRanks):
         return self._forward
 
     def _broken_by(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
-        """An exception leaves a forward. What all ranks raise alike breaks nothing. Any other is this rank's alone: its
-        peers raise it too, and every further call raises it on all ranks.
+        """Handle an exception that leaves a forward.
 
-        where: the layer, if it left before `_entered`
-        users: it comes from the user's own code, which may raise any class on one rank alone
+        An exception that all ranks raise together leaves the context usable. Any other exception belongs to this rank
+        alone. It is then reported to the peers, which raise it too, and every later call raises it on all ranks.
+
+        where: the layer's name, if the exception left the call before `_entered`
+        users: whether the exception comes from the user's code, which may raise any class on one rank alone
         """
         alike = not users and isinstance(error, EPMoEError)
         alike = alike and (getattr(error, "agreed_by", None) is not None or not is_out_of_memory(error, self.device))
-        # a recomputation ends by an exception of torch's, on all ranks at the same operation
+        # torch's activation checkpointing ends a recomputation with an exception, on all ranks at the same operation
         ends = type(error).__module__ == "torch.utils.checkpoint"
         if self.flight_recorder.alone or alike or ends or capturing(self.device):
             return
@@ -253,21 +266,22 @@ class EPContext(ConnectedRanks):
         error.add_note(f"ep_moe: {failure}")
 
     def _left(self) -> None:
-        """The end of that forward."""
+        """End the forward that `_entered` began."""
         self._inside, self._agreed_limit, self.flight_recorder.where = None, None, ""
 
     def plan(self, train_tokens: int | None = None) -> dict[str, int]:
-        """Count this rank's bytes by kind over the layers that live.
+        """Return this rank's memory in bytes by kind, summed over the context's layers.
 
         Args:
-            train_tokens: As `MoELayer.plan` takes it, for all layers at once.
+            train_tokens: As in `MoELayer.plan`, for all layers.
 
         Returns:
-            Bytes by the kinds of `MoELayer.plan`. The largest workspace counts once (per stream that layers run on),
-            and a transport's buffers once per dispatch shape (and call in flight), those that grow as they are now.
+            Bytes by the kinds of `MoELayer.plan`. The largest workspace counts once for each stream that layers run
+            on. A transport's buffers count once for each dispatch shape and call in flight. Buffers that grow count
+            with their present size.
 
         Raises:
-            ConfigError: as `MoELayer.plan` raises it.
+            ConfigError: as in `MoELayer.plan`.
         """
         total: dict[str, int] = {}
         for layer in self._layers.values():
@@ -284,18 +298,18 @@ class EPContext(ConnectedRanks):
 
     @on_device_of(lambda self, *_, **__: self.device)
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> None:
-        """Run `MoELayer.tune` for every layer, measured once for layers of one shape.
+        """Run `MoELayer.tune` for every layer. Layers of the same shape are measured once.
 
         Collective.
 
         Args:
             rows: Numbers of received rows to measure.
-            cache: A folder that keeps findings by GPU, versions and shape. Default: nothing is kept.
+            cache: A folder that keeps results by GPU, versions and shape. Default: results are not kept.
 
         Raises:
-            ConfigError: on all ranks, as `MoELayer.tune` raises it.
-            InputError: on all ranks, as `MoELayer.tune` raises it.
-            PeerTimeout: a peer did not get here, or did not answer.
+            ConfigError: on all ranks, as in `MoELayer.tune`.
+            InputError: on all ranks, as in `MoELayer.tune`.
+            PeerTimeout: a peer did not reach this call, or did not answer.
         """
         found: dict[Any, list[int]] = {}
         for _, layer in sorted(self._layers.items()):
@@ -340,21 +354,24 @@ class EPContext(ConnectedRanks):
 
     @on_device_of(lambda self: self.device)
     def destroy(self) -> None:
-        """Give back dispatchers and groups made here. Collective, idempotent. The default group stays."""
+        """Destroy the dispatchers and process groups that this context created.
+
+        Collective and idempotent. The default process group stays.
+        """
         if self._destroyed:
             return
         self._destroyed = True
         self._dropped.detach()
         static = any(dispatcher.capabilities.static for dispatcher in self._pool.values())
-        # what failed may have left kernels that wait for ever
+        # after a failure, kernels may wait forever for a peer, and so would a synchronization
         if self.device.type == "cuda" and static and not self.flight_recorder.failed:
-            torch.cuda.synchronize(self.device)  # what peers read or write here is kept until they are done
+            torch.cuda.synchronize(self.device)  # keeps this rank's buffers while its kernels still exchange with peers
         try:
             if not self.rank_groups.ended:  # else the connections are closed already
-                # a rank closes connections once no peer opens or uses them any more
+                # wait for the peers: none of them may still open or use a connection when this rank closes it
                 self.consensus.healthy("EPContext.destroy", None)
-        except RuntimeError:  # PeerTimeout, or torch's where the store is gone, and with it the job
-            pass  # a lost peer has been reported where it was lost; what is here is given back all the same
+        except RuntimeError:  # PeerTimeout, or torch's error if the store, and with it the job, has ended
+            pass  # the call that lost the peer reported it; this rank's resources are released all the same
         finally:
             self._release()
 
@@ -363,7 +380,7 @@ class EPContext(ConnectedRanks):
         for layer in self._layers.values():
             layer._release_buffers()
             problem = layer.placement.invalid_ids.problem(layer.name, layer.config.num_experts)
-            if problem is not None:  # of the last calls, which no later one could raise
+            if problem is not None:  # found by the last calls: no later call can raise it
                 warnings.warn(problem, stacklevel=3)
         self._recorders.clear()
         for dispatcher in self._pool.values():
@@ -379,7 +396,7 @@ class EPContext(ConnectedRanks):
         if error is None:
             self.destroy()
         elif not self._destroyed:
-            # peers are not waited for: whatever ended this rank may have ended them too
+            # does not wait for the peers: the error may have ended them too
             self._destroyed = True
             self._dropped.detach()
             self.flight_recorder.close()
@@ -398,7 +415,7 @@ class EPContext(ConnectedRanks):
 
 
 def _layers_named(known: weakref.ref[EPContext]) -> Callable[[str], list[Any]]:
-    """What finds layers by name while a graph is traced (`execution.compiled`)."""
+    """Return a function that finds layers by name while `torch.compile` traces a graph (`execution.compiled`)."""
 
     def find(name: str) -> list[Any]:
         context = known()
@@ -409,8 +426,10 @@ def _layers_named(known: weakref.ref[EPContext]) -> Callable[[str], list[Any]]:
 
 
 def _never_destroyed(flight_recorder: FlightRecorder, layout: str) -> None:
-    """Of a context that is garbage. Its groups stay: peers may be within their last call, and to end them is collective
-    with NCCL."""
+    """Warn that a context was garbage-collected without `destroy`.
+
+    Its process groups stay open: peers may still be in their last call, and NCCL ends groups collectively.
+    """
     flight_recorder.close(wait=False)
     if flight_recorder.alone:
         return

@@ -53,43 +53,49 @@ _log = logging.getLogger("ep_moe.layer")
 class MoELayer(LayerTools):
     """An expert-parallel Mixture-of-Experts block: [..., H] in, [..., H] out.
 
-    Made by all ranks of the context in the same order, also under `torch.device("meta")`. Makes no process group.
+    All ranks of the context construct their layers in the same order, also under `torch.device("meta")`. A layer
+    creates no process group.
 
-    Gradients: expert parameters get the whole EP group's gradient, summed. Router and shared experts get that of this
-    dp rank's tokens, as any replicated module does (average or sum them over dp as usual).
+    Gradients: expert parameters get the gradient of the whole EP group's tokens, summed. Router and shared experts get
+    the gradient of this dp rank's tokens, like any replicated module. Average or sum it over dp as usual.
 
     Args:
         config: The layer's shape and routing.
-        context: The ranks and what their layers share.
-        expert_map: Where experts are. Default: linear over the EP group.
-        router: Any callable x [T, H] -> Routing, row by row: under tensor parallelism each rank routes its share of the
-            rows. Its parameters are those of a `torch.nn.Module`. Default: a `Router` of the configuration.
+        context: The ranks and the resources that their layers share.
+        expert_map: The placement of experts on ranks. Default: linear over the EP group.
+        router: Any callable x [T, H] -> Routing. It must route each row by itself, because under tensor parallelism
+            each rank routes only its share of the rows. A router with parameters must be a `torch.nn.Module`. Default:
+            a `Router` of the configuration.
         shared_experts: Any module [T, H] -> [T, H]. Default: by `config.shared_intermediate_size`.
-        all2all: A transport's name, or "auto".
-        experts: A kernel's name, or "auto". Fused kernels are named here too.
-        quantization: A name in `ep_moe.quant.schemes.SCHEMES`: how the experts are stored and computed. Default:
+        all2all: The name of a transport, or "auto".
+        experts: The name of an expert kernel or of a fused kernel, or "auto".
+        quantization: How the experts are stored and computed, a name in `ep_moe.quant.schemes.SCHEMES`. Default:
             "none".
-        wire: How rows are written while they travel. Default: plain, in the layer's dtype.
-        pipeline: Tokens of a part. A call of more tokens per rank travels in parts, of which one is computed while
-            the next one travels and the last one returns. Needs a transport with fixed buffers, which may then be
-            as small as a part. Default: one part.
+        wire: The number format of rows in dispatch and combine. Default: plain, in the layer's dtype.
+        pipeline: The number of tokens per part. A call with more tokens per rank is split into parts. While one part
+            is computed, the next one is dispatched and the previous one is combined. Needs a transport with fixed
+            buffers, which then need room for one part only. Default: one part.
         options: How the expert kernel runs.
-        tuned: What `ep-moe tune` measured for this layer here. Transport, kernel and pipeline are then the fastest
-            for the bound on tokens (`EPContext(max_tokens=)`, `EPContext.token_limit`), and are not named.
-        name: What errors call this layer.
-        device: Of the parameters. Default: the context's device, or meta.
-        dtype: Of parameters and activations. Default: torch's default dtype.
+        tuned: The results of `ep-moe tune` for this layer on this hardware. They choose transport, kernel and pipeline
+            for the token limit (`EPContext(max_tokens=)`, `EPContext.token_limit`). Leave `all2all`, `experts` and
+            `pipeline` at their defaults.
+        name: The layer's name in errors.
+        device: The device of the parameters. Default: the context's device, or meta.
+        dtype: The dtype of parameters and activations. Default: torch's default dtype.
 
     Raises:
-        ConfigError: on all ranks, where the layer cannot be served or ranks ask for different layers.
-        BackendUnavailable: on all ranks, where a named backend cannot run here; it says why.
+        ConfigError: on all ranks, if no backend can run the layer, or ranks ask for different layers.
+        BackendUnavailable: on all ranks, if a named backend cannot run here. The message says why.
     """
 
     # --- the call ----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A module's call. Peers are in the same one: an exception that leaves it before `forward`, such as of a
-        pre-hook, is raised on all ranks."""
+        """Call the module.
+
+        The peers are in the same call. So an exception that is raised before `forward`, such as in a forward pre-hook,
+        is raised on all ranks.
+        """
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
         before = self._checks.forwards
@@ -104,24 +110,24 @@ class MoELayer(LayerTools):
         """Compute the layer for the rows of x.
 
         Args:
-            x: [..., H] of the layer's dtype; T = product of the leading sizes may differ per rank and be 0. Under
-                `torch.autocast` x has any of its dtypes, and the result autocast's.
-            mask: bool [...], x's leading sizes, True for a token and False for padding. A row of padding goes to no
-                expert, is not counted as load, and gets what the shared experts give it, or 0. Ranks may differ in
-                whether they pass a mask; tp ranks that pass the same tokens pass the same mask.
-            send_masked: Compute padding as tokens are, and leave it out of the load alone.
+            x: [..., H] of the layer's dtype. T, the product of the leading sizes, may differ between ranks and be 0.
+                Under `torch.autocast` x may be float32, bfloat16 or float16, and the result has autocast's dtype.
+            mask: bool [...], the leading sizes of x, True for a token and False for padding. A padding row goes to no
+                expert and is not counted as load. Its result is that of the shared experts, or 0. Some ranks may pass
+                a mask and others none; tp ranks that pass the same tokens pass the same mask.
+            send_masked: Send padding rows to experts like tokens, but do not count them as load.
 
         Returns:
             [..., H].
 
         Raises:
-            InputError: on all ranks, where any of them passes a wrong x or mask.
-            CheckpointError: on all ranks, where the layer's weights were loaded in part.
-            PeerTimeout: a peer died, hung or went another way. It names the phase and the ranks.
+            InputError: on all ranks, if any rank passes a wrong x or mask.
+            CheckpointError: on all ranks, if loading the layer's weights ended before it was complete.
+            PeerTimeout: a peer died, hung, or runs another call. The message names the phase and the ranks.
             RankFailed: an exception of another kind left a call on a peer. That rank raises the exception itself.
-            OutOfMemory: on all ranks, where one ran out of device memory.
-            ContextClosed: the context was destroyed, or its process groups were.
-            RuntimeError: the context is within another call, such as one of another thread.
+            OutOfMemory: on all ranks, if one rank ran out of device memory.
+            ContextClosed: the context or its process groups were destroyed.
+            RuntimeError: the context is in another call, such as one of another thread.
         """
         token_mask = None if mask is None else TokenMask(mask, send_masked)
         if torch.compiler.is_compiling():
@@ -131,12 +137,12 @@ class MoELayer(LayerTools):
     def forward_routed(
         self, x: Tensor, routing: Routing, mask: Tensor | None = None, *, send_masked: bool = False
     ) -> Tensor:
-        """As `forward`, for a model that routes itself.
+        """Compute the layer with routes that the caller chose, instead of the layer's router.
 
         Args:
             x: [..., H] of the layer's dtype.
-            routing: Logical ids, int32 or int64 [T, K], and weights, float [T, K], for x's T rows. An id of -1 is no
-                expert.
+            routing: Logical ids, int32 or int64 [T, K], and weights, float32 [T, K], for the T rows of x. An id of -1
+                is no expert. Under `torch.autocast` weights may also be bfloat16 or float16.
             mask: As in `forward`.
             send_masked: As in `forward`.
 
@@ -144,10 +150,10 @@ class MoELayer(LayerTools):
             [..., H].
 
         Raises:
-            InputError: on all ranks, where any of them passes a wrong x, routing or mask.
-            CheckpointError: on all ranks, where the layer's weights were loaded in part.
-            EPMoEError: as `forward`, for peers, memory and the context.
-            RuntimeError: as `forward`.
+            InputError: on all ranks, if any rank passes a wrong x, routing or mask.
+            CheckpointError: on all ranks, if loading the layer's weights ended before it was complete.
+            EPMoEError: as in `forward`, for peers, memory and the context.
+            RuntimeError: as in `forward`.
         """
         token_mask = None if mask is None else TokenMask(mask, send_masked)
         routing = NO_ROUTING if routing is None else routing
@@ -156,8 +162,8 @@ class MoELayer(LayerTools):
         return self._guarded(x, routing, token_mask)
 
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-        """A call whose exceptions are raised on all ranks, those too that leave it before `_entered`."""
-        self._checks.forwards += 1  # an attribute of a Module takes the host three calls of Python
+        """Run a call, and raise its exceptions on all ranks, including those from before `_entered`."""
+        self._checks.forwards += 1  # kept there because setting an attribute of a Module takes three Python calls
         if type(x) is not Tensor:
             x = without_class(x)
         if routing is not None and type(getattr(routing, "weights", None)) is not Tensor:
@@ -173,13 +179,13 @@ class MoELayer(LayerTools):
 
     def _left_alone(self, error: BaseException, *, users: bool = False) -> None:
         context = self.context
-        # else all ranks know of it already, or another thread's call is under way
+        # otherwise all ranks know of the error already, or the context is in a call of another thread
         if context._idle and not context.flight_recorder.failed:
             context._broken_by(error, self.name, users=users)
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-        """A call on the layer's device and in its dtype, replayed where one like it was recorded."""
-        if self._unfinished:  # on all ranks alike: nothing is exchanged
+        """Run a call on the layer's device and in its dtype. Replay a CUDA graph if one was recorded for such calls."""
+        if self._unfinished:  # set on all ranks, so no exchange is needed to raise on all
             raise CheckpointError(
                 f"{self.name} holds a part of {self._unfinished}, whose loading did not end, and outputs would be "
                 f"wrong; load weights again, whole"
@@ -189,13 +195,13 @@ class MoELayer(LayerTools):
                 return self._call(x, routing, mask)
         if torch.is_autocast_enabled(self.context.device.type):
             return call_cast(self, x, routing, mask)
-        # a replay gives no router logits and no routes, and does not check a mask
+        # a replay returns no router logits and no routes, and does not check a mask
         seen = self._logit_taps or (self._routes is not None and self._routes.active)
         if not seen and (mask is None or (isinstance(x, Tensor) and mask_problem(mask, x) is None)):
             replayed = self._graphs.replay(self, x, routing, mask)
             if replayed is not None:
                 return replayed
-        if not torch.compiler.is_compiling():  # a counter in a graph would be compiled anew at each count
+        if not torch.compiler.is_compiling():  # a counter in a compiled graph would cause a recompilation per call
             self._checks.note_eager()
         self._checks.first_call(self)
         problem = call_problem(self, x, routing, mask)
@@ -205,17 +211,17 @@ class MoELayer(LayerTools):
             self._slow_training.look(self)
         out = self.run(x, routing, mask)
         self._checks.loaded = False
-        if not out.requires_grad:  # a call that is trained is never a replay
+        if not out.requires_grad:  # these graphs serve only calls without gradients
             self._graphs.note(self, routing, mask)
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
-        """Route, place, dispatch, compute and combine without a check of the arguments, which `forward` makes.
+        """Route, place, dispatch, compute and combine. The arguments are not checked: `forward` does that.
 
         Args:
             x: [..., H] of the layer's dtype.
-            routing: As `forward_routed` takes it; None for the layer's own router.
-            mask: Which rows are tokens; None where all are.
+            routing: As in `forward_routed`; None for the layer's own router.
+            mask: Which rows are tokens; None if all are.
 
         Returns:
             [..., H].
@@ -232,7 +238,7 @@ class MoELayer(LayerTools):
             tokens = rows if padding is None else rows.masked_fill(padding, 0)
             local, gathered = flow.local_tokens(rows, call), flow.etp_gather(tokens, call)
             to_router, own = gathered, local if padding is None else flow.local_tokens(tokens, call)
-            if self.exact:  # with etp = 1 these are the same rows
+            if self.exact:  # exact layers have etp = 1, so `gathered` and `local` are the same rows
                 hidden = None if padding is None else flow.local_tokens(padding, call)
                 to_router, gathered, local = three_ways(local, hidden)
             with self._stage("route"):
@@ -246,16 +252,17 @@ class MoELayer(LayerTools):
                 out = flow.etp_reduce(out, call)
                 out = flow.tp_gather(out if shared is None else (out + shared).to(out.dtype), call)
         if out.requires_grad:
-            # no view to autograd: FSDP2's hook on a module's result is lost where a caller writes into a view in place
+            # not an autograd view: FSDP2's hook on the module's result would be lost if a caller wrote into it in place
             return cast("Tensor", torch.ops.aten._unsafe_view.default(out, shape))
         return out.view(shape)
 
     def _carried(self) -> str:
-        """What decides the sizes of all that a call exchanges, and where rows go; the ranks compare it."""
+        """Return text that determines the sizes of a call's exchanges and the ranks that rows go to. Ranks compare
+        it."""
         if torch.compiler.is_compiling() or self.context.flight_recorder.alone:
             return ""
         shape = self._dispatch_shape()
-        expert_map = cast("Placement", self._modules["placement"]).expert_map  # without a module's walk
+        expert_map = cast("Placement", self._modules["placement"]).expert_map  # faster than nn.Module.__getattr__
         of_shape, of_map, text = self._carried_last
         if of_shape is not shape or of_map is not expert_map:
             text = f"{shape.described}, expert_map={expert_map.digest}"
@@ -263,20 +270,29 @@ class MoELayer(LayerTools):
         return f"{text}, loaded={dense_digest(self)}" if self._checks.loaded else text
 
     def _hidden_padding(self, mask: TokenMask | None) -> Tensor | None:
-        """Rows that router and experts see as zeros, [T, 1]; None where there are none. What padding holds, perhaps
-        NaN, is then in no gradient: autograd would multiply it with zeros."""
+        """Return bool [T, 1], the padding rows that router and experts see as zeros; None if there are none.
+
+        Padding may hold NaN. Autograd multiplies it by zero gradients, which gives NaN, so zeros replace it first.
+        """
         if mask is None or mask.sent or self._logit_taps or not torch.is_grad_enabled():
             return None
         return ~mask.tokens.reshape(-1, 1)
 
     def _gradients(self, rows: Tensor, routing: Routing | None) -> dict[str, Tensor]:
-        """What a call is differentiated by, where more ranks than the EP group must go backward together."""
+        """Return the tensors that may require gradients, by name.
+
+        All ranks of a call must agree on whether it has a backward. Used if more ranks than the EP group take part.
+        """
         if routing is not None:
             return {"x": rows, "routing.weights": routing.weights}
         return {"x": rows, "router.weight": self.router.held_weight} if isinstance(self.router, Router) else {"x": rows}
 
     def _route(self, rows: Tensor, local: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
-        """Of the rows of `etp_gather`. Where these come from other ranks, each rank routes its `local` tokens."""
+        """Return the routing of the rows of `etp_gather`.
+
+        rows: the gathered rows; local: this rank's own. If gathered rows come from other ranks, each rank routes its
+        `local` rows, and the routes are gathered.
+        """
         flow = self.context._tokens
         tapped = self._logit_taps and not recomputing()
         if self._routes_inside:
@@ -307,7 +323,7 @@ class MoELayer(LayerTools):
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
 
     def _chosen(self, rows: Tensor, call: Share) -> Routing:
-        """What the router chooses for rows as `_route` gives them to it, or what is replayed there."""
+        """Return the experts that the router chooses for `rows`, or the replayed ones with live weights."""
         flow, replayed = self.context._tokens, self._replayed
         if replayed is None:
             routing: Routing = self._replicated(self.router, rows)
@@ -326,13 +342,16 @@ class MoELayer(LayerTools):
             tap(cast("Tensor", logits))
 
     def _weigh_input(self, rows: Tensor, routing: Routing | RouterLogits) -> tuple[Tensor, Routing | RouterLogits]:
-        """Llama-4 multiplies the expert's input by the weight: with K = 1 that can be done before the row travels."""
+        """Multiply rows by their routing weight before dispatch, if `weight_on_input` is set.
+
+        Llama-4 multiplies the expert's input by the weight. With K = 1 this can be done before dispatch.
+        """
         if not self.config.routing.weight_on_input or not isinstance(routing, Routing):
             return rows, routing
         return rows * routing.weights.to(rows.dtype), Routing(routing.ids, torch.ones_like(routing.weights))
 
     def _replicated(self, module: Any, x: Tensor, *more: Tensor, **options: bool) -> Any:
-        """Call a module that all tp ranks hold alike on this rank's rows; its gradients are summed over tp."""
+        """Call a module that is replicated over tp on this rank's rows. Its gradients are summed over tp."""
         flow = self.context._tokens
         if torch.compiler.is_compiling():  # one process
             return module(x, *more, **options)
@@ -359,19 +378,21 @@ class MoELayer(LayerTools):
 
     @property
     def _kernel(self) -> Kernel:
-        """That of `kernels` which serves calls under the bound in force."""
+        """The expert kernel for the current token limit."""
         return self._others.get(self._entry.choice.experts, self.experts)
 
     # --- weights -----------------------------------------------------------------------------------------------
 
     @property
     def _entry(self) -> TableEntry:
-        """Transport and kernel under the bound in force."""
+        """The transport and kernel for the current token limit."""
         return self._table.at(self.context._current_limit)
 
     def _dispatcher(self) -> Dispatcher:
-        """The context's dispatcher for this layer's present dtype and the bound in force, made with the peers on first
-        use; a fused kernel has none."""
+        """Return the context's dispatcher for the layer's dtype and the current token limit.
+
+        All ranks create it together on first use. A layer with a fused kernel has none.
+        """
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(
                 f"experts={self.choice.experts} has its all2all inside, and the layer has no dispatcher; choose other "
@@ -385,12 +406,12 @@ class MoELayer(LayerTools):
         return found
 
     def _dispatch_shape(self) -> DispatchShape:
-        """Under the bound in force."""
+        """Return the dispatch shape for the current token limit."""
         return self._shape_of(self._entry, repeats=self._repeats)
 
     @property
     def _repeats(self) -> bool:
-        """Whether a call of an exact layer sends a row for each route, as backward takes them back."""
+        """Whether an exact layer sends one row per route, as calls with gradients need for their backward."""
         return self.exact and torch.is_grad_enabled() and self._kernel.capabilities.differentiable
 
     def _shape_of(self, entry: TableEntry, *, repeats: bool = False) -> DispatchShape:
@@ -407,11 +428,14 @@ class MoELayer(LayerTools):
 
     @property
     def _call_dtype(self) -> torch.dtype:
-        """Of the rows that the peers expect. Fixed buffers keep that of the first call: no exchange says another."""
-        return self._checks.dtype or cast("ExpertWeights", self._modules["expert_weights"]).dtype  # without a walk
+        """The dtype of the rows that the peers expect.
+
+        Over fixed buffers it stays that of the first call, because later calls do not exchange their dtype.
+        """
+        return self._checks.dtype or cast("ExpertWeights", self._modules["expert_weights"]).dtype
 
     def _refuse(self, problem: str) -> NoReturn:
-        """Take part in the exchanges that a call begins with, so that all ranks raise this rank's problem."""
+        """Raise this rank's problem on all ranks, by the exchanges with which every call begins."""
         _log.info("%s refuses a call on rank %d: %s", self.name, self.context.layout.rank, problem)
         with self.context._entered(self.name, self._carried()):
             self.context._tokens.enter(0, problem, self.context.device)
@@ -433,7 +457,7 @@ class MoELayer(LayerTools):
 
 
 def _compiled_call() -> Callable[..., Tensor]:
-    """Imported for compiled graphs alone: it brings all of torch's compiler."""
+    """Return the call of compiled graphs. Imported on first use, because it imports all of torch's compiler."""
     from ep_moe.execution.compiled import call
 
     return call

@@ -1,5 +1,7 @@
-"""What a MoELayer is made of: its backends, weights and state. The call is in `layer.py`, what else a user asks in
-`layer_tools.py`."""
+"""LayerParts: the construction of a MoELayer, its backends, weights and state.
+
+The call is in `layer.py`. Other methods for users, such as `tune` and `capture`, are in `layer_tools.py`.
+"""
 
 from __future__ import annotations
 
@@ -36,15 +38,15 @@ from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.full_state import refuse_adapter_state, refuse_full_state
 from ep_moe.weights.initial import fresh_numbers
 
-_FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes of a layer, once it is made
+_FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes that cannot be assigned again
 
 
 class LayerParts(nn.Module):
-    """A MoELayer's construction, weights and state."""
+    """The construction, weights and state of a MoELayer."""
 
     _weights_class: ClassVar[type[ExpertWeights]] = ExpertWeights
 
-    @torch.inference_mode(False)  # or what is made within one could not be written outside
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     @on_device_of(lambda self, config, context, **_: device_of(context))
     def __init__(
         self,
@@ -65,7 +67,7 @@ class LayerParts(nn.Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Choose backends together with the other ranks, and make the parameters. Arguments: see `MoELayer`."""
+        """Choose backends together with the other ranks, and create the parameters. Arguments: see `MoELayer`."""
         super().__init__()
         self.config, self.context = config, context
         self.wire, self.tuned = PLAIN_WIRE if wire is None else wire, tuned
@@ -77,7 +79,7 @@ class LayerParts(nn.Module):
             all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
         )
         self._table, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
-        self.choice = self._table.last.choice  # of a tuned layer that for the most tokens
+        self.choice = self._table.last.choice  # a tuned layer has several choices; this one is for the most tokens
         self._fixed = self._table.fixed
         self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
         self._shapes: dict[Any, DispatchShape] = {}
@@ -88,15 +90,18 @@ class LayerParts(nn.Module):
         self._make_kernels(kernel, options)
         self._checks = RankChecks(self)
         self._slow_training = SlowTraining()
-        self._logit_taps: list[Callable[[Tensor], None]] = []  # given each call's router logits [T, E] (`training`)
-        self._keeps_logits = False  # what the router does without these
-        self._routes: RoutingTap | None = None  # once routes are recorded or replayed
-        self._unfinished = ""  # where weights came from that are written in part; calls are refused meanwhile
+        self._logit_taps: list[Callable[[Tensor], None]] = []  # called with the router logits [T, E] (`training`)
+        self._keeps_logits = False  # the router's `keeps_logits` without taps
+        self._routes: RoutingTap | None = None  # set once routes are recorded or replayed
+        self._unfinished = ""  # the source of weights that are loaded in part; calls are refused meanwhile
         self._graphs = CallGraphs(context, config, self._kernels)
         context._register(self)
 
     def _make_modules(self, kernel: Any, expert_map: ExpertMap, asked: LayerRequest) -> None:
-        """All that has parameters or buffers, with the same numbers on all ranks. kernel: a class"""
+        """Create the modules that have parameters or buffers. Initial values do not depend on the rank.
+
+        kernel: the class of the expert kernel
+        """
         config, context, dtype, device = self.config, self.context, asked.dtype, asked.device
         if device is None:
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
@@ -121,13 +126,16 @@ class LayerParts(nn.Module):
                 weight_layout=kernel.weight_layout,
                 trainable=kernel.capabilities.differentiable,
             )
-        self._block: Callable[[], nn.Module | None] = lambda: None  # it holds the layer and, say, a router of its own
+        self._block: Callable[[], nn.Module | None] = lambda: None  # the model's block around the layer and its router
         self.expert_weights.gradient_sum.layout = context.layout
         if isinstance(self.router, nn.Module):
             self.expert_weights.gradient_sum.router = weakref.ref(self.router)
 
     def _make_kernels(self, kernel: Any, options: ExpertsOptions) -> None:
-        """All that computes experts, on the same weights. kernel: a class, of the most tokens"""
+        """Create the expert kernels. All of them share the layer's weights.
+
+        kernel: the class of the kernel for the most tokens
+        """
         config, context, weights = self.config, self.context, self.expert_weights
         fused = self.choice.all2all == INSIDE
         self._routes_inside: bool = fused and kernel.capabilities.routes
@@ -145,7 +153,7 @@ class LayerParts(nn.Module):
         }
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # wrappers of submodules, such as apply_activation_checkpointing, assign those too that they leave as they are
+        # wrappers of submodules, such as apply_activation_checkpointing, also assign modules that they do not wrap
         if name in ("expert_weights", "placement") and self._modules.get(name, value) is not value:
             raise ConfigError(
                 f"{self.name}: {name} cannot be replaced: its kernels keep the one that they were made with; call one "
@@ -164,18 +172,19 @@ class LayerParts(nn.Module):
             f"MoELayer on the context and give it this one's state_dict(), or copy named_parameters() for an average"
         )
 
-    @torch.inference_mode(False)  # as at construction: kernels and counters write what this makes
+    @torch.inference_mode(False)  # as at construction: kernels and counters write the tensors that this creates
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
         return self
 
     def _carried(self) -> str:
-        """What decides the sizes of all that a call exchanges, and where rows go; the ranks compare it."""
+        """Return text that determines the sizes of a call's exchanges and the ranks that rows go to. Ranks compare
+        it."""
         raise NotImplementedError
 
     @property
     def _kernels(self) -> tuple[Kernel, ...]:
-        """`experts`, and those that a tuned layer has for other numbers of tokens."""
+        """`experts`, and the kernels of a tuned layer for other numbers of tokens."""
         return (self.experts, *self._others.values())
 
     @property
@@ -195,7 +204,8 @@ class LayerParts(nn.Module):
 
     @property
     def _tuning_key(self) -> tuple[Any, ...]:
-        """What its kernels' speed depends on; equal on all ranks."""
+        """The key under which tuning results are shared. It determines the speed of the kernels, and is equal on all
+        ranks."""
         slots_per_rank, scheme = self.placement.expert_map.slots_per_rank, self.expert_weights.scheme.name
         return self.config, scheme, self.dtype, self.experts.options, slots_per_rank
 
@@ -205,30 +215,35 @@ class LayerParts(nn.Module):
 
     @on_device_of(lambda self, *_, **__: self.context.device)
     def update_expert(self, logical_id: int, **tensors: Tensor) -> int:
-        """Write an expert's whole tensors into all its replicas.
+        """Write the whole (unsharded) tensors of an expert into all its replicas.
 
-        Local: call it on every rank with the same tensors, between two calls.
+        Not collective: call it on every rank with the same tensors, between two calls of the layer.
 
         Args:
             logical_id: The expert, in [0, E).
-            **tensors: w13 [2I, H] (gate above up; [I, H] without a gate), w2 [H, I], and w13_bias and w2_bias where the
-                layer has biases. A quantized layer quantizes w13 and w2, or takes codes and scales by the names of its
-                scheme (w13, w13_scale, ...). Calibrated input scales stay as they are unless they are given.
+            **tensors: w13 [2I, H] (the gate's rows, then the up projection's; [I, H] without a gate), w2 [H, I], and
+                w13_bias and w2_bias if the layer has biases. A quantized layer quantizes w13 and w2. It also takes
+                codes and scales by the names of its scheme (w13, w13_scale, ...). Calibrated input scales stay
+                unchanged unless they are passed.
 
         Returns:
-            The number of slots written here.
+            The number of slots written on this rank.
 
         Raises:
             InputError: on this rank, before anything is written. `logical_id` is no expert, or a tensor has a name,
                 shape, dtype or memory layout that the scheme does not take. Or a quantized matrix lacks scales, has
-                scales beside numbers, or holds numbers that the scheme cannot store, such as NaN. Or scales turn its
-                codes into 0 or infinity. Or the layer is on the meta device, or `fully_shard` holds its experts.
+                scales beside unquantized numbers, or holds numbers that the scheme cannot store, such as NaN. Or the
+                scales turn its codes into 0 or infinity. Or the layer is on the meta device, or `fully_shard` holds
+                its experts.
         """
         return self.expert_weights.update_expert(logical_id, tensors)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """The map goes with the experts that it chose, beside the tensors: in a file that torch.save wrote a rank finds
-        its own experts again, wherever they were moved before; what is put together of several ranks has none."""
+        """Save the expert map in the metadata of the state dict.
+
+        A rank that loads its own file then finds its experts under the map that they were saved with. A state dict that
+        was merged from several ranks has no such metadata.
+        """
         refuse_full_state(self.placement.expert_map)
         if self.expert_weights.lora is not None:
             refuse_adapter_state()
@@ -241,15 +256,19 @@ class LayerParts(nn.Module):
         saved = local_metadata.get("expert_map")
         if saved is not None and saved != self.placement.expert_map.to_json():
             self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], state_dict, f"{prefix}expert_weights.")
-        # a router alone may be loaded on one rank, and broadcast; a rank without experts has no more in its own state
+        # only expert tensors count: a user may load a router on one rank and broadcast it. A rank without experts has
+        # no expert tensors in its state, so there any key counts
         loaded = f"{prefix}expert_weights." if self.expert_weights.held else prefix
         if any(key.startswith(loaded) for key in state_dict):
             self._checks.state_loaded(self)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def _adopt(self, saved: ExpertMap, ep_rank: int, state_dict: Any, prefix: str) -> None:
-        """Put the map of a rank's own state in force where some rank would miss experts otherwise, and the layer has
-        room for it. A state with experts of other ranks too serves any map. All ranks decide alike."""
+        """Adopt the saved map if this is the rank's own state, and some rank would otherwise lack experts.
+
+        A state that holds experts of other ranks too is loaded under the current map. A map for which the layer has no
+        room is not adopted. All ranks decide in the same way.
+        """
         held = {int(key[len(prefix) :].split(".")[0]) for key in state_dict if key.startswith(prefix)}
         if held != set(saved.local(ep_rank)) - {EMPTY} or self._routes_inside:
             return
@@ -259,12 +278,12 @@ class LayerParts(nn.Module):
         try:
             self.placement.update(saved)
         except ConfigError:
-            return  # keys that are missing are reported
+            return  # load_state_dict then reports the missing keys
         self.expert_weights.set_expert_map(saved)
 
     def _release_buffers(self) -> None:
-        """Of what the context gives back."""
-        self._graphs.drop()  # they hold addresses of it
+        """Drop all references to buffers that the context is about to release."""
+        self._graphs.drop()  # graphs hold addresses of these buffers
         self._dispatchers.clear()
 
     def extra_repr(self) -> str:

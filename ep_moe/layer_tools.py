@@ -1,4 +1,4 @@
-"""What a user does with a MoELayer beside calling it: tune, capture, plan, read loads, record routes, explain."""
+"""LayerTools: the methods of a MoELayer beside its call: tune, capture, plan, read loads, record routes, explain."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 class LayerTools(LayerParts):
-    """A MoELayer without its call: its parts, and all that is asked of it between calls."""
+    """A MoELayer without its call: its parts, and the methods that users call between calls."""
 
-    if TYPE_CHECKING:  # of MoELayer, for what looks at a whole layer
+    if TYPE_CHECKING:  # defined by MoELayer; the functions that take a whole layer need them
 
         def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor: ...
         @property
@@ -40,37 +40,37 @@ class LayerTools(LayerParts):
         def _shape_of(self, entry: TableEntry, *, repeats: bool = False) -> DispatchShape: ...
 
     def tune(self, rows: Sequence[int] = TUNED_ROWS, *, cache: str | Path | None = None) -> list[int]:
-        """Let the expert kernel find its fastest variant for each number of received rows.
+        """Find the fastest variant of the expert kernel for each number of received rows.
 
-        Collective. Call it once weights are loaded and before any CUDA graph is captured. The rank with the most
-        experts measures, and all ranks use what it found.
+        Collective. Call it after weights are loaded and before any CUDA graph is captured. The rank with the most
+        experts measures, and all ranks use its results.
 
         Args:
             rows: Numbers of received rows to measure.
-            cache: A folder that keeps findings by GPU, versions and shape. The measuring rank reads and writes it.
-                Default: nothing is kept.
+            cache: A folder that keeps results by GPU, versions and shape. The measuring rank reads and writes it.
+                Default: results are not kept.
 
         Returns:
-            What was found for `experts`, in the kernel's own terms.
+            The results for `experts`. Their meaning is private to the kernel.
 
         Raises:
-            ConfigError: on all ranks, where the measuring rank's `rows` holds anything but integers of at least 1, or
-                measuring fails there, such as by a cache folder that cannot be written.
-            InputError: on all ranks, where the measuring rank is within a CUDA graph capture.
-            PeerTimeout: a peer did not get here, or did not answer.
+            ConfigError: on all ranks, if the measuring rank's `rows` holds anything but integers of at least 1, or
+                measuring fails there, for example because the cache folder cannot be written.
+            InputError: on all ranks, if the measuring rank is in a CUDA graph capture.
+            PeerTimeout: a peer did not reach this call, or did not answer.
         """
         found = [self._tune_kernel(kernel, rows, cache) for kernel in self._kernels]
         return found[0]
 
     @on_device_of(lambda self, *_, **__: self.context.device)
     def _tune_kernel(self, kernel: Kernel, rows: Sequence[int], cache: str | Path | None = None) -> list[int]:
-        """`tune` for one of `kernels`."""
+        """Tune one of the layer's kernels, as `tune` does."""
         found = tuned_on_one_rank(kernel, self.context, self.placement.expert_map, rows, cache, self.name)
         self._use(kernel, found)
         return found
 
     def _use(self, kernel: Kernel, tuned: list[int]) -> None:
-        """Run one of `kernels` with what `tune` found; what was captured is captured no more."""
+        """Apply tuning results to one of the layer's kernels, and drop the layer's CUDA graphs."""
         kernel.use(tuned)
         self._graphs.drop()
 
@@ -81,50 +81,51 @@ class LayerTools(LayerParts):
         one launch and two copies. Results are bitwise equal to an eager call. Exception: with `local`, and in the
         router and shared experts, GEMMs run at the recorded size and equal an eager call of that size.
 
-        Collective, after `tune`, on the current stream, for calls under the bound in force (`EPContext.token_limit`).
-        Maps may change and weights may be rewritten in place. After `tune`, or with other tensors or modules in their
-        place, calls run eagerly. A user's router or shared experts are recorded as they run once: nothing random, no
-        wait for the device. `plan` does not count the rows between kernels, in memory that all graphs of the context
-        share.
+        Collective. Call it after `tune`, on the stream that the calls will use. The graphs serve calls under the
+        current token limit (`EPContext.token_limit`). Expert maps may change, and weights may be rewritten in place.
+        After `tune`, or after a tensor or module was replaced, calls run eagerly. A user's router or shared experts are
+        recorded from one run, so they must not be random and must not wait for the device. All graphs of the context
+        share the memory of the rows between kernels; `plan` does not count it.
 
         Args:
             tokens: Numbers of tokens, the same list on all ranks. Larger calls run eagerly.
 
         Raises:
-            ConfigError: on all ranks, where the layer cannot be captured.
+            ConfigError: on all ranks, if the layer cannot be captured.
         """
-        self._checks.first_call(self)  # what is replayed looks at nothing
+        self._checks.first_call(self)  # replays make no checks
         self._graphs.capture(self, tokens, routed=False)
 
     def capture_routed(self, tokens: Sequence[int]) -> None:
-        """As `capture`, for `forward_routed`.
+        """Record `forward_routed` for some numbers of tokens as CUDA graphs, as `capture` records `forward`.
 
         Args:
             tokens: Numbers of tokens, the same list on all ranks.
 
         Raises:
-            ConfigError: on all ranks, where the layer cannot be captured.
+            ConfigError: on all ranks, if the layer cannot be captured.
         """
         self._checks.first_call(self)
         self._graphs.capture(self, tokens, routed=True)
 
     def plan(self, train_tokens: int | None = None) -> dict[str, int]:
-        """Count this rank's bytes by kind, from shapes alone.
+        """Return this rank's memory in bytes by kind, computed from shapes alone.
 
-        The result is the same before and after anything is allocated. Exception: buffers that grow (a transport with
-        fixed buffers in a context without `max_tokens`) count as they are now.
+        The result is the same before and after allocation. Exception: buffers that grow (a transport with fixed
+        buffers in a context without `max_tokens`) count with their present size.
 
         Args:
-            train_tokens: The most tokens of a rank in a training step, which is counted too.
+            train_tokens: The most tokens of a rank in a training step. Default: count inference only.
 
         Returns:
-            Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The workspace and
-            the transport's buffers are shared with the context's other layers; `EPContext.plan` counts them once. With
-            `train_tokens` also "gradients", and "saved": what forward keeps for backward, with a uniform router.
+            Bytes of "experts", "router", "placement", "shared_experts", "workspace" and "transport". The layers of a
+            context share the workspace and the transport's buffers; `EPContext.plan` counts them once. With
+            `train_tokens` also "gradients", and "saved", the tensors that forward saves for backward, for a router
+            that chooses all experts equally often.
 
         Raises:
-            ConfigError: `train_tokens` is no integer of at least 1 or exceeds the bound in force. Or the layer's
-                transport and kernel have no backward whose size follows from shapes.
+            ConfigError: `train_tokens` is no integer of at least 1, or exceeds the current token limit. Or the size of
+                the backward of the layer's transport and kernel does not follow from shapes, or they have no backward.
         """
         return memory_plan.layer_bytes(self, train_tokens)
 
@@ -133,15 +134,15 @@ class LayerTools(LayerParts):
 
     @on_device_of(lambda self: self.context.device)
     def stats(self) -> LayerStats:
-        """Read the load per expert and rank.
+        """Return the load per expert and per rank.
 
         Collective over the EP group. Waits for the device.
 
         Returns:
-            Routes per logical expert [E] and per EP rank [R], of the whole EP group.
+            Routes per logical expert [E] and per EP rank [R], summed over the EP group.
 
         Raises:
-            ConfigError: where a fused kernel routes inside and counts nothing.
+            ConfigError: the layer has a fused kernel that routes internally and counts no load.
         """
         if self._routes_inside:
             raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
@@ -149,21 +150,21 @@ class LayerTools(LayerParts):
 
     @contextmanager
     def record_routing(self, buffer: RoutingBuffer) -> Iterator[RoutingBuffer]:
-        """Write the routes of all calls in a block to device memory, in the order of calls and of their rows.
+        """Record the routes of all calls in a block in device memory, in the order of calls and of their rows.
 
-        Nothing waits for the device. A CUDA graph of the user's that is captured within the block appends rows at each
-        replay. Calls within run without graphs of the layer's own. A call that activation checkpointing repeats in
+        Recording does not wait for the device. A user's CUDA graph that is captured in the block appends rows at each
+        replay. The layer's own graphs are not used in the block. A call that activation checkpointing repeats in
         backward is recorded once.
 
         Args:
-            buffer: Room for the rows. Where tp ranks pass the same tokens, each of them records, and all rows of x.
+            buffer: The memory for the rows. If tp ranks pass the same tokens, each of them records all rows of x.
 
         Yields:
             The buffer.
 
         Raises:
-            InputError: by a call in the block, on all ranks. The buffer is no `RoutingBuffer`, has another K or lies on
-                another device, or the layer's experts route inside.
+            InputError: in a call in the block, on all ranks. The buffer is no `RoutingBuffer`, has another K or is on
+                another device, or the layer's fused kernel routes internally.
         """
         routes = self._routes = self._routes or RoutingTap()
         before, routes.buffer = routes.buffer, buffer
@@ -176,23 +177,24 @@ class LayerTools(LayerParts):
     def replay_routing(self, ids: Tensor | None, mask: Tensor | None = None) -> Iterator[None]:
         """Take the experts of each call in a block from recorded ids, and their weights from the router's live logits.
 
-        Weights have gradients as ever. Each call in the block has the ids' number of rows, and takes the same ids: so
-        does a call that activation checkpointing repeats, if backward runs within the block. Ids are read in each call:
-        within a CUDA graph of the user's, a replay takes what is there then.
+        Weights have gradients as usual. Every call in the block must have T rows, and takes the same ids. Run backward
+        in the block too, so that a call that activation checkpointing repeats takes these ids again. Each call reads
+        the ids. If a user's CUDA graph is captured in the block, each replay reads the ids that the tensor then holds.
 
         Args:
             ids: int16, int32 or int64 [..., K] of T rows, logical ids, -1 for no expert, on the layer's device.
-            mask: bool [...] of T elements, True for rows that take these ids. Other rows are routed, such as those of
-                sequences without a record. Default: all rows take them.
+            mask: bool [...] of T elements, True for rows that take these ids. The router chooses for other rows, such
+                as those of sequences without a record. Default: all rows take these ids.
 
         Yields:
             Nothing.
 
         Raises:
-            InputError: by a call in the block, on all ranks. `ids` is None, or `ids` or `mask` has a wrong dtype, shape
-                or device. Or an id is out of range, or twice in a row. Or the layer routes otherwise: by
-                `forward_routed`, a router of the user's, or experts that route inside. On a GPU the first call checks
-                the ids themselves, and a capture does not.
+            InputError: in a call in the block, on all ranks. `ids` is None, or `ids` or `mask` has a wrong dtype, shape
+                or device. Or an id is out of range, or occurs twice in a row. Or the layer's own router does not choose
+                the experts: the call is `forward_routed`, the router is the user's, or a fused kernel routes
+                internally. On a GPU only the first call in the block checks the values of ids, and a call in a capture
+                does not.
         """
         routes = self._routes = self._routes or RoutingTap()
         before, routes.replayed = routes.replayed, Replay(ids, mask)
@@ -203,7 +205,7 @@ class LayerTools(LayerParts):
 
     @contextmanager
     def _idle(self) -> Iterator[None]:
-        """Within, the rows of calls are no tokens: no routes are recorded or replayed, and logits of no rows."""
+        """Treat the rows of calls in a block as padding: record and replay no routes, and tap the logits of no rows."""
         before = self._logit_taps
         self._logit_taps = [partial(_tap_nothing, tap) for tap in before]
         try:
@@ -224,7 +226,7 @@ class LayerTools(LayerParts):
         """List every pair of transport and kernel.
 
         Returns:
-            One row a pair, whose status is "chosen", "possible", or the reason why it cannot run here.
+            One row per pair. Its status is "chosen", "possible" or "refused", and `reason` says why.
         """
         table = explain.explain(self.config, self.context.layout, self.context.device, self.dtype, **self._asked)
         if self.tuned is not None:

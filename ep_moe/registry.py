@@ -1,7 +1,10 @@
-"""Names of backends and import strings of their classes. Layers and the selection of backends import no backend file.
+"""The registry of backends: names, and import strings of their classes.
 
-A third party registers an entry point in the group `ep_moe.dispatchers`, `ep_moe.experts` or `ep_moe.fused`, of the
-same form. A fault of such a plug-in is the reason why it cannot run. Other backends stay usable.
+A backend's module is imported when the backend is used. Layers and the selection of backends import none.
+
+Other packages register backends as entry points in the groups `ep_moe.dispatchers`, `ep_moe.experts` and
+`ep_moe.fused`, with import strings of the same form. If such a plug-in fails, its error becomes the reason why it
+cannot run, and other backends stay usable.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from ep_moe.renamed import renamed_in
 
 Kind = Literal["dispatchers", "experts", "fused"]
 
-# kernels: the first that can serve a layer is chosen
+# "experts" is in order of preference: `experts="auto"` takes the first kernel that can run a layer, no fused kernel
 _BUILT_IN: dict[Kind, dict[str, str]] = {
     "dispatchers": {
         "local": "ep_moe.all2all.torch_collectives:LocalDispatcher",
@@ -56,13 +59,13 @@ _BUILT_IN: dict[Kind, dict[str, str]] = {
     },
 }
 
-# whose library `pip install ep-moe[gpu]` on a machine with CUDA does not bring
+# transports whose library `pip install ep-moe[gpu]` does not install
 BUILT_APART = frozenset({"deepep", "deepep_static", "pplx"})
 
-# words that `all2all=` and `experts=` take beside names
+# values of `all2all=` and `experts=` that are no backend names
 _RESERVED = {"auto": "the choice of the best", "inside": "the transport of fused kernels"}
 
-# the class that a backend of a kind extends
+# the base class of each kind of backend
 _BASES: dict[Kind, str] = {
     "dispatchers": "ep_moe.all2all.base:Dispatcher",
     "experts": "ep_moe.experts.base:Experts",
@@ -77,13 +80,13 @@ def targets(kind: Kind) -> dict[str, str]:
         kind: "dispatchers", "experts" or "fused".
 
     Returns:
-        "module:Class" by name, plug-ins last.
+        "module:Class" by name. Plug-ins come last.
     """
     return _BUILT_IN[kind] | _plugins(kind)
 
 
 def built_in(kind: Kind) -> list[str]:
-    """List the backends that this package brings.
+    """List the backends of this package.
 
     Args:
         kind: "dispatchers", "experts" or "fused".
@@ -95,28 +98,28 @@ def built_in(kind: Kind) -> list[str]:
 
 
 def is_plugin(kind: Kind, name: str) -> bool:
-    """Say whether another package registered a backend.
+    """Return whether a backend comes from another package.
 
     Args:
         kind: "dispatchers", "experts" or "fused".
         name: The backend's name.
 
     Returns:
-        Whether it is none of this package.
+        True unless the backend is one of this package.
     """
     return name not in _BUILT_IN[kind]
 
 
 @functools.cache
 def _plugins(kind: Kind) -> dict[str, str]:
-    """Entry points of other packages. Kept, because looking reads the metadata of everything installed."""
+    """Return the entry points of other packages. Cached, because the search reads all installed packages' metadata."""
     found: dict[str, str] = {}
     taken = _RESERVED | _BUILT_IN[kind]
-    if kind != "dispatchers":  # `experts=` names both
+    if kind != "dispatchers":  # `experts=` takes names of both expert and fused kernels
         taken |= _BUILT_IN["experts"] | _BUILT_IN["fused"] | (_plugins("experts") if kind == "fused" else {})
     try:
         points = list(entry_points(group=f"ep_moe.{kind}"))
-    except Exception as error:  # the metadata of any package may be broken
+    except Exception as error:  # any installed package may have broken metadata
         warnings.warn(
             f"entry points of group ep_moe.{kind} cannot be read: {in_one_line(error)}", UserWarning, stacklevel=2
         )
@@ -136,14 +139,14 @@ def _plugins(kind: Kind) -> dict[str, str]:
 
 
 def check(kind: Kind, name: str) -> None:
-    """Check that a backend is known.
+    """Raise ConfigError unless a backend is known.
 
     Args:
         kind: "dispatchers", "experts" or "fused".
         name: The backend's name.
 
     Raises:
-        ConfigError: it is unknown; lists the known names.
+        ConfigError: the name is unknown. The message lists the known names.
     """
     if name not in targets(kind):
         hint = did_you_mean(name, targets(kind))
@@ -151,7 +154,7 @@ def check(kind: Kind, name: str) -> None:
 
 
 def load(kind: Kind, name: str) -> Any:
-    """Import the class of a backend: its file, not the libraries it drives.
+    """Import and return the class of a backend. The library that it uses is not imported.
 
     Args:
         kind: "dispatchers", "experts" or "fused".
@@ -162,7 +165,7 @@ def load(kind: Kind, name: str) -> Any:
 
     Raises:
         ConfigError: the name is unknown.
-        BackendUnavailable: the class does not import, or is none that can be a backend.
+        BackendUnavailable: the import failed, or the object is no valid backend class of this kind.
     """
     check(kind, name)
     target = targets(kind)[name]
@@ -171,7 +174,7 @@ def load(kind: Kind, name: str) -> Any:
         problem = _class_problem(backend, _named(_BASES[kind]))
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a library that is half there raises what it likes, SystemExit too
+    except BaseException as error:  # a broken installation may raise anything, even SystemExit
         raise BackendUnavailable(f"{target} does not import: {in_one_line(error)}") from error
     if problem is not None:
         raise BackendUnavailable(f"{target} {problem}")
@@ -179,12 +182,12 @@ def load(kind: Kind, name: str) -> Any:
 
 
 def _named(target: str) -> Any:
-    module, _, attribute = target.partition("[")[0].strip().partition(":")  # behind "[" are extras
+    module, _, attribute = target.partition("[")[0].strip().partition(":")  # drops an entry point's extras, "[...]"
     return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
 
 
 def _class_problem(backend: Any, base: Any) -> str | None:
-    """None, or why a class is no backend of a kind."""
+    """Return None, or the reason why an object is no valid backend class. base: the base class of its kind"""
     if not inspect.isclass(backend) or not issubclass(backend, base):
         return f"is no subclass of {base.__module__}.{base.__name__}"
     if missing := sorted(getattr(backend, "__abstractmethods__", ())):
@@ -206,20 +209,20 @@ def _class_problem(backend: Any, base: Any) -> str | None:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Write an exception as one line.
+    """Return an exception's class and message in one line.
 
     Args:
-        error: Any.
+        error: Any exception.
 
     Returns:
-        Its class and text.
+        "Class: message", or "Class" without a message.
     """
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def unsupported_reason(kind: Kind, name: str) -> str | None:
-    """Say why a backend cannot run in this installation.
+    """Return why a backend cannot run in this installation.
 
     Args:
         kind: "dispatchers", "experts" or "fused".
@@ -240,15 +243,16 @@ def unsupported_reason(kind: Kind, name: str) -> str | None:
 
 
 def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
-    """Ask a backend, of which a plug-in may raise.
+    """Call a backend's method that returns why it cannot run, and check the answer.
 
     Args:
         kind: "dispatchers", "experts" or "fused".
         name: The backend's name.
-        ask: Gives None or a reason why not.
+        ask: The method. It returns None if the backend can run, else the reason.
 
     Returns:
-        None or the reason. That a plug-in raises, or answers anything else, is a reason too.
+        None, or the reason. An answer of another type is a reason too, and so is an exception of a plug-in. An
+        exception of a backend of this package is raised.
     """
     try:
         reason = ask()
@@ -256,7 +260,7 @@ def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
         raise
     except BaseException as error:  # SystemExit too
         if not is_plugin(kind, name):
-            raise  # a bug of our own
+            raise  # a bug of this package
         kind_of, _, text = in_one_line(error).partition(": ")
         return f"it raised {kind_of} when it was asked whether it can run: {text}"
     if reason is None or (isinstance(reason, str) and reason):
@@ -265,10 +269,10 @@ def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
 
 
 def without_flashinfer() -> str | None:
-    """Say whether FlashInfer is missing, which many backends drive.
+    """Return why backends of FlashInfer cannot run, if it is not installed.
 
     Returns:
-        None where it is installed, else a sentence for `available()`.
+        None if FlashInfer is installed, else a reason that a backend's `available()` can return.
     """
     if importlib.util.find_spec("flashinfer") is None:
         return "FlashInfer is not installed; pip install ep-moe[gpu]"
@@ -276,17 +280,17 @@ def without_flashinfer() -> str | None:
 
 
 def available(kind: Kind, name: str) -> bool:
-    """Say whether a backend can run in this installation.
+    """Return whether a backend can run in this installation.
 
     Args:
         kind: "dispatchers", "experts" or "fused".
         name: The backend's name.
 
     Returns:
-        Whether `unsupported_reason` is None.
+        True if `unsupported_reason` is None.
     """
     return unsupported_reason(kind, name) is None
 
 
-if not TYPE_CHECKING:  # checkers know the new names alone
+if not TYPE_CHECKING:  # type checkers see only the new names
     __getattr__ = renamed_in(__name__, {"why_not": ("unsupported_reason", unsupported_reason)})

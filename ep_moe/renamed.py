@@ -1,7 +1,9 @@
-"""Old names of public things: they work for one release, with a DeprecationWarning that says the new name.
+"""Deprecated aliases of renamed public names. They work for one release, and warn with the new name.
 
-`renamed` serves an attribute or method of a class, `renamed_field` an argument of a dataclass, `renamed_in` a name of a
-module, `take_old_names` what a subclass of an earlier release overrides.
+- `renamed`: an attribute or method of a class.
+- `renamed_field`: a field of a dataclass.
+- `renamed_in`: a name in a module.
+- `take_old_names`: methods that a subclass, written for an earlier release, overrides.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ Kind = TypeVar("Kind")
 
 
 def renamed(old: str, new: str) -> Any:
-    """Make an attribute of a class, under an old name, for what instances have under the new one.
+    """Return a property that warns and forwards to a renamed attribute or method.
 
     Args:
-        old: The attribute's name.
-        new: The name of an attribute or method.
+        old: The old name.
+        new: The new name of the attribute or method.
 
     Returns:
-        A property.
+        The property, to be assigned to the old name in the class body.
     """
 
     def get(self: Any) -> Any:
@@ -33,14 +35,14 @@ def renamed(old: str, new: str) -> Any:
 
 
 def renamed_field(old: str, new: str) -> Callable[[type[Kind]], type[Kind]]:
-    """Let a dataclass take a field under its old name, also in `dataclasses.replace`.
+    """Return a decorator that lets a dataclass take a field under its old name, also in `dataclasses.replace`.
 
     Args:
-        old: The field's name.
-        new: The name that it has now.
+        old: The field's old name.
+        new: The field's new name.
 
     Returns:
-        A decorator for the dataclass.
+        The decorator.
     """
 
     def decorate(kind: type[Kind]) -> type[Kind]:
@@ -60,14 +62,14 @@ def renamed_field(old: str, new: str) -> Callable[[type[Kind]], type[Kind]]:
 
 
 def renamed_in(module: str, names: Mapping[str, tuple[str, Any]]) -> Callable[[str], Any]:
-    """Make the `__getattr__` of a module whose names have changed.
+    """Return a `__getattr__` for a module with renamed objects.
 
     Args:
-        module: Its `__name__`.
-        names: Old name to new name and what it stands for.
+        module: The module's `__name__`.
+        names: (new name, object) by old name.
 
     Returns:
-        A function that warns and gives it.
+        A function that warns and returns the object.
     """
 
     def get(name: str) -> Any:
@@ -81,15 +83,15 @@ def renamed_in(module: str, names: Mapping[str, tuple[str, Any]]) -> Callable[[s
 
 
 def take_old_names(kind: type, names: Mapping[str, str]) -> None:
-    """Give a subclass, written for an earlier release, the new names of what it overrides.
+    """Assign a subclass's overrides of old names to the new names, with a warning.
 
     Args:
-        kind: The subclass.
-        names: Old name to new name.
+        kind: A subclass that may have been written for an earlier release.
+        names: New name by old name.
     """
     for old, new in names.items():
         if old in kind.__dict__ and new not in kind.__dict__:
-            _warn(f"{kind.__name__}.{old}", new, stacklevel=5)  # of the class: ABCMeta lies between
+            _warn(f"{kind.__name__}.{old}", new, stacklevel=5)  # points at the class statement, across ABCMeta's frames
             setattr(kind, new, kind.__dict__[old])
 
 

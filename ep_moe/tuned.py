@@ -1,4 +1,4 @@
-"""An earlier path of `ep_moe.Tuned`, for one release."""
+"""The old import path of `ep_moe.Tuned`, which works for one release."""
 
 from typing import TYPE_CHECKING
 
@@ -7,4 +7,4 @@ from ep_moe.selection.tuned import Tuned
 
 if not TYPE_CHECKING:
     __getattr__ = renamed_in(__name__, {"Tuned": ("ep_moe.Tuned", Tuned)})
-    del Tuned  # `from ep_moe.tuned import Tuned` asks `__getattr__`
+    del Tuned  # so that `from ep_moe.tuned import Tuned` calls `__getattr__`, which warns

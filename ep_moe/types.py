@@ -1,14 +1,15 @@
-"""The data that flow between the five nouns, and the legend of the shape letters.
+"""The data that the stages of a layer exchange, and the letters that docstrings use for shapes.
 
 T  tokens of this rank        E  logical experts (of the checkpoint)     K  top-k
 H  hidden size                P  physical experts = R * slots_per_rank   R  ranks of the EP group
 I  expert intermediate size   L  slots of this rank                      N  received rows
-C  rows that fit into a slot
+C  rows of a slot in a BATCHED layout
 
 logical expert   an expert of the checkpoint
 physical expert  a slot of some rank that holds a copy of a logical expert; its id is `owner * slots_per_rank + local`
 local expert     a physical expert counted from its rank's first slot
-One sentinel everywhere: id -1 means "no expert".
+
+The id -1 always means "no expert".
 """
 
 from __future__ import annotations
@@ -27,20 +28,19 @@ from ep_moe.renamed import renamed_in
 
 PhysicalIds = NewType("PhysicalIds", Tensor)
 LocalIds = NewType("LocalIds", Tensor)
-LogicalIds = NewType("LogicalIds", Tensor)  # no longer needed: `Routing` takes tensors. It goes with the next release
+LogicalIds = NewType("LogicalIds", Tensor)  # unused: `Routing` takes tensors. The next release removes it
 
 
 @dataclass(frozen=True)
 class Routing:
     """The experts of each token, chosen by a router, as logical ids (those of the checkpoint).
 
-    Nothing is checked here: a layer checks a routing in the call, so that all ranks raise alike.
+    The constructor checks nothing. A layer checks the routing in its call, so that all ranks raise an error together.
 
     Args:
         ids: int64 or int32 [T, K], logical ids in [0, E), -1 for no expert. The valid ids of a row are distinct.
         weights: float32 [T, K]. Each expert's output (or input) is multiplied by its weight.
-        logits: [T, E], the scores that the choice was made by. `ep_moe.training.router_logits` records them. Default:
-            not recorded.
+        logits: [T, E], the router's scores. `ep_moe.training.router_logits` records them. Default: not recorded.
     """
 
     ids: Tensor
@@ -52,8 +52,9 @@ class TokenMask(NamedTuple):
     """Which rows of a call are tokens, and which are padding.
 
     Args:
-        tokens: bool [...], as x without its last size.
-        sent: Whether padding travels as tokens do, and is left out of the load alone; or bool [T], which rows travel.
+        tokens: bool [...], the leading sizes of x, True for a token.
+        sent: Whether padding rows are sent to experts like tokens and only not counted as load. Or bool [T]: the rows
+            that are sent.
     """
 
     tokens: Tensor
@@ -61,21 +62,21 @@ class TokenMask(NamedTuple):
 
 
 def without_rows(routing: Routing, kept: Tensor) -> Routing:
-    """Remove the routes of rows that are not kept.
+    """Return a routing without the routes of some rows.
 
     Args:
-        routing: Of T rows.
-        kept: bool [...] of T elements.
+        routing: The routing of T rows.
+        kept: bool [...] of T elements, True for rows that keep their routes.
 
     Returns:
-        The same with ids of -1 in the other rows, without logits.
+        The routing with ids of -1 in the other rows, and without logits.
     """
     return Routing(routing.ids.masked_fill(~kept.reshape(-1, 1), -1), routing.weights)
 
 
 @dataclass(frozen=True)
 class PhysicalRouting:
-    """A placed routing: as `Routing`, in physical ids. A type of its own, so that the two cannot be mixed up.
+    """A routing in physical ids. It is a separate type, so that it cannot be confused with `Routing`.
 
     Args:
         ids: int32 or int64 [T, K], physical ids in [0, P), -1 for no expert.
@@ -86,10 +87,10 @@ class PhysicalRouting:
     weights: Tensor
 
     def materialize(self) -> PhysicalRouting:
-        """Place what is not placed yet.
+        """Return this routing with its physical ids computed.
 
         Returns:
-            This routing, with ids that are there. A deferred one (`placement.deferred`) is placed and counted here.
+            This routing. A deferred one (`placement.deferred`) is placed and counted as load by this call.
         """
         return self
 
@@ -97,9 +98,10 @@ class PhysicalRouting:
 class RowLayout(enum.Enum):
     """How received rows are arranged.
 
-    - `RANK_MAJOR`: [N, H], one row per (token, rank); carries local ids, -1 for "not mine", and weights.
-    - `CONTIGUOUS`: [N, H] grouped by local expert, `expert_offsets` [L + 1] on the device.
-    - `BATCHED`: [L, C, H], `expert_counts` [L] on the device.
+    - `RANK_MAJOR`: [N, H], grouped by source rank, one row per (token, rank). With local ids and weights; an id of -1
+      is an expert of another rank, or none.
+    - `CONTIGUOUS`: [N, H], grouped by local expert, with `expert_offsets` [L + 1] on the device.
+    - `BATCHED`: [L, C, H], padded to C rows per local expert, with `expert_counts` [L] on the device.
     """
 
     RANK_MAJOR = "rank_major"
@@ -108,9 +110,9 @@ class RowLayout(enum.Enum):
 
 
 class Weighting(enum.Enum):
-    """Who multiplies by the routing weight.
+    """Which part of a layer multiplies by the routing weight.
 
-    - `EXPERTS`: the expert kernel, which sums over the local experts of a row.
+    - `EXPERTS`: the expert kernel, which also sums over the local experts of a row.
     - `COMBINE`: the transport, in combine.
     """
 
@@ -120,16 +122,18 @@ class Weighting(enum.Enum):
 
 @dataclass(frozen=True)
 class WireIds:
-    """Ids as a transport received them. A route outside this rank's slots, or of weight 0, is none.
+    """Physical ids as a transport received them. A kernel ignores routes outside this rank's slots or of weight 0.
 
     Args:
         ids: int32 [N, K], contiguous.
         base: This rank's first physical id.
-        ids_ready: int32 [R] on the device, where ids and weights come before the rows. Rank r's have arrived when
-            `ids_ready[r] == sequence[0] + 1`. A kernel launched with PDL (`pdl_launch`) may read ids and weights then,
-            before the rows arrive. It must call `pdl_wait` before it ends, for the kernels after it that read rows.
-        sequence: int32 [2] on the device, beside `ids_ready`. sequence[0] is the sequence number of the call before
-            this one. The kernel's programs may count in sequence[1] to wait for each other. It is 0 before and after.
+        ids_ready: int32 [R] on the device, for transports that send ids and weights before the rows. Those of rank r
+            have arrived when `ids_ready[r] == sequence[0] + 1`. A kernel launched with PDL (`pdl_launch`) may then read
+            ids and weights before the rows arrive. It must call `pdl_wait` before it ends, for the kernels after it
+            that read rows.
+        sequence: int32 [2] on the device, given with `ids_ready`. sequence[0] is the sequence number of the previous
+            call. The kernel's programs may use sequence[1] as a counter to wait for each other. It must be 0 again
+            when the kernel ends.
     """
 
     ids: PhysicalIds
@@ -140,11 +144,12 @@ class WireIds:
 
 @dataclass(frozen=True)
 class PeerPackets:
-    """Rows as packets of 8 bytes: 4 of a row and the call's sequence number. One packet more comes for every row, also
-    where there is no answer.
+    """Peer memory for rows in LL packets of 8 bytes: 4 bytes of a row, and the call's sequence number.
+
+    Every row ends with one more packet. It is also written for a row without a result.
 
     Args:
-        blocks: R tensors, int64 [bound, at least words + 1], rows at multiples of 16 bytes.
+        blocks: R tensors, int64 [bound, at least words + 1]. Each row begins at a multiple of 16 bytes.
         number: int32 [at least 1] on the device, the sequence number.
         words: 4-byte words of a row.
     """
@@ -159,10 +164,10 @@ class PeerPackets:
         return self.blocks[0].stride(0)
 
     def write(self, blocks: Sequence[Tensor]) -> None:
-        """Write rows to the ranks they came from.
+        """Write rows to the ranks that sent them.
 
         Args:
-            blocks: R tensors [bound, H], or [bound, 0] where no row is wanted.
+            blocks: R tensors [bound, H], or [bound, 0] to write no rows to a rank.
         """
         number = self.number[:1].long() << 32
         for place, rows in zip(self.blocks, blocks, strict=True):
@@ -173,14 +178,15 @@ class PeerPackets:
 
 @dataclass(frozen=True)
 class PeerRows:
-    """The experts' rows in the memory of the ranks that the received ones came from: row n is row n % bound of its
-    block n // bound.
+    """Memory on the source ranks of received rows, into which an expert kernel writes its results.
+
+    The result of received row n is row n % bound of block n // bound.
 
     Args:
-        blocks: R tensors [bound, H], as this rank sees them.
-        addresses: int64 [R] on the device.
-        offset: Bytes: block r begins at addresses[r] + offset.
-        rank: Whose own block lies here.
+        blocks: R tensors [bound, H], as this rank maps them.
+        addresses: int64 [R] on the device, the base addresses.
+        offset: Bytes. Block r begins at addresses[r] + offset.
+        rank: This rank: its block is local memory.
         packets: If given, rows are written as packets. `blocks` then only gives shape and dtype, and `offset` refers to
             the packets.
     """
@@ -203,7 +209,8 @@ class PeerRows:
 
     @cached_property
     def place(self) -> tuple[int, ...]:
-        """A key of this memory: address of `addresses`, offset, bound, rank, and the packets' number and stride."""
+        """A key that identifies this memory: the address of `addresses`, offset, bound and rank, and the packets'
+        number and stride."""
         packets = (0, 0) if self.packets is None else (self.packets.number.data_ptr(), self.packets.stride)
         return self.addresses.data_ptr(), self.offset, self.bound, self.rank, *packets
 
@@ -220,33 +227,34 @@ class PeerRows:
             block.copy_(rows)
 
     def write_nothing(self) -> None:
-        """Signal to ranks that await packets that this rank returns no rows."""
+        """Signal to ranks that wait for packets that this rank returns no rows."""
         if self.packets is not None:
             self.packets.write([block[:, :0] for block in self.blocks])
 
 
 @dataclass(frozen=True)
 class Received:
-    """The rows that reached this rank's experts, and how they are arranged. Valid until `combine`.
+    """The rows that a rank received for its experts, and how they are arranged. Valid until `combine`.
 
     Args:
-        x: [N, H] or [L, C, H], as they came.
+        x: [N, H] or [L, C, H], in the number format `format`.
         layout: How rows are arranged.
-        weighting: Who multiplies by the routing weight.
-        handle: The transport's own state for this call; opaque.
-        local_ids: RANK_MAJOR: int32 or int64 [N, K], or None beside `wire_ids`.
-        wire_ids: RANK_MAJOR: the ids as they traveled.
-        weights: Weighting EXPERTS: float32 [N, K], or one per row: [N], [L, C].
+        weighting: Which part of the layer multiplies by the routing weight.
+        handle: The transport's state for this call; opaque.
+        local_ids: RANK_MAJOR: int32 or int64 [N, K]. None if `wire_ids` is given instead.
+        wire_ids: RANK_MAJOR: the physical ids as they were received.
+        weights: Weighting EXPERTS: float32 [N, K], or one per row: [N] or [L, C].
         expert_offsets: CONTIGUOUS: [L + 1].
         expert_counts: BATCHED: [L].
-        format: How x is written, a name of `quant.row_format.ROW_FORMATS`.
-        x_scale: [..., H / block], where the format has scales; x is [..., H / packed] then.
-        input_scale: Of fp8_tensor and nvfp4 rows: `Wire.input_scale`.
-        out: [..., H] as x, memory of the transport for the experts' rows. Writing them there saves combine a copy.
-        peer_out: RANK_MAJOR: peer memory for the experts' rows. A kernel with the capability `peer_out` writes them
+        format: The number format of x, a name in `quant.row_format.ROW_FORMATS`.
+        x_scale: [..., H / block], if the format has scales. x is then [..., H / packed].
+        input_scale: `Wire.input_scale`, for fp8_tensor and nvfp4 rows.
+        out: [..., H], the leading sizes of x: memory of the transport for the kernel's results. Writing them there
+            saves combine a copy.
+        peer_out: RANK_MAJOR: peer memory for the kernel's results. A kernel with the capability `peer_out` writes them
             there instead of to `out`. Combine then copies nothing.
-        per_route: RANK_MAJOR under Weighting.COMBINE: the experts' rows are [N * K, H], one for each id in its order,
-            zero where it is no local expert's. `out` and `peer_out` have as many.
+        per_route: RANK_MAJOR under Weighting.COMBINE: the kernel's results are [N * K, H], one row per id in order.
+            A row is zero if its id is no local expert. `out` and `peer_out` have as many rows.
     """
 
     x: Tensor
@@ -266,10 +274,10 @@ class Received:
     per_route: bool = False
 
     def dense(self) -> Received:
-        """Make every tensor contiguous, for kernels that read from bare pointers.
+        """Return the rows with all tensors contiguous, for kernels that take only pointers.
 
         Returns:
-            Itself, or a copy with contiguous tensors where some are views.
+            Itself, or a copy in which non-contiguous tensors are replaced by contiguous ones.
         """
         copies: dict[str, Any] = {}
         for name in _TENSORS:
@@ -308,7 +316,7 @@ class Activation(enum.Enum):
 
     @property
     def gated(self) -> bool:
-        """Whether w13 holds a gate beside the up projection."""
+        """Whether w13 holds a gate and an up projection."""
         return self is not Activation.RELU2
 
 
@@ -316,11 +324,11 @@ Result = TypeVar("Result")
 
 
 class Pending(Generic[Result]):
-    """A result under way. `wait()` gives it, once; every transport overlaps through this one shape.
+    """The future result of an asynchronous operation. `wait()` returns it, once.
 
     Args:
-        finish: Waits and gives the result.
-        ready: Nothing is left to do or to wait for.
+        finish: Waits for the operation and returns the result.
+        ready: Whether the result is available without waiting.
     """
 
     def __init__(self, finish: Callable[[], Result], *, ready: bool = False) -> None:
@@ -329,13 +337,13 @@ class Pending(Generic[Result]):
 
     @classmethod
     def of(cls, result: Result) -> Pending[Result]:
-        """Wrap a result that is ready.
+        """Wrap an available result.
 
         Args:
-            result: What `wait` gives.
+            result: The value that `wait` returns.
 
         Returns:
-            The pending result.
+            A `Pending` that is ready.
         """
         return cls(lambda: result, ready=True)
 
@@ -346,7 +354,7 @@ class Pending(Generic[Result]):
             The result.
 
         Raises:
-            RuntimeError: it was waited for already.
+            RuntimeError: `wait` was called before.
         """
         if self._finish is None:
             raise RuntimeError("this Pending was waited for already; keep the result of the first wait()")
@@ -355,10 +363,10 @@ class Pending(Generic[Result]):
 
 
 def capturing(device: torch.device) -> bool:
-    """Say whether work on the current stream goes into a CUDA graph.
+    """Return whether the current stream is being captured into a CUDA graph.
 
     Args:
-        device: Any; False for one without CUDA.
+        device: Any device; the result is False unless it is a CUDA device.
 
     Returns:
         Whether a capture is under way.
@@ -367,26 +375,28 @@ def capturing(device: torch.device) -> bool:
 
 
 def recomputing() -> bool:
-    """Say whether a backward pass runs, in which activation checkpointing calls a forward again.
+    """Return whether this thread is in a backward pass.
+
+    A forward that is called there is a recomputation by activation checkpointing.
 
     Returns:
-        Whether one runs in this thread.
+        Whether a backward pass runs in this thread.
     """
     task: int = torch._C._current_graph_task_id()  # -1 outside of one
     return task != -1
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype as configurations do.
+    """Return a dtype's name without the prefix "torch.".
 
     Args:
-        dtype: Such as torch.bfloat16.
+        dtype: For example torch.bfloat16.
 
     Returns:
-        Such as "bfloat16".
+        For example "bfloat16".
     """
     return str(dtype).removeprefix("torch.")
 
 
-if not TYPE_CHECKING:  # checkers know the new names alone
+if not TYPE_CHECKING:  # type checkers see only the new names
     __getattr__ = renamed_in(__name__, {"PeerCells": ("PeerPackets", PeerPackets)})
