@@ -1,6 +1,8 @@
-"""Ids that are placed on their way: by the kernel that sends them, or by a launch of their own (`materialize`).
+"""Placement of logical ids on the device, deferred until a transport needs the physical ids.
 
-The Triton form is one launch instead of some twenty. Its arithmetic serves kernels that place ids as they send them.
+A transport's dispatch kernel may place the ids while it sends them. Otherwise `materialize` places them in a launch of
+their own. That launch is one Triton kernel; the same in torch operators is about twenty launches. Dispatch kernels call
+the same Triton function, `place_ids`.
 """
 
 # Triton's language has no types
@@ -21,54 +23,56 @@ from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, kept_launches, ne
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting, recomputing
 
-# Multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants, so that neighboring tokens and
-# different experts of a token spread over replicas without a random state or a host sync. A row's fraction of the full
-# circle chooses among equal arcs: of any N rows in turn each arc has its share to within 2 + log N to the golden
-# ratio's base (Denjoy and Koksma), where random numbers err by the root of N. A remainder of it has no such bound.
+# The replica of a route is chosen by multiplicative hashing (Knuth, TAOCP 3, 6.4) with two odd constants. Neighboring
+# tokens, and the experts of one token, so spread over replicas without a random state or a wait for the device.
+# The hash, as a fraction of 2**32, chooses among equal intervals, one per replica. Of any N consecutive rows, the count
+# in each interval differs from its share by at most 2 + log(N) to the base of the golden ratio (Denjoy and Koksma).
+# Random numbers would differ by about sqrt(N). The remainder of the hash by the replica count has no such bound.
 ROW_FACTOR = 2654435761
 EXPERT_FACTOR = 2246822519
 RANK_FACTOR = 3266489917
 
 
-NO_ID = -1  # in `InvalidIds.word` while there is none
+NO_ID = -1  # the value of `InvalidIds.word` while no invalid id was found
 
 
 class InvalidIds:
-    """What kernels say to the host of ids that name no expert, which they drop: one of them, in host memory that they
-    write. The host looks there in later calls, and waits for no device.
+    """The report of kernels to the host about invalid ids (neither -1 nor in [0, E)), whose routes they drop.
+
+    Kernels write one such id into pinned host memory. The host reads it in later calls, without a wait for the device.
 
     Args:
-        device: Of the kernels. Only a GPU's tell: on a CPU ids are looked at before a call.
+        device: The device of the kernels. Only GPU kernels report: on a CPU ids are checked before a call.
 
     Attributes:
-        word: The id, `NO_ID` while there is none.
+        word: The id, or `NO_ID`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.address = 0  # of `word` where kernels write it, else 0
+        self.address = 0  # the address of `word` if kernels write it, else 0
         self.word = ctypes.c_int64(NO_ID)
         if device.type == "cuda":
-            with on_device(device):  # the driver pins memory for the current one
+            with on_device(device):  # the driver pins memory for the current device
                 self._memory = torch.full((1,), NO_ID, dtype=torch.int64, device="cpu", pin_memory=True)
             self.address = self._memory.data_ptr()
             self.word = _word(self.address)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InvalidIds:
-        return InvalidIds(self.device)  # a copy of the tensor would not be pinned
+        return InvalidIds(self.device)  # a copied tensor would not be pinned
 
     def __reduce__(self) -> Any:
         return InvalidIds, (self.device,)
 
     def problem(self, layer: str, experts: int) -> str | None:
-        """None, or what an earlier call did wrong. It is returned once.
+        """Return the message for an invalid id that an earlier call passed, and clear the report.
 
         Args:
             layer: Name of the layer.
             experts: E.
 
         Returns:
-            A sentence for an InputError.
+            None, or the message of an InputError.
         """
         return None if self.word.value == NO_ID else _dropped(self.word, layer, experts)
 
@@ -86,11 +90,13 @@ def _dropped(word: ctypes.c_int64, layer: str, experts: int) -> str:
 
 
 class Tables(NamedTuple):
-    """What a call is placed and counted with, in the order in which kernels take it: `Placement`'s buffers, which are
-    rewritten in place.
+    """The buffers of a `Placement` that place and count the ids of a call, in the order of the kernels' arguments.
 
-    replicas: int64 [E, most]; counts, expert_load: int64 [E]; slot_load: int64 [P]; counting: int64 []
-    invalid: `InvalidIds.address`; seed: what the hash adds to all
+    A new expert map is written into the same buffers.
+
+    replicas: int64 [E, most], physical ids; counts: int64 [E], replicas of each expert; expert_load: int64 [E];
+    slot_load: int64 [P]; counting: int64 [], 0 to count nothing
+    invalid: `InvalidIds.address`; seed: a constant that is added to every hash
     """
 
     replicas: Tensor
@@ -108,7 +114,7 @@ class Tables(NamedTuple):
 
     @torch.no_grad()
     def place(self, ids: Tensor) -> Tensor:
-        """int64 [T, K] of logical ids [T, K]; counts them."""
+        """Return the physical ids, int64 [T, K], of logical ids [T, K], and count them as load."""
         if not ids.is_cuda:
             return self._place(ids.long())
         out = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
@@ -116,7 +122,8 @@ class Tables(NamedTuple):
         return out
 
     def counting_nothing(self) -> Tables:
-        """The same, for a call that is no load. The device learns it from a zero, without a wait."""
+        """Return the same tables with `counting` 0, for a call that does not count as load. Does not wait for the
+        device."""
         with unseen_by_modes():
             return self._replace(counting=torch.zeros_like(self.counting))
 
@@ -134,17 +141,20 @@ class Tables(NamedTuple):
 
 
 class DeferredRouting(PhysicalRouting):
-    """The routing of one call whose ids are logical still. A transport that places and counts them itself
-    (`DispatcherCapabilities.places`) takes `to_place`; all others call `materialize` first.
+    """The routing of one call with ids that are still logical.
 
-    Rows are those of the whole call: their numbers choose replicas, so that a call is placed before it is cut.
+    A transport that places and counts ids itself (`DispatcherCapabilities.places`) calls `to_place`. All others call
+    `materialize` first.
+
+    The rows are those of the whole call. The row number enters the hash that chooses replicas, so a call is placed
+    before it is split into parts.
     """
 
     logical: Tensor
     tables: Tables
 
     def __init__(self, logical: Tensor, weights: Tensor, tables: Tables) -> None:
-        self.__dict__.update(logical=logical, weights=weights, tables=tables)  # frozen, as its base is
+        self.__dict__.update(logical=logical, weights=weights, tables=tables)  # the base class is a frozen dataclass
 
     def __getattr__(self, name: str) -> Any:
         if name == "ids":
@@ -152,7 +162,7 @@ class DeferredRouting(PhysicalRouting):
         raise AttributeError(name)
 
     def materialize(self) -> PhysicalRouting:
-        """Place the ids and count them as load; what the first call gave is returned by later ones."""
+        """Place the ids and count them as load. Later calls return the result of the first one."""
         placed: PhysicalRouting | None = self.__dict__.get("_placed")
         if placed is None:
             placed = PhysicalRouting(PhysicalIds(self.tables.place(self.logical)), self.weights)
@@ -161,13 +171,15 @@ class DeferredRouting(PhysicalRouting):
 
 
 def given_ids(routing: PhysicalRouting) -> Tensor:
-    """The ids of a routing, logical ones where they are not placed yet: for checks of their shape."""
+    """Return the ids of a routing for checks of their shape: logical ids if they are not placed yet."""
     return routing.logical if _deferred(routing) else routing.materialize().ids
 
 
 class Placing(NamedTuple):
-    """What a kernel that can place takes besides tables. most: of an expert's replicas, 0 where ids are placed
-    already; seed: as `Tables` has it; experts: E"""
+    """Further arguments of a kernel that can place ids.
+
+    most: the most replicas of an expert, 0 if ids are placed already; seed: as in `Tables`; experts: E
+    """
 
     most: int
     seed: int | None
@@ -179,8 +191,11 @@ _NO_TABLES = (None,) * 6
 
 
 def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | int | None, ...], Placing]:
-    """For a kernel that can place: the ids that it is given, its arguments `replicas, counts, expert_load, slot_load,
-    counting, invalid`, and the rest."""
+    """Return the arguments of a kernel that can place ids.
+
+    These are the ids (logical if not placed yet), the tables `replicas, counts, expert_load, slot_load, counting,
+    invalid`, and the rest. The tables are None if the ids are placed already.
+    """
     if not _deferred(routing):
         return routing.materialize().ids, _NO_TABLES, _PLACED
     return routing.logical, routing.tables[:6], routing.tables.placing
@@ -190,8 +205,8 @@ def _deferred(routing: PhysicalRouting) -> TypeGuard[DeferredRouting]:
     return isinstance(routing, DeferredRouting) and "_placed" not in routing.__dict__
 
 
-# One torch operator for compiled graphs. Inductor cannot be given the arithmetic itself: it writes the hash's constants
-# into kernels as int32, which they exceed. An operator runs the eager form, so that both choose the same replicas.
+# A custom operator for compiled graphs. Inductor cannot compile the arithmetic itself: it emits the hash constants as
+# int32, which they exceed. The operator runs the eager code, so that eager and compiled calls choose the same replicas.
 
 
 @torch.library.custom_op("ep_moe::place", mutates_args=("expert_load", "slot_load"))
@@ -199,8 +214,11 @@ def place(
     ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor,
     invalid: int, seed: int,
 ) -> Tensor:  # fmt: skip
-    """`Tables.place`, which counts nothing inside a backward pass. No other step of a compiled graph sees invalid ids:
-    a CPU's are refused at once, a GPU's in a later call."""
+    """Return the physical ids of logical ids, as `Tables.place`. Inside a backward pass, count nothing.
+
+    Only this operator checks the ids in a compiled graph. On a CPU it raises InputError at once, on a GPU in a later
+    call.
+    """
     tables = Tables(replicas, counts, expert_load, slot_load, counting, invalid, seed)
     experts = len(counts)
     if not ids.is_cuda and bool(((ids < EMPTY) | (ids >= experts)).any()):
@@ -221,15 +239,18 @@ def _(
 # --- Triton ---------------------------------------------------------------------------------------------------------
 
 _BLOCK, _WIDE_BLOCK = 256, 1024  # routes of a program
-_MANY = 4096  # routes from which on each program counts its own first: they are many for few counters
+_MANY = 4096  # from this many routes on, each program counts its routes in a histogram before it adds to the counters
 
 
 def place_ids_once(
     ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor,
     invalid: int, out: Tensor, seed: int, *, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """ids: int [T, K], contiguous; replicas: int64 [E, most]; counts: int64 [E]; expert_load: int64 [E]; slot_load:
-    int64 [P]; counting: int64 []; out: int64 [T, K]; invalid, seed: as `Tables` has them"""
+    """Write physical ids to `out` and count the load, in one launch.
+
+    ids: int [T, K], contiguous; replicas: int64 [E, most]; counts: int64 [E]; expert_load: int64 [E]; slot_load:
+    int64 [P]; counting: int64 []; out: int64 [T, K]; invalid, seed: as in `Tables`
+    """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
         return
@@ -260,7 +281,7 @@ def _place(
     tl.store(out + at, tl.where(valid, physical, tl.where(given == -1, given, slots)), mask=inside)
     tell_invalid(given, valid, invalid)
     if tl.load(counting) != 0:
-        # sums of whole numbers are the same in any order
+        # integer sums do not depend on the order of the atomic additions
         if EXPERT_BINS:
             _count(expert_load, given, valid, experts, EXPERT_BINS)
             _count(slot_load, physical, valid, slots, SLOT_BINS)
@@ -268,13 +289,15 @@ def _place(
             count_ids(given, physical, valid, expert_load, slot_load)
 
 
-_ROW_FACTOR, _EXPERT_FACTOR = tl.constexpr(ROW_FACTOR), tl.constexpr(EXPERT_FACTOR)  # as `Tables.place` has them
+_ROW_FACTOR, _EXPERT_FACTOR = tl.constexpr(ROW_FACTOR), tl.constexpr(EXPERT_FACTOR)  # the constants of `Tables.place`
 
 
 @triton.jit
 def place_ids(given, row, replicas, counts, experts, seed, MOST: tl.constexpr):
-    """Physical ids of logical ones in these rows of a call, and whether they are: for ids of no expert they are noise.
-    MOST: replicas that an expert may have"""
+    """Return the physical ids of logical ids, and whether each logical id is valid. Invalid ids get arbitrary results.
+
+    row: the row of each id in the call; MOST: the second size of `replicas`
+    """
     known = (given >= 0) & (given < experts)
     safe = tl.where(known, given, 0).to(tl.int64)
     at = safe * MOST
@@ -286,7 +309,7 @@ def place_ids(given, row, replicas, counts, experts, seed, MOST: tl.constexpr):
 
 @triton.jit
 def tell_invalid(given, known, invalid):
-    """Write one of the ids that are neither -1 nor known to the host, for `InvalidIds`. invalid: an address, or 0"""
+    """Report one id that is neither -1 nor valid to the host (`InvalidIds`). invalid: its address, 0 for no report"""
     word = tl.cast(invalid, tl.int64).to(tl.pointer_type(tl.int64)) + tl.zeros(given.shape, tl.int32)
     tl.store(word, given.to(tl.int64), mask=(known == 0) & (given != -1) & (invalid != 0))
 

@@ -1,8 +1,8 @@
-"""ExpertMap: which slot of which rank holds which expert. Linear, uneven, redundant, balanced: one structure.
+"""ExpertMap: which expert each slot of each rank holds.
 
-A physical id is `owner * slots_per_rank + local`, with `slots_per_rank` the number of slots of a rank (the largest,
-where ranks differ). Transports and kernels that know only an even split therefore serve any placement:
-they see `R * slots_per_rank` experts."""
+One class describes linear, uneven, redundant and balanced placements. A physical id is `owner * slots_per_rank +
+local`, where `slots_per_rank` is the largest number of slots of any rank. Transports and kernels thus see an even split
+of `R * slots_per_rank` experts, and work with any placement."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ExpertMap:
-    """Where every expert is. Immutable; equal maps compare equal.
+    """The placement of experts in the slots of an EP group. Immutable and hashable; equal maps compare equal.
 
     Args:
-        num_experts: E, logical experts.
-        num_ranks: R, ranks of the EP group.
-        physical_to_logical: [P], the logical expert in each slot, -1 for an empty one. P is a multiple of R.
+        num_experts: E, the number of logical experts.
+        num_ranks: R, the ranks of the EP group.
+        physical_to_logical: [P], the logical expert in each slot, -1 for an empty slot. P is a multiple of R.
         allow_duplicates: Let one rank hold an expert twice.
 
     Raises:
-        ConfigError: an expert has no slot, an entry is no expert, or a rank holds an expert twice.
+        ConfigError: an expert has no slot, an entry is no expert, or a rank holds an expert twice without
+            `allow_duplicates`.
     """
 
     num_experts: int
@@ -54,7 +55,7 @@ class ExpertMap:
                 f"ExpertMap.physical_to_logical must have the same number of slots for each of num_ranks="
                 f"{self.num_ranks} ranks, got {len(self.physical_to_logical)} slots; fill up with -1"
             )
-        # 0.0 == 0 and True == 1: types are looked at apart from values, and first, as a list is in no set
+        # types are checked before values: 0.0 == 0 and True == 1, and an unhashable entry cannot be put into a set
         if set(map(type, self.physical_to_logical)) != {int}:
             self._refuse_slot()
         found = set(self.physical_to_logical)
@@ -89,10 +90,10 @@ class ExpertMap:
 
     @classmethod
     def linear(cls, num_experts: int, num_ranks: int) -> ExpertMap:
-        """Give the ranks the experts in order.
+        """Assign the experts to the ranks in order.
 
         Args:
-            num_experts: E. Where R does not divide it, the first ranks hold one more.
+            num_experts: E. If R does not divide E, the first ranks hold one expert more.
             num_ranks: R.
 
         Returns:
@@ -105,7 +106,7 @@ class ExpertMap:
 
     @classmethod
     def round_robin(cls, num_experts: int, num_ranks: int) -> ExpertMap:
-        """Give expert e to rank e % R.
+        """Assign expert e to rank e % R.
 
         Args:
             num_experts: E.
@@ -123,16 +124,16 @@ class ExpertMap:
 
     @classmethod
     def uneven(cls, counts: Sequence[int]) -> ExpertMap:
-        """Give the ranks the experts in order, as many as each has room for.
+        """Assign the experts to the ranks in order, `counts[rank]` to each.
 
         Args:
-            counts: [R], experts of each rank. A rank may hold none.
+            counts: [R], the number of experts of each rank. 0 is allowed.
 
         Returns:
             The map, without redundant experts. E is the sum of `counts`.
 
         Raises:
-            ConfigError: `counts` are no integers of at least 0, or their sum is 0.
+            ConfigError: an entry of `counts` is no integer of at least 0, or the sum is 0.
         """
         given = _items(counts)
         if given is None:
@@ -147,12 +148,12 @@ class ExpertMap:
 
     @classmethod
     def redundant(cls, num_experts: int, num_ranks: int, num_redundant: int) -> ExpertMap:
-        """Lay E + num_redundant slots out in order: every expert once, then again from expert 0.
+        """Fill E + num_redundant slots in order: every expert once, then again from expert 0.
 
         Args:
             num_experts: E.
             num_ranks: R.
-            num_redundant: Slots beyond one per expert.
+            num_redundant: The number of slots beyond one per expert.
 
         Returns:
             The map.
@@ -182,11 +183,11 @@ class ExpertMap:
     def from_ranks(
         cls, ranks: Sequence[Sequence[int]], num_experts: int, *, allow_duplicates: bool = False
     ) -> ExpertMap:
-        """Make a map from a list of experts for each rank.
+        """Create a map from one list of experts per rank.
 
         Args:
-            ranks: For each rank the logical experts of its slots in order, -1 for an empty slot. Shorter lists are
-                filled up.
+            ranks: For each rank, the logical experts of its slots in order, -1 for an empty slot. Shorter lists are
+                filled up with -1.
             num_experts: E.
             allow_duplicates: Let one rank hold an expert twice.
 
@@ -194,7 +195,7 @@ class ExpertMap:
             The map.
 
         Raises:
-            ConfigError: as the class raises it.
+            ConfigError: as for the class.
         """
         given = _items(ranks)
         if given is None:
@@ -209,7 +210,7 @@ class ExpertMap:
 
     @property
     def slots_per_rank(self) -> int:
-        """Slots per rank on the wire."""
+        """The number of slots of every rank, including empty ones: P / R."""
         return len(self.physical_to_logical) // self.num_ranks
 
     @property
@@ -234,7 +235,7 @@ class ExpertMap:
         return self.physical_to_logical[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     def num_slots(self, rank: int) -> int:
-        """Count the slots that need memory on a rank (L). Empty ones at its end need none.
+        """Return the number of slots that need memory on a rank (L). Empty slots at the rank's end need none.
 
         Args:
             rank: In [0, R).
@@ -246,7 +247,7 @@ class ExpertMap:
 
     @cached_property
     def logical_to_physical(self) -> tuple[tuple[int, ...], ...]:
-        """For each logical expert its physical ids, ascending; the first is the primary one."""
+        """The physical ids of each logical expert, ascending. The first one is the primary replica."""
         found: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.physical_to_logical):
             if expert != EMPTY:
@@ -262,30 +263,31 @@ class ExpertMap:
     def replicated(self) -> list[int]:
         """Logical experts with more than one slot."""
         flat = self.physical_to_logical
-        if len(flat) - flat.count(EMPTY) == self.num_experts:  # asked several times in a step, of maps without copies
+        if len(flat) - flat.count(EMPTY) == self.num_experts:  # a fast path: each step reads this several times
             return []
         return [expert for expert, count in enumerate(self.replica_count) if count > 1]
 
     def global_to_local(self, rank: int) -> tuple[int, ...]:
-        """Find each logical expert's slot on a rank. Inference engines call this table `expert_map`.
+        """Return each logical expert's slot on a rank. Inference engines call this table `expert_map`.
 
         Args:
             rank: In [0, R).
 
         Returns:
-            [E], the slot counted from the rank's first one, -1 for an expert that it does not hold.
+            [E], the local expert (slot counted from the rank's first one), -1 for an expert that the rank does not
+            hold.
         """
         local = self.local(rank)
         return tuple(local.index(expert) if expert in local else EMPTY for expert in range(self.num_experts))
 
     def primary_owner(self, expert: int) -> int:
-        """Name the rank that answers for a logical expert in a checkpoint.
+        """Return the rank that writes a logical expert to a checkpoint.
 
         Args:
             expert: In [0, E).
 
         Returns:
-            The rank of its first slot.
+            The rank of the expert's first slot.
         """
         return self.logical_to_physical[expert][0] // self.slots_per_rank
 
@@ -293,7 +295,7 @@ class ExpertMap:
 
     @cached_property
     def digest(self) -> str:
-        """A few characters that tell maps apart."""
+        """A checksum of the map, 8 hexadecimal digits."""
         return f"{zlib.crc32(self.to_json().encode()):08x}"
 
     def to_json(self) -> str:
@@ -323,7 +325,7 @@ class ExpertMap:
             The map.
 
         Raises:
-            ConfigError: the text is no map, or one of another format.
+            ConfigError: the text is no map, or has another format number.
         """
         try:
             table = json.loads(text)
@@ -370,7 +372,8 @@ class ExpertMap:
 
 
 def _whole(name: str, values: object) -> tuple[Any, ...]:
-    """Integers of NumPy and torch as Python's; what is none stays, to be refused with its place."""
+    """Return the values with integers of NumPy and torch as Python ints. Others stay, so that the check names their
+    place."""
     given = _items(values)
     if given is None:
         raise ConfigError(f"ExpertMap.{name} must be a sequence of experts, got {shown(values)}")
@@ -378,7 +381,7 @@ def _whole(name: str, values: object) -> tuple[Any, ...]:
 
 
 def _items(values: Any) -> list[Any] | None:
-    """None for what is no sequence, such as a tensor of one number, which has a method to iterate."""
+    """Return the items of an iterable; None for anything else, such as a 0-d tensor, whose `__iter__` raises."""
     if isinstance(values, str):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Placement: logical ids to physical ids on the device, by tables that are rewritten in place."""
+"""Placement: maps logical ids to physical ids on the device, by tables that are rewritten in place."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from ep_moe.types import PhysicalIds, PhysicalRouting, Routing, TokenMask, recom
 
 
 class Replicas(enum.Enum):
-    """Which of an expert's replicas a rank's tokens go to.
+    """To which replicas of an expert a rank sends its tokens.
 
-    SPREAD   all of them, evenly
-    NEAREST  the one on the own rank, else evenly those of the own node, else all: fewer rows on the wire, less balance
+    SPREAD   to all replicas, evenly
+    NEAREST  to the replica on this rank if there is one, else evenly to those on this node, else to all. Fewer rows are
+             sent between ranks, but ranks are balanced less well.
     """
 
     SPREAD = "spread"
@@ -35,30 +36,30 @@ class Replicas(enum.Enum):
 
 
 class Placement(nn.Module):
-    """Chooses a replica for every (token, expert) and counts load. Buffers only, none of them saved.
+    """Chooses a replica for every route and counts the load. It has only buffers, and none is in the state dict.
 
-    The choice depends on row, expert and EP rank alone: where ranks hold the same rows (the members of an etp group,
-    which share an EP rank) they choose alike.
+    The choice depends only on the row number, the expert and the EP rank. The members of an etp group have the same
+    rows and the same EP rank, so they choose the same replicas.
 
     Args:
-        expert_map: Where experts are.
-        ep_rank: This rank in its EP group.
-        ranks_per_node: So many consecutive ranks share a node. Default: all.
+        expert_map: The placement of experts.
+        ep_rank: This rank's place in its EP group.
+        ranks_per_node: The number of consecutive ranks that share a node. Default: all ranks.
 
     Attributes:
-        expert_map: The map in force.
-        expert_load: int64 [E], routes per logical expert since `reset_load`. Id -1 (padding rows) is not counted.
-        slot_load: int64 [P], the same per physical expert since `reset_load` or `update`.
-        resets: How often `reset_load` was called.
-        invalid_ids: What kernels met among logical ids.
-        slots: [R], slots that each rank has memory for; those of the map at construction.
+        expert_map: The current map.
+        expert_load: int64 [E], routes per logical expert since `reset_load`. Routes with id -1 are not counted.
+        slot_load: int64 [P], routes per physical expert since `reset_load` or `update`.
+        resets: The number of calls of `reset_load`.
+        invalid_ids: The report of kernels about invalid logical ids.
+        slots: [R], the slots that each rank has memory for: those of the map at construction.
     """
 
     logical_to_physical: Tensor  # int64 [E, max_replicas], padded with -1; the replicas that this rank uses
     replica_count: Tensor  # int64 [E]
     expert_load: Tensor
     slot_load: Tensor
-    counting: Tensor  # int64 [], 1, or 0 within `no_stats`; on the device, so that captured graphs heed it
+    counting: Tensor  # int64 [], 1, or 0 within `no_stats`; on the device, so that replays of CUDA graphs read it
 
     def __init__(self, expert_map: ExpertMap, *, ep_rank: int = 0, ranks_per_node: int | None = None) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Placement(nn.Module):
         self._ahead: tuple[ExpertMap, list[Tensor]] | None = None  # see `prepare`
         self.slots = [expert_map.num_slots(rank) for rank in range(expert_map.num_ranks)]
         experts = expert_map.num_experts
-        # room for any later plan: no expert needs more replicas than ranks or than spare slots
+        # room for any later map: an expert has at most one replica per rank, and at most 1 + the redundant slots
         self._max_replicas = max(
             *expert_map.replica_count, min(expert_map.num_ranks, expert_map.num_physical - experts + 1)
         )
@@ -87,22 +88,23 @@ class Placement(nn.Module):
         self.invalid_ids = InvalidIds(self.counting.device)
 
     def forward(self, routing: Routing, mask: TokenMask | None = None) -> PhysicalRouting:
-        """Replace logical by physical ids, and count load.
+        """Replace logical by physical ids, and count the load.
 
-        An id outside [-1, E) leaves as one outside [-1, P): dispatchers that wait for the device refuse it on all ranks
-        together, others drop it. On a GPU `invalid_ids` tells of it when the kernels have run.
-        Ids are placed when they are needed. Within a backward pass nothing is counted: activation checkpointing runs
-        there what was counted before.
+        Ids are placed later, when the transport needs them (`DeferredRouting`). In a backward pass nothing is counted,
+        because activation checkpointing repeats a forward that was counted before.
+
+        An invalid id, outside [-1, E), becomes an id outside [-1, P). Dispatchers that wait for the device raise an
+        error about it on all ranks; others drop the route. On a GPU the kernels also report it to `invalid_ids`.
 
         Args:
             routing: Logical ids [T, K]; -1 stays -1.
-            mask: Of these rows. Padding is not counted, and is placed where the mask says that it is sent.
+            mask: Which rows are tokens. Padding is not counted. It is placed only if the mask says that it is sent.
 
         Returns:
             Physical ids [T, K] and the weights, as a `DeferredRouting`.
         """
         tables = self.tables
-        if not torch.compiler.is_compiling() and recomputing():  # the operator of graphs asks when it runs
+        if not torch.compiler.is_compiling() and recomputing():  # in compiled graphs the operator checks it at run time
             tables = tables.counting_nothing()
         if mask is not None:
             tokens, sent = without_rows(routing, mask.tokens), mask.sent
@@ -122,8 +124,8 @@ class Placement(nn.Module):
 
     @property
     def tables(self) -> Tables:
-        """Views of the buffers that calls are placed and counted with."""
-        own: Any = self._buffers  # a module's attributes are found by a walk, for which each call of a layer would pay
+        """The buffers that place and count a call."""
+        own: Any = self._buffers  # faster than attributes of a Module, and each call of a layer reads them
         return Tables(
             own["logical_to_physical"], own["replica_count"], own["expert_load"], own["slot_load"], own["counting"],
             self.invalid_ids.address, self._ep_rank * RANK_FACTOR,
@@ -131,7 +133,7 @@ class Placement(nn.Module):
 
     @contextmanager
     def no_stats(self) -> Iterator[None]:
-        """Count no forward within the block, nor replays of captured graphs: for warm-up and idle steps.
+        """Count no load in the block, neither of forwards nor of CUDA graph replays: for warm-up and idle steps.
 
         Yields:
             Nothing.
@@ -144,14 +146,16 @@ class Placement(nn.Module):
             self.counting.copy_(before)
 
     def choose(self, replicas: Replicas, *, ranks_per_node: int | None = None) -> None:
-        """Use these replicas from now on, in place, as `update`. Call it on all ranks alike.
+        """Set which replicas tokens are sent to. CUDA graphs see the change, as with `update`.
+
+        Call it on all ranks with the same arguments.
 
         Args:
-            replicas: Which of an expert's replicas tokens of this rank go to.
-            ranks_per_node: For NEAREST; consecutive ranks share a node. Default: as at construction.
+            replicas: To which replicas of an expert a rank sends its tokens.
+            ranks_per_node: For NEAREST: the number of consecutive ranks that share a node. Default: as at construction.
 
         Raises:
-            ConfigError: an argument is of a wrong kind, or `ranks_per_node` does not divide R.
+            ConfigError: an argument has a wrong type, or `ranks_per_node` does not divide R.
         """
         ranks = self.expert_map.num_ranks
         per_node = self._found_per_node if ranks_per_node is None else ranks_per_node
@@ -161,13 +165,14 @@ class Placement(nn.Module):
         self._write(self.expert_map)
 
     def check(self, expert_map: ExpertMap) -> None:
-        """Check that `update` can take a map.
+        """Raise ConfigError unless `update` can take a map.
 
         Args:
-            expert_map: Must have the E, R and slots_per_rank of the map in force.
+            expert_map: Must have the E, R and slots_per_rank of the current map.
 
         Raises:
-            ConfigError: a size differs, or a rank would need more slots than it has memory for.
+            ConfigError: a size differs, a rank would need more slots than it has memory for, or an expert has more
+                replicas than the tables have room for.
         """
         check_kind("Placement.update: expert_map", expert_map, ExpertMap)
         old = self.expert_map
@@ -190,28 +195,29 @@ class Placement(nn.Module):
             )
 
     def prepare(self, expert_map: ExpertMap) -> None:
-        """Compute beforehand what `update` with this very map writes, which forwards would wait for. Changes nothing in
-        force.
+        """Compute the tables of a map ahead of `update`, so that `update` with the same object is short.
+
+        The current map stays in use.
 
         Args:
-            expert_map: As `check` takes it.
+            expert_map: As in `check`.
 
         Raises:
-            ConfigError: as `check` raises it.
+            ConfigError: as in `check`.
         """
         self.check(expert_map)
         self._ahead = expert_map, self._tables(expert_map)
 
     def update(self, expert_map: ExpertMap) -> None:
-        """Put another map in force, in place: captured graphs and held references see it.
+        """Replace the expert map. The buffers are rewritten in place, so CUDA graphs use the new map.
 
-        Weights are not moved, and a layer refuses calls until they are (`ep_moe.eplb` does both).
+        Weights are not moved. A layer refuses calls until its weights are moved too (`ep_moe.eplb` does both).
 
         Args:
-            expert_map: As `check` takes it.
+            expert_map: As in `check`.
 
         Raises:
-            ConfigError: as `check` raises it.
+            ConfigError: as in `check`.
         """
         if self._ahead is None or self._ahead[0] is not expert_map:
             self.check(expert_map)
@@ -220,13 +226,13 @@ class Placement(nn.Module):
         self.slot_load.zero_()
 
     def reset_load(self) -> None:
-        """Count load from zero again."""
+        """Set the load counters to zero."""
         self.resets += 1
         self.expert_load.zero_()
         self.slot_load.zero_()
 
     def rank_load(self) -> Tensor:
-        """Sum the load of each rank's slots.
+        """Return the load per rank, the sum over its slots.
 
         Returns:
             int64 [R], routes per EP rank.
@@ -234,7 +240,7 @@ class Placement(nn.Module):
         return self.slot_load.view(self.expert_map.num_ranks, -1).sum(1)
 
     def _write(self, expert_map: ExpertMap) -> None:
-        ahead, self._ahead = self._ahead, None  # of no use to a writer of other tables, nor after them
+        ahead, self._ahead = self._ahead, None  # prepared tables are used once, and only for the same map
         if self.replica_count.is_meta:
             return
         tables = ahead[1] if ahead is not None and ahead[0] is expert_map else self._tables(expert_map)
@@ -243,9 +249,12 @@ class Placement(nn.Module):
 
     @on_device_of(lambda self, *_: self.replica_count.device)
     def _tables(self, expert_map: ExpertMap) -> list[Tensor]:
-        """Of a map, on the host; pinned for a GPU: a map is put in force between two forwards, without a wait."""
+        """Return `logical_to_physical` and `replica_count` of a map, on the host.
+
+        For a GPU the memory is pinned, so that copying it to the device does not wait.
+        """
         used = [self._used(ids, expert_map.slots_per_rank) for ids in expert_map.logical_to_physical]
-        # a layer is made under `torch.device`, where what names no device would be on that one
+        # names the device: a layer is constructed under `torch.device(...)`, which changes the default
         how: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
         pinned = self.replica_count.is_cuda
         count = torch.tensor([*map(len, used)], pin_memory=pinned, **how)
@@ -255,7 +264,7 @@ class Placement(nn.Module):
         return [table, count]
 
     def _used(self, ids: tuple[int, ...], slots_per_rank: int) -> tuple[int, ...]:
-        """Those of an expert's physical ids that this rank's tokens go to."""
+        """Return the physical ids of an expert to which this rank sends its tokens. ids: all of the expert's"""
         if self._replicas is Replicas.SPREAD:
             return ids
         node = self._ep_rank // self._ranks_per_node
@@ -263,8 +272,10 @@ class Placement(nn.Module):
         return own or tuple(slot for slot in ids if slot // slots_per_rank // self._ranks_per_node == node) or ids
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Placement:
-        """After `to_empty` the buffers hold noise, and nothing tells that from a move: the tables are written again
-        from the map on the host, and loads begin anew."""
+        """Apply fn (`to`, `to_empty`, ...) to the buffers, then write the tables again and reset the load.
+
+        After `to_empty` the buffers hold arbitrary values, and this method cannot distinguish it from `to`.
+        """
         super()._apply(fn, recurse)
         if self.invalid_ids.device != self.counting.device:
             self.invalid_ids = InvalidIds(self.counting.device)
@@ -275,19 +286,19 @@ class Placement(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Describe the map in force, for `print`."""
+        """Describe the current map, for `print`."""
         return repr(self.expert_map)
 
 
-# --- what placements counted ------------------------------------------------------------------------------------------
+# --- load statistics --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class LayerStats:
-    """Routes of a whole EP group.
+    """The load of one layer, summed over the EP group.
 
     Args:
-        name: The layer's.
+        name: The layer's name.
         expert_load: [E], routes per logical expert.
         rank_load: [R], routes per EP rank.
     """
@@ -298,19 +309,24 @@ class LayerStats:
 
     @property
     def balancedness(self) -> float:
-        """Mean over ranks / fullest rank, 1 where there is no load."""
+        """Mean over ranks / maximum over ranks of `rank_load`; 1 without load."""
         return balancedness(list(self.rank_load))
 
 
 def balancedness(load: list[float] | list[int]) -> float:
-    """Mean over ranks divided by the maximum: 1 is even, 1 / R is everything on one rank. 1 for no load."""
+    """Return the mean load over ranks divided by the maximum.
+
+    1 means an even load (or none), 1 / R means that one rank has all of it.
+    """
     most = max(load, default=0)
     return sum(load) / len(load) / most if most else 1.0
 
 
 def layer_stats(name: str, placement: Placement, ep: RankGroup) -> LayerStats:
-    """As counted since the last `reset_load` (per rank also since the last `update`). Collective over the EP group,
-    waits for the device."""
+    """Return the load since the last `reset_load` (per rank: since the last `reset_load` or `update`).
+
+    Collective over the EP group. Waits for the device.
+    """
     counts = torch.cat([placement.expert_load, placement.rank_load()])
     with ep.flight_recorder.step("stats"):
         rows = ep.exchange(counts)
@@ -321,14 +337,17 @@ def layer_stats(name: str, placement: Placement, ep: RankGroup) -> LayerStats:
 
 @dataclass(frozen=True)
 class NodeLimit:
-    """How far groups of experts limit the nodes of a token (node-limited routing; DeepSeek-V3, arXiv:2412.19437, 2.1).
+    """The number of nodes that a token can be sent to under group-limited routing.
+
+    If each group of experts is on one node, a token that chooses few groups goes to few nodes (node-limited routing;
+    DeepSeek-V3, arXiv:2412.19437, 2.1).
 
     Args:
-        nodes: Of the EP group.
-        groups: Groups of experts.
-        top_groups: Groups that a token chooses from.
-        most: Nodes that the experts of a token are on, at most.
-        apart: Groups with experts on several nodes.
+        nodes: The number of nodes of the EP group.
+        groups: The number of expert groups.
+        top_groups: The number of groups that a token chooses from.
+        most: The most nodes that the experts of a token are on.
+        apart: The groups whose experts are on several nodes.
     """
 
     nodes: int
@@ -339,16 +358,16 @@ class NodeLimit:
 
     @classmethod
     def of(cls, config: MoEConfig, layout: RankLayout, expert_map: ExpertMap | None = None) -> NodeLimit | None:
-        """Find the nodes of each group.
+        """Compute the limit for a layer.
 
         Args:
             config: The layer, with groups in `config.routing`.
-            layout: Of the ranks.
-            expert_map: Where experts are, copies too. Default: the linear map.
+            layout: The layout of the ranks.
+            expert_map: The placement of experts, including replicas. Default: the linear map.
 
         Returns:
-            The limit, None where a token may go to every node whatever the map: one node, a router that does not
-            choose groups, or as many groups as nodes.
+            The limit. None if routing sets none, whatever the map: the EP group is on one node, the router does not
+            choose groups, or a token chooses at least as many groups as there are nodes.
         """
         routing, parts = config.routing, layout.ep_nodes
         if routing.top_groups == routing.num_groups or min(routing.top_groups, config.top_k) >= len(parts):
@@ -371,7 +390,7 @@ class NodeLimit:
         )
 
     def __str__(self) -> str:
-        """A sentence for `explain`."""
+        """Describe the limit in a sentence, for `MoELayer.explain`."""
         chosen = f"a token chooses {self.top_groups} of {self.groups} groups of experts"
         if not self.apart:
             return f"{chosen}, each on one node, and so goes to {self.most} of {self.nodes} nodes at most"
