@@ -1,4 +1,4 @@
-"""Routers: methods of routing and the module that holds a linear map, and its kernels."""
+"""Routers: routing methods, the `Router` module, and its Triton kernels."""
 
 from ep_moe.router.module import (
     LIVE,

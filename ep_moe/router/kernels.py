@@ -1,9 +1,9 @@
-"""A router on a GPU in two launches: the logits of few rows, and the choice from logits of any number of rows.
+"""Triton kernels of a router: one computes the logits of few rows, one chooses experts from logits of any number.
 
-By torch's operators the same are six to ten launches of a few microseconds each, more than the exchange of one token
-takes. The first kernel cuts the sum over H into slices, so that a single row is read by the whole GPU, and leaves their
-sums in float32; the second one adds them in order. The cut depends on H and E alone: a row's logits are the same
-bits whatever rows are beside it.
+With torch operators the same work takes six to ten launches of a few microseconds each, longer than the exchange of one
+token. The first kernel splits the sum over H into slices (split-K), so that the whole GPU works on a single row. It
+writes the float32 sum of each slice, and the second kernel adds them in order. The split depends only on H and E, so a
+row's logits are bitwise equal in every batch.
 """
 
 # Triton's language has no types
@@ -31,35 +31,35 @@ from ep_moe.runtime.launch_cache import (
 from ep_moe.runtime.triton_compat import Missing, tl, triton
 from ep_moe.types import Routing
 
-MOST = 256  # rows whose logits are computed here; of more, torch's product is faster
-_MOST_FLOAT32 = 32  # where tensor cores do not serve, as `_add_product` says
-_ROWS, _EXPERTS, _WIDTH = 16, 16, 128  # of a program: rows, experts, numbers of a row at once
-_PROGRAMS = 256  # about so many share one block of rows
-_WIDEST = 1024  # experts that one warp holds
+MOST = 256  # the most rows whose logits are computed here; for more rows torch's matmul is faster
+_MOST_FLOAT32 = 32  # the same where `_add_product` cannot use tensor cores
+_ROWS, _EXPERTS, _WIDTH = 16, 16, 128  # the tile of a program: rows, experts, columns of H per step
+_PROGRAMS = 256  # about the number of programs that share one block of rows
+_WIDEST = 1024  # the most experts: one warp holds all scores of a row
 
 
 def most_rows(x: Tensor, weight: Tensor) -> int:
-    """Rows whose logits `RouterKernels.route` computes faster than torch does.
+    """Return the most rows for which `RouterKernels.route` is faster than torch's matmul.
 
     Args:
         x: [T, H].
         weight: [E, H].
 
     Returns:
-        Their number.
+        The number of rows, by the dtypes of x and weight.
     """
     halves = x.itemsize == 2 and (x.dtype == weight.dtype or x.dtype == torch.bfloat16)
     return MOST if halves else _MOST_FLOAT32
 
 
 class RouterKernels:
-    """One router's launches.
+    """The kernel launches of one router.
 
     Args:
         config: The layer.
 
     Attributes:
-        slices: Of the sum over H.
+        slices: The number of slices of the sum over H.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -69,20 +69,20 @@ class RouterKernels:
         self._launches = LaunchCache()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterKernels:
-        return RouterKernels(self.config)  # compiled kernels are no data
+        return RouterKernels(self.config)  # compiled kernels cannot be copied
 
     def __reduce__(self) -> Any:
         return RouterKernels, (self.config,)
 
     @staticmethod
     def unsupported_reason(config: MoEConfig) -> str | None:
-        """Say why a router cannot be served.
+        """Return why the kernels cannot run a router.
 
         Args:
             config: The layer.
 
         Returns:
-            None, or a reason.
+            None if they can, else the reason.
         """
         if isinstance(triton, Missing):
             return "Triton is not installed"
@@ -97,7 +97,7 @@ class RouterKernels:
         """Choose experts for few rows, without gradients.
 
         Args:
-            x: [T, H] with T of at most `most_rows`, on a GPU.
+            x: [T, H] on a GPU, with T of at most `most_rows`.
             weight: [E, H].
             bias: [E], or None.
             correction: float32 [E], or None.
@@ -115,10 +115,10 @@ class RouterKernels:
         return self._chosen(parts, bias, correction, self._logits_dtype(x))
 
     def choose(self, logits: Tensor, correction: Tensor | None) -> Routing:
-        """Choose experts by logits, without gradients.
+        """Choose experts from logits, without gradients.
 
         Args:
-            logits: [T, E], of a linear map with its bias, on a GPU.
+            logits: [T, E] on a GPU, the linear map's output including its bias.
             correction: float32 [E], or None.
 
         Returns:
@@ -127,7 +127,7 @@ class RouterKernels:
         return self._chosen(logits.contiguous().unsqueeze(0), None, correction, logits.dtype)
 
     def _chosen(self, parts: Tensor, bias: Tensor | None, correction: Tensor | None, dtype: torch.dtype) -> Routing:
-        """parts: [slices, T, E]; dtype: of their sum"""
+        """Choose experts from partial logits. parts: [slices, T, E]; dtype: to which the summed logits are rounded"""
         tokens, top_k, device = parts.shape[1], self.config.top_k, parts.device
         ids = torch.empty(tokens, top_k, dtype=torch.int64, device=device)
         routing = Routing(ids, torch.empty(tokens, top_k, dtype=torch.float32, device=device))
@@ -140,25 +140,27 @@ class RouterKernels:
         return routing
 
     def _logits_dtype(self, x: Tensor) -> torch.dtype:
-        """Of the logits of x. They are rounded to it, as a linear map rounds its results."""
+        """Return the dtype of the logits of x. The float32 sums are rounded to it, like the result of `nn.Linear`."""
         return torch.float32 if self.config.routing.float32_logits else x.dtype
 
     def parts(self, rows: int, device: torch.device) -> Tensor:
-        """Memory for the sums over slices of H: float32 [slices, rows, E]."""
+        """Allocate memory for the sums over slices of H: float32 [slices, rows, E]."""
         return torch.zeros(self.slices, rows, self.config.num_experts, device=device)
 
     def launch_fixed(self, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None, parts: Tensor,
                      chosen: Routing, launch: Launch) -> None:  # fmt: skip
-        """Two launches for a graph, whose first one begins with x's address and the number of rows.
+        """Launch both kernels for a CUDA graph whose replays have their own x and number of rows.
+
+        The first kernel's arguments begin with the address of x and the number of rows, which a replay replaces.
 
         Args:
-            x: [T, H], on a GPU; a replay's own may have as many rows as `parts` has.
+            x: [T, H] on a GPU. The x of a replay may have as many rows as `parts`.
             weight: [E, H].
             bias: [E], or None.
             correction: float32 [E], or None.
-            parts: As `RouterKernels.parts` makes it.
-            chosen: What is written; a replay writes all rows, those behind its tokens anyhow.
-            launch: How kernels are launched.
+            parts: The result of `RouterKernels.parts`.
+            chosen: The output. A replay writes all its rows; those after its tokens are arbitrary.
+            launch: The function that launches kernels.
         """
         room = parts.shape[1]
         logits = self._logits_spec((x, len(x), weight, parts, room), cdiv(room, _ROWS))
@@ -196,7 +198,7 @@ class RouterKernels:
             "TOP_GROUPS": r.top_groups,
             "DTYPE": getattr(tl, str(dtype).removeprefix("torch.")),
             "num_warps": 1,
-            **pdl_launch(changing[0].device, len(changing[0]) > 1),  # behind `_partial_logits`
+            **pdl_launch(changing[0].device, len(changing[0]) > 1),  # several slices: it follows `_partial_logits`
         }
         return LaunchSpec(_choose, (rows,), changing, (), constants)
 
@@ -207,7 +209,7 @@ def _partial_logits(
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, SLICE: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """parts[slice, row, expert] for a block of rows and of experts."""
+    """Write parts[slice, row, expert] for a block of rows, a block of experts and one slice of H."""
     pdl_trigger(PDL)
     row, expert = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * SIDE + tl.arange(0, SIDE)
     cut = tl.program_id(2)
@@ -231,8 +233,11 @@ def _partial_logits(
 
 @triton.jit
 def _add_product(left, right, total):
-    """total + left @ right. A float32 number is the sum of three bfloat16, which tensor cores multiply without a
-    rounding: with rows of bfloat16 they are several times faster than products of float32."""
+    """Return total + left @ right.
+
+    For bfloat16 rows and float32 weights, each weight is split into three bfloat16 numbers whose sum it is. Tensor
+    cores multiply these without rounding, several times faster than a float32 product.
+    """
     if left.dtype == right.dtype:
         total = tl.dot(left, right, total, input_precision="ieee")
     elif left.dtype == tl.bfloat16 and right.dtype == tl.float32:
@@ -254,13 +259,13 @@ def _choose(
     METHOD: tl.constexpr, RENORMALIZE: tl.constexpr, LEAST: tl.constexpr, SCALING: tl.constexpr, GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr, DTYPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row's experts, by one warp. logits: [SLICES, tokens, E], whose sum is the row's"""
+    """Choose the experts of one row, by one warp. logits: [SLICES, tokens, E], to be summed over slices"""
     pdl_wait(PDL)
     row, expert = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
     if row < tokens:
         inside = expert < EXPERTS
         logit = tl.zeros([LANES], tl.float32)
-        for cut in tl.static_range(SLICES):  # all loads at once
+        for cut in tl.static_range(SLICES):  # unrolled, so that all loads are issued at once
             at = (cut * tokens.to(tl.int64) + row) * EXPERTS + expert
             logit += tl.load(logits + at, mask=inside, other=0.0).to(tl.float32)
         if bias is not None:
@@ -271,7 +276,7 @@ def _choose(
             score = _softmax(logit, inside)
         if METHOD == "sigmoid_topk":
             score = 1 / (1 + tl.exp(-logit))
-        best = score if METHOD == "sigmoid_topk" else logit  # a softmax has the order of its logits
+        best = score if METHOD == "sigmoid_topk" else logit  # softmax keeps the order of the logits
         if correction is not None:
             best += tl.load(correction + expert, mask=inside, other=0.0)
         key = tl.where(inside, _key(best, LANES - 1 - expert), _NONE)
@@ -307,7 +312,7 @@ def _softmax(value, inside):
 
 @triton.jit
 def _key(value, rest):
-    """int64, in the order of the values; of equal ones in that of `rest`, which is not negative. NaN is above all."""
+    """Return int64 sort keys: ordered by value, then by `rest`, which must not be negative. NaN sorts above all."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     bits = tl.where(value != value, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
     return (bits.to(tl.int64) << 32) | rest.to(tl.int64)
@@ -315,14 +320,17 @@ def _key(value, rest):
 
 @triton.jit
 def _value(key):
-    """Of `_key`."""
+    """Return the value of a key of `_key`."""
     bits = (key >> 32).to(tl.int32)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _within_groups(key, LANES: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Keys of experts outside of the best groups become those of -inf. A group's score is the sum of its two best."""
+    """Replace the keys of experts outside the best groups by those of -inf.
+
+    A group's score is the sum of its two best experts.
+    """
     grouped = tl.reshape(key, [GROUPS, LANES // GROUPS])
     first = tl.max(grouped, 1)
     second = tl.max(tl.where(grouped == first[:, None], _NONE, grouped), 1)

@@ -1,7 +1,7 @@
-"""Routers: from hidden states to logical expert ids and weights.
+"""Routers: they compute logical expert ids and weights from hidden states.
 
-The methods are plain functions of the logits, so that a model with its own linear map can use them alone. A router
-of the user's is any callable `x [T, H] -> Routing`.
+The routing methods are plain functions of the logits, so a model with its own linear map can use them without
+`Router`. A user's router is any callable `x [T, H] -> Routing`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def softmax_topk(logits: Tensor, top_k: int, *, renormalize: bool, exact: bool =
         logits: [T, E], floating point.
         top_k: K.
         renormalize: Divide the K weights by their sum.
-        exact: Choose and weigh a token by its own logits alone, bit for bit; of equal scores the lower id comes first.
+        exact: Make a token's ids and weights bitwise independent of the other rows. Of equal scores the lower id comes
+            first.
 
     Returns:
         Weights, float32 [T, K], and ids, int64 [T, K].
@@ -44,7 +45,7 @@ def topk_softmax(logits: Tensor, top_k: int, *, exact: bool = False) -> tuple[Te
     Args:
         logits: [T, E], floating point.
         top_k: K.
-        exact: As for `softmax_topk`.
+        exact: As in `softmax_topk`.
 
     Returns:
         Weights [T, K] of the logits' dtype, and ids, int64 [T, K].
@@ -59,7 +60,7 @@ def topk_sigmoid(logits: Tensor, top_k: int, *, exact: bool = False) -> tuple[Te
     Args:
         logits: [T, E], floating point.
         top_k: K.
-        exact: As for `softmax_topk`.
+        exact: As in `softmax_topk`.
 
     Returns:
         Weights, float32 [T, K], and ids, int64 [T, K].
@@ -78,9 +79,9 @@ def sigmoid_topk(
     top_groups: int = 1,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Choose as DeepSeek-V3 (arXiv:2412.19437, 2.1.2): by sigmoid scores plus a bias, within the best groups.
+    """Choose experts by sigmoid scores plus a bias, within the best groups (DeepSeek-V3, arXiv:2412.19437, 2.1.2).
 
-    The choice looks first at groups, by the sum of their two best experts, then at the experts of the best groups. The
+    The score of a group is the sum of its two best experts. The top-k is taken over the experts of the best groups. The
     weights are the scores without bias.
 
     Args:
@@ -89,11 +90,11 @@ def sigmoid_topk(
         renormalize: Divide the K weights by their sum.
         correction_bias: float32 [E], added to the scores for the choice. Default: none.
         num_groups: Groups of E / num_groups consecutive experts.
-        top_groups: Groups whose experts can be chosen.
-        exact: As for `softmax_topk`; of groups too.
+        top_groups: The number of groups whose experts can be chosen.
+        exact: As in `softmax_topk`, for groups too.
 
     Returns:
-        Weights, float32 [T, K], and ids, int64 [T, K], in no order unless `exact`.
+        Weights, float32 [T, K], and ids, int64 [T, K]. Unsorted unless `exact`.
     """
     scores = _sigmoid(logits.float(), exact)
     choice = scores if correction_bias is None else scores + correction_bias
@@ -115,13 +116,13 @@ def weights_of(logits: Tensor, ids: Tensor, config: RoutingConfig, *, exact: boo
 
     Args:
         logits: [T, E], floating point.
-        ids: int64 [T, K], distinct in a row, -1 for no expert. One of at least E is none either: a gather by it would
-            end the process of a GPU, where `InvalidIds` tells of it.
+        ids: int64 [T, K], distinct in a row, -1 for no expert. An id of at least E also counts as no expert, because a
+            gather with it would end a GPU process. On a GPU `InvalidIds` reports it.
         config: The method and its constants.
-        exact: As for `softmax_topk`.
+        exact: As in `softmax_topk`.
 
     Returns:
-        Weights, float32 [T, K], 0 where there is no expert.
+        Weights, float32 [T, K], 0 for no expert.
     """
     named = (ids >= 0) & (ids < logits.shape[-1])
     at = ids.where(named, 0)
@@ -153,12 +154,12 @@ def _sigmoid(x: Tensor, exact: bool) -> Tensor:
 
 
 def _sum(weights: Tensor, exact: bool) -> Tensor:
-    """[T, K] to [T, 1]."""
+    """Sum weights [T, K] over K, to [T, 1]."""
     return batch_invariant.sum_columns(weights).unsqueeze(-1) if exact else weights.sum(-1, keepdim=True)
 
 
 def _top_k(scores: Tensor, k: int, exact: bool) -> tuple[Tensor, Tensor]:
-    """As `Tensor.topk`."""
+    """Return the k largest scores and their indices, like `Tensor.topk`."""
     if not exact:
         best, ids = scores.topk(k)
         return best, ids
@@ -181,7 +182,7 @@ def route(
         top_k: K.
         config: The method and its constants.
         correction_bias: float32 [E], for SIGMOID_TOPK. Default: none.
-        exact: As for `softmax_topk`.
+        exact: As in `softmax_topk`.
 
     Returns:
         Ids, int64 [T, K], and weights, float32 [T, K].
@@ -209,7 +210,7 @@ def route(
     return Routing(ids, weights)
 
 
-LIVE = -2  # in ids that a router is given: this row is to be routed
+LIVE = -2  # in the ids that `Router.forward` takes: the router chooses the experts of this row
 
 
 class Router(nn.Module):
@@ -217,14 +218,16 @@ class Router(nn.Module):
 
     Args:
         config: The layer.
-        device: Of the parameters. Default: torch's.
-        dtype: Of the parameters; float32 where `float32_logits` is set and this has fewer bits. Default: torch's.
-        exact: A row's logits, ids and weights are the same bits in every batch; of equal scores the lower id wins.
+        device: The device of the parameters. Default: torch's default device.
+        dtype: The dtype of the parameters. With `float32_logits`, a smaller dtype becomes float32. Default: torch's
+            default dtype.
+        exact: Make a row's logits, ids and weights bitwise equal in every batch. Of equal scores the lower id wins.
 
     Attributes:
         weight: [E, H].
-        bias: [E] where configured, else None.
-        e_score_correction_bias: float32 [E], a buffer, where configured; the name of DeepSeek-V3's checkpoints.
+        bias: [E] if configured, else None.
+        e_score_correction_bias: float32 [E], a buffer, if configured, else None. DeepSeek-V3's checkpoints use this
+            name.
         keeps_logits: Whether `forward` returns logits in `Routing.logits`.
     """
 
@@ -255,15 +258,18 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the weight as `nn.Linear` does, and the biases with zeros."""
+        """Initialize the weight like `nn.Linear`, and the biases with zeros."""
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
         for tensor in (self.bias, self.e_score_correction_bias):
             if tensor is not None:
                 nn.init.zeros_(tensor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """`.to(torch.bfloat16)` leaves the correction bias in float32, and with float32 logits weight and bias too: the
-        scores of experts differ by less than bfloat16's steps."""
+        """Apply fn, but keep the correction bias in float32, and with `float32_logits` weight and bias too.
+
+        After `.to(torch.bfloat16)` they would be too coarse: the scores of experts differ by less than bfloat16's
+        resolution.
+        """
         bias = self.e_score_correction_bias
 
         def applied(tensor: Tensor) -> Tensor:
@@ -279,8 +285,8 @@ class Router(nn.Module):
         """Choose experts for rows.
 
         Args:
-            x: [T, H] of the weight's dtype; any floating point with `float32_logits`.
-            ids: int64 [T, K], experts that were chosen before, and get weights here. Default: none.
+            x: [T, H] of the weight's dtype; with `float32_logits` of any floating-point dtype.
+            ids: int64 [T, K], experts that were chosen before. Only their weights are computed. Default: none.
             partial: Whether ids has rows of `LIVE`, for which experts are chosen.
 
         Returns:
@@ -297,7 +303,11 @@ class Router(nn.Module):
         return Routing(routing.ids, routing.weights, logits) if self.keeps_logits else routing
 
     def _by_kernels(self, x: Tensor) -> Routing:
-        """With gradients or without, they choose alike: a forward pass without may be run again with them."""
+        """Choose experts by the kernels, with and without gradients.
+
+        Both cases choose the same experts, because activation checkpointing repeats a forward without gradients with
+        them.
+        """
         kernels, correction, weight = self.kernels, self.e_score_correction_bias, self.weight
         few = len(x) <= most_rows(x, weight)
         assert kernels is not None
@@ -313,19 +323,19 @@ class Router(nn.Module):
         return Routing(routing.ids, weights, logits if self.keeps_logits else None)
 
     def fused(self, x: Tensor) -> bool:
-        """Say whether kernels of ours choose for such rows.
+        """Return whether the Triton kernels choose the experts of such rows.
 
         Args:
             x: [T, H].
 
         Returns:
-            Whether they do.
+            False for torch operators.
         """
         return (
             self.kernels is not None
             and x.is_cuda
             and type(x) is Tensor
-            and type(self.held_weight) in (Tensor, nn.Parameter)  # a sharded one is gathered by torch's operators
+            and type(self.held_weight) in (Tensor, nn.Parameter)  # torch's operators gather a sharded weight
             and (self.config.float32_logits or x.dtype == self.held_weight.dtype)
             and not torch.compiler.is_compiling()
             and not torch.is_autocast_enabled("cuda")
@@ -333,10 +343,11 @@ class Router(nn.Module):
 
     @property
     def held_weight(self) -> Tensor:
-        """The parameter that `weight` is made of, which tells its kind and dtype.
+        """The parameter from which `weight` is computed, for checks of its class and dtype.
 
-        Reading `weight` runs its parametrization, and some take a step each time, as spectral_norm does. A call reads
-        it once, as that of `nn.Linear` does. Where something else holds all parameters, as FSDP1 does, it is `weight`.
+        If `weight` has a parametrization, reading it runs the parametrization. Some change state each time, such as
+        spectral_norm, so a call reads `weight` once, like `nn.Linear`. If the module has no parameters, because FSDP1
+        holds them, this is `weight`.
         """
         found = self._parameters.get("weight")
         found = next(self.parameters(), None) if found is None else found
@@ -344,11 +355,11 @@ class Router(nn.Module):
 
     @property
     def hooked(self) -> bool:
-        """Whether hooks are to see each call."""
+        """Whether the module has forward hooks or forward pre-hooks."""
         return bool(self._forward_hooks or self._forward_pre_hooks)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Compute the scores that experts are chosen by.
+        """Compute the router's scores.
 
         Args:
             x: [T, H].
