@@ -1,7 +1,8 @@
-"""A layer under `torch.autocast`: what a user sees is what `nn.Linear` shows, and the layer computes in its own dtype.
+"""A layer's call under `torch.autocast`.
 
-Autocast chooses dtypes operation by operation. Kernels, transports and the router of a layer have one dtype each,
-so it is switched off inside: x is cast to the layer's dtype, and the result to autocast's.
+The dtypes of inputs and results are those of `nn.Linear` under autocast. Inside, the layer computes in its own dtype:
+its kernels, transports and router have one dtype each, so autocast is disabled there. x is cast to the layer's dtype,
+and the result to autocast's.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from torch import Tensor
 
 from ep_moe.types import Routing, TokenMask
 
-CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # what autocast casts; it leaves float64 alone
+CAST = frozenset({torch.float32, torch.bfloat16, torch.float16})  # the dtypes that autocast casts; it skips float64
 
 
 def call_cast(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-    """The layer's call where autocast is on. Gradients arrive in the dtypes that were given."""
+    """Call a layer under autocast. Gradients have the dtypes of the arguments."""
     kind = layer.context.device.type
     with torch.autocast(kind, enabled=False):
         if isinstance(x, Tensor) and x.dtype in CAST:

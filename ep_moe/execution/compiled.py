@@ -1,8 +1,8 @@
-"""What `torch.compile` makes of a layer.
+"""A layer's call under `torch.compile`.
 
-A layer on one process is traced: its expert kernels, its placement and its grouped products are operators of the graph.
-An expert-parallel layer is not: the host waits there for numbers of rows, replays recorded calls and takes addresses,
-of which a graph knows nothing. Its call is one step between two graphs, run as it is without `torch.compile`.
+A layer on one process is traced: its expert kernels, placement and grouped GEMMs become operators of the graph. An
+expert-parallel layer is not traced, because its host code waits for numbers of rows, replays CUDA graphs and reads
+addresses. Its call is a graph break: it runs eagerly between two compiled graphs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ UNTRACED = (
 
 
 def call(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-    """A layer's call within a graph that is compiled: part of it, or a step between two graphs."""
+    """Call a layer in a compiled model, as a part of the graph or in a graph break."""
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         refuse_tracing(layer)
-    hidden = layer.exact or (layer._routes is not None and layer._routes.active)  # from a graph
+    hidden = layer.exact or (layer._routes is not None and layer._routes.active)  # cannot be traced
     if not hidden and traced(layer, x) and connected(layer.context._layers_named, layer.name):
         out: Tensor = layer._call(x, routing, mask)
     else:
@@ -39,27 +39,33 @@ def call(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None)
 
 
 def traced(layer: Any, x: Tensor) -> bool:
-    """Whether a compiled graph holds the layer's call itself: one process, rows as they are, and no gradients by a
-    kernel's own backward, which waits for the number of rows."""
+    """Return whether the layer's call is traced into the compiled graph.
+
+    It is if the layer is on one process, has plain rows, and needs no gradients by a kernel's own backward. Such a
+    backward would wait for the number of rows.
+    """
     own = torch.is_grad_enabled() and getattr(layer._kernel, "own_backward", False)
     if own and (x.requires_grad or any(parameter.requires_grad for parameter in layer.expert_weights.parameters())):
         return False
-    plain = layer.wire.dispatch == "plain"  # `local` combines no others
+    plain = layer.wire.dispatch == "plain"  # `wire.combine` is plain too: `local` supports no other format
     return bool(plain and layer.choice.all2all == "local" and layer.context._tokens.whole)
 
 
 @torch.compiler.disable(recursive=True, reason=UNTRACED)  # type: ignore[untyped-decorator]
 def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-    """The layer's own call."""
+    """Call a layer eagerly, in a graph break."""
     out: Tensor = layer._guarded(x, routing, mask)
     return out
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def connected(find: Callable[[str], list[Any]], name: str) -> bool:
-    """Have a layer's dispatcher made, and its dtype looked at, if they are not. Run while a graph is traced, and not a
-    part of it: torch before 2.13 takes functions and names there, no modules."""
+    """Create a layer's dispatcher and check its dtype, if that was not done before.
+
+    This runs while a graph is traced, and is not part of the graph. The arguments are a function and a name, because
+    torch before 2.13 accepts no modules there.
+    """
     for layer in find(name):
         layer._dispatcher()
-        dtype_problem(layer)  # which remembers what it finds in the registry
+        dtype_problem(layer)  # caches its result, which needs the registry
     return True

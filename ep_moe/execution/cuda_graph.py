@@ -1,8 +1,9 @@
-"""CUDA graphs of calls: torch's, which replay on fixed tensors, and `CallGraph`, the launches of one stream as one
-graph of which some kernels are given other arguments at each call.
+"""CUDA graphs of calls, of two kinds.
 
-To the host a `CallGraph` is these kernels' arguments set and one launch, whatever lies between them: less than half of
-the time that the launches take by themselves. Nothing is copied to where a graph would read it.
+- Graphs of torch (`torch.cuda.CUDAGraph`), which `Recorder` records. They replay on fixed tensors.
+- `CallGraph`: the launches of one stream as one graph. Each replay sets new arguments of some of its kernels, so no
+  input is copied into fixed tensors. The host sets these arguments and makes one launch, which takes less than half of
+  the time of the separate launches.
 """
 
 from __future__ import annotations
@@ -24,32 +25,34 @@ from ep_moe.runtime.nvrtc import done
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
 
-Given = Sequence[int]  # addresses, and a number of 32 bits as the last one
+Given = Sequence[int]  # arguments of a kernel: addresses, and a 32-bit integer as the last one
 
 
 class Recorder:
-    """Records calls as CUDA graphs in one memory pool, and has them replayed on the stream that was current when it was
-    made, and on no other: what graphs share is kept apart by that stream's order alone.
+    """Records calls as CUDA graphs in one memory pool.
 
-    handle: of that stream; memory: what the calls read
+    The graphs replay only on the stream that was current when the recorder was created. They share memory, and only the
+    order of that stream keeps their uses of it apart.
+
+    handle: of that stream; memory: the input tensors of the calls
     """
 
     def __init__(self, device: torch.device, workspaces: Workspaces) -> None:
         self.stream: Any = torch.cuda.current_stream(device)
         self._device, self.handle = device, self.stream.cuda_stream
         self._beside = torch.cuda.Stream(device)  # the default stream cannot be captured
-        workspaces.lend(self._beside)  # what is recorded there runs here
+        workspaces.lend(self._beside)  # recorded on this stream, replayed on `self.stream`: it may use its workspace
         self._pool = torch.cuda.graph_pool_handle()
         self.memory = InputMemory()
 
     @classmethod
     def unsupported_reason(cls, device: torch.device) -> str | None:
-        """None, or why calls there cannot be recorded."""
+        """Return None, or the reason why calls on a device cannot be recorded."""
         return None if device.type == "cuda" else f"the layer is on {device}, and CUDA graphs need a GPU"
 
     @classmethod
     def among(cls, made: list[Any], device: torch.device, workspaces: Workspaces) -> Recorder:
-        """The one of those that were made that is for the current stream; a new one joins them."""
+        """Return the recorder in `made` for the current stream. If there is none, create one and append it."""
         found = next((recorder for recorder in made if recorder.here), None)
         if found is None:
             made.append(found := cls(device, workspaces))
@@ -61,26 +64,30 @@ class Recorder:
         return current_stream(self._device) == self.handle and not capturing(self._device)
 
     def warm(self, call: Callable[[], Any]) -> None:
-        """Run it where it will be recorded: what the first call on a stream makes is not to be made in a graph."""
+        """Run a call eagerly on the recording stream, so that one-time allocations of a stream's first call are not
+        captured."""
         self._beside.wait_stream(self.stream)
         with torch.cuda.stream(self._beside):
             call()
         self.stream.wait_stream(self._beside)
 
     def record(self, call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """What replays it, and the tensor that each replay writes."""
+        """Record a call; return the function that replays it, and the tensor that each replay writes."""
         graph = torch.cuda.CUDAGraph()
-        # the outer one leaves the stream again where a capture fails
+        # the outer `torch.cuda.stream` restores the stream if a capture fails
         with self._settled(), torch.cuda.stream(self._beside), torch.cuda.graph(graph, self._pool, self._beside):
             out = call()
         return graph.replay, out
 
     def record_within_step(self, call: Callable[[], object]) -> Callable[[], object]:
-        """What replays a call that runs in the middle of others' work: the device is not waited for, its free memory
-        is kept, and other threads may use it meanwhile."""
+        """Record a call in the middle of a step; return the function that replays it.
+
+        Unlike `torch.cuda.graph`, this neither waits for the device nor empties the allocator's cache, and other
+        threads may use the device meanwhile.
+        """
         graph = torch.cuda.CUDAGraph()
         collects = gc.isenabled()
-        gc.disable()  # what it would free, perhaps another graph, cannot be freed within a capture
+        gc.disable()  # a collection might free another graph, which is not allowed during a capture
         try:
             with self._settled(), torch.cuda.stream(self._beside):
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
@@ -95,37 +102,47 @@ class Recorder:
 
     @contextmanager
     def _settled(self) -> Iterator[None]:
-        """For a capture. Where one fails, torch takes the device's random numbers for captured, and raises where they
-        are asked for (pytorch/pytorch#171263), until a capture succeeds."""
+        """Restore the state of torch's random number generator if the capture in the block fails.
+
+        After a failed capture torch treats the generator as captured, and raises when random numbers are drawn
+        (pytorch/pytorch#171263), until another capture succeeds. So this makes a small capture.
+        """
         try:
             yield
         except BaseException:
             graph = torch.cuda.CUDAGraph()
-            with suppress(RuntimeError), torch.cuda.stream(self._beside):  # what failed first is what is raised
+            with suppress(RuntimeError), torch.cuda.stream(self._beside):  # the first error is the one to raise
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    torch.zeros(1, device=self._device)  # torch warns of an empty graph
+                    torch.zeros(1, device=self._device)  # torch warns about an empty graph
                 finally:
                     graph.capture_end()
             raise
 
     def graph_of(self, launch: Callable[[], None], given: Mapping[int, Given]) -> CallGraph:
-        """As `CallGraph.record`."""
+        """Record launches as a `CallGraph`; see `CallGraph.record`."""
         return CallGraph.record(launch, given, self._beside)
 
 
 class CallGraph:
-    """graph(given, stream): all launches on that stream, with these instead of the arguments that some of them were
-    recorded with."""
+    """A graph of kernel launches whose replays replace the first arguments of some kernels.
+
+    `graph(given, stream)` launches it on a stream. `given` has the new arguments of each of these kernels.
+    """
 
     @classmethod
     def record(cls, launch: Callable[[], None], given: Mapping[int, Given], stream: torch.cuda.Stream) -> CallGraph:
-        """given: what `launch`, on a stream of which nothing else is recorded, gives the kernels that calls give
-        something, by their place in its order; -1 for the last one. Raises BackendUnavailable where that is not so, or
-        memory is allocated, which another call could have meanwhile."""
+        """Capture the kernels that `launch` launches on a stream.
+
+        given: the first arguments of each kernel that replays give new arguments, by the kernel's place in the order of
+            launches; -1 is the last kernel. `launch` must launch the kernels with these arguments.
+
+        Raises BackendUnavailable if a kernel has other arguments, or if `launch` allocates memory: after the capture
+        another call could be given that memory.
+        """
         from cuda.bindings import driver
 
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL  # other threads may ask what they like
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL  # does not restrict other threads
         with torch.cuda.stream(stream):
             before = _allocations(stream.device)
             done(driver.cuStreamBeginCapture(stream.cuda_stream, mode))
@@ -140,14 +157,14 @@ class CallGraph:
         return cls(graph, given)
 
     def __init__(self, graph: Any, given: Mapping[int, Given]) -> None:
-        """graph: the driver's, which is this object's from now on"""
+        """graph: a graph of the driver, which this object now owns; given: as in `record`"""
         from cuda.bindings import driver
 
         weakref.finalize(self, driver.cuGraphDestroy, graph).atexit = False
         nodes = _in_order(graph)
         self._kernels = [_Kernel(nodes[place], arguments) for place, arguments in given.items()]
         self._made = done(driver.cuGraphInstantiate(graph, 0))
-        weakref.finalize(self, driver.cuGraphExecDestroy, self._made).atexit = False  # waits for what is under way
+        weakref.finalize(self, driver.cuGraphExecDestroy, self._made).atexit = False  # waits for running launches
         self._launch = driver.cuGraphLaunch
 
     def __call__(self, given: Sequence[Given], stream: int) -> None:
@@ -158,7 +175,7 @@ class CallGraph:
 
 
 class _Kernel:
-    """One of a graph, whose first arguments change. given: what they were recorded as"""
+    """A kernel of a graph whose first arguments change. given: the arguments with which it was recorded"""
 
     def __init__(self, node: Any, given: Given) -> None:
         from cuda.bindings import driver
@@ -166,28 +183,28 @@ class _Kernel:
         self._node, self._how = node, done(driver.cuGraphKernelNodeGetParams(node))
         self._values, self._given = (c_uint64 * len(given))(*given), tuple(given)
         sizes = _sizes(self._how.func)
-        kept = (c_void_p * len(sizes)).from_address(int(self._how.kernelParams))  # the node's own, while there is one
+        kept = (c_void_p * len(sizes)).from_address(int(self._how.kernelParams))  # owned by the node
         recorded = [int.from_bytes(string_at(at, size), "little") for at, size in zip(kept, sizes, strict=True)]
         asked = [sizeof(c_uint64)] * (len(given) - 1) + [4]
         if (sizes[: len(given)], recorded[: len(given)]) != (asked, list(given)):
             raise BackendUnavailable(f"a kernel has arguments {recorded} of {sizes} bytes, and begins not with {given}")
-        own = [addressof(self._values) + n * sizeof(c_uint64) for n in range(len(given))]  # little-endian numbers
+        own = [addressof(self._values) + n * sizeof(c_uint64) for n in range(len(given))]  # assumes little-endian
         self._places = (c_void_p * len(sizes))(*own, *kept[len(given) :])
         self._how.kernelParams = addressof(self._places)
         self._set = driver.cuGraphExecKernelNodeSetParams
 
     def give(self, made: Any, given: Given) -> None:
-        """To the launches from now on; those that are under way keep theirs."""
+        """Set the arguments of later launches. Launches that are running keep theirs."""
         given = tuple(given)
-        if given == self._given:  # a loop's tensors lie where those of its last round lay
+        if given == self._given:  # common in loops: the allocator returns the same addresses in each iteration
             return
-        self._values[:] = given  # type: ignore[call-overload]  # ctypes takes whatever has as many
+        self._values[:] = given  # type: ignore[call-overload]  # ctypes takes any sequence of this length
         done(self._set(made, self._node, self._how))
         self._given = given
 
 
 def _in_order(graph: Any) -> list[Any]:
-    """The nodes, each of which waits for the one before it."""
+    """Return the nodes of a graph in launch order. Raise BackendUnavailable unless they form one chain."""
     from cuda.bindings import driver
 
     nodes, _ = done(driver.cuGraphGetNodes(graph, done(driver.cuGraphGetNodes(graph))[1]))
@@ -206,7 +223,7 @@ def _in_order(graph: Any) -> list[Any]:
 
 
 def _sizes(function: Any) -> list[int]:
-    """Bytes of each of a kernel's arguments."""
+    """Return the size in bytes of each argument of a kernel."""
     from cuda.bindings import driver
 
     sizes: list[int] = []
@@ -218,5 +235,5 @@ def _sizes(function: Any) -> list[int]:
 
 
 def _allocations(device: torch.device) -> int:
-    """How often tensors were given memory there."""
+    """Return how many allocations torch has made on a device."""
     return int(torch.cuda.memory_stats_as_nested_dict(device)["allocation"]["all"]["allocated"])

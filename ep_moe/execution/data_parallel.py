@@ -1,4 +1,4 @@
-"""What `DistributedDataParallel` around a layer does to its experts and beside them."""
+"""Checks of a `DistributedDataParallel` wrapper around a layer: which gradients it averages, over which ranks."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ _JOINED = (
     "DistributedDataParallel.join() lets a rank end before the others, which wait for its experts; leave join out, and "
     "let a rank without a batch call the layer with x[:0], or ep_moe.integrations.transformers.idle_step"
 )
-# of torch's hooks all others average over the ranks of the wrapper
+# torch's communication hooks that do not average over the wrapper's ranks; all others do
 _NO_MEANS = ("noop_hook", "post_localSGD_hook")
 
 
 def join_problem(wrapper: DistributedDataParallel) -> str | None:
-    """None, or that ranks may make fewer calls than others. With `throw_on_early_termination` none does."""
+    """Return a problem if DDP's join lets a rank make fewer calls than others, else None.
+
+    With `throw_on_early_termination` no rank makes fewer calls.
+    """
     join = getattr(wrapper, "_join_config", None)
     return _JOINED if join is not None and join.enable and not join.throw_on_early_termination else None
 
 
 def wrapper_problem(wrapper: DistributedDataParallel, layer: ComparedLayer) -> str | None:
-    """None, or what it does to a layer's experts. Warns where dense gradients may be sums."""
+    """Return None, or what is wrong with a wrapper for a layer's experts. Warn if dense gradients may be sums."""
     managed = {id(parameter) for parameter in wrapper._module_parameters}
     if any(id(p) in managed for p in layer.expert_weights.parameters()):
         return _WRAPPED
@@ -47,7 +50,7 @@ def wrapper_problem(wrapper: DistributedDataParallel, layer: ComparedLayer) -> s
 
 
 def _warn_of_sums(name: str, hook: Any) -> None:
-    """Warn of a communication hook that may leave sums over ranks of dense gradients, where DDP takes means."""
+    """Warn about a communication hook that may sum dense gradients over ranks, where DDP itself averages them."""
     if _averages(hook):
         return
     warnings.warn(
@@ -60,7 +63,10 @@ def _warn_of_sums(name: str, hook: Any) -> None:
 
 
 def _averages(hook: Any) -> bool:
-    """Whether it says so, or is torch's. Those that torch makes of another hook (`fp16_compress_wrapper`) hold it."""
+    """Return whether a hook averages gradients: it says so, or is one of torch's that do.
+
+    Wrappers of torch (`fp16_compress_wrapper`) hold another hook in their closure, which is checked too.
+    """
     said = getattr(hook, "averages_gradients", None)
     if said is not None:
         return bool(said)

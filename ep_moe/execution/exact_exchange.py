@@ -1,12 +1,12 @@
 """An exchange whose sums do not depend on which ranks hold which experts (`ExpertsOptions.exact`).
 
-A transport sums a token's results on each rank before they return, and over ranks after. So an exact call sends each of
-a token's K routes as a row of its own, with one expert and a weight of 1. Such a row is on one rank, and nothing is
-added to what it computes. The token's own rank multiplies the K rows by the weights and adds them in the order of its
-routes, in float32. Gradients of a token's K rows are added likewise.
+Transports sum a token's results first on each rank and then over ranks, so the order of the sum depends on the expert
+map. An exact call therefore sends each of a token's K routes as a separate row with one expert and a weight of 1. No
+rank adds anything to such a row. The token's own rank multiplies the K returned rows by the weights and adds them in
+the order of the routes, in float32. The gradients of a token's K rows are added in the same way.
 
-Transports that return a row for each route by themselves (`DispatchShape.per_route`) need this for calls with
-gradients alone, whose backward sends K rows too.
+Transports that return one row per route (`DispatchShape.per_route`) need this only for calls with gradients, whose
+backward sends K rows too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ep_moe.types import PhysicalIds, PhysicalRouting
 
 
 class ExactExchange:
-    """As `Exchange`, with a dispatcher for K times the tokens and one route each.
+    """An `Exchange` over a dispatcher for T * K rows with one route each.
 
     x: [T, H] of the layer's dtype
     """
@@ -45,19 +45,19 @@ class ExactExchange:
         self._exchange = Exchange(context, dispatcher, experts, repeated(x, top_k), routes, rows_per_token=top_k)
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
-        """As `Exchange.run`."""
+        """Run the exchange. Arguments and result are those of `Exchange.run`."""
         if self._problem is not None:
             self.refuse(self._problem)
         rows, found = self._exchange.run(work)
         return combined(rows, self._ids, self._weights), found
 
     def refuse(self, problem: str) -> NoReturn:
-        """As `Exchange.refuse`."""
+        """Raise this rank's problem, as `Exchange.refuse` does."""
         self._exchange.refuse(problem)
 
 
 def repeated(x: Tensor, top_k: int) -> Tensor:
-    """Repeat each row for each of its routes.
+    """Repeat each row K times, once per route.
 
     Args:
         x: [T, H].
@@ -71,11 +71,11 @@ def repeated(x: Tensor, top_k: int) -> Tensor:
 
 
 def combined(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Multiply rows by their weights and add those of a token in order, in float32.
+    """Multiply rows by their weights, and add the K rows of each token in order, in float32.
 
     Args:
-        rows: [T * K, H], a token's one after the other.
-        ids: [T, K], below 0 for a route of no expert, whose weight is taken for 0.
+        rows: [T * K, H], the K rows of a token in consecutive places.
+        ids: [T, K], below 0 for no expert. The weight of such a route is treated as 0.
         weights: float32 [T, K].
 
     Returns:
@@ -86,15 +86,16 @@ def combined(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def three_ways(x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Give rows to the router, the experts and the shared experts, whose gradients are added in this order. Autograd
-    would add them in an order that follows from how the layout cuts the rows.
+    """Return x three times, for the router, the experts and the shared experts.
+
+    Backward adds their gradients in this order. Autograd would add them in an order that depends on the layout.
 
     Args:
         x: [T, H].
-        padding: bool [T, 1], rows that the router and the experts see as zeros. None where there are none.
+        padding: bool [T, 1], the rows that the router and the experts see as zeros. None if there are none.
 
     Returns:
-        The rows, three times.
+        Rows [T, H] for the router, the experts and the shared experts.
     """
     to_router, to_experts, to_shared = _ThreeWays.apply(x)
     if padding is not None:
@@ -149,7 +150,7 @@ def _by_kernels(x: Tensor) -> bool:
 
 
 def _in_order(rows: Tensor, top_k: int, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    """Sum the K rows of each token. A sum begins with 0.0, so that a zero has one sign whatever its row's was."""
+    """Sum the K rows of each token in order. The sum starts at 0.0, so that a result of zero is +0.0, never -0.0."""
     if _by_kernels(rows):
         return sum_routes(rows, top_k, ids, weights)
     by_route = rows.view(-1, top_k, rows.shape[1])

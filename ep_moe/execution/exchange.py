@@ -1,5 +1,7 @@
-"""From placed rows to combined ones: dispatch, experts, combine; in one go, or in parts of which one is computed while
-the next one travels and the last one returns. Calls with gradients: `trained_exchange`.
+"""The exchange of a layer's call: dispatch, experts, combine.
+
+A call runs at once or in parts. In parts, one part is computed while the next one is dispatched and the previous one is
+combined. Calls with gradients are in `trained_exchange`.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ Result = TypeVar("Result")
 
 
 class Exchange:
-    """One call of one layer.
+    """The exchange of one call of one layer.
 
-    x: [T, H] of the layer's dtype. More tokens than fit into the dispatcher's buffers, on any rank, travel in parts
-    rows_per_token: rows of x for each token that the context's bound counts; graphs: of calls with gradients
+    x: [T, H] of the layer's dtype. If the token limit exceeds the dispatcher's buffers, the call runs in parts
+    rows_per_token: rows of x per token of the token limit; graphs: CUDA graphs of calls with gradients
     """
 
     def __init__(
@@ -60,9 +62,10 @@ class Exchange:
         self.x, self.x_scale = (x, None) if as_it_is else round_to_travel(x, wire)
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
-        """Rows [T, H] that are summed over ranks, and what `work` returns, which runs while the first rows travel.
+        """Dispatch, compute and combine. Return rows [T, H], summed over ranks, and the result of `work`.
 
-        Without work and in one part everything stays on the current stream."""
+        `work` runs while the first rows are dispatched. Without it, a call in one part stays on the current stream.
+        """
         if not self.kernel.capabilities.cuda_graph and capturing(self.x.device):
             raise InputError(
                 f"experts={self.kernel.name} cannot be captured in a CUDA graph; choose other experts "
@@ -90,7 +93,7 @@ class Exchange:
         return self._return(self._waited(pending)), found
 
     def _trained(self) -> Tensor:
-        """For gradients; parts one after the other."""
+        """Run a call with gradients. Its parts run one after the other."""
         weights = None
         if not self.dispatcher.capabilities.returns_weights:
             weights = self.context._dispatcher(self.dispatcher.name, self.dispatcher.dispatch_shape.of_weights)
@@ -104,7 +107,10 @@ class Exchange:
         return torch.cat(outs)
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise this rank's problem, on all ranks where they can still hear of it; peers that have set out get NaN."""
+        """Raise this rank's problem, on all ranks if the dispatcher exchanges it before rows are sent.
+
+        Otherwise the peers are in the exchange already, and get NaN from this rank's experts.
+        """
         self.experts = self._nan
         if not self.in_parts or capturing(self.x.device):
             self.dispatcher.dispatch_start(self.x[:0], self._routing(slice(0, 0)), problem, max_tokens=self.bound)
@@ -115,7 +121,7 @@ class Exchange:
         self.dispatcher.refuse(problem)
 
     def _nan(self, received: Received, out: Tensor | PeerRows | None) -> Tensor | PeerRows:
-        """Instead of experts: no number may pass for a result."""
+        """Return NaN instead of the experts' results, so that peers do not take old numbers for results."""
         if isinstance(out, PeerRows):
             out.write(out.blocks[0].new_full((len(out.blocks) * out.bound, out.blocks[0].shape[1]), torch.nan))
             return out
@@ -131,9 +137,9 @@ class Exchange:
         return stage(name, self.context._stage_times)
 
     def _parts(self) -> list[slice]:
-        """As many on all ranks; the later ones of a rank with fewer tokens are empty."""
+        """Return the rows of each part. All ranks have equally many parts; a rank with few tokens has empty ones."""
         if not self.in_parts:
-            return [slice(0, len(self.x))]  # too many too, for the dispatcher to refuse
+            return [slice(0, len(self.x))]  # if these are too many, the dispatcher raises
         most = self.dispatcher.dispatch_shape.max_tokens
         assert most is not None
         assert self.bound is not None
@@ -145,7 +151,7 @@ class Exchange:
         )
 
     def _arrived(self, part: slice) -> Pending[Received]:
-        """For a part with nothing to do meanwhile."""
+        """Dispatch a part that nothing overlaps with."""
         routing, scale = self._routing(part), self._scale(part)
         received = self.dispatcher.dispatch(self.x[part], routing, scale, max_tokens=self._most(part))
         return Pending.of(received)
@@ -158,7 +164,7 @@ class Exchange:
 
     def _routing(self, part: slice) -> PhysicalRouting:
         if part.start == 0 and part.stop >= len(self.routing.weights):
-            return self.routing  # perhaps to be placed on its way
+            return self.routing  # may be deferred, for a dispatcher that places ids
         whole = self.routing.materialize()
         return PhysicalRouting(PhysicalIds(whole.ids[part]), whole.weights[part])
 
@@ -169,8 +175,11 @@ class Exchange:
             return self.dispatcher.combine(y, received.handle)
 
     def _answers(self, received: Received, *, last: bool = True) -> Tensor | PeerRows:
-        """The experts' rows, written where the transport would have them: to the peers by the experts themselves, but
-        for a part that can travel while the next one is computed."""
+        """Compute the experts' rows, into the memory that the transport provides.
+
+        If the transport and the kernel support it, the kernel writes them to the peers directly. Parts except the last
+        one do not: combine sends them while the next part is computed.
+        """
         to_peers = last and self.to_peers and received.peer_out is not None
         return self.experts(received, received.peer_out if to_peers else received.out)
 
@@ -179,10 +188,11 @@ class Exchange:
         return Pending.of(y)
 
     def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
-        """While part i is computed, part i - 1 returns and part i + 1 travels, in this order. The last one has nothing
-        beside it when it returns.
+        """Run the parts as a pipeline: while part i is computed, part i - 1 is combined and part i + 1 is dispatched.
 
-        Parts are computed ahead of the transport's kernels, whose many blocks would take all multiprocessors first."""
+        Nothing overlaps with the combine of the last part. Parts are computed on a stream of high priority. Otherwise
+        the many blocks of the transport's kernels would occupy all multiprocessors first.
+        """
         g = self.dispatcher.dispatch_shape
         out = torch.empty(len(self.x), g.hidden_size, dtype=g.dtype, device=self.x.device)
         back: Pending[Tensor] | None = None
@@ -198,7 +208,7 @@ class Exchange:
             back = under_way
         received = self._waited(pending)
         y = self._computed_beside(received, last=True)
-        if back is not None:  # before the last one sets out: kernels that wait for peers keep one order on all ranks
+        if back is not None:  # before the last combine: kernels that wait for peers must have one order on all ranks
             self._waited(back, "combine wait")
         with self._stage("combine"):
             self.dispatcher.combine(y, received.handle, out[parts[-1]])
@@ -215,7 +225,10 @@ class Exchange:
 
 
 def check_pipeline(tokens: int | None, most: int | None, all2all: str) -> None:
-    """most: tokens that a rank sends in one call, None for any number."""
+    """Raise ConfigError unless `pipeline=tokens` works with a transport.
+
+    most: the most tokens that a rank sends in one call, None for any number
+    """
     if tokens is None:
         return
     if most is None or not registry.load("dispatchers", all2all).capabilities.static:

@@ -1,5 +1,7 @@
-"""What a layer's arguments are like, and what captured calls read. Such may have fewer tokens than were recorded:
-the rows behind them have then no route."""
+"""The input tensors of recorded calls, and the signature of a layer's arguments.
+
+A replay may have fewer tokens than were recorded. The rows after its tokens then have no route.
+"""
 
 from __future__ import annotations
 
@@ -11,28 +13,31 @@ from torch import Tensor
 
 from ep_moe.types import Routing, TokenMask
 
-_COPIES = 64  # numbers of tokens whose copies are kept ready
-_NO_TOKEN = 2**31 - 1  # the number of a row that is behind all tokens
+_COPIES = 64  # numbers of tokens whose copy destinations are cached
+_NO_TOKEN = 2**31 - 1  # a row number that is larger than any number of tokens
 
 
 class InputMemory:
-    """What all captured calls of a stream share, tensors for the most rows so far: what one call brings is read before
-    what the next one brings arrives."""
+    """Input tensors that all recorded calls of a stream share, each with room for the most rows so far.
+
+    Sharing is safe because of the stream's order: a replay reads its inputs before the next call's are copied.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Any, Tensor] = {}
         self._inputs: dict[Any, Inputs] = {}
-        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}  # rows' numbers that a mask has changed, and the right ones
+        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}  # row numbers that a mask has changed, and their originals
 
     def inputs(self, *signature: Any, **rest: Any) -> Inputs:
-        """`Inputs` of this signature, the same for all layers."""
+        """Return the `Inputs` of this signature. All layers share them."""
         key = (*signature, *rest.items())
         if key not in self._inputs:
             self._inputs[key] = Inputs(self, *signature, **rest)
         return self._inputs[key]
 
     def take(self, key: Any, rows: int, make: Callable[[int], Tensor]) -> Tensor:
-        """[rows, ...]. A smaller one stays where a graph reads it."""
+        """Return the tensor [rows, ...] of a key. If it is too small, `make` creates a larger one; graphs keep the old
+        one."""
         held = self._held.get(key)
         if held is None or len(held) < rows:
             held = self._held[key] = make(rows)
@@ -40,10 +45,11 @@ class InputMemory:
 
 
 class _Copies(NamedTuple):
-    """What is copied for one number of tokens.
+    """The copies that prepare a replay for one number of tokens.
 
-    to: where what is given goes, and behind it the constants
-    words, constant_words: the same memory as int32, so that one launch copies all; empty where rows are no whole words
+    to: the destinations, first of the caller's tensors, then of the constants; constants: their sources
+    words, constant_words: the same memory as int32, so that one launch copies all. Empty if a row is no multiple of 4
+        bytes
     """
 
     to: list[Tensor]
@@ -53,7 +59,7 @@ class _Copies(NamedTuple):
 
 
 class CallSignature(NamedTuple):
-    """What a layer's arguments are like. hidden, top_k: H and K; dtype: of x"""
+    """The shapes, dtype and device of a layer's arguments. hidden, top_k: H and K; dtype: of x"""
 
     hidden: int
     top_k: int
@@ -61,7 +67,7 @@ class CallSignature(NamedTuple):
     device: torch.device
 
     def fits(self, x: Tensor, routing: Routing | None, tokens: int) -> bool:
-        """Whether these are of it; wrong ones are not. x: [..., H] of so many tokens"""
+        """Return whether valid arguments match the signature. x: [..., H] with `tokens` rows"""
         if x.shape[-1:] != (self.hidden,) or x.dtype != self.dtype or x.device != self.device:
             return False
         if routing is None:
@@ -80,11 +86,12 @@ class CallSignature(NamedTuple):
 
 
 class Inputs:
-    """Of one recorded call of `most` tokens, which serves calls of `least` to `most`.
+    """The input tensors of one recorded call of `most` tokens, which serves calls of `least` to `most` tokens.
 
-    x: [N, H] of the layer's dtype; routing: ids int64 and weights float32 [N, K], or None
-    tokens: int32 [1], how many of the rows are tokens, where no routing says so; None if all are
-    numbers: int32 [N], of the rows, where there is `tokens`; a row that a mask leaves out has one behind all tokens
+    x: [most, H] of the layer's dtype; routing: ids int64 and weights float32 [most, K], or None
+    tokens: int32 [1], the number of rows that are tokens; None if all are, or if the routing has ids of -1 for others
+    numbers: int32 [most], the row numbers, if there is `tokens`. A masked row has the number `_NO_TOKEN`, so that
+        `number >= tokens` holds for it
     """
 
     def __init__(
@@ -115,7 +122,7 @@ class Inputs:
             self.numbers = memory.take("row", most, lambda rows: torch.arange(rows, dtype=torch.int32, device=device))
 
     def clear(self) -> None:
-        """No tokens, whatever a call has left here."""
+        """Set the inputs to no tokens."""
         self.x.zero_()
         if self.routing is not None:
             self.routing.ids.fill_(-1)
@@ -123,17 +130,17 @@ class Inputs:
             self.tokens.zero_()
 
     def masked(self, routing: Routing) -> Routing:
-        """A router's routes for x, without those for rows that are no tokens."""
+        """Return a router's routes for x with ids of -1 for rows that are no tokens."""
         assert self.tokens is not None
         none = self.numbers.unsqueeze(1) >= self.tokens
         return Routing(routing.ids.masked_fill(none, -1), routing.weights)
 
     def takes(self, mask: TokenMask) -> bool:
-        """Whether a replay can leave out the rows of a mask."""
+        """Return whether a replay can apply a mask."""
         return self.tokens is not None and not mask.sent
 
     def _hide(self, mask: TokenMask | None, tokens: int) -> None:
-        """The numbers of rows, for a call with this mask. Few calls have one, and the next one restores them."""
+        """Write the row numbers for a call with this mask. The next call restores them; few calls have a mask."""
         hidden, place = self._memory.hidden, self.numbers.data_ptr()
         if place in hidden:
             changed, right = hidden.pop(place)
@@ -144,13 +151,13 @@ class Inputs:
             changed.copy_(right.masked_fill(~mask.tokens.reshape(-1), _NO_TOKEN))
 
     def bring(self, x: Tensor, routing: Routing | None, tokens: int, mask: TokenMask | None = None) -> None:
-        """What was given to where a replay reads it; one launch for all, if each is in one piece."""
+        """Copy a call's arguments to the tensors that a replay reads, by one launch if all are contiguous."""
         if mask is not None or (self._memory.hidden and self.tokens is not None):
             self._hide(mask, tokens)
         if x.dim() != 2:
             x = x.reshape(tokens, self.x.shape[1])
         copies = self._copies.get(tokens) or self._ready(tokens)
-        # rows of 2-byte numbers may begin between two words, and are then none
+        # a tensor of 2-byte numbers at an odd offset cannot be viewed as int32
         whole = bool(copies.words) and x.is_contiguous() and x.storage_offset() % 2 == 0
         given = [x]
         if routing is not None:
@@ -166,7 +173,7 @@ class Inputs:
     def _ready(self, tokens: int) -> _Copies:
         if len(self._copies) == _COPIES:
             self._copies.clear()
-        with torch.inference_mode(False):  # views made within it could not be written outside
+        with torch.inference_mode(False):  # views made in inference mode could not be written outside of it
             made = self._copies[tokens] = self._copied(tokens)
         return made
 

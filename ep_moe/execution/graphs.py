@@ -1,10 +1,10 @@
-"""The cache of a layer's calls that were recorded as CUDA graphs. To the host, a replay is a look at the arguments and
-one launch, instead of a thousand calls of Python and half a dozen launches.
+"""The cache of a layer's CUDA graphs. A replay costs the host a check of the arguments and one launch, instead of a
+thousand Python calls and half a dozen launches.
 
-`MoELayer.capture` records calls whose inputs are copied (`CopiedInputs`), for numbers of tokens that the user lists.
-Eager calls over a transport that can repeat its launches are recorded on the second call alike, and read the caller's
-tensors (`CallerInputs`). Every other call runs `MoELayer.run`, within which calls with gradients are replayed
-(`trained_graphs`).
+- `MoELayer.capture` records calls for numbers of tokens that the user lists. Their inputs are copied (`CopiedInputs`).
+- Over a transport with recordable launches, an eager call is recorded automatically on the second identical call. The
+  graph reads the caller's tensors (`CallerInputs`).
+- All other calls run `MoELayer.run`, which has its own graphs for calls with gradients (`trained_graphs`).
 """
 
 from __future__ import annotations
@@ -52,36 +52,38 @@ from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 
 _log = logging.getLogger("ep_moe.execution")
 
-_AUTOMATIC = 64  # keys of automatic graphs that are kept at once
-_TRIES = 3  # to record one: another thread may have allocated meanwhile
+_AUTOMATIC = 64  # the most keys of automatic graphs that are kept
+_TRIES = 3  # attempts to record an automatic graph: an allocation by another thread makes one fail
 
 
 @dataclass
 class Sizes:
-    """Graphs that differ in the number of tokens which they were recorded with, ascending."""
+    """Graphs that differ only in the number of tokens with which they were recorded. sizes: these numbers, ascending"""
 
     sizes: list[int] = field(default_factory=list)
     calls: list[RecordedCall] = field(default_factory=list)
 
     def serving(self, tokens: int) -> RecordedCall | None:
-        """The smallest that has room."""
+        """Return the smallest graph that has room for the tokens, None if no graph serves them."""
         place = bisect_left(self.sizes, tokens)
         if place == len(self.sizes) or tokens < self.calls[place].least:
             return None
         return self.calls[place]
 
     def add(self, call: RecordedCall) -> None:
-        """Replaces one of as many tokens."""
+        """Add a graph. It replaces one with the same number of tokens."""
         place = bisect_left(self.sizes, call.most)
         same = self.sizes[place : place + 1] == [call.most]
         self.sizes[place : place + same], self.calls[place : place + same] = [call.most], [call]
 
 
 class Agreeing(NamedTuple):
-    """How the bound of a call is found before it is replayed, where ranks agree on it in each call.
+    """The agreement of ranks on the bound of a call before its replay, over buffers that grow.
 
-    like: one that was recorded under any bound: calls that it could serve may be replayed
-    carried: as `MoELayer._carried` has it, under the expert map
+    The bound selects the graph. Without `max_tokens` the ranks agree on it in each call.
+
+    like: a graph that was recorded under any bound. A call whose arguments it fits may have a graph
+    carried: the result of `MoELayer._carried` under `expert_map`
     """
 
     like: RecordedCall
@@ -90,8 +92,11 @@ class Agreeing(NamedTuple):
     carried: str
 
     def bound(self, layer: Layer, x: Tensor, tokens: int) -> tuple[int, bool]:
-        """Of this rank's call, as `MoELayer.run` finds it on ranks that do not replay; and whether the addresses of
-        `like` are unchanged, which is looked up while the peers' numbers are on their way."""
+        """Return the bound of this call, and whether the addresses of `like` are unchanged.
+
+        Ranks that do not replay find the bound by the same exchange in `MoELayer.run`. The addresses are checked while
+        this rank waits for the peers' numbers.
+        """
         rank_group = self.dispatcher.rank_group
         rank_group.flight_recorder.enter(layer.name, self.carried)
         try:
@@ -106,16 +111,16 @@ class Agreeing(NamedTuple):
 class CallGraphs:
     """The CUDA graphs of one layer's calls, by key.
 
-    Keys: `CopiedInputs`, the bound in force, whether a routing is given; `CallerInputs`, the bound of the call, what
-    `_ids` says, the stream.
+    Keys are (`CopiedInputs`, token limit, whether a routing is passed) and (`CallerInputs`, bound of the call, result
+    of `_ids`, stream).
     """
 
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
         self._context, self._hidden = context, config.hidden_size
         recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
         self._automatic = recordable and context._tokens.whole and not config.routing.weight_on_input
-        self._calls: dict[Any, Sizes | None] = {}  # None: a key that one call had, of which nothing is recorded
-        self._agreeing: dict[Any, Agreeing] = {}  # over a transport that grows, by the key without the bound
+        self._calls: dict[Any, Sizes | None] = {}  # None: one call had this key, and no graph is recorded for it yet
+        self._agreeing: dict[Any, Agreeing] = {}  # for buffers that grow, by the key without mode and bound
         self._tries = _TRIES
         self.trained = TrainedGraphs(context)
 
@@ -123,11 +128,11 @@ class CallGraphs:
         return self.count(RecordedCall)
 
     def count(self, mode: type[RecordedCall]) -> int:
-        """The number of graphs of one mode."""
+        """Return the number of graphs of one mode."""
         return sum(isinstance(call, mode) for calls in self._calls.values() if calls for call in calls.calls)
 
     def drop(self, mode: type[RecordedCall] = RecordedCall) -> None:
-        """Forget graphs, and run calls eagerly until others are recorded."""
+        """Drop the graphs of one mode, by default all. Calls then run eagerly until graphs are recorded again."""
         if mode is not CopiedInputs:
             self._agreeing.clear()
         if mode is RecordedCall:
@@ -137,15 +142,16 @@ class CallGraphs:
             del self._calls[key]
 
     def replay(self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor | None:
-        """The result of a call that a graph serves, shaped as x; None for any other, wrong ones too.
+        """Replay a call and return its result, shaped as x. Return None if no graph serves it, or if it is invalid.
 
-        Each line of it is host time of an eager call."""
+        Every call without gradients runs this code, so each line costs host time.
+        """
         if torch.compiler.is_compiling() or not self._calls or torch.is_grad_enabled() or type(x) is not Tensor:
             return None
-        modules: Any = layer._modules  # a module's attributes are found by a walk
+        modules: Any = layer._modules  # faster than attributes of a Module
         placement = modules["placement"]
         placed, held = placement.expert_map, modules["expert_weights"].expert_map
-        if layer._checks.due or (placed is not held and placed != held):  # an eager call tells
+        if layer._checks.due or (placed is not held and placed != held):  # an eager call raises the error
             return None
         context, device, routed = self._context, x.device, routing is not None
         bound, stream, tokens = context._current_limit, current_stream(device), x.numel() // self._hidden
@@ -181,11 +187,11 @@ class CallGraphs:
                 if found is None:
                     continue
                 call = found.calls[0]
-                if call is not agreeing.like:  # recorded at another time
+                if call is not agreeing.like:  # its addresses were not checked yet
                     if any(slot.given_back for slot in call.buffer_slots) or not call.addresses.unchanged(layer):
                         self.drop(mode)
                         continue
-                    self._agreeing[key[2:]] = agreeing._replace(like=call)  # the next one has its bound, as a rule
+                    self._agreeing[key[2:]] = agreeing._replace(like=call)  # the next call usually has the same bound
             flight_recorder = context.flight_recorder
             flight_recorder.check()
             number = flight_recorder.number
@@ -196,26 +202,26 @@ class CallGraphs:
                     out = call.launch(layer, x, routing, mask, tokens)
             if out is None:
                 continue
-            # as `MoELayer.run` leaves it: peers that run theirs must find this rank neither behind nor elsewhere
+            # record the same last step as `MoELayer.run` does: peers that run eagerly compare steps with this rank
             flight_recorder.leave_at(Step(number + call.steps, *call.left))
             flight_recorder.device_watch.mark(device)
             return call.result(layer, x, tokens, out)
         if context._current_limit is None:
-            context._agreed_limit = bound  # for the call that runs now
+            context._agreed_limit = bound  # saves the eager call, which follows, another exchange
         return None
 
-    # --- what the user lists ------------------------------------------------------------------------------------------
+    # --- graphs that the user asks for --------------------------------------------------------------------------------
 
     @on_device_of(lambda self, *_, **__: self._context.device)
     def capture(self, layer: Layer, tokens: Sequence[int], *, routed: bool) -> None:
-        """As `MoELayer.capture`."""
+        """Record the calls of `MoELayer.capture` or `capture_routed`."""
         context, what = self._context, f"{layer.name}.{'capture_routed' if routed else 'capture'}"
         bound = context._current_limit
         problem = capture_problem(layer, tokens, Recorder.unsupported_reason(layer.device))
         facts = {"tokens": tokens, "max_tokens": bound, "dtype": dtype_name(layer.dtype)}
         context.consensus.same(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
         recorder = Recorder.among(context._recorders, layer.device, context._workspaces)
-        # tensors of inference mode could not be written outside of it
+        # tensors made in inference mode could not be written outside of it
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
             inputs = inputs_of(layer, sorted(set(tokens)), routed, recorder.memory)
             made = self._record_all(layer, inputs, recorder, what)
@@ -230,35 +236,35 @@ class CallGraphs:
             _log.info("%s: recorded CUDA graphs for %s tokens", what, ", ".join(map(str, sorted(set(tokens)))))
 
     def _record_all(self, layer: Layer, inputs: Sequence[Inputs], recorder: Recorder, what: str) -> list[CopiedInputs]:
-        """The largest first, whose memory the others then find."""
+        """Record one graph per inputs. The largest comes first, so that the others reuse its memory."""
         made, problem, flight_recorder = [], None, self._context.flight_recorder
         with layer.placement.no_stats():
-            for given in inputs:  # together with the peers; recording is each rank's own
+            for given in inputs:  # these warm-up calls exchange with the peers; recording does not
                 given.clear()
                 recorder.warm(partial(run_copied, layer, given))
             before, addresses = flight_recorder.newest, LayerAddresses(layer)
             try:
                 made = [record_copied(layer, given, recorder, addresses) for given in inputs]
-            except Exception as error:  # whatever a router or shared experts of the user's raise
+            except Exception as error:  # a user's router or shared experts may raise anything
                 problem = ConfigError(
                     f"the call could not be captured, {type(error).__name__}: {error}; a router or shared experts that "
                     f"wait for the device cannot be"
                 )
                 self._context._recorders.remove(recorder)  # its memory may still belong to the capture that failed
-                for buffer_slot in slots_of(layer):  # a failed one may have left its own busy, where peers' are free
+                for buffer_slot in slots_of(layer):  # a failed capture may have left a slot busy that is free on peers
                     buffer_slot.release(layer.device)
-            flight_recorder.leave_at(before)  # no step that peers make too
+            flight_recorder.leave_at(before)  # recording is no step that the peers make too
         self._context.consensus.healthy(what, problem)
         return made
 
     # --- automatic ----------------------------------------------------------------------------------------------------
 
     def note(self, layer: Layer, routing: Routing | None, mask: TokenMask | None) -> None:
-        """After a call of `MoELayer.run`: the second one like it is recorded, and later ones are replayed."""
+        """Note an eager call after `MoELayer.run`. The second call with the same key is recorded for later replays."""
         bound, device = self._context._current_limit, self._context.device
         if torch.compiler.is_compiling() or not self._automatic:
             return
-        if layer.exact and not layer._dispatcher().dispatch_shape.per_route:  # steps are added to its transport's
+        if layer.exact and not layer._dispatcher().dispatch_shape.per_route:  # `ExactExchange` has further launches
             return
         if bound is None and (bound := layer._dispatcher().newest_bound) is None:
             return
@@ -266,12 +272,12 @@ class CallGraphs:
             return
         if Recorder.unsupported_reason(device) is not None or capturing(device):
             return
-        if not layer.expert_weights.place:  # sharded parameters are gathered anew for each call
+        if not layer.expert_weights.place:  # sharded parameters are gathered in each call, at changing addresses
             return
         key = (CallerInputs, bound, _ids(layer, routing, mask), current_stream(device))
         calls, placing = self._calls.get(key), layer.placement.tables.placing
         if calls is not None and calls.calls[0].placing == placing:  # type: ignore[attr-defined]  # by its key
-            return  # this one alone was not like it
+            return  # the key has a graph; only this call could not be replayed
         if key in self._calls:
             call = self._recorded(layer, key[2], bound, placing)
             self._calls[key] = None if call is None else Sizes([call.most], [call])
@@ -285,7 +291,8 @@ class CallGraphs:
         self._calls[key] = None
 
     def _make_room(self) -> None:
-        """Bounds that come once are to leave what was recorded alone."""
+        """Delete keys if there are too many: those without a graph, so that bounds that occur once do not evict graphs.
+        If all have graphs, delete all."""
         noted = {key: calls for key, calls in self._calls.items() if key[0] is CallerInputs}
         if len(noted) >= _AUTOMATIC:
             for key in [key for key, calls in noted.items() if calls is None] or noted:
@@ -309,8 +316,10 @@ class CallGraphs:
 
 
 def _ids(layer: Layer, routing: Routing | None, mask: TokenMask | None) -> Any:
-    """The dtype of ids that a call brings; None where a router of ours chooses them within the graph. It does so before
-    the graph, in int64, where a mask or hooks are to see what it chose."""
+    """Return the dtype of the ids that a call passes to the graph; None if the graph contains the layer's router.
+
+    With a mask, or with hooks on the router, the router runs before the graph and passes int64 ids.
+    """
     if routing is None:
         router = layer.router
         return None if mask is None and type(router) is Router and not router.hooked else torch.int64

@@ -1,6 +1,6 @@
-"""What is checked of a layer's call: its arguments, and what must be alike on ranks (`RankChecks`), looked at once.
+"""Checks of a layer's call: its arguments in each call, and the state that ranks must share, once (`RankChecks`).
 
-What is wrong is returned, not raised: all ranks must raise together.
+Checks of arguments return the message of a problem instead of raising it, so that all ranks can raise together.
 """
 
 from __future__ import annotations
@@ -31,34 +31,36 @@ from ep_moe.weights.optimizers import FSDP1
 
 
 class RankChecks:
-    """Compares what ranks of one layer must hold alike. `first_call` looks once; backward looks too (`watch`).
+    """Compares the state of one layer that must be equal on its ranks.
 
-    due: whether the next call is to compare ranks
-    loaded: whether a state dict was loaded since the newest call, which the next one is to carry
+    `first_call` compares once, and backward compares repeatedly (`watch`).
+
+    due: whether the next call must compare ranks
+    loaded: whether a state dict was loaded since the last call. The next call then exchanges a checksum
     """
 
     def __init__(self, layer: ComparedLayer) -> None:
-        self.due = layer.context.layout.lockstep > 1  # else there is nothing to compare
+        self.due = layer.context.layout.lockstep > 1  # a single rank has nothing to compare
         self.loaded = self._adopted = False
-        self.saw_ids = False  # valid ones, in some call
-        self.forwards = 0  # that began, of which some may have ended by an exception
-        self.eager = 0  # of these, that no graph served, those too that ended before
-        self._newest_eager = 0  # its number among `forwards`
-        self.dtype: torch.dtype | None = None  # of fixed buffers, once all ranks have them
+        self.saw_ids = False  # whether the values of some call's ids were checked and valid
+        self.forwards = 0  # forwards that began, including those that raised
+        self.eager = 0  # of these, forwards that were not replayed, including those that raised before a replay
+        self._newest_eager = 0  # the value of `forwards` in the newest eager forward
+        self.dtype: torch.dtype | None = None  # the dtype of fixed buffers, once all ranks have compared it
         self._wrapper: weakref.ref[Any] | None = None
         self.watch = Watch(layer)
 
     def note_eager(self) -> None:
-        """Of the newest of `forwards`: it was not replayed. Replays count nothing themselves."""
+        """Count the newest of `forwards` as eager, once. Replays do not count themselves."""
         if self._newest_eager != self.forwards:
             self._newest_eager = self.forwards
             self.eager += 1
 
     def wrapper_problem(self, layer: ComparedLayer) -> str | None:
-        """None, or what the wrapper that calls this layer does to its experts."""
+        """Return None, or what is wrong with the DDP or FSDP1 wrapper that calls this layer."""
         if layer.context.layout.world == 1:
             return None
-        # with use_orig_params=True an optimizer's step sees it
+        # with use_orig_params=True the check runs in the optimizer's step instead
         if torch.is_grad_enabled() and not vars(layer).get("_fsdp_use_orig_params", True):
             return FSDP1
         wrapper = DistributedDataParallel._active_ddp_module
@@ -70,18 +72,20 @@ class RankChecks:
             return None
         problem = wrapper_problem(wrapper, layer)
         if problem is None:
-            layer.expert_weights.gradient_sum.divide(layer.context.layout.token_ranks)  # as it does with dense ones
+            layer.expert_weights.gradient_sum.divide(layer.context.layout.token_ranks)  # as DDP divides dense gradients
             self._wrapper = weakref.ref(wrapper)
         return problem
 
     def look_again(self, layer: ComparedLayer) -> None:
-        """As `first_call`, though the layer was called before: its weights are others now."""
+        """Compare ranks as `first_call` does, after the weights of a layer that was called before were replaced."""
         self.due = layer.context.layout.lockstep > 1
         self.first_call(layer)
 
     def difference(self, layer: ComparedLayer) -> str | None:
-        """None, or what ranks hold otherwise than they should, for one that is to write it down. Collective over the
-        ranks of a call; waits for the device."""
+        """Return None, or the difference between ranks as text, for a caller that saves the layer.
+
+        Collective over the ranks of a call. Waits for the device.
+        """
         if layer.context.layout.lockstep == 1:
             return None
         step = "comparison of ranks"
@@ -93,21 +97,26 @@ class RankChecks:
             return self.watch.similarity.problem(layer, layer.context.rank_groups["ep"], step)
 
     def state_loaded(self, layer: ComparedLayer) -> None:
-        """On all ranks or, wrongly, on some: the next call compares it. Calls over fixed buffers compare nothing with
-        their peers', and so this one is as the first one was."""
+        """Note that a state dict was loaded, so that the next call finds out if only some ranks loaded it.
+
+        Calls over fixed buffers exchange no facts with their peers. So the next such call compares ranks like the first
+        one.
+        """
         if self.due or layer.context.layout.lockstep == 1:
             return  # `first_call` compares
         self.loaded = True
         self.due = self._adopted = layer._fixed
 
     def first_call(self, layer: ComparedLayer) -> None:
-        """Raise InputError on all ranks of the layer's first call unless they hold alike what they should. Waits for
-        the device, and so not inside a graph capture."""
+        """Raise InputError on all ranks if the layer's ranks differ in state that must be equal.
+
+        Runs in the layer's first call. Waits for the device, so it is skipped in a graph capture.
+        """
         if not self.due:
             return
         if torch.compiler.is_compiling() or capturing(layer.context.device):
             return
-        if self._adopted:  # peers that did not would meet the comparison by a dispatch
+        if self._adopted:  # a peer that loaded nothing would enter a dispatch instead of this comparison
             found, ranks = layer.placement.expert_map.digest, layer.context.rank_groups["lockstep"].ranks
             what = f"{layer.name}: a call after load_state_dict, under its expert map,"
             layer.context.flight_recorder.meet(f"{layer.name}/map/{found}", ranks, what)
@@ -120,7 +129,7 @@ class RankChecks:
 
 
 class Layer(ComparedLayer, Protocol):
-    """What is asked of a MoELayer."""
+    """The part of a MoELayer that the checks read."""
 
     choice: Any
     wire: Wire
@@ -144,11 +153,11 @@ class Layer(ComparedLayer, Protocol):
 
 
 def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> str | None:
-    """None, or what is wrong with the arguments of this rank."""
+    """Return None, or what is wrong with a call's arguments on this rank."""
     problem = layer._checks.wrapper_problem(layer) or _mixed_problem(layer) or dtype_problem(layer)
     held = layer.expert_weights
     problem = problem or rows_problem(x, layer.config.hidden_size, held.dtype, held.device, layer.context.device)
-    if problem is None and not torch.compiler.is_compiling():  # its operator looks, when it runs
+    if problem is None and not torch.compiler.is_compiling():  # operators of a compiled graph check this at run time
         problem = _transform_problem(layer) or held.replaced_problem() or held.lora_problem()
         problem = problem or _split_backward_problem(layer)
         if problem is None and held.main_grads is not None:
@@ -173,7 +182,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
         problem = _map_problem(layer)
         if problem is not None:
             return problem
-    if layer._routes is not None and not torch.compiler.is_compiling():  # calls that record are no part of a graph
+    if layer._routes is not None and not torch.compiler.is_compiling():  # calls that record routes are not traced
         problem = layer._routes.problem(layer, x.numel() // layer.config.hidden_size, routed=routing is not None)
         if problem is not None:
             return problem
@@ -187,7 +196,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
 
 
 def _router_problem(router: Any, x: Tensor) -> str | None:
-    """None, or that a router of ours was converted without its layer, or the other way round."""
+    """Return a problem if the `Router` was converted to another dtype without its layer, or the layer without it."""
     if type(router) is not Router or router.config.float32_logits or router.held_weight.dtype == x.dtype:
         return None
     wanted, found = dtype_name(x.dtype), dtype_name(router.held_weight.dtype)
@@ -198,7 +207,10 @@ def _router_problem(router: Any, x: Tensor) -> str | None:
 
 
 def refuse_tracing(layer: Layer) -> None:
-    """Raise InputError where operations are recorded instead of run: peers would be sent nothing. Exchanges nothing."""
+    """Raise InputError if operations are traced instead of run, as by torch.export: peers would receive nothing.
+
+    Does not communicate.
+    """
     modes = torch._C._TorchDispatchModeKey
     if layer.context.layout.lockstep == 1 or not (
         torch.compiler.is_exporting()
@@ -213,8 +225,8 @@ def refuse_tracing(layer: Layer) -> None:
 
 
 def _transform_problem(layer: Layer) -> str | None:
-    """None, or that the call is within a transform of torch.func, whose tensors have no memory to send, or in forward
-    mode."""
+    """Return a problem if the call is within a transform of torch.func, whose tensors have no memory to send, or uses
+    forward-mode AD."""
     forward_mode = forward_ad._current_level >= 0 and layer.context.layout.lockstep > 1
     if torch._C._functorch.peek_interpreter_stack() is None and not forward_mode:
         return None
@@ -225,7 +237,7 @@ def _transform_problem(layer: Layer) -> str | None:
 
 
 def _map_problem(layer: Layer) -> str | None:
-    """None, or that tokens go by another map than that of the weights."""
+    """Return a problem if the placement has another expert map than the weights."""
     if layer.placement.expert_map == layer.expert_weights.expert_map:
         return None
     return (
@@ -235,7 +247,7 @@ def _map_problem(layer: Layer) -> str | None:
 
 
 def _inference_problem(layer: Layer, x: Tensor) -> str | None:
-    """None, or that backward cannot keep x."""
+    """Return a problem if x is an inference tensor, which backward cannot save, and the call has a backward."""
     if not x.is_inference() or not torch.is_grad_enabled():
         return None
     own = [module for module in (layer.router, layer.shared_experts) if isinstance(module, nn.Module)]
@@ -248,8 +260,11 @@ def _inference_problem(layer: Layer, x: Tensor) -> str | None:
 
 
 def _split_backward_problem(layer: Layer) -> str | None:
-    """None, or that a pipeline runs the backward of inputs before that of weights, and FSDP2 has cut the experts: torch
-    then reduces the gradients of a submodule that it has cut by itself wrongly, or drops them."""
+    """Return a problem if a pipeline schedule splits backward and FSDP2 shards the experts.
+
+    Such a schedule runs the backward of inputs before that of weights. torch then reduces the gradients of a submodule
+    that FSDP2 shards separately wrongly, or drops them.
+    """
     if not layer.expert_weights.sharded or not torch.is_grad_enabled():
         return None
     for schedule in training_schedules():
@@ -265,13 +280,16 @@ def _split_backward_problem(layer: Layer) -> str | None:
 
 
 def _mixed_problem(layer: Layer) -> str | None:
-    """What backward found to have put ranks' experts into one another since their weights were loaded."""
+    """Return the problem that `Watch` found in a backward: something mixed the experts of different ranks.
+
+    It no longer counts once the weights were loaded again.
+    """
     found = layer._checks.watch.mixed
     return None if found is None or found[1] != layer.expert_weights.updates else found[0]
 
 
 def dtype_problem(layer: Layer) -> str | None:
-    """What `layer.to(dtype)` has made impossible."""
+    """Return None, or why the layer cannot run in the dtype to which it was converted."""
     dtype, agreed = layer.expert_weights.dtype, layer._call_dtype
     if dtype != agreed:
         return (
@@ -292,7 +310,7 @@ def dtype_problem(layer: Layer) -> str | None:
 
 
 def _not_differentiable(layer: Layer) -> str:
-    """What of a layer has no backward; "" where all has one."""
+    """Return the part of a layer that has no backward, "" if all parts have one."""
     for kernel in layer._kernels:
         if not kernel.capabilities.differentiable:
             return f"experts={kernel.name}"
@@ -303,7 +321,7 @@ def _not_differentiable(layer: Layer) -> str:
 
 
 def _with_backward(kind: registry.Kind) -> str:
-    """Names of this package's backends that can be trained."""
+    """Return the names of this package's backends that have a backward, as text."""
     kinds = {name: registry.load(kind, name).capabilities for name in registry.built_in(kind)}
     return ", ".join(name for name, can in kinds.items() if can.differentiable or getattr(can, "adjoint", False))
 
@@ -311,7 +329,10 @@ def _with_backward(kind: registry.Kind) -> str:
 def rows_problem(
     x: Any, hidden: int, dtype: torch.dtype, device: torch.device, context_device: torch.device
 ) -> str | None:
-    """hidden, dtype, device: the layer's; context_device: its context's."""
+    """Return None, or what is wrong with x.
+
+    hidden, dtype, device: the layer's; context_device: the device of its context
+    """
     if not isinstance(x, Tensor):
         return f"x must be a Tensor, got {type(x).__name__}"
     if device.type == "meta":
@@ -353,7 +374,10 @@ def routing_without_class(routing: Any) -> Any:
 
 
 def shared_problem(out: Any, rows: Tensor) -> str | None:
-    """None, or what is wrong with a result of shared experts: what could be broadcast would be added without a word."""
+    """Return None, or what is wrong with the result of shared experts.
+
+    Without this check, a wrong shape that broadcasts would be added without an error.
+    """
     if not isinstance(out, Tensor):
         return f"shared_experts must return a Tensor [T, H] for x [T, H], got {type(out).__name__}"
     if out.shape != rows.shape:

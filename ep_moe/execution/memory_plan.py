@@ -1,4 +1,4 @@
-"""A layer's bytes by kind, from shapes alone: what it holds, and what a training step holds besides."""
+"""The memory plan of a layer: bytes by kind, computed from shapes alone, for inference and for a training step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _ID_BYTES, _WEIGHT_BYTES = 4, 4
 
 
 class Layer(Protocol):
-    """What is asked of a MoELayer."""
+    """The part of a MoELayer that the plan reads."""
 
     config: MoEConfig
     context: EPContext
     experts: Any
     expert_weights: ExpertWeights
-    _table: Any  # the pairs of transport and kernel, by bound
+    _table: Any  # the pairs of transport and kernel, by token limit
 
     @property
     def _kernels(self) -> tuple[Experts | FusedExperts, ...]: ...
@@ -41,7 +41,7 @@ class Layer(Protocol):
 
 
 def layer_bytes(layer: Layer, train_tokens: int | None) -> dict[str, int]:
-    """As `MoELayer.plan`."""
+    """Return the result of `MoELayer.plan`."""
     held = held_bytes(
         experts=layer.expert_weights,
         **{kind: getattr(layer, kind) for kind in ("router", "placement", "shared_experts")},
@@ -55,13 +55,13 @@ def layer_bytes(layer: Layer, train_tokens: int | None) -> dict[str, int]:
 
 
 def held_bytes(**parts: Any) -> dict[str, int]:
-    """Bytes of a layer's parameters and buffers by kind.
+    """Return the bytes of a layer's parameters and buffers by kind.
 
     Args:
-        **parts: Modules by kind. What is no module counts nothing.
+        **parts: Modules by kind. Values that are no modules are skipped.
 
     Returns:
-        Bytes by kind, of modules alone.
+        Bytes by kind, for the modules.
     """
     return {
         kind: sum(map(_local_bytes, [*module.parameters(), *module.buffers()]))
@@ -79,13 +79,13 @@ def _gradient_bytes(layer: Layer) -> int:
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    """Of this rank's own piece: a DTensor, as experts that are cut over etp are, counts the whole in `numel`."""
+    """Return the bytes of this rank's shard. `numel` of a DTensor, such as an etp-sharded expert, counts the whole."""
     own = local(tensor)
     return own.numel() * own.itemsize
 
 
 def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
-    """Buffers that the layer's transports make."""
+    """Return the bytes of the buffers of the layer's transports, by transport and dispatch shape."""
     if isinstance(layer.experts, FusedExperts):
         return {(INSIDE, layer.experts.dispatch_shape): layer.experts.buffer_bytes(layer.experts.dispatch_shape)}
     found: Buffers = layer._table.transport_bytes(layer._shape_of)
@@ -103,12 +103,12 @@ def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
 
 
 def _trained(layer: Layer, train_tokens: int) -> tuple[type[Dispatcher], DispatchShape, int]:
-    """The transport, its shape, and the rows of each rank that a training call has room for."""
+    """Return the transport of a training call, its dispatch shape, and the rows that its buffers hold per rank."""
     context = layer.context
     entry = layer._table.at(context._current_limit)
     kind: type[Dispatcher] = registry.load("dispatchers", entry.choice.all2all)
     shape, tokens = layer._shape_of(entry, repeats=True), _dispatched(layer, train_tokens)
-    rows = layer.config.top_k // shape.top_k  # of a token
+    rows = layer.config.top_k // shape.top_k  # rows per token
     if not kind.capabilities.static:
         return kind, shape, tokens * rows
     if context._current_limit is None:
@@ -126,7 +126,7 @@ def _dispatched(layer: Layer, train_tokens: int) -> int:
 
 
 def _saved_bytes(layer: Layer, train_tokens: int) -> int:
-    """What a call keeps for its backward, with a uniform router."""
+    """Return the bytes that forward saves for backward, for a router that chooses all experts equally often."""
     kernel = layer._kernel
     if isinstance(kernel, FusedExperts) or not kernel.capabilities.differentiable:
         raise ConfigError(
@@ -142,6 +142,6 @@ def _saved_bytes(layer: Layer, train_tokens: int) -> int:
         )
     rows = shape.num_ranks * bound
     routes = shape.top_k * (_ID_BYTES + _WEIGHT_BYTES)
-    # ids and weights of the tokens that left
+    # int64 ids and float32 weights of this rank's tokens
     own = _dispatched(layer, train_tokens) * layer.config.top_k * (8 + _WEIGHT_BYTES) if adjoint else 0
     return rows * (shape.hidden_size * shape.dtype.itemsize + routes) + kernel.saved_bytes(rows) + own

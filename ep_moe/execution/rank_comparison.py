@@ -1,8 +1,8 @@
-"""What must be alike on ranks: the router and shared experts, the expert map, copies of an expert.
+"""Comparisons of the state that must be equal on ranks: router, shared experts, expert map, replicas of an expert.
 
-Ranks that hold different numbers where they should hold the same compute without an error, and wrongly. The usual ways
-there: another seed on each rank, a wrapper that broadcasts rank 0's experts, a checkpoint that one rank did not load.
-All comparisons are collective, and wait for the device.
+If ranks differ there, results are wrong and no error is raised. Usual causes are a different seed on each rank, a
+wrapper that broadcasts rank 0's experts, and a checkpoint that one rank did not load. All comparisons are collective
+and wait for the device.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import part_names, split_parts
 
-_SAMPLE = 1 << 14  # numbers of a slot's tensor that tell experts apart
+_SAMPLE = 1 << 14  # numbers of a slot's tensor whose checksum identifies an expert
 _IN_BACKWARD = "backward by the comparison of ranks"
 
 
 class ComparedLayer(Protocol):
-    """What a comparison asks of a MoELayer."""
+    """The part of a MoELayer that a comparison reads."""
 
     name: str
     _fixed: bool
@@ -51,9 +51,9 @@ class ComparedLayer(Protocol):
 
 
 def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first call") -> None:
-    """Raise InputError on all ranks of a layer's call unless they hold alike what they should.
+    """Raise InputError on all ranks of a layer's call if they differ in state that must be equal.
 
-    problem: a fault found on this rank; step: for errors, what the ranks do
+    problem: a fault found on this rank, which all ranks then raise; step: the name of the step in errors
     """
     device, whole = layer.context.device, layer.context.rank_groups["lockstep"]
     dense = dict(_dense(layer))
@@ -71,16 +71,19 @@ def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first 
 
 
 class Watch:
-    """Has backward compare ranks, in a layer's calls of `is_compared` from the second on. Over two kinds of group,
-    which together reach the whole stage: the ranks of the call, and those that sum gradients of the same experts."""
+    """Compares ranks in some backward passes of a layer: those of `is_compared`, from the second one on.
+
+    It compares over two kinds of group, which together reach the whole pipeline stage: the ranks of the call
+    ("lockstep"), and the ranks that sum gradients of the same experts ("expert_data").
+    """
 
     def __init__(self, layer: ComparedLayer) -> None:
-        self._layer = weakref.ref(layer)  # which holds what it hands this to
+        self._layer = weakref.ref(layer)  # weak, because the layer's weights hold methods of this object
         self._backwards = {"lockstep": 0, "expert_data": 0}
-        self._last = 0  # call whose backward it was
+        self._last = 0  # the call whose backward ran last
         self._warned = self._warned_of_buffer = False
         self.similarity = Similarity()
-        self.mixed: tuple[str, int] | None = None  # a problem of the experts, and their `updates` then
+        self.mixed: tuple[str, int] | None = None  # a problem of the experts, and the weights' `updates` at that time
         layout, weights = layer.context.layout, layer.expert_weights
         if layout.lockstep > 1:
             weights.each_backward = self.follow
@@ -88,20 +91,24 @@ class Watch:
             weights.gradient_sum.each_sum = partial(self.look, "expert_data")
 
     def follow(self, call: int) -> None:
-        """Look, in the backward of the layer's call of this number. From one backward to the next, all ranks go on by
-        as many calls."""
+        """Compare ranks in the backward of the layer's call with this number.
+
+        The difference to the previous backward's number must be equal on all ranks, else they run backward of different
+        calls.
+        """
         step, self._last = call - self._last, call
         self.look("lockstep", step)
 
     def look(self, kind: str, step: int = 0) -> None:
-        """Warn, on all ranks and once, where optimizer steps let dense parameters drift apart: each rank's gradients
-        are of its own tokens until something averages them. Collective within a backward, over one kind of group. Waits
-        for the device, and so not inside a graph capture.
+        """Compare ranks in a backward pass, and warn once, on all ranks, if dense parameters have drifted apart.
 
-        step: equal on all ranks that are in the backward of the same call
+        They drift apart if optimizer steps use gradients that are not averaged: each rank has those of its own tokens.
+        Collective over one kind of group. Waits for the device, so it is skipped in a graph capture.
+
+        step: a number that is equal on all ranks that are in the backward of the same call
 
         Raises:
-            InputError: on all ranks, where one is in the backward of another call.
+            InputError: on all ranks, if one is in the backward of another call.
         """
         layer = self._layer()
         if layer is None or capturing(layer.context.device):
@@ -119,7 +126,7 @@ class Watch:
         if name is None:
             self._warn_of_sums(layer, beside_steps=found.beside_steps)
             return
-        if kind == "lockstep":  # the other group may find nothing, and goes on
+        if kind == "lockstep":  # stops this group's comparisons only: the other group may not have found it
             layer.expert_weights.each_backward = None
         else:
             layer.expert_weights.gradient_sum.each_sum = None
@@ -136,11 +143,11 @@ class Watch:
         )
 
     def _mixed(self, layer: ComparedLayer) -> str | None:
-        """What has put ranks' experts into one another; None for nothing."""
+        """Return what mixed the experts of different ranks, None for nothing."""
         return _mixed(layer) or self.similarity.problem(layer, layer.context.rank_groups["ep"], _IN_BACKWARD)
 
     def _warn_of_buffer(self, layer: ComparedLayer, name: str) -> None:
-        """Warn once of a buffer: no gradient changes it, and parameters may be alike all the same."""
+        """Warn once about a buffer that differs. Parameters may be equal even so: gradients do not change buffers."""
         if self._warned_of_buffer:
             return
         self._warned_of_buffer = True
@@ -154,8 +161,11 @@ class Watch:
         )
 
     def _warn_of_sums(self, layer: ComparedLayer, *, beside_steps: bool) -> None:
-        """Warn once where dense parameters take steps and stay alike, and gradients of experts are not divided: a loop
-        of the user's own averages dense gradients, or sums them."""
+        """Warn once if gradients of experts are sums while those of dense parameters seem to be averages.
+
+        That is so if dense parameters change in optimizer steps and stay equal on ranks: then the user's loop averages
+        (or sums) dense gradients, and does not divide those of experts.
+        """
         found, ranks = layer.expert_weights.gradient_sum, layer.context.layout.token_ranks
         if self._warned or ranks == 1 or found.divisor != 1 or found.followed is not None:
             return
@@ -174,12 +184,12 @@ class Watch:
 
 @dataclass(frozen=True)
 class Drift:
-    """What a comparison within a backward found.
+    """The result of a comparison in a backward pass.
 
-    parameter: names one of the router and shared experts that differs on ranks, or else what the experts' optimizer
-        steps beside them; None for nothing
-    buffer: names one of the router and shared experts that differs
-    beside_steps: what the experts' optimizer steps beside them has changed since, and is alike on ranks
+    parameter: names a parameter of router or shared experts that differs between ranks. If none does, names the other
+        parameters of the experts' optimizer if they differ. None for no difference
+    buffer: names a buffer of router or shared experts that differs
+    beside_steps: whether the other parameters of the experts' optimizer have changed and are equal on ranks
     """
 
     parameter: str | None = None
@@ -188,8 +198,10 @@ class Drift:
 
 
 def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> Drift:
-    """Compare the ranks of a group within a backward.
-    Raises InputError where the backward is of another call on one of them. step: as `Watch.look` has it"""
+    """Compare the ranks of a group in a backward pass.
+
+    Raises InputError if one rank is in the backward of another call. step: as in `Watch.look`
+    """
     device, dense = layer.context.device, dict(_dense(layer))
     parameters: dict[str, Tensor] = {name: held for name, held in dense.items() if isinstance(held, nn.Parameter)}
     buffers = {name: tensor for name, tensor in dense.items() if name not in parameters}
@@ -213,8 +225,10 @@ def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> Drift:
 
 
 def _beside(layer: ComparedLayer) -> list[Tensor]:
-    """int64 [] each: which rank this is of those with the same tokens, and checksums of what an optimizer steps beside
-    experts, ahead of its first step and now."""
+    """Return three int64 [] tensors: this rank's place among the ranks with the same tokens, and two checksums.
+
+    The checksums are of the other parameters of the experts' optimizer, before its first step and now.
+    """
     layout, beside, device = layer.context.layout, layer.expert_weights.gradient_sum.beside, layer.context.device
     zero = torch.zeros((), dtype=torch.int64, device=device)
     if beside is None or layout.token_ranks == 1:
@@ -223,10 +237,11 @@ def _beside(layer: ComparedLayer) -> list[Tensor]:
 
 
 def _drifted_beside(rows: list[list[int]]) -> list[int]:
-    """Which ranks of a group hold other numbers now than most, where all held the same before. Numbers that differed
-    before may be pieces that the user has cut.
+    """Return the ranks of a group (as places) whose numbers now differ from the majority's.
 
-    rows: of each rank, as `_beside` gives them
+    Only numbers that were equal on all ranks before count. Others may be shards that the user made.
+
+    rows: the results of `_beside` of each rank
     """
     odd = []
     for alike in _by_copy(rows):
@@ -237,21 +252,24 @@ def _drifted_beside(rows: list[list[int]]) -> list[int]:
 
 
 def _beside_steps(rows: list[list[int]]) -> bool:
-    """Whether what optimizers step beside experts has changed on all ranks of a group, which held the same before.
-    rows: as `_drifted_beside` has them"""
+    """Return whether the other parameters of the experts' optimizer were equal on the group's ranks before, and have
+    changed on all of them. rows: as in `_drifted_beside`"""
     copies = _by_copy(rows)
     began_alike = all(len({row[1] for _, row in alike}) == 1 for alike in copies)
     return began_alike and max(map(len, copies)) > 1 and all(row[1] != row[2] for row in rows)
 
 
 def _by_copy(rows: list[list[int]]) -> list[list[tuple[int, list[int]]]]:
-    """Ranks with tokens of their own, [(place in the group, row)]: one list for each of the tp ranks that have the same
-    tokens. These are not compared with one another, as gradients that no sum makes equal may differ by rounding."""
+    """Group rows by their rank's place among the tp ranks with the same tokens: lists of (place in the group, row).
+
+    Only ranks of one list are compared. tp ranks with the same tokens are not compared with each other: without a sum
+    over them, their gradients may differ by rounding.
+    """
     return [[(at, row) for at, row in enumerate(rows) if row[0] == copy] for copy in sorted({row[0] for row in rows})]
 
 
 def _mixed(layer: ComparedLayer) -> str | None:
-    """Say, within a backward, what has put ranks' experts or their gradients into one another; None for nothing."""
+    """Return, in a backward pass, what mixed the experts of different ranks or their gradients; None for nothing."""
     weights, rank_group, device = layer.expert_weights, layer.context.rank_groups["ep"], layer.context.device
     if rank_group.size == 1 or weights.sharded or not weights.named:
         return None
@@ -279,20 +297,23 @@ def _mixed(layer: ComparedLayer) -> str | None:
 
 
 def dense_digest(layer: ComparedLayer) -> int:
-    """Of the router and shared experts. Waits for the device."""
+    """Return a checksum of the router and the shared experts. Waits for the device."""
     return int(_sums(dict(_dense(layer)), layer.context.device)[1])
 
 
 def _sums(dense: dict[str, Tensor], device: torch.device) -> tuple[list[Tensor], Tensor]:
-    """Checksums: of each, and of all together."""
+    """Return the checksum of each tensor, and one of all together."""
     sums = [checksum(tensor, device) for tensor in dense.values()]
     total = checksum(torch.stack(sums), device) if sums else torch.zeros((), dtype=torch.int64, device=device)
     return sums, total
 
 
 def _dense(layer: ComparedLayer) -> Iterable[tuple[str, Tensor]]:
-    """Parameters and buffers that all ranks hold alike, those of the model's own router and shared experts beside a
-    layer too; not what a wrapper has cut."""
+    """Yield names and tensors that must be equal on all ranks: parameters and buffers of router and shared experts.
+
+    They include the floating-point ones of the model's block around the layer, such as its own router. Tensors that a
+    wrapper has sharded are left out.
+    """
     for part in ("router", "shared_experts"):
         module = getattr(layer, part)
         if isinstance(module, nn.Module):
@@ -301,7 +322,7 @@ def _dense(layer: ComparedLayer) -> Iterable[tuple[str, Tensor]]:
     if block is not None:
         apart = [module for module in block.modules() if isinstance(module, ExpertWeights)]
         experts = {id(tensor) for module in apart for tensor in [*module.parameters(), *module.buffers()]}
-        # counters are each rank's own
+        # integer tensors are skipped: counters may differ between ranks
         yield from ((n, t) for n, t in _whole(block) if id(t) not in experts and t.is_floating_point())
 
 
@@ -312,7 +333,7 @@ def _whole(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tensor], device: torch.device) -> str:
-    """What differs, and on which ranks: the same words on all of them."""
+    """Return the name of the first tensor that differs, and its ranks. All ranks return the same text."""
     counts = {row[0] for row in rank_group.exchange(torch.tensor([len(dense)], device=device))}
     name = "router or shared_experts"
     if len(counts) == 1:
@@ -328,7 +349,8 @@ def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tens
 
 
 def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device, step: str) -> None:
-    """Copies of an expert must be equal; whole ranks must not be."""
+    """Raise InputError, on all ranks, if replicas of an expert differ, or if a rank has the numbers of the first rank's
+    experts for its own."""
     weights, expert_map = layer.expert_weights, layer.placement.expert_map
     if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
         return
@@ -371,8 +393,11 @@ def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.
 
 
 def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.device, step: str) -> None:
-    """Warn, on all ranks, of what `_compare_experts` does not refuse: one kind of matrix alone is equal, as where w2 is
-    drawn anew by a loop over parameters, or ranks hold one expert each, which may be equal on purpose."""
+    """Warn, on all ranks, if different experts have equal matrices in cases that `_compare_experts` does not refuse.
+
+    These are: only one kind of matrix is equal, as after a loop over parameters that initializes w2 again; and ranks
+    hold one expert each, which may be equal on purpose.
+    """
     weights, expert_map, gated = layer.expert_weights, layer.placement.expert_map, layer.config.activation.gated
     if rank_group.size == 1 or weights.sharded or not weights.named:
         return

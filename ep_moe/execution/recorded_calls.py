@@ -1,9 +1,10 @@
-"""A layer's call as a CUDA graph, with its inputs in one of two modes.
+"""A layer's call as a CUDA graph, in one of two modes.
 
-- `CopiedInputs`: a replay copies the inputs into fixed buffers, and serves calls with fewer tokens than were recorded.
-- `CallerInputs`: the graph's kernels get the addresses of the caller's own tensors. Nothing is copied.
+- `CopiedInputs`: a replay copies the inputs into fixed buffers. It also serves calls with fewer tokens than were
+  recorded.
+- `CallerInputs`: the graph's kernels get the addresses of the caller's tensors. Nothing is copied.
 
-`CallGraphs` (`ep_moe.execution.graphs`) keeps them and chooses.
+`CallGraphs` (`ep_moe.execution.graphs`) keeps the graphs and chooses one for each call.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from ep_moe.types import PhysicalRouting, Routing, TokenMask, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import Expert
 
-_STEPS = 2  # of the flight recorder in a call in one part: dispatch and combine
+_STEPS = 2  # steps of the flight recorder in a call in one part: dispatch and combine
 _INSTEAD = "choose another, or capture the model around the layer with torch.cuda.graph"
 
 
 class Layer(Protocol):
-    """What graphs use of a MoELayer."""
+    """The part of a MoELayer that graphs use."""
 
     name: str
     exact: bool
@@ -66,20 +67,20 @@ class Layer(Protocol):
 
 
 class TensorAddresses(Protocol):
-    """The addresses that a graph reads beside its inputs."""
+    """The addresses of the tensors, other than its inputs, that a graph reads."""
 
     def unchanged(self, layer: Layer) -> bool:
-        """Whether the layer's tensors still lie there."""
+        """Return whether the layer's tensors are still at these addresses."""
         ...
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RecordedCall:
-    """A graph and the calls that it serves. `launch` and then `result` make one replay.
+    """A graph and the calls that it serves. One replay is `launch`, then `result`.
 
-    signature: of the arguments; least, most: numbers of tokens; stream: the handle of the one it runs on
-    buffer_slots: workspaces of the transport that the graph uses
-    steps, left: of the flight recorder, how many steps a call takes, and the last one: where, phase, detail, done
+    signature: of the arguments; least, most: the range of tokens; stream: the handle of the stream that it replays on
+    buffer_slots: the transport's buffer slots that the graph uses
+    steps: how many steps a call adds to the flight recorder; left: the last of them, as (where, phase, detail, done)
     """
 
     signature: CallSignature
@@ -94,11 +95,11 @@ class RecordedCall:
     def launch(
         self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None, tokens: int
     ) -> Tensor | None:
-        """Replay. None, before anything is launched, where this call cannot be a replay."""
+        """Launch a replay and return its output. Launch nothing and return None if the graph cannot serve the call."""
         raise NotImplementedError
 
     def result(self, layer: Layer, x: Tensor, tokens: int, out: Tensor) -> Tensor:
-        """The result shaped as x, from what `launch` returned."""
+        """Return the call's result, shaped as x. out: the output of `launch`"""
         raise NotImplementedError
 
 
@@ -106,10 +107,14 @@ class RecordedCall:
 
 
 class LayerAddresses:
-    """The addresses of a layer's tensors and the identity of its modules: graphs read there, whatever replaces them."""
+    """The addresses of a layer's tensors, and the identity of its modules.
+
+    A graph keeps reading these addresses after a tensor or module was replaced, so it is replayed only if all are
+    unchanged.
+    """
 
     def __init__(self, layer: Layer) -> None:
-        # an expert's parameters lie in its layer's tensors, and their names move with the map
+        # skips `Expert` modules: their parameters are views of the layer's tensors, and their names change with the map
         modules = [module for module in layer.modules() if not isinstance(module, Expert)]
         weights = [module for module in modules if isinstance(module, ExpertWeights)]
         others = [module for module in modules if not isinstance(module, ExpertWeights)]
@@ -138,7 +143,7 @@ class LayerAddresses:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CopiedInputs(RecordedCall):
-    """A replay reads `inputs` and writes out [N, H], which all replays share."""
+    """A graph that reads `inputs` and writes `out` [most, H], which all replays share."""
 
     inputs: Inputs
     recorder: Recorder
@@ -165,8 +170,11 @@ class CopiedInputs(RecordedCall):
 
 
 def inputs_of(layer: Layer, sizes: Sequence[int], routed: bool, memory: InputMemory) -> list[Inputs]:
-    """The largest first. Each serves the numbers down to the next smaller one, unless modules of the user's would see
-    rows that are no tokens."""
+    """Return the inputs of the graphs to record, the largest first.
+
+    Each graph serves all numbers of tokens above the next smaller size. With a user's router or shared experts it
+    serves only its own size: these modules must not see rows that are no tokens.
+    """
     c, shared, found = layer.config, layer.shared_experts, []
     ours = (routed or isinstance(layer.router, Router)) and (shared is None or isinstance(shared, SharedExperts))
     for smaller, size in zip([-1, *sizes], sizes, strict=False):
@@ -177,7 +185,7 @@ def inputs_of(layer: Layer, sizes: Sequence[int], routed: bool, memory: InputMem
 
 
 def run_copied(layer: Layer, inputs: Inputs) -> Tensor:
-    """The call that is recorded, eagerly."""
+    """Run the call that is recorded."""
     if inputs.tokens is None:
         return layer.run(inputs.x, inputs.routing)
     return layer.run(inputs.x, inputs.masked(layer.router(inputs.x)))
@@ -200,7 +208,7 @@ def slots_of(layer: Layer) -> list[BufferSlot]:
 
 
 def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) -> str | None:
-    """Why these calls cannot be captured, as far as this rank sees. no_graphs: as `Recorder.unsupported_reason`"""
+    """Return None, or why this rank cannot capture these calls. no_graphs: from `Recorder.unsupported_reason`"""
     context, bound, kernel = layer.context, layer.context._current_limit, layer._kernel
     most = "" if bound is None else f" and at most {bound} (the bound in force)"
     if not (isinstance(tokens, Sequence) and tokens and all(_fits(count, bound) for count in tokens)):
@@ -249,7 +257,10 @@ def _fits(count: object, bound: int | None) -> bool:
 
 
 class WeightAddresses:
-    """The addresses of a layer's expert weights, and of its router's where the graph holds it."""
+    """The addresses of a layer's expert weights, and of its router's tensors if the graph contains the router.
+
+    own: whether it does
+    """
 
     def __init__(self, layer: Layer, own: bool) -> None:
         self._place, self._own = layer.expert_weights.place, own
@@ -257,7 +268,7 @@ class WeightAddresses:
 
     def unchanged(self, layer: Layer) -> bool:
         router = layer.router
-        weights = cast("ExpertWeights", layer._modules["expert_weights"])  # without a module's walk
+        weights = cast("ExpertWeights", layer._modules["expert_weights"])  # faster than nn.Module.__getattr__
         if self._own and (type(router) is not Router or _addresses_of(router) != self._router):
             return False
         return (weights.place if weights.settled else weights.settle()) == self._place
@@ -269,7 +280,7 @@ def _addresses_of(router: Router) -> list[int]:
 
 
 class OwnRouter:
-    """The layer's own router as the first two kernels of a graph of at most `bound` tokens. chosen: what they write"""
+    """The layer's router as the first two kernels of a graph of at most `bound` tokens. chosen: their output"""
 
     def __init__(self, router: Router, bound: int, device: torch.device) -> None:
         kernels, top_k = router.kernels, router.top_k
@@ -280,7 +291,7 @@ class OwnRouter:
 
     @staticmethod
     def served(router: Any, bound: int, x: Tensor) -> bool:
-        """Whether there can be one for rows like x."""
+        """Return whether a graph can contain this router, for rows like x."""
         return type(router) is Router and router.fused(x) and bound <= most_rows(x, router.weight)
 
     def launch(self, router: Router, x: Tensor) -> None:
@@ -292,10 +303,10 @@ class OwnRouter:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallerInputs(RecordedCall):
-    """The launches of a transport (`Dispatcher.recordable_call`) and of experts: rows in one part over fixed buffers.
+    """A graph of the launches of a transport (`Dispatcher.recordable_call`) and of the experts, in one part.
 
-    latency_bound: as `RecordableCall` has it; placing: what `to_place` says of the ids; own: where the graph begins
-    with the layer's own router
+    latency_bound: as in `RecordableCall`; placing: the `Placing` of the ids, as returned by `to_place`
+    own: the layer's router if the graph begins with it, else None
     """
 
     graph: CallGraph
@@ -335,15 +346,21 @@ class CallerInputs(RecordedCall):
 
 
 def runs_behind(shared: Any, latency_bound: bool) -> bool:
-    """Whether shared experts may run behind a graph. Others than ours may talk to other ranks, in their order."""
+    """Return whether shared experts may run after a graph.
+
+    Only `SharedExperts` may, and only in a latency-bound call. A user's module may communicate with other ranks, which
+    run it in the order of an eager call.
+    """
     return latency_bound and type(shared) is SharedExperts
 
 
 def record_caller(
     layer: Layer, call: RecordableCall, bound: int, ids: torch.dtype | None, placing: Placing, recorder: Recorder,
 ) -> CallerInputs:  # fmt: skip
-    """Record the launches of a call. Nothing is computed. ids: the dtype of those that calls bring; None for calls that
-    the layer's own router serves"""
+    """Record the launches of a call. Nothing is computed.
+
+    ids: the dtype of the ids that calls pass; None for calls in which the layer's router chooses them
+    """
     c = layer.config
     signature = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
     x = torch.empty(1, signature.hidden, dtype=signature.dtype, device=signature.device)
@@ -381,7 +398,10 @@ def record_caller(
 
 
 def _launch_arguments(x: Tensor, routing: PhysicalRouting, tokens: int, placing: Placing) -> list[int] | None:
-    """The arguments with which the kernel that sends begins; None where it was compiled for another kind."""
+    """Return the first arguments of the dispatch kernel; None if it was compiled for another kind of arguments.
+
+    It was compiled for contiguous tensors at multiples of 16 bytes, and for the same `Placing`.
+    """
     ids, tables, found = to_place(routing)
     weights = routing.weights
     if found != placing or not (ids.is_contiguous() and weights.is_contiguous()):

@@ -1,6 +1,6 @@
-"""What is checked of routes: those that a user passes, and those that a router of the user's own chooses.
+"""Checks of routes: those that a caller passes, and those that a user's router chooses.
 
-What is wrong is returned, not raised: all ranks must raise together.
+A check returns the message of a problem instead of raising it, so that all ranks can raise together.
 """
 
 from __future__ import annotations
@@ -17,12 +17,20 @@ from ep_moe.types import Routing, capturing
 if TYPE_CHECKING:
     from ep_moe.execution.layer_checks import Layer
 
-NO_ROUTING: Any = object()  # what `forward_routed` makes of None, which stands for the layer's own router further on
+NO_ROUTING: Any = object()  # replaces a None passed to `forward_routed`: further on, None means the layer's own router
 
 
 def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
-    """None, or what is wrong with a routing of rows [T, H]. Waits for the device where dispatch does too, and in a
-    layer's first call over buffers that grow; elsewhere `Placement.invalid_ids` tells of ids in a later call."""
+    """Return None, or what is wrong with a routing of rows [T, H].
+
+    The values of ids are checked in these calls:
+
+    - on a CPU;
+    - if dispatch waits for the device anyway;
+    - over buffers that grow, until the layer's first valid call. The check then waits for the device.
+
+    In other calls `Placement.invalid_ids` reports an invalid id, in a later call.
+    """
     problem = choice_problem(routing, rows, layer.config.top_k)
     if problem is None and not torch.compiler.is_compiling():
         transport = layer.experts if isinstance(layer.experts, FusedExperts) else layer._dispatcher()
@@ -36,7 +44,7 @@ def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
 
 
 def routed_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
-    """None, or what is wrong with what the layer's own router chose for rows [T, H]."""
+    """Return None, or what is wrong with the routing that the layer's router chose for rows [T, H]."""
     problem = chosen_problem(layer, routing, rows)
     if problem is None and layer.context.layout.split > 1 and not torch.compiler.is_compiling():
         problem = _unsummed_problem(layer.router, routing.weights, rows)
@@ -44,15 +52,18 @@ def routed_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
 
 
 def _unsummed_problem(router: Any, weights: Tensor, rows: Tensor) -> str | None:
-    """None, or that a router trains tensors that are not its own: each tp rank routes its share of the tokens, and the
-    layer sums the gradients of what it is given as a module. What lies before the rows is not the router's."""
+    """Return a problem if the weights depend on a trained tensor that is no parameter of the router.
+
+    Each tp rank routes its share of the tokens, and the layer sums over tp only the gradients of the router's
+    parameters. The search follows autograd's graph from the weights, and stops at the rows.
+    """
     own = {id(p) for p in router.parameters()} if isinstance(router, nn.Module) else set()
     seen, left = {None, rows.grad_fn}, [weights.grad_fn]
     while left:
         node = left.pop()
         if node in seen:
             continue
-        assert node is not None  # one of those seen from the start
+        assert node is not None  # None is in `seen` from the start
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and leaf is not rows and id(leaf) not in own:
@@ -66,7 +77,7 @@ def _unsummed_problem(router: Any, weights: Tensor, rows: Tensor) -> str | None:
 
 
 def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
-    """None, or what is wrong with a routing for rows [T, H]."""
+    """Return None, or what is wrong with the class, shapes, dtypes or device of a routing for rows [T, H]."""
     if routing is NO_ROUTING:
         return "routing must be a Routing of logical ids, got None; call the layer itself for its own router"
     if not isinstance(routing, Routing):
@@ -75,7 +86,7 @@ def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
 
 
 def logits_problem(routing: Routing, tokens: int, experts: int) -> str | None:
-    """None, or what is wrong with a routing whose logits are recorded."""
+    """Return None, or what is wrong with the logits of a routing, when they are recorded."""
     if routing.logits is None:
         return (
             "ep_moe.training.router_logits records Routing.logits, which is None; let the router return "
@@ -87,7 +98,7 @@ def logits_problem(routing: Routing, tokens: int, experts: int) -> str | None:
 
 
 def id_problem(ids: Tensor, experts: int) -> str | None:
-    """Waits for the device."""
+    """Return None, or the first id that is out of range. Waits for the device."""
     bad = ids[(ids < -1) | (ids >= experts)]
     if not len(bad):
         return None

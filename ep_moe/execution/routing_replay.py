@@ -1,7 +1,7 @@
-"""Routes of one layer's calls, recorded and given again.
+"""Recording and replay of the routes of one layer's calls.
 
-A recording is made of copies of fixed shapes and a counter on the device: it neither waits for the device nor allocates
-by what it finds, and CUDA graphs hold it.
+Recording copies tensors of fixed shapes to a place that a counter on the device gives. It does not wait for the device,
+its allocations do not depend on data, and CUDA graphs can capture it.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from ep_moe.types import Routing, capturing, dtype_name, recomputing
 
 
 class RoutingBuffer:
-    """Memory for the routes of a layer's rows, in the order of its calls.
+    """Device memory for the routes of a layer's rows, in the order of its calls.
 
     Args:
-        rows: Rows that it has room for. Rows beyond them are dropped, and `read` says so.
+        rows: The number of rows that it has room for. Further rows are dropped, and `read` raises an error.
         top_k: K.
-        weights: Keep weights beside ids.
-        device: The layer's.
+        weights: Whether to record weights beside ids.
+        device: The layer's device.
 
     Attributes:
         ids: int32 [rows, K], logical ids, -1 for no expert.
         weights: float32 [rows, K], or None.
 
     Raises:
-        ConfigError: a size that is no integer of at least 1.
+        ConfigError: a size is no integer of at least 1.
     """
 
-    @torch.inference_mode(False)  # or what is made within one could not be written outside
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def __init__(
         self, rows: int, top_k: int, *, weights: bool = False, device: torch.device | str | int = "cpu"
     ) -> None:
         self.rows, self.top_k = check_count("rows", rows, at_least=1), check_count("top_k", top_k, at_least=1)
         check_flag("weights", weights)
         device = as_device(device)
-        # rows that find no room are written to one row more
+        # one more row, which takes the rows that have no room
         self._ids = torch.full((self.rows + 1, self.top_k), -1, dtype=torch.int32, device=device)
         self._weights = torch.zeros(self.rows + 1, self.top_k, device=device) if weights else None
         self._written = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def ids(self) -> Tensor:
-        """The rows' ids, those of rows that are not written yet too."""
+        """The ids of all rows, including rows that are not written yet."""
         return self._ids[:-1]
 
     @property
     def weights(self) -> Tensor | None:
-        """The rows' weights."""
+        """The weights of all rows, or None."""
         return None if self._weights is None else self._weights[:-1]
 
     @property
@@ -67,14 +67,14 @@ class RoutingBuffer:
         return self._ids.device
 
     def reset(self) -> None:
-        """Begin at the first row again. Does not wait for the device."""
+        """Start again at the first row. Does not wait for the device."""
         self._written.zero_()
 
     def read(self) -> tuple[Tensor, Tensor | None]:
-        """Read what was written since `reset`. Waits for the device.
+        """Return the rows that were written since `reset`. Waits for the device.
 
         Returns:
-            Ids, int32 [N, K], and weights, float32 [N, K] or None: views, which later calls write.
+            Ids, int32 [N, K], and weights, float32 [N, K] or None. Both are views, which later calls overwrite.
 
         Raises:
             InputError: more rows were recorded than there is room for.
@@ -102,27 +102,27 @@ class RoutingBuffer:
 
 
 class RoutingTap:
-    """What one layer records and is given. Its layer asks in each call.
+    """The recording and replay of one layer's routes. The layer uses it in each call.
 
     Attributes:
-        buffer: What is recorded into, or None.
-        replayed: What routes are taken from, or None.
+        buffer: The buffer to record into, or None.
+        replayed: The replayed routes, or None.
     """
 
     def __init__(self) -> None:
         self.buffer: RoutingBuffer | None = None
         self.replayed: Replay | None = None
-        self._graphs: weakref.WeakSet[_Alive] = weakref.WeakSet()  # of autograd's, of replayed calls
-        self._newest = False  # whether the newest call was replayed
+        self._graphs: weakref.WeakSet[_Alive] = weakref.WeakSet()  # autograd graphs of calls with replayed routes
+        self._newest = False  # whether the newest call had replayed routes
 
     @property
     def active(self) -> bool:
-        """Whether a call must come by here."""
+        """Whether routes are recorded or replayed."""
         return self.buffer is not None or self.replayed is not None
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Within, the rows of calls are no tokens: they are not recorded, and take no ids."""
+        """Record and replay no routes in the block: the rows of its calls are no tokens."""
         before = self.buffer, self.replayed
         self.buffer = self.replayed = None
         try:
@@ -131,15 +131,15 @@ class RoutingTap:
             self.buffer, self.replayed = before
 
     def problem(self, layer: Any, rows: int, *, routed: bool) -> str | None:
-        """None, or what is wrong with this call of a layer.
+        """Return None, or why routes cannot be recorded or replayed in this call.
 
         Args:
             layer: A MoELayer.
             rows: T.
-            routed: Whether the caller gives routes.
+            routed: Whether the caller passes routes.
 
         Returns:
-            A sentence for an InputError.
+            None, or the message of an InputError.
         """
         again = recomputing()
         if self.replayed is None and again and (self._newest or len(self._graphs)):
@@ -164,19 +164,19 @@ class RoutingTap:
         return self.replayed.problem(rows, layer.config, layer.device)
 
     def record(self, ids: Tensor, weights: Tensor) -> None:
-        """Append a call's routes, once however often backward computes it again."""
+        """Append a call's routes to the buffer. A call that activation checkpointing repeats is not recorded again."""
         if self.buffer is not None and not recomputing():
             self.buffer.write(ids, weights)
 
     def record_whole(self, chosen: Routing, whole: Callable[[Tensor], Tensor]) -> None:
-        """Append the routes of all rows of x. chosen: of this rank's; whole: brings together those of tp ranks"""
+        """Append the routes of all rows of x. chosen: those of this rank's rows; whole: gathers rows over tp ranks"""
         if self.buffer is not None and not recomputing():
             with torch.no_grad():  # float32 holds ids exactly
                 both = whole(torch.cat([chosen.ids.float(), chosen.weights], 1))
             self.buffer.write(*both.chunk(2, dim=1))
 
     def seen(self, weights: Tensor) -> Tensor:
-        """The same weights of a replayed call, whose graph is known from then on."""
+        """Return the weights of a call with replayed routes unchanged, and track its autograd graph."""
         if not weights.requires_grad or not torch.is_grad_enabled():
             return weights
         alive = _Alive()
@@ -186,15 +186,16 @@ class RoutingTap:
 
 
 class Replay:
-    """Routes for each call of a block.
+    """The replayed routes of each call in a block.
 
     Args:
         ids: Integer [..., K] of T rows.
-        mask: bool [...] of T elements, True for rows that take these ids; other rows are routed. None for all.
+        mask: bool [...] of T elements, True for rows that take these ids. The router chooses for other rows. None if
+            all rows take them.
 
     Attributes:
-        ids: int64 [T, K] of the present call, LIVE in rows that are routed.
-        partial: Whether rows may be routed.
+        ids: int64 [T, K] of the current call, `LIVE` in rows for which the router chooses.
+        partial: Whether there may be such rows.
     """
 
     def __init__(self, ids: Tensor | None, mask: Tensor | None) -> None:
@@ -203,8 +204,11 @@ class Replay:
         self.ids, self.partial = torch.empty(0, device="cpu"), mask is not None
 
     def problem(self, rows: int, config: Any, device: torch.device) -> str | None:
-        """None, or what is wrong for a call of so many rows. Waits for a GPU once, but for a graph's capture: kernels
-        drop an id that is written later and names no expert, and tell of it as of all ids (`InvalidIds`)."""
+        """Return None, or what is wrong with the ids or the mask for a call of this many rows.
+
+        On a GPU the values of ids are checked once, which waits for the device, and not in a graph capture. An invalid
+        id that is written later is dropped by the kernels, which report it (`InvalidIds`).
+        """
         ids, mask = self._given, self._mask
         if ids is None:
             return "replay_routing: no ids were given for this layer; record the same layers that are replayed"
@@ -227,7 +231,7 @@ class Replay:
                     f"replay_routing: mask must be [{rows}] on {device}, as the ids without their last size, got "
                     f"{list(mask.shape)} on {mask.device}"
                 )
-        # read in each call, also in a CUDA graph: rewritten ids need no new capture
+        # converted in each call: a captured CUDA graph then reads ids that are rewritten before a replay
         given = ids.reshape(-1, config.top_k).long()
         kept = None if mask is None else mask.reshape(-1)
         self.ids = given if kept is None else given.masked_fill(~kept.unsqueeze(1), LIVE)
@@ -258,7 +262,7 @@ def _buffer_problem(buffer: Any, layer: Any) -> str | None:
 
 
 class _Alive:
-    """Lives as long as the graph of one call."""
+    """An object that lives as long as the autograd graph of one call, because the graph's node holds it."""
 
 
 class _Seen(Function):

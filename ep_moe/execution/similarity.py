@@ -1,10 +1,11 @@
-"""Whether something averages the experts of different ranks, as loops over a model's parameters and torch's model
-averagers do.
+"""Detect whether something averages the experts of different ranks.
 
-An average leaves the same numbers in the slots of all its ranks, from which each rank's further steps lead away slowly:
-the cosine between two ranks' numbers, near 0 for experts that have nothing to do with each other, rises to nearly 1.
-Experts that share a component, as those made of one dense layer, are alike in whatever slot. The cosine of other pairs
-of slots is therefore taken off.
+Loops over a model's parameters and torch's model averagers do that by mistake. An average leaves the same numbers in a
+slot of all ranks, and each rank's further steps change them slowly. So the cosine between two ranks' numbers rises to
+nearly 1; it is near 0 for independent experts.
+
+Experts that share a component, such as those made from one dense layer, are similar in every pair of slots. The cosine
+of different slots is therefore subtracted.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
-_NUMBERS = 1024  # of a rank's experts that are compared: a cosine of independent ones stays below 0.16 (5 sigma)
-_FEWEST = 64
-_RISE = 0.5
+_NUMBERS = 1024  # numbers per rank that are compared; the cosine of independent ones stays below 0.16 (5 sigma)
+_FEWEST = 64  # with fewer numbers than this the cosine counts as 0
+_RISE = 0.5  # a rise of the cosine that is reported
 
 
 class _Compared(Protocol):
@@ -33,21 +34,24 @@ class _Compared(Protocol):
 
 
 class Similarity:
-    """Of one layer's experts on different ranks of its EP group: at first, and since. All methods are collective."""
+    """The cosines between ranks of one layer's experts, at the beginning and later. All methods are collective."""
 
     def __init__(self) -> None:
         self._before: list[float] = []
-        self._of: tuple[int, str] | None = None  # the weights' `updates` and map of these
+        self._of: tuple[int, str] | None = None  # the weights' `updates` and the expert map when `_before` was taken
 
     def begin(self, layer: _Compared, rank_group: RankGroup, step: str) -> None:
-        """Take the numbers that the ranks have for right."""
+        """Take the cosines of the current weights as the reference."""
         weights = layer.expert_weights
         if rank_group.size > 1 and weights.named and not weights.sharded:
             self._before = _cosines(layer, rank_group, step)
             self._of = weights.updates, layer.placement.expert_map.digest
 
     def problem(self, layer: _Compared, rank_group: RankGroup, step: str) -> str | None:
-        """None, or, on all ranks alike, which ranks' experts became alike since `begin`."""
+        """Return None, or the ranks whose experts became similar since `begin`. All ranks return the same text.
+
+        If weights were loaded or moved since, take a new reference instead.
+        """
         weights = layer.expert_weights
         if self._of != (weights.updates, layer.placement.expert_map.digest):
             self.begin(layer, rank_group, step)
@@ -67,12 +71,15 @@ class Similarity:
 
 
 def _pairs(rank_group: RankGroup) -> list[tuple[int, int]]:
-    """Each rank with the first, and with the one before it, as an average may be of some ranks alone."""
+    """Return the pairs of ranks to compare: each rank with the first, and with the one before it.
+
+    Some ranks alone may have been averaged, so comparisons with the first rank would not suffice.
+    """
     return [(first, at) for at in range(1, rank_group.size) for first in sorted({0, at - 1})]
 
 
 def _cosines(layer: _Compared, rank_group: RankGroup, step: str) -> list[float]:
-    """Of each of `_pairs`, the same on all ranks. Waits for the device."""
+    """Return the cosine (`excess`) of each of `_pairs`, the same on all ranks. Waits for the device."""
     expert_map = layer.placement.expert_map
     sample = _sample(layer.expert_weights, expert_map.slots_per_rank, layer.context.device)
     with rank_group.flight_recorder.step(step, counted=not step.startswith("backward")):
@@ -83,8 +90,7 @@ def _cosines(layer: _Compared, rank_group: RankGroup, step: str) -> list[float]:
 
 
 def _sample(weights: ExpertWeights, slots: int, device: torch.device) -> Tensor:
-    """float32 [slots, n]: some numbers of each slot's matrices; 0 for an empty slot, and for weights that are not there
-    yet."""
+    """Return float32 [slots, n], a sample of each slot's matrices; zeros for an empty slot and for meta tensors."""
     matrices = [tensor.detach().flatten(1) for name, tensor in weights.stored_tensors().items() if "bias" not in name]
     each = max(8, _NUMBERS // (slots * len(matrices)))
     parts = [matrix[:, :: max(1, matrix.shape[1] // each)][:, :each].float() for matrix in matrices]
@@ -99,13 +105,15 @@ def _sample(weights: ExpertWeights, slots: int, device: torch.device) -> Tensor:
 
 
 def excess(held: tuple[Tensor, Tensor], expert_map: ExpertMap, ranks: tuple[int, int]) -> float:
-    """The cosine of two ranks' numbers slot by slot, less that of each slot with the next one. Slots of one expert are
-    left out.
+    """Return the cosine between two ranks' numbers in equal slots, minus the cosine in shifted slots if it is positive.
+
+    Shifted slots pair each slot of one rank with the next slot of the other. Pairs of slots that hold the same expert,
+    or an empty slot, are left out.
 
     Args:
-        held: Of each of the ranks, float64 [slots, n].
-        expert_map: Of the layer.
-        ranks: Of the EP group.
+        held: float64 [slots, n] of each of the two ranks.
+        expert_map: The layer's map.
+        ranks: The two ranks, as places in the EP group.
     """
     (first, other), experts = held, [list(expert_map.local(rank)) for rank in ranks]
     aligned = _cosine(first, other, experts[0], experts[1])

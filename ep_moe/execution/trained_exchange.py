@@ -1,10 +1,14 @@
-"""A call with gradients, over transports whose backward is a call of their own (`DispatcherCapabilities.adjoint`): one
-node of autograd's graph.
+"""A call with gradients as one node of autograd's graph, for transports that autograd does not differentiate
+(`DispatcherCapabilities.adjoint`).
 
-The adjoint of combine is dispatch, and that of dispatch is combine, with the same routes. So backward sends the
-gradients of the combined rows to the ranks that computed them, runs the kernel's backward there, and combines what it
-gives, and the gradients of the routing weights beside it, or through a second, narrow dispatcher. One node, so that a
-transport's calls are whole even where only some gradients are asked for.
+The adjoint of combine is dispatch, and the adjoint of dispatch is combine, with the same routes. Backward therefore:
+
+1. dispatches the gradients of the combined rows to the ranks that computed them;
+2. runs the kernel's backward there;
+3. combines the gradients of the rows. The gradients of the routing weights are returned with them, or through a second,
+   narrow dispatcher.
+
+The call is one node, so that backward makes all of the transport's calls even if only some gradients are needed.
 """
 
 from __future__ import annotations
@@ -27,13 +31,16 @@ from ep_moe.types import LocalIds, PeerRows, PhysicalIds, PhysicalRouting, Recei
 if TYPE_CHECKING:
     from ep_moe.execution.trained_graphs import TrainedCall, TrainedGraphs
 
-_TINY = torch.finfo(torch.float32).tiny  # stands for a weight of zero while it travels
+_TINY = torch.finfo(torch.float32).tiny  # replaces a weight of zero in dispatch, because transports drop such routes
 
 
 @dataclass(frozen=True)
 class Transports:
-    """rows: of the layer; weights: of `DispatchShape.of_weights`, for one that does not return them itself; bound:
-    `max_tokens` of the call"""
+    """The dispatchers of a call with gradients.
+
+    rows: the layer's dispatcher; weights: one of `DispatchShape.of_weights`, if `rows` does not return gradients of
+    weights, else None; bound: `max_tokens` of the call
+    """
 
     rows: Dispatcher
     weights: Dispatcher | None
@@ -45,7 +52,10 @@ class Transports:
 
 
 class Computed(NamedTuple):
-    """A call's forward. out: [T, H]; received: the rows that came, in own memory; saved: what the kernel keeps"""
+    """The results of a call's forward.
+
+    out: [T, H]; received: the received rows, copied out of the transport's memory; saved: the kernel's saved tensors
+    """
 
     out: Tensor
     received: Received
@@ -53,14 +63,17 @@ class Computed(NamedTuple):
 
 
 class Back(NamedTuple):
-    """What a call's backward brings back to this rank's rows. x: [T, H]; weights: float32 [T, at least K]"""
+    """The gradients of this rank's rows. x: [T, H]; weights: float32 [T, K] or wider, of which K columns count"""
 
     x: Tensor
     weights: Tensor
 
 
 def wants_gradients(experts: Experts, x: Tensor, weights: Tensor) -> bool:
-    """Whether a call is part of a graph of autograd's, on all ranks that train alike."""
+    """Return whether a call has a backward.
+
+    A rank without experts counts as training, so that it takes part in the peers' backward.
+    """
     if not torch.is_grad_enabled() or not experts.capabilities.differentiable:
         return False
     held = experts.weights
@@ -70,7 +83,7 @@ def wants_gradients(experts: Experts, x: Tensor, weights: Tensor) -> bool:
 def run_trained(
     transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting, graphs: TrainedGraphs | None
 ) -> Tensor:
-    """x: [T, H], plain rows; graphs: of the layer. Returns the sum over ranks, [T, H]."""
+    """Run a call with gradients; return rows [T, H], summed over ranks. x: [T, H], plain rows; graphs: of the layer"""
 
     def call() -> Tensor:
         stored = experts.weights.stored_tensors()
@@ -89,7 +102,10 @@ def computed(
     transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting, allocate: Allocator | None = None,
     out: Tensor | None = None,
 ) -> Computed:  # fmt: skip
-    """Send rows, compute and combine. allocate: of what backward reads, for kernels with `records_training`"""
+    """Dispatch, compute and combine, and save the tensors that backward needs.
+
+    allocate: allocates these tensors, for kernels with `records_training`; out: where to write the result
+    """
     received = transports.rows.dispatch(x, routing, max_tokens=transports.bound)
     own = _private_copy(received, experts.weights.num_slots, allocate)
     options: dict[str, Any] = {} if allocate is None else {"allocate": allocate}
@@ -98,7 +114,7 @@ def computed(
 
 
 def to_peers(experts: Experts, received: Received) -> dict[str, Any]:
-    """`peer_out`, as arguments of a kernel's forward or backward, where it writes rows straight to their senders."""
+    """Return the keyword argument `peer_out` of a kernel's forward or backward, if it can write rows to the peers."""
     return {"peer_out": received.peer_out} if experts.trains_to_peers and received.peer_out is not None else {}
 
 
@@ -106,11 +122,11 @@ def sent_back(
     transports: Transports, routing: PhysicalRouting, grad: Tensor,
     gradients: Callable[[Received], tuple[Tensor | PeerRows, Tensor | None]], to: Back | None = None,
 ) -> Back:  # fmt: skip
-    """Send the gradients of a call's results, and bring back those of its rows and weights.
+    """Dispatch the gradients of a call's results, and return the gradients of its rows and routing weights.
 
-    gradients: from those of the experts' rows, as they came, to those of the rows that forward received, [N, H] or
-        written to the peers, and of their weights [N, K]
-    to: where to write
+    gradients: computes, from the received gradients of the experts' results, the gradients of the rows that forward
+        received, [N, H] or written to the peers, and of their weights [N, K]
+    to: where to write the results
     """
     rows, narrow_rows, bound = transports.rows, transports.weights, transports.bound
     received = rows.dispatch(grad, routing, max_tokens=bound)
@@ -121,7 +137,7 @@ def sent_back(
         return Back(*rows.combine_with_weights(by_row, by_weight, received.handle, *outs))
     dx = rows.combine(by_row, received.handle, outs[0])
     shape = narrow_rows.dispatch_shape
-    sent = grad.new_empty(len(grad), shape.hidden_size, dtype=shape.dtype)  # for its routes alone
+    sent = grad.new_empty(len(grad), shape.hidden_size, dtype=shape.dtype)  # only the routes matter, not the numbers
     there = narrow_rows.dispatch(sent, routing, max_tokens=bound)
     more = shape.hidden_size - by_weight.shape[1]
     by_weight = torch.nn.functional.pad(by_weight, (0, more)) if more else by_weight
@@ -134,7 +150,7 @@ class _TrainedExchange(Function):
         ctx: Any, transports: Transports, experts: Experts, names: tuple[str, ...], recorded: TrainedCall | None,
         ids: Tensor, anchor: Tensor | None, x: Tensor, weights: Tensor, *stored: Tensor,
     ) -> Tensor:  # fmt: skip
-        # a route of weight zero is none to a transport, and has a gradient all the same
+        # transports drop a route of weight zero, but its weight has a gradient
         weights = torch.add(weights, weights == 0, alpha=_TINY)
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         by_name = dict(zip(names, stored, strict=True))
@@ -164,14 +180,17 @@ class _TrainedExchange(Function):
         return (None, None, None, None, None, None, back.x, dweights, *saved.of_stored(stored))
 
 
-Gradients = tuple[Back, dict[str, Tensor | None]]  # of this rank's rows, and of stored tensors by name
+Gradients = tuple[Back, dict[str, Tensor | None]]  # gradients of this rank's rows, and of stored tensors by name
 
 
 def backward(
     transports: Transports, saved: SavedForBackward, tensors: tuple[Tensor, ...], wanted: dict[str, bool],
     grad: Tensor, routing: PhysicalRouting,
 ) -> Gradients:  # fmt: skip
-    """With the least memory: what a product reads goes behind it. tensors: of `SavedForBackward.give_tensors`"""
+    """Run the backward of a call eagerly, with the least memory: operands of a product are freed after it.
+
+    tensors: the result of `SavedForBackward.give_tensors`
+    """
     stored: dict[str, Tensor | None] = {}
 
     def gradients(sent: Received) -> tuple[Tensor | PeerRows, Tensor | None]:
@@ -183,7 +202,7 @@ def backward(
 
 
 def _private_copy(received: Received, num_slots: int, allocate: Allocator | None) -> Received:
-    """Rows in memory of their own, with local ids: the transport's is written again by the next call."""
+    """Return received rows in memory of their own, with local ids. The next call overwrites the transport's memory."""
     found = as_rank_major(localized(received, num_slots), num_slots)
     assert found.local_ids is not None
     assert found.weights is not None

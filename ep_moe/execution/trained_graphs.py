@@ -1,12 +1,14 @@
-"""A layer's calls with gradients as CUDA graphs, one of forward and one of backward, where the host would take longer
-than the device: calls of few enough tokens that the kernel need not wait for the number of routes.
+"""A layer's calls with gradients as CUDA graphs, one of forward and one of backward.
 
-A graph holds what the device does between a rank's rows and its results, or their gradients: dispatch, experts and
-combine. The gradients of the stored tensors are written behind it, to wherever the call has them. All else of a step is
-as it was, and ranks need not agree on who replays.
+They serve calls of few tokens, in which the host takes longer than the device, and the kernel need not wait for the
+number of routes.
 
-What forward leaves for backward lies in memory of the graph, which autograd holds as it holds any saved tensor. While
-anything holds it, such as a second micro-batch's graph of autograd, the next call runs eagerly.
+A graph holds dispatch, experts and combine: from a rank's rows to its results, or from the gradients of the results to
+those of the rows. The gradients of the stored tensors are computed after the graph, into the tensors of the call. The
+rest of a training step is unchanged, and a rank may replay while its peers run eagerly.
+
+The tensors that forward saves for backward are in the graph's memory. Autograd holds them like any saved tensors. While
+anything holds them, such as the autograd graph of a second micro-batch, the next call runs eagerly.
 """
 
 from __future__ import annotations
@@ -43,13 +45,13 @@ from ep_moe.types import LocalIds, PeerRows, PhysicalIds, PhysicalRouting, Recei
 
 _log = logging.getLogger("ep_moe.execution")
 
-_KEPT = 4  # of a layer's calls, by bound and stream, that are recorded at once
-_TRIES = 3  # to record one
-_MOVES = 8  # of the weights or the transport's buffers, which each make others of a call's graphs
+_KEPT = 4  # the most `TrainedCall`s of a layer, one per bound and stream
+_TRIES = 3  # failed recordings of a layer, after which its calls run eagerly
+_MOVES = 8  # a new address of weights or buffers drops a call's graphs; after more than this many it runs eagerly
 
 
 class TrainedGraphs:
-    """Those of one layer. tries: to record one, that are left; replays: calls of the layer that a graph served"""
+    """The graphs of one layer. tries: how many recordings may still fail; replays: how many calls were replayed"""
 
     def __init__(self, context: EPContext) -> None:
         self._context = context
@@ -61,20 +63,20 @@ class TrainedGraphs:
 
     @property
     def held_bytes(self) -> int:
-        """What they hold between calls, but for scratch memory of the stream's pool."""
+        """Bytes that the graphs hold between calls, without scratch memory of the stream's pool."""
         tensors = [tensor for call in self._calls.values() for tensor in call.held]
         return sum({tensor.data_ptr(): tensor.numel() * tensor.itemsize for tensor in tensors}.values())
 
     def drop(self) -> None:
-        """Forget all, and run calls eagerly until others are recorded."""
+        """Drop all graphs. Calls run eagerly until graphs are recorded again."""
         self._calls.clear()
 
     def call(self, transports: Transports, experts: Experts, x: Tensor) -> TrainedCall | None:
-        """Of calls like this one; None where such calls are not recorded."""
+        """Return the `TrainedCall` of calls like this one; None if such calls are not recorded."""
         context, bound, device = self._context, transports.bound, x.device
         if not self.tries or bound is None or torch.compiler.is_compiling() or capturing(device):
             return None
-        if torch._C._len_torch_dispatch_stack():  # selective checkpointing counts operations, alike in each call
+        if torch._C._len_torch_dispatch_stack():  # selective checkpointing expects the same operations in each call
             return None
         if not _autograd_saves():
             return None
@@ -89,8 +91,10 @@ class TrainedGraphs:
         return found
 
     def _can(self, transports: Transports, experts: Experts, device: torch.device) -> bool:
-        """Whether such calls can be recorded. Where their weights come to lie elsewhere in each call, a few tries end
-        it."""
+        """Return whether such calls can be recorded.
+
+        Weights whose addresses change in each call are not detected here: `_MOVES` ends the attempts.
+        """
         assert transports.bound is not None
         return (
             Recorder.unsupported_reason(device) is None
@@ -102,7 +106,7 @@ class TrainedGraphs:
         )
 
     def failed(self, call: TrainedCall, error: Exception) -> None:
-        """Recording raised. Such calls run eagerly from now on."""
+        """Handle a failed recording: drop all graphs. After the last try, calls run eagerly from then on."""
         self.tries -= 1
         self.drop()
         if not self.tries:
@@ -113,7 +117,7 @@ class TrainedGraphs:
 
 
 class _Graph(NamedTuple):
-    """replay: launches it; steps, left: of the flight recorder, as `RecordedCall` has them"""
+    """A graph. replay: launches it; steps, left: as in `RecordedCall`"""
 
     replay: Callable[[], object]
     steps: int
@@ -121,7 +125,7 @@ class _Graph(NamedTuple):
 
 
 class _AllocationLog:
-    """An `Allocator` of new tensors, and what was asked for: shape and dtype by name."""
+    """An `Allocator` that allocates new tensors, and logs the requests: shape and dtype by name."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -133,7 +137,7 @@ class _AllocationLog:
 
 
 def _allocator_of(held: Mapping[str, Tensor]) -> Allocator:
-    """An `Allocator` of what is there, for a call like the one that was logged."""
+    """Return an `Allocator` that returns existing tensors, for a call with the logged requests."""
 
     def take(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         found = held[name]
@@ -145,7 +149,9 @@ def _allocator_of(held: Mapping[str, Tensor]) -> Allocator:
 
 
 class TrainedCall:
-    """Calls of one bound on one stream: eager ones first, of which it learns what memory they need, and then replays.
+    """The calls with one bound on one stream.
+
+    The first call runs eagerly and logs its allocations. The next one is recorded, and later ones are replayed.
 
     where: the layer, for messages
     """
@@ -156,34 +162,34 @@ class TrainedCall:
         self.where = context.flight_recorder.where
         self._recorder: Any = None
         self._inputs: Inputs
-        self._outputs: Back  # results, or gradients of rows and weights
+        self._outputs: Back  # what graphs write: results, or gradients of rows and weights
         self._forward_log: _AllocationLog | None = None
         self._backward_log: _AllocationLog | None = None
         self._forward: _Graph | None = None
         self._backward: _Graph | None = None
-        self._saved_memory: dict[str, Tensor] = {}  # memory of the graph of forward alone
-        self._left: Computed  # there
-        self._held: list[tuple[Any, int]] = []  # its storages, and how many hold each where no call does
-        self._shared_memory: dict[str, Tensor] = {}  # memory of the graph of backward
-        self._moved = 0  # how often what graphs read was elsewhere
+        self._saved_memory: dict[str, Tensor] = {}  # memory that only this call's forward graph uses
+        self._left: Computed  # the results of the forward graph, in that memory
+        self._held: list[tuple[Any, int]] = []  # its storages, each with its use count while no call holds it
+        self._shared_memory: dict[str, Tensor] = {}  # memory of the backward graph, shared by all layers
+        self._moved = 0  # how often tensors that graphs read had changed addresses
         self._products: Mapping[str, WeightProduct] = {}
         self._weight_addresses: dict[str, int] = {}  # addresses of the stored tensors
         self._buffer_slots: list[BufferSlot] = []
 
     @property
     def recorded(self) -> bool:
-        """Whether there is a graph."""
+        """Whether a forward graph is recorded."""
         return self._forward is not None
 
     @property
     def held(self) -> list[Tensor]:
-        """What the graphs keep, and what they share with other layers'."""
+        """The tensors that the graphs hold, including those that they share with other layers."""
         return [*self._saved_memory.values(), *self._shared_memory.values()]
 
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, routing: PhysicalRouting, stored: Mapping[str, Tensor]) -> Computed:
-        """As `trained_exchange.computed`."""
+        """Run or replay the forward. Arguments and result are those of `trained_exchange.computed`."""
         tokens = len(x)
         if not self._serves(x, routing, tokens):
             return computed(self._transports, self._experts, x, routing)
@@ -243,7 +249,7 @@ class TrainedCall:
             _log.info("%s: calls with gradients of at most %d tokens are CUDA graphs from now on", self.where, bound)
 
     def _free(self) -> bool:
-        """Whether no call holds what the last one left."""
+        """Return whether no autograd graph holds the saved tensors of the last replay."""
         return all(_holders(storage) <= count for storage, count in self._held)
 
     # --- backward -----------------------------------------------------------------------------------------------------
@@ -252,7 +258,7 @@ class TrainedCall:
         self, saved: SavedForBackward, tensors: tuple[Tensor, ...], wanted: dict[str, bool], grad: Tensor,
         routing: PhysicalRouting,
     ) -> Gradients:  # fmt: skip
-        """As `trained_exchange.backward`."""
+        """Run or replay the backward. Arguments and result are those of `trained_exchange.backward`."""
         transports, tokens = self._transports, len(grad)
         received, kept, stored = saved.split(tensors)
         if capturing(grad.device) or not self._serves(grad, routing, tokens):
@@ -278,7 +284,10 @@ class TrainedCall:
         self, received: Received, kept: tuple[Tensor, ...], stored: Mapping[str, Tensor], allocate: Allocator,
         products: dict[str, WeightProduct],
     ) -> Callable[[Received], tuple[Tensor | PeerRows, Tensor | None]]:  # fmt: skip
-        """As `sent_back` takes it. products: gets what writes the gradients of the stored tensors"""
+        """Return the argument `gradients` of `sent_back`.
+
+        products: receives the products that later write the gradients of the stored tensors
+        """
 
         def gradients(sent: Received) -> tuple[Tensor | PeerRows, Tensor | None]:
             options = to_peers(self._experts, sent)
@@ -291,7 +300,7 @@ class TrainedCall:
     def _record_backward(self, stored: Mapping[str, Tensor], device: torch.device) -> None:
         log = self._backward_log
         assert log is not None
-        # of all layers: the products read it before another layer's backward runs
+        # all layers share it: the products read it before another layer's backward runs
         self._shared_memory = {name: self._taken(name, *how, device) for name, how in log.asked.items()}
         _, received, kept = self._left
         own = {name: tensor.detach() for name, tensor in stored.items()}
@@ -304,7 +313,7 @@ class TrainedCall:
         self._backward, self._products = self._graph_of(call), products
 
     def _taken(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Of the stream's memory, which all its graphs share."""
+        """Return a tensor of the stream's memory, which all its graphs share."""
         rows, *rest = shape
         key = ("trained", name, *rest, dtype)
         taken: Tensor = self._recorder.memory.take(
@@ -313,7 +322,7 @@ class TrainedCall:
         return taken
 
     def _left_here(self, received: Received, kept: tuple[Tensor, ...]) -> bool:
-        """Whether a backward's tensors are those that the graph of forward left, and not what a hook made of them."""
+        """Return whether the saved tensors are those of the forward graph, and not copies that a hook made."""
         _, left, saved = self._left
         given = (received.x, received.weights, received.local_ids, *kept)
         own = (left.x, left.weights, left.local_ids, *saved)
@@ -346,22 +355,22 @@ class TrainedCall:
         )
 
     def _serves(self, x: Tensor, routing: PhysicalRouting, tokens: int) -> bool:
-        """Whether a call may be recorded or replayed now. x: its rows, or the gradients of its results"""
+        """Return whether a call may be recorded or replayed now. x: its rows, or the gradients of its results"""
         here = self._moved <= _MOVES and (self._recorder is None or self._recorder.here)
         return here and self._inputs_fit(x, routing, tokens)
 
     def _buffers_unchanged(self) -> bool:
-        """Whether the transports' buffers are those of the graphs."""
+        """Return whether the transports still have the buffers that the graphs use."""
         return not any(slot.given_back for slot in self._buffer_slots)
 
     def _reset(self) -> None:
         self._forward = self._backward = None
-        self._forward_log = self._backward_log = None  # another map may have another number of slots
+        self._forward_log = self._backward_log = None  # a new map may have another number of slots
         self._products, self._held, self._saved_memory, self._shared_memory = {}, [], {}, {}
         self._moved += 1
 
     def _record(self, record: Callable[[], None]) -> bool:
-        """Whether it worked. Each rank records for itself, and its peers run or replay the call meanwhile."""
+        """Call `record`, and return whether it succeeded. Each rank records by itself, without its peers."""
         flight_recorder = self._context.flight_recorder
         before = flight_recorder.newest
         try:
@@ -369,7 +378,7 @@ class TrainedCall:
                 record()
         except EPMoEError:
             raise
-        except Exception as error:  # whatever a driver has to say
+        except Exception as error:  # the driver may raise anything
             self._reset()
             for pool in self._pools():
                 for slot in pool.made:
@@ -377,7 +386,7 @@ class TrainedCall:
             self._graphs.failed(self, error)
             return False
         finally:
-            flight_recorder.leave_at(before)  # no step that peers make too
+            flight_recorder.leave_at(before)  # recording is no step that the peers make too
         return True
 
     def _graph_of(self, call: Callable[[], None]) -> _Graph:
@@ -397,14 +406,17 @@ class TrainedCall:
         self._inputs.bring(x, Routing(routing.ids, routing.weights), len(x))
         number = flight_recorder.number
         graph.replay()
-        # as an eager call leaves it: peers that run theirs must find this rank neither behind nor elsewhere
+        # record the same last step as an eager call: peers that run eagerly compare steps with this rank
         flight_recorder.leave_at(Step(number + graph.steps, *graph.left))
         flight_recorder.device_watch.mark(x.device)
 
 
 def _autograd_saves() -> bool:
-    """Whether autograd itself, or a checkpoint, holds what forward leaves. Other hooks of saved tensors may read a
-    tensor on another stream without holding it, while the next replay writes the memory."""
+    """Return whether autograd or activation checkpointing holds the tensors that forward saves.
+
+    Other hooks for saved tensors may read a tensor on another stream without holding it, while the next replay writes
+    its memory.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # type: ignore[attr-defined]
     if top is None:
         return False
@@ -417,5 +429,5 @@ def _addresses(stored: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _holders(storage: Any) -> int:
-    """How many tensors, and others, hold a storage."""
+    """Return the use count of a storage."""
     return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
