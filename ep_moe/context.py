@@ -77,8 +77,8 @@ class EPContext(ConnectedRanks):
         rank_groups: Process groups by kind.
         flight_recorder: Tracks the steps of this rank and its peers.
         max_tokens: The most tokens that any rank passes to a layer in one call. Transports with fixed buffers allocate
-            them once for this number. Default: no limit. The buffers of `nvlink_p2p` then grow with the calls, and
-            `MoELayer.capture` refuses the layer. Other transports with fixed buffers need `max_tokens`.
+            them once for this number, and need it. Default: no limit. Of these transports only `nvlink_p2p` then works:
+            its buffers grow with the calls, and `MoELayer.capture` refuses such a layer.
 
     Attributes:
         consensus: Consensus of the ranks that run the same layers (this rank's lockstep group).

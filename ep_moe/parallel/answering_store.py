@@ -1,8 +1,8 @@
-"""The job's store on a rank that may lose it: every call ends, in an answer or in a PeerTimeout that says where it was.
+"""Access to the job's store with timeouts: every call returns an answer, or raises a PeerTimeout that names the holder.
 
 torch keeps the store (TCPStore) in one process: that of rank 0, or the agent of torchrun on one host. If this process
-ends, its connections break. If its host loses power or network, they neither break nor answer, and a call of torch
-waits for ever.
+ends, its connections break. If its host loses power or network, connections neither break nor answer, and a call of
+torch waits forever.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from torch.distributed import Store
 
 from ep_moe.errors import PeerTimeout
 
-_ANCESTORS = 8  # processes above a rank among which its agent is
-_LISTENING = "0A"  # a state in /proc/net/tcp
+_ANCESTORS = 8  # how many levels of parent processes are searched for torchrun's agent
+_LISTENING = "0A"  # the state of a listening socket in /proc/net/tcp
 
 Answer = TypeVar("Answer")
 
 
 class StoreLost(PeerTimeout):
-    """The store is gone or does not answer. Part of the sentence that users read."""
+    """The store is gone or does not answer. Its message becomes a part of the message that users read."""
 
 
 class AnsweringStore:
-    """A store whose calls end in time. They run on one thread beside the caller's, which starts with the first call.
+    """A store whose calls time out. They run on a helper thread, which starts with the first call.
 
-    store: of torch.distributed. patience_s: how long an answer may take. held: what holds the store, in words; default:
-    its address
+    store: of torch.distributed; patience_s: how long an answer may take
+    held: text that says which process holds the store; default: its address
     """
 
     def __init__(self, store: Store, patience_s: float, held: str = "") -> None:
         self._store = store
         self._patience_s = patience_s
         self._held = held or _address(store)
-        self._under_way: threading.Event | None = None  # a call that was given up, until it ends
+        self._under_way: threading.Event | None = None  # of a call that timed out; set when that call ends
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._gone = False  # torch makes no second connection, and prints a stack for each call over a broken one
+        self._gone = False  # torch does not reconnect, and prints a stack for each call over a broken connection
 
     def ask(self, call: Callable[[Store], Answer], more_s: float = 0.0) -> Answer:
-        """The answer to a call, which waits for no key. Raises StoreLost. more_s: seconds beyond the patience"""
+        """Return the result of a call that waits for no key. Raises StoreLost. more_s: seconds beyond `patience_s`"""
         try:
             return self._ask(call, more_s)
         except StoreLost:
@@ -58,12 +58,12 @@ class AnsweringStore:
             raise self._lost("is gone") from error
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
-        """Whether all keys are there within so many seconds. Raises StoreLost."""
+        """Return whether all keys exist within this many seconds. Raises StoreLost."""
         try:
             self._ask(lambda store: store.wait(list(keys), timedelta(seconds=seconds)), seconds)
         except StoreLost:
             raise
-        except RuntimeError:  # DistStoreError, but FileStore has no type of its own
+        except RuntimeError:  # DistStoreError; FileStore raises a plain RuntimeError
             return False
         return True
 
@@ -71,14 +71,14 @@ class AnsweringStore:
         self.ask(lambda store: store.set(key, value))
 
     def get(self, key: str) -> bytes:
-        """Of a key that is there."""
+        """Return the value of a key that exists."""
         return bytes(self.ask(lambda store: store.get(key)))
 
     def has(self, key: str) -> bool:
         return self.ask(lambda store: store.check([key]))
 
     def first(self, key: str, value: str) -> bytes:
-        """What was given first for a key; this value where none was."""
+        """Set a key unless it exists, and return its value."""
         return bytes(self.ask(lambda store: store.compare_set(key, "", value)))
 
     def _ask(self, call: Callable[[Store], Answer], more_s: float) -> Answer:
@@ -90,12 +90,12 @@ class AnsweringStore:
         done = self._under_way = threading.Event()
         found: list[Any] = []
         failed: list[BaseException] = []
-        store = self._store  # the thread must not hold this object, whose end ends it
+        store = self._store  # the thread must not hold this object: the object's finalizer ends the thread
 
         def run() -> None:
             try:
                 found.append(call(store))
-            except BaseException as error:  # raised on the thread that asked
+            except BaseException as error:  # raised again on the caller's thread
                 failed.append(error)
             done.set()
 
@@ -112,7 +112,7 @@ class AnsweringStore:
         return answer
 
     def _begin(self, run: Callable[[], None]) -> None:
-        if self._thread is None or not self._thread.is_alive():  # as in a fork, which has the caller's thread alone
+        if self._thread is None or not self._thread.is_alive():  # a fork has only the thread that called it
             self._calls = queue.SimpleQueue()
             self._thread = threading.Thread(target=_run_all, args=(self._calls,), daemon=True, name="ep_moe store")
             self._thread.start()
@@ -124,14 +124,14 @@ class AnsweringStore:
 
 
 def _run_all(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    """Until None."""
+    """Run calls from a queue until it holds None."""
     while (run := calls.get()) is not None:
         run()
-        del run  # with the store and what was asked
+        del run  # releases the store and the call while this thread waits for the next one
 
 
 def _tcp(store: Store) -> Store:
-    """The store below its prefixes."""
+    """Return the store below its PrefixStores."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
@@ -143,17 +143,19 @@ def _address(store: Store) -> str:
 
 
 def holder(store: Store) -> str:
-    """What holds a store on this rank's host: "rank" for this process, "agent" for one above it, "" for none of them.
-    The sockets of these processes tell, for the address may be one of several of a host."""
+    """Return which process on this rank's host holds a store: "rank" for this process, "agent" for a parent, else "".
+
+    It is found by the processes' listening sockets, because a host may have several addresses.
+    """
     tcp = _tcp(store)
     return holder_of_port(tcp.port) if isinstance(tcp, dist.TCPStore) else ""
 
 
 def holder_of_port(port: int) -> str:
-    """As `holder`, of what listens on a port."""
+    """Return which process listens on a port, as `holder` does."""
     sockets = {f"socket:[{inode}]" for inode in _listening(port)}
     for steps, pid in enumerate(_ancestors(os.getpid())):
-        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files:  # of another user, or gone
+        with suppress(OSError), os.scandir(f"/proc/{pid}/fd") as files:  # fails for a process of another user, or ended
             for file in files:
                 with suppress(OSError):
                     if os.readlink(file.path) in sockets:
@@ -163,7 +165,7 @@ def holder_of_port(port: int) -> str:
 
 def _listening(port: int) -> Iterator[str]:
     for name in ("tcp", "tcp6"):
-        with suppress(OSError):  # not Linux, or none
+        with suppress(OSError):  # not Linux, or no sockets of this kind
             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
                 field = line.split()
                 if field[3] == _LISTENING and int(field[1].rpartition(":")[2], 16) == port:
@@ -171,7 +173,7 @@ def _listening(port: int) -> Iterator[str]:
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    """This process and those above it, nearest first."""
+    """Yield the ids of this process and its parents, nearest first."""
     for _ in range(_ANCESTORS):
         yield pid
         try:

@@ -1,27 +1,27 @@
-"""A number that tells tensors apart, by which ranks compare what they hold."""
+"""Checksums of tensors, by which ranks compare the state that they must share."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-WORDS = 1 << 20  # that are weighed at a time: 8 MiB of scratch memory
-_LATEST = 128  # rounds between two comparisons at most
-_FACTOR, _STEP = -7046029254386353131, 6364136223846793005  # odd: 2**64 / golden ratio, and Knuth's of MMIX
+WORDS = 1 << 20  # int64 words that are multiplied at a time: 8 MiB of scratch memory
+_LATEST = 128  # the most rounds between two comparisons
+_FACTOR, _STEP = -7046029254386353131, 6364136223846793005  # odd: 2**64 / golden ratio, and the factor of Knuth's MMIX
 
 
 def place_factors(count: int, device: torch.device) -> Tensor:
-    """The odd numbers of the first places: int64 [count]."""
+    """Return the odd factors of the first `count` places: int64 [count]."""
     return (torch.arange(count, dtype=torch.int64, device=device) * _FACTOR) | 1
 
 
 def checksum(tensor: Tensor, device: torch.device, ready: Tensor | None = None) -> Tensor:
-    """Sum a tensor's bytes as int64 words, each times an odd number of its place, modulo 2**64.
+    """Sum a tensor's bytes as int64 words, each times an odd factor of its place, modulo 2**64.
 
     Args:
-        tensor: of any shape and dtype. Equal bytes give equal sums on every device.
-        device: where the sum is wanted.
-        ready: `place_factors` on the tensor's device that a caller keeps; made anew where they are too few.
+        tensor: A tensor of any shape and dtype. Equal bytes give equal sums on every device.
+        device: The device of the result.
+        ready: A cached result of `place_factors` on the tensor's device. It is ignored if it is too short.
 
     Returns:
         int64 [] on `device`.
@@ -58,6 +58,9 @@ def row_checksums(rows: Tensor) -> Tensor:
 
 
 def is_compared(number: int) -> bool:
-    """Whether ranks compare numbers in a repeated round, such as a backward call: in 1, 2, 4 ... 128, and then in each
-    128th. Most faults are there from the first round on, and one that comes later is found within 128."""
+    """Return whether ranks compare in this round (counted from 1) of a repeated operation, such as backward.
+
+    They compare in rounds 1, 2, 4, ..., 128, and then in every 128th. Most faults exist from the first round on. One
+    that begins later is found within 128 rounds.
+    """
     return number % _LATEST == 0 or number & (number - 1) == 0

@@ -1,4 +1,4 @@
-"""The few collectives on rows that the layer needs: differentiable, with uneven counts and an async start.
+"""The collectives on rows that a layer needs: differentiable, asynchronous, and with different row counts per rank.
 
 Counts are host integers that every rank of the group knows. A collective without rows is skipped on all ranks.
 """
@@ -19,14 +19,14 @@ from torch.nn.functional import pad
 from ep_moe.errors import InputError
 from ep_moe.types import Pending
 
-if TYPE_CHECKING:  # at run time that file imports this one
+if TYPE_CHECKING:  # rank_group imports this module at run time
     from ep_moe.parallel.rank_group import RankGroup
 
-# torch 2.13 renamed them; 2.11 has the old names only
+# torch 2.13 renamed these functions; 2.11 has only the old names
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-# a started collective: what it will fill, and the work to wait for
+# a collective that is started by a call with x: returns the tensor that it fills, and the work to wait for
 Collective: TypeAlias = "partial[tuple[Tensor, dist.Work | None]]"
 
 
@@ -35,9 +35,9 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], rank
 
     Args:
         x: [sum(send), ...], grouped by destination.
-        send: Rows for each rank.
-        receive: Rows of each rank.
-        rank_group: Who takes part.
+        send: The number of rows for each rank.
+        receive: The number of rows from each rank.
+        rank_group: The ranks that take part.
 
     Returns:
         [sum(receive), ...], grouped by source, pending.
@@ -50,12 +50,12 @@ def all_to_all_rows(x: Tensor, send: Sequence[int], receive: Sequence[int], rank
 
 
 def gather_rows(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
-    """Start an all-gather of rows. In backward each rank's gradient is the sum of what all ranks did with its rows.
+    """Start an all-gather of rows. Its backward sums the gradients of a rank's rows over all ranks.
 
     Args:
         x: [counts[rank], ...], this rank's rows.
-        counts: Rows of each rank.
-        rank_group: Who takes part.
+        counts: The number of rows of each rank.
+        rank_group: The ranks that take part.
 
     Returns:
         [sum(counts), ...], in rank order, pending.
@@ -70,7 +70,8 @@ def gather_rows(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pend
 
 
 def reduce_scatter_rows(y: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Pending[Tensor]:
-    """Everybody's partial rows [sum(counts), ...] to the sum of this rank's rows [counts[rank], ...]."""
+    """Start a reduce-scatter of rows: from partial rows [sum(counts), ...] of all ranks, return the sums of this rank's
+    rows [counts[rank], ...], pending. Differentiable."""
     if rank_group.size == 1 or max(counts) == 0:
         return Pending(lambda: y)
     most = max(counts)
@@ -83,8 +84,11 @@ def reduce_scatter_rows(y: Tensor, counts: Sequence[int], rank_group: RankGroup)
 
 
 def gather_replicated(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -> Tensor:
-    """As `gather_rows`, for a result that every rank goes on to use alike: backward takes this rank's rows of the
-    (replicated) gradient instead of summing copies of it."""
+    """All-gather rows, for a result that every rank uses in the same way.
+
+    The gradient of the result is then the same on all ranks. Backward takes this rank's rows of it; a sum over ranks,
+    as in `gather_rows`, would count it several times.
+    """
     if rank_group.size == 1 or max(counts) == 0:
         return x
     out: Tensor = _GatherReplicated.apply(x, list(counts), rank_group)
@@ -92,8 +96,10 @@ def gather_replicated(x: Tensor, counts: Sequence[int], rank_group: RankGroup) -
 
 
 def sum_gradients(x: Tensor, rank_group: RankGroup) -> Tensor:
-    """The identity; backward sums the gradient over the group. For a value that all ranks hold alike and each uses
-    for a part of the work."""
+    """Return x; backward sums the gradient over the group.
+
+    For a value that is equal on all ranks, of which each rank uses a part.
+    """
     if rank_group.size == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return x
     out: Tensor = _SumGradients.apply(x, rank_group)
@@ -101,9 +107,9 @@ def sum_gradients(x: Tensor, rank_group: RankGroup) -> Tensor:
 
 
 def batch_problem(gradient: Tensor) -> str | None:
-    """None, or that a gradient is a batch of several, which no collective takes."""
+    """Return a problem if a gradient is a batch of several gradients, which collectives do not support."""
     batched = torch._C._functorch
-    # torch.autograd batches in another way than torch.vmap
+    # torch.autograd and torch.vmap have different batched tensors
     if not (batched.is_legacy_batchedtensor(gradient) or batched.is_batchedtensor(gradient)):
         return None
     return (
@@ -113,12 +119,12 @@ def batch_problem(gradient: Tensor) -> str | None:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Rows of a dtype that gloo does not move, E4M3, as uint8 [.., H]; others as they are."""
+    """Return E4M3 rows as a view of uint8 [..., H], because gloo does not support E4M3; other rows unchanged."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The inverse of `as_bytes`; a view by dtype has no gradient, and so there is none where nothing changes."""
+    """Undo `as_bytes`. Rows of the right dtype are returned as they are: a view as another dtype has no gradient."""
     return x if x.dtype == dtype else x.view(dtype)
 
 
@@ -127,7 +133,7 @@ def _start(x: Tensor, there: Collective, back: Collective, rank_group: RankGroup
     out: Tensor = _Collective.apply(x, there, back, rank_group, works)
 
     def finish() -> Tensor:
-        with torch.no_grad():  # gloo's wait may copy into `out`, which autograd would take for its origin
+        with torch.no_grad():  # gloo's wait may copy into `out`, which autograd would record as an operation on it
             for work in works:
                 work.wait()
                 rank_group.nan_if_aborted(out)
@@ -167,7 +173,7 @@ def _reduce_scatter(x: Tensor, *, rank_group: RankGroup) -> tuple[Tensor, dist.W
 
 
 class _Collective(Function):
-    """A collective, and as its backward the collective that is its adjoint."""
+    """A collective whose backward is the adjoint collective."""
 
     @staticmethod
     def forward(

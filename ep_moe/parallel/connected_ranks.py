@@ -1,4 +1,4 @@
-"""The ranks of a context, and how they meet: from torchrun, from process groups, from a DeviceMesh, or one alone."""
+"""ConnectedRanks: the base class of EPContext, created from torchrun, process groups, a DeviceMesh or one process."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ from ep_moe.runtime.devices import as_device, gpu_index, on_device
 
 
 class ConnectedRanks:
-    """Rank layout, groups, flight recorder and consensus of one context: what `EPContext` shares between layers rests
-    on it.
+    """The rank layout, process groups, flight recorder and consensus of one context: the base class of `EPContext`.
 
     Args:
         layout: This rank's coordinates and groups.
-        device: Where the layers compute.
-        store: Shared by the ranks; None for a single process.
+        device: The device on which the layers compute.
+        store: The store that the ranks share; None for a single process.
         rank_groups: Process groups by kind.
-        flight_recorder: Follows the steps of this rank and its peers.
-        max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
+        flight_recorder: Tracks the steps of this rank and its peers.
+        max_tokens: The most tokens that any rank passes to a layer in one call. Default: no limit.
     """
 
     def __init__(
@@ -74,23 +73,26 @@ class ConnectedRanks:
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
     ) -> Self:
-        """Make a context from torchrun's environment, and the default process group unless there is one.
+        """Create a context from torchrun's environment. Create the default process group unless there is one.
+
+        Collective over all ranks of the job.
 
         Args:
-            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
-            device: Where the layers compute. Default: this rank's GPU, else the CPU.
-            deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. Transports then make
-                their buffers once, which CUDA graphs and some of them need. Default: any number; the buffers of
-                `nvlink_p2p` grow with the calls.
-            ranks_per_node: Take so many consecutive ranks for one node. Default: ranks share a node where they share a
-                host (its name and boot id, or the environment variable NCCL_HOSTID).
+            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallelism over all ranks (dp = world).
+            device: The device on which the layers compute. Default: this rank's GPU, else the CPU.
+            deadline_s: Seconds that a collective step may last before the flight recorder examines its peers.
+            max_tokens: The most tokens (rows of x) that any rank passes to a layer in one call. Transports with fixed
+                buffers allocate them once for this number, and need it. Default: no limit. Of these transports only
+                `nvlink_p2p` then works: its buffers grow with the calls, and `MoELayer.capture` refuses such a layer.
+            ranks_per_node: The number of consecutive ranks that count as one node. Default: the ranks of one host are a
+                node. Ranks share a host if they have the same host name and boot id, or the same value of the
+                environment variable NCCL_HOSTID.
 
         Returns:
             The context, on every rank.
 
         Raises:
-            ConfigError: on all ranks, where the sizes do not fit the world or the ranks do not agree.
+            ConfigError: on all ranks, if the sizes do not fit the world, or ranks pass different arguments.
         """
         device = local_device() if device is None else as_device(device)
         init_from_torchrun(device, deadline_s=deadline_s)
@@ -109,22 +111,24 @@ class ConnectedRanks:
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
     ) -> Self:
-        """Make a context within an initialized torch.distributed.
+        """Create a context in an initialized torch.distributed.
+
+        Collective over all ranks of the job.
 
         Args:
-            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallel over all ranks (dp = world).
-            groups: Process groups by "ep", "tp" and "etp". Each must hold the ranks that `RankLayout` gives it; a group
-                that is not given is made.
-            device: Where the layers compute.
-            deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
-            ranks_per_node: Take so many consecutive ranks for one node. Default: by the ranks' hosts.
+            parallel: Sizes of dp, tp, ep, etp and pp. Default: expert parallelism over all ranks (dp = world).
+            groups: Existing process groups by kind, such as "ep", "tp" and "etp". Each must have the ranks of
+                `RankLayout.group` for its kind. Missing groups are created.
+            device: The device on which the layers compute.
+            deadline_s: As in `from_torchrun`.
+            max_tokens: As in `from_torchrun`.
+            ranks_per_node: As in `from_torchrun`.
 
         Returns:
             The context, on every rank.
 
         Raises:
-            ConfigError: on all ranks, where the sizes or groups do not fit or the ranks do not agree.
+            ConfigError: on all ranks, if the sizes or groups do not fit the layout, or ranks pass different arguments.
         """
         _check_initialized()
         ranks = range(dist.get_world_size())
@@ -137,7 +141,7 @@ class ConnectedRanks:
         parallel = parallel or ParallelConfig(dp=len(ranks))
         try:
             device = as_device(device)
-        except ConfigError as error:  # all ranks raise it, once they have met
+        except ConfigError as error:  # `agreed_layout` raises it on all ranks
             device, problem = torch.device("cpu"), error
         return cls._connect(parallel, ranks, groups, device, deadline_s, max_tokens, ranks_per_node, problem)
 
@@ -154,32 +158,38 @@ class ConnectedRanks:
         max_tokens: int | None = None,
         ranks_per_node: int | None = None,
     ) -> Self:
-        """Make a context over the ranks of a DeviceMesh, whose axes it knows by their names.
+        """Create a context over the ranks of a DeviceMesh. The names of its axes say what they are.
 
-        The axes may stand in any order. Attention's are `pp`, `dp_replicate`, one of `dp`, `dp_shard`, `fsdp` and
-        `batch`, `cp`, and `tp`. The experts' are `pp`, `dp_replicate`, one of `replica`, `efsdp` and `edp` (ranks that
-        hold the same experts), `ep` and `etp`. All axes but `pp`, `tp`, `ep` and `etp` hold different tokens: together
-        they are the layer's dp. With an `ep` or `etp` axis each rank has its own tokens (tp = 1).
+        The axes may have any order:
 
-        The ranks of the mesh call this and no others. A submesh is served: contexts of several live side by side.
-        The groups of `tp`, `ep` and `etp` are the mesh's own; those that it lacks are made.
+        - A mesh for attention has the axes `pp`, `dp_replicate`, one of `dp`, `dp_shard`, `fsdp` and `batch`, `cp`, and
+          `tp`.
+        - A mesh for experts has the axes `pp`, `dp_replicate`, one of `replica`, `efsdp` and `edp` (ranks that hold the
+          same experts), `ep` and `etp`.
+
+        Ranks along all axes except `pp`, `tp`, `ep` and `etp` have different tokens: together these axes are the
+        layer's dp. With an `ep` or `etp` axis each rank has its own tokens (tp = 1).
+
+        Collective over the ranks of the mesh; no other rank calls it. The mesh may be a submesh, and contexts of
+        several submeshes may exist at once. The context uses the mesh's groups of `tp`, `ep` and `etp`, and creates
+        missing ones.
 
         Args:
             mesh: A mesh with axis names, for example `init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp"))`.
             tokens: Whether the tp ranks of one dp rank pass the same tokens.
-            ep: The size of an EP group, for a mesh of attention's axes. Its ranks follow each other in the order
+            ep: The size of an EP group, for a mesh for attention. Its ranks are consecutive in the order
                 `pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`. Default: dp * tp / etp.
-            etp: The number of ranks over which an expert is cut, for a mesh of attention's axes. Default: 1.
-            device: Where the layers compute. Default: this process's device of the mesh's type.
-            deadline_s: Seconds that a collective step may last before its peers are examined.
-            max_tokens: The most tokens that any rank passes to a layer in one call. Default: any number.
-            ranks_per_node: Take so many consecutive ranks for one node. Default: by the ranks' hosts.
+            etp: The number of ranks that share one expert's intermediate size, for a mesh for attention. Default: 1.
+            device: The device on which the layers compute. Default: this process's device of the mesh's type.
+            deadline_s: As in `from_torchrun`.
+            max_tokens: As in `from_torchrun`.
+            ranks_per_node: As in `from_torchrun`.
 
         Returns:
             The context. Its `layout.ranks` are the mesh's ranks in the order of the layout.
 
         Raises:
-            ConfigError: The mesh cannot be served, or the ranks do not agree. All its ranks raise alike.
+            ConfigError: on all ranks of the mesh, if its axes do not form a layout, or ranks pass different arguments.
         """
         _check_initialized()
         ranks, parallel, problem = members(mesh), ParallelConfig(), None
@@ -205,11 +215,14 @@ class ConnectedRanks:
         ranks_per_node: int | None = None,
         problem: ConfigError | None = None,
     ) -> Self:
-        """ranks: those of the context, as the layout orders them; problem: why this rank cannot make one"""
+        """Agree on the layout with the other ranks, and create the context.
+
+        ranks: the context's ranks in the order of the layout; problem: why this rank cannot create one, or None
+        """
         name = numbered("context", ranks)
         store = PrefixStore(name, default_store())
         layout = agreed_layout(parallel, ranks, store, device, deadline_s, max_tokens, ranks_per_node, problem)
-        deadline_s, max_tokens = float(deadline_s), None if max_tokens is None else int(max_tokens)  # of NumPy perhaps
+        deadline_s, max_tokens = float(deadline_s), None if max_tokens is None else int(max_tokens)  # may be NumPy's
         with on_device(device):
             return cls._linked(layout, name, store, groups, device, max_tokens, deadline_s, problem)
 
@@ -230,7 +243,7 @@ class ConnectedRanks:
             check_groups(layout, groups or {})
         except ConfigError as error:
             problem = error
-        # before any group is made: a rank that makes another set of them would leave the others waiting
+        # before any group is created: a rank that creates another set of groups would leave the others waiting
         consensus.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
         made: list[RankGroups] = []
 
@@ -239,8 +252,8 @@ class ConnectedRanks:
                 rank_groups.abort()
 
         peers = layout.group("lockstep")  # only these share a layer's collectives
-        others = [rank for rank in layout.group("stage") if rank not in peers]  # which sum gradients with them
-        frees = abort if device.type == "cuda" else None  # gloo has timeouts of its own
+        others = [rank for rank in layout.group("stage") if rank not in peers]  # these share only sums of gradients
+        frees = abort if device.type == "cuda" else None  # gloo has its own timeouts
         flight_recorder = FlightRecorder(
             PrefixStore("flight_recorder", store),
             peers,
@@ -256,19 +269,19 @@ class ConnectedRanks:
                 flight_recorder.device_watch.prepare(device)
             with flight_recorder.step("connect", "process groups", counted=False, more_s=COMPILING_S):
                 made.append(RankGroups(layout, flight_recorder, device, groups, name))
-            consensus.healthy("EPContext", None)  # all have their groups before any uses one
+            consensus.healthy("EPContext", None)  # a barrier: all ranks have their groups before one uses them
             flight_recorder.attach()
         except BaseException:
-            flight_recorder.close(wait=False)  # no context will
+            flight_recorder.close(wait=False)  # there is no context that would close it
             raise
         return cls(layout, device, store, made[0], flight_recorder, max_tokens)
 
     @classmethod
     def local(cls, device: torch.device | str | int | None = None) -> Self:
-        """Make a context of one process, without torch.distributed.
+        """Create a context of one process, without torch.distributed.
 
         Args:
-            device: Where the layers compute. Default: this process's GPU, else the CPU.
+            device: The device on which the layers compute. Default: this process's GPU, else the CPU.
 
         Returns:
             The context.
@@ -286,18 +299,18 @@ def _check_initialized() -> None:
         )
 
 
-# --- a DeviceMesh, read by the names of its axes and made from a RankLayout -------------------------------------------
+# --- DeviceMesh: to a RankLayout, by the names of the axes, and from one ----------------------------------------------
 
 MESH_AXES = {"attention": ("pp", "dp", "tp"), "experts": ("pp", "replica", "ep", "etp")}
-# Other names are torchtitan's (torchtitan/distributed/parallel_dims.py): of one line a mesh has one axis at most.
+# Other names are torchtitan's (torchtitan/distributed/parallel_dims.py). A mesh has at most one axis of each tuple.
 _DATA = ("dp", "dp_shard", "fsdp", "batch")
 _SAME_EXPERTS = ("replica", "efsdp", "edp")
 _ATTENTION, _EXPERTS = (*_DATA, "cp", "tp"), (*_SAME_EXPERTS, "ep", "etp")
-_ORDER = ("pp", "dp_replicate", *_DATA, *_SAME_EXPERTS, "cp", "ep", "tp", "etp")  # of the layout, the last one fastest
+_ORDER = ("pp", "dp_replicate", *_DATA, *_SAME_EXPERTS, "cp", "ep", "tp", "etp")  # in the layout; fastest axis last
 
 
 def device_mesh(layout: RankLayout, view: str, device_type: str) -> DeviceMesh:
-    """A DeviceMesh over all ranks. view: "attention" (pp, dp, tp) or "experts" (pp, replica, ep, etp)."""
+    """Return a DeviceMesh over all ranks. view: "attention" (pp, dp, tp) or "experts" (pp, replica, ep, etp)."""
     if view not in MESH_AXES:
         raise ConfigError(f"view must be one of {', '.join(MESH_AXES)}, got {view!r}")
     sizes = {
@@ -314,7 +327,7 @@ def device_mesh(layout: RankLayout, view: str, device_type: str) -> DeviceMesh:
 
 
 def members(mesh: DeviceMesh) -> tuple[int, ...]:
-    """The mesh's ranks in torch.distributed, in its own order. Raises ConfigError where this rank is none of them."""
+    """Return the mesh's ranks in torch.distributed, in its order. Raise ConfigError if this rank is not in the mesh."""
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"mesh must hold the rank that calls from_mesh, got {mesh} on rank {dist.get_rank()}; let "
@@ -326,7 +339,7 @@ def members(mesh: DeviceMesh) -> tuple[int, ...]:
 def read_mesh(
     mesh: DeviceMesh, *, tokens: Tokens, ep: int | None, etp: int | None
 ) -> tuple[ParallelConfig, tuple[int, ...]]:
-    """Sizes, and the rank at each place of the layout. Raises ConfigError where the mesh cannot be served."""
+    """Return the sizes, and the rank at each place of the layout. Raise ConfigError if the axes form no layout."""
     names = mesh.mesh_dim_names or ()
     if not names or not set(names) <= set(_ORDER):
         raise ConfigError(
@@ -334,7 +347,7 @@ def read_mesh(
         )
     _check_views(names)
     sizes = {name: mesh.size(index) for index, name in enumerate(names)}
-    if set(names) & {"ep", *_SAME_EXPERTS}:  # what is no such axis has one rank
+    if set(names) & {"ep", *_SAME_EXPERTS}:  # a missing axis has size 1
         ep = _same("ep", ep, sizes.get("ep", 1), names)
         etp = _same("etp", etp, sizes.get("etp", 1), names)
     elif "etp" in names:
@@ -348,9 +361,9 @@ def read_mesh(
 
 
 def axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
-    """The mesh's groups of the axes tp, ep and etp, where they have more than one rank.
+    """Return the mesh's groups of the axes tp, ep and etp that have more than one rank.
 
-    Not those of an axis along which ranks do not ascend: torch sorts the ranks of a group, the layout does not.
+    An axis along which ranks do not ascend is left out: torch sorts the ranks of a group, and the layout does not.
     """
     groups = {}
     for index, name in enumerate(mesh.mesh_dim_names or ()):
@@ -361,7 +374,7 @@ def axis_groups(mesh: DeviceMesh) -> dict[str, ProcessGroup]:
 
 
 def _check_views(names: tuple[str, ...]) -> None:
-    """Raise ConfigError unless all axes can be those of one mesh."""
+    """Raise ConfigError unless all axes can belong to one mesh."""
     for alike in (_DATA, _SAME_EXPERTS):
         both = [name for name in names if name in alike]
         if len(both) > 1:
@@ -372,7 +385,7 @@ def _check_views(names: tuple[str, ...]) -> None:
     experts = [name for name in names if name in _EXPERTS]
     attention = [name for name in names if name in _ATTENTION]
     if {"ep", "etp"}.issuperset(experts) and "tp" not in attention:
-        return  # EP groups side by side, as many as there are ranks along the other axes
+        return  # several EP groups: as many as there are ranks along the other axes
     if experts and attention:
         raise ConfigError(
             f"mesh.mesh_dim_names must be of one view, got {names}: {', '.join(attention)} of attention's and "

@@ -1,7 +1,7 @@
-"""Agreement through the store: all ranks state the same facts, or all of them raise the difference by name.
+"""Consensus through the store: all ranks publish the same facts, or all raise an error that names the difference.
 
-No collective is entered, so that ranks which could not even form one still get a sentence instead of a hang.
-One rank compares and publishes a verdict: 2 store operations a rank whatever the number of ranks.
+It uses no collective, so that ranks whose process groups do not fit get an error instead of a hang. One rank compares
+the facts and publishes the verdict: 2 store operations per rank, whatever the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ep_moe.errors import (
 from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
 from ep_moe.parallel.nodes import named
 
-_PATIENCE_S = 30.0  # of a store that must only answer
+_PATIENCE_S = 30.0  # the most seconds for an answer of the store that waits for no key
 
 _ERRORS: dict[str, type[EPMoEError]] = {
     error.__name__: error
@@ -34,14 +34,14 @@ _ERRORS: dict[str, type[EPMoEError]] = {
 
 
 class StoreConsensus:
-    """Agreements among `ranks`, in the order of their calls. With one rank every call returns at once.
+    """Consensus among `ranks`. All of them make the same calls in the same order. With one rank calls return at once.
 
     Args:
-        store: Shared by the ranks; None for a single process.
-        ranks: Global ranks that agree, the same list on all of them.
+        store: The store that the ranks share; None for a single process.
+        ranks: The global ranks that take part, the same list on all of them.
         rank: This rank, one of `ranks`.
-        deadline_s: Seconds after which a rank that does not arrive is lost.
-        held: What holds the store, in words. If the store is lost, every call raises PeerTimeout with them.
+        deadline_s: Seconds after which a rank that does not arrive counts as lost.
+        held: Text that says which process holds the store. If the store is lost, every call raises PeerTimeout with it.
     """
 
     def __init__(self, store: Store | None, ranks: Sequence[int], rank: int, deadline_s: float, held: str = "") -> None:
@@ -50,18 +50,18 @@ class StoreConsensus:
         self._rank = rank
         self._deadline_s = deadline_s
         self._calls = 0
-        self._mark = object()  # of the errors that it raised; an error may be pickled
+        self._mark = object()  # identifies the errors that this object raised (`EPMoEError.agreed_by`)
 
     def same(self, what: str, facts: Mapping[str, Any], problem: Exception | None = None) -> None:
-        """Compare facts among the ranks. Collective; also a barrier.
+        """Raise ConfigError on all ranks unless all of them pass the same facts. Collective; also a barrier.
 
         Args:
-            what: The call, for errors. Equal on all ranks.
-            facts: Values by field, as JSON or as text.
-            problem: A fault of this rank's arguments, raised on all ranks.
+            what: The name of the call in errors. Equal on all ranks.
+            facts: Values by field. Those that JSON does not support are compared as text.
+            problem: A fault of this rank's arguments, which is raised on all ranks.
 
         Raises:
-            ConfigError: on all ranks, where facts differ. Names the field, the values and the ranks.
+            ConfigError: on all ranks, if facts differ. The message names the field, the values and the ranks.
             EPMoEError: on all ranks, the `problem` of the first rank that has one.
             PeerTimeout: a rank did not arrive.
         """
@@ -71,33 +71,32 @@ class StoreConsensus:
         """Raise one rank's problem on all ranks. Collective; also a barrier.
 
         Args:
-            what: The call, for errors. Equal on all ranks.
+            what: The name of the call in errors. Equal on all ranks.
             problem: A fault found on this rank, or None.
-            deadline_s: For work that may take longer than other agreements. A smaller value than the object's has no
-                effect.
+            deadline_s: A longer deadline, for work that takes long. A value below the object's has no effect.
 
         Raises:
-            EPMoEError: on all ranks, the problem of the first rank that has one, which it names. ConfigError for a
-                problem of another class.
+            EPMoEError: on all ranks, the problem of the first rank that has one. The message names the ranks. A problem
+                of another class becomes a ConfigError.
             PeerTimeout: a rank did not arrive.
         """
         self._settle({"what": what}, problem, self._at_least(deadline_s))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Raise on all ranks when the body raises on any. Collective.
+        """Raise on all ranks if the body of a `with` block raises on any rank. Collective.
 
-        All ranks enter the body. It may hold other calls of this object: a rank that raises between two of them ends
-        the next one of its peers, on all ranks with the same sentence.
+        All ranks enter the body. It may contain other calls of this object. If a rank raises between two of them, the
+        next call of its peers raises the same error on all ranks.
 
         Args:
-            what: The call, for errors. Equal on all ranks.
+            what: The name of the call in errors. Equal on all ranks.
 
         Yields:
             Nothing.
 
         Raises:
-            EPMoEError: as `healthy`. The rank whose body raised raises that exception itself, or the agreed error.
+            EPMoEError: as in `healthy`. A rank whose body raised raises that exception itself, or the common error.
         """
         try:
             yield
@@ -109,19 +108,19 @@ class StoreConsensus:
         self.healthy(what, None)
 
     def share(self, what: str, make: Callable[[], Any], *, owner: int = 0, deadline_s: float | None = None) -> Any:
-        """Make something on one rank, and give it to all. Collective.
+        """Compute a value on one rank, and return it on all. Collective.
 
         Args:
-            what: The call, for errors. Equal on all ranks.
-            make: Called on the owner alone. Returns plain JSON.
-            owner: Index among the ranks of the one that makes it.
-            deadline_s: For work that may take longer than other agreements.
+            what: The name of the call in errors. Equal on all ranks.
+            make: Computes the value; called only on the owner. The value must be plain JSON.
+            owner: The index of the owner in `ranks`.
+            deadline_s: A longer deadline, for work that takes long.
 
         Returns:
-            What `make` returned on the owner.
+            The result of `make` on the owner.
 
         Raises:
-            EPMoEError: on all ranks, where `make` raises. ConfigError for an exception of another class.
+            EPMoEError: on all ranks, if `make` raises. An exception of another class becomes a ConfigError.
             PeerTimeout: a rank did not arrive.
         """
         found, problem = None, None
@@ -142,14 +141,14 @@ class StoreConsensus:
         return json.loads(self._await(key, what, self._deadline_s))
 
     def first(self, what: str, value: str) -> str:
-        """Choose the value that any rank gave first. Does not wait for other ranks.
+        """Return the value of the rank that calls this first. Does not wait for other ranks.
 
         Args:
             what: A name that is used once.
-            value: This rank's.
+            value: This rank's value.
 
         Returns:
-            The same value on all ranks, also where some of them have lost the others.
+            The same value on all ranks, even if some of them have lost the others.
 
         Raises:
             PeerTimeout: the store is lost.
@@ -162,12 +161,13 @@ class StoreConsensus:
             raise PeerTimeout(f"{what}: what the ranks decided is not known. {lost}") from lost
 
     def first_here(self, what: str, place: str) -> bool:
-        """Say whether this rank is the first of its place to come here. All ranks call it, with another agreement
-        between two calls.
+        """Return whether this rank is the first of its place that makes this call.
+
+        All ranks call it. Between two of its calls they make another call of this object.
 
         Args:
             what: A name for the call.
-            place: What several ranks share, such as a host.
+            place: A name that several ranks share, such as their host.
 
         Returns:
             True on one rank of each place.
@@ -201,7 +201,7 @@ class StoreConsensus:
 
     def _await(self, key: str, what: str, deadline_s: float) -> bytes:
         assert self._store is not None
-        # the comparing rank may itself wait one deadline for a missing peer before it can publish that
+        # the comparing rank waits up to one deadline for a missing peer before it publishes the verdict
         if not self._store.wait([key], 2 * deadline_s):
             raise PeerTimeout(
                 f"{what}: no verdict from rank {self._ranks[0]} within {2 * deadline_s:g} s; it died or never got here"
@@ -222,7 +222,7 @@ class StoreConsensus:
         if troubled:
             first = entries[troubled[0]]
             text = first["problem"].removeprefix(f"{what}: ")
-            if not text.startswith("rank"):  # else an agreement among fewer ranks has named them already
+            if not text.startswith("rank"):  # otherwise a consensus among fewer ranks has named them already
                 text = f"{named(troubled)}: {text}"
             return first["kind"], f"{what}: {text}"
         return _difference(what, {rank: entry["facts"] for rank, entry in entries.items()})
@@ -231,7 +231,7 @@ class StoreConsensus:
 def _difference(what: str, facts: dict[int, dict[str, Any]]) -> tuple[str, str] | None:
     fields = sorted({name for entry in facts.values() for name in entry})
     if len({entry["what"] for entry in facts.values()}) > 1:
-        fields = ["what"]  # what other calls agree on has no counterpart
+        fields = ["what"]  # ranks are in different calls, whose other fields cannot be compared
     lines = []
     for name in fields:
         by_value: dict[str, list[int]] = {}

@@ -1,6 +1,7 @@
-"""How far a device has come, for the thread that watches a rank, and whether collectives were aborted, for the device.
+"""Host memory that a device and the flight recorder's watch thread share.
 
-The thread reads it from host memory: a query of the driver from beside breaks a CUDA graph capture under way.
+The device writes its progress, which the thread reads. The thread writes whether collectives were aborted, which the
+device reads. The thread does not query the driver: that would break a CUDA graph capture in another thread.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from ep_moe.types import capturing
 
 
 class DeviceMark:
-    """A number that the device writes into host memory when it gets there; one is under way at a time."""
+    """A marker in a stream: the device writes a number to host memory when it reaches it. One is pending at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._asked = 0
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-        self.set()  # what it runs for the first time is loaded now, while no kernel waits for a peer
+        self.set()  # loads the kernels that it uses now, while no kernel waits for a peer
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
     def set(self) -> None:
-        """Behind everything that the current stream has been given."""
+        """Enqueue the marker on the current stream."""
         self._asked += 1
         self._count.add_(1)
         self._seen.copy_(self._count, non_blocking=True)
@@ -52,8 +53,10 @@ class DeviceWatch:
         self._aborted: Tensor | None = None  # bool [1] that the device reads
 
     def mark(self, device: torch.device) -> None:
-        """Let the watch see when a GPU has come this far: for steps that the host leaves before the device does. Now
-        and then one is enough."""
+        """Enqueue a marker, so that the watch thread sees when a GPU reaches this point of the stream.
+
+        The host may leave a step before the device does. At most one marker is set per `period`.
+        """
         if not self.active or time.monotonic() - self._marked < self._period or capturing(device):
             return
         with unseen_by_modes():
@@ -63,8 +66,10 @@ class DeviceWatch:
                 self.newest.set()
 
     def prepare(self, device: torch.device) -> None:
-        """Make what `mark` needs, while no kernel waits for a peer: pinned memory, and a kernel that is loaded, would
-        wait for that one."""
+        """Allocate the memory and load the kernels that `mark` needs. Call it while no kernel waits for a peer.
+
+        Allocating pinned memory and loading a kernel wait for running kernels.
+        """
         if self.active and self.newest is None:
             self.newest = DeviceMark(device)
             if self._abortable:
@@ -72,12 +77,14 @@ class DeviceWatch:
 
     @property
     def late_s(self) -> float:
-        """Seconds since the newest mark was set, 0 once the device has come there."""
+        """Seconds since the newest marker was enqueued, 0 once the device has reached it."""
         return 0.0 if self.newest is None or self.newest.reached else time.monotonic() - self._marked
 
     def aborted(self, device: torch.device) -> Tensor | None:
-        """Whether collectives were aborted, when the current stream comes to it: bool [1] on `device`. None where
-        nothing is ever aborted."""
+        """Return bool [1] on `device`: whether collectives were aborted by the time the current stream reaches this.
+
+        None if collectives are never aborted.
+        """
         return None if self._aborted is None else self._aborted.to(device, non_blocking=True)
 
     @property
@@ -86,6 +93,6 @@ class DeviceWatch:
         return self._aborted is not None
 
     def note_abort(self) -> None:
-        """Tell the device."""
+        """Let the device know that collectives were aborted."""
         if self._aborted is not None:
             self._aborted.fill_(True)

@@ -1,4 +1,4 @@
-"""What an exception that left a call on one rank comes from, and the sentence that all ranks raise of it."""
+"""Classification of an exception that left a call on one rank, and the message that all ranks raise for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ep_moe.errors import EPMoEError, OutOfMemory, RankFailed
 from ep_moe.runtime.devices import memory_left
 
-_TEXT = 400  # characters of an exception's own words
+_TEXT = 400  # the most characters of the exception's own message
 _REMEDY = (
     "Pass fewer tokens, or make EPContext with a smaller max_tokens; ExpertsOptions(chunk_rows=...) bounds the rows "
     "that are computed at once; EPContext.plan() says what the layers need"
@@ -20,13 +20,17 @@ _REMEDY = (
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """gloo and NCCL raise plain RuntimeErrors beside torch's own types."""
+    """Return whether a collective raised this. gloo and NCCL raise plain RuntimeErrors besides torch's classes."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "connection closed"))
 
 
 def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
-    """torch has a type for it; NCCL, the driver and libraries have words, and NCCL at times not even those."""
+    """Return whether an exception, or one of its causes, means that device memory is exhausted.
+
+    torch has a class for it. NCCL, the driver and libraries are recognized by their messages. Some messages of NCCL do
+    not name the cause; they count if less than 1% of the memory is free.
+    """
     for origin in causes(error):
         if not isinstance(origin, RuntimeError):
             return False
@@ -40,7 +44,7 @@ def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """An exception, what it was raised from, what that was raised from, and so on; each once."""
+    """Yield an exception and the chain of its `__cause__`, each exception once."""
     seen: set[int] = set()
     origin: BaseException | None = error
     while origin is not None and id(origin) not in seen:
@@ -50,10 +54,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def with_cause(failure: EPMoEError, error: BaseException) -> EPMoEError:
-    """Prepare a failure to be raised again, with the error that is handled now as its cause.
+    """Prepare a stored failure to be raised again, with the current error as its cause. Return it.
 
-    The traceback of the last time is dropped. The cause stays where the error is the failure itself, or was raised from
-    it: code that follows `__cause__` would not end in a circle.
+    The old traceback is dropped. If the error is the failure itself, or was raised from it, the cause stays unchanged:
+    otherwise the chain of `__cause__` would be a cycle.
     """
     if not any(origin is failure for origin in causes(error)):
         failure.__cause__ = error
@@ -63,7 +67,10 @@ def with_cause(failure: EPMoEError, error: BaseException) -> EPMoEError:
 def failure_text(
     error: BaseException, rank: int, step: object, where: str, device: torch.device, *, memory: bool
 ) -> str:
-    """step: the flight recorder's newest; where: the layer, if its call is under way; memory: `is_out_of_memory`"""
+    """Return the message of a RankFailed or OutOfMemory.
+
+    step: the newest step of the flight recorder; where: the layer, "" between calls; memory: `is_out_of_memory(error)`
+    """
     place = f"in a call of {where}" if where else "between calls"
     if not memory:
         return (
@@ -78,7 +85,7 @@ def failure_text(
 
 
 def published_failure(entry: bytes) -> EPMoEError | None:
-    """Read what `FlightRecorder.fail` published."""
+    """Return the error that `FlightRecorder.fail` published, None for an empty entry."""
     found = json.loads(entry or b"null")
     if found is None:
         return None
@@ -95,6 +102,6 @@ def _left(device: torch.device) -> str:
 
 
 def _shortened(error: BaseException) -> str:
-    """Without what torch adds of its allocator, which is of the moment before."""
+    """Return an exception's message, shortened, and without torch's text about its allocator, which is out of date."""
     text = re.split(r"\. GPU \d+ has|\n", str(error).strip(), maxsplit=1)[0].rstrip(". ")
     return text if len(text) <= _TEXT else f"{text[:_TEXT]}..."

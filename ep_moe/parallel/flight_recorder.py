@@ -1,8 +1,9 @@
-"""The flight recorder: what step each rank is in, so that a lost peer has a name and a phase.
+"""The flight recorder: it records the step of each rank, so that errors name a lost peer and its phase.
 
-Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest as a heartbeat
-(`heartbeats`). When a step fails or outlasts its deadline, the ranks' heartbeats are compared. A rank whose call raises
-publishes that, and its peers raise it. There is no collective in this, and nothing on the hot path but a record.
+Every collective step of a rank is a `Step` with a running number. A host thread publishes the newest step as a
+heartbeat (`heartbeats`). When a step fails or exceeds its deadline, the heartbeats of all ranks are compared. A rank
+whose call raises publishes the error, and its peers raise it too. The flight recorder uses no collectives, and on the
+hot path it only records.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from ep_moe.parallel.step_board import HostExchange, PeerBoard, StepBoard
 
 _log = logging.getLogger("ep_moe.parallel")
 
-_PATIENCE_S = 5.0  # before a rank that waits for others says so
-COMPILING_S = 600.0  # beyond the deadline, where a library may compile kernels first
+_PATIENCE_S = 5.0  # seconds after which a rank that waits for others logs or warns
+COMPILING_S = 600.0  # seconds beyond the deadline, for steps in which a library may compile kernels
 
 
 class _StepGuard:
-    """A step of a flight recorder, from its beginning on. A generator in its place takes the host twice as long."""
+    """The context manager that `FlightRecorder.step` returns; it ends the step.
+
+    It is a class because a generator-based context manager takes the host twice as long.
+    """
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
         self._flight_recorder = flight_recorder
@@ -52,18 +56,18 @@ _UNSEEN = nullcontext()
 
 
 class FlightRecorder:
-    """One rank's record, and the watch over its peers. Without a store or peers it only counts.
+    """The record of one rank's steps, and the watch over its peers. Without a store or peers it only counts steps.
 
     Args:
-        store: Shared by the ranks; None for a single process.
-        ranks: Global ranks that are watched, this one too.
+        store: The store that the ranks share; None for a single process.
+        ranks: The global ranks that are watched, including this one.
         rank: This rank.
-        others: Global ranks that only sum gradients with these; their heartbeats are read, no more.
-        deadline_s: How long a step may last before its peers are examined.
-        abort: Called once when a step outlasts its deadline or a peer failed, to free a thread that waits on a device.
-            None where the transport has a timeout of its own (gloo).
+        others: Global ranks that only sum gradients with these. Only their heartbeats are read.
+        deadline_s: Seconds that a step may last before its peers are examined.
+        abort: Called once when a step exceeds its deadline or a peer fails, to free a thread that waits on a device.
+            None if the backend has its own timeout (gloo).
         device: The layers' device, for errors about its memory.
-        nodes: The ranks' hosts, for the names of hosts that are lost, that of the store too.
+        nodes: The ranks' hosts, for errors that name lost hosts or the holder of the store.
     """
 
     def __init__(
@@ -78,36 +82,36 @@ class FlightRecorder:
         device: torch.device | None = None,
         nodes: NodeLayout | None = None,
     ) -> None:
-        self.where = ""  # the layer whose call is under way
-        self.carried = ""  # what travels in it: "name=value, name=value"; ranks exchange rows only where it is equal
+        self.where = ""  # the layer whose call is running, "" between calls
+        self.carried = ""  # facts of the call, "name=value, name=value"; ranks compare them before they exchange rows
         self._guard = _StepGuard(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
         self._step = Step(0, "", "start", "", True)
         self._started = time.monotonic()
         self._failure: EPMoEError | None = None
-        self._keeps, self._more_s = True, 0.0  # of the step under way
-        self._said_slow = -1  # the step of which it was logged
-        self.longest_wait: dict[str, float] = {}  # seconds in a step that the watch saw, by layer; the watch writes it
+        self._keeps, self._more_s = True, 0.0  # `keep` and `more_s` of the current step
+        self._said_slow = -1  # the number of the last step that was logged as slow
+        self.longest_wait: dict[str, float] = {}  # seconds by layer, of the longest wait that the watch thread saw
         self._abort = abort
         self._device = torch.device("cpu") if device is None else device
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._period = min(5.0, max(0.05, deadline_s / 8))
-        self._board: StepBoard | None = None  # of this rank, and those of its peers on this host
-        self._boards: dict[int, PeerBoard] = {}
+        self._board: StepBoard | None = None  # this rank's
+        self._boards: dict[int, PeerBoard] = {}  # those of peers on this host, by rank
         self._heartbeats = Heartbeats(self._ranks, rank, lambda: self._step, self._boards, nodes, others)
-        self._key = f"block{self._ranks[0]}"  # of what concerns these ranks alone, in a store that others write too
-        self._exchanging = False  # whether a group has what they exchange
+        self._key = f"block{self._ranks[0]}"  # prefix of keys of these ranks: other ranks write to the same store
+        self._exchanging = False  # whether a group already uses the board for a `HostExchange`
         self.device_watch = DeviceWatch(self._period, abortable=abort is not None)
-        self._shared: dict[object, int] = {}  # calls of `share` and `meet`, by what names them
+        self._shared: dict[object, int] = {}  # the number of calls of `share` by group, and of `meet` by key
         self._store: AnsweringStore | None = None
-        self._watched = True  # whether the store answered the watch the last time
+        self._watched = True  # whether the store answered the watch thread's last calls
         if store is not None:
             patience_s, held = max(2.0, 2.5 * self._period), "" if nodes is None else nodes.store
             self._store = AnsweringStore(store, patience_s, held)
         if store is not None and self._store is not None and (len(self._ranks) > 1 or others):
-            clone = store.clone()  # type: ignore[attr-defined]  # a waiting call holds its connection's lock
+            clone = store.clone()  # type: ignore[attr-defined]  # a waiting call locks its connection
             own = AnsweringStore(clone, patience_s, held)
             self._board = StepBoard.made()
             self._store.set(f"board/{rank}", "" if self._board is None else self._board.address)
@@ -116,8 +120,10 @@ class FlightRecorder:
             self._thread.start()
 
     def attach(self) -> None:
-        """Map what peers of this host write of their steps, once all have made their flight recorders: from then on the
-        last step of a process that is killed is known."""
+        """Map the step boards of peers on this host. Call it once all ranks have created their flight recorders.
+
+        From then on the last step of a killed process is known exactly.
+        """
         if self._board is None or self._store is None:
             return
         for peer in self._ranks:
@@ -127,7 +133,10 @@ class FlightRecorder:
                 self._boards[peer] = board
 
     def host_exchange(self, ranks: Sequence[int]) -> HostExchange | None:
-        """What a group of ranks exchanges numbers by, if this rank sees the memory of all of them. One group has it."""
+        """Return a `HostExchange` for a group of ranks, if this rank can read the memory of all of them, else None.
+
+        Only one group can have it.
+        """
         peers = {rank: self._boards[rank] for rank in ranks if rank in self._boards}
         if self._board is None or self._exchanging or len(peers) < len(ranks) - 1:
             return None
@@ -144,18 +153,18 @@ class FlightRecorder:
         return self._step
 
     def leave_at(self, step: Step) -> None:
-        """Take it for the newest: replays and recordings of a call end where the peers' own calls do."""
+        """Set the newest step. Replays and recordings use it to end at the same step as eager calls of the peers."""
         self._step = step
         if self._board is not None:
             self._board.put(step.number, step[1:4], step.done)
 
     @property
     def failed(self) -> bool:
-        """Whether each further step raises."""
+        """Whether a failure was found, so that every later step raises."""
         return self._failure is not None
 
     def enter(self, where: str, carried: str = "") -> None:
-        """A layer's call begins. Until `where` is empty again the watch takes it for a step."""
+        """Begin a layer's call. Until `where` is "" again, the watch also measures the time between steps."""
         self.check()
         self.where, self.carried = where, carried
         self._started = time.monotonic()
@@ -163,20 +172,20 @@ class FlightRecorder:
     def step(
         self, phase: str, detail: str = "", *, counted: bool = True, keep: bool = True, more_s: float = 0.0
     ) -> AbstractContextManager[None]:
-        """Enter a collective step, for a `with`.
+        """Begin a collective step, and return a context manager that ends it.
 
         Args:
-            phase: What the ranks do, for errors.
-            detail: Of what, such as a transport's name.
+            phase: The name of the step in errors.
+            detail: What it concerns, such as a transport's name.
             counted: False for a step that not all ranks make, or not equally often. The running number then stays.
-            keep: Raise a PeerTimeout of this step at every later step too. False where groups of the step's own leave
-                the others usable.
-            more_s: Seconds beyond the deadline, for what compiles or connects.
+            keep: Whether every later step raises a PeerTimeout of this step too. False if the step has its own process
+                groups, and the other groups stay usable.
+            more_s: Seconds beyond the deadline, for steps that compile or connect.
 
         Returns:
-            A context manager. Its body's communication failures leave as PeerTimeout.
+            A context manager. It turns communication errors of its body into PeerTimeout.
         """
-        if torch.compiler.is_compiling():  # one process alone is compiled, which has no peers to lose
+        if torch.compiler.is_compiling():  # only layers on one process are compiled, and they have no peers
             return _UNSEEN
         self.check()
         self._keeps, self._more_s = keep, more_s
@@ -185,7 +194,7 @@ class FlightRecorder:
         return self._guard
 
     def leave(self, error: BaseException | None) -> None:
-        """The end of a step. error: what left it"""
+        """End a step. error: the exception that left it, or None"""
         try:
             if isinstance(error, EPMoEError | RuntimeError):
                 self._explain(error)
@@ -196,8 +205,8 @@ class FlightRecorder:
             self.check()
 
     def _explain(self, error: EPMoEError | RuntimeError) -> None:
-        """Raise what it comes from, if that is something else."""
-        if self._failure is not None:  # whatever an aborted collective left behind is no news of its own
+        """Raise the failure that caused an error, if it is not the error itself."""
+        if self._failure is not None:  # an error of an aborted collective is only a consequence
             raise with_cause(self._failure, error)
         if isinstance(error, EPMoEError):
             return
@@ -211,13 +220,13 @@ class FlightRecorder:
 
     @property
     def alone(self) -> bool:
-        """No peer waits for this rank."""
+        """Whether this rank has no peers."""
         return self._store is None or len(self._ranks) == 1
 
     def fail(self, error: BaseException, where: str = "") -> EPMoEError:
-        """Tell the peers that `error` left a call on this rank. Returns what every rank raises from now on.
+        """Publish that `error` left a call on this rank. Return the error that all ranks raise from now on.
 
-        where: the layer, if its call had not begun for the flight recorder
+        where: the layer, if `enter` was not called for its call
         """
         if self._failure is not None:
             return self._failure
@@ -225,9 +234,9 @@ class FlightRecorder:
         text = failure_text(error, self._rank, self._step, self.where or where, self._device, memory=memory)
         failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
         if self._store is not None and not self.alone:
-            with suppress(StoreLost):  # the peers find that out too
+            with suppress(StoreLost):  # the peers also notice a lost store
                 entry = json.dumps({"memory": memory, "text": text})
-                # of two ranks that fail the first one is the cause
+                # if two ranks fail, the first failure is taken for the cause
                 failure = published_failure(self._store.first(f"{self._key}/failed", entry)) or failure
             self._failure = failure
         return failure
@@ -238,13 +247,16 @@ class FlightRecorder:
         return published_failure(store.get(f"{self._key}/failed"))
 
     def check(self) -> None:
-        """Raise what the watch found, if anything: PeerTimeout, RankFailed, OutOfMemory, or InputError of a peer that
-        refused a call. What an aborted collective left in its buffers is noise."""
+        """Raise the failure that was found, if any.
+
+        It is a PeerTimeout, RankFailed or OutOfMemory, or the InputError of a peer that refused a call. Called after a
+        collective too, because an aborted one leaves arbitrary numbers in its buffers.
+        """
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
     def share(self, text: str | None, *, owner: int, group: tuple[int, ...]) -> str:
-        """The owner's text on every rank of a group. For error messages only: it waits for the store."""
+        """Return the owner's text on every rank of a group. For error messages only: it waits for the store."""
         if self._store is None or len(group) == 1:
             return text or ""
         number = self._shared[group] = self._shared.get(group, 0) + 1
@@ -256,10 +268,13 @@ class FlightRecorder:
         return self._store.get(key).decode()
 
     def meet(self, key: str, ranks: Sequence[int], what: str) -> None:
-        """Wait through the store until all of `ranks` are here, before a collective that a user might start on one rank
-        alone. Warns after a few seconds, and raises PeerTimeout after the deadline, naming who is missing.
+        """Wait through the store until all of `ranks` make this call.
 
-        key: the same on all ranks; may come again
+        For collectives that a user might start on one rank alone. Warns after a few seconds, and raises PeerTimeout
+        after the deadline. Both name the missing ranks.
+
+        key: the same on all ranks; it may be used repeatedly
+        what: the name of the call in messages
         """
         if self._store is None or len(ranks) == 1:
             return
@@ -277,14 +292,14 @@ class FlightRecorder:
         raise PeerTimeout(f"{text}, which did not call it within {self.deadline_s:g} s; call it on all ranks")
 
     def refuse(self, text: str) -> None:
-        """This rank cannot go on: raise `text` as InputError at every rank's next step, here and on the peers."""
+        """Make the next step of every rank, this one included, raise `text` as InputError."""
         self._failure = self._failure or InputError(text)
         if self._store is not None and not self.alone:
-            with suppress(StoreLost):  # the peers find that out too
+            with suppress(StoreLost):  # the peers also notice a lost store
                 self._store.set(f"{self._key}/refusal", text)
 
     def close(self, *, wait: bool = True) -> None:
-        """End the watch. wait: until its thread has ended"""
+        """End the watch and close the step boards. wait: whether to wait for the watch thread"""
         self._stop.set()
         if wait and self._thread is not None:
             self._thread.join(timeout=5)
@@ -299,8 +314,11 @@ class FlightRecorder:
     # --- the watch ---------------------------------------------------------------------------------------------
 
     def _watch(self, store: AnsweringStore) -> None:
-        """Go on without the store, which may be lost with a peer: what waits for that peer is still to be freed. A
-        store that is gone is no failure by itself: the rank that holds it may end its part of the job first."""
+        """Watch the peers until `close`; the body of the watch thread.
+
+        It continues without the store. The store may be lost together with a peer, and threads that wait for that peer
+        must still be freed. A lost store alone is no failure, because the rank that holds it may end first.
+        """
         while not self._stop.wait(self._period):
             try:
                 self._heartbeats.beat(store)
@@ -320,14 +338,14 @@ class FlightRecorder:
                 self._end("The host still waits")
 
     def _hear(self, store: AnsweringStore) -> None:
-        """Take over what a peer says that cannot go on."""
+        """Adopt a failure that a peer published."""
         if self._failure is None and store.has(f"{self._key}/refusal"):
             self._failure = InputError(store.get(f"{self._key}/refusal").decode())
         if self._failure is None and (found := self._failed_elsewhere(store)) is not None:
             self._failure = found
             self._free(store)
         if self.device_watch.reads_aborts and store.has(f"{self._key}/aborted"):
-            self.device_watch.note_abort()  # a collective of this rank with those that gave up leaves noise too
+            self.device_watch.note_abort()  # a collective with the ranks that aborted leaves arbitrary numbers here too
 
     def _say_unwatched(self, lost: StoreLost) -> None:
         if self._watched:
@@ -335,17 +353,23 @@ class FlightRecorder:
         self._watched = False
 
     def _free(self, store: AnsweringStore) -> None:
-        """A thread that waits on a device for a peer. Beside this thread: it waits for a device whose kernel may wait
-        for the lost peer. Once, with the first failure: there is no other."""
+        """Free a thread that waits on a device for a peer, by `abort` on another thread.
+
+        An abort may itself wait for the device, whose kernel may wait for the lost peer. Called once, with the first
+        failure.
+        """
         if self.device_watch.reads_aborts:
-            self.device_watch.note_abort()  # before a device can go on
+            self.device_watch.note_abort()  # before the abort lets the device continue
             with suppress(StoreLost):
                 store.set(f"{self._key}/aborted", "")
         if self._abort is not None:
             threading.Thread(target=self._abort_once_heard, daemon=True, name="ep_moe abort").start()
 
     def _abort_once_heard(self) -> None:
-        """Wait until the peers' watches have read the store: a peer that comes late would take noise for numbers."""
+        """Abort after the peers' watch threads have had time to read the store.
+
+        A peer that reads it later would take the arbitrary numbers of an aborted collective for results.
+        """
         assert self._abort is not None
         time.sleep(1.5 * self._period)
         self._abort()
@@ -356,7 +380,7 @@ class FlightRecorder:
             self.longest_wait[where] = late
 
     def _say_slow(self, late: float) -> None:
-        """Log a wait that is long and not yet past the deadline, once for each step."""
+        """Log a long wait, once per step."""
         step = self._step
         if late > max(_PATIENCE_S, self.deadline_s / 10) and step.number != self._said_slow:
             self._said_slow = step.number
@@ -366,24 +390,33 @@ class FlightRecorder:
             )  # fmt: skip
 
     def _late_on_host(self) -> float:
-        """Seconds since the newest step began, less what it may take beyond the deadline; between the steps of a call,
-        where kernels are compiled too, since the last one began."""
+        """Return how many seconds the host has spent in the current step, minus the step's allowance `more_s`.
+
+        Between the steps of a call: the seconds since the last step began, minus `COMPILING_S`, because kernels may be
+        compiled there. 0 between calls.
+        """
         if not self._step.done:
             return time.monotonic() - self._started - self._more_s
         return time.monotonic() - self._started - COMPILING_S if self.where else 0.0
 
     def _end(self, why: str) -> None:
-        """A kernel that waits for a lost peer cannot be called back, and a thread that waits for the kernel cannot be
-        woken: what is left is to end the process, as NCCL's own watchdog does, so that the launcher ends the job."""
+        """End the process with a stack trace, as NCCL's watchdog does, so that the launcher ends the job.
+
+        It is the last resort: a kernel that waits for a lost peer cannot be cancelled, and a thread that waits for the
+        kernel cannot be woken.
+        """
         sys.stderr.write(f"{type(self._failure).__name__}: {self._failure} {why}: ending.\n")
         faulthandler.dump_traceback()
         sys.stderr.flush()
         os._exit(1)
 
     def _diagnose(self, cause: str, store: AnsweringStore | None = None) -> EPMoEError:
-        """What a rank that failed says of itself; else compare two readings of all heartbeats. The first to reach a
-        verdict publishes it: its own exit is what the others see next. A later failure, of ranks that went on after
-        this one, has another key: by then the one that is furthest behind is not where it was."""
+        """Return the failure that a peer published. If there is none, compare two readings of all heartbeats.
+
+        The first rank with a verdict publishes it, and the others adopt it: to them, that rank's exit would look like
+        the cause. The key contains the step of the rank that is furthest behind. A later failure, of ranks that went on
+        after this one, so has another key.
+        """
         step = self._step
         store = store or self._store
         text = f"rank {self._rank} lost its peers {step}: {cause}."

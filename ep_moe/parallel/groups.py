@@ -1,6 +1,6 @@
-"""From integers to process groups: torchrun's environment, an agreed `RankLayout`, and its groups.
+"""Process groups: torchrun's environment, the `RankLayout` that ranks agree on, and the groups of that layout.
 
-The only module that reads environment variables (beside the CLI).
+Only this module and the command line read environment variables.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "dp", "pp", "ep
 
 @dataclass(frozen=True)
 class TorchrunEnv:
-    """What torchrun tells a process. Ranks and sizes are counts of processes."""
+    """The environment variables of torchrun. Ranks and sizes count processes."""
 
     rank: int
     local_rank: int
@@ -74,7 +74,7 @@ class TorchrunEnv:
 def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
     """Create the default process group from torchrun's environment, unless there is one already."""
     if not dist.is_initialized():
-        TorchrunEnv.read()  # says what is missing
+        TorchrunEnv.read()  # raises an error that names a missing variable
         dist.init_process_group(
             backend="nccl" if device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=seconds_or_default(deadline_s)),
@@ -83,20 +83,24 @@ def init_from_torchrun(device: torch.device, *, deadline_s: float) -> None:
 
 
 def seconds_or_default(deadline_s: object) -> float:
-    """For the exchange in which all ranks hear of a deadline that is none."""
+    """Return the deadline, or `DEADLINE_S` if it is invalid.
+
+    All ranks learn of an invalid deadline by an exchange, which needs a deadline itself.
+    """
     seconds = as_number(deadline_s)
     return DEADLINE_S if seconds is None or deadline_problem("", seconds) else seconds
 
 
 def default_store() -> Store:
-    """The store of the default process group, by a private call into torch.distributed."""
+    """Return the store of the default process group, by a private function of torch.distributed."""
     return dist.distributed_c10d._get_default_store()
 
 
 def numbered(what: str, ranks: Sequence[int]) -> str:
-    """A name for the next thing of a kind that these ranks make together: the same one on all of them.
+    """Return a name for the next object of a kind that these ranks create together, the same on all of them.
 
-    The store counts for each rank, and not a global: all ranks make their things of a kind in the same order.
+    The number is a counter of each rank in the store, not a global variable. All ranks create objects of a kind in the
+    same order.
     """
     members = hashlib.sha1("-".join(map(str, sorted(ranks))).encode()).hexdigest()[:16]
     number = default_store().add(f"ep_moe/{members}/{what}s/{dist.get_rank()}", 1)
@@ -104,10 +108,10 @@ def numbered(what: str, ranks: Sequence[int]) -> str:
 
 
 def host_identity() -> tuple[str, str]:
-    """What tells this host from others, and a name for it.
+    """Return the identity of this host, and a name for it.
 
-    Host name and boot id, as NCCL does: containers with names of their own are hosts of their own. NCCL_HOSTID stands
-    for both, in NCCL too."""
+    The identity is host name and boot id, as in NCCL. So containers with different host names count as different hosts.
+    The environment variable NCCL_HOSTID replaces both, as in NCCL."""
     if given := os.environ.get("NCCL_HOSTID"):
         return given, given
     name = socket.gethostname()
@@ -128,7 +132,10 @@ def agreed_layout(
     ranks_per_node: int | None = None,
     problem: ConfigError | None = None,
 ) -> RankLayout:
-    """This rank's layout, after all ranks stated the same versions and sizes. ranks: the rank at each place."""
+    """Return this rank's layout, after all ranks published the same versions, sizes and limits.
+
+    Collective. Raises ConfigError on all ranks if they differ or if one is invalid. ranks: the rank at each place
+    """
     facts = {
         "ep_moe version": __version__,
         "torch version": torch.__version__,
@@ -152,9 +159,9 @@ def agreed_layout(
     patience = seconds_or_default(deadline_s)
     rank = dist.get_rank()
     consensus = StoreConsensus(PrefixStore("create", store), sorted(ranks), rank, patience)
-    store.set(f"host/{rank}", json.dumps([*host_identity(), holder(store)]))  # there once the ranks have agreed
+    store.set(f"host/{rank}", json.dumps([*host_identity(), holder(store)]))  # `same`, a barrier, makes it readable
     consensus.same("EPContext", facts, problem)
-    # equal facts, so that this raises on all ranks or on none
+    # the facts are equal, so this raises on all ranks or on none
     layout = RankLayout.from_config(parallel, world=len(ranks), rank=rank, ranks=ranks)
     found = consensus.share("EPContext hosts", lambda: [json.loads(store.get(f"host/{rank}")) for rank in ranks])
     size, hosts = as_whole(ranks_per_node), [(identity, name) for identity, name, _ in found]
@@ -165,25 +172,25 @@ def agreed_layout(
 def make_group(
     layout: RankLayout, kind: str, name: str, timeout: timedelta, backend: str | None = None, options: Any = None
 ) -> ProcessGroup:
-    """This rank's process group of a kind, in the order of the layout. All ranks of the layout call it.
+    """Create this rank's process group of a kind, in the order of the layout. All ranks of the layout call it.
 
     name: unique among the groups of the job, and the same on the group's ranks
     """
     mine = layout.group(kind)
     if layout.ranks == tuple(range(dist.get_world_size())):
-        # every rank makes every group of a kind in the same order, as new_group requires
+        # every rank creates every group of a kind in the same order, as new_group requires
         made = {
             tuple(ranks): dist.new_group(ranks, timeout=timeout, backend=backend, pg_options=options)
             for ranks in layout.groups[kind]
         }
         own: ProcessGroup = made[tuple(mine)]
         return own
-    # The steps of new_group, for the members alone. new_group(use_local_synchronization=True) names a group after the
-    # number of groups that this process has, in which members may differ, and older versions sort the ranks.
+    # The steps of new_group, run by the members only. new_group(use_local_synchronization=True) cannot be used: it
+    # names a group by the number of the process's groups, which may differ between members. Older versions sort ranks.
     c10d: Any = dist.distributed_c10d
     default = c10d._get_default_group()
     bound = default.bound_device_id
-    default.bound_device_id = None  # else NCCL splits the default communicator, for which all ranks must call
+    default.bound_device_id = None  # otherwise NCCL splits the default communicator, which all ranks must call
     try:
         own, _ = c10d._new_process_group_helper(
             len(mine),
@@ -202,14 +209,16 @@ def make_group(
 
 
 def backend_for(device: torch.device) -> str | None:
-    """gloo for a CPU that the default group's backends do not serve, as that of `init_process_group("nccl")`; None for
-    those backends."""
+    """Return "gloo" for a CPU that the default group does not support, as after `init_process_group("nccl")`.
+
+    Return None, for the default group's backends, otherwise.
+    """
     served = {pair.partition(":")[0] for pair in dist.get_backend_config().split(",")}
     return "gloo" if device.type == "cpu" and "cpu" not in served else None
 
 
 def local_device() -> torch.device:
-    """This process's GPU by LOCAL_RANK where there are GPUs, else the CPU."""
+    """Return this process's GPU, by LOCAL_RANK; the CPU if there are no GPUs."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     local_rank = TorchrunEnv.read().local_rank if TorchrunEnv.present() else 0
@@ -222,10 +231,10 @@ def local_device() -> torch.device:
 
 
 class RankGroups:
-    """This rank's groups of every kind, and the process groups that were made for them.
+    """This rank's groups of every kind, and the process groups that it created for them.
 
-    given: groups of the caller's by kind, checked with `check_groups`; they are not destroyed here.
-    name: of the context, unique in the job; groups that are made here are named after it.
+    given: the caller's groups by kind, checked with `check_groups`. They are not destroyed here
+    name: the context's name, unique in the job. Created groups are named after it
     """
 
     def __init__(
@@ -237,14 +246,14 @@ class RankGroups:
         name: str = "",
     ) -> None:
         self._made: list[ProcessGroup] = []
-        self._groups: list[ProcessGroup] = []  # of all kinds, each once
+        self._groups: list[ProcessGroup] = []  # of all kinds, without duplicates
         self._device = device
         self._links: dict[str, RankGroup] = {}
-        # gloo's own timeout is what ends a step there. NCCL's would end the whole process: the flight recorder, which
-        # raises in the caller instead, must come first
+        # With gloo its timeout ends a step. NCCL's timeout would end the whole process, so it is longer: the flight
+        # recorder must first raise in the caller
         seconds = 2 * flight_recorder.deadline_s + 60 if device.type == "cuda" else flight_recorder.deadline_s
         known: list[tuple[list[list[int]], ProcessGroup | None]] = []
-        for kind in sorted(LINKED, key=lambda kind: kind not in (given or {})):  # given ones first, to be shared
+        for kind in sorted(LINKED, key=lambda kind: kind not in (given or {})):  # given ones first: kinds share groups
             every, mine = layout.groups[kind], layout.group(kind)
             group = next((group for lists, group in known if lists == every), None)
             if group is None and len(mine) > 1:
@@ -269,13 +278,16 @@ class RankGroups:
 
     @property
     def ended(self) -> bool:
-        """Whether a caller ended a group in torch.distributed, alone or with all others."""
+        """Whether one of the groups was destroyed in torch.distributed, by itself or with all others."""
         known = dist.distributed_c10d._world.pg_map
         return not all(group in known for group in self._groups)
 
     def abort(self) -> None:
-        """Free threads that wait on a device for a collective of these groups. All at once: an abort may wait for the
-        device, where a kernel of another group waits for the lost peer."""
+        """Abort the created groups, to free threads that wait on a device for one of their collectives.
+
+        All groups are aborted at the same time, each on a thread. An abort may wait for the device, where a kernel of
+        another group waits for the lost peer.
+        """
 
         def one(group: ProcessGroup) -> None:
             with on_device(self._device):
@@ -289,7 +301,7 @@ class RankGroups:
 
     def destroy(self) -> None:
         for group in self._made:
-            if group in dist.distributed_c10d._world.pg_map:  # else the caller ended it
+            if group in dist.distributed_c10d._world.pg_map:  # otherwise the caller destroyed it
                 dist.destroy_process_group(group)
         if self._made:
             _forget_meshes()
@@ -297,8 +309,11 @@ class RankGroups:
 
 
 def _forget_meshes() -> None:
-    """torch keeps what operations on DTensors give, by the ranks of their mesh and with the mesh that it met first. A
-    later mesh of the same ranks would be given one whose groups are gone."""
+    """Clear torch's cache of DTensor sharding results.
+
+    The cache is keyed by the ranks of a mesh, and its entries hold the first mesh with these ranks. A later mesh of the
+    same ranks would get results with a mesh whose groups are destroyed.
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import debug

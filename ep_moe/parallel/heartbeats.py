@@ -1,6 +1,7 @@
-"""Heartbeats: what ranks publish of their newest steps, and what two readings of them say of a peer.
+"""Heartbeats: ranks publish their newest steps, and two readings of them describe the state of each peer.
 
-One that stopped is a dead process, one that is behind hangs elsewhere, one with another phase went another way.
+A heartbeat that stopped belongs to a dead process. A peer at an earlier step hangs elsewhere. A peer at the same step
+number in another phase runs another call.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class Step(NamedTuple):
-    """One collective step. number: running; where: layer; phase: stage; detail: backend; done: left again.
+    """One collective step.
 
-    A tuple, since each call of a layer makes some eight."""
+    number: the running number; where: the layer; phase: the stage; detail: the backend; done: whether it has ended
+
+    It is a tuple because that is fast: each call of a layer creates about eight."""
 
     number: int
     where: str
@@ -40,10 +43,10 @@ class Step(NamedTuple):
 
 
 class Heartbeats:
-    """Those of a job's ranks, in its store.
+    """The heartbeats of a job's ranks, in its store.
 
-    newest: gives this rank's newest step; boards: what peers on this host write of theirs, once they are mapped;
-    others: ranks of other EP groups, which share gradients with these and count their own steps
+    newest: returns this rank's newest step; boards: the step boards of peers on this host, once they are mapped
+    others: ranks of other EP groups, which sum gradients with these and have their own step numbers
     """
 
     def __init__(
@@ -58,10 +61,10 @@ class Heartbeats:
         self._ranks, self._rank, self._nodes, self._others = ranks, rank, nodes, others
         self._newest, self._boards = newest, boards
         self._beats = 0
-        self._heard: dict[int, float] = {}  # when a rank's newest heartbeat was, by its clock
+        self._heard: dict[int, float] = {}  # the time of a rank's newest heartbeat, by that rank's clock
 
     def beat(self, store: AnsweringStore) -> None:
-        """Publish this rank's."""
+        """Publish this rank's heartbeat."""
         self._beats += 1
         store.set(
             f"beat/{self._rank}", json.dumps({"beat": self._beats, "at": time.time(), **self._newest()._asdict()})
@@ -80,15 +83,16 @@ class Heartbeats:
         return found
 
     def _exact(self) -> dict[int, Step]:
-        """The newest steps of peers on this host, whether they live or not."""
+        """Return the newest steps of peers on this host, read from their boards. They may be dead."""
         found = {rank: board.read() for rank, board in list(self._boards.items())}
         return {rank: Step(one[0], *one[1], one[2]) for rank, one in found.items() if one is not None}
 
     def compared(self, store: AnsweringStore, mine: Step, wait_s: float) -> tuple[str, int]:
-        """Read all heartbeats twice, `wait_s` apart.
+        """Read all heartbeats twice, `wait_s` seconds apart, and compare them.
 
-        mine: the step of this rank that failed. Returns `compare`'s words, and the number of the step of the rank that
-        is furthest behind.
+        Return the description of the peers, and the step number of the rank that is furthest behind.
+
+        mine: the step of this rank that failed
         """
         self.beat(store)
         before = self._read(store)
@@ -112,10 +116,10 @@ def compare(
     heard: Mapping[int, float] = _NONE,
     nodes: NodeLayout | None = None,
 ) -> str:
-    """Describe what two readings of all heartbeats say of the peers; "" where all are alive and in the same step.
+    """Describe peers that are silent, behind or in another phase, by two readings of all heartbeats; "" if none is.
 
-    mine, rank: this rank's step and number; exact: steps that are known as they are, of ranks on this host; heard: when
-    a rank's heartbeat was; nodes: of all ranks
+    mine: this rank's step; rank: this rank; exact: the steps of ranks on this host, read from their boards
+    heard: the time of each rank's heartbeat; nodes: the nodes of all ranks
     """
     findings = []
     silent = [peer for peer, entry in after.items() if peer != rank and (entry is None or entry == before[peer])]
@@ -139,8 +143,10 @@ def compare(
 
 
 def unless_ahead(mine: Step, after: Mapping[int, tuple[int, Step] | None], exact: Mapping[int, Step] = _NONE) -> str:
-    """Describe peers of which `compare` says nothing: they are in the same step, or further, as where a step of this
-    rank is none of theirs."""
+    """Describe the peers if `compare` found none that is silent, behind or in another phase.
+
+    They are in the same step or ahead. They are ahead if, for example, this rank makes a step that they do not make.
+    """
     steps = {peer: exact.get(peer, entry[1]) for peer, entry in after.items() if entry is not None}
     ahead = [f"rank {peer} is ahead: {step}" for peer, step in steps.items() if step.number > mine.number]
     return f"Every peer is alive, and {'; '.join(ahead)}." if ahead else "Every peer is alive and in the same step."
@@ -152,9 +158,9 @@ def compare_others(
     after: Mapping[int, tuple[int, Step] | None],
     heard: Mapping[int, float] = _NONE,
 ) -> str:
-    """Describe those of other EP groups that are silent, or at an earlier step: a sum of gradients waits for them.
+    """Describe ranks of other EP groups that are silent or at an earlier step. A sum of gradients waits for them.
 
-    Their calls may rightly be fewer where nothing is summed, and so no step is called wrong.
+    Without sums of gradients these ranks may make fewer calls, so an earlier step is not described as an error.
     """
     findings = []
     for rank, entry in after.items():
@@ -168,7 +174,7 @@ def compare_others(
 
 
 def _by_heartbeat(entry: tuple[int, Step] | None, at: float | None) -> str:
-    """What a heartbeat says of a process that is gone: where it was then. It may have come further."""
+    """Return the last known step of a process that is gone, as text. It may have advanced after that heartbeat."""
     if entry is None:
         return ""
     ago = "" if at is None else f" {max(time.time() - at, 0):.0f} s ago, from where it may have come further"

@@ -1,14 +1,14 @@
-"""Rank arithmetic in plain integers: who sits in which group, in both views of the same ranks.
+"""RankLayout: the groups of every rank, computed in plain integers.
 
-Attention sees `pp * dp * tp`, experts see `pp * replicas * ep * etp`; in both the last axis runs fastest.
-With pp = 1, dp = 2, tp = 2, ep = 4, etp = 1:
+The same ranks form two grids: `pp * dp * tp` for attention, and `pp * replicas * ep * etp` for experts. In both the
+last axis runs fastest. With pp = 1, dp = 2, tp = 2, ep = 4, etp = 1:
 
     rank        0  1  2  3
     (dp, tp)   00 01 10 11      tp groups  {0 1} {2 3}
     ep          0  1  2  3      ep group   {0 1 2 3}
 
-The arithmetic is on places, which count a job's ranks in this order. `RankLayout.ranks` gives the rank in
-torch.distributed at each place: 0, 1, 2, ... unless a DeviceMesh orders them otherwise.
+Groups are computed on places: a rank's place is its index in this order. `RankLayout.ranks` has the rank in
+torch.distributed at each place: 0, 1, 2, ... unless a DeviceMesh has another order.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ep_moe.parallel.nodes import NodeLayout
 
 @dataclass(frozen=True, kw_only=True)
 class RankLayout:
-    """Sizes, this rank's coordinates and every group's rank list. No torch, no communication.
+    """The sizes of all groups, this rank's coordinates, and the ranks of every group. It does not communicate.
 
     Args:
-        world: The number of ranks that share the layout, all of the job or a submesh of it.
-        rank: This process in torch.distributed.
+        world: The number of ranks that share the layout: all ranks of the job, or those of a submesh.
+        rank: This process's rank in torch.distributed.
         pp: Pipeline stages.
         dp: Data-parallel ranks of a stage.
         tp: Tensor-parallel ranks of a dp rank.
-        ep: Ranks of an EP group; `replicas` EP groups stand side by side in a stage.
-        etp: Ranks over which an expert is cut.
+        ep: Ranks of an EP group. A stage has `replicas` EP groups.
+        etp: Ranks that share one expert's intermediate size.
         tokens: Whether the tp ranks of one dp rank pass the same tokens.
         ranks: The rank in torch.distributed at each place. Default: 0, 1, 2, ...
         nodes: The node of each rank. Default: all are on one.
@@ -65,12 +65,12 @@ class RankLayout:
         ranks: Sequence[int] = (),
         nodes: NodeLayout | None = None,
     ) -> RankLayout:
-        """Lay out the ranks by a configuration.
+        """Create the layout of a configuration.
 
         Args:
-            parallel: The sizes. An `ep` of None takes dp * tp / etp.
+            parallel: The sizes. An `ep` of None becomes dp * tp / etp.
             world: The number of ranks.
-            rank: This process in torch.distributed.
+            rank: This process's rank in torch.distributed.
             ranks: The rank in torch.distributed at each place. Default: 0, 1, 2, ...
             nodes: The node of each rank. Default: all are on one.
 
@@ -124,26 +124,26 @@ class RankLayout:
 
     @property
     def replicas(self) -> int:
-        """EP groups with the same experts, side by side in one stage."""
+        """The number of EP groups in a stage. All of them hold the same experts."""
         return self.stage // (self.ep * self.etp)
 
     @property
     def split(self) -> int:
-        """Over how many tp ranks a token batch is split on entry: tp where tokens are replicated, else 1."""
+        """The number of tp ranks over which a layer splits a call's tokens: tp if tokens are replicated, else 1."""
         return self.tp if self.tokens is Tokens.REPLICATED else 1
 
     @property
     def token_ranks(self) -> int:
-        """Ranks of a stage that have tokens of their own: over how many a batch's gradients are averaged."""
+        """The number of ranks of a stage with different tokens, over which a batch's gradients are averaged."""
         return self.stage // self.split
 
     @property
     def lockstep(self) -> int:
-        """Ranks that must enter one layer's collectives together: a contiguous block of so many places."""
+        """The number of ranks that must enter one layer's collectives together. They have consecutive places."""
         return math.lcm(self.split, self.ep * self.etp)
 
     def max_dispatch_tokens(self, tokens: int) -> int:
-        """Bound the tokens that a rank dispatches: its own share and its etp peers'.
+        """Return the most tokens that a rank dispatches: its share of a call's tokens and the shares of its etp peers.
 
         Args:
             tokens: The most tokens that any rank passes to a layer.
@@ -157,7 +157,7 @@ class RankLayout:
 
     @cached_property
     def place(self) -> int:
-        """This rank's index among the places that the arithmetic is on."""
+        """This rank's index in `ranks`."""
         return self.ranks.index(self.rank)
 
     @property
@@ -177,7 +177,7 @@ class RankLayout:
 
     @property
     def replica_rank(self) -> int:
-        """Which of the stage's EP groups this rank is in."""
+        """The index of this rank's EP group in the stage."""
         return self.place % self.stage // (self.ep * self.etp)
 
     @property
@@ -198,7 +198,7 @@ class RankLayout:
 
     @property
     def paper_gpus(self) -> int | None:
-        """GPUs of a node where the layout is of machines that are not here, else None."""
+        """GPUs per node if the layout is only planned, for other machines; else None."""
         return self._nodes.gpus
 
     @property
@@ -208,13 +208,15 @@ class RankLayout:
 
     @cached_property
     def ep_node_count(self) -> int:
-        """On how many nodes the ranks of an EP group are, of the one on most; the same on all ranks."""
+        """The largest number of nodes of any EP group; the same on all ranks."""
         return 1 if len(self._nodes.hosts) == 1 else max(len(self._nodes.split(group)) for group in self._ep_groups)
 
     @property
     def ep_ranks_per_node(self) -> int:
-        """So many consecutive ranks of every EP group are on one node; `ep` where no such number tells where they are.
-        The same on all ranks."""
+        """The number of consecutive ranks of an EP group that share a node; the same on all ranks.
+
+        It is `ep` if the nodes do not divide every EP group into equal blocks of consecutive ranks.
+        """
         size = self.ep // self.ep_node_count
         for group in self._ep_groups if self.ep_node_count > 1 else ():
             parts = [group[at : at + size] for at in range(0, self.ep, size)]
@@ -224,14 +226,14 @@ class RankLayout:
 
     @property
     def across_nodes(self) -> str | None:
-        """None where every EP group is on one node, else the nodes of the first one that is not."""
+        """None if every EP group is on one node, else text that lists the nodes of the first group that is not."""
         if self.ep_node_count == 1:
             return None
         return next(self._nodes.described(group) for group in self._ep_groups if len(self._nodes.split(group)) > 1)
 
     @cached_property
     def without_rails(self) -> str | None:
-        """None, or why the EP groups cannot be cut into nodes and rails; the same on all ranks."""
+        """None, or why the EP groups cannot be divided into nodes and rails; the same on all ranks."""
         if len(self._nodes.hosts) == 1:
             return None
         return next(filter(None, map(self._nodes.uneven, self._ep_groups)), None)
@@ -243,7 +245,7 @@ class RankLayout:
     # --- groups ------------------------------------------------------------------------------------------------
 
     def _blocks(self, size: int, stride: int) -> list[list[int]]:
-        """All groups of `size` places with this stride, as ranks; blocks of size * stride places are contiguous."""
+        """Return all groups of `size` places with a stride, as ranks. They divide blocks of size * stride places."""
         block = size * stride
         return [
             list(self.ranks[base + offset : base + block : stride])
@@ -253,13 +255,18 @@ class RankLayout:
 
     @cached_property
     def groups(self) -> dict[str, list[list[int]]]:
-        """Every group of every kind in torch.distributed's ranks, the same lists on all of them.
+        """All groups of every kind, as ranks in torch.distributed. The lists are the same on all ranks.
 
-        tp, dp, ep, etp are the usual ones; `lockstep` holds the ranks that enter a layer together; `expert_data` holds
-        the ranks with the same shard of the same experts in other EP groups (their gradients belong together); `stage`
-        holds all ranks of a pipeline stage. `ep_node` holds the ranks of an EP group that share a node, `ep_rail` those
-        that have the same place on their nodes; each rank is alone in both where there is one node, or where an EP
-        group lies unevenly on nodes.
+        - `tp`, `dp`, `pp`, `ep`, `etp`: the usual groups.
+        - `lockstep`: the ranks that enter a layer's collectives together.
+        - `expert_data`: the ranks with the same shard of the same experts, one of each EP group. Their gradients are
+          summed.
+        - `stage`: all ranks of a pipeline stage.
+        - `ep_node`: the ranks of an EP group that share a node.
+        - `ep_rail`: the ranks of an EP group with the same local rank.
+
+        In `ep_node` and `ep_rail` each rank is alone if there is only one node, or if an EP group has no rails
+        (`without_rails`).
         """
         alone = [[rank] for rank in self.ranks]
         apart = len(self._nodes.hosts) > 1 and self.without_rails is None
@@ -288,10 +295,10 @@ class RankLayout:
         return next(ranks for ranks in self.groups[kind] if self.rank in ranks)
 
     def describe(self) -> dict[str, int | str]:
-        """List what all ranks must agree on.
+        """Return the facts that must be equal on all ranks.
 
         Returns:
-            Sizes and `tokens` by name; nothing that differs between ranks.
+            Sizes and `tokens` by name, without this rank's coordinates.
         """
         names = ("world", "pp", "dp", "tp", "ep", "etp")
         return {name: getattr(self, name) for name in names} | {"tokens": self.tokens.value}
@@ -304,7 +311,10 @@ class RankLayout:
 
 
 def share(total: int, parts: int, index: int) -> tuple[int, int]:
-    """[start, stop) of part `index` when `total` rows go to `parts` ranks; the first ones take the remainder."""
+    """Return [start, stop) of part `index` when `total` rows are divided among `parts` ranks.
+
+    The first `total % parts` ranks get one row more.
+    """
     base, extra = divmod(total, parts)
     start = index * base + min(index, extra)
     return start, start + base + (index < extra)

@@ -1,8 +1,8 @@
-"""Ranks on this machine without a launcher: N gloo processes from a preloaded fork server.
+"""Ranks on this host without a launcher: N gloo processes from a preloaded fork server.
 
-For `ep-moe run` on a laptop and for tests; real jobs use torchrun. A rank that raises, exits or hangs ends all of them
-at once, with every rank's traceback (or the line it stands on) in the error. Ranks end with the process that began
-them, however it ends, and leave Ctrl-C to it.
+For `ep-moe run` on a laptop and for tests; real jobs use torchrun. If a rank raises, exits or hangs, all ranks are
+ended, and the error has every rank's traceback (or the stack of a rank that hangs). Ranks end with the process that
+started them, however it ends. They ignore Ctrl-C, which that process handles.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ep_moe.errors import EPMoEError
 from ep_moe.parallel.rank_group import barrier
 
 _PRELOAD = "ep_moe.testing.preload"
-_GRACE_S = 2.0  # how long the others may take to report after the first failure
+_GRACE_S = 2.0  # seconds that the other ranks have to report after the first failure
 
-# Ends the fork server with the process that began it, which holds the other end of its pipe. The server looks whether
-# that one is there only once it has imported everything, seconds later. Ranks look for themselves.
+# A process that ends the fork server when the process that started it ends, which closes its end of a pipe. The server
+# itself checks that only after its imports, which take seconds. Ranks check it themselves.
 _GUARD = """
 import os, select, signal, sys, time
 pid, pipe = map(int, sys.argv[1:])
@@ -55,11 +55,11 @@ if server is None:
 elif server not in select.select([pipe, server], [], [])[0] and not select.select([server], [], [], 0.3)[0]:
     signal.pidfd_send_signal(server, signal.SIGKILL)
 """
-_guards: dict[int, int] = {}  # the pipe to the guard of a fork server, of which multiprocessing has one a process
+_guards: dict[int, int] = {}  # the pipe to the guard, by the fork server's process id; a process has one fork server
 
 
 class RanksFailed(RuntimeError):
-    """One or more ranks raised, exited or hung. errors: what ranks raised on purpose (EPMoEError), by rank."""
+    """One or more ranks raised, exited or hung. errors: the EPMoEErrors that ranks raised, by rank."""
 
     def __init__(self, message: str, errors: Mapping[int, EPMoEError]) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank sent: its result, or the text of its failure, with the error where that was one of ours."""
+    """The report of a rank: its result, or the text of its failure and the error if it is an EPMoEError."""
 
     ok: bool
     value: Any
@@ -84,13 +84,15 @@ def run_local_ranks(
     threads: int = 1,
     expect_dead: Collection[int] = (),
 ) -> list[Any]:
-    """Call `target` ("module:function") with `kwargs` on `world` ranks; returns their results in rank order.
+    """Call `target` ("module:function") with `kwargs` on `world` ranks; return their results in rank order.
 
-    Each rank has an initialized gloo process group. threads: torch threads per rank.
-    expect_dead: ranks that may die or hang (for tests of that); their result is None.
+    Each rank has an initialized gloo process group. Raises RanksFailed if a rank raises, exits or hangs.
 
-    The ranks meet in a file: no port, and no name server (TCPStore looks up the name of 127.0.0.1 at every connection,
-    which costs 5 s wherever one answer is lost).
+    The ranks share a FileStore, so they need no port and no name server. A TCPStore looks up the name of 127.0.0.1 at
+    every connection, which takes 5 s if an answer is lost.
+
+    deadline_s: seconds for the whole run, and the timeout of collectives; threads: torch threads per rank
+    expect_dead: ranks that may die or hang (for tests of failures); their result is None
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_PRELOAD])
@@ -122,15 +124,15 @@ def run_local_ranks(
 
 
 def _start_server() -> None:
-    """Start the fork server unless it runs, and what ends it with this process."""
-    resource_tracker.ensure_running()  # unblocks the signal, and so comes first
+    """Start the fork server unless it runs, and its guard, which ends it with this process."""
+    resource_tracker.ensure_running()  # first, because it unblocks the signal
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:  # what is started here, ranks too, inherits this: Ctrl-C reaches this process alone
+    try:  # processes that are started here inherit the mask, so Ctrl-C reaches only this process
         forkserver.ensure_running()
         pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         if pid is None or pid in _guards:
             return
-        while _guards:  # of a server that is gone
+        while _guards:  # the guard of a fork server that has ended
             os.close(_guards.popitem()[1])
         reader, _guards[pid] = os.pipe()
         command = [sys.executable, "-I", "-S", "-c", _GUARD, str(pid), str(reader)]
@@ -143,7 +145,7 @@ def _start_server() -> None:
 def _collect(
     pipes: list[Connection], processes: list[Any], deadline: float, expect_dead: set[int], folder: Path
 ) -> list[_Report]:
-    """One report per rank; stops early after the first failure."""
+    """Return one report per rank. After the first failure the others have `_GRACE_S` to report."""
     reports: dict[int, _Report] = {}
     open_pipes = dict(zip(pipes, range(len(pipes)), strict=True))
     while set(open_pipes.values()) - expect_dead and (left := deadline - time.monotonic()) > 0:
@@ -169,7 +171,7 @@ def _collect(
 
 
 def _where(process: Any, rank: int, folder: Path) -> str:
-    """The stack of a rank that does not answer, by faulthandler."""
+    """Return the stack of a rank that does not answer, by faulthandler."""
     if process.pid is None or not process.is_alive():
         return "no process"
     os.kill(process.pid, signal.SIGUSR1)
@@ -188,8 +190,8 @@ def _rank_main(
     pipe: Connection,
     folder: str,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the first one ends the others
-    reports = os.dup(pipe.fileno())  # open until this process ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent ends the ranks
+    reports = os.dup(pipe.fileno())  # stays open until this process ends
     if _reader_is_gone(reports, 0):
         os._exit(1)
     threading.Thread(target=_end_with_reader, args=(reports, folder), daemon=True, name="ep_moe parent").start()
@@ -197,21 +199,21 @@ def _rank_main(
         stack = open(f"{folder}/stack{rank}", "w")  # noqa: SIM115  (faulthandler writes to it until the process ends)
         faulthandler.register(signal.SIGUSR1, file=stack)
         torch.set_num_threads(threads)
-        tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which a rank that is killed leaves behind
+        tqdm.set_lock(threading.RLock())  # its default is a named semaphore, which a killed rank would leave behind
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         store = dist.FileStore(f"{folder}/store", -1)
         timeout = timedelta(seconds=deadline_s)
         store.set_timeout(timeout)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-        # a target that ends at once must not break the connection of a peer that still opens it
+        # a target that ends at once must not close a connection that a peer is still opening
         store.set(f"connected/{rank}", "")
         store.wait([f"connected/{peer}" for peer in range(world)])
         result = _resolve(target)(**kwargs)
-        if together:  # gloo connects sub-groups in its own time: a rank that leaves early breaks a peer's connection
+        if together:  # gloo may still be connecting sub-groups: a rank that leaves early breaks a peer's connection
             barrier(torch.device("cpu"))
-        pipe.send_bytes(pickle.dumps(_Report(True, result)))  # tensors by value: this process does not stay
+        pipe.send_bytes(pickle.dumps(_Report(True, result)))  # pickle copies tensors: this process ends, and its memory
     except BaseException as error:
-        if _reader_is_gone(reports, 0):  # another rank saw that first, and took the folder away
+        if _reader_is_gone(reports, 0):  # another rank may have noticed first and removed the folder
             os._exit(1)
         ours = error if isinstance(error, EPMoEError) else None
         pipe.send_bytes(pickle.dumps(_Report(False, traceback.format_exc(), ours)))
@@ -219,16 +221,16 @@ def _rank_main(
 
 
 def _end_with_reader(pipe: int, folder: str) -> None:
-    """End this process when nothing reads its reports any more: the one that began it was killed."""
+    """End this process when nothing reads its reports any more, because the process that started it was killed."""
     _reader_is_gone(pipe, None)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
 def _reader_is_gone(pipe: int, timeout_ms: int | None) -> bool:
-    """Whether the other end of a pipe is closed. timeout_ms: how long to wait for that, None for ever"""
+    """Return whether the other end of a pipe is closed. timeout_ms: how long to wait for that, None for no limit"""
     poll = select.poll()
-    poll.register(pipe, 0)  # errors alone, of which a closed other end is one
+    poll.register(pipe, 0)  # reports only errors, such as a closed other end
     return bool(poll.poll(timeout_ms))
 
 

@@ -1,8 +1,8 @@
-"""Which ranks share a host: nodes, local ranks and rails, in plain integers.
+"""The nodes of ranks: which ranks share a host, local ranks and rails, as plain integers.
 
-node        a host, or what stands for one (`ranks_per_node`)
-local rank  a rank's place among the ranks of its node that are in one group
-rail        the ranks of a group with one local rank, one of each node; on a cluster they share a switch
+node        a host, or the ranks that count as one (`ranks_per_node`)
+local rank  a rank's place among the ranks of a group that are on its node
+rail        the ranks of a group that have the same local rank, one per node; on a cluster they share a switch
 
     EP group of 4 ranks on 2 nodes     nodes {0 1} {2 3}     rails {0 2} {1 3}
 """
@@ -17,14 +17,14 @@ from itertools import pairwise
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """The node of every rank of a context, the same on all of them.
+    """The node of every rank of a context. It is the same on all ranks.
 
     Args:
         ranks: Ranks in torch.distributed.
-        nodes: The node of each, counted from 0 in the order in which nodes appear.
+        nodes: The node of each rank, numbered from 0 in the order of first appearance.
         hosts: A name for each node, for messages.
-        gpus: GPUs of each node where the nodes are on paper; None where they are here, and the driver knows.
-        store: What holds the store of torch.distributed, in words; "" where that is not known.
+        gpus: GPUs per node for a layout that is only planned; None for real nodes, whose GPUs the driver counts.
+        store: Text that says which process holds the store of torch.distributed; "" if that is not known.
     """
 
     ranks: tuple[int, ...]
@@ -35,14 +35,14 @@ class NodeLayout:
 
     @classmethod
     def found(cls, ranks: Sequence[int], hosts: Sequence[tuple[str, str]]) -> NodeLayout:
-        """Tell nodes apart by the identities of hosts.
+        """Create the nodes from the identities of hosts.
 
         Args:
             ranks: Ranks in torch.distributed.
-            hosts: Identity and name of each rank's host. Equal identities are one node.
+            hosts: Identity and name of each rank's host. Ranks with equal identities are on one node.
 
         Returns:
-            The nodes. Of two hosts with one name the second has its number behind it.
+            The nodes. If two hosts have the same name, the node's number is appended to the second one's.
         """
         number: dict[str, int] = {}
         names: list[str] = []
@@ -54,12 +54,12 @@ class NodeLayout:
 
     @classmethod
     def counted(cls, ranks: Sequence[int], ranks_per_node: int, gpus: int | None = None) -> NodeLayout:
-        """Tell nodes apart by the numbers of ranks, whatever hosts these are on.
+        """Create nodes of consecutive ranks, whatever hosts they are on.
 
         Args:
             ranks: Ranks in torch.distributed.
-            ranks_per_node: So many consecutive ranks are one node.
-            gpus: As the field. Default: nodes that are here.
+            ranks_per_node: The number of consecutive ranks of a node.
+            gpus: The field `gpus`. Default: real nodes.
 
         Returns:
             The nodes.
@@ -72,7 +72,7 @@ class NodeLayout:
         return dict(zip(self.ranks, self.nodes, strict=True))
 
     def node(self, rank: int) -> int:
-        """Say on which node a rank is.
+        """Return the node of a rank.
 
         Args:
             rank: In torch.distributed.
@@ -83,7 +83,7 @@ class NodeLayout:
         return self._node[rank]
 
     def host(self, rank: int) -> str:
-        """Name the node that a rank is on.
+        """Return the name of a rank's host.
 
         Args:
             rank: In torch.distributed.
@@ -100,7 +100,7 @@ class NodeLayout:
             group: Ranks in torch.distributed.
 
         Returns:
-            A list per node that has any, nodes ascending, each in the order of the group.
+            One list per node with ranks of the group, nodes ascending. Each list is in the order of the group.
         """
         parts: dict[int, list[int]] = {}
         for rank in group:
@@ -111,21 +111,22 @@ class NodeLayout:
         """List the ranks of a group by local rank.
 
         Args:
-            group: Ranks in torch.distributed, of which `uneven` has nothing to say.
+            group: Ranks in torch.distributed, for which `uneven` returns None.
 
         Returns:
-            A list per local rank, each with one rank of each node.
+            One list per local rank, with one rank of each node.
         """
         return [list(rail) for rail in zip(*self.split(group), strict=True)]
 
     def uneven(self, group: Sequence[int]) -> str | None:
-        """Say why a group has no rails.
+        """Return why a group has no rails.
 
         Args:
             group: Ranks in torch.distributed.
 
         Returns:
-            None, or what is wrong with its ranks.
+            None if it has rails. Else the reason: its nodes have different numbers of ranks, or the ranks of a rail are
+            not in the order of their nodes.
         """
         parts = self.split(group)
         if len({len(part) for part in parts}) > 1:
@@ -146,16 +147,16 @@ class NodeLayout:
             group: Ranks in torch.distributed.
 
         Returns:
-            Such as "a (ranks 0, 1), b (ranks 2, 3)".
+            For example "a (ranks 0, 1), b (ranks 2, 3)".
         """
         return ", ".join(f"{self.host(part[0])} ({named(part)})" for part in self.split(group))
 
     def with_store(self, holders: Sequence[str]) -> NodeLayout:
-        """Say what holds the store of torch.distributed.
+        """Return the nodes with `store` set, the text that says which process holds the store of torch.distributed.
 
         Args:
-            holders: What each rank found on its host, in the order of `ranks`: "rank" for itself, "agent" for the agent
-                of torchrun that started it, "" for neither.
+            holders: The result of `answering_store.holder` on each rank, in the order of `ranks`: "rank" if the rank
+                itself holds the store, "agent" if the torchrun agent that started it does, else "".
 
         Returns:
             The same nodes with `store`.
@@ -173,14 +174,14 @@ class NodeLayout:
         return replace(self, store=f"{held} held it, so {lost} is lost")
 
     def lost(self, silent: Sequence[int], group: Sequence[int]) -> list[str]:
-        """Say on which hosts the silent ranks of a group are.
+        """Describe the hosts of the silent ranks of a group.
 
         Args:
             silent: Ranks that show no sign of life.
-            group: These, and the ranks that wait for them.
+            group: The silent ranks, and the ranks that wait for them.
 
         Returns:
-            A sentence for each node that has any, where there are several nodes.
+            One sentence per node with silent ranks. Empty if there is only one node.
         """
         if len(self.hosts) == 1:
             return []
@@ -195,12 +196,12 @@ class NodeLayout:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Write ranks in words.
+    """Write a list of ranks as text.
 
     Args:
-        ranks: At least one.
+        ranks: At least one rank.
 
     Returns:
-        Such as "ranks 0, 1".
+        For example "ranks 0, 1".
     """
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

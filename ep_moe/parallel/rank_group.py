@@ -1,4 +1,4 @@
-"""A group of ranks and the flight recorder that watches it, which every transport is handed."""
+"""RankGroup: a process group with the flight recorder that watches it. Every transport gets one."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ep_moe.parallel.step_board import HostExchange
 from ep_moe.runtime.devices import unseen_by_modes
 
 _log = logging.getLogger("ep_moe.parallel")
-GIVEN = "layers="  # begins what a call carries that is given a model
+GIVEN = "layers="  # the first fact in `carried` of functions that take a model, such as clip_grad_norm_
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
-    """Wait for all ranks of a group, default all of the job's. NCCL would guess this rank's GPU, so name it."""
+    """Wait for all ranks of a group, by default of the job. Names this rank's GPU, which NCCL would guess otherwise."""
     ids = [device.index] if dist.get_backend(group) == "nccl" else None
     dist.barrier(group, device_ids=ids)
 
 
-_NEVER = -(2**63)  # no number that ranks exchange
-Gradients = Mapping[str, Tensor]  # what a call is differentiated by, by name
+_NEVER = -(2**63)  # a number that ranks never exchange
+Gradients = Mapping[str, Tensor]  # tensors of a call that may require gradients, by name
 NO_GRADIENTS: Gradients = MappingProxyType({})
 
 
 class _Known:
-    """What a group learns in its calls.
+    """Facts that a group learns in its calls.
 
-    own: what this rank exchanges numbers by, if it sees the memory of all others
-    by: the same, once it is known that all ranks do
+    own: the `HostExchange` of this rank, if it can read the memory of all other ranks
+    by: the same, once it is known that all ranks have one
     """
 
     own: HostExchange | None = None
@@ -52,11 +52,11 @@ class _Known:
 
 @dataclass(frozen=True)
 class Levels:
-    """An EP group that lies evenly on nodes.
+    """The two levels of an EP group with equally many ranks on each node.
 
     node: its ranks on this node, by local rank
-    rail: its ranks with this one's local rank, by node
-    node_major_ranks: of each of its ranks, node * (ranks of a node) + local rank
+    rail: its ranks with this rank's local rank, by node
+    node_major_ranks: for each of its ranks, node * (ranks of a node) + local rank
     """
 
     node: RankGroup
@@ -69,14 +69,14 @@ class RankGroup:
     """A group of ranks, with the flight recorder that watches its collectives.
 
     Args:
-        group: Of torch.distributed, None where there is one rank.
+        group: The process group of torch.distributed, None for a single rank.
         ranks: Global ranks in group order.
         rank: This rank's place in the group.
         flight_recorder: Numbers the steps of this rank, and finds lost peers.
-        levels: Of an EP group on several nodes, None for one node or where ranks lie unevenly.
+        levels: The nodes and rails of an EP group on several nodes. None for one node, or for a group without rails.
 
     Attributes:
-        exchanges: Numbers the differentiable collectives of the group, alike on all ranks.
+        exchanges: A counter that numbers the differentiable collectives of the group, equally on all ranks.
     """
 
     group: ProcessGroup | None
@@ -89,25 +89,26 @@ class RankGroup:
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @classmethod
     def alone(cls) -> RankGroup:
-        """A group of one rank, for one process without torch.distributed."""
+        """Create a group of one rank, for one process without torch.distributed."""
         return cls(None, (0,), 0, FlightRecorder())
 
     def exchange(self, values: Tensor) -> list[list[int]]:
-        """Give every rank the integers of all ranks. Collective. Waits for the device.
+        """All-gather integers to the host. Collective. Waits for the device.
 
         Args:
-            values: int64 [n], of this rank.
+            values: int64 [n] of this rank.
 
         Returns:
-            Integers on the host, by rank, then by place: R lists of n.
+            R lists of n integers, by rank.
 
         Raises:
-            DistBackendError: A lost peer aborted it; a PeerTimeout within a flight recorder's step.
+            DistBackendError: The collective was aborted after a peer was lost. A flight recorder's step turns it into
+                PeerTimeout.
         """
         if self.size == 1:
             return [values.tolist()]
@@ -116,7 +117,7 @@ class RankGroup:
         all_gather_single(gathered, values, group=self.group)
         rows: list[list[int]] = gathered.view(self.size, -1).tolist()
         self.flight_recorder.check()
-        if any(_NEVER in row for row in rows):  # old numbers would be taken for these
+        if any(_NEVER in row for row in rows):  # the collective did not write all numbers
             raise dist.DistBackendError("an exchange was aborted")
         return rows
 
@@ -124,18 +125,20 @@ class RankGroup:
         """Reduce a tensor over the group, in place. Collective.
 
         Args:
-            tensor: Of any shape; NaN where a lost peer aborts it, as `nan_if_aborted` has it.
-            op: How.
+            tensor: A tensor of any shape. It becomes NaN if the collective is aborted (`nan_if_aborted`).
+            op: The reduction.
         """
         dist.all_reduce(tensor, op=op, group=self.group)
         self.nan_if_aborted(tensor)
 
     def nan_if_aborted(self, out: Tensor) -> None:
-        """Put NaN in place of what a collective has left, if that was aborted. The host learns of a lost peer when it
-        comes to its next step, and may have read or learned from those numbers before. Nothing waits for the device.
+        """Fill a collective's result with NaN if the collective was aborted. Does not wait for the device.
+
+        The host learns of a lost peer only in its next step. Before that it may have read the arbitrary numbers of an
+        aborted collective, or trained on them.
 
         Args:
-            out: What a collective of torch has written, once the current stream waits for it. Integers stay.
+            out: The result of a collective of torch, after the current stream waits for it. Integers are not changed.
         """
         aborted = self.flight_recorder.device_watch.aborted(out.device)
         if aborted is not None and out.is_floating_point():
@@ -152,28 +155,29 @@ class RankGroup:
     ) -> list[list[int]]:
         """Exchange one call's integers, and raise one rank's problem on all ranks. Collective.
 
-        A bad argument on one rank so becomes one error on all ranks, and no hang. It costs nothing more than the
-        exchange of counts that the call needs anyway.
+        A bad argument on one rank thus becomes an error on all ranks instead of a hang. The check adds no exchange: a
+        call exchanges its counts anyway.
 
         Args:
-            values: n integers or int64 tensors of this rank, integers first; n at most R + 1.
+            values: n integers and int64 tensors of this rank, integers first. n, with all elements of the tensors, is
+                at most R + 1.
             problem: A fault found on this rank, or None.
-            device: Where the integers are exchanged.
-            gradients: Tensors by name, for which all ranks must want gradients alike.
+            device: The device of the exchange.
+            gradients: Tensors by name. Each of them must require a gradient on all ranks or on none.
 
         Returns:
-            Integers on the host, by rank, then by place: R lists of n.
+            R lists of n integers on the host, by rank.
 
         Raises:
-            InputError: On all ranks, where a rank has a problem, ranks are in different layers, carry rows of different
-                dtypes or sizes, or some want gradients and others none.
+            InputError: On all ranks, if a rank has a problem, or ranks are in different layers, have different facts in
+                `FlightRecorder.carried`, or differ in which tensors require gradients.
             ValueError: There are more than R + 1 integers.
         """
         where, carried = (
             zlib.crc32(self.flight_recorder.where.encode()),
             zlib.crc32(self.flight_recorder.carried.encode()),
         )
-        # integers in one copy to the device, tensors behind them
+        # one copy moves all integers to the device; the tensors follow them
         integers = [value for value in values if isinstance(value, int)]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
         assert not any(isinstance(value, int) for value in values[len(integers) :]), "integers come first"
@@ -182,7 +186,7 @@ class RankGroup:
             raise ValueError(
                 f"agree exchanges at most R + 1 = {self.size + 1} numbers on {self.size} ranks, got {numbers}"
             )
-        # one width whatever the call, so that ranks in different layers still understand each other
+        # all calls have the same width, so that ranks in different layers can exchange and report that
         filler = [0] * (self.size + 1 - numbers)
         header = [problem is not None, where, carried, _asked(gradients), *filler, *integers]
         row = torch.tensor(header, dtype=torch.int64, device=device)
@@ -206,19 +210,19 @@ class RankGroup:
         return [row[len(row) - numbers :] for row in rows]
 
     def meet_in_backward(self, where: str, number: int, gradient: Tensor) -> None:
-        """Find out that a peer is elsewhere, ahead of a collective of backward: gloo ends a process where sizes differ,
-        and takes the gradients of another call where they do not.
+        """Check before a collective of backward that all ranks are in the backward of the same call.
 
-        Collective on CPUs. Nothing on GPUs, where it would wait for the device.
+        Otherwise gloo would end a process if sizes differ, and would exchange gradients of different calls if they do
+        not. Collective on CPUs. On GPUs it compares nothing, because it would wait for the device.
 
         Args:
-            where: The layer, as the flight recorder had it in forward.
-            number: Of the collective in forward, by `exchanges`.
-            gradient: What the collective is to exchange.
+            where: The layer: `FlightRecorder.where` in forward.
+            number: The number of the collective in forward, from `exchanges`.
+            gradient: The tensor that the collective will exchange.
 
         Raises:
-            InputError: The gradient is a batch of several, which no collective takes. On CPUs on all ranks, also where
-                one is in a call, or in the backward of another layer or call.
+            InputError: The gradient is a batch of several, which collectives do not support. On CPUs it is raised on
+                all ranks, and also if one is in a forward, or in the backward of another layer or call.
         """
         problem = batch_problem(gradient)
         if gradient.device.type != "cpu":
@@ -242,41 +246,41 @@ class RankGroup:
         *,
         gradients: Gradients = NO_GRADIENTS,
     ) -> int:
-        """Find the most tokens of any rank in a call. Collective; through the host's memory where the ranks share it.
+        """Return the most tokens of any rank in a call. Collective; through host memory if the ranks share it.
 
         Args:
-            tokens: Of this rank.
+            tokens: The tokens of this rank.
             problem: A fault found on this rank, or None.
-            device: Of the call.
+            device: The device of the call.
             what: The transport's name, for errors.
-            gradients: As `agree` takes them.
+            gradients: As in `agree`.
 
         Returns:
             The most tokens, the same on all ranks.
 
         Raises:
-            InputError: On all ranks, where `agree` raises it.
+            InputError: On all ranks, as in `agree`.
         """
         return self.begin_most_tokens(tokens, problem, device, what, gradients=gradients)()
 
     def begin_most_tokens(
         self, tokens: int, problem: str | None, device: torch.device, what: str, *, gradients: Gradients = NO_GRADIENTS
     ) -> Callable[[], int]:
-        """Begin `most_tokens`: peers read this rank's number while it does something else.
+        """Begin `most_tokens`, so that this rank can do other work until the peers' numbers arrive.
 
         Args:
-            tokens: Of this rank.
+            tokens: The tokens of this rank.
             problem: A fault found on this rank, or None.
-            device: Of the call.
+            device: The device of the call.
             what: The transport's name, for errors.
-            gradients: As `agree` takes them.
+            gradients: As in `agree`.
 
         Returns:
-            What waits for the peers' numbers, and returns the most tokens or raises as `most_tokens`. It is called
-            before the next exchange.
+            A function that waits for the peers' numbers, and returns or raises like `most_tokens`. Call it before the
+            group's next exchange.
 
         Raises:
-            InputError: The group has one rank, and that a problem.
+            InputError: The group has one rank, which has a problem.
         """
         recorder, by = self.flight_recorder, self.known.by
         if self.size == 1:
@@ -302,11 +306,15 @@ class RankGroup:
     def _agreed_most(
         self, tokens: int, problem: str | None, device: torch.device, what: str, gradients: Gradients
     ) -> int:
-        """By a collective: before it is known whether the host's memory serves, and where ranks differ."""
+        """Return the most tokens by `agree`, a collective on the device.
+
+        It is used until it is known whether all ranks share host memory, if they do not, and if they differ or one has
+        a problem: `agree` then raises the error.
+        """
         recorder, known = self.flight_recorder, self.known
         if not known.asked:
             known.own, known.asked = recorder.host_exchange(self.ranks), True
-        with self._aside(what), unseen_by_modes():  # later calls go through the host's memory
+        with self._aside(what), unseen_by_modes():  # dispatch modes must not count it: later calls may use host memory
             rows = self.agree([known.own is not None, tokens], problem, device, gradients=gradients)
         if not known.decided:
             known.by, known.decided = known.own if all(row[0] for row in rows) else None, True
@@ -320,7 +328,10 @@ class RankGroup:
 
     @contextmanager
     def _aside(self, what: str) -> Iterator[None]:
-        """A step that begins a dispatch, in which peers that come late are behind; it is not counted beside that."""
+        """Enter a step at the beginning of a dispatch. It counts as the dispatch's step, not as one more.
+
+        Peers that arrive late are found to be behind this step.
+        """
         before = self.flight_recorder.newest
         with self.flight_recorder.step("dispatch", what):
             yield
@@ -377,14 +388,14 @@ class RankGroup:
 
 
 def _asked(gradients: Gradients) -> int:
-    """A bit for each that is asked for."""
+    """Return a bit mask of the tensors that require gradients, 0 if grad mode is off."""
     if not torch.is_grad_enabled():
         return 0
     return sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
 
 
 def of_other_calls(where: str, ranks: tuple[int, int]) -> InputError:
-    """where: the backward of a layer, which these ranks are in for different calls"""
+    """Return the error for two ranks that are in the backward of different calls. where: `the backward of NAME`"""
     return InputError(
         f"{where}: the ranks are not in that of the same call, rank {ranks[0]} and rank {ranks[1]} at least; run "
         f"backward of the same losses in the same order on all ranks, and of a sum of losses on all ranks or on none"

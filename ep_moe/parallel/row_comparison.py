@@ -1,8 +1,9 @@
-"""Whether the tp ranks of a dp rank pass the same rows.
+"""Check that the tp ranks of a dp rank pass the same rows.
 
-Each rank works on its share and ignores its other rows, so that different rows would be lost without an error. A
-checksum rides on the exchange of counts, which the host waits for anyway. Where checksums differ, a second exchange
-compares row by row. Ranks that compute the same rows by different kernels differ by rounding, and go on.
+Each rank works on its share of the rows and ignores the others. If ranks passed different rows, some would be lost
+without an error. A checksum is exchanged together with the counts, for which the host waits anyway. If checksums
+differ, a second exchange compares row by row. Differences of the size of rounding are accepted: ranks may compute the
+same rows by different kernels.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.runtime.devices import unseen_by_modes
 
 MASKS = ("mask", "mask with send_masked")
-NAMES = ("x", "routing.ids", "routing.weights", *MASKS)  # what a call may pass
-_SIGNS = 8  # random projections of a row; the root of their mean square estimates a distance
-# of a row's norm: what rounding may come to through many layers, and far below what other tokens differ by
+NAMES = ("x", "routing.ids", "routing.weights", *MASKS)  # the arguments of a call
+_SIGNS = 8  # random projections of a row; the root mean square of their differences estimates the distance of two rows
+# the largest accepted distance, relative to a row's norm: above rounding through many layers, and far below the
+# distance of different tokens
 _ROUNDING = {torch.bfloat16: 2**-4, torch.float16: 2**-4, torch.float32: 2**-9, torch.float64: 2**-9}
 _NEEDS = f"ParallelConfig.tokens={Tokens.REPLICATED.value} needs the same tokens on all tp ranks"
 _REMEDY = (
@@ -31,27 +33,27 @@ _REMEDY = (
     f"ranks), or tokens={Tokens.SHARDED.value} where each rank has its own"
 )
 
-Passed = Mapping[str, Tensor]  # by a name of NAMES
+Passed = Mapping[str, Tensor]  # a call's arguments by name, one of NAMES
 
 
 def argument_bits(passed: Passed) -> int:
-    """Number the arguments that there are: bit i for NAMES[i]."""
+    """Return a bit mask of the arguments that are passed: bit i for NAMES[i]."""
     return sum(1 << NAMES.index(name) for name in passed)
 
 
 def has_mask(names: int) -> bool:
-    """names: as `argument_bits` gives them."""
+    """Return whether a mask is passed. names: the result of `argument_bits`"""
     return names >> NAMES.index("mask") > 0
 
 
 def counts_problem(found: Mapping[int, int]) -> str:
-    """found: rows of x by rank."""
+    """Return the message for tp ranks with different numbers of rows. found: rows of x by rank"""
     counts = ", ".join(f"{rows} on rank {rank}" for rank, rows in found.items())
     return f"{_NEEDS}, got x with {counts} rows; {_REMEDY}"
 
 
 def arguments_problem(found: Mapping[int, int]) -> str:
-    """found: arguments by rank, as `facts` numbers them."""
+    """Return the message for tp ranks with different arguments. found: results of `argument_bits` by rank"""
     said = [
         f"{', '.join(name for at, name in enumerate(NAMES) if bits >> at & 1)} on rank {rank}"
         for rank, bits in found.items()
@@ -69,11 +71,13 @@ class RowComparison:
     def __init__(self, rank_group: RankGroup) -> None:
         self._rank_group = rank_group
         self._warned = False
-        self._factors: Tensor | None = None  # of checksums; each line of `facts` is host time of an eager call
+        self._factors: Tensor | None = None  # the factors of checksums, cached to save host time in each eager call
 
     def facts(self, passed: Passed | None, device: torch.device, *, compared: bool) -> list[int | Tensor]:
-        """Numbers that are equal where ranks pass the same: which arguments, and a checksum of them if they are
-        compared with other ranks'."""
+        """Return two numbers that are equal on ranks that pass the same: `argument_bits`, and a checksum.
+
+        compared: whether the arguments are compared with other ranks'. If not, the checksum is 0
+        """
         if not passed:
             return [0, 0]
         if not compared:
@@ -83,8 +87,10 @@ class RowComparison:
         return [argument_bits(passed), sums[0] if len(sums) == 1 else checksum(torch.stack(sums), device)]
 
     def _place_factors(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Those of at least as many words as a checksum of the tensor weighs at a time, kept for later calls: few
-        tokens do not write the 8 MiB of the most words."""
+        """Return cached `place_factors` for a checksum of the tensor.
+
+        They are only as long as the largest tensor so far needs, up to 8 MiB: calls with few tokens need not write all.
+        """
         words = min(WORDS, -(-tensor.numel() * tensor.element_size() // 8))
         if self._factors is None or self._factors.device != device or len(self._factors) < words:
             with unseen_by_modes():
@@ -93,13 +99,15 @@ class RowComparison:
 
     @torch.no_grad()
     def problem(self, passed: Passed) -> str | None:
-        """Compare row by row. Collective over the group.
+        """Compare the arguments of tp ranks row by row. Collective over the group.
+
+        Warns once if rows differ by rounding.
 
         Args:
-            passed: The call's arguments. Same names and as many rows on all ranks.
+            passed: The call's arguments. All ranks pass the same names and equally many rows.
 
         Returns:
-            None where the rows of all ranks are the same but for rounding, else what differs.
+            None if the rows of all ranks are equal up to rounding, else a message that says what differs.
         """
         largest = 0.0
         for name, tensor in passed.items():
@@ -126,12 +134,15 @@ class RowComparison:
 
 
 def _unequal(rows: Tensor, rank_group: RankGroup) -> Sequence[Tensor]:
-    """1 for each row that is not that of the next rank, else 0."""
+    """Return for each pair of consecutive ranks float64 [rows]: 1 for each row that differs, else 0."""
     return [(one != other).any(1).double() for one, other in pairwise(_gathered(rows.long(), rank_group))]
 
 
 def _distances(rows: Tensor, rank_group: RankGroup) -> Sequence[Tensor]:
-    """Of each row from that of the next rank, as a part of its norm; infinite where one alone is NaN."""
+    """Return for each pair of consecutive ranks the distance of each row, relative to its norm.
+
+    It is infinite if only one of two rows has a NaN.
+    """
     wide = rows.double() if rows.dtype == torch.float64 else rows.float()
     columns = wide.shape[1]
     generator = torch.Generator("cpu").manual_seed(0)

@@ -1,14 +1,14 @@
-"""What ranks of one host tell each other through memory that they share: how far each has come (`StepBoard`), for those
-that must not wait for it, and numbers before a call (`HostExchange`).
+"""Shared memory of the ranks of one host: each rank's newest step (`StepBoard`), and exchanges of numbers before a call
+(`HostExchange`).
 
-A heartbeat is up to seconds old when a process is killed. Here a rank writes one word for each step, and the ranks of
-its host have mapped that word beforehand. The memory has no name in a file system, so a killed process leaves nothing
-behind. Linux only; elsewhere, and between hosts and containers, heartbeats are all there is.
+Steps: when a process is killed, its last heartbeat may be seconds old. So a rank also writes one word per step into
+memory that the other ranks of its host have mapped. The memory is anonymous (memfd), so a killed process leaves no file
+behind. This works on Linux only. On other systems, and between hosts and containers, there are only heartbeats.
 
-Numbers cost a few microseconds of the host, and no wait for a device. Each rank writes two words for its peers to read,
-one pair for exchanges with an even number and one for those with an odd number. A rank writes a pair again two
-exchanges later. By then each peer has written the exchange between, and so has read this one. Each word holds the
-number of its exchange, so that no order among stores is needed.
+Exchanges: they take a few microseconds of the host and do not wait for a device. Each rank writes a pair of words that
+its peers read. There are two pairs, one for exchanges with an even number and one for those with an odd number. A rank
+overwrites a pair two exchanges later. It does so only after each peer has written the exchange between, hence has read
+the pair. Each word contains the number of its exchange, so that the order of the two stores does not matter.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ import torch.distributed as dist
 from ep_moe.parallel.nodes import named
 
 _BYTES = 1 << 14
-_TOKEN, _STEP, _LENGTH = 0, 1, 2  # words
-EXCHANGED = 3  # the first of 4 words: two of an exchange with an even number, two of one with an odd number
-_TEXT = 56  # bytes, where the text begins
-_CODES = 1 << 15  # names of steps that fit beside a number and `done` into one word
+_TOKEN, _STEP, _LENGTH = 0, 1, 2  # indices of words
+EXCHANGED = 3  # the index of the first of 4 words: a pair for even exchanges, then a pair for odd ones
+_TEXT = 56  # the byte offset of the names of places, one JSON line each
+_CODES = 1 << 15  # places have 15-bit numbers: a word holds the step's number, its place and `done`
 
 Place = tuple[str, str, str]  # where, phase, detail
 
 
 class StepBoard:
-    """This rank's own. `address` tells peers where it is."""
+    """The board of this rank. Peers map it by its `address`."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("ep_moe steps")
@@ -53,18 +53,18 @@ class StepBoard:
     def made(cls) -> StepBoard | None:
         try:
             return cls()
-        except (AttributeError, OSError):  # no such call, or none allowed
+        except (AttributeError, OSError):  # memfd_create does not exist or is not allowed
             return None
 
     def put(self, number: int, place: Place, done: bool) -> None:
-        """One aligned word, so that a reader never sees half of a step."""
+        """Write the newest step. It is one aligned word, so that a reader never sees half of it."""
         code = self._codes.get(place)
         if code is None:
             code = self._named(place)
         self._words[_STEP] = (number << 16) | (code << 1) | done
 
     def _named(self, place: Place) -> int:
-        """The place's number, which begins at 1; 0 where there is no room left for its name."""
+        """Write the name of a new place and return its number, from 1 on; 0 if there is no room for the name."""
         line = json.dumps(place).encode() + b"\n"
         end = _TEXT + len(self._text) + len(line)
         if end > _BYTES or len(self._codes) + 1 >= _CODES:
@@ -77,7 +77,7 @@ class StepBoard:
 
     @property
     def words(self) -> memoryview:
-        """int64, to write."""
+        """The memory as int64 words, for writing."""
         return self._words
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class StepBoard:
 
 
 class PeerBoard:
-    """A peer's, for reading. words: int64"""
+    """The board of a peer, for reading. words: its memory as int64 words"""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -96,7 +96,7 @@ class PeerBoard:
 
     @classmethod
     def at(cls, address: str) -> PeerBoard | None:
-        """None where it cannot be reached from here."""
+        """Map a peer's board; return None if it cannot be read from this process."""
         found: dict[str, Any] = json.loads(address)
         if found["host"] != _host():
             return None
@@ -112,7 +112,7 @@ class PeerBoard:
         return board if board._word(_TOKEN) == found["token"] else None
 
     def read(self) -> tuple[int, Place, bool] | None:
-        """Number, place and done of its newest step; None before the first one, or where its name found no room."""
+        """Return number, place and `done` of the newest step; None before the first one, or if it has no name."""
         word = self._word(_STEP)
         code = word >> 1 & _CODES - 1
         lines = self._memory[_TEXT : _TEXT + self._word(_LENGTH)].splitlines()
@@ -131,7 +131,7 @@ class PeerBoard:
 
 
 def _host() -> str:
-    """Processes of one value see each other under /proc."""
+    """Return a key of this host and PID namespace. Processes with the same key see each other under /proc."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -139,20 +139,20 @@ def _host() -> str:
         return secrets.token_hex(8)
 
 
-# --- a device's progress ----------------------------------------------------------------------------------------------
+# --- exchanges of numbers ---------------------------------------------------------------------------------------------
 
 
-_BITS = 16  # of a word are the number of the exchange
+_BITS = 16  # bits of a word that hold the number of the exchange
 _NUMBERS = (1 << _BITS) - 1
-LARGEST = (1 << 63 - _BITS) - 1  # of a number that is exchanged
-_POLLS, _POLLS_IN_TURN = 200, 2000  # before others get this core, and before this thread sleeps
-_LONGEST_S = 5e-4  # of a sleep
+LARGEST = (1 << 63 - _BITS) - 1  # the largest number that can be exchanged
+_POLLS, _POLLS_IN_TURN = 200, 2000  # polls before this thread yields the core, and then before it sleeps
+_LONGEST_S = 5e-4  # the longest sleep
 
 _yield = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Recorder(Protocol):
-    """What is asked of the flight recorder."""
+    """The part of the flight recorder that an exchange uses."""
 
     deadline_s: float
 
@@ -160,22 +160,25 @@ class Recorder(Protocol):
 
 
 class HostExchange:
-    """Exchanges among the ranks of one group, all of which make the same ones. own: this rank's; peers: by rank"""
+    """Exchanges of numbers among the ranks of one group. All ranks make the same exchanges in the same order.
+
+    own: this rank's board; peers: the boards of all other ranks
+    """
 
     def __init__(self, own: StepBoard, peers: dict[int, PeerBoard]) -> None:
         self._own, self._peers = own.words, {rank: board.words for rank, board in peers.items()}
         self._number = 0
 
     def post(self, first: int, second: int) -> None:
-        """Write this rank's pair for its peers, each number in [0, LARGEST]. The next step is `collect`."""
+        """Write this rank's pair of numbers, each in [0, LARGEST]. `collect` must follow."""
         number = self._number = self._number + 1 & _NUMBERS
         at = EXCHANGED + 2 * (number & 1)
         self._own[at], self._own[at + 1] = first << _BITS | number, second << _BITS | number
 
     def collect(self, recorder: Recorder, late: Callable[[], AbstractContextManager[object]]) -> list[tuple[int, int]]:
-        """The peers' pairs of the exchange that was posted last.
+        """Wait for the peers' pairs of the exchange that was posted last, and return them.
 
-        late: entered where a peer is not here yet, for a `with`; what it makes of an exception is raised
+        late: returns a context manager for the wait, if a peer is late. It may replace the wait's exceptions
         """
         number, at = self._number, EXCHANGED + 2 * (self._number & 1)
         if self._missing(at, number, _POLLS):
@@ -184,7 +187,7 @@ class HostExchange:
         return [(words[at] >> _BITS, words[at + 1] >> _BITS) for words in self._peers.values()]
 
     def _missing(self, at: int, number: int, polls: int) -> list[int]:
-        """Ranks that have not written, after so many looks at one that has not."""
+        """Return the ranks that have not written their pair. polls: how often to look at each rank"""
         missing = []
         for rank, words in self._peers.items():
             for _ in range(polls):
@@ -201,7 +204,7 @@ class HostExchange:
             if turns < _POLLS_IN_TURN:
                 _yield()
                 continue
-            recorder.check()  # a peer may have failed meanwhile
+            recorder.check()  # raises if a peer has failed
             if time.monotonic() > end:
                 raise dist.DistError(f"{named(missing)} did not come to this call")
             time.sleep(pause_s)

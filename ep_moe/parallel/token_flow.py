@@ -1,13 +1,14 @@
-"""Which rows of a call this rank works on, and how outputs find back.
+"""TokenFlow: the split of a call's rows over tp and etp ranks, and the way of the outputs back to x.
 
-    x [T, H]        what the model passed; equal on all tp ranks where tokens are replicated
-    local_tokens    the rows this rank answers for; over all ranks every token once
-    etp_gather      the local tokens of this rank's etp group: its members hold pieces of the same experts, so each of
-                    them sends all these rows through its piece
-    etp_reduce      sums the pieces, and keeps the local tokens
-    tp_gather       the outputs of all tp ranks' local tokens, as the model expects them back
+    x [T, H]        the model's rows; equal on all tp ranks if tokens are replicated
+    local_tokens    this rank's share of x; the shares of all ranks contain every token once
+    etp_gather      the local tokens of all ranks of the etp group; each of these ranks holds a shard of the same
+                    experts and computes all these rows with its shard
+    etp_reduce      sums the partial results over the etp group, and keeps this rank's local tokens
+    tp_gather       the outputs of the local tokens of all tp ranks, in the order of x
 
-With etp = 1 the gathered rows are the local tokens; with one tp rank, or sequence-sharded tokens, these are x.
+With etp = 1 the gathered rows are the local tokens. With one tp rank, or sequence-sharded tokens, the local tokens are
+x.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Share:
 
     Args:
         local: [start, stop) of x, the local tokens.
-        etp_counts: Local tokens of each rank of the etp group.
-        tp_counts: Local tokens of each rank of the tp group.
+        etp_counts: The number of local tokens of each rank of the etp group.
+        tp_counts: The number of local tokens of each rank of the tp group.
         masked: Whether a rank of the etp group passes a mask.
     """
 
@@ -50,13 +51,13 @@ class Share:
 
 
 def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None) -> Passed:
-    """Name what tp ranks must pass alike in a call of a layer.
+    """Return the arguments of a call that must be equal on tp ranks, by name.
 
     Args:
         rows: x.
-        routing: What the caller gave, or None.
-        mask: What the caller gave, or None.
-        replayed_ids: Of a router whose choice is replayed, or None.
+        routing: The caller's routing, or None.
+        mask: The caller's mask, or None.
+        replayed_ids: The ids of a replayed routing, or None.
 
     Returns:
         Tensors by name, one of `row_comparison.NAMES`.
@@ -72,7 +73,7 @@ def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, 
 
 
 class TokenFlow:
-    """The way of tokens between the attention view and the expert view of the ranks.
+    """Moves rows between the attention layout (tp) and the expert layout (etp) of the ranks.
 
     Args:
         layout: This rank's coordinates.
@@ -81,9 +82,9 @@ class TokenFlow:
         lockstep: All ranks that run the same layers together.
 
     Attributes:
-        whole: Each rank's tokens are its own, and nothing is agreed on before a call.
-        etp_rows_are_local: The rows of `etp_gather` are all among this rank's x, so that no rank asks another for them.
-        checks_input: `enter` exchanges numbers and compares the call's arguments.
+        whole: Whether each rank works on all rows of its x, and ranks exchange nothing before dispatch.
+        etp_rows_are_local: Whether all rows of `etp_gather` are in this rank's x, so that no exchange is needed.
+        checks_input: Whether `enter` exchanges numbers and compares the call's arguments.
     """
 
     def __init__(self, layout: RankLayout, *, tp: RankGroup, etp: RankGroup, lockstep: RankGroup) -> None:
@@ -106,30 +107,31 @@ class TokenFlow:
         *,
         gradients: Gradients = NO_GRADIENTS,
     ) -> Share:
-        """Agree with all ranks of this layer's collectives on a call, and split its rows.
+        """Begin a call together with all ranks of the layer's collectives, and return the split of its rows.
 
-        Where the EP group holds all of them and nothing is split, the dispatcher's own exchange does this instead.
-        Inside a CUDA-graph capture all must pass equally many rows, and nothing is compared.
+        The ranks exchange row counts, problems and checksums of arguments. If the EP group holds all these ranks and no
+        tokens are split, the dispatcher's own exchange does this instead. In a CUDA graph capture all ranks must pass
+        equally many rows, and nothing is compared.
 
         Args:
             total: Rows of x on this rank.
             problem: A fault found on this rank, or None.
-            device: Of x.
-            passed: The call's arguments, of which tp ranks pass the same.
-            gradients: What the call is differentiated by, on all ranks or on none.
+            device: The device of x.
+            passed: The call's arguments that must be equal on tp ranks.
+            gradients: Tensors by name. Each of them must require a gradient on all ranks or on none.
 
         Returns:
             The split.
 
         Raises:
-            InputError: on all ranks, where any has a problem, or tp ranks that must pass the same do not.
+            InputError: on all ranks, if any rank has a problem, or tp ranks pass different arguments.
         """
         layout = self._layout
         masked = passed is not None and any(name in passed for name in MASKS)
         if self.whole:
             return Share((0, total), [total], [total], masked)
         totals = {layout.rank: total}
-        if capturing(device):  # no exchange can be captured: a batch size is captured on all ranks alike
+        if capturing(device):  # an exchange cannot be captured; all ranks capture the same batch size
             totals, masked = dict.fromkeys(self._lockstep.ranks, total), masked and self.etp_rows_are_local
         elif self.checks_input:
             with self._lockstep.flight_recorder.step("enter"):
@@ -147,15 +149,16 @@ class TokenFlow:
         )
 
     def agree(self, problem: str | None, device: torch.device) -> None:
-        """Raise a problem that a rank met after `enter` on all ranks that entered. Where the EP group holds them all,
-        the dispatcher's own exchange does this instead.
+        """Raise a problem that a rank found after `enter` on all ranks that entered.
+
+        If the EP group holds all these ranks, the dispatcher's own exchange does this instead.
 
         Args:
             problem: A fault found on this rank, or None.
-            device: Of x.
+            device: The device of x.
 
         Raises:
-            InputError: on all ranks, where any has a problem.
+            InputError: on all ranks, if any rank has a problem.
         """
         if self.checks_input and not capturing(device):
             with self._lockstep.flight_recorder.step("route"):
@@ -166,7 +169,10 @@ class TokenFlow:
         return stop - start
 
     def _check_replicated(self, rows: list[list[int]], passed: Passed, device: torch.device) -> None:
-        """Every rank sees what all have exchanged, so that all raise alike. rows: total and `facts` of each rank."""
+        """Raise InputError, on all ranks, if tp ranks pass different arguments.
+
+        All ranks see the same `rows`, so they raise the same error. rows: total and `facts` of each rank
+        """
         if not self._replicated:
             return
         tp = self._layout.tp
@@ -187,7 +193,7 @@ class TokenFlow:
                 self._lockstep.agree([], text, device)
 
     def shared_gradients(self, x: Tensor) -> Tensor:
-        """Sum gradients over tp in backward, for a value that all tp ranks hold alike and use for their own share.
+        """Sum gradients over tp in backward, for a value that is equal on all tp ranks and used for each rank's share.
 
         Args:
             x: The value.
@@ -198,19 +204,19 @@ class TokenFlow:
         return sum_gradients(x, self._tp) if self._replicated else x
 
     def local_tokens(self, x: Tensor, call: Share) -> Tensor:
-        """Take the rows that this rank answers for.
+        """Return this rank's share of the rows.
 
         Args:
             x: [T, ...].
             call: The call's split.
 
         Returns:
-            The local tokens' rows.
+            The rows of the local tokens.
         """
         return x[call.local[0] : call.local[1]] if self._replicated else x
 
     def etp_gather(self, x: Tensor, call: Share) -> Tensor:
-        """Bring together the local tokens of the etp group. Collective over it unless `etp_rows_are_local`.
+        """Gather the local tokens of the etp group. Collective over the group unless `etp_rows_are_local`.
 
         Args:
             x: [T, ...].
@@ -229,14 +235,14 @@ class TokenFlow:
             return gather_rows(self.local_tokens(x, call), call.etp_counts, self._etp).wait()
 
     def etp_gather_given(self, routing: Routing, call: Share) -> Routing:
-        """Bring together the routes that the callers gave, for the rows of `etp_gather`.
+        """Gather the routes that the callers passed, for the rows of `etp_gather`.
 
         Args:
-            routing: Of x.
+            routing: The routes of x.
             call: The call's split.
 
         Returns:
-            The gathered rows' routes.
+            The routes of the gathered rows.
         """
         ids, weights = routing.ids, self.shared_gradients(routing.weights)
         if self.etp_rows_are_local:
@@ -244,14 +250,14 @@ class TokenFlow:
         return Routing(*self.etp_gather_routing(self.local_tokens(ids, call), self.local_tokens(weights, call), call))
 
     def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[Tensor, Tensor]:
-        """Bring together the routes of local tokens, for the rows of `etp_gather` that lie on other ranks.
+        """Gather the routes of local tokens, if rows of `etp_gather` come from other ranks.
 
-        Each rank thereby routes its local tokens alone, and its router has their gradient. Ids are far below 2**24, so
-        that float32 holds them exactly and both travel in one message.
+        Each rank thus routes only its local tokens, and its router gets their gradient. Ids and weights are gathered in
+        one message, as float32. Ids are far below 2**24, so float32 represents them exactly.
 
         Args:
-            ids: Of the local tokens.
-            weights: Of the local tokens.
+            ids: The ids of the local tokens.
+            weights: The weights of the local tokens.
             call: The call's split.
 
         Returns:
@@ -263,16 +269,17 @@ class TokenFlow:
         return found.detach().long(), gathered
 
     def mask(self, mask: TokenMask | None, rows: Tensor, call: Share) -> TokenMask | None:
-        """Bring together masks, for the rows of `etp_gather`. Collective over etp where `etp_gather` is, on ranks
-        without a mask too.
+        """Gather masks, for the rows of `etp_gather`.
+
+        Collective over etp if `etp_gather` is; ranks without a mask take part too.
 
         Args:
-            mask: Of x, None where all rows are tokens.
+            mask: The mask of x, None if all rows are tokens.
             rows: x.
             call: The call's split.
 
         Returns:
-            The gathered rows' mask, None where no rank passes one.
+            The mask of the gathered rows, None if no rank passes one.
         """
         if not call.masked:
             return None
@@ -286,12 +293,13 @@ class TokenFlow:
         return TokenMask(codes == 1, codes > 0)
 
     def whole_input(self, y: Tensor, call: Share) -> Tensor:
-        """Bring together what a router gave, for all rows of x. Collective over tp where tokens are replicated.
+        """Gather a router's results for all rows of x. Collective over tp if tokens are replicated.
 
-        All tp ranks must go on to use the result alike: backward gives each rank the gradient of its own rows.
+        All tp ranks must use the result in the same way: backward gives each rank the gradient of its own rows.
 
         Args:
-            y: Of the rows that the router saw: those of `etp_gather` where `etp_rows_are_local`, else the local tokens.
+            y: The results for the rows that the router saw: those of `etp_gather` if `etp_rows_are_local`, else the
+                local tokens.
             call: The call's split.
 
         Returns:
@@ -302,18 +310,18 @@ class TokenFlow:
             y = y[before : before + call.local[1] - call.local[0]]
         if not self._replicated:
             return y
-        with self._tp.flight_recorder.step("router logits", counted=False):  # ranks that record nothing do not make it
+        with self._tp.flight_recorder.step("router logits", counted=False):  # only ranks that record make this step
             return gather_replicated(y, call.tp_counts, self._tp)
 
     def etp_reduce(self, y: Tensor, call: Share) -> Tensor:
-        """Sum the partial rows of the etp group, and keep the local tokens. Collective over the group.
+        """Sum the partial rows over the etp group, and keep the local tokens. Collective over the group.
 
         Args:
-            y: [rows, H], this rank's part of the rows of `etp_gather`.
+            y: [rows, H], this rank's partial results for the rows of `etp_gather`.
             call: The call's split.
 
         Returns:
-            The local tokens' rows.
+            The rows of the local tokens.
         """
         if self._layout.etp == 1:
             return y
@@ -321,10 +329,10 @@ class TokenFlow:
             return reduce_scatter_rows(y, call.etp_counts, self._etp).wait()
 
     def tp_gather(self, y: Tensor, call: Share) -> Tensor:
-        """Bring together what the model expects back. Collective over tp where tokens are replicated.
+        """Gather the outputs of all tp ranks' local tokens. Collective over tp if tokens are replicated.
 
         Args:
-            y: Outputs of the local tokens.
+            y: The outputs of the local tokens.
             call: The call's split.
 
         Returns:
