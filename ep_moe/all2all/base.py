@@ -1,9 +1,15 @@
-"""The contract of a transport: dispatch rows to the ranks that own their experts, combine the results.
+"""The base class of transports: dispatch rows to the ranks that own their experts, combine the results.
 
-True for every transport, and tested by one suite: T may differ per rank and be 0; id -1 is dropped; a token whose
-experts share a rank travels there once (where `dedup`); results are valid until combine; identity experts give
-`x * sum(weights)`; what is given is left as it was; all ranks raise together on a bad call; per-call state lives in the
-handle.
+One test suite (`ep_moe.testing.check_dispatcher`) checks these rules for every transport:
+
+- T may differ per rank and may be 0.
+- Id -1 means no expert, and sends nothing.
+- With the capability `dedup`, a token travels once to a rank, even if several of its experts are there.
+- Received rows are valid until `combine`.
+- Identity experts give `x * sum(weights)`.
+- Inputs are not modified.
+- On a bad call all ranks raise together.
+- The state of a call lives in its handle.
 """
 
 from __future__ import annotations
@@ -35,13 +41,13 @@ Result = TypeVar("Result")
 
 
 class Dispatcher(DeclaredTransport, ABC):
-    """One transport for one dispatch shape on one EP group. `EPContext` makes it, and equal layers share it.
+    """One transport for one dispatch shape on one EP group. `EPContext` creates it. Layers of equal shape share it.
 
     A subclass defines `name`, `capabilities`, `_dispatch` and `_combine`. `tested_machines` names the machines that it
     was run on.
 
     Args:
-        dispatch_shape: The shape of what travels.
+        dispatch_shape: The shape of the rows that travel.
         rank_group: The EP group.
     """
 
@@ -56,18 +62,18 @@ class Dispatcher(DeclaredTransport, ABC):
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         self.dispatch_shape = dispatch_shape
         self.rank_group = rank_group
-        rounds = dispatch_shape.wire.dispatch in self.capabilities.rounds  # `dispatch` takes plain rows too
+        rounds = dispatch_shape.wire.dispatch in self.capabilities.rounds  # then `dispatch` also takes plain rows
         self._plain = dataclasses.replace(dispatch_shape, wire=PLAIN_WIRE) if rounds else dispatch_shape
         self.newest_bound: int | None = None  # `max_tokens` of the newest call
         self._side: SideStream | None = None
 
     @property
     def grows(self) -> bool:
-        """Whether its buffers grow with the calls, whose ranks agree on how many tokens they have at most."""
+        """Whether buffers grow with the calls. Ranks then agree on the token limit of each call (`call_bound`)."""
         return self.capabilities.grows and self.dispatch_shape.max_tokens is None
 
     def held_bytes(self) -> int:
-        """Count the buffers of a transport that grows, as they are now.
+        """Count the bytes that a transport with growing buffers holds now.
 
         Returns:
             Bytes, counted as `buffer_bytes` does.
@@ -77,19 +83,19 @@ class Dispatcher(DeclaredTransport, ABC):
     def call_bound(
         self, tokens: int, device: torch.device, problem: str | None = None, *, gradients: Gradients = NO_GRADIENTS
     ) -> int:
-        """Agree on `max_tokens` for a call of a transport that grows. Collective.
+        """Agree on `max_tokens` for one call of a transport whose buffers grow. Collective.
 
         Args:
-            tokens: Of this rank.
-            device: Of the rows.
+            tokens: T of this rank.
+            device: The device of the rows.
             problem: A fault found on this rank, or None.
-            gradients: Tensors by name, for which all ranks must want gradients alike.
+            gradients: Tensors by name. Each must require a gradient on all ranks or on none.
 
         Returns:
-            A power of two that holds the most tokens of any rank, so that kernels meet few sizes.
+            The largest T of any rank, rounded up to a power of two. Kernels are then launched for few sizes.
 
         Raises:
-            InputError: On all ranks, where one has a problem; or the call is being captured in a CUDA graph.
+            InputError: On all ranks if one has a problem, or if the call is being captured in a CUDA graph.
         """
         if capturing(device):
             raise InputError(
@@ -105,23 +111,24 @@ class Dispatcher(DeclaredTransport, ABC):
         """Send rows to the ranks of their experts, and receive this rank's rows. Collective.
 
         Args:
-            x: [T, columns] as `quant.row_format.round_to_travel` writes rows for the shape's wire; or [T, H] of the
-                layer's dtype where the format is one of `capabilities.rounds`. The same numbers arrive.
-            routing: ids and weights [T, K].
+            x: [T, columns], rows in the shape's wire format, as `quant.row_format.round_to_travel` writes them. For a
+                format in `capabilities.rounds` also plain rows: [T, H] of the layer's dtype, which the transport
+                rounds. Both arrive as the same numbers.
+            routing: Physical ids and weights, [T, K].
             x_scale: [T, scales], scales of `x`; None for formats without scales and for plain rows.
-            max_tokens: The most tokens that any rank has in this call, the same on all. Default: the shape's.
+            max_tokens: The token limit of this call, the same on all ranks. Default: the shape's.
 
         Returns:
             The received rows, valid until `combine`.
 
         Raises:
-            InputError: on all ranks, where one passes a wrong argument or an id out of range. Transports that exchange
+            InputError: On all ranks if one passes a wrong argument or an id out of range. Transports that exchange
                 no counts raise it at once on that rank, and on its peers at a later step (`refuse`). They drop an id
-                out of range. Within a CUDA graph capture, also where the transport cannot be captured.
-            BackendUnavailable: by the first call, where the transport cannot make its buffers.
-            PeerTimeout: a peer died, hung or went another way.
-            RankFailed: an exception of another kind left a call on a peer.
-            OutOfMemory: a rank ran out of device memory.
+                out of range. Also raised within a CUDA graph capture if the transport cannot be captured.
+            BackendUnavailable: In the first call, if the transport cannot allocate its buffers.
+            PeerTimeout: A peer died, hung or issued another sequence of calls.
+            RankFailed: An exception of another kind left a call on a peer.
+            OutOfMemory: A rank ran out of device memory.
         """
         return self._begin_dispatch(x, routing, None, x_scale, max_tokens).wait()
 
@@ -129,19 +136,19 @@ class Dispatcher(DeclaredTransport, ABC):
         """Return the experts' rows to their senders, and sum them over ranks. Collective.
 
         Args:
-            y: [N, H], the experts' rows in the order received; or `Received.peer_out` if they were written there, by
-                all ranks alike.
+            y: [N, H], the experts' rows in the order received. Or `Received.peer_out`, if the expert kernels of all
+                ranks wrote their rows there.
             handle: `Received.handle` of the same call.
-            out: [T, H] of the layer's dtype, where to write the sum. Default: a new tensor.
+            out: [T, H] of the layer's dtype, receives the sum. Default: a new tensor.
 
         Returns:
-            [T, H], `out` if it was given.
+            [T, H]; `out` if it was given.
 
         Raises:
-            InputError: a peer refused this call or an earlier one (`refuse`).
-            PeerTimeout: a peer died, hung or went another way.
-            RankFailed: an exception of another kind left a call on a peer.
-            OutOfMemory: a rank ran out of device memory.
+            InputError: A peer refused this call or an earlier one (`refuse`).
+            PeerTimeout: A peer died, hung or issued another sequence of calls.
+            RankFailed: An exception of another kind left a call on a peer.
+            OutOfMemory: A rank ran out of device memory.
         """
         return self._begin_combine(y, handle, out).wait()
 
@@ -153,32 +160,33 @@ class Dispatcher(DeclaredTransport, ABC):
         out: Tensor | None = None,
         weights_out: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`combine`, which also brings back a number for each route, such as the gradient of its weight. Collective.
+        """Combine, and also return one number per route, such as the gradient of its routing weight. Collective.
 
         Args:
             y: As `combine` takes it.
-            by_route: float32 [N, K], for each received row and route; those of experts on other ranks do not count.
+            by_route: float32 [N, K], one number for each route of a received row. Routes to experts of other ranks are
+                ignored.
             handle: As `combine` takes it.
             out: As `combine` takes it.
-            weights_out: float32 [T, K], contiguous, where to write the numbers. Default: a new tensor.
+            weights_out: float32 [T, K], contiguous, receives the numbers. Default: a new tensor.
 
         Returns:
-            What `combine` returns; and float32 [T, K], the number of each route, 0 where it went nowhere.
+            The result of `combine`, and float32 [T, K]: the number of each route, 0 for a route without an expert.
 
         Raises:
-            EPMoEError: as `combine` raises them.
-            AssertionError: The transport states `returns_weights` and does not define this.
+            EPMoEError: As `combine` raises them.
+            AssertionError: The transport does not define this method, although it may declare `returns_weights`.
         """
         raise AssertionError(f"{self.name} brings back no numbers of routes")
 
     def recordable_call(self, bound: int) -> RecordableCall | None:
-        """Give what a call launches, for automatic CUDA graphs.
+        """Return the launches of a call, for automatic CUDA graphs.
 
         Args:
-            bound: As `max_tokens`.
+            bound: The token limit of the call.
 
         Returns:
-            The launches, once there was a call; None where launches are not all of a call.
+            The launches. None before the first call, and for transports whose calls do more than launch kernels.
         """
         return None
 
@@ -191,22 +199,21 @@ class Dispatcher(DeclaredTransport, ABC):
         x_scale: Tensor | None = None,
         max_tokens: int | None = None,
     ) -> Pending[Received]:
-        """Start `dispatch`. What the caller does before `wait()` runs beside it, where the transport can.
+        """Start `dispatch`. Work that the caller launches before `wait()` overlaps it, if the transport supports that.
 
         Args:
             x: As `dispatch` takes it.
-            routing: ids and weights [T, K].
-            problem: A fault that the caller found on this rank, raised on all of them.
+            routing: Physical ids and weights, [T, K].
+            problem: A fault that the caller found on this rank. All ranks then raise.
             x_scale: As `dispatch` takes it.
-            max_tokens: The most tokens that any rank has in this call, the same on all. Default: the shape's, and for
-                transports that grow what `call_bound` finds. A smaller number spares a static transport's receiver
-                empty rows.
+            max_tokens: The token limit of this call, the same on all ranks. Default: the shape's; for growing buffers,
+                the result of `call_bound`. With a smaller limit a static transport delivers fewer empty rows.
 
         Returns:
             The received rows, pending.
 
         Raises:
-            EPMoEError: as `dispatch` raises them, here or in `wait()`. InputError also for a `problem`.
+            EPMoEError: As `dispatch` raises them, here or in `wait()`. InputError also for a `problem`.
         """
         return self._beside(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
 
@@ -222,12 +229,12 @@ class Dispatcher(DeclaredTransport, ABC):
             [T, H], pending.
 
         Raises:
-            EPMoEError: as `combine` raises them, here or in `wait()`.
+            EPMoEError: As `combine` raises them, here or in `wait()`.
         """
         return self._beside(y.device, lambda: self._begin_combine(y, handle, out))
 
     def _beside(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
-        """For transports whose `_dispatch` and `_combine` run on the current stream: a stream beside it."""
+        """Run a call on the side stream of a transport that has one, else on the current stream."""
         return call() if self._side is None else self._side.start(device, call)
 
     def _begin_dispatch(
@@ -247,7 +254,7 @@ class Dispatcher(DeclaredTransport, ABC):
             bound = self.call_bound(0 if problem else len(x), x.device, problem)
         most = INT32 if self.grows else self.dispatch_shape.max_tokens
         if problem is not None and most is not None and not (bound is not None and 1 <= bound <= most):
-            bound = 1 if self.grows else most  # this one is what is wrong; that of the peers is not known here
+            bound = 1 if self.grows else most  # the bound itself is invalid here, and the peers' is not known
         self.newest_bound = bound
         with self.rank_group.flight_recorder.step("dispatch", self.name):
             pending = self._dispatch(x, x_scale, routing, problem, bound)
@@ -279,11 +286,11 @@ class Dispatcher(DeclaredTransport, ABC):
 
     @abstractmethod
     def _combine(self, y: Tensor, handle: Any, out: Tensor | None) -> Pending[Tensor]:
-        """out: None, or a contiguous tensor where the sum is wanted; a transport that writes it elsewhere need not
-        care"""
+        """Start to return `y`. out: None, or a contiguous tensor for the sum. A transport may ignore `out`: `_placed`
+        then copies the result there."""
 
     def _combine_written(self, handle: Any, out: Tensor | None) -> Pending[Tensor]:
-        """The experts' rows are in `Received.peer_out`."""
+        """Start to combine rows that the experts wrote to `Received.peer_out`."""
         raise AssertionError(f"{self.name} offers no peer_out")
 
     def _guarded(self, phase: str, pending: Any, then: Callable[[Any], Any] = lambda found: found) -> Pending[Any]:
@@ -299,7 +306,7 @@ class Dispatcher(DeclaredTransport, ABC):
         return Pending(finish)
 
     def _with_format(self, received: Received) -> Received:
-        """With how its rows are written, which transports need not know."""
+        """Fill in the row format from the wire, so that a transport need not set it."""
         check_returned(f"all2all={self.name}: what _dispatch returns", "check_dispatcher", received, Received)
         wire = self.dispatch_shape.wire
         if wire.dispatch == received.format:
@@ -309,7 +316,7 @@ class Dispatcher(DeclaredTransport, ABC):
     def _problem(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, max_tokens: int | None
     ) -> str | None:
-        """What is wrong with a call, without waiting for the device."""
+        """Return what is wrong with the arguments of a call, or None. Does not wait for the device."""
         g = self.dispatch_shape
         if not isinstance(routing, PhysicalRouting):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routing).__name__}"
@@ -339,8 +346,7 @@ class Dispatcher(DeclaredTransport, ABC):
         return None
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise this rank's problem, for transports without an exchange that could carry it. The peers raise it at
-        their next step.
+        """Raise this rank's problem in a transport that exchanges no counts. The peers raise it at their next step.
 
         Args:
             problem: What is wrong with the call.
@@ -356,12 +362,12 @@ class Dispatcher(DeclaredTransport, ABC):
         raise InputError(text)
 
     def _out_of_range(self, routing: PhysicalRouting) -> Tensor:
-        """How many ids are neither -1 nor a physical expert: int64 scalar on the device."""
+        """Count the ids that are neither -1 nor a physical expert: int64 scalar on the device."""
         ids = routing.ids
         return ((ids < -1) | (ids >= self.dispatch_shape.num_physical)).sum()
 
     def _check_ids(self, bad: list[int], experts: str = "an expert id") -> None:
-        """Raise on all ranks alike, for the counts of bad ids that all ranks exchanged."""
+        """Raise on all ranks if any rank counted bad ids. bad: one count per rank, exchanged before."""
         if any(bad):
             found = ", ".join(
                 f"{count} on rank {rank}" for rank, count in zip(self.rank_group.ranks, bad, strict=True) if count
@@ -370,7 +376,7 @@ class Dispatcher(DeclaredTransport, ABC):
 
 
 def kind_problem(name: str, tensor: Tensor) -> str | None:
-    """None, or that a tensor is of a kind whose memory holds other things than its rows."""
+    """Return why a tensor's memory is not plain rows (nested, sparse or DTensor), or None."""
     if tensor.is_nested:
         return f"{name} must be dense, got a nested tensor; pass torch.cat({name}.unbind()), the rows of all sequences"
     if tensor.layout is not torch.strided:
@@ -381,7 +387,7 @@ def kind_problem(name: str, tensor: Tensor) -> str | None:
 
 
 def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str | None:
-    """What is wrong with the shapes, dtypes or devices of a routing for x [T, H]."""
+    """Return what is wrong with the shapes, dtypes or devices of a routing for x [T, H], or None."""
     expected = [x.shape[0], top_k]
     for name, tensor in (("ids", ids), ("weights", weights)):
         if not isinstance(tensor, Tensor):
@@ -405,5 +411,5 @@ def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
     return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
 
 
-if not TYPE_CHECKING:  # checkers know the new names alone
+if not TYPE_CHECKING:  # type checkers see only the new names
     __getattr__ = renamed_in(__name__, {"Geometry": ("DispatchShape", DispatchShape)})

@@ -1,4 +1,4 @@
-"""Workspaces of transports whose library has one call in flight in each."""
+"""A pool of workspaces, for transports that can have only one call in flight per workspace."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
 
 @dataclass(eq=False)
 class BufferSlot:
-    """One workspace of the library, whether a call is under way in it, and the stream that the last one ended on.
+    """One workspace of a transport.
 
-    given_back: a larger one has taken its place, and what was recorded on it cannot run any more"""
+    library: the workspace, an object of the transport
+    busy: a call is between dispatch and combine here
+    given_back: a larger workspace replaced this one. CUDA graphs recorded on it must not be replayed
+    stream: the stream on which the last call ended
+    """
 
     library: Any
     busy: bool = False
@@ -33,32 +37,36 @@ class BufferSlot:
             self.stream = torch.cuda.current_stream(device)
 
     def give_back(self, device: torch.device) -> None:
-        """Its memory, once the last call in it has ended on this rank: no peer writes there any more then."""
+        """Free the workspace after its last call has ended on this rank. No peer writes there any more by then."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.given_back = True
         self.library.destroy()
 
     def on(self, stream: int) -> bool:
-        """Whether no call ended on another stream than the one with this handle."""
+        """Whether the last call ended on the stream with this handle, or there was no call yet."""
         return self.stream is None or self.stream.cuda_stream == stream
 
     def follow(self, device: torch.device) -> None:
-        """Wait on the current stream for a call that ended on another. A capture begins with a synchronized device, and
-        inside one, the wait for its results covers this too."""
+        """Make the current stream wait for a last call that ended on another stream.
+
+        Not needed in a CUDA graph capture: it begins with a synchronized device, and within it the wait for a call's
+        results covers this.
+        """
         if self.stream is not None and not self.on(current_stream(device)) and not capturing(device):
             torch.cuda.current_stream(device).wait_stream(self.stream)
 
 
 @dataclass(frozen=True, eq=False)
 class RecordableCall:
-    """What a transport launches for any call in a buffer slot, to be recorded.
+    """The launches of a call in one buffer slot, which a CUDA graph can record.
 
-    received: what arrives, always there
-    send: of x [T, H] and its routing. What is launched first begins with the addresses of x, ids, weights and of
-        what `to_place` gives, multiples of 16, and T; nothing else depends on them
-    receive: of what experts return, in `received.out` or `received.peer_out`, and the sum [T, H]. What is launched last
-        begins with the sum's address and T
+    received: the received rows, at the same addresses in every call
+    send: launches the dispatch of x [T, H] with its routing. The leading arguments of its first kernel are the
+        addresses of x, ids, weights and the tables of `to_place` (all multiples of 16), then T. No other argument
+        depends on these tensors
+    receive: launches the combine of the experts' rows (`received.out` or `received.peer_out`) into a sum [T, H]. The
+        leading arguments of its last kernel are the address of the sum and T
     latency_bound: the transfer is too short to overlap with the shared experts
     """
 
@@ -70,16 +78,21 @@ class RecordableCall:
 
 
 class BufferPool:
-    """As many workspaces as calls were ever in flight at once, made when they are needed. All ranks make the same
-    calls. All of them run out of buffer slots in the same call, and make another together."""
+    """Workspaces, created when a call finds none free: as many as calls were ever in flight at once.
+
+    All ranks make the same calls, so all need a new workspace in the same call, and create it together.
+    """
 
     def __init__(self, name: str, make: Callable[[torch.device], Any]) -> None:
         self._name, self._make = name, make
         self.made: list[BufferSlot] = []
 
     def take(self, device: torch.device, fits: Callable[[Any], bool] = lambda library: True) -> BufferSlot:
-        """A buffer slot for one call, from dispatch to combine. Collective where one is made: `fits` says alike on all
-        ranks whether a free one serves the call, or a new one takes its place."""
+        """Return a buffer slot for one call, from dispatch to combine. Collective if a workspace is created.
+
+        fits: whether a free workspace is large enough, with the same answer on all ranks. If not, a new workspace
+            replaces it
+        """
         place = next((at for at, buffer_slot in enumerate(self.made) if not buffer_slot.busy), len(self.made))
         before = self.made[place] if place < len(self.made) else None
         if before is not None and fits(before.library):
@@ -87,7 +100,7 @@ class BufferPool:
             return before
         if capturing(device):
             raise InputError(f"{self._name} makes its buffers in the first call: run the layer once before a capture")
-        # what is made in inference mode could not be written outside
+        # tensors created in inference mode cannot be written outside it
         with torch.inference_mode(False), unseen_by_modes():
             buffer_slot = BufferSlot(self._make(device))
         if before is not None:

@@ -1,5 +1,8 @@
-"""What a transport says of itself before one is made: what it can do (`DispatcherCapabilities`), which shapes and hosts
-this excludes, its place in "auto", the bytes that it will hold."""
+"""What the class of a transport declares, before an instance exists.
+
+It declares its capabilities (`DispatcherCapabilities`), the shapes and hosts that it refuses, its place in "auto", and
+the bytes that it will hold.
+"""
 
 from __future__ import annotations
 
@@ -20,40 +23,40 @@ from ep_moe.types import RowLayout, Weighting, dtype_name
 
 @dataclass(frozen=True, kw_only=True)
 class DispatcherCapabilities:
-    """What a transport can do; one constant per class. Defaults promise nothing.
+    """What a transport can do; one constant per class. The defaults promise nothing.
 
     Args:
-        layout: How it delivers rows.
+        layout: How it arranges received rows.
         weighting: Who multiplies by the routing weights.
-        dedup: A token travels once to a rank, however many of its experts are there.
+        dedup: A token travels once to a rank, even if several of its experts are there.
         cuda_graph: A CUDA graph can hold dispatch and combine.
         host_sync: Dispatch or combine waits for the device.
         deterministic: Equal inputs give equal bits.
         exact: Rows that go to one rank arrive bitwise unchanged, ordered by source rank, then by token. Results return
             bitwise unchanged. Exception: -0.0 may return as 0.0.
-        differentiable: Autograd follows dispatch and combine.
-        adjoint: Autograd does not follow them. A layer's backward is a dispatch and a combine of its own
-            (`execution.exchange`): one call of the transport with the routes of the forward, whose rows arrive in the
-            same order.
-        returns_weights: It has `combine_with_weights`, for backward. The layer of another transport with `adjoint`
-            makes a second, narrow one, which brings back the gradients of routing weights.
+        differentiable: Autograd records dispatch and combine.
+        adjoint: Autograd does not record them. The layer's backward is one more dispatch and combine, with the routes
+            of the forward, and its rows arrive in the same order (`execution.exchange`).
+        returns_weights: It defines `combine_with_weights`, for backward. For a transport with `adjoint` but without
+            this, the layer makes a second transport with narrow rows, which returns the gradients of routing weights.
         max_ranks: The most ranks of the EP group, None for no limit.
         max_top_k: The largest K, None for no limit.
         alignment_bytes: The bytes of a row must be a multiple of this.
-        dtypes: Of the layer, None for any.
+        dtypes: Dtypes of the layer, None for any.
         devices: Device types.
-        dispatch_formats: Values of `Wire.dispatch`.
-        combine_formats: Values of `Wire.combine`.
+        dispatch_formats: Supported values of `Wire.dispatch`.
+        combine_formats: Supported values of `Wire.combine`.
         scale_alignment_bytes: The bytes of a row's scales must be a multiple of this.
         to_all: Every row goes to every rank, whatever the routing.
-        rounds: Dispatch formats whose rounding is part of its own write. Such rows may come plain.
-        static: Its buffers are made once, for `DispatchShape.max_tokens`, and as many rows arrive as could come.
-        grows: It is static, and without `max_tokens` its buffers grow. The ranks agree on the most tokens of each call.
-        peer_out: Experts can write their rows straight to the ranks that wait for them (`Received.peer_out`).
-        per_route: It takes `DispatchShape.per_route`, and such rows from experts (`Received.per_route`).
-        places: It takes a `DeferredRouting`, and places it while it sends.
-        ahead_of: For transports of other packages: names of transports that it goes before where "auto" chooses.
-            Without a name it comes last.
+        rounds: Dispatch formats to which it rounds plain rows while it sends them.
+        static: Its buffers are allocated once, for `DispatchShape.max_tokens`. Received rows have the size of the worst
+            case, whatever the routing.
+        grows: It is static, and without `max_tokens` its buffers grow. The ranks agree on the token limit of each call.
+        peer_out: Experts can write their rows directly to the ranks that sent the tokens (`Received.peer_out`).
+        per_route: It supports `DispatchShape.per_route`: experts return one row per route (`Received.per_route`).
+        places: It takes a `DeferredRouting`, and maps logical to physical ids while it sends.
+        ahead_of: For transports of other packages: names of transports before which "auto" tries this one. If empty,
+            "auto" tries it last.
     """
 
     layout: RowLayout = RowLayout.RANK_MAJOR
@@ -84,11 +87,10 @@ class DispatcherCapabilities:
     ahead_of: frozenset[str] = frozenset()
 
     def check(self) -> None:
-        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
-        leaves the others usable.
+        """Check the fields. The registry calls this on lookup, so one wrong class does not disable its whole module.
 
         Raises:
-            ConfigError: A field is of a wrong kind or out of range.
+            ConfigError: A field has a wrong type or is out of range.
         """
         check_fields(self, DispatcherCapabilities)
         check_count("DispatcherCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
@@ -110,13 +112,13 @@ class DispatcherCapabilities:
         """Say why a transport of these capabilities cannot carry rows of a shape.
 
         Args:
-            name: Of the transport, for the sentence.
+            name: The transport's name, for the message.
             hidden_size: H.
             top_k: K.
             ranks: R, ranks of the EP group.
-            dtype: Of the layer.
+            dtype: Dtype of the layer.
             max_tokens: The most tokens of a rank in one call, None for any number.
-            wire: How rows are written.
+            wire: How rows are written while they travel.
 
         Returns:
             None if it can, else the reason.
@@ -127,7 +129,7 @@ class DispatcherCapabilities:
                 return f"{name} carries {', '.join(sorted(formats))} rows in {way}, not {asked} (Wire)"
         form = ROW_FORMATS[wire.dispatch]
         scales = self.scale_alignment_bytes // gcd(self.scale_alignment_bytes, form.scale.itemsize)
-        unit = form.block * scales  # columns with so many scales
+        unit = form.block * scales  # columns whose scales fill whole alignment units
         if form.block > 0 and hidden_size % unit:
             wanted = f"a multiple of {unit} with {wire.dispatch} rows"
             return f"{name} needs hidden_size to be {wanted}, got {hidden_size}"
@@ -141,7 +143,7 @@ class DispatcherCapabilities:
         if self.dtypes is not None and dtype not in self.dtypes:
             return f"{name} carries {', '.join(sorted(map(dtype_name, self.dtypes)))}, not {dtype_name(dtype)}"
         back = torch.float8_e4m3fn if wire.combine == "fp8" else dtype
-        for number, packed in ((form.number or dtype, form.packed), (back, 1)):  # rows of both ways
+        for number, packed in ((form.number or dtype, form.packed), (back, 1)):  # dispatched, combined rows
             unit = self.alignment_bytes * packed // gcd(self.alignment_bytes * packed, number.itemsize)
             if hidden_size % unit:
                 wanted = f"a multiple of {unit} in {dtype_name(number)}"
@@ -152,29 +154,29 @@ class DispatcherCapabilities:
 
 
 class DeclaredTransport:
-    """What a transport's class says before one is made: no device and no peer takes part."""
+    """What the class of a transport declares before an instance exists, without a device or a peer."""
 
     name: ClassVar[str]
     capabilities: ClassVar[DispatcherCapabilities]
     tested_machines: ClassVar[str] = "not run"  # for docs/reference/backends.md
-    once_per_node: ClassVar[bool] = False  # a token goes once to each node that has an expert of it
+    once_per_node: ClassVar[bool] = False  # a token travels once to each node that holds one of its experts
 
     @classmethod
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
-        """The transport's place in "auto", and why.
+        """Return the transport's place in the order of "auto", and the reason.
 
         Args:
-            top_k: Experts of a token.
-            layout: Of the ranks.
+            top_k: K, experts of a token.
+            layout: The layout of the ranks.
 
         Returns:
-            A number, of which the smallest comes first, and the reason that `explain` prints.
+            A rank in the order (the smallest is tried first), and the reason that `explain` prints.
         """
         return 80, "it states no place"
 
     @classmethod
     def available(cls) -> str | None:
-        """Say why the transport cannot run in this installation. Touches no device and no group.
+        """Say why the transport cannot run in this installation. Uses no device and no process group.
 
         Returns:
             None if it can run, else the reason.
@@ -197,9 +199,9 @@ class DeclaredTransport:
             hidden_size: H.
             top_k: K.
             ranks: R, ranks of the EP group.
-            dtype: Of the layer.
+            dtype: Dtype of the layer.
             max_tokens: The most tokens of a rank in one call, None for any number.
-            wire: How rows are written.
+            wire: How rows are written while they travel.
 
         Returns:
             None if it can, else the reason.
@@ -208,10 +210,10 @@ class DeclaredTransport:
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
-        """Say why the transport cannot run on this machine with these ranks. Asks the driver at most; not collective.
+        """Say why the transport cannot run on this machine with these ranks. May query the driver; not collective.
 
         Args:
-            layout: Of the ranks.
+            layout: The layout of the ranks.
 
         Returns:
             None if it can, else the reason.
@@ -220,11 +222,12 @@ class DeclaredTransport:
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """Count the rows that the transport keeps room for between calls, for one call in flight. A library's own
-        bookkeeping is not counted.
+        """Count the bytes of row buffers that the transport keeps between calls, for one call in flight.
+
+        The bookkeeping of an external library is not counted.
 
         Args:
-            dispatch_shape: The shape of what travels.
+            dispatch_shape: The shape of the rows that travel.
 
         Returns:
             Bytes.
@@ -233,10 +236,10 @@ class DeclaredTransport:
 
     @classmethod
     def room_for(cls, bound: int) -> int:
-        """Say for how many tokens growing buffers are made.
+        """Return the tokens per rank for which growing buffers are allocated.
 
         Args:
-            bound: The bound of a call.
+            bound: The token limit of a call.
 
         Returns:
             Tokens, at least `bound`.
@@ -245,10 +248,10 @@ class DeclaredTransport:
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
-        """Say how many calls are in flight when a layer call travels in parts.
+        """Return how many transport calls are in flight when a layer call travels in parts.
 
         Args:
-            dispatch_shape: The shape of what travels.
+            dispatch_shape: The shape of the rows that travel.
 
         Returns:
             Calls in flight.
@@ -257,7 +260,7 @@ class DeclaredTransport:
 
 
 def one_host_problem(name: str, layout: RankLayout) -> str | None:
-    """For transports that reach their peers' memory: None, or that the ranks do not fit on this host."""
+    """Return why the ranks do not fit on this host, or None. For transports that access their peers' memory."""
     if layout.across_nodes is not None:
         return f"{name} is for one host, and the ranks of an EP group are on several: {layout.across_nodes}"
     ranks, here = layout.ep * layout.etp, layout.paper_gpus
@@ -268,7 +271,7 @@ def one_host_problem(name: str, layout: RankLayout) -> str | None:
 
 
 def capturable() -> str:
-    """Name the transports that a CUDA graph can hold, for an error about one that it cannot."""
+    """Name the available transports that can be captured in a CUDA graph, for the error about one that cannot."""
     names = [
         name
         for name in registry.targets("dispatchers")

@@ -1,8 +1,10 @@
 """`deepep` and `deepep_static`: DeepEP's intranode kernels (V1 `Buffer`, normal mode).
 
-Both send a row once to each rank that has one of its experts, on DeepEP's own stream: other work runs beside it between
-`dispatch_start` and `wait()`. `deepep` learns on the host how many rows arrive and makes room for as many;
-`deepep_static` makes room for R * max_tokens, never waits on the host, and can be captured.
+Both send a row once to each rank that has one of its experts. They run on DeepEP's own stream, so other work overlaps
+them between `dispatch_start` and `wait()`. They differ in how received rows are allocated:
+
+- `deepep`: the host waits for the number of rows that arrive, and allocates exactly these.
+- `deepep_static`: allocates R * max_tokens rows. The host never waits, and a CUDA graph can capture the call.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout, Weighting, capturing
 
-RANKS = (2, 4, 8)  # that its intranode kernels are compiled for
+RANKS = (2, 4, 8)  # group sizes for which DeepEP compiles its intranode kernels
 
 
 class DeepEPDispatcher(Dispatcher):
-    """DeepEP's intranode kernels. The host waits for the number of rows that arrive, and makes room for as many."""
+    """DeepEP's intranode kernels. The host waits for the number of rows that arrive, and allocates exactly these."""
 
     name = "deepep"
     tested_machines = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
@@ -75,7 +77,7 @@ class DeepEPDispatcher(Dispatcher):
         return self._send(x, x_scale, routing.ids.long().contiguous(), routing.weights.contiguous(), 0)
 
     def _send(self, x: Tensor, x_scale: Tensor | None, ids: Tensor, weights: Tensor, worst: int) -> Pending[Received]:
-        """worst: rows to make room for, 0 to ask. ids: int64, in range or -1."""
+        """Start DeepEP's dispatch. worst: rows to allocate, 0 to wait for their number. ids: int64, in range or -1."""
         buffer = self._connected(x.device)
         per_rank, per_rdma_rank, per_expert, in_rank, _ = buffer.get_dispatch_layout(
             ids, self.dispatch_shape.num_physical
@@ -122,7 +124,7 @@ class DeepEPDispatcher(Dispatcher):
             self._buffer = None
 
     def _connected(self, device: torch.device) -> Any:
-        """DeepEP's buffer, made in the first call; collective."""
+        """Return DeepEP's buffer, allocated in the first call. Collective."""
         if self._buffer is None:
             if capturing(device):
                 raise InputError(f"{self.name} makes its buffer in the first call: run the layer once before a capture")
@@ -135,7 +137,7 @@ class DeepEPDispatcher(Dispatcher):
 
 
 class DeepEPStaticDispatcher(DeepEPDispatcher):
-    """DeepEP's intranode kernels with room for R * max_tokens rows. Never waits on the host, and can be captured."""
+    """DeepEP's intranode kernels with R * max_tokens received rows. The host never waits, and it can be captured."""
 
     name = "deepep_static"
     tested_machines = "DeepEP 1.2.1 on 2 and 4 H200, one host; on CPU, gloo, over an emulation of its V1 contract"
@@ -155,11 +157,14 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
         assert max_tokens is not None
         ids = routing.ids.long()
         valid = (ids >= 0) & (ids < self.dispatch_shape.num_physical)
-        ids = ids.where(valid, -1)  # the library does not look
+        ids = ids.where(valid, -1)  # DeepEP does not check ids
         return self._send(x, x_scale, ids, routing.weights.contiguous(), self.rank_group.size * max_tokens)
 
     def _poison(self, device: torch.device, max_tokens: int | None) -> None:
-        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        """Make this call without rows, and answer the peers' rows with NaN.
+
+        The peers have already started the call, and would otherwise wait for this rank.
+        """
         if capturing(device):
             return
         g = self.dispatch_shape
@@ -170,8 +175,11 @@ class DeepEPStaticDispatcher(DeepEPDispatcher):
 
 
 def library_problem() -> str | None:
-    """DeepEP has had several interfaces, told apart by what the module has: forks number their versions as they like.
-    Release 2.x keeps `Buffer` beside its own."""
+    """Return why the installed DeepEP cannot be used, or None.
+
+    The attributes of the module tell DeepEP's interfaces apart. Version numbers do not, because forks choose their
+    own. Release 2.x still has `Buffer` besides its new interface.
+    """
     try:
         library = importlib.import_module("deep_ep")
     except (ImportError, OSError) as error:
@@ -184,7 +192,7 @@ def library_problem() -> str | None:
 
 
 def make_buffer(group: Any, ranks: int, row_bytes: int) -> Any:
-    """DeepEP's buffer for one group, as large as its own configurations want. Collective."""
+    """Create DeepEP's buffer for one group, of the size that DeepEP's own configurations ask for. Collective."""
     from deep_ep import Buffer
 
     configs = (Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks))

@@ -1,4 +1,4 @@
-"""The shape of what a transport carries, and the sizes that follow from it."""
+"""The shape of the rows that a transport carries, and the sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from ep_moe.quant.row_format import ROW_FORMATS, RowFormat
 from ep_moe.runtime.launch_cache import next_power_of_2
 from ep_moe.types import dtype_name
 
-_LANES = 4  # float32 numbers of 16 bytes, to a multiple of which transports want their rows
+_LANES = 4  # float32 numbers in 16 bytes: transports need rows of a multiple of 16 bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchShape:
-    """The shape of what travels. Equal layers of a context share the dispatcher of their shape.
+    """The shape of the rows that travel. Layers of equal shape in a context share one dispatcher.
 
-    What each call asks is computed once, at construction: a property costs the host one call of Python.
+    Values that each call reads are computed once, at construction, because a property costs the host one Python call.
 
     Args:
         hidden_size: H.
         top_k: K.
         slots_per_rank: L, slots of a rank.
         num_ranks: R, ranks of the EP group.
-        dtype: Of the layer.
+        dtype: Dtype of the layer.
         max_tokens: The most tokens that a rank dispatches in one call. None: any number, on transports that are not
-            static, or that grow.
+            static, or whose buffers grow.
         wire: How rows are written while they travel.
-        per_route: What an expert computes for a route comes back as a row of its own. The token's rank multiplies its K
-            rows by their weights and adds them in the order of routes, in float32, each product and sum rounded.
+        per_route: Each route's result returns as its own row. The token's rank multiplies its K rows by their routing
+            weights and adds them in the order of routes, in float32. Each product and each sum is rounded.
     """
 
     hidden_size: int
@@ -47,11 +47,11 @@ class DispatchShape:
 
     def __post_init__(self) -> None:
         for name in ("num_physical", "row_format", "row_dtype", "scales", "columns"):
-            getattr(self, name)  # torch.compile traces no cached_property, and reads what one has left
+            getattr(self, name)  # torch.compile does not trace cached_property, but reads a value cached before
 
     @cached_property
     def described(self) -> str:
-        """Its fields, as ranks compare them: "name=value, name=value"."""
+        """The fields as text that ranks compare: "name=value, name=value"."""
         facts = flat_facts(self, "layer") | {"layer.dtype": dtype_name(self.dtype)}
         return ", ".join(f"{name.removeprefix('layer.')}={value}" for name, value in facts.items())
 
@@ -82,13 +82,13 @@ class DispatchShape:
 
     @cached_property
     def of_weights(self) -> DispatchShape:
-        """That of the dispatcher which brings the routing weights' gradients back: rows of top_k numbers."""
+        """The shape of the dispatcher that returns gradients of routing weights: rows of top_k float32, padded."""
         columns = -(-self.top_k // _LANES) * _LANES
         return replace(self, hidden_size=columns, dtype=torch.float32)
 
     @property
     def returned(self) -> int:
-        """Rows that come back for a dispatched one."""
+        """The number of rows that return for a dispatched row."""
         return self.top_k if self.per_route else 1
 
     @property
@@ -105,7 +105,7 @@ class DispatchShape:
         """Make the rows of a call without tokens.
 
         Args:
-            device: Where.
+            device: The device of the rows.
 
         Returns:
             x [0, columns], and x_scale [0, scales] or None where the format has no scales.
@@ -116,5 +116,5 @@ class DispatchShape:
 
 
 def whole_bound(tokens: int) -> int:
-    """A power of two that holds so many tokens: kernels that are launched for any number meet few sizes."""
+    """Return the power of two at or above a number of tokens, so that kernels are launched for few sizes."""
     return next_power_of_2(tokens)

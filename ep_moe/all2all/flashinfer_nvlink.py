@@ -1,8 +1,8 @@
-"""`flashinfer_nvlink`: FlashInfer's one-sided all2all. Each rank writes its rows straight into its peers' memory over
-NVLink, and reads the experts' outputs back from there.
+"""`flashinfer_nvlink`: FlashInfer's one-sided all2all. Each rank writes its rows directly into its peers' memory over
+NVLink, and reads the experts' outputs from their memory.
 
-Nothing waits on the host and shapes do not depend on the routing: R * max_tokens rows arrive, empty ones with ids -1. A
-rank has one call in flight per workspace; a second call before the first is combined gets a workspace of its own.
+The host never waits, and shapes do not depend on the routing: R * max_tokens rows arrive, and empty rows have ids -1.
+A workspace holds one call in flight. A second call before the first is combined gets its own workspace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.runtime.devices import SideStream
 from ep_moe.types import Pending, PhysicalIds, PhysicalRouting, Received, RowLayout, Weighting, WireIds, capturing
 
-TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # that its kernels are compiled for
+TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # for which FlashInfer compiles its kernels
 
 
 class FlashInferNVLinkDispatcher(Dispatcher):
@@ -38,7 +38,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         dedup=True,
         cuda_graph=True,
         host_sync=False,
-        deterministic=True,  # rows arrive in any order, and are summed in that of the ranks
+        deterministic=True,  # rows arrive in any order, but are summed in the order of ranks
         differentiable=False,
         max_ranks=64,
         max_top_k=TOP_KS[-1],
@@ -54,7 +54,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 20, "straight into peers' memory, no host sync"
 
-    _made: ClassVar[int] = 0  # FlashInfer shares equal workspaces within a process; none of these may be equal
+    _made: ClassVar[int] = 0  # FlashInfer shares workspaces of equal parameters in a process; ours must all differ
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)
@@ -73,8 +73,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """Received rows with ids and weights, and the experts' rows; as much for rows in fewer bits as for plain
-        ones."""
+        """Count received rows with ids and weights, and the experts' rows. Quantized rows count like plain ones."""
         assert dispatch_shape.max_tokens is not None
         row = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize
         return dispatch_shape.num_ranks * dispatch_shape.max_tokens * (2 * row + 8 * _wire_top_k(dispatch_shape))
@@ -120,9 +119,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         return Pending.of(sums)
 
     def _poison(self, buffer_slot: BufferSlot, device: torch.device, max_tokens: int | None) -> None:
-        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back.
+        """Make this call without rows, and answer the peers' rows with NaN.
 
-        max_tokens: of the call; the peers' buffers are laid out for as many"""
+        The peers have already started the call, and would otherwise wait for this rank.
+
+        max_tokens: the token limit of the call, by which the peers lay out their buffers
+        """
         if capturing(device):
             return
         g = self.dispatch_shape
@@ -153,12 +155,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             "dtype": g.dtype,
         }
         config = {
-            "extra_payload_bytes_per_token": 128 * number,  # sizes are padded to 128 bytes, and equal ones are shared
+            "extra_payload_bytes_per_token": 128 * number,  # makes the size unique: sizes are padded to 128 bytes
             "use_low_precision_combine": g.wire.combine == "fp8",
         }
         try:
             return communication(group, params, config)
-        except RuntimeError as error:  # FlashInfer asks all ranks, and all raise
+        except RuntimeError as error:  # FlashInfer checks this on all ranks, so all raise
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
 
 
@@ -167,13 +169,16 @@ def _wire_top_k(dispatch_shape: DispatchShape) -> int:
 
 
 def communication(group: dict[str, Any], params: dict[str, Any], config: dict[str, Any]) -> Any:
-    """FlashInfer's object for one workspace. Collective."""
+    """Create FlashInfer's object for one workspace. Collective."""
     from flashinfer.comm.comm_backend import TorchDistBackend
     from flashinfer.moe_ep import BootstrapConfig, MoEEpCommParams, NVLinkOneSidedConfig, create_communication
 
     class Whole(TorchDistBackend):  # type: ignore[misc]
-        """The EP group as it is. FlashInfer would cut it out of itself again, by places within the group where torch
-        wants global ranks: EP groups beside each other would wait for one another for ever."""
+        """The EP group, unsplit.
+
+        FlashInfer's own `Split` passes ranks within the group to torch, which expects global ranks. Several EP groups
+        in one job would then wait for each other forever.
+        """
 
         def Split(self, color: int, key: int) -> Whole:  # noqa: N802
             return self

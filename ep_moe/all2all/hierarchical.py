@@ -1,10 +1,11 @@
-"""`hierarchical`: a token goes once to each node that holds one of its experts, and there once to each such rank.
+"""`hierarchical`: a token travels once to each node that holds one of its experts, and there once to each such rank.
 
-exchange   how many rows every pair of ranks has at both levels (the host waits for it once)
-rail       rows to the rank with the sender's local rank on each node, and beside them ids and weights
-node       from there to the ranks of the node that hold experts of them
-combine    the way back: summed per node in the order of its ranks, one row per (token, node) over the rail, summed in
-           the order of nodes. Both sums are in float32, and are rounded to the dtype of the rows
+exchange   row counts between all pairs of ranks, at both levels (the host waits for them once)
+rail       rows, ids and weights go to the rank with the sender's local rank on each node
+node       that rank passes them on to the ranks of its node that hold their experts
+combine    the way back: each node sums a token's rows in the order of its ranks, and sends one row per (token, node)
+           over the rail. The token's rank sums these in the order of nodes. Both sums are in float32, then rounded to
+           the dtype of the rows
 
 A rank's node-major number is node * (ranks of a node) + local rank. On one node this is `torch_a2a` with another
 order of rows.
@@ -26,8 +27,9 @@ from ep_moe.parallel.rank_group import Levels, RankGroup
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weighting
 
-_NETWORK, _NVLINK = 50, 366  # GB/s of a GPU each way: a 400 Gbit/s card, nominal; an H200, by `bench.all2all`
-_HIGH = 32  # bits of a count; two travel in one number
+# GB/s per GPU and direction: nominal for a 400 Gbit/s network card; measured on an H200 by `bench.all2all`
+_NETWORK, _NVLINK = 50, 366
+_HIGH = 32  # bits of a count; two counts are packed into one int64
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class _Handle:
-    """rail: how this rank's tokens fan out over nodes; node: how the rows that it passes on fan out over ranks."""
+    """State of a call. rail: this rank's tokens to nodes; node: the rows that this rank passes on to ranks."""
 
     counts: Counts
     rail: FanOut
@@ -71,7 +73,7 @@ class HierarchicalDispatcher(Dispatcher):
         levels = levels_of(rank_group)
         self._levels, self._nodes, self._locals = levels, levels.rail.size, levels.node.size
         self._over_rail: RowExchange = partial(all_to_all_rows, rank_group=levels.rail)
-        # a transport of one host can stand here: nothing else knows how rows move within a node
+        # replaceable by another exchange within a host: no other code depends on how rows move within a node
         self._within_node: RowExchange = partial(all_to_all_rows, rank_group=levels.node)
         self._node_major_ids = NodeMajorIds(levels, dispatch_shape.slots_per_rank)
 
@@ -117,7 +119,7 @@ class HierarchicalDispatcher(Dispatcher):
         over_rail = rows.start(rail, self._locals * slots_per_rank, self._over_rail, counts.to_nodes, counts.from_nodes)
 
         def finish() -> Received:
-            arrived = over_rail.wait()  # with ids among those of the node
+            arrived = over_rail.wait()  # ids counted from the node's first
             wanted = wanted_places(arrived.ids, slots_per_rank, self._locals)
             node = FanOut.of(wanted, sum(counts.to_ranks), self.dispatch_shape.top_k)
             here = arrived.start(node, slots_per_rank, self._within_node, counts.to_ranks, counts.from_ranks).wait()
@@ -139,15 +141,18 @@ class HierarchicalDispatcher(Dispatcher):
         return self._node_major_ids.of(ids)
 
     def _counts(self, rows: list[list[int]]) -> Counts:
-        """rows: of each rank, how many of its tokens go to each, node-major, and above `_HIGH` bits in the first of
-        each node, how many go to that node."""
+        """Unpack the row counts of this rank.
+
+        rows: for each rank, an int64 for each destination rank (node-major). The low `_HIGH` bits count its rows to
+            that rank. The high bits of each node's first entry count its rows to that node
+        """
         levels, locals_ = self._levels, self._locals
         sender = dict(zip(levels.node_major_ranks, rows, strict=True))
         here, local = levels.rail.rank, levels.node.rank
         low = (1 << _HIGH) - 1
 
         def passed(through: int, to: int) -> int:
-            """Rows that all nodes send over a rail of this node, for one of its ranks."""
+            """Count the rows that arrive from all nodes at local rank `through` of this node, for local rank `to`."""
             return sum(sender[node * locals_ + through][here * locals_ + to] & low for node in range(self._nodes))
 
         own = sender[here * locals_ + local]
@@ -160,14 +165,14 @@ class HierarchicalDispatcher(Dispatcher):
 
 
 class NodeMajorIds:
-    """Physical ids, numbered as if the ranks of a node followed each other."""
+    """Renumber physical ids by node-major rank, so that the experts of a node are consecutive."""
 
     def __init__(self, levels: Levels, slots_per_rank: int) -> None:
         self._ranks, self._slots_per_rank = levels.node_major_ranks, slots_per_rank
         self._shifts: dict[torch.device, Tensor] = {}
 
     def of(self, ids: Tensor) -> Tensor:
-        """ids: int [T, K]; those of no expert stay as they are"""
+        """Return node-major ids. ids: int [T, K]; ids out of range are returned unchanged"""
         ranks, slots_per_rank = self._ranks, self._slots_per_rank
         if ranks == tuple(range(len(ranks))):
             return ids
@@ -179,19 +184,19 @@ class NodeMajorIds:
 
 
 def _reached(places: int, top_k: int) -> float:
-    """How many of so many ranks or nodes have an expert of a token, where each is as likely to have any."""
+    """Return the expected number of places (ranks or nodes) that hold an expert of a token, under uniform routing."""
     return places * (1 - (1 - 1 / places) ** top_k)
 
 
 def without_rails(name: str, layout: RankLayout) -> str | None:
-    """None, or why EP groups cannot be cut into nodes and rails."""
+    """Return why EP groups cannot be divided into nodes and rails, or None."""
     if layout.without_rails is None:
         return None
     return f"{name} needs as many ranks of an EP group on each of its nodes, and {layout.without_rails}"
 
 
 def levels_of(rank_group: RankGroup) -> Levels:
-    """Those of a group on several nodes; a group on one node has rails of one rank."""
+    """Return the node and rail groups of an EP group. On one node each rail has one rank."""
     if rank_group.levels is not None:
         return rank_group.levels
     alone = RankGroup(None, (rank_group.ranks[rank_group.rank],), 0, rank_group.flight_recorder)

@@ -1,9 +1,10 @@
-"""`hierarchical_static` and `hierarchical_nvlink`: as `hierarchical`, with room for every token everywhere, so that no
+"""`hierarchical_static` and `hierarchical_nvlink`: `hierarchical` with buffers for all tokens on every rank, so that no
 rank waits for counts.
 
-Each call moves `max_tokens` rows per rank, whatever the routing: by all-gather over the rail and then within the node;
-results come back by all-to-alls of equal parts. Sums have the order of `hierarchical`. Nothing can overflow, and CUDA
-graphs can hold a call. Few tokens per rank hardly move more rows than must: nearly each has an expert on each node.
+Each call moves `max_tokens` rows per rank, whatever the routing: by all-gather over the rail and then within the node.
+Results return by all-to-alls of equal parts, summed in the same order as by `hierarchical`. No buffer can overflow, and
+CUDA graphs can capture a call. With few tokens per rank the surplus is small, because nearly each token has an expert
+on each node.
 """
 
 from __future__ import annotations
@@ -38,14 +39,19 @@ from ep_moe.types import (
     capturing,
 )
 
-# A message to rows, ids of the EP group, weights and scales
+# message -> rows, physical ids of the EP group, weights, scales
 Unpacked: TypeAlias = "Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor | None]]"
 
 
 @dataclass(frozen=True)
 class StaticHandle:
-    """tokens: of this rank; bound: of every rank; invalid: bool [T, 1], which have an id of no expert; node: what a
-    transport of its own within the node received."""
+    """State of a call.
+
+    tokens: T of this rank
+    bound: rows per rank, the token limit
+    invalid: bool [T, 1], tokens with an id out of range
+    node: the rows received by the transport within the node, for `hierarchical_nvlink`
+    """
 
     tokens: int
     bound: int
@@ -54,7 +60,7 @@ class StaticHandle:
 
 
 class HierarchicalStaticDispatcher(Dispatcher):
-    """As `hierarchical`, with room for every token everywhere, so that no rank waits for counts."""
+    """`hierarchical` with buffers for all tokens on every rank, so that no rank waits for counts."""
 
     name = "hierarchical_static"
     tested_machines = "CPU, gloo, 2 nodes of 2 and 4 ranks, 4 nodes of 2; 4 H100, 4 H200 as two nodes"
@@ -98,7 +104,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
         invalid = ((ids < -1) | (ids >= self.dispatch_shape.num_physical)).any(1, keepdim=True)
         parts = [x, ids, routing.weights] if x_scale is None else [x, ids, routing.weights, x_scale]
         in_bytes = [_bytes(part) for part in parts]
-        # rows behind the last token: all bits are set, so that ids are -1, and rows are of no expert
+        # the rows after the last token have all bits set: their ids read as -1, so they belong to no expert
         widths = [part.shape[1] for part in in_bytes]
         message = torch.full((bound, sum(widths)), 255, dtype=torch.uint8, device=x.device)
         torch.cat(in_bytes, dim=1, out=message[: len(x)])
@@ -111,7 +117,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
         return Pending(finish)
 
     def _within_node(self, message: Tensor, handle: StaticHandle, unpacked: Unpacked) -> Received:
-        """Pass on what came over the rail. message: uint8 [nodes * bound, bytes of a row]"""
+        """Gather the rail's rows within the node. message: uint8 [nodes * bound, bytes of a row]"""
         found = _everybodys(message, self._levels.node)
         rows, ids, weights, scale = unpacked(found.wait())
         local = ids - self._first
@@ -129,17 +135,20 @@ class HierarchicalStaticDispatcher(Dispatcher):
         return self._over_rail(_returned(y, self._levels.node), handle)
 
     def _over_rail(self, of_node: Pending[Tensor], handle: StaticHandle) -> Pending[Tensor]:
-        """Send sums of the node [nodes * bound, H] back, and add those of all nodes."""
+        """Return the node's sums [nodes * bound, H] over the rail, and sum over nodes."""
 
         def finish() -> Tensor:
             total = _returned(of_node.wait(), self._levels.rail).wait()
-            # nothing has waited for the device to refuse such an id; its token must not look like a result
+            # the host does not check ids on the device here: mark tokens with an invalid id by NaN
             return total[: handle.tokens].masked_fill(handle.invalid, torch.nan)
 
         return Pending(finish)
 
     def _poison(self, device: torch.device, bound: int) -> None:
-        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        """Make this call without rows, and answer the peers' rows with NaN.
+
+        The peers have already started the call, and would otherwise wait for this rank.
+        """
         if capturing(device):
             return
         g = self.dispatch_shape
@@ -149,7 +158,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
         self._combine(self._nans(received), received.handle, None).wait()
 
     def _nans(self, received: Received) -> Tensor:
-        """What an expert that refuses returns: NaN for its rows, and nothing for others."""
+        """Return NaN for rows with an expert on this rank, and 0 for other rows."""
         assert received.local_ids is not None
         here = (received.local_ids >= 0).any(1, keepdim=True)
         y = torch.zeros(len(here), self.dispatch_shape.hidden_size, dtype=self.dispatch_shape.dtype, device=here.device)
@@ -157,34 +166,39 @@ class HierarchicalStaticDispatcher(Dispatcher):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """[rows, bytes of a row]. An expanded tensor without elements is contiguous whatever its strides, which a view by
-    dtype refuses."""
+    """Return x as uint8 [rows, bytes of a row].
+
+    An expanded tensor without elements counts as contiguous with any strides. Its last stride may differ from 1, which
+    `view(dtype)` refuses.
+    """
     x = x.contiguous()
     return (x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def _unpacked(message: Tensor, widths: list[int], like: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Rows, ids, weights and scales of a message, which were written as `like`."""
+    """Split a message into rows, ids, weights and scales. widths, like: bytes and a tensor of the dtype of each part"""
     columns = zip(_columns(message, widths), like, strict=True)
     rows, ids, weights, *scale = (column.view(part.dtype) for column, part in columns)
     return rows, ids, weights, scale[0] if scale else None
 
 
 def _columns(message: Tensor, widths: list[int]) -> list[Tensor]:
-    """Copies of its columns of so many bytes, in the widest words that all of them are made of: a copy of strided bytes
-    moves them one by one."""
+    """Copy the columns of a message, of `widths` bytes each.
+
+    Uses the widest word that divides all widths, because torch copies strided bytes one at a time.
+    """
     word = next(kind for kind in (torch.int64, torch.int32, torch.uint8) if not any(w % kind.itemsize for w in widths))
     columns = message.view(word).split([width // word.itemsize for width in widths], dim=1)
     return [column.clone(memory_format=torch.contiguous_format) for column in columns]
 
 
 def _everybodys(x: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
-    """As many rows of every rank, one behind the other."""
+    """All-gather x. All ranks have equally many rows."""
     return gather_rows(x, [len(x)] * rank_group.size, rank_group)
 
 
 def _returned(y: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
-    """As many rows to every rank, and the sum of what comes back in the order of ranks."""
+    """Send an equal part of y to every rank, and sum the received parts in the order of ranks."""
     size = rank_group.size
     each = [len(y) // size] * size
     pending = all_to_all_rows(y, each, each, rank_group)
@@ -192,11 +206,11 @@ def _returned(y: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
 
 
 class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
-    """As `hierarchical_static` over the network, and `nvlink_p2p` within a node.
+    """`hierarchical_static` over the network, `nvlink_p2p` within a node.
 
-    The rail carries `max_tokens` rows of every rank to every node. Each rank hands what comes to an `nvlink_p2p` among
-    the ranks of its node, as tokens of its own: a row is written once into the memory of each rank that has an expert
-    of it, and the answers are summed in the order of ranks.
+    The rail carries `max_tokens` rows of every rank to every node. Each rank dispatches these rows to the ranks of its
+    node with `nvlink_p2p`, as if they were its own tokens. A row is written once into the memory of each rank that
+    holds one of its experts. The results are summed in the order of ranks.
     """
 
     name = "hierarchical_nvlink"
@@ -245,7 +259,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """Those of `nvlink_p2p` over all ranks, which has as many rows; of flags and packets it has more."""
+        """Count the bytes of `nvlink_p2p` over all ranks: as many rows, and more flags and packets than are used."""
         return NVLinkP2PDispatcher.buffer_bytes(dispatch_shape)
 
     def _within_node(self, message: Tensor, handle: StaticHandle, unpacked: Unpacked) -> Received:
@@ -265,7 +279,7 @@ class HierarchicalNVLinkDispatcher(HierarchicalStaticDispatcher):
         return self._combine(handle.node.peer_out, handle, out)
 
     def _nans(self, received: Received) -> Tensor:
-        """For all rows: `nvlink_p2p` adds those of experts alone."""
+        """Return NaN for all rows. `nvlink_p2p` sums only the rows of experts."""
         g = self.dispatch_shape
         return torch.full((len(received.x), g.hidden_size), torch.nan, dtype=g.dtype, device=received.x.device)
 

@@ -1,5 +1,7 @@
-"""`pplx`: pplx-kernels' intranode all2all. Rows arrive grouped by expert with room for every token (BATCHED), one copy
-per route, and combine multiplies by the weights: for decode sizes.
+"""`pplx`: pplx-kernels' intranode all2all, for decode sizes.
+
+Rows arrive grouped by expert, with room for all tokens at each expert (BATCHED), one copy per route. Combine multiplies
+by the routing weights.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from ep_moe.types import Pending, PhysicalRouting, Received, RowLayout, Weightin
 
 @dataclass(frozen=True)
 class _Handle:
-    """ids, weights: as sent; routed: bool [T, 1], tokens with an expert."""
+    """State of a call. ids, weights: as sent; routed: bool [T, 1], tokens with at least one expert."""
 
     buffer_slot: BufferSlot
     ids: Tensor
@@ -33,7 +35,7 @@ class _Handle:
 
 
 class PplxDispatcher(Dispatcher):
-    """pplx-kernels' intranode all2all: rows by expert, one copy per route, for decode sizes."""
+    """pplx-kernels' intranode all2all: rows grouped by expert, one copy per route, for decode sizes."""
 
     name = "pplx"
     tested_machines = (
@@ -45,7 +47,7 @@ class PplxDispatcher(Dispatcher):
         dedup=False,
         cuda_graph=True,
         host_sync=False,
-        deterministic=True,  # rows arrive in any order, and are summed in that of the routes
+        deterministic=True,  # rows arrive in any order, but are summed in the order of routes
         differentiable=False,
         alignment_bytes=16,
         dtypes=frozenset({torch.bfloat16, torch.float16}),
@@ -78,14 +80,14 @@ class PplxDispatcher(Dispatcher):
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """Received rows; the library's own are not counted."""
+        """Count the received rows. Buffers within the library are not counted."""
         assert dispatch_shape.max_tokens is not None
         rows = dispatch_shape.slots_per_rank * dispatch_shape.num_ranks * dispatch_shape.max_tokens
         return rows * (dispatch_shape.row_bytes + dispatch_shape.scale_bytes)
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
-        """A call keeps its workspace until its results have been received."""
+        """Return 3: a call keeps its workspace until its results have been received."""
         return 3
 
     def _dispatch(
@@ -129,13 +131,16 @@ class PplxDispatcher(Dispatcher):
         def finish() -> Tensor:
             workspace.combine(sums, handle.ids, handle.weights, rows, send=False)
             handle.buffer_slot.release(y.device)
-            # a token without an expert was sent here with weight 0: 0 times what it held
+            # a token without an expert went to this rank with weight 0; 0 * inf in its row would give NaN
             return torch.where(handle.routed, sums[: len(handle.ids)], 0)
 
         return Pending(finish)
 
     def _poison(self, buffer_slot: BufferSlot, device: torch.device) -> None:
-        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        """Make this call without rows, and answer the peers' rows with NaN.
+
+        The peers have already started the call, and would otherwise wait for this rank.
+        """
         if capturing(device):
             return
         g, workspace = self.dispatch_shape, buffer_slot.library
@@ -159,9 +164,11 @@ class PplxDispatcher(Dispatcher):
 
 
 class Workspace:
-    """pplx-kernels' buffers for one call, and the rows that it delivers.
+    """pplx-kernels' buffers for one call, and the tensors into which it delivers rows.
 
-    rows: [L, N, H], N = R * max_tokens; counts: int32 [L]; scales: float32 [L, N, H / 128] of fp8_block rows
+    rows: [L, N, H], N = R * max_tokens
+    scales: float32 [L, N, H / 128] for fp8_block rows, else None
+    counts: int32 [L], rows per expert
     """
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup, device: torch.device) -> None:
@@ -202,7 +209,10 @@ class Workspace:
 
 
 def make_all2all(dispatch_shape: DispatchShape, rank_group: RankGroup) -> Any:
-    """pplx-kernels' object for one workspace. Collective; it swaps memory handles over a group with a CPU backend."""
+    """Create pplx-kernels' object for one workspace. Collective.
+
+    pplx-kernels exchanges memory handles over a process group with a CPU backend.
+    """
     from pplx_kernels import AllToAll
 
     group = dist.new_group(list(rank_group.ranks), backend="cpu:gloo,cuda:nccl", use_local_synchronization=True)

@@ -1,15 +1,15 @@
-"""Transports by torch's collectives alone, on any device: `local`, `allgather` and `torch_a2a`.
+"""Transports over torch's collectives, on any device: `local`, `allgather` and `torch_a2a`.
 
 local       one rank, nothing travels
-allgather   every rank receives every token and serves its own experts; outputs are summed by reduce-scatter. The
-            plainest transport, and the oracle of the others. It moves R - 1 rows per token each way whatever the
-            routing, which is little more than any transport must where K is larger than R.
-torch_a2a   each token goes once to each rank that holds one of its experts, by `all_to_all_single`. In four steps:
+allgather   every rank receives every token and computes its own experts; reduce-scatter sums the outputs. The simplest
+            transport, and the reference for the others. It moves R - 1 rows per token each way, whatever the routing.
+            With K > R this is little more than any transport must move.
+torch_a2a   each token travels once to each rank that holds one of its experts, by `all_to_all_single`, in four steps:
 
-    plan       which rows go where, from the ids (no communication)
-    exchange   how many rows each pair of ranks has (the host waits for it once)
-    dispatch   rows, and beside them local ids and weights
-    combine    the way back, summed per token in rank order in float32, so that equal inputs give equal bits
+    plan       decide from the ids which rows go to which rank (no communication)
+    exchange   exchange row counts between all pairs of ranks (the host waits for them once)
+    dispatch   send rows, local ids and weights
+    combine    return the results; sum them per token in rank order in float32, so that equal inputs give equal bits
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from ep_moe.types import LocalIds, Pending, PhysicalRouting, Received, RowLayout
 
 
 class LocalDispatcher(Dispatcher):
-    """Hands the rows on as they are; physical ids are local ids. An eager call waits for the device once, to check
-    the ids; CUDA-graph captures and compiled graphs take them on trust, and so it counts as free of host syncs."""
+    """The transport of one rank: it passes rows on unchanged, and physical ids are local ids.
+
+    An eager call waits for the device once, to check the ids. CUDA graph captures and compiled graphs do not check
+    them, so the capability `host_sync` is False.
+    """
 
     name = "local"
     tested_machines = "CPU; 1 H200"
@@ -103,7 +106,7 @@ class AllGatherDispatcher(Dispatcher):
     def _dispatch(
         self, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, problem: str | None, max_tokens: int | None
     ) -> Pending[Received]:
-        if problem is not None:  # which may be that routing is none
+        if problem is not None:  # `routing` may not be a PhysicalRouting then
             self.rank_group.agree([0, 0], problem, x.device)
         gradients = {"x": x, "routing.weights": routing.weights}
         rows = self.rank_group.agree([x.shape[0], self._out_of_range(routing)], None, x.device, gradients=gradients)
@@ -136,7 +139,7 @@ class AllGatherDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class _Handle:
-    """sent, received: rows per peer. fan_out: which of this rank's tokens go to whom"""
+    """State of a call. sent, received: rows per peer; fan_out: which of this rank's tokens go to which rank."""
 
     sent: list[int]
     received: list[int]

@@ -1,7 +1,9 @@
-"""Ids for transports that take them on trust: any id sends its row to some rank, or into memory outside the buffers.
+"""Ids for transports whose libraries do not check them: an id out of range would write outside the buffers.
 
-On the wire every route names an expert; one that named none has weight 0, and a route of weight 0 has no expert on
-arrival. The torch forms are the definition, and what runs on a CPU; the Triton forms (GPUs) are one launch each."""
+On the wire every route names an expert. A route without an expert is sent with weight 0, and a received route of weight
+0 is treated as having none. The torch code defines the result and runs on CPU. On GPUs, Triton kernels do each function
+in one launch.
+"""
 
 # Triton's language has no types
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -18,11 +20,13 @@ from ep_moe.runtime.triton_compat import tl, triton
 def to_wire(
     ids: Tensor, weights: Tensor, own_expert: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
 ) -> None:
-    """Physical ids with -1 (or anything out of range) to ids that all name an expert: where a route has none, or
-    W > K leaves room, the row's first valid id, so that no further rank is involved; `own_expert` in a row without any.
+    """Replace ids that name no expert (-1 or out of range), and pad rows from K to W ids.
 
-    ids: int [T, K]; weights: float32 [T, K]; own_expert: an expert of this rank; out_ids: int32 [T, W]; out_weights:
-    float32 [T, W], 0 where a route named no expert; all contiguous
+    The replacement is the first valid id of the row, so that no additional rank receives it. In a row without a valid
+    id it is `own_expert`.
+
+    ids: int [T, K]; weights: float32 [T, K]; own_expert: physical id of an expert of this rank; out_ids: int32 [T, W];
+    out_weights: float32 [T, W], 0 for replaced and padded routes; all contiguous
     """
     if ids.is_cuda:
         launch_to_wire(ids, weights, own_expert, num_physical, out_ids, out_weights)
@@ -40,11 +44,13 @@ def to_wire(
 def to_distinct(
     ids: Tensor, weights: Tensor, own_expert: int, num_physical: int, out_ids: Tensor, out_weights: Tensor
 ) -> None:
-    """As `to_wire`, for transports with room for one copy of a row per expert: all ids of a row differ. Routes without
-    an expert name the next ones from `own_expert` on that the row does not; of a repeated id the first has all its
-    weight.
+    """Make all ids of a row valid and distinct, for transports that hold one copy of a row per expert.
 
-    out_ids: int32 [T, K]; out_weights: float32 [T, K]; K at most num_physical
+    A route without an expert gets the next physical id from `own_expert` on that its row does not use, with weight 0.
+    The first of several equal ids gets the sum of their weights, and the others count as routes without an expert.
+
+    ids, weights, own_expert: as of `to_wire`; out_ids: int32 [T, K]; out_weights: float32 [T, K]; K at most
+    num_physical
     """
     if ids.is_cuda:
         launch_to_distinct(ids, weights, own_expert, num_physical, out_ids, out_weights)
@@ -63,7 +69,7 @@ def to_distinct(
 
 
 def to_local(ids: Tensor, weights: Tensor, base: int, slots_per_rank: int, out: Tensor) -> None:
-    """Received wire ids to local ones: -1 for other ranks' experts, for routes of weight 0, and for empty rows.
+    """Convert received ids to local ids: -1 for experts of other ranks, routes of weight 0, and empty rows.
 
     ids: int32 [N, W]; weights: float32 [N, W]; base: this rank's first physical id; out: int32 [N, W]; all contiguous
     """

@@ -1,4 +1,4 @@
-"""The memory of `nvlink_p2p`: how ranks share it, what lies where on each rank, and what of it belongs to a call."""
+"""The memory of `nvlink_p2p`: how ranks share it, its layout on each rank, and the parts that belong to a call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ep_moe.runtime.launch_cache import LaunchCache, cdiv
 from ep_moe.runtime.workspace import Shapes, carve
 from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
 
-SENT, ANSWERED, CHOSEN = 0, 1, 2  # rows of flags
-PIECE = 512  # words of a row that one program by packets has
+SENT, ANSWERED, CHOSEN = 0, 1, 2  # rows of the tensor `flags`: rows sent; answers written; ids and weights sent
+PIECE = 512  # most 4-byte words of a row that one program of a packet kernel handles
 
 
 def pieces(row_bytes: int) -> int:
-    """Programs by packets for a row to one rank."""
+    """Return how many programs of a packet kernel handle one row to one rank."""
     return cdiv(row_bytes, 4 * PIECE)
 
 
 def answer_dtype(dispatch_shape: DispatchShape) -> torch.dtype:
-    """Of an answer as it travels."""
+    """Return the dtype of an answer (a result row) as it travels."""
     return torch.float8_e4m3fn if dispatch_shape.wire.combine == "fp8" else dispatch_shape.dtype
 
 
@@ -34,16 +34,20 @@ def answer_bytes(dispatch_shape: DispatchShape) -> int:
 
 
 def place_shapes(dispatch_shape: DispatchShape, low_latency_tokens: int) -> Shapes:
-    """Each rank's memory, N = R * max_tokens; token t of rank s has place s * bound + t in all of them.
+    """Return the shapes and dtypes of each rank's memory. N = R * max_tokens.
+
+    Token t of rank s has the index s * bound + t in all tensors [N, ...], where bound is the token limit of the call.
 
     rows [N, H / packed], scales [N, H / block], ids and weights [N, K]: written by peers
-    answers [N, H]: left by the experts here, where they do not write to peers; arrived [N, H]: written by peers
-    rounded [N, H]: answers as they travel, for copies of those that are rounded; else none
-    row_packets, answer_packets [R, T, packets of a row]: written by peers, for calls of at most T = low_latency_tokens
+    answers [N, H]: written by the experts of this rank if they do not write to peers
+    arrived [N, H]: answers for this rank's tokens, written by peers
+    rounded [N, H]: answers in the dtype in which they travel, for copy engines; empty if that is the layer's dtype
+    row_packets, answer_packets [R, T, packets of a row]: written by peers in calls of at most T = low_latency_tokens
         tokens
-    weight_packets [max_tokens, K]: written by peers, a number for each route of this rank's tokens
-    Of a shape with `per_route` there are K answers for each place, one after the other.
-    flags [3, R]: the number of the call whose dispatch, whose combine, and whose ids and weights each peer set last
+    weight_packets [max_tokens, K]: written by peers, one number for each route of this rank's tokens
+    flags [3, R]: for SENT, ANSWERED and CHOSEN, the sequence number of the last call for which each peer set the flag
+
+    With `per_route` there are K answers for each token, one after the other.
     """
     g = dispatch_shape
     assert g.max_tokens is not None
@@ -67,18 +71,19 @@ def place_shapes(dispatch_shape: DispatchShape, low_latency_tokens: int) -> Shap
 
 
 def _even(packets: int) -> int:
-    """Two packets are stored at once."""
+    """Round up to an even number, because kernels store two packets at once."""
     return packets + packets % 2
 
 
 class PeerMemory:
-    """Memory of equal layout on all ranks of one host, each of which reads and writes its peers' over NVLink.
+    """Memory of equal layout on all ranks of one host. Each rank reads and writes its peers' memory over NVLink.
 
-    local: uint8 [size], zero; peers: those of all ranks. addresses: int64 [R] on the device, where each begins in
-    this rank's view.
+    local: uint8 [size], this rank's memory, zeroed
+    peers: the memory of all ranks, as this rank sees it
+    addresses: int64 [R] on the device, the address of each rank's memory in this rank's address space
 
-    Torch's symmetric memory in its own form (`CUDA`), without NVSHMEM and without multicast. Collective; raises
-    InputError on all ranks where one gets none.
+    Uses torch's symmetric memory with the backend `CUDA`, without NVSHMEM and multicast. Collective. Raises InputError
+    on all ranks if the allocation fails on one.
     """
 
     def __init__(self, rank_group: RankGroup, device: torch.device, size: int) -> None:
@@ -92,31 +97,40 @@ class PeerMemory:
         problem = None
         try:
             self.local = symm_mem.empty(size, dtype=torch.uint8, device=device)
-        except RuntimeError as error:  # no memory, as a rule
+        except RuntimeError as error:  # usually out of memory
             problem = f"{size / 2**20:.0f} MiB on {device}: {error}"
-        # the others would wait for this rank in what follows
+        # without this, the other ranks would wait for this one in `rendezvous`
         rank_group.agree([], problem, device)
         handle = symm_mem.rendezvous(self.local, rank_group.group.group_name)
         self.peers = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(rank_group.size)]
         self.addresses = torch.tensor(list(handle.buffer_ptrs), dtype=torch.int64, device=device)
-        self._handle = handle  # it holds the mapping
+        self._handle = handle  # keeps the mapping alive
         self.local.zero_()
-        barrier(device, rank_group.group)  # no peer writes here before it is zero
+        barrier(device, rank_group.group)  # no peer may write before the memory is zeroed
 
 
 class Workspace:
-    """One call's memory, here and on the peers.
+    """The memory of one call, on this rank and on its peers.
 
-    room: tokens of a rank that it holds
-    places: this rank's tensors by name; peers: those of all ranks; offsets: bytes from the beginning, equal on all
-    sent: int32 [max_tokens, K], the ids of this rank's tokens; those among `places` may be the next call's already,
-        which peers lay out by another bound
-    sent_weights: float32 [max_tokens, K], 0 where `sent` is below 0; None unless this rank multiplies by them
+    room: the most tokens per rank
+    places: this rank's tensors by name (`place_shapes`)
+    peers: the tensors of all ranks
+    offsets: byte offsets of the tensors, equal on all ranks
+    sent: int32 [max_tokens, K], private copy of the ids of this rank's tokens. `places["ids"]` may already hold the
+        next call's ids, which peers may lay out by another token limit
+    sent_weights: float32 [max_tokens, K], 0 where `sent` is below 0; None unless the shape has `per_route`
     launch_cache: the launches over this memory
-    sequence: int32 [5], the number of the call under way; blocks of its dispatch that have written; the number of the
-        last call, and what `WireIds.sequence` has behind it; blocks that have written ids. Dispatch makes the first out
-        of the third, and combine the third out of the first, so that no kernel changes what its later blocks have yet
-        to read"""
+    sequence: int32 [5]:
+
+        0  the sequence number of the current call
+        1  a counter of the programs of dispatch that have written
+        2  the sequence number of the last call
+        3  the counter of `WireIds.sequence`, whose first element is element 2
+        4  a counter of the programs that have written ids
+
+        Dispatch sets element 0 to element 2 plus 1, and combine copies element 0 to element 2. So no kernel changes a
+        number that its later programs still have to read.
+    """
 
     def __init__(self, dispatch_shape: DispatchShape, rank: int, shapes: Shapes, memory: Any) -> None:
         assert dispatch_shape.max_tokens is not None
@@ -134,7 +148,7 @@ class Workspace:
         self.launch_cache = LaunchCache()
 
     def peer_out(self, bound: int, *, packets: bool = False) -> PeerRows:
-        """Where the peers await this rank's answers. packets: by which they go on GPUs"""
+        """Return the peers' memory for this rank's answers. packets: on GPUs, the memory for packets"""
         if (bound, packets) not in self._peer_out:
             rows = bound * self.dispatch_shape.returned
             part = slice(self.rank * rows, (self.rank + 1) * rows)
@@ -145,15 +159,16 @@ class Workspace:
         return self._peer_out[bound, packets]
 
     def received(self, bound: int, *, packets: bool = False, alone: bool = False) -> dict[str, Any]:
-        """Of a call, all of `Received` but its handle: where its rows are. packets, alone: as `send` has them"""
+        """Return the fields of a call's `Received`, except `handle`. packets, alone: as of `reference.send`"""
         if (bound, packets, alone) not in self._received:
-            with torch.inference_mode(False), unseen_by_modes():  # views made within it could not be written outside
+            # views created in inference mode cannot be written outside it
+            with torch.inference_mode(False), unseen_by_modes():
                 self._received[bound, packets, alone] = self._rows_received(bound, packets, alone)
         return self._received[bound, packets, alone]
 
     def _rows_received(self, bound: int, packets: bool, alone: bool) -> dict[str, Any]:
         g, rows = self.dispatch_shape, slice(0, self.dispatch_shape.num_ranks * bound)
-        ids_ready = self._ids_signals() if alone and not packets else ()  # beside other work nothing starts early
+        ids_ready = self._ids_signals() if alone and not packets else ()  # no kernel starts early beside other work
         at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights")}
         return {
             "x": at["rows"],
@@ -170,7 +185,7 @@ class Workspace:
         }
 
     def _ids_signals(self) -> tuple[Tensor, ...]:
-        """`WireIds.ids_ready` and `sequence`, of what runs on GPUs."""
+        """Return `WireIds.ids_ready` and `WireIds.sequence` on GPUs, else nothing."""
         return (self.places["flags"][CHOSEN], self.sequence[2:4]) if self.sequence.is_cuda else ()
 
     def _by_packets(self, rows: PeerRows) -> PeerRows:
@@ -181,7 +196,7 @@ class Workspace:
         )
 
     def sums(self, tokens: int) -> Tensor:
-        """Room for sums of answers, [T, H], undefined."""
+        """Return an uninitialized tensor [T, H] for sums of answers."""
         g = self.dispatch_shape
         return torch.empty(tokens, g.hidden_size, dtype=g.dtype, device=self.sequence.device)
 

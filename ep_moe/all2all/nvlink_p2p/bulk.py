@@ -1,4 +1,4 @@
-"""The Triton forms of `nvlink_p2p.reference`."""
+"""The steps of `nvlink_p2p.reference` in Triton, for calls without packets."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.runtime.waiting import Waiting
 from ep_moe.types import PhysicalRouting
 
-_TILE, _TILES = 32, 8  # tokens of a block at once, and blocks, that announce copied rows
-_BLOCKS = 1056  # that sum answers, at most
+_TILE, _TILES = 32, 8  # tokens per program and step that send ids; most programs of `announce`
+_BLOCKS = 1056  # most programs of `receive`
 
 
 def send(
@@ -81,7 +81,7 @@ def _send_spec(
         "PDL": alone and devices.starts_early(x.device),
         "num_warps": 8 if g.row_bytes > 4096 else 4,
     }
-    # a row takes longer where it is rounded, and more of them at once hide that
+    # rounding adds latency to each row, which more programs hide
     programs = choosers + min(bound, 4 * blocks if rounds else blocks)
     return LaunchSpec(_send, (programs,), changing, fixed, constants)
 
@@ -97,10 +97,14 @@ def _send(
     SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x: rows of ELEMENTS, in words as they travel, or plain numbers that become bytes. Scales are words. replicas to
-    invalid, seed, experts: as `to_place` gives them.
+    """Send ids, weights and rows to the peers, then wait for theirs.
 
-    The first CHOOSERS programs send ids and weights, and tell of them; the others place ids too, and send rows."""
+    The first CHOOSERS programs send ids and weights, and set their flag. The other programs send rows. Both map logical
+    to physical ids if MOST is not 0.
+
+    x: rows of ELEMENTS: 4-byte words in the wire format, or plain numbers that are rounded to bytes. Scales are words
+    replicas to invalid, seed, experts: as `to_place` returns them
+    """
     pdl_trigger(PDL)
     program, blocks = tl.program_id(0), tl.num_programs(0)
     if program < CHOOSERS:
@@ -126,7 +130,7 @@ def _send_ids(
     MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """To all peers; the last program to come here tells them."""
+    """Send ids and weights to all peers. The last of the programs that do this sets the flag CHOSEN on each peer."""
     route = tl.arange(0, WIDTH)[None]
     for first in range(tl.program_id(0) * TILE, bound, programs * TILE):
         token = (first + tl.arange(0, TILE)).to(tl.int64)[:, None]
@@ -163,7 +167,7 @@ def _send_rows(
     ELEMENTS: tl.constexpr, BLOCK: tl.constexpr, SCALES: tl.constexpr, SCALE_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
     SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """To the peers that have an expert of theirs."""
+    """Send each row to the peers that hold one of its experts."""
     route, element, step = tl.arange(0, WIDTH), tl.arange(0, BLOCK), tl.arange(0, SCALE_BLOCK)
     for token in range(program, tokens, programs):
         at = tl.cast(token, tl.int64)
@@ -182,7 +186,7 @@ def _send_rows(
             scale = tl.load(x_scale + at * SCALES + step, mask=step < SCALES)
         place = RANK * tl.cast(bound, tl.int64) + token
         for turn in tl.static_range(RANKS):
-            peer = (RANK + token + turn) % RANKS  # not all to one at once: rows of all ranks meet at its links
+            peer = (RANK + token + turn) % RANKS  # spreads the ranks' writes over the peers' links
             if tl.max((owner == peer).to(tl.int32), axis=0) > 0:
                 base = tl.multiple_of(tl.load(peers + peer), 16)
                 their_rows = tl.multiple_of((base + rows_at).to(tl.pointer_type(row.dtype)), 16)
@@ -259,7 +263,7 @@ def _announce(
 
 @triton.jit
 def _meet(peers, flags, sequence, place, blocks, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """The last block to come here tells the peers that all have written, and waits for theirs."""
+    """In the last program of the grid, set the flag SENT on the peers, and wait for theirs."""
     if last_to_count(sequence + 1, blocks):
         number = tl.load(sequence + 2) + 1
         tl.store(sequence, number)
@@ -317,13 +321,15 @@ def _give(
     RANK: tl.constexpr, RANKS: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, NUMBERS: tl.constexpr,
     BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """A program has one answer, in words as they travel, or in numbers that become bytes; ranks take turns, so that all
-    links are busy all the time."""
+    """Write one answer per program to the rank of its token, as words or as numbers that are rounded to bytes.
+
+    Consecutive programs write to different peers, so all links are busy.
+    """
     peer, token = (tl.program_id(0) + RANK) % RANKS, tl.program_id(0) // RANKS
     route, at = tl.arange(0, WIDTH), tl.arange(0, BLOCK)
     place = peer * tl.cast(bound, tl.int64) + token
     id = tl.load(ids + place * TOP_K + route, mask=route < TOP_K, other=-1)  # noqa: A001
-    answer = tl.load(answers + place * NUMBERS + at, mask=at < NUMBERS)  # beside the ids, not after them
+    answer = tl.load(answers + place * NUMBERS + at, mask=at < NUMBERS)  # overlaps the load of ids
     if ROUNDS:
         answer = to_e4m3(answer.to(tl.float32))
     wanted = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0

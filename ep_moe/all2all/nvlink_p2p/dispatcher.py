@@ -1,21 +1,22 @@
-"""`nvlink_p2p`: our own all2all within one host. Each rank writes its rows straight into its peers' memory.
+"""`nvlink_p2p`: an all2all within one host by this project's kernels. Each rank writes rows into its peers' memory.
 
-A call launches two kernels: one sends, one receives. The experts' last kernel writes the results straight back. If it
-cannot (`peer_out`), a third kernel returns them. Few tokens, and their results, go by LL packets, which need no flag.
-Large calls beside other work go by copy engines.
+A call launches two kernels: one sends, one receives. The experts' last kernel writes the results directly back. If it
+cannot (`peer_out`), a third kernel returns them. Small calls use LL packets, which need no flag. Large calls that
+overlap other work use copy engines.
 
-Rank s's token t has one place on every rank, s * max_tokens + t, so that nothing is counted, packed or exchanged before
-rows set out, and the rank that wants an answer knows where it is. Ids and weights of all tokens go to all ranks; a row
-goes once to each rank that has an expert of it. A rank tells each peer by a number in the peer's memory when it has
-written (dispatch), and when its answers are ready (combine); the number grows from call to call, so that replays need
-no reset.
+Token t of rank s has the index s * limit + t on every rank, where limit is the token limit of the call. So no rank
+counts, packs or exchanges anything before it sends rows, and a token's rank knows where its results arrive. Ids and
+weights of all tokens go to all ranks. A row goes once to each rank that holds one of its experts. A rank sets a flag in
+each peer's memory when it has written rows (dispatch), and when its results are ready (combine). The flag holds the
+sequence number of the call. It increases from call to call, so CUDA-graph replays need no reset.
 
-Dispatch and combine take turns, which is what keeps a buffer from being written before it was read: rows of the next
-call are sent after the peer said that its experts are done, and answers are written after all rows have arrived, which
-a peer sends after it has read the last ones.
+Dispatch and combine alternate, so no buffer is overwritten before it is read:
 
-Without `max_tokens` the buffers grow. The ranks of a call agree on its bound before (`Dispatcher.call_bound`), and so
-make larger ones in the same call.
+- A rank sends rows of the next call after its peer has flagged that its experts are done.
+- A rank writes results after all rows of the call have arrived. A peer sends them after it has read the last results.
+
+Without `max_tokens` the buffers grow. The ranks agree on the token limit before each call (`Dispatcher.call_bound`), so
+all of them allocate larger buffers in the same call.
 """
 
 from __future__ import annotations
@@ -52,13 +53,17 @@ from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Receiv
 
 _log = logging.getLogger("ep_moe.all2all")
 
-make_memory: Any = PeerMemory  # collective; where ranks have no GPU another one stands here
-BLOCKS, BLOCKS_BESIDE = 132, 24  # of a kernel, at most: alone, and beside others, which want multiprocessors too
+make_memory: Any = PeerMemory  # collective; CPU tests replace it by memory that processes share
+BLOCKS, BLOCKS_BESIDE = 132, 24  # most programs of a kernel: alone, and beside kernels that need multiprocessors too
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """tokens, bound: of the call; weights: float32 [T, K], where a number for each route is wanted with the sums"""
+    """State of a call.
+
+    tokens, bound: T and the token limit
+    weights: float32 [T, K], receives one number per route (`combine_with_weights`); else None
+    """
 
     buffer_slot: BufferSlot
     tokens: int
@@ -67,7 +72,7 @@ class _Handle:
 
 
 class NVLinkP2PDispatcher(Dispatcher):
-    """Kernels of ours that write rows and results straight into the memory of peers on one host."""
+    """This project's kernels, which write rows and results directly into the memory of peers on one host."""
 
     name = "nvlink_p2p"
     tested_machines = (
@@ -102,17 +107,17 @@ class NVLinkP2PDispatcher(Dispatcher):
     def preference(cls, top_k: int, layout: RankLayout) -> tuple[int, str]:
         return 10, "straight into peers' memory by own kernels, no host sync"
 
-    # bytes of a rank's rows to another, up to which rows and answers go by packets
+    # rows and results use LL packets if the rows from one rank to another have at most this many bytes
     low_latency_bytes: ClassVar[int] = 1 << 18
-    low_latency_programs: ClassVar[int] = 512  # of a kernel by packets, of 4 warps, all of which must run at once
-    copied_bytes: ClassVar[int] = 1 << 20  # of a rank's rows, from which on copy engines carry them beside other work
+    low_latency_programs: ClassVar[int] = 512  # most programs (of 4 warps) of a packet kernel; all must run at once
+    copied_bytes: ClassVar[int] = 1 << 20  # overlapped calls use copy engines from this many bytes per rank
 
-    least_room: ClassVar[int] = 256  # tokens that buffers which grow are made for at first: a decoder's calls fit
+    least_room: ClassVar[int] = 256  # tokens for which growing buffers are first allocated: decode calls fit
 
     def __init__(self, dispatch_shape: DispatchShape, rank_group: RankGroup) -> None:
         super().__init__(dispatch_shape, rank_group)
         self._most_by_packets = self._low_latency_tokens(dispatch_shape)
-        self._room = dispatch_shape.max_tokens or self.least_room  # tokens that buffers are made for
+        self._room = dispatch_shape.max_tokens or self.least_room  # tokens per rank for which buffers are allocated
         self.buffer_pool = BufferPool(self.name, self._connect)
         self._side: SideStream = SideStream()
 
@@ -125,7 +130,7 @@ class NVLinkP2PDispatcher(Dispatcher):
     @classmethod
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
         problem = one_host_problem(cls.name, layout)
-        if layout.paper_gpus is not None:  # of GPUs that NVLink joins; the driver knows those that are here
+        if layout.paper_gpus is not None:  # a planned layout assumes NVLink between its GPUs; there is no driver to ask
             return problem
         if problem is None and (apart := without_peer_atomics(layout.ep * layout.etp)) is not None:
             problem = f"{cls.name} needs NVLink between the GPUs, and {apart[0]} and {apart[1]} have none"
@@ -133,7 +138,7 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: DispatchShape) -> int:
-        """All that is allocated for one call in flight, flags included; of buffers that grow, nothing yet."""
+        """Count all memory of one call in flight, with flags. 0 for growing buffers, which are not allocated yet."""
         if dispatch_shape.max_tokens is None:
             return 0
         return carved_bytes(place_shapes(dispatch_shape, cls._low_latency_tokens(dispatch_shape)))
@@ -147,7 +152,7 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
-        """Answers that came by copies keep theirs until they are summed."""
+        """Return 3 with copy engines, whose results occupy a workspace until they are summed, else 2."""
         return 3 if cls._copies(dispatch_shape) else 2
 
     def _dispatch(
@@ -168,7 +173,7 @@ class NVLinkP2PDispatcher(Dispatcher):
         return Pending.of(Received(handle=_Handle(buffer_slot, len(x), max_tokens), **there))
 
     def _buffers(self, device: torch.device, bound: int) -> BufferSlot:
-        """Room for a call, whose ranks have one bound. Collective where it is made."""
+        """Return a buffer slot for `bound` tokens per rank. Collective if it is allocated."""
         before, self._room = self._room, max(self._room, bound)
         try:
             found = self.buffer_pool.take(device, lambda workspace: workspace.room >= bound)
@@ -226,7 +231,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             send(workspace, x, None, routing, bound, BLOCKS, packets=packets, alone=True)
 
         def back(y: Tensor | PeerRows, out: Tensor) -> None:
-            giving = isinstance(y, Tensor)  # which lies where it is given from
+            giving = isinstance(y, Tensor)  # y is `received.out` then, from which `receive` sends
             receive(workspace, len(out), bound, tell=True, giving=giving, packets=packets, out=out)
 
         received = Received(handle=None, **workspace.received(bound, packets=packets, alone=True))
@@ -242,7 +247,10 @@ class NVLinkP2PDispatcher(Dispatcher):
         return found
 
     def _poison(self, buffer_slot: BufferSlot, device: torch.device, max_tokens: int | None) -> None:
-        """Take part with no rows, and give NaN to the peers' rows: they have started and cannot be called back."""
+        """Make this call without rows, and answer the peers' rows with NaN.
+
+        The peers have already started the call, and would otherwise wait for this rank.
+        """
         if capturing(device):
             return
         assert max_tokens is not None
@@ -256,13 +264,16 @@ class NVLinkP2PDispatcher(Dispatcher):
         receive(buffer_slot.library, 0, max_tokens, tell=True, giving=True, packets=packets)
 
     def _by_copies(self, bound: int) -> bool:
-        """The present call. All ranks alike start it beside other work, or do not; one that refuses may differ."""
+        """Whether the current call uses copy engines. All ranks overlap it with other work, or none does.
+
+        A rank that refuses the call may differ, because peers cannot tell copies from written rows.
+        """
         if not self._side.active or self._by_packets(bound):
             return False
         return self._copies(replace(self.dispatch_shape, max_tokens=bound) if self.grows else self.dispatch_shape)
 
     def _by_packets(self, bound: int) -> bool:
-        """A call, from end to end: a rank that refuses knows no more of it."""
+        """Whether a call uses LL packets. Depends on `bound` alone: a rank that refuses a call knows nothing else."""
         return bound <= self._most_by_packets
 
     @property
@@ -271,7 +282,10 @@ class NVLinkP2PDispatcher(Dispatcher):
 
     @classmethod
     def _low_latency_tokens(cls, dispatch_shape: DispatchShape) -> int:
-        """Tokens of a rank that go by packets: twice the bytes, so that with many the links are what takes time."""
+        """Return the largest token limit of a call that uses packets.
+
+        Packets double the bytes. In larger calls the links limit the time, and packets would be slower.
+        """
         row, returned = dispatch_shape.hidden_size * dispatch_shape.dtype.itemsize, dispatch_shape.returned
         return min(
             cls.low_latency_bytes // row,
@@ -294,7 +308,7 @@ class NVLinkP2PDispatcher(Dispatcher):
             memory = make_memory(self.rank_group, device, carved_bytes(shapes))
         except (ImportError, OSError, RuntimeError) as error:
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
-        except InputError as error:  # of all ranks alike, which keep the buffers that they have
+        except InputError as error:  # raised on all ranks, which keep their present buffers
             found = BackendUnavailable(
                 f"{self.name} got no memory for {self._room} tokens per rank, {error}; pass fewer tokens in a call, or "
                 f"choose another all2all"

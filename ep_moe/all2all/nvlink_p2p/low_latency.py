@@ -1,12 +1,13 @@
-"""Few tokens by packets: the Triton form of `nvlink_p2p.reference.send` without fences, flags or counters. The way back
+"""`nvlink_p2p.reference.send` by LL packets, in Triton, for few tokens: without fences, flags or counters. The way back
 is in `low_latency_answers`.
 
-A packet is 8 bytes, which arrive whole: 4 of the data and the number of the call. The receiver reads the packets of a
-row until all have this call's number, so that no flag follows. Twice the bytes, and two journeys less.
+A packet has 8 bytes, which arrive whole: 4 of data and 4 of sequence number. The receiver polls the packets of a row
+until all have this call's number, so no flag follows. Packets double the bytes and save two trips over the link.
 
-Each program has one token, one peer and a piece of the row: it sends that token's piece there, and takes that of the
-peer's token of the same number. A rank's own tokens travel alike. All programs of a kernel must run at once, since they
-wait for programs of other ranks: `nvlink_p2p` sees to it that they are few.
+Each program handles one token index, one peer and a piece of the row. It sends that piece of this rank's token to the
+peer, and receives the same piece of the peer's token with the same index. A rank sends its tokens to itself in the same
+way. All programs of a kernel must run at once, because they wait for programs of other ranks. The dispatcher limits
+their number (`low_latency_programs`).
 """
 
 # Triton's language has no types
@@ -37,8 +38,11 @@ def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *,
     alone: bool = False, put: bool = True, take: bool = True,
 ) -> None:  # fmt: skip
-    """alone: as `nvlink_p2p.reference.send` has it
-    put, take: both halves, which ranks that run one after the other must do one by one"""
+    """Launch the send kernel.
+
+    alone: as of `nvlink_p2p.reference.send`
+    put, take: run the sending and the receiving half. Ranks that run one after the other need a launch for each half
+    """
     ids, tables, placing = to_place(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
@@ -57,7 +61,8 @@ def _send_spec(
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
     block = piece_of(words)
     grid = (bound, g.num_ranks, cdiv(words, block))
-    # what starts early takes room, and these programs must all run at once: one a multiprocessor does beside it
+    # a kernel that starts early occupies multiprocessors while all these programs must run at once. They still fit if
+    # there is at most one per multiprocessor
     leads = alone and math.prod(grid) <= devices.multiprocessors(x.device)
     changing = (x if rounds else x.view(torch.int32), None if x_scale is None else x_scale.view(torch.int32), *rest)
     fixed = (
@@ -100,8 +105,9 @@ def _send_spec(
 
 
 def piece_of(words: int) -> int:
-    """Words of a row that one program has."""
-    # at least one for each thread of 4 warps: of fewer, several warps would have the same ones, and only one be asked
+    """Return how many 4-byte words of a row one program handles."""
+    # at least one for each of the 128 threads: with fewer, several warps load the same packet, and the condition of a
+    # polling loop sees only one of these loads
     return max(128, min(PIECE, next_power_of_2(words)))
 
 
@@ -116,14 +122,18 @@ def _send(
     SMALLEST: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's packets: K ids, K weights, the words of its row, and those of its scales. replicas to invalid, seed,
-    experts: as `to_place` gives them; each program places its token's ids, and one of those that send them to their own
-    rank counts them."""
+    """Send a piece of a token to a peer, and receive that of the peer's token.
+
+    The packets of a token hold K ids, K weights, the words of its row, and the words of its scales. Each program maps
+    its token's logical ids to physical ones. Only the program with peer = RANK and piece = 0 counts their load.
+
+    replicas to invalid, seed, experts: as `to_place` returns them
+    """
     pdl_trigger(PDL)
     token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(sequence + 2) + 1
     route, word = tl.arange(0, WIDTH), piece * BLOCK + tl.arange(0, BLOCK)
-    if ROUNDS == "fp8_block":  # a piece's scales; else the first piece has all
+    if ROUNDS == "fp8_block":  # each piece sends its own scales; otherwise the first piece sends all
         step = piece * SCALE_BLOCK + tl.arange(0, SCALE_BLOCK)
         scaled = step < SCALES
     else:
@@ -134,7 +144,7 @@ def _send(
         given = (route < TOP_K) & (token < tokens)
         id = tl.load(ids + token * TOP_K + route, mask=given, other=-1)  # noqa: A001
         weight = tl.load(weights + token * TOP_K + route, mask=given, other=0.0)
-        # read beside the ids, not after them
+        # loaded before `wanted` is known: overlaps the load of ids
         row, scale = _row(
             x, x_scale, input_scale, token, tokens, word, step, scaled, WORDS, WHOLE, SCALES, ROUNDS, SMALLEST
         )
@@ -173,8 +183,11 @@ def _row(
     x, x_scale, input_scale, token, tokens, word, step, scaled,
     WORDS: tl.constexpr, WHOLE: tl.constexpr, SCALES: tl.constexpr, ROUNDS: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
-    """Words of a row and its scales as they travel; ROUNDS: of plain numbers, four to a word. WHOLE: at least a row's
-    numbers, which each of its programs looks at for the row's one scale."""
+    """Return the words of a row and of its scales in the wire format.
+
+    With ROUNDS, x has plain numbers, of which four become a word. fp8_row has one scale per row: each program of a row
+    reads the whole row (WHOLE numbers, a power of two) to compute it.
+    """
     inside = (word < WORDS) & (token < tokens)
     scale = step
     if ROUNDS == "":
@@ -201,14 +214,14 @@ def _row(
 
 @triton.jit
 def fours(plain, word, inside):
-    """Float32 [words, 4]."""
+    """Load the four plain numbers of each word: float32 [words, 4]."""
     four = plain + word[:, None] * 4 + tl.arange(0, 4)[None, :]
     return tl.load(four, mask=inside[:, None], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def words_of(byte):
-    """byte: uint8 [words, 4]"""
+    """Pack four bytes to a word. byte: uint8 [words, 4]"""
     return tl.sum(byte.to(tl.int32) << (tl.arange(0, 4) * 8)[None, :], axis=1)
 
 
@@ -218,7 +231,10 @@ def _take(
     RANK: tl.constexpr, TOP_K: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
     SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Wait for a piece of a token, which comes where one of its experts is here. to: ids, weights, rows and scales"""
+    """Wait for a token's ids and weights, and for its piece of the row if an expert is on this rank; store them.
+
+    to: the tensors for ids, weights, rows and scales
+    """
     got_ids, got_weights, rows, scales = to
     row_at = packets + 2 * TOP_K
     id_packet, weight_packet = tl.zeros([WIDTH], tl.int64), tl.zeros([WIDTH], tl.int64)

@@ -1,5 +1,7 @@
-"""Answers by packets: the Triton form of `nvlink_p2p.reference.receive` without fences, flags or counters. Packets and
-programs are those of `low_latency`."""
+"""`nvlink_p2p.reference.receive` by LL packets, in Triton: without fences, flags or counters.
+
+`low_latency` describes packets and programs.
+"""
 
 # Triton's language has no types
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -51,7 +53,7 @@ def _receive_spec(workspace: Workspace, out: Tensor, bound: int, put: bool, take
         "ROUTES": g.top_k,
         "WORDS": words,
         "BLOCK": block,
-        # of K rows at once, and of less than 4 warps have several the same ones
+        # a program polls K rows at once, and each of its 128 threads needs a packet of its own (see `piece_of`)
         "PART": max(part, 128 // next_power_of_2(g.top_k)) if g.per_route else part,
         "LANES": next_power_of_2(g.num_ranks),
         "DTYPE": getattr(tl, str(g.dtype).removeprefix("torch.")),
@@ -75,9 +77,13 @@ def _receive(
     ROUNDS: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr, PUT: tl.constexpr, TAKE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A row's packets: the words of its answer, where there is one, and one packet that always comes, by which a rank
-    knows that its peers have read what it sent. A program sends a piece of an answer, and sums a part of that piece of
-    its own token's. Rows are tokens, or with `sent_weights` a token's ROUTES, bound the most of a rank."""
+    """Send a piece of an answer to a peer, and sum a part of the same piece of this rank's token.
+
+    The packets of a row hold the words of its answer, if there is one, and one packet that always arrives. That packet
+    tells a rank that its peers have read what it sent.
+
+    A row is a token, or with `sent_weights` one of its ROUTES routes. bound: the most rows of a rank
+    """
     pdl_wait(PDL)
     row, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     number = tl.load(sequence)
@@ -88,7 +94,7 @@ def _receive(
         if ROUNDS:
             answer = words_of(to_e4m3(fours(answers + place * WORDS * 4, word, word < WORDS)))
         else:
-            answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # beside the ids, not after them
+            answer = tl.load(answers + place * WORDS + word, mask=word < WORDS)  # overlaps the load of ids
         theirs = packets_of(peers, peer, packets_at, RANK * FEW + row, PACKETS)
         wanted = tl.max(((id >= 0) & (id // slots_per_rank == RANK)).to(tl.int32), axis=0) > 0
         put_packets(theirs + word, answer, number, (word < WORDS) & wanted)
@@ -114,14 +120,14 @@ def _take_by_rank(
     PART: tl.constexpr, LANES: tl.constexpr, DTYPE: tl.constexpr, ROUNDS: tl.constexpr, FEW: tl.constexpr,
     PACKETS: tl.constexpr,
 ):  # fmt: skip
-    """What ranks answered, in their order."""
+    """Wait for the answers of all ranks to a token, and store their sum in rank order."""
     route, lane, within = tl.arange(0, WIDTH), tl.arange(0, LANES), peer * PART + tl.arange(0, PART)
     part = piece * BLOCK + within
     inside = (within < BLOCK) & (part < WORDS)
     id = tl.load(sent + token * TOP_K + route, mask=(route < TOP_K) & (token < tokens), other=-1)  # noqa: A001
     owner = tl.where(id >= 0, id // slots_per_rank, RANKS)
     mine = packets + token * PACKETS
-    # all ranks at once, and again one by one, since they are summed in their order
+    # poll the packets of all ranks at once, then load them rank by rank, to sum in rank order
     every = mine + lane[:, None] * (FEW * PACKETS) + part[None, :]
     asked = tl.max((owner[None, :] == lane[:, None]).to(tl.int32), axis=1) > 0
     asked = (asked & (lane < RANKS))[:, None] & inside[None, :]
@@ -149,7 +155,10 @@ def _take_by_route(
     RANKS: tl.constexpr, ROUTES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr,
     LANES: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr, PACKETS: tl.constexpr,
 ):  # fmt: skip
-    """What came for a token's routes, in their order, times their weights. The programs of its rows share the words."""
+    """Wait for the answers to a token's routes, and store their weighted sum in the order of routes.
+
+    The programs of the token's rows (one row per route) share its words.
+    """
     token = row // ROUTES
     route, lane = tl.arange(0, triton.next_power_of_2(ROUTES)), tl.arange(0, LANES)
     within = (row % ROUTES * RANKS + peer) * PART + tl.arange(0, PART)
@@ -178,7 +187,7 @@ def _await(
     every, asked, mine, number, lane, RANKS: tl.constexpr, WORDS: tl.constexpr, FEW: tl.constexpr,
     PACKETS: tl.constexpr,
 ):  # fmt: skip
-    """Until the packets that are asked for have this call's number, and that which each rank sends for a row."""
+    """Wait for all packets in `asked`, and for the packet that each rank always sends for a row."""
     missing = 1
     while missing > 0:
         packet = tl.load(every, mask=asked, other=0, volatile=True)
@@ -188,7 +197,7 @@ def _await(
 
 @triton.jit
 def _numbers(bits, DTYPE: tl.constexpr):
-    """The two numbers of a word, or the one of float32 and 0.0, in float32."""
+    """Unpack a word to float32: its two 16-bit numbers, or its one float32 number and 0.0."""
     if tl.float32 == DTYPE:
         low = bits.to(tl.float32, bitcast=True)
         high = tl.zeros_like(low)
@@ -200,7 +209,7 @@ def _numbers(bits, DTYPE: tl.constexpr):
 
 @triton.jit
 def _word(low, high, DTYPE: tl.constexpr):
-    """What `_numbers` takes apart."""
+    """Pack numbers to a word, the inverse of `_numbers`."""
     if tl.float32 == DTYPE:
         bits = low.to(tl.int32, bitcast=True)
     else:

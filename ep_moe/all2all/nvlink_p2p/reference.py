@@ -1,10 +1,14 @@
-"""What `nvlink_p2p` does with its peers' memory. The torch forms are the definition, and run where ranks share a CPU's
-memory; the Triton forms (GPUs) are one launch each.
+"""The steps of `nvlink_p2p` on peer memory, in torch. They define the protocol, and run on CPU over shared memory.
 
-Rows go in one of two ways. Written by a kernel, a row goes only where it is wanted. Copied by the GPU's copy engines,
-all rows go to all ranks: a little more on the wire, and no multiprocessor is busy with it. Answers go in the same two,
-and may be written by the experts' own last kernel. Few rows, and their answers, go by packets on GPUs
-(`low_latency`).
+On GPUs each step is one Triton launch (`bulk`, `low_latency`, `low_latency_answers`, `route_weights`).
+
+Rows travel in one of three ways:
+
+- A kernel writes each row only to the ranks that hold one of its experts.
+- Copy engines copy all rows to all ranks. This moves a little more data, and occupies no multiprocessor.
+- In small calls on GPUs, kernels write packets (`low_latency`).
+
+Results ("answers") return in the same way, or the experts' last kernel writes them.
 """
 
 from __future__ import annotations
@@ -26,14 +30,15 @@ def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
     packets: bool = False, alone: bool = False,
 ) -> None:  # fmt: skip
-    """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for theirs. An id out of
-    range travels as -1 with weight 0, and so do those of the tokens that are missing up to `bound`.
+    """Write x [T, H], T at most `bound`, with x_scale, ids and weights to the peers, and wait for the peers' rows.
 
-    x, x_scale: as they travel; or plain rows of E4M3 wires, which are rounded as `quant.fp8.round_fp8` does: each once,
-        between the read and the writes
-    blocks: of the GPU's kernel that send rows, at most, and an eighth as many send ids
-    packets: the few tokens go by packets there. All ranks send alike, and receive as they send
-    alone: nothing runs beside this call's kernels, and the next one may start early
+    An id out of range travels as -1 with weight 0. Ids of the missing tokens T to `bound` travel in the same way.
+
+    x, x_scale: rows in the wire format; or plain rows for an E4M3 wire, which are rounded as by `quant.fp8.round_fp8`,
+        once each, between the read and the writes
+    blocks: on GPUs, the most programs that send rows (four times as many if they round); an eighth as many send ids
+    packets: on GPUs, use packets. The same on all ranks, and the same in `receive`
+    alone: no other kernel runs beside this call's, so the next kernel may start early (PDL)
     """
     if x.is_cuda:
         if packets:
@@ -55,8 +60,10 @@ def send(
 
 
 def send_copies(workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int) -> None:
-    """As `send`, with rows by copy engines, and few multiprocessors for what belongs to them; plain rows are rounded
-    before."""
+    """Do what `send` does, with copy engines for the rows.
+
+    A kernel on few multiprocessors writes scales, ids and weights. Plain rows are rounded before.
+    """
     x, x_scale = _rounded(workspace, x, x_scale)
     first = workspace.rank * bound
     for peer in _rotated_ranks(workspace):
@@ -96,7 +103,7 @@ def _announce(
 
 
 def give(workspace: Workspace, bound: int) -> None:
-    """Write the answers that peers want to where they await them."""
+    """Write this rank's answers to the peers' memory, only for tokens with an expert on this rank."""
     if workspace.sequence.is_cuda:
         _triton().give(workspace, bound)
         return
@@ -110,7 +117,7 @@ def give(workspace: Workspace, bound: int) -> None:
 
 
 def give_copies(workspace: Workspace, bound: int) -> None:
-    """Copy the answers to where the peers await them, by copy engines."""
+    """Copy all rows of answers to the peers' memory, by copy engines."""
     blocks, rows = workspace.peer_out(bound).blocks, bound * workspace.dispatch_shape.returned
     answers = _as_they_travel(workspace, len(blocks) * rows)
     for rank in _rotated_ranks(workspace):
@@ -123,7 +130,7 @@ def _as_they_travel(workspace: Workspace, rows: int) -> Tensor:
 
 
 def tell_given(workspace: Workspace) -> None:
-    """This rank's answers are with the peers."""
+    """Set the flag on each peer that says that this rank's answers have been written."""
     if workspace.sequence.is_cuda:
         _triton().tell_given(workspace)
     else:
@@ -134,12 +141,14 @@ def receive(
     workspace: Workspace, tokens: int, bound: int, *, tell: bool, giving: bool = False, packets: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Wait until the peers' answers are here, and sum those of this rank's tokens in the order of ranks, in float32:
-    [T, H]; of a shape with `per_route` in the order of routes, times their weights. out: where to, contiguous; default
-    a new tensor
+    """Wait for the peers' answers, and return their sum for each token of this rank: [T, H], added in float32.
 
-    tell: do what `tell_given` does first; packets tell by themselves
-    giving: do what `give` does before, which by packets is part of the same launch
+    Answers are added in the order of ranks. With `per_route` they are multiplied by their weights, and added in the
+    order of routes.
+
+    tell: first do what `tell_given` does. Packets need no flag
+    giving: first do what `give` does. With packets it is part of the same launch
+    out: contiguous, receives the sum. Default: a new tensor
     """
     out = workspace.sums(tokens) if out is None else out
     assert out.is_contiguous(), "kernels write it as they would a new one"
@@ -158,8 +167,10 @@ def receive(
 
 
 def give_weights(workspace: Workspace, by_route: Tensor, bound: int) -> None:
-    """Write a number for each received route whose expert is here to the rank that it came from. by_route: float32
-    [R * bound, K]"""
+    """Write one number per received route with an expert on this rank to the rank that sent the token.
+
+    by_route: float32 [R * bound, K]
+    """
     by_route = by_route.contiguous()
     if workspace.sequence.is_cuda:
         _route_weights().give(workspace, by_route, bound)
@@ -172,8 +183,10 @@ def give_weights(workspace: Workspace, by_route: Tensor, bound: int) -> None:
 
 
 def take_weights(workspace: Workspace, out: Tensor) -> None:
-    """Wait for what `give_weights` of all ranks writes here. out: float32 [T, K], contiguous; 0 for a route that went
-    nowhere"""
+    """Wait for the numbers that all ranks write by `give_weights`, and store them in out.
+
+    out: float32 [T, K], contiguous; 0 for a route without an expert
+    """
     if workspace.sequence.is_cuda:
         _route_weights().take(workspace, out)
         return
@@ -192,7 +205,7 @@ def _sum(workspace: Workspace, out: Tensor, bound: int) -> Tensor:
 
 
 def _ranks(workspace: Workspace, tokens: int, bound: int) -> Iterator[tuple[Tensor, None]]:
-    """What each rank answered: float32 [T, H]."""
+    """Yield the answers of each rank, float32 [T, H], 0 for tokens without an expert there; and None as weight."""
     g, ids = workspace.dispatch_shape, workspace.sent[:tokens]
     for rank in range(g.num_ranks):
         here = ((ids // g.slots_per_rank == rank) & (ids >= 0)).any(1, keepdim=True)
@@ -201,7 +214,7 @@ def _ranks(workspace: Workspace, tokens: int, bound: int) -> Iterator[tuple[Tens
 
 
 def _routes(workspace: Workspace, tokens: int, bound: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """What came for each route, and its weight: float32 [T, H] and [T, 1]."""
+    """Yield the answers for each route, float32 [T, H], and their weights, [T, 1]."""
     g, ids = workspace.dispatch_shape, workspace.sent[:tokens]
     assert workspace.sent_weights is not None
     first = torch.arange(tokens, device=ids.device) * g.top_k
@@ -213,7 +226,7 @@ def _routes(workspace: Workspace, tokens: int, bound: int) -> Iterator[tuple[Ten
 
 
 def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
-    """packets: by one packet instead of all; the waiting side sees no difference."""
+    """Announce this call's sequence number to the peers. packets: in one packet of a row, which stands for all."""
     for peer in workspace.peers:
         place = peer[_PACKET_PLACES[phase]][workspace.rank, 0, :1] if packets else peer["flags"][phase, workspace.rank]
         place.copy_(workspace.sequence[0])
@@ -222,7 +235,7 @@ def _tell(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
 def _wait(workspace: Workspace, phase: int, *, packets: bool = False) -> None:
     places = workspace.places
     ready = places[_PACKET_PLACES[phase]][:, 0, 0] if packets else places["flags"][phase]
-    # no rank is a call ahead: each call waits for all ranks twice
+    # equality suffices: no rank is a call ahead, because each call waits for all ranks twice
     _until(lambda: not bool((ready != workspace.sequence[0]).any()))
 
 
@@ -230,11 +243,11 @@ def _until(ready: Callable[[], bool]) -> None:
     pause_s = 2e-5
     while not ready():
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 5e-4)  # leaves the cores to the ranks that it waits for
+        pause_s = min(2 * pause_s, 5e-4)  # leaves CPU cores to the ranks that it waits for
 
 
 def _rotated_ranks(workspace: Workspace) -> list[int]:
-    """All ranks, each rank's own list beginning with itself, so that no two copy to one at once."""
+    """Return all ranks, starting with this one, so that no two ranks copy to the same peer at once."""
     ranks = len(workspace.peers)
     return [(workspace.rank + step) % ranks for step in range(ranks)]
 

@@ -1,8 +1,8 @@
-"""A number for each route on its way back, such as the gradient of its weight: the Triton forms of
-`nvlink_p2p.reference.give_weights` and `take_weights`.
+"""Return one number per route, such as the gradient of its weight: `reference.give_weights` and `take_weights` in
+Triton.
 
-The rank of a route's expert writes its number, as one packet, to the rank whose token it is. No other rank writes
-there, so that nothing is summed.
+The rank of a route's expert writes its number, as one packet, to the token's rank. No other rank writes there, so
+nothing is summed.
 """
 
 # Triton's language has no types
@@ -47,7 +47,7 @@ def _give_spec(workspace: Workspace, by_route: Tensor, bound: int) -> LaunchSpec
 def _give(
     by_route, ids, peers, sequence, packets_at, routes, slots_per_rank, RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """routes: of the tokens that a rank may have. Ranks take turns, so that all links are busy"""
+    """Write numbers to the peers. routes: token limit * K. Each rank starts at another peer, so all links are busy."""
     peer = (tl.program_id(1) + RANK) % tl.num_programs(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place = peer * tl.cast(routes, tl.int64) + at

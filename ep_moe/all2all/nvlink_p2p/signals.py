@@ -1,10 +1,15 @@
-"""What ranks tell each other through the peers' memory: flags, and the numbers within packets.
+"""Signals between ranks through peer memory: flags, and sequence numbers within packets.
 
-A flag holds the number of a call, set by one rank and awaited by another. Order in memory (PTX's model): a program's
-stores to peers, a barrier of the program, its release of a count; the last one to count has acquired all of them and
-releases its number to each peer; a peer that acquires the number sees the stores. Numbers may overflow.
+A flag holds the sequence number of a call. One rank sets it, and another waits for it. The order in PTX's memory model:
 
-A packet has 8 bytes: 4 of data and the number of a call. It arrives whole, and needs no flag."""
+1. A program stores to its peers, passes a barrier of the program, and increments a counter with release semantics.
+2. The last program to increment has acquired all increments. It releases the sequence number to each peer.
+3. A peer that acquires the number sees the stores.
+
+Sequence numbers may overflow.
+
+A packet has 8 bytes: 4 of data and 4 of sequence number. It arrives whole, and needs no flag.
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -15,7 +20,10 @@ from ep_moe.runtime.triton_compat import tl, triton
 
 @triton.jit
 def last_to_count(count, programs):
-    """Whether all of them have stored what they store before it, this one too. The count is ready for the next then."""
+    """Increment a counter, and return whether this is the last of `programs` to do so.
+
+    The stores that all programs made before are visible to the last one, which resets the counter for the next use.
+    """
     tl.debug_barrier()
     last = tl.atomic_add(count, 1, sem="acq_rel", scope="sys") == programs - 1
     if last:
@@ -25,8 +33,10 @@ def last_to_count(count, programs):
 
 @triton.jit
 def grid_barrier(count, programs):
-    """Until all programs have come here, which must all run at once for it; what they have stored can be read then. The
-    count is left at zero."""
+    """Wait until all programs of the grid have arrived. All of them must run at once.
+
+    Their earlier stores can be read afterwards. The counter is left at zero.
+    """
     tl.debug_barrier()
     tl.atomic_add(count, 1, sem="release", scope="gpu")
     seen = 0
@@ -38,7 +48,7 @@ def grid_barrier(count, programs):
 
 @triton.jit
 def tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """place: bytes, of this rank's flag in each peer's memory"""
+    """Set this rank's flag on each peer to `number`. place: byte offset of the flag in a peer's memory"""
     lane = tl.arange(0, LANES)
     theirs = (tl.load(peers + lane, mask=lane < RANKS, other=0) + place).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(theirs, tl.zeros([LANES], tl.int32) + number, mask=lane < RANKS, sem="release", scope="sys")
@@ -46,8 +56,11 @@ def tell(peers, place, number, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """For exactly this number: no rank is a call ahead, and a larger one may be as old as the numbers' last round,
-    since calls by packets count and do not tell."""
+    """Wait until all ranks' flags equal `number`.
+
+    Equality suffices, because no rank is a call ahead. A comparison by size would be wrong: calls by packets increase
+    the number and set no flag, so a flag may be so old that the number has overflowed since.
+    """
     lane = tl.arange(0, LANES)
     missing = 1
     while missing > 0:
@@ -57,35 +70,41 @@ def wait(flags, number, RANKS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def put_packets(at, value, number, mask):
-    """value: 32 bits each"""
+    """Store packets of a 32-bit value and the sequence number."""
     packet = (value.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
-    tl.store(at, packet, mask=mask, cache_modifier=".wt")  # to the peer, past caches
+    tl.store(at, packet, mask=mask, cache_modifier=".wt")  # write through the caches to the peer
 
 
 @triton.jit
 def late_packets(packet, number, mask):
-    """Which are of another call."""
+    """Return which packets belong to another call, and so have not arrived."""
     return ((packet >> 32).to(tl.int32) != number) & mask
 
 
 @triton.jit
 def any_of(late):
-    """Whether any is; of few, which each warp has for itself, it may be another answer in each."""
+    """Return whether any packet is late. For few packets, which each warp loads itself, so warps may differ."""
     return tl.max(late.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
 def still_missing(late, others):
-    """Above 0 while a program that awaits packets has to go on: the same in all its warps, since one sum goes through
-    all of them. Warps with different answers would leave the loop one by one, and meet at different barriers from then
-    on.
+    """Return a number above 0 while a program must keep polling for packets.
 
-    late: of all that the program awaits, the many; others: whether any of the few is late, as a warp has it"""
+    The sum spans all warps of the program, so the result is the same in each. Warps with different results would leave
+    the loop at different times, and then meet at different barriers.
+
+    late: whether each packet of the program's large part is late
+    others: whether any of its few other packets is late, as seen by each warp (`any_of`)
+    """
     return tl.sum((late | others).to(tl.int32))
 
 
 @triton.jit
 def packets_of(peers, peer, packets_at, first, PACKETS: tl.constexpr):
-    """Of a peer, from row `first` on: two packets are stored at once, and rows have an even number."""
+    """Return the address of a peer's packets from row `first` on.
+
+    It is a multiple of 16, because a row has an even number of packets. Two packets are stored at once.
+    """
     start = tl.load(peers + peer) + packets_at + first * (8 * PACKETS)
     return tl.multiple_of(start.to(tl.pointer_type(tl.int64)), 16)
