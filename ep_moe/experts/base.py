@@ -1,5 +1,7 @@
-"""The contract of an expert kernel: received rows in, the same rows out. It sees local ids only, never a placement.
-A kernel's own backward (`Experts.own_backward`) is one node of autograd's graph.
+"""The base class of expert kernels: compute the local experts of received rows, and return rows in the same order.
+
+A kernel sees local ids only, never a placement. A kernel with its own backward (`Experts.own_backward`) is one node of
+the autograd graph.
 """
 
 from __future__ import annotations
@@ -38,25 +40,25 @@ from ep_moe.weights.main_grads import GradientOut
 
 
 class Experts(ABC):
-    """One rank's experts of one layer. Holds no parameters: it reads those of `ExpertWeights`.
+    """The expert kernel of one layer on one rank. It has no parameters, and reads those of `ExpertWeights`.
 
     A subclass defines `name`, `capabilities` and `compute`. `weight_layout` is the layout in which it reads weights.
-    With `own_backward` it has `compute_saving` and `gradients`; else autograd follows `compute`.
+    With `own_backward` it also defines `compute_saving` and `gradients`. Otherwise autograd records `compute`.
 
     Args:
-        config: The layer.
+        config: The layer's configuration.
         weights: This rank's experts.
-        workspaces: Scratch memory that layers share. Default: one on the CPU.
+        workspaces: Scratch memory that layers share. Default: a new one on the CPU.
         options: How the kernel runs, None for the defaults.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[ExpertsCapabilities]
     tested_machines: ClassVar[str] = "not run"  # for docs/reference/backends.md
-    weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
-    own_backward: ClassVar[bool] = False  # it has `compute_saving` and `gradients`; else autograd follows `compute`
+    weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout in which it reads weights
+    own_backward: ClassVar[bool] = False  # defines `compute_saving`, `gradients`; else autograd records `compute`
     writes_gradients: ClassVar[bool] = False  # `gradients` takes `into`
-    # `compute_saving`, `gradients` and `row_gradients` take `peer_out`, of a kernel with that capability
+    # `compute_saving`, `gradients` and `row_gradients` take `peer_out`; needs the capability `peer_out`
     trains_to_peers: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -79,7 +81,7 @@ class Experts(ABC):
 
     @property
     def row_formats(self) -> frozenset[str]:
-        """The row formats that it reads as they came, with the scheme of its weights."""
+        """The row formats that it reads without conversion, for the quantization scheme of its weights."""
         return self.capabilities.row_formats
 
     def workspace_bytes(self) -> int:
@@ -91,13 +93,13 @@ class Experts(ABC):
         return 0
 
     def workspace(self) -> Tensor:
-        """Give the stream's scratch memory.
+        """Return the scratch memory of the current stream.
 
         Returns:
             uint8 [at least `workspace_bytes`].
         """
-        # a compiled graph keeps the buffer of the eager call before it: the stream is not looked up inside the graph
-        if self._scratch is None and torch.compiler.is_compiling():  # there was none: one of the graph's own
+        # a compiled graph cannot look up the stream, so it uses the buffer of the last eager call
+        if self._scratch is None and torch.compiler.is_compiling():  # no eager call before: allocate in the graph
             return torch.empty(self.workspaces.reserved, dtype=torch.uint8, device=self.workspaces.device)
         if self._scratch is None or not torch.compiler.is_compiling():
             self._scratch = self.workspaces.take(self.workspaces.reserved)
@@ -111,21 +113,21 @@ class Experts(ABC):
             cache: A folder with earlier findings, None for none.
 
         Returns:
-            Integers for `use`, on any rank with a kernel of this shape; [] where there is nothing to tune.
+            Integers for `use`, on any rank with a kernel of this shape; [] if there is nothing to tune.
         """
         return []
 
     def use(self, tuned: list[int]) -> None:
-        """Run with what `tune` found.
+        """Use the variants that `tune` found.
 
         Args:
-            tuned: What `tune` returned.
+            tuned: The result of `tune`.
         """
         assert not tuned, f"{self.name} has nothing to tune"
 
     @classmethod
     def available(cls) -> str | None:
-        """Say why the kernel cannot run in this installation. Touches no device.
+        """Say why the kernel cannot run in this installation. Uses no device.
 
         Returns:
             None if it can run, else the reason.
@@ -134,10 +136,10 @@ class Experts(ABC):
 
     @classmethod
     def compute_capability(cls, scheme: str) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-        """Give the GPUs on which the kernel computes a scheme.
+        """Return the range of GPUs on which the kernel computes a scheme.
 
         Args:
-            scheme: Name of the quantization.
+            scheme: Name of the quantization scheme.
 
         Returns:
             Lowest and highest compute capability, such as ((9, 0), (10, 3)); None for any.
@@ -146,14 +148,14 @@ class Experts(ABC):
 
     @classmethod
     def unsupported_platform(cls, scheme: Scheme, device: torch.device | GPU) -> str | None:
-        """Say why a device does not compute a scheme.
+        """Say why the kernel cannot compute a scheme on a device.
 
         Args:
-            scheme: Quantization of the experts.
-            device: A device of this machine, or a GPU that is not here.
+            scheme: Quantization scheme of the experts.
+            device: A device of this machine, or the description of another GPU.
 
         Returns:
-            None if it does, else the reason.
+            None if it can, else the reason.
         """
         lowest, highest = cls.compute_capability(scheme.name)
         found = compute_capability(device) if device.type == "cuda" else (0, 0)
@@ -177,10 +179,10 @@ class Experts(ABC):
         """Say why the kernel cannot serve a layer.
 
         Args:
-            config: The layer.
-            dtype: Of the layer.
-            etp: Ranks over which an expert is cut.
-            scheme: Quantization of the experts.
+            config: The layer's configuration.
+            dtype: Dtype of the layer.
+            etp: Ranks that share an expert's intermediate size.
+            scheme: Quantization scheme of the experts.
             options: How the kernel runs, None for the defaults.
 
         Returns:
@@ -197,15 +199,15 @@ class Experts(ABC):
     def __call__(self, received: Received, out: Tensor | PeerRows | None = None) -> Tensor | PeerRows:
         """Compute the experts for received rows of any layout and format.
 
-        Under `Weighting.EXPERTS` a row's output is multiplied by the weights and summed over the row's local experts.
-        It is exactly zero where the row has no local expert, and in slots that this rank does not have. Rows beyond an
-        expert's count (CONTIGUOUS, BATCHED) are undefined. Inputs stay as they were.
+        Under `Weighting.EXPERTS` a row's outputs are multiplied by the routing weights and summed over its local
+        experts. A row without a local expert is exactly zero, and so are slots that this rank does not have. Rows
+        beyond an expert's count (CONTIGUOUS, BATCHED) are undefined. Inputs are not modified.
 
         Args:
             received: The rows that reached this rank.
-            out: Where to write, contiguous [..., H] for `received.x`, of the layer's dtype. Kernels with the capability
-                `peer_out` also take `received.peer_out`, and leave rows without a local expert as they are. Default: a
-                new tensor.
+            out: Output, contiguous [..., H] as `received.x`, of the layer's dtype. Kernels with the capability
+                `peer_out` also take `received.peer_out`, where they do not write rows without a local expert.
+                Default: a new tensor.
 
         Returns:
             [..., H] in the order of `received.x`; `out` if it was given.
@@ -241,8 +243,10 @@ class Experts(ABC):
         return check_returned_rows(f"experts={self.name}: compute", "check_experts", y, self.weights.dtype, shape)
 
     def _attached(self, y: Tensor, received: Received) -> Tensor:
-        """y, in the graph of all that may have a gradient here: backward then enters the same collectives on a rank
-        without rows, or without experts, as on its peers."""
+        """Attach y in the autograd graph to all tensors that may need a gradient, even if no row used them.
+
+        Backward then runs the same collectives on all ranks, also on a rank without rows or without experts.
+        """
         if not self.capabilities.differentiable or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return y  # compiled layers have no peers
         stored = [one for one in self.weights.stored_tensors().values() if one.requires_grad]
@@ -255,14 +259,14 @@ class Experts(ABC):
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         """Compute the experts, for the layouts that the capabilities name. All tensors are contiguous.
 
-        Under `Weighting.EXPERTS` a row's output is multiplied by the weights and summed over the row's local experts.
-        It is exactly zero where the row has no local expert. With `Received.per_route` each of its K ids has a row of
-        its own instead, which nothing is multiplied with. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are
-        undefined. Inputs stay as they were.
+        Under `Weighting.EXPERTS` a row's outputs are multiplied by the routing weights and summed over its local
+        experts. A row without a local expert is exactly zero. With `Received.per_route` each of a row's K ids has its
+        own output row instead, which is not multiplied. Rows beyond an expert's count (CONTIGUOUS, BATCHED) are
+        undefined. Do not modify inputs.
 
         Args:
             received: The rows that reached this rank.
-            out: [..., H] of the layer's dtype, where to write; None for a new tensor.
+            out: [..., H] of the layer's dtype, receives the result; None for a new tensor.
 
         Returns:
             [..., H] in the order of `received.x`, `out` if it was given.
@@ -271,17 +275,17 @@ class Experts(ABC):
     def compute_saving(
         self, received: Received, allocate: Allocator | None = None, peer_out: PeerRows | None = None
     ) -> tuple[Tensor | PeerRows, tuple[Tensor, ...]]:
-        """Compute, and keep what `gradients` needs. By default nothing is kept, and `gradients` computes anew.
+        """Compute, and save what `gradients` needs. By default nothing is saved, and `gradients` computes it again.
 
         Args:
             received: RANK_MAJOR rows with local ids.
-            allocate: Gives memory for what is kept, by name, shape and dtype. Only kernels with `records_training` are
-                given it, and others need not take it. Default: new tensors.
-            peer_out: Where to write the rows, as `compute_to_peers` does. Only kernels with `trains_to_peers` are given
-                it, and others need not take it. Default: a new tensor.
+            allocate: Allocates saved tensors by name, shape and dtype. Passed only to kernels with `records_training`;
+                others need no such parameter. Default: new tensors.
+            peer_out: Where to write the rows, as `compute_to_peers` does. Passed only to kernels with
+                `trains_to_peers`; others need no such parameter. Default: a new tensor.
 
         Returns:
-            [N, H], or `peer_out` if it was given; and the tensors to keep.
+            [N, H], or `peer_out` if it was given; and the saved tensors.
         """
         return self.compute(received, None), ()
 
@@ -292,8 +296,8 @@ class Experts(ABC):
             rows: Received rows, [N, H].
 
         Returns:
-            Whether they neither wait for the device nor take much more memory for routes that could come. The kernel
-            then takes `allocate` in `compute_saving`, and has `row_gradients`.
+            True if they do not wait for the device, and need little more memory for the worst-case number of routes
+            than for the actual one. The kernel then takes `allocate` in `compute_saving`, and defines `row_gradients`.
         """
         return False
 
@@ -306,26 +310,26 @@ class Experts(ABC):
         allocate: Allocator,
         peer_out: PeerRows | None = None,
     ) -> RowGradients:
-        """Compute the backward of `compute_saving` up to the gradients of stored tensors, for `records_training`.
+        """Compute the backward of `compute_saving`, except the gradients of stored tensors, for `records_training`.
 
         Args:
-            received: As `compute_saving` got it.
-            saved: What it kept.
+            received: The argument of `compute_saving`.
+            saved: The tensors that `compute_saving` saved.
             stored: The weights' stored tensors at that time, by name.
-            grad: As in `gradients`.
-            allocate: Gives memory for all that the products of the result read, by name, shape and dtype.
-            peer_out: As in `gradients`.
+            grad: As of `gradients`.
+            allocate: Allocates the tensors that the returned products read, by name, shape and dtype.
+            peer_out: As of `gradients`.
 
         Returns:
-            Gradients of the rows and of the routing weights, and what writes those of the stored tensors.
+            Gradients of the rows and of the routing weights, and functions that write those of the stored tensors.
 
         Raises:
-            AssertionError: The kernel states `records_training` and does not define this.
+            AssertionError: The kernel declares `records_training` and does not define this.
         """
         raise AssertionError(f"{self.name} has no gradients of rows alone")
 
     def saved_bytes(self, rows: int) -> int:
-        """Count what `compute_saving` keeps, with a uniform router.
+        """Count the bytes that `compute_saving` saves, for a uniform router.
 
         Args:
             rows: Received rows.
@@ -345,23 +349,23 @@ class Experts(ABC):
         into: Mapping[str, GradientOut] | None = None,
         peer_out: PeerRows | None = None,
     ) -> StepGradients:
-        """Compute the backward of `compute_saving`. By default autograd's, of `compute`.
+        """Compute the backward of `compute_saving`. By default this is the autograd backward of `compute`.
 
         Args:
-            received: As `compute_saving` got it.
-            saved: What it kept.
+            received: The argument of `compute_saving`.
+            saved: The tensors that `compute_saving` saved.
             stored: The weights' stored tensors at that time, by name.
-            grad: [N, H]. Rows without a local expert hold no meaningful number.
-            wanted: Of which stored tensors gradients are wanted, by name.
-            into: Where to write gradients of stored tensors, by name: `out` [L, ...], as the tensor; `accumulate`, add
-                to what `out` holds; `factor`, multiply the gradient by it. Only kernels with `writes_gradients` are
-                given it, and others need not take it.
-            peer_out: Where to write the gradients of the rows, as `compute_to_peers` does. Only kernels with
-                `trains_to_peers` are given it, and others need not take it. Default: a new tensor.
+            grad: [N, H]. Rows without a local expert are undefined.
+            wanted: Whether the gradient of each stored tensor is wanted, by name.
+            into: Where to write gradients of stored tensors, by name: `out` [L, ...], the target; `accumulate`, add to
+                `out`; `factor`, multiply the gradient by it. Passed only to kernels with `writes_gradients`; others
+                need no such parameter.
+            peer_out: Where to write the gradients of the rows, as `compute_to_peers` does. Passed only to kernels with
+                `trains_to_peers`; others need no such parameter. Default: a new tensor.
 
         Returns:
             Gradients of the rows (`peer_out` if it was given), of the routing weights and of the stored tensors. None
-            for tensors that are not wanted, and for those of `into`.
+            for stored tensors that are not wanted or are in `into`.
         """
         leaves = {name: tensor.detach().requires_grad_(wanted[name]) for name, tensor in stored.items()}
         x = received.x.detach().requires_grad_()
@@ -385,9 +389,9 @@ class Experts(ABC):
 
         Args:
             received: The rows that reached this rank.
-            out: `received.peer_out`. Rows without a local expert are left as they are.
+            out: `received.peer_out`. Rows without a local expert are not written.
 
         Raises:
-            AssertionError: The kernel states `peer_out` and does not define this.
+            AssertionError: The kernel declares `peer_out` and does not define this.
         """
         raise AssertionError(f"{self.name} writes no rows to peers")

@@ -1,4 +1,4 @@
-"""What expert kernels and fused ones can do (their capabilities), and what a user may ask (`ExpertsOptions`)."""
+"""The capabilities of expert kernels and fused kernels, and the options of users (`ExpertsOptions`)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from ep_moe.types import Activation, RowLayout, Weighting, dtype_name
 @renamed_field("run_on", "tested_capabilities")
 @dataclass(frozen=True, kw_only=True)
 class KernelCapabilities:
-    """What any kernel can do. Defaults promise nothing.
+    """What any kernel can do. The defaults promise nothing.
 
     Args:
-        activations: What stands between the two expert matrices.
-        dtypes: Of the layer.
+        activations: Supported activations between the two expert matrices.
+        dtypes: Supported dtypes of the layer.
         biases: Experts may have biases.
-        etp: Experts may be cut over ranks.
-        cuda_graph: A CUDA graph can hold a call.
-        host_sync: A call waits for the device.
-        deterministic: Equal inputs give equal bits, always or when `ExpertsOptions.deterministic` is set.
-        exact: With `ExpertsOptions.exact` it keeps the promise made there.
+        etp: An expert's intermediate size may be split over ranks.
+        cuda_graph: A CUDA graph can capture a call.
+        host_sync: The host waits for the device in a call.
+        deterministic: Equal inputs give equal bits, always or if `ExpertsOptions.deterministic` is set.
+        exact: It supports `ExpertsOptions.exact`.
         differentiable: A call has a backward.
-        float8: It heeds `ExpertsOptions.float8`.
+        float8: It supports `ExpertsOptions.float8`.
         schemes: Names of quantization schemes (`quant.schemes.SCHEMES`).
-        spare_sms: It heeds `ExpertsOptions.spare_sms`.
-        min_compute_capability: Lowest of a GPU, such as (9, 0); None for any.
-        max_compute_capability: Highest of a GPU; None for any.
-        tested_capabilities: Compute capabilities of the GPUs that it was run on, None for any. A layer whose kernel was
-            chosen by "auto" warns on another GPU.
+        spare_sms: It supports `ExpertsOptions.spare_sms`.
+        min_compute_capability: Lowest compute capability of a GPU, such as (9, 0); None for any.
+        max_compute_capability: Highest compute capability of a GPU; None for any.
+        tested_capabilities: Compute capabilities of the GPUs on which it was tested, None for any. If "auto" chose the
+            kernel, a layer on another GPU warns.
         devices: Device types.
-        ahead_of: For kernels of other packages: names of kernels that it goes before where "auto" chooses. Without a
-            name it comes last.
+        ahead_of: For kernels of other packages: names of kernels before which "auto" tries this one. If empty, "auto"
+            tries it last.
     """
 
     activations: frozenset[Activation]
@@ -64,28 +64,27 @@ class KernelCapabilities:
     problem = renamed("problem", "unsupported_reason")
 
     def check(self) -> None:
-        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
-        leaves the others usable.
+        """Check the fields. The registry calls this on lookup, so one wrong class does not disable its whole module.
 
         Raises:
-            ConfigError: A field is of a wrong kind or out of range.
+            ConfigError: A field has a wrong type or is out of range.
         """
         check_fields(self, KernelCapabilities)
 
     def unsupported_reason(
         self, config: MoEConfig, dtype: torch.dtype, etp: int, scheme: Scheme, options: ExpertsOptions | None
     ) -> str | None:
-        """Say what of a layer the capabilities do not hold.
+        """Say which property of a layer the capabilities do not cover.
 
         Args:
-            config: The layer.
-            dtype: Of the layer.
-            etp: Ranks over which an expert is cut.
-            scheme: Quantization of the experts.
+            config: The layer's configuration.
+            dtype: Dtype of the layer.
+            etp: Ranks that share an expert's intermediate size.
+            scheme: Quantization scheme of the experts.
             options: How the kernel runs, None for the defaults.
 
         Returns:
-            None if they hold all of it, else the reason.
+            None if they cover the layer, else the reason.
         """
         if scheme.name not in self.schemes:
             return f"quantization {scheme.name} is not among {', '.join(sorted(self.schemes))}"
@@ -129,13 +128,13 @@ class ExpertsCapabilities(KernelCapabilities):
     """What an expert kernel can do; one constant per class. Takes the arguments of `KernelCapabilities` too.
 
     Args:
-        layouts: Row layouts that it takes. A kernel for RANK_MAJOR takes the others through `as_rank_major`.
+        layouts: Row layouts that it reads. For a RANK_MAJOR kernel, `as_rank_major` converts the others.
         weightings: Who multiplies by the routing weights.
         alignment_bytes: The bytes of a row of H and of I (its etp shard) must be a multiple of this.
-        row_formats: Values of `Wire.dispatch` that it reads. Any kernel takes the others, widened to the layer's dtype.
-        wire_ids: It reads `Received.wire_ids`. Any kernel takes them as local ids.
+        row_formats: Values of `Wire.dispatch` that it reads. Other rows are converted to the layer's dtype before.
+        wire_ids: It reads `Received.wire_ids`. For other kernels they are converted to local ids before.
         peer_out: It writes to `Received.peer_out`, for RANK_MAJOR rows.
-        per_route: It takes `Received.per_route`.
+        per_route: It supports `Received.per_route`.
     """
 
     layouts: frozenset[RowLayout] = frozenset({RowLayout.RANK_MAJOR})
@@ -147,11 +146,10 @@ class ExpertsCapabilities(KernelCapabilities):
     per_route: bool = False
 
     def check(self) -> None:
-        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
-        leaves the others usable.
+        """Check the fields. The registry calls this on lookup, so one wrong class does not disable its whole module.
 
         Raises:
-            ConfigError: A field is of a wrong kind or out of range.
+            ConfigError: A field has a wrong type or is out of range.
         """
         check_fields(self, ExpertsCapabilities)
         check_count("ExpertsCapabilities.alignment_bytes", self.alignment_bytes, at_least=1)
@@ -159,7 +157,7 @@ class ExpertsCapabilities(KernelCapabilities):
     def _size_problem(
         self, config: MoEConfig, dtype: torch.dtype, etp: int, options: ExpertsOptions | None
     ) -> str | None:
-        # the narrowest numbers that products read
+        # the narrowest dtype that the matrix products read
         read = torch.float8_e4m3fn if options is not None and options.float8 else dtype
         unit = self.alignment_bytes // gcd(self.alignment_bytes, read.itemsize)
         inner = config.intermediate_size // etp
@@ -175,12 +173,13 @@ class FusedCapabilities(KernelCapabilities):
     """What a fused kernel can do; one constant per class. Takes the arguments of `KernelCapabilities` too.
 
     Args:
-        travels: Dispatch and combine are inside. Without, it serves one EP rank.
-        routes: It routes inside, from the logits of the layer's own `Router`. No load is counted, and there is no
-            placement.
-        any_map: It takes any expert map with as many slots on every rank, replicas too. Without, the linear map alone.
-        static: Its buffers are made once, for `EPContext(max_tokens=...)`.
-        top_ks: Values of K, None for any.
+        travels: The kernel includes dispatch and combine. If False, it serves one EP rank.
+        routes: The kernel includes routing, from the logits of the layer's `Router`. Load is not counted, and experts
+            have no placement.
+        any_map: It supports any expert map with equally many slots on every rank, also with replicas. If False, it
+            supports only the linear map.
+        static: Its buffers are allocated once, for `EPContext(max_tokens=...)`.
+        top_ks: Supported values of K, None for any.
         hidden_unit: H must be a multiple of this.
         inner_unit: I (its etp shard) must be a multiple of this.
         min_ranks: The fewest ranks of the EP group.
@@ -199,11 +198,10 @@ class FusedCapabilities(KernelCapabilities):
     devices: frozenset[str] = frozenset({"cuda"})
 
     def check(self) -> None:
-        """Check the fields. The registry calls this when it looks a class up, so that one wrong class of a module
-        leaves the others usable.
+        """Check the fields. The registry calls this on lookup, so one wrong class does not disable its whole module.
 
         Raises:
-            ConfigError: A field is of a wrong kind or out of range.
+            ConfigError: A field has a wrong type or is out of range.
         """
         check_fields(self, FusedCapabilities)
         for name in ("hidden_unit", "inner_unit", "min_ranks", *(() if self.max_ranks is None else ("max_ranks",))):
@@ -212,23 +210,24 @@ class FusedCapabilities(KernelCapabilities):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOptions:
-    """How a kernel runs, where it leaves a choice.
+    """Options of a kernel.
 
     Args:
         deterministic: Equal inputs give equal bits.
-        chunk_rows: Received rows of one kernel call. More are computed in several, so that scratch memory has a bound.
-        spare_sms: Multiprocessors that its long-running kernels leave to a transport beside them
+        chunk_rows: The most received rows of one kernel call. More rows take several calls, which bounds scratch
+            memory.
+        spare_sms: Multiprocessors that long-running kernels leave free for an overlapped transport
             (`MoELayer(pipeline=)`).
-        recompute: In training, keep a call's received rows alone, and compute the experts' inner rows again in
-            backward. Rows are neither routed nor dispatched again, as `torch.utils.checkpoint` of the layer would.
-        float8: In training, multiply rows and matrices in E4M3, forward and for gradients of rows, with a scale for
-            each row and each output channel from its largest number in that step. Gradients of the matrices are sums
-            of bf16 products, and the matrices stay as they are.
-        exact: A token's output bits depend on the token, the weights and the scheme alone: not on the batch, the ranks,
+        recompute: In training, save only a call's received rows, and recompute the experts' inner rows in backward.
+            Unlike with `torch.utils.checkpoint` of the layer, rows are neither routed nor dispatched again.
+        float8: In training, multiply in E4M3 in forward and for the gradients of rows. Each row and each output channel
+            has a scale from its largest magnitude in that step. Gradients of the matrices are computed in bf16, and the
+            stored matrices do not change dtype.
+        exact: A token's output bits depend only on the token, the weights and the scheme: not on the batch, the ranks,
             the expert map, the transport, or how the layer is called (docs/how-to/exactness.md).
 
     Raises:
-        ConfigError: a number is out of range, or float8 and exact are both set.
+        ConfigError: A number is out of range, or float8 and exact are both set.
     """
 
     deterministic: bool = False

@@ -1,4 +1,4 @@
-"""A kernel's step as nodes of autograd's graph: what forward leaves for backward, and how backward begins."""
+"""A kernel's step as a node of the autograd graph: what forward saves, and how backward begins."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ep_moe.weights.main_grads import CallGradients, GradientOut, Stored
 if TYPE_CHECKING:
     from ep_moe.experts.base import Experts
 
-# Gives memory for a tensor that is read after its call: by name, shape and dtype
+# Allocates a tensor that outlives the call, by name, shape and dtype
 Allocator = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 WeightProduct = Callable[[GradientOut], None]  # writes the gradient of a stored tensor
 
 
 def new_tensors(device: torch.device) -> Allocator:
-    """Give an allocator of a new tensor for each name."""
+    """Return an allocator that makes a new tensor for each name."""
     return lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device=device)
 
 
 class Attached(Function):
-    """The identity on y, which keeps it in the graph of what no row used."""
+    """Return y unchanged, as a node that also has tensors as inputs that no row used (`Experts._attached`)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: ExpertWeights, learns: bool, *others: Tensor) -> Tensor:
@@ -47,10 +47,11 @@ class Attached(Function):
 
 
 class Version(NamedTuple):
-    """What a call began with, alike on all ranks.
+    """The state of the weights at the start of a call, equal on all ranks.
 
-    expert_map: which experts the slots hold; updates: how often they were written by us; call: which one it is of
-        those with gradients on
+    expert_map: which experts the slots hold
+    updates: how often this package has written the weights
+    call: the number of this call, counting calls with gradients enabled
     """
 
     expert_map: ExpertMap
@@ -59,18 +60,19 @@ class Version(NamedTuple):
 
 
 def version_of(weights: ExpertWeights) -> Version:
-    """Of the call under way, once."""
+    """Return the version for the current call, and count the call. Call this once per call."""
     weights.calls += 1
     return Version(weights.expert_map, weights.updates, weights.calls)
 
 
 def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) -> bool:
-    """First in the backward of a call, in each kind of node that stands for its experts.
+    """Begin the backward of a call: refuse weights that changed since forward. Each node for experts calls this first.
 
-    version: of the weights in forward. Kernels that write in place leave no trace that autograd looks for
-    learns: one of the experts does
-    Returns whether `gradient_sum.take_part()` is due behind all that the node exchanges: peers sum their gradients in
-    the node after this one.
+    version: the version of the weights in forward. Autograd does not notice kernels that write in place
+    learns: whether one of the experts' tensors needs a gradient
+
+    Returns whether to call `gradient_sum.take_part()` after all exchanges of the node. Peers sum the gradients of
+    replicas in the node after this one.
     """
     moved = version.expert_map != weights.expert_map
     if moved or version.updates != weights.updates:
@@ -89,10 +91,11 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
 
 
 class StepGradients(NamedTuple):
-    """What a kernel's backward gives.
+    """The gradients that a kernel's backward returns.
 
-    x: [N, H], or where they were written at the peers; weights: float32 [N, K], None without weights; stored: as
-    `ExpertWeights.stored_tensors`, None for what was not wanted
+    x: [N, H], or `PeerRows` if they were written to the peers
+    weights: float32 [N, K], None without routing weights
+    stored: by name as in `ExpertWeights.stored_tensors`, None for tensors that were not wanted
     """
 
     x: Tensor | PeerRows
@@ -101,9 +104,11 @@ class StepGradients(NamedTuple):
 
 
 class RowGradients(NamedTuple):
-    """What a kernel's backward gives ahead of the gradients of its stored tensors.
+    """The gradients that a kernel's backward returns before it computes those of its stored tensors.
 
-    x, weights: as `StepGradients`; products: what writes the others, by name, none for a tensor without a gradient here
+    x, weights: as of `StepGradients`
+    products: by name, a function that writes the gradient of a stored tensor. Tensors without a gradient on this rank
+        have none
     """
 
     x: Tensor | PeerRows
@@ -112,17 +117,17 @@ class RowGradients(NamedTuple):
 
 
 def wants_gradients(experts: Experts, received: Received) -> bool:
-    """Whether a call is part of a graph of autograd's."""
+    """Return whether autograd records a call."""
     if not torch.is_grad_enabled():
         return False
     held = experts.weights
-    anchors = [] if held.held else [held.anchor]  # a rank without experts enters what its peers do
+    anchors = [] if held.held else [held.anchor]  # a rank without experts must run its peers' collectives
     given = (received.x, received.weights, *anchors, *held.stored_tensors().values())
     return any(tensor is not None and tensor.requires_grad for tensor in given)
 
 
 def differentiable_step(experts: Experts, received: Received) -> Tensor:
-    """`Experts.compute` of rows of RANK_MAJOR with local ids, with the kernel's own backward."""
+    """Run `Experts.compute_saving` on RANK_MAJOR rows with local ids, with the kernel's own backward."""
     stored = experts.weights.stored_tensors()
     out: Tensor = _DifferentiableStep.apply(
         experts, received, tuple(stored), experts.weights.anchor, received.x, received.weights, *stored.values()
@@ -131,9 +136,9 @@ def differentiable_step(experts: Experts, received: Received) -> Tensor:
 
 
 class SavedForBackward:
-    """What a forward leaves for its backward: tensors, which autograd keeps, and the rest.
+    """What a forward saves for its backward: tensors, which autograd keeps, and other state.
 
-    stored: as `ExpertWeights.stored_tensors`, the last inputs of the node of autograd's graph
+    stored: as `ExpertWeights.stored_tensors`; these are the last inputs of the autograd node
     """
 
     def __init__(
@@ -143,19 +148,24 @@ class SavedForBackward:
         self.experts, self._version, self._call = experts, version_of(experts.weights), _call_gradients(experts)
         self._tensors = (received.x, received.weights, received.local_ids, *stored.values(), *saved)
         self._names = tuple(stored)
-        nothing = received.x.new_empty(0)  # a view would keep all of it
+        nothing = received.x.new_empty(0)  # a view would keep the memory of all rows
         self._received = Received(nothing, received.layout, received.weighting, handle=None, format=received.format)
 
     def give_tensors(self) -> tuple[Tensor | None, ...]:
-        """For `save_for_backward`, which checks them: they are not kept here."""
+        """Return the tensors for `save_for_backward`, and forget them: autograd keeps and checks them."""
         tensors, self._tensors = self._tensors, ()
         return tensors
 
     def begin_backward(self, needs_input_grad: Sequence[bool], grad: Tensor) -> tuple[dict[str, bool], bool]:
-        """As `begin_backward`. Call it ahead of the saved tensors, of which autograd says less where they were written.
+        """Do what `begin_backward` does.
 
-        grad: of the node's result. A batch of several is refused: kernels would take its address for that of rows
-        Returns whether each of `stored` is wanted, and whether `gradient_sum.take_part()` is due.
+        Call it before reading the saved tensors: for weights that were written since forward, its error says more than
+        autograd's.
+
+        grad: the gradient of the node's result. A batch of gradients (`is_grads_batched`) is refused, because kernels
+            would use its address as that of rows
+
+        Returns whether the gradient of each of `stored` is wanted, and whether to call `gradient_sum.take_part()`.
         """
         if (problem := batch_problem(grad)) is not None:
             raise InputError(problem)
@@ -166,7 +176,7 @@ class SavedForBackward:
     def gradients(
         self, tensors: tuple[Tensor, ...], grad: Tensor, wanted: Mapping[str, bool], peer_out: PeerRows | None = None
     ) -> StepGradients:
-        """tensors: those of `give_tensors`, as autograd gives them back; peer_out: as `Experts.gradients` takes it"""
+        """Run the kernel's backward. tensors: those of `give_tensors`; peer_out: as of `Experts.gradients`"""
         (received, kept, stored), (returned, into) = self.split(tensors), self._targets(wanted)
         options: dict[str, Any] = {}
         if into:
@@ -177,7 +187,7 @@ class SavedForBackward:
         return self.experts.gradients(received, kept, stored, grad, returned, **options)
 
     def split(self, tensors: tuple[Tensor, ...]) -> tuple[Received, tuple[Tensor, ...], dict[str, Tensor]]:
-        """The received rows, what the kernel kept, and the stored tensors by name. tensors: as in `gradients`"""
+        """Split `tensors` (as of `gradients`) into received rows, the kernel's saved tensors and stored tensors."""
         x, weights, ids, *others = tensors
         stored = dict(zip(self._names, others, strict=False))
         received = dataclasses.replace(self._received, x=x, weights=weights, local_ids=LocalIds(ids))
@@ -186,7 +196,7 @@ class SavedForBackward:
     def written(
         self, products: Mapping[str, WeightProduct], stored: Mapping[str, Tensor], wanted: Mapping[str, bool]
     ) -> dict[str, Tensor | None]:
-        """Have gradients of stored tensors written, as `gradients` does, by the products of `RowGradients`."""
+        """Compute the gradients of stored tensors by the products of `RowGradients`, and return or write them."""
         returned, into = self._targets(wanted)
         found: dict[str, Tensor | None] = {}
         for name, tensor in stored.items():
@@ -200,7 +210,7 @@ class SavedForBackward:
         return found
 
     def _targets(self, wanted: Mapping[str, bool]) -> tuple[dict[str, bool], Mapping[str, GradientOut]]:
-        """Whether each stored tensor's gradient is returned, and where others are written."""
+        """Return whether each stored tensor's gradient is returned, and the targets of those that are written."""
         nothing = dict.fromkeys(wanted, False)
         if self._call is None:
             return dict(wanted), {}
@@ -210,12 +220,12 @@ class SavedForBackward:
         return (dict(wanted), {}) if into is None else (nothing, into)
 
     def of_stored(self, gradients: Mapping[str, Tensor | None]) -> Iterator[Tensor | None]:
-        """Those of `stored`, by name, in the order of the node's inputs."""
+        """Yield gradients by name in the order of the node's inputs."""
         return (gradients.get(name) for name in self._names)
 
 
 def _call_gradients(experts: Experts) -> CallGradients | None:
-    """What becomes of the weights' gradients, within a call; None where autograd gives them to parameters."""
+    """Return the call's main gradients (`use_main_grads`), or None if autograd passes gradients to the parameters."""
     stored = experts.weights.stored_tensors()
     return stored.call if isinstance(stored, Stored) else None
 

@@ -1,4 +1,4 @@
-"""Joining row layouts to kernels: any layout as RANK_MAJOR, rows grouped by expert, and back."""
+"""Conversions between row layouts: any layout to RANK_MAJOR, and RANK_MAJOR rows to rows grouped by expert and back."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 
 def as_rank_major(received: Received, num_slots: int) -> Received:
-    """Describe rows of any layout as RANK_MAJOR ones with a single expert each, so that any kernel takes them.
+    """Describe rows of any layout as RANK_MAJOR rows with one expert each, so that any kernel can read them.
 
-    Moves no row, allocates ids [N, 1] only, and never waits for the device.
+    Moves no row, allocates only ids [N, 1], and never waits for the device.
 
     Args:
         received: Rows of any layout.
@@ -40,7 +40,7 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
         case RowLayout.BATCHED:
             assert received.expert_counts is not None
             slot = torch.arange(len(x), device=device).unsqueeze(1)
-            slot = torch.where(slot < num_slots, slot, -1)  # of wider ranks; a transport may fill rows up there
+            slot = torch.where(slot < num_slots, slot, -1)  # slots of ranks with more; a transport may fill them
             place = torch.arange(x.shape[1], device=device)
             ids = torch.where(place < received.expert_counts.unsqueeze(1), slot, -1)
     weights = None
@@ -55,7 +55,7 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
         layout=RowLayout.RANK_MAJOR,
         weighting=received.weighting,
         handle=received.handle,
-        local_ids=cast("LocalIds", ids.view(-1, 1)),  # torch.compile cannot trace a call of a NewType
+        local_ids=cast("LocalIds", ids.view(-1, 1)),  # torch.compile cannot trace a NewType call
         weights=weights,
     )
 
@@ -73,7 +73,7 @@ def localized(received: Received, num_slots: int) -> Received:
     if received.wire_ids is None:
         return received
     wire, weights = received.wire_ids, received.weights
-    if weights is None:  # then no route has a weight of 0
+    if weights is None:  # no route has weight 0
         weights = torch.ones_like(wire.ids, dtype=torch.float32)
     local = torch.empty_like(wire.ids)
     to_local(wire.ids, weights, wire.base, num_slots, local)
@@ -85,7 +85,7 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
 
     Args:
         received: Rows of any format.
-        dtype: Of the plain rows.
+        dtype: Dtype of the plain rows.
 
     Returns:
         The same rows in the format "plain".
@@ -98,13 +98,13 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
 
 
 def scaled_by_block(received: Received) -> Received:
-    """Describe rows of fp8_row as rows of fp8_block: a row's scale stands for each 128 columns, as a view.
+    """Describe fp8_row rows as fp8_block rows, by a view that repeats the row's scale for each 128 columns.
 
     Args:
         received: Rows of any format.
 
     Returns:
-        Rows of fp8_block for rows of fp8_row; others as they are.
+        fp8_block rows for fp8_row rows; other rows unchanged.
     """
     if received.format != "fp8_row":
         return received
@@ -121,14 +121,14 @@ def row_bounds(received: Received, num_slots: int) -> tuple[Tensor | None, Tenso
         num_slots: Slots of this rank, L.
 
     Returns:
-        The first row of each expert, and one past its last: int32 [L] each. None for RANK_MAJOR rows.
+        The first row of each expert, and the row after its last: int32 [L] each. None for RANK_MAJOR rows.
     """
     match received.layout:
         case RowLayout.RANK_MAJOR:
             return None, None
         case RowLayout.CONTIGUOUS:
             assert received.expert_offsets is not None
-            offsets = received.expert_offsets[: num_slots + 1].int()  # no rows beyond this rank's slots
+            offsets = received.expert_offsets[: num_slots + 1].int()  # leave out slots of ranks with more
             return offsets[:-1], offsets[1:]
         case RowLayout.BATCHED:
             assert received.expert_counts is not None
@@ -138,15 +138,15 @@ def row_bounds(received: Received, num_slots: int) -> tuple[Tensor | None, Tenso
 
 
 def expected_pairs(config: MoEConfig, num_slots: int, routes: int, *, everyone: bool = False) -> float:
-    """Estimate the local experts of a row, if the router is uniform and all tokens of all ranks have a row here.
+    """Estimate the local experts per received row, for a uniform router and rows of all tokens of all ranks.
 
-    Where only wanted tokens have a row, they have a few more, and tiles are a little smaller than they might be.
+    If only tokens with a local expert have a row, a row has a few more, and tiles are slightly too small.
 
     Args:
-        config: The layer.
+        config: The layer's configuration.
         num_slots: Slots of this rank.
         routes: Ids of a row, 1 for rows that were repeated per expert.
-        everyone: Rows for other ranks' experts are here too.
+        everyone: Rows without a local expert are included.
 
     Returns:
         The mean number of local experts.
@@ -156,14 +156,14 @@ def expected_pairs(config: MoEConfig, num_slots: int, routes: int, *, everyone: 
 
 @dataclass(frozen=True)
 class GroupedRows:
-    """Received rows repeated per local expert and sorted by it: M rows, M = number of (row, local expert) pairs.
+    """Received rows, repeated once per local expert and sorted by expert: M rows for M (row, local expert) pairs.
 
     Args:
         x: [M, H].
         expert: int64 [M], ascending.
-        ends: int32 [L], one past each expert's last row.
+        ends: int32 [L], the index after each expert's last row.
         weights: float32 [M].
-        slots: int64 [N, K], where each pair's row lies, M for none.
+        slots: int64 [N, K], the index of each route's row in x, M for a route without a local expert.
     """
 
     x: Tensor
@@ -174,7 +174,7 @@ class GroupedRows:
 
 
 def group_rows(received: Received, num_slots: int) -> GroupedRows:
-    """Repeat rows per local expert, and sort them by it. Waits for the device once, for M.
+    """Repeat rows once per local expert, and sort them by expert. Waits for the device once, for M.
 
     Args:
         received: RANK_MAJOR rows with local ids.
@@ -208,8 +208,10 @@ def group_rows(received: Received, num_slots: int) -> GroupedRows:
 
 
 def _group_all(received: Received, weights: Tensor, flat: Tensor, num_slots: int) -> GroupedRows:
-    """`group_rows` in a compiled graph, whose shapes cannot depend on M: routes without an expert come last, behind
-    `ends`, and no slot is there."""
+    """Group rows in a compiled graph, whose shapes cannot depend on M.
+
+    There are N * K rows. Routes without an expert come last, after `ends[-1]`, and no entry of `slots` refers to them.
+    """
     top_k, pairs = weights.shape[1], len(flat)
     known = (flat >= 0) & (flat < num_slots)
     order = flat.where(known, num_slots).argsort(stable=True)
@@ -227,14 +229,14 @@ def _group_all(received: Received, weights: Tensor, flat: Tensor, num_slots: int
 
 
 def reduce_rows(y: Tensor, grouped: GroupedRows) -> Tensor:
-    """Multiply by the weights, and sum each received row's pairs in slot order in float32.
+    """Multiply outputs by the routing weights, and sum them per received row in float32, in the order of its K routes.
 
     Args:
         y: [M, H], outputs of grouped rows.
-        grouped: As `group_rows` returned them.
+        grouped: The result of `group_rows`.
 
     Returns:
-        [N, H] in y's dtype, exactly zero where a row has no pair.
+        [N, H] in y's dtype, exactly zero for a row without a local expert.
     """
     weighted = y.float() * grouped.weights.unsqueeze(1)
     weighted = torch.cat([weighted, weighted.new_zeros(1, y.shape[1])])

@@ -1,9 +1,10 @@
-"""`reference`: experts in plain torch, on CPU and GPU, differentiable. The oracle of every other kernel: quantized
-weights are dequantized, activations are not rounded.
+"""`reference`: experts in plain torch, on CPU and GPU, differentiable. Tests compare every other kernel with it.
 
-`grouped_mm` is an operator here (`grouped`), for compiled graphs. torch knows the shape of its result for bf16 alone,
-although it computes float32 and float16 too. In a compiled graph there may also be rows behind the last group, which
-`grouped_mm` leaves as memory was: here they are zero.
+Quantized weights are dequantized, and activations are not rounded.
+
+Compiled graphs call `grouped_mm` through an operator (`grouped`), for two reasons. Under torch.compile torch infers the
+result of `grouped_mm` only for bf16, although it computes float32 and float16 too. And a compiled graph may have rows
+after the last group: `grouped_mm` leaves them uninitialized, and the operator sets them to zero.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ep_moe.types import Activation, Received, RowLayout, Weighting
 
 @torch.library.custom_op("ep_moe::grouped_mm", mutates_args=())
 def grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [M, in], sorted by group, times weight [L, out, in]: [M, out], zero from row ends[-1] on."""
+    """Multiply x [M, in], sorted by group, by weight [L, out, in]: [M, out], zero from row ends[-1] on."""
     if not len(x):
         return x.new_empty(0, weight.shape[1])
     y = grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=ends)
@@ -40,7 +41,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("ep_moe::grouped_mm_weight", mutates_args=())
 def _weight_gradient(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
-    """x [M, in], grad [M, out]: [L, out, in], each group's rows alone."""
+    """Return the gradient of weight, [L, out, in], from x [M, in] and grad [M, out]. Sums over each group's rows."""
     if not len(x):
         return x.new_zeros(len(ends), grad.shape[1], x.shape[1])
     return grouped_mm(grad.contiguous().t(), x.contiguous(), offs=ends).contiguous()
@@ -66,7 +67,7 @@ grouped.register_autograd(_backward, setup_context=_keep)
 
 
 class ReferenceExperts(Experts):
-    """Experts in plain torch, on CPU and GPU, differentiable. The oracle of every other kernel."""
+    """Experts in plain torch, on CPU and GPU, differentiable. Tests compare every other kernel with it."""
 
     name = "reference"
     tested_machines = "CPU; 1 and 4 H200"
@@ -110,7 +111,7 @@ class ReferenceExperts(Experts):
         return reduce_rows(y, grouped)
 
     def _exact(self, grouped: GroupedRows, w13_bias: Tensor | None, w2_bias: Tensor | None) -> Tensor:
-        """Each row's result, whose bits depend on that row and its expert alone."""
+        """Return each row's result, with bits that depend only on that row and its expert."""
         ends = grouped.ends.tolist()
         counts = [end - start for start, end in zip([0, *ends], ends, strict=False)]
         h = batch_invariant.grouped_linear(grouped.x, self.weights.dense("w13"), w13_bias, counts)
@@ -118,7 +119,7 @@ class ReferenceExperts(Experts):
 
 
 def _linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [M, in], sorted by expert, times weight [L, out, in]: [M, out]."""
+    """Multiply x [M, in], sorted by expert, by weight [L, out, in]: [M, out]."""
     if torch.compiler.is_compiling():
         y: Tensor = grouped(x, weight, ends)
         return y

@@ -1,5 +1,6 @@
-"""The shared expert: a dense block that every token passes, computed while the routed tokens travel; and the
-activations that stand between the two matrices of any expert, in plain torch.
+"""The shared experts, and the activations of all experts, in plain torch.
+
+The shared experts are one dense block for every token. It is computed while the routed tokens travel.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from ep_moe.types import Activation
 
 
 def activate(h: Tensor, config: MoEConfig) -> Tensor:
-    """Compute what stands between the two expert matrices.
+    """Apply the activation between the two expert matrices.
 
     Args:
-        h: [M, 2I] with gate first, then up; [M, I] for activations without a gate.
-        config: The layer, for its activation and constants.
+        h: [M, 2I], gate first, then up; [M, I] for activations without a gate.
+        config: The layer's configuration, for its activation and constants.
 
     Returns:
         [M, I].
@@ -47,9 +48,9 @@ def activate(h: Tensor, config: MoEConfig) -> Tensor:
 
 
 def activate_exact(h: Tensor, config: MoEConfig) -> Tensor:
-    """`activate`, by the same instructions for every row."""
+    """Do what `activate` does, by the same instructions for every row, so that bits do not depend on the batch."""
     if not config.activation.gated:
-        return activate(h, config)  # has no function but relu and a product
+        return activate(h, config)  # relu and a product are exact in any batch
     return batch_invariant.pointwise(lambda gate, up: activate(torch.cat([gate, up]), config), *h.chunk(2, dim=-1))
 
 
@@ -63,10 +64,12 @@ def _limited(gate: Tensor, up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
 
 
 class SharedExperts(nn.Module):
-    """gate_proj, up_proj, down_proj as in Hugging Face models, and optionally `shared_gate` [1, H], whose sigmoid
-    scales the output. Replicated on every rank.
+    """The shared experts as one dense block, replicated on every rank.
 
-    exact: a row's result is the same bits in every batch
+    Parameters are gate_proj, up_proj and down_proj as in Hugging Face models, and optionally `shared_gate` [1, H],
+    whose sigmoid scales the output.
+
+    exact: a row's result has the same bits in every batch
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class SharedExperts(nn.Module):
         self.shared_gate = linear(1, hidden) if config.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, H]."""
+        """Return the output [T, H] for x [T, H]."""
         h = self._product(self.up_proj, x)
         if self.gate_proj is not None:
             h = torch.cat([self._product(self.gate_proj, x), h], dim=-1)

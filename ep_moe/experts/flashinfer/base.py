@@ -1,4 +1,4 @@
-"""What FlashInfer's MoE kernels share here: called as if this rank were alone, with ids as they traveled."""
+"""The base class of FlashInfer's MoE kernels. They are called as if this rank were the only one, with local ids."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Given = tuple[Tensor, Tensor, Tensor, Tensor | None, float | None, Tensor, int, 
 
 
 class FlashInferExperts(Experts):
-    """One of FlashInfer's kernels behind one of our operators, whose first arguments are the same for all."""
+    """A FlashInfer kernel behind a torch operator. The first arguments (`Given`) are the same for all operators."""
 
-    own_rows: ClassVar[Mapping[str, str]] = {}  # by scheme, the row format that it takes besides those of all schemes
+    own_rows: ClassVar[Mapping[str, str]] = {}  # by scheme, a row format that it reads besides `row_formats`
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._clamp: list[Tensor] | None = None
@@ -33,7 +33,7 @@ class FlashInferExperts(Experts):
 
     @property
     def row_formats(self) -> frozenset[str]:
-        """Also the format that the scheme rounds rows to, where the kernel takes it."""
+        """The formats of the capabilities, and that to which the scheme rounds rows, if the kernel reads it."""
         own = self.own_rows.get(self.weights.scheme.name)
         return self.capabilities.row_formats | ({own} if own else set())
 
@@ -51,7 +51,7 @@ class FlashInferExperts(Experts):
 
     @abstractmethod
     def _call(self, given: Given) -> None:
-        """The operator, with the arguments that all have and its own."""
+        """Call the operator with the common arguments and its own."""
 
     def _clamp_constants(self) -> list[Tensor]:
         if self._clamp is None:
@@ -60,7 +60,7 @@ class FlashInferExperts(Experts):
 
 
 def clamp_constants(config: MoEConfig, slots: int, device: torch.device) -> list[Tensor]:
-    """alpha, beta and limit, float32 [L] each, of the clamped SwiGLU; none for other activations."""
+    """Return alpha, beta and limit of the clamped SwiGLU, float32 [L] each; [] for other activations."""
     if config.activation is not Activation.SWIGLU_CLAMPED:
         return []
     values = (config.activation_alpha, 1.0, config.activation_limit)

@@ -1,7 +1,7 @@
-"""Per-tensor fp8 scales of one call of `cutlass_op`, and rows rounded by them. Plain torch, and Triton on GPUs.
+"""Compute per-tensor fp8 scales of one call of `cutlass_op`, and round rows by them.
 
-The torch forms are the definition, and what runs on a CPU; the Triton forms are one launch each, allocate nothing and
-never wait.
+The torch code defines the results and runs on CPU. On GPUs, Triton kernels do each function in one launch. They
+allocate nothing and never wait.
 """
 
 # Triton's language has no types
@@ -19,17 +19,19 @@ from ep_moe.quant.microscale import power_of_two_above
 from ep_moe.runtime.launch_cache import cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 
-TINY = 1e-12  # the scale of rows that are all zeros
+TINY = 1e-12  # the scale if all rows are zero
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Where the scales of both products' inputs come from.
+    """The source of the scales of both products' inputs.
 
-    Static: `first` and `second` are the checkpoint's, float32 [L] each, and the first product takes the largest.
-    Dynamic: `first` holds the rows' extremes (float32 [2], as `row_extremes` leaves them), `second` is `w13_bound`
-    (float32 [L]: what an activation cannot exceed per squared length), `activation_bound` what it cannot exceed at all,
-    0 for none.
+    Static: `first` and `second` are the checkpoint's input scales, float32 [L] each. The first product uses the largest
+    of `first`.
+
+    Dynamic: `first` has the rows' extremes, float32 [2] (`row_extremes`). `second` is `w13_bound`, float32 [L]: an
+    activation is at most this bound times (largest squared length of a row + 1). `activation_bound` is an absolute
+    bound of activations, 0 for none.
     """
 
     first: Tensor
@@ -38,7 +40,7 @@ class Inputs:
     activation_bound: float = 0.0
 
     def scales(self) -> tuple[Tensor, Tensor]:
-        """float32 scalar and float32 [L]: value = fp8 * scale."""
+        """Return the scales of both inputs, float32 scalar and float32 [L]. A value is fp8 * scale."""
         if not self.dynamic:
             return self.first.amax(0), self.second
         largest, square = self.first
@@ -50,16 +52,16 @@ class Inputs:
 
 @dataclass(frozen=True)
 class TensorScales:
-    """`cutlass_fused_moe`'s quant_scales of weights and rows that are fp8: what `round_rows` fills."""
+    """The argument `quant_scales` of `cutlass_fused_moe` for fp8 weights and rows, which `round_rows` fills."""
 
     alpha1: Tensor  # float32 [L]: scale of w13 times scale of the rows
-    quant2: Tensor  # float32 [L]: one over the scale of the second product's input
-    alpha2: Tensor  # float32 [L]: scale of w2 times that scale
-    input_scale: Tensor  # float32 scalar: of the rows
+    quant2: Tensor  # float32 [L]: 1 / scale of the second product's input
+    alpha2: Tensor  # float32 [L]: scale of w2 times scale of the second product's input
+    input_scale: Tensor  # float32 scalar: scale of the rows
 
 
 def round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: Tensor, scales: TensorScales) -> None:
-    """x / scale in E4M3, saturating, and all of `scales`.
+    """Write x / scale to out in E4M3, saturating, and fill all of `scales`.
 
     x: [N, H]; w13, w2: float32 [L], scales of the weights; out: float8_e4m3fn [N, H]
     """
@@ -75,9 +77,11 @@ def round_rows(x: Tensor, w13: Tensor, w2: Tensor, inputs: Inputs, out: Tensor, 
 
 
 def column_scales(inputs: Inputs, act1: Tensor, act2: Tensor, alpha1: Tensor, alpha2: Tensor) -> None:
-    """INT4 weights: the kernel multiplies rows by `act` in bf16 or fp16 and sums by `alpha` in float32, per layer.
+    """Fill the activation scales of a call with INT4 weights.
 
-    Scales are rounded up to powers of two, so that both cancel exactly.
+    The kernel multiplies rows by `act` in bf16 or fp16, and sums by `alpha` in float32. Scales are rounded up to powers
+    of two, so that both factors cancel exactly.
+
     act1: [H]; act2: [I]; alpha1, alpha2: float32 [L]
     """
     if act1.is_cuda:
@@ -87,15 +91,16 @@ def column_scales(inputs: Inputs, act1: Tensor, act2: Tensor, alpha1: Tensor, al
     for scale, act, alpha in ((first, act1, alpha1), (second.amax(), act2, alpha2)):
         rounded = power_of_two_above(scale)
         if act.dtype == torch.float16:
-            rounded = rounded.clamp(2.0**-15, 2.0**14)  # its reciprocal is a normal number of half precision
+            rounded = rounded.clamp(2.0**-15, 2.0**14)  # keeps the reciprocal a normal float16 number
         act.fill_(1 / rounded)
         alpha.fill_(rounded)
 
 
 def fill_scales(input_scale: float, w13: Tensor, w2: Tensor, second: Tensor, scales: TensorScales) -> None:
-    """All of `scales`, as `round_rows` leaves them, for rows that came rounded.
+    """Fill all of `scales`, as `round_rows` does, for rows that arrived rounded.
 
-    w13, w2, second: float32 [L], scales of the weights and of the second product's input
+    input_scale: scale of the rows; w13, w2, second: float32 [L], scales of the weights and of the second product's
+    input
     """
     if w13.is_cuda:
         launch_fill_scales(input_scale, w13, w2, second, scales)
@@ -218,19 +223,18 @@ def _fill_scales(
 
 
 # --- steps on received rows -------------------------------------------------------------------------------------------
-# Small steps on received rows: ids a kernel can take, and extremes. Plain torch, and Triton on GPUs.
-#
-# The torch forms are the definition, and what runs on a CPU; the Triton forms allocate nothing and never wait.
+# Ids that a kernel accepts, and extremes of rows. In torch on CPU, in Triton on GPUs.
 
 
 def clean_ids(
     ids: Tensor, weights: Tensor | None, base: int, num_slots: int, out_ids: Tensor, out_weights: Tensor | None
 ) -> None:
-    """Local ids as kernels want them: int32, distinct within a row, -1 for whatever is no slot and for routes of weight
-    0; a repeated id's weight goes to its first place.
+    """Convert ids to local ids that kernels accept: int32, distinct within a row, -1 for routes without a local expert.
 
-    ids: int [N, K], counted from `base`; weights: float32 [N, K] or None; out_ids: int32 [N, K]; out_weights: float32
-    [N, K], None with weights None; all contiguous
+    Routes of weight 0 also become -1. The first of several equal ids gets the sum of their weights.
+
+    ids: int [N, K], local ids plus `base`; weights: float32 [N, K] or None; out_ids: int32 [N, K]; out_weights: float32
+    [N, K], None if weights is None; all contiguous
     """
     if ids.is_cuda:
         launch_clean_ids(ids, weights, base, num_slots, out_ids, out_weights)
@@ -249,8 +253,12 @@ def clean_ids(
 
 
 def row_extremes(x: Tensor, ids: Tensor, out: Tensor) -> None:
-    """Raise `out` to the largest magnitude and the largest squared length among rows that have a local expert; other
-    rows may hold anything. x: [N, H]; ids: int32 [N, K]; out: float32 [2], zero to begin with."""
+    """Raise `out` to the largest magnitude and the largest squared length of rows with a local expert.
+
+    Rows without a local expert may be uninitialized.
+
+    x: [N, H]; ids: int32 [N, K], -1 for none; out: float32 [2], zero before the first call
+    """
     if x.is_cuda:
         launch_row_extremes(x, ids, out)
         return
@@ -316,6 +324,6 @@ def _row_extremes(x, ids, out, hidden, row_stride, top_k, BLOCK: tl.constexpr, I
             value = tl.load(x + row * row_stride + at, mask=at < hidden, other=0.0).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(value)))
             square += tl.sum(value * value)
-        # both are >= 0: a maximum is the same number whatever the order, so that equal calls give equal bits
+        # a maximum does not depend on the order of atomics, so equal calls give equal bits; both numbers are >= 0
         tl.atomic_max(out, largest)
         tl.atomic_max(out + 1, square)

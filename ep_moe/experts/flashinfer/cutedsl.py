@@ -1,14 +1,14 @@
 """`flashinfer_cutedsl`: FlashInfer's CuteDSL MoE on Blackwell, NVFP4 rows times NVFP4 weights, under any placement.
 
-Called as if this rank were alone with its slots, as one torch operator (`cutedsl_moe`). One input scale serves all
-slots in both products, the largest of them: the kernel has room for one in its second product.
+The torch operator `cutedsl_moe` calls the kernel as if this rank's slots were all experts. Each product uses the
+largest input scale of all slots, because the kernel takes only one for its second product.
 
-`CuteDslMoEWrapper` (flashinfer/fused_moe/cute_dsl/fused_moe.py, 0.7.2) is the form that FlashInfer documents for CUDA
-graphs. It allocates its output and what lies between the products at each call; rows, ids and scales are in memory of
-the caller. This file alone calls it.
+FlashInfer documents `CuteDslMoEWrapper` (flashinfer/fused_moe/cute_dsl/fused_moe.py, 0.7.2) for CUDA graphs. Each call
+allocates its output and the rows between the products. Rows, ids and scales are in the caller's memory. Only this file
+calls the wrapper.
 
-It has not been run on a GPU: what it hands over is held against FlashInfer 0.7.2's sources and an emulation of them.
-Tiles are FlashInfer's choice, by its default or its own autotuner.
+It has not been run on a GPU. Tests compare its arguments with FlashInfer 0.7.2's sources and an emulation of them.
+FlashInfer chooses the tiles, by its default or its own autotuner.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ SCALES = ("w13_scale", "w13_global_scale", "w13_input_scale", "w2_scale", "w2_gl
 
 @dataclass(frozen=True)
 class Kernel:
-    """What FlashInfer compiles one kernel set for.
+    """The parameters for which FlashInfer compiles one set of kernels.
 
-    elsewhere: ids behind those of the slots, for routes of none
-    activation: FlashInfer's ActivationType; alpha, beta, limit: of its SwiGLU
+    elsewhere: the number of ids after those of the slots, for routes without a local expert; equals K
+    activation: FlashInfer's ActivationType; alpha, beta, limit: constants of its SwiGLU
     """
 
     slots: int
@@ -58,14 +58,14 @@ class Kernel:
 
 @functools.cache
 def wrapper(kernel: Kernel, device: torch.device) -> Any:
-    """FlashInfer's object for it. Its kernels are compiled on first use."""
+    """Create FlashInfer's object, which compiles its kernels on first use."""
     from flashinfer.fused_moe import CuteDslMoEWrapper
 
     return CuteDslMoEWrapper(**arguments(kernel, device))
 
 
 def arguments(kernel: Kernel, device: torch.device) -> dict[str, Any]:
-    """Of the constructor of `CuteDslMoEWrapper`. A rank is alone: its slots are the local experts, from 0."""
+    """Return the constructor arguments of `CuteDslMoEWrapper`. This rank's slots are its local experts, from id 0."""
     return {
         "num_experts": kernel.slots + kernel.elsewhere,
         "num_local_experts": kernel.slots,
@@ -86,7 +86,7 @@ def arguments(kernel: Kernel, device: torch.device) -> dict[str, Any]:
 
 
 def own_shapes(rows: int, hidden: int, slots: int, top_k: int) -> Shapes:
-    """What the operator carves out of the workspace."""
+    """Return the tensors that the operator places in the workspace."""
     return {
         "ids": ((rows, top_k), torch.int32),
         "weights": ((rows, top_k), torch.float32),
@@ -124,13 +124,14 @@ def cutedsl_moe(
     fused_finalize: bool,
     chunk: int,
 ) -> None:
-    """The expert step on RANK_MAJOR rows.
+    """Compute the experts for RANK_MAJOR rows.
 
-    out: bf16 [N, H]; workspace: uint8; ids: int [N, K], counted from `base`, all others for none
+    out: bf16 [N, H]; workspace: uint8; ids: int [N, K], local ids plus `base`; other ids name no local expert
     x: [N, H] of out's dtype; or NVFP4 rows with linear x_scale and input_scale (`row_formats`)
     weights: float32 [N, K], None for 1
-    w13, w2, scales: as `CuteDsl` stores them, [L, ...], the last in the order of `SCALES`
-    activation: FlashInfer's ActivationType; alpha, beta, limit: of its SwiGLU; chunk: rows of one kernel call
+    w13, w2, scales: as `CuteDsl` stores them, [L, ...], scales in the order of `SCALES`
+    activation: FlashInfer's ActivationType; alpha, beta, limit: constants of its SwiGLU; chunk: the most rows of one
+    kernel call
     """
     rows, hidden = out.shape
     slots, inner, top_k = w2.shape[0], w2.shape[2] * 2, ids.shape[1]
@@ -174,7 +175,7 @@ def cutedsl_moe(
 
 def _scale_call(own: dict[str, Tensor], stored: dict[str, Tensor], input_scale: float | None) -> None:
     """Fill in the scales of one call."""
-    # one scale for the rows whatever expert they go to, and the kernel has one for the second product's input too
+    # a row has one scale for all its experts, and the kernel takes one scale for the second product's input
     torch.amax(stored["w13_input_scale"], 0, out=own["input1"])
     torch.amax(stored["w2_input_scale"], 0, out=own["input2"])
     if input_scale is not None:
@@ -185,20 +186,21 @@ def _scale_call(own: dict[str, Tensor], stored: dict[str, Tensor], input_scale: 
 
 
 def send_elsewhere(ids: Tensor, slots: int) -> None:
-    """Give each route of none (-1) an id of its own that no slot has: `slots` plus its place in the row.
+    """Replace each id -1 by an id without a slot, distinct within the row: `slots` plus its position in the row.
 
-    To the kernel these are experts of another rank, as FlashInfer documents `num_local_experts` and
-    `local_expert_offset`: `moe_sort` gives them no row. Its kernels of 0.7.2 (trtllm_fused_moe_routing_custom.cuh,
-    RoutingKernel.cuh) would also drop -1, and take an id twice in a row, but neither is promised.
-    ids: int32 [N, K], in place
+    The kernel takes these for experts of another rank (`num_local_experts`, `local_expert_offset`), and `moe_sort`
+    gives them no row. The kernels of FlashInfer 0.7.2 (trtllm_fused_moe_routing_custom.cuh, RoutingKernel.cuh) would
+    also drop -1, and accept an id twice in a row, but FlashInfer does not document either.
+
+    ids: int32 [N, K], modified in place
     """
     places = torch.arange(slots, slots + ids.shape[1], dtype=ids.dtype, device=ids.device)
     torch.where(ids < 0, places, ids, out=ids)
 
 
-# flashinfer.tllm_enums.ActivationType; its gelu is the tanh one
+# flashinfer.tllm_enums.ActivationType; its GELU is the tanh approximation
 ACTIVATIONS = {Activation.SWIGLU: 3, Activation.SWIGLU_CLAMPED: 3, Activation.RELU2: 6}
-MAX_TOP_K, MAX_EXPERTS = 32, 2048  # what `moe_sort` is compiled for: PolicyTraits in RoutingCustomPolicy.cuh
+MAX_TOP_K, MAX_EXPERTS = 32, 2048  # limits of `moe_sort` as compiled: PolicyTraits in RoutingCustomPolicy.cuh
 _NO_LIMIT = torch.finfo(torch.float32).max
 
 
@@ -249,7 +251,7 @@ class FlashInferCuteDslExperts(FlashInferExperts):
         reason = super().unsupported_reason(config, dtype, etp, scheme, options)
         if reason is not None:
             return reason
-        # rows of the second product, and pairs of 64 rows of up and gate in the first, fill tiles of 128
+        # tiles of 128: rows of w2 in the second product; 64 rows each of up and gate in the first
         for name, size, unit in (
             ("hidden_size", config.hidden_size, 128),
             ("intermediate_size / etp", config.intermediate_size // etp, 64 if config.activation.gated else 128),

@@ -1,11 +1,13 @@
-"""`flashinfer_cutlass`: FlashInfer's CUTLASS fused MoE on Hopper and Blackwell, under any placement; and the fastest of
-its tiles per number of rows (`Tactics`), measured once and kept in a file.
+"""`flashinfer_cutlass`: FlashInfer's CUTLASS fused MoE on Hopper and Blackwell, under any placement.
 
-The kernel itself knows even, contiguous shards only. It is called as if it were alone (`ep_size=1`) with local ids, -1
-for what is elsewhere: uneven, redundant and arbitrary placements are then nothing to it.
+`Tactics` measures the fastest tiles for each number of rows once, and keeps them in a file.
 
-It has been run on Hopper. On Blackwell (10.x) it has not: what it hands over there is held against FlashInfer 0.7.2's
-sources and an emulation of them.
+The kernel itself supports only equal, contiguous shards of experts. It is called as if this rank were the only one
+(`ep_size=1`), with local ids and -1 for experts elsewhere. So it also serves uneven, redundant and arbitrary
+placements.
+
+It has been run on Hopper, and not on Blackwell (10.x). For Blackwell, tests compare its arguments with FlashInfer
+0.7.2's sources and an emulation of them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _CALLS = 3  # per replay
 
 
 class CutlassExperts(Protocol):
-    """What is timed. tactics: those in use, as `use` was given them"""
+    """The interface of the experts that `Tactics` times. tactics: the last argument of `use`"""
 
     config: MoEConfig
     weights: ExpertWeights
@@ -56,10 +58,10 @@ class CutlassExperts(Protocol):
 
 
 class Tactics:
-    """Times every tactic of one kernel by graph replays of the whole expert step, not of a GEMM alone.
+    """Time every tactic of one kernel, by CUDA-graph replays of the whole expert step.
 
-    The first matrix product is tuned with the second at its default, then the second with the first at its best: their
-    tiles do not interact except through the caches.
+    The first matrix product is tuned with the second at its default tactic, then the second with the first at its best.
+    The two influence each other only through caches.
     """
 
     def __init__(self, experts: CutlassExperts, cache: Path | None) -> None:
@@ -67,7 +69,7 @@ class Tactics:
         self.cache = cache
 
     def find(self, rows: Sequence[int]) -> list[int]:
-        """Flat (rows, first, second) triples, ascending by rows; from the cache where it has them."""
+        """Return flat (rows, first, second) triples, ascending by rows. Cached triples are not measured again."""
         if torch.cuda.is_current_stream_capturing():
             raise InputError("tune() cannot run inside a CUDA graph capture; call it before")
         weights = self.experts.weights
@@ -83,7 +85,7 @@ class Tactics:
         return found
 
     def key(self) -> dict[str, Any]:
-        """What the findings depend on."""
+        """Return everything on which the measured tactics depend, the key of the cache."""
         e = self.experts
         try:
             release = version("flashinfer-python")
@@ -121,7 +123,7 @@ class Tactics:
             content = json.loads(file.read_text())
             known = content["tactics"].items() if content["key"] == self.key() else ()
         except (ValueError, KeyError, TypeError, AttributeError):
-            return {}  # half written or not ours: measured again and written anew
+            return {}  # incomplete or foreign file: measure again and overwrite it
         return {rows: pair for rows, pair in known if _is_pair(pair)}
 
     def _save(self, tactics: dict[str, list[int]]) -> None:
@@ -153,7 +155,7 @@ class Tactics:
         return best
 
     def _fits(self, compiled: Any, which: int, tactic: int) -> bool:
-        """Mixed-input tiles must divide the matrix; the other kernels take any tile."""
+        """Return whether a tactic supports the matrix. Tiles of mixed-input kernels must divide it."""
         if self.experts.runner.weight is not torch.uint8:
             return True
         config, etp = self.experts.config, self.experts.weights.etp.size
@@ -162,7 +164,7 @@ class Tactics:
         return tactic in {int(t) for t in compiled.get_valid_tactics_for_shape(which + 1, *shape)}
 
     def _example(self, rows: int) -> tuple[Received, Tensor]:
-        """Rows as a uniform router would deliver them: at least one local expert each."""
+        """Return rows as from a uniform router, each with at least one local expert, and an output tensor."""
         config, weights, device = self.experts.config, self.experts.weights, self.experts.workspaces.device
         generator = torch.Generator(device=device).manual_seed(0)
         slots = weights.num_slots
@@ -183,7 +185,7 @@ class Tactics:
         return received, torch.empty_like(x)
 
     def _time(self, received: Received, out: Tensor, pair: tuple[int, int]) -> float:
-        """Median milliseconds of a call; infinite for a tactic that this GPU refuses."""
+        """Return the median time of a call in ms; infinity for a tactic that this GPU refuses."""
         experts = self.experts
         before = experts.tactics
         experts.use([len(received.x), *pair])
@@ -214,7 +216,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(type(number) is int for number in value)
 
 
-# flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit given is the clamped one
+# flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit is the clamped SwiGLU
 ACTIVATIONS = {
     Activation.SWIGLU: 3,
     Activation.SWIGLU_CLAMPED: 3,
@@ -222,7 +224,7 @@ ACTIVATIONS = {
     Activation.RELU2: 6,
 }
 _MIXED = ("mxfp4", "mxfp4_fp8", "int4_fp8")
-_ROWS = {  # what it reads besides plain rows
+_ROWS = {  # row formats that it reads besides plain rows
     "fp8_static": "fp8_tensor",
     "nvfp4": "nvfp4",
     "mxfp4_mxfp8": "mxfp8",
@@ -278,7 +280,7 @@ class FlashInferCutlassExperts(FlashInferExperts):
             fused_finalize=not (options or ExpertsOptions()).deterministic,
         )
         self.tactics: list[int] = []
-        self._tuned = False  # or advised to be
+        self._tuned = False  # tuned, or warned about it
         super().__init__(config, weights, workspaces, options)
 
     @classmethod
@@ -312,7 +314,7 @@ class FlashInferCutlassExperts(FlashInferExperts):
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of one kernel call; the kernel counts elements of all pairs in 32 bits."""
+        """The most rows of one kernel call. The kernel counts the elements of all routes in 32 bits."""
         widest = max(self.config.hidden_size, self.config.w13_rows // self.weights.etp.size)
         return min(self.options.chunk_rows, _MAX_INDEX // (self.config.top_k * widest))
 
@@ -351,7 +353,7 @@ class FlashInferCutlassExperts(FlashInferExperts):
         self.tactics, self._tuned = tuned, True
 
     def _advise(self) -> None:
-        """Once per kernel object; nothing to say where FlashInfer chooses the tile itself (fp8_block)."""
+        """Warn once per object about untuned tiles, except with fp8_block, for which FlashInfer chooses the tiles."""
         if self._tuned or torch.compiler.is_compiling():
             return
         self._tuned = True
@@ -363,10 +365,11 @@ class FlashInferCutlassExperts(FlashInferExperts):
             )
 
     def _activation_bound(self) -> float:
-        """What the clamped SwiGLU cannot exceed; 0 for activations without a limit.
+        """Return an upper bound of the clamped SwiGLU's magnitude; 0 for activations without a limit.
 
-        |up + 1| <= limit + 1; the gate is clamped above only, and gate * sigmoid(alpha * gate) lies between its minimum
-        -0.2785 / alpha (as t * sigmoid(t) >= -0.2785) and limit."""
+        |up + 1| <= limit + 1. The gate is only clamped above, and gate * sigmoid(alpha * gate) lies between its minimum
+        -0.2785 / alpha (because t * sigmoid(t) >= -0.2785) and limit.
+        """
         if self.config.activation is not Activation.SWIGLU_CLAMPED:
             return 0.0
         limit = self.config.activation_limit
@@ -374,10 +377,10 @@ class FlashInferCutlassExperts(FlashInferExperts):
 
 
 def _units(scheme: str, activation: Activation) -> tuple[int, int]:
-    """What hidden and intermediate size must be multiples of; flashinfer_cutlass_fused_moe_binding.cu.
+    """Return the numbers of which hidden and intermediate size must be multiples.
 
-    NVFP4: the rows' linear scales are read as whole groups of 4 (64 columns), and without a gate the binding wants as
-    many rows of w13 scales as the swizzle has only if they fill its tiles of 128.
+    Source: flashinfer_cutlass_fused_moe_binding.cu. With NVFP4 the rows' linear scales are read in groups of 4 (64
+    columns). Without a gate, the binding accepts the swizzled scales of w13 only if their rows fill tiles of 128.
     """
     if scheme in _MIXED or scheme in ("mxfp4_mxfp8", "mxfp8"):
         return 128, 128

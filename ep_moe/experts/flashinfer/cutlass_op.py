@@ -1,9 +1,9 @@
-"""FlashInfer's CUTLASS MoE as one torch operator on caller-owned memory. The only file that calls `cutlass_fused_moe`'s
-module.
+"""FlashInfer's CUTLASS MoE as one torch operator on caller-owned memory. Only this file calls the module of
+`cutlass_fused_moe`.
 
-`flashinfer.fused_moe.cutlass_fused_moe` allocates three tensors that this path never reads at each call and looks the
-tactic up by the autotuner; the operator below hands the same arguments to the same compiled `run_moe`, in the order
-of `RUN_MOE` (tests/unit/experts/flashinfer/test_flashinfer_signature.py holds it against FlashInfer's own source).
+At each call, `flashinfer.fused_moe.cutlass_fused_moe` allocates three tensors that this project does not read, and asks
+the autotuner for a tactic. The operator here passes the same arguments to the same compiled `run_moe`, in the order of
+`RUN_MOE`. tests/unit/experts/flashinfer/test_flashinfer_signature.py compares this order with FlashInfer's source.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ RUN_MOE = (
     "enable_pdl", "base_activation_type", "workspace_buffer",
 )  # fmt: skip
 
-ALONE: Mapping[str, Any] = {  # of a rank's own experts: dispatch has been
+ALONE: Mapping[str, Any] = {  # arguments of a call on local experts, after dispatch
     "clamped_relu2_limit": None,
     "situ_beta": None,
     "situ_linear_beta": None,
-    "swizzled_input_sf": False,  # of input_sf, where there is one
+    "swizzled_input_sf": False,  # input_sf, if given, is linear
     "ep_size": 1,
     "ep_rank": 0,
     "cluster_size": 1,
@@ -52,15 +52,15 @@ ALONE: Mapping[str, Any] = {  # of a rank's own experts: dispatch has been
     "enable_pdl": True,
 }
 
-PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel takes rows that are fp8 already
-DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, from the rows
-BLOCK_SCALED = ("nvfp4", "mxfp4_mxfp8", "mxfp8")  # it takes rows that are rounded already, with their block scales
-_INT64 = ("nvfp4", "mxfp4_mxfp8")  # it takes 16 numbers of 4 bits as one int64
+PRE_ROUNDED = ("fp8_static", "fp8_dynamic")  # the kernel reads rows already rounded to fp8
+DYNAMIC = ("fp8_dynamic", "int4_fp8")  # one scale per call, computed from the rows
+BLOCK_SCALED = ("nvfp4", "mxfp4_mxfp8", "mxfp8")  # the kernel reads rounded rows with block scales
+_INT64 = ("nvfp4", "mxfp4_mxfp8")  # the kernel takes 16 weights of 4 bits as one int64
 
 
 @dataclass(frozen=True)
 class Runner:
-    """What FlashInfer compiles one kernel set for."""
+    """The parameters for which FlashInfer compiles one set of kernels."""
 
     input: torch.dtype
     weight: torch.dtype
@@ -81,14 +81,14 @@ class Runner:
 
 
 def runner_of(x: torch.dtype, weight: torch.dtype, scheme: str, fused_finalize: bool) -> Runner:
-    """x: of the rows before any rounding, and of the output; weight: as it is stored."""
+    """Return the runner of a scheme. x: dtype of unrounded rows and of the output; weight: dtype of stored weights"""
     rows = {"nvfp4": torch.uint8} | dict.fromkeys((*PRE_ROUNDED, "mxfp4_mxfp8", "mxfp8"), torch.float8_e4m3fn)
     return Runner(rows.get(scheme, x), torch.int64 if scheme in _INT64 else weight, x, scheme, fused_finalize)
 
 
 @functools.cache
 def compiled(runner: Runner, device: torch.device) -> Any:
-    """FlashInfer's compiled object for a runner; builds or loads its module on first use."""
+    """Return FlashInfer's compiled object for a runner. The first use builds or loads its module."""
     from flashinfer.fused_moe.core import get_cutlass_fused_moe_module
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -111,7 +111,7 @@ def compiled(runner: Runner, device: torch.device) -> Any:
 def scratch_bytes(
     runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, activation: int, device: torch.device
 ) -> int:
-    """What FlashInfer itself needs for `rows` rows."""
+    """Return the bytes of FlashInfer's own scratch for `rows` rows."""
     from flashinfer.fused_moe import cutlass_fused_moe_workspace_size
     from flashinfer.tllm_enums import ActivationType
 
@@ -133,7 +133,7 @@ def scratch_bytes(
 
 
 def own_shapes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, weighted: bool) -> Shapes:
-    """What the operator carves out of the workspace before FlashInfer's scratch."""
+    """Return the tensors that the operator places in the workspace before FlashInfer's scratch."""
     shapes: Shapes = {"ids": ((rows, top_k), torch.int32)}
     if weighted:
         shapes["weights"] = ((rows, top_k), torch.float32)
@@ -183,19 +183,20 @@ def cutlass_moe(
     chunk: int,
     tactics: Sequence[int],
 ) -> None:
-    """The expert step on RANK_MAJOR rows.
+    """Compute the experts for RANK_MAJOR rows.
 
-    out: bf16 or fp16 [N, H]; workspace: uint8; ids: int [N, K], counted from `base`, all others for none
-    x: [N, H] of out's dtype; or, for `BLOCK_SCALED` schemes and fp8_static, as `row_formats` has the rows that the
-        kernel reads, with x_scale, input_scale, or both for NVFP4
+    out: bf16 or fp16 [N, H]; workspace: uint8; ids: int [N, K], local ids plus `base`; other ids name no local expert
+    x: [N, H] of out's dtype; for `BLOCK_SCALED` schemes and fp8_static also rows in the scheme's row format, with
+        x_scale, input_scale, or both for NVFP4
     weights: float32 [N, K], None for 1; w13, w2, biases: as `CutlassSm90` or `CutlassSm100` stores them, [L, ...]
     scales: the scheme's stored tensors in the order of `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU
-    activation: FlashInfer's ActivationType; activation_bound: what no activation exceeds, 0 for unbounded
-    etp_rank: rank 0 adds w2_bias; chunk: rows of one kernel call; tactics: (rows, first, second) ascending by rows
+    activation: FlashInfer's ActivationType; activation_bound: upper bound of activations, 0 for none
+    etp_rank: rank 0 adds w2_bias; chunk: the most rows of one kernel call; tactics: (rows, first, second) triples,
+        ascending by rows
     """
     rows, hidden = out.shape
     slots, inner = w2.shape[0], w2.shape[2] * (2 if w2.dtype == torch.uint8 else 1)
-    if rows == 0 or slots == 0:  # the kernel raises for no rows, and has nothing to do without experts
+    if rows == 0 or slots == 0:  # the kernel would raise without rows; without experts all rows are zero
         out.zero_()
         return
     runner = runner_of(out.dtype, w13.dtype, scheme, fused_finalize)
@@ -212,7 +213,7 @@ def cutlass_moe(
         "fc2_expert_biases": w2_bias,
         "quant_scales": handed.scales or None,
         **dict(zip(("swiglu_alpha", "swiglu_beta", "swiglu_limit"), clamp or (None, None, None), strict=True)),
-        "tp_size": etp_rank + 1,  # its only use: w2_bias is added where tp_rank is 0
+        "tp_size": etp_rank + 1,  # the kernel only checks tp_rank == 0, to add w2_bias
         "tp_rank": etp_rank,
         "base_activation_type": activation,
         "workspace_buffer": own["rest"],
@@ -236,13 +237,13 @@ def cutlass_moe(
 
 
 class _Rows:
-    """How one call's rows are handed to FlashInfer. scales: its `quant_scales`, filled here or with the rows"""
+    """Prepare one call's rows for FlashInfer. scales: its `quant_scales`, filled here or when rows are rounded"""
 
     def __init__(
         self, scheme: str, stored: dict[str, Tensor], own: dict[str, Tensor], bound: float, input_scale: float | None
     ) -> None:
-        """stored: the scheme's tensors by name; bound: what no activation exceeds; input_scale: of rows that come
-        rounded, if there is one"""
+        """stored: the scheme's tensors by name; bound: upper bound of activations; input_scale: scale of rows that
+        arrived rounded, if they have one"""
         self._scheme, self._stored, self._own, self._inputs = scheme, stored, own, _inputs(scheme, stored, own, bound)
         self._come_rounded = input_scale is not None
         if scheme == "int4_fp8":
@@ -256,7 +257,7 @@ class _Rows:
             fill_scales(input_scale, *each, TensorScales(*self.scales))
 
     def as_read(self, x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Some of the rows, with their block scales, as the kernel reads them."""
+        """Return rows as the kernel reads them, and their block scales. x, x_scale: a part of the call's rows"""
         if self._scheme in BLOCK_SCALED and x_scale is None:
             rows, scale = self._own["rows"][: len(x)], self._own["row_scale"][: len(x)]
             _round_blocks(self._scheme, x, self._own, rows, scale)
@@ -270,7 +271,7 @@ class _Rows:
 
 
 def _inputs(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], bound: float) -> Inputs | None:
-    """Where the scales of rows come from, for schemes that have one for all."""
+    """Return the source of row scales, for schemes with one scale for all rows."""
     if scheme in DYNAMIC:
         return Inputs(own["extremes"], stored["w13_bound"], dynamic=True, activation_bound=bound)
     if scheme == "fp8_static":
@@ -285,8 +286,10 @@ def run_moe(runner: Runner, **arguments: Any) -> None:
 
 
 def tactic_for(tactics: Sequence[int], rows: int) -> list[int]:
-    """(first, second) of the smallest measured number of rows that is not less than `rows`, else of the largest; -1 is
-    FlashInfer's default."""
+    """Return [first, second] for the smallest measured number of rows >= `rows`, else for the largest.
+
+    Without measured tactics both are -1, FlashInfer's default.
+    """
     for at in range(0, len(tactics), 3):
         if rows <= tactics[at] or at + 3 == len(tactics):
             return [tactics[at + 1], tactics[at + 2]]
@@ -294,7 +297,7 @@ def tactic_for(tactics: Sequence[int], rows: int) -> list[int]:
 
 
 def scale_names(scheme: str) -> tuple[str, ...]:
-    """Stored tensors that a scheme hands to the operator besides data and biases."""
+    """Return the names of the stored tensors that the operator takes as `scales`."""
     return {
         "none": (),
         "fp8_static": ("w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"),
@@ -312,7 +315,7 @@ def scale_names(scheme: str) -> tuple[str, ...]:
 
 
 def _measure(x: Tensor, ids: Tensor, base: int, own: dict[str, Tensor], slots: int, chunk: int) -> None:
-    """One scale for all rows of the call, whatever the chunks."""
+    """Measure the extremes of all rows of the call, so that its chunks have one scale."""
     own["extremes"].zero_()
     for start in range(0, len(x), chunk):
         part_ids = own["ids"][: min(chunk, len(x) - start)]
@@ -323,12 +326,15 @@ def _measure(x: Tensor, ids: Tensor, base: int, own: dict[str, Tensor], slots: i
 def _fill_scales(
     scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], input_scale: float | None
 ) -> None:
-    """What the kernel is given beside the block scales: it divides by `quant` before it rounds to blocks, and its sums
-    times `alpha` are the products. MXFP4 and MXFP8 have no scale beside those of the blocks."""
+    """Fill the scales that the kernel takes besides block scales.
+
+    The kernel multiplies by `quant` before it rounds to blocks, and multiplies its sums by `alpha`. MXFP4 and MXFP8
+    only have block scales.
+    """
     if scheme != "nvfp4":
         own["ones"].fill_(1.0)
         return
-    # the rows have one scale, whatever expert they go to; the second product's input has each expert's own
+    # a row has one scale for all its experts; the second product's input has one scale per expert
     if input_scale is None:
         torch.amax(stored["w13_input_scale"], 0, out=own["input_scale"])
     else:
@@ -347,7 +353,7 @@ def _round_blocks(scheme: str, x: Tensor, own: Mapping[str, Tensor], rows: Tenso
 
 
 def quant_scales(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
-    """FlashInfer's `quant_scales`, from what is stored and what the operator fills in the workspace before the call."""
+    """Return FlashInfer's `quant_scales`, from stored tensors and from tensors in the workspace (`own`)."""
     weights = [stored[name] for name in ("w13_scale", "w2_scale") if name in stored]
     if scheme in PRE_ROUNDED:
         return [own["alpha1"], own["quant2"], own["alpha2"], own["input_scale"]]

@@ -1,15 +1,16 @@
 """`flashinfer_trtllm`: FlashInfer's TRTLLM kernels on Blackwell, under any placement.
 
-The routed entries know one contiguous range of experts. They are called as if alone, on local ids and with one expert
-more than there are slots; routes of other ranks name that one (`trtllm_op.pack`). Uneven, redundant and arbitrary
-placements are then nothing to them. Routing weights are rounded to bf16: packed ids have no room for more.
+The routed entries support one contiguous range of experts. They are called as if this rank were the only one, with
+local ids and at least one expert more than there are slots. Routes of other ranks name that expert (`trtllm_op.pack`).
+So the entries also serve uneven, redundant and arbitrary placements. Routing weights are rounded to bf16, because a
+packed id has 16 bits for its weight.
 
-Caller-owned are the output and what the adapter itself needs; FlashInfer allocates its own intermediate results at each
-call, from torch's allocator. Its autotuner is not used here: without `flashinfer.autotune` it takes default tactics.
-With fp8_block the first product's result is rounded to E4M3 once more than elsewhere, before the activation, which is a
-kernel of its own there.
+The caller owns the output and the adapter's scratch. FlashInfer allocates its intermediate results at each call, from
+torch's allocator. The adapter does not use FlashInfer's autotuner: without `flashinfer.autotune`, FlashInfer takes
+default tactics. With fp8_block the first product's result is rounded to E4M3 once more than by other kernels, before
+the activation, which is a separate kernel there.
 
-Not run on a GPU yet: there is an emulation of the kernels, and FlashInfer's own signatures and index tables.
+Not run on a GPU yet. Tests use an emulation of the kernels, and FlashInfer's own signatures and index tables.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import Activation, RowLayout, Weighting
 from ep_moe.weights.layouts.trtllm import LAYOUTS, Trtllm
 
-# flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit given is the clamped one
+# flashinfer.tllm_enums.ActivationType; Swiglu with alpha, beta and limit is the clamped SwiGLU
 ACTIVATIONS = {
     Activation.SWIGLU: trtllm_op.SWIGLU,
     Activation.SWIGLU_CLAMPED: trtllm_op.SWIGLU,
     Activation.RELU2: trtllm_op.RELU2,
 }
 _NO_CLAMP = ("fp8_static",)  # `gemm1_clamp_limit` of the per-tensor entry belongs to another activation
-_SWIGLU_ONLY = ("fp8_block", "mxint4")  # the launcher knows no other for DeepSeekFp8, and none for MxInt4
-HIDDEN_UNITS = {"nvfp4": 512}  # what vLLM requires of these kernels too (`TrtLlmNvFp4ExpertsBase._supports_shape`)
+_SWIGLU_ONLY = ("fp8_block", "mxint4")  # the launcher has only SwiGLU for DeepSeekFp8, and no choice for MxInt4
+HIDDEN_UNITS = {"nvfp4": 512}  # vLLM requires the same of these kernels (`TrtLlmNvFp4ExpertsBase._supports_shape`)
 MAX_TOP_K = 32  # check_routing
 _MAX_INDEX = 2**31 - 1
-_MAX_TILE = 256  # rows that an expert's rows are filled up to, at most
+_MAX_TILE = 256  # largest tile to which an expert's rows are padded
 
 
 class FlashInferTrtllmExperts(FlashInferExperts):
@@ -79,7 +80,7 @@ class FlashInferTrtllmExperts(FlashInferExperts):
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of one kernel call."""
+        """The most rows of one kernel call."""
         experts = trtllm_op.expert_count(self.weights.num_slots, self.config.top_k)
         return min(self.options.chunk_rows, largest_call(self.config, experts, self.weights.etp.size))
 
@@ -105,7 +106,7 @@ class FlashInferTrtllmExperts(FlashInferExperts):
 
 
 def shape_problem(config: MoEConfig, etp: int, scheme: Scheme) -> str | None:
-    """None, or why the scheme's entry cannot serve a layer of this shape; routed or not."""
+    """Return why the scheme's entry, routed or not, cannot serve a layer of this shape, or None."""
     name, activation = scheme.name, config.activation
     gated = activation is not Activation.RELU2
     if (name in _NO_CLAMP and activation is Activation.SWIGLU_CLAMPED) or (name in _SWIGLU_ONLY and not gated):
@@ -125,8 +126,10 @@ def shape_problem(config: MoEConfig, etp: int, scheme: Scheme) -> str | None:
 
 
 def largest_call(config: MoEConfig, experts: int, etp: int) -> int:
-    """Rows that a call can have: the finalize step counts the elements of all pairs in 32 bits, each expert's pairs
-    filled up to tiles."""
+    """Return the most rows of a call.
+
+    The finalize step counts the elements of all routes in 32 bits, with each expert's routes padded to tiles.
+    """
     widest = max(config.hidden_size, config.w13_rows // etp)
     pairs = _MAX_INDEX // widest - (experts + 1) * _MAX_TILE
     return max(1, pairs // config.top_k)

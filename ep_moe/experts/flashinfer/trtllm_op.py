@@ -1,8 +1,9 @@
-"""FlashInfer's TRTLLM MoE entries as one torch operator. The only file that calls them.
+"""FlashInfer's TRTLLM MoE entries as one torch operator. Only this file calls them.
 
-What each entry wants is in `arguments`: one dict of keyword arguments, bound against FlashInfer's own signatures by
-tests/unit/experts/flashinfer/test_trtllm_signature.py. Facts are those of FlashInfer 0.7.2: fused_moe/core.py for the
-arguments, csrc/trtllm_fused_moe_kernel_launcher.cu for shapes and dtypes, RoutingKernel.cuh for ids."""
+`arguments` returns the keyword arguments of an entry. tests/unit/experts/flashinfer/test_trtllm_signature.py binds them
+against FlashInfer's signatures. Statements about the entries are from FlashInfer 0.7.2: fused_moe/core.py for
+arguments, csrc/trtllm_fused_moe_kernel_launcher.cu for shapes and dtypes, RoutingKernel.cuh for ids.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from ep_moe.runtime.workspace import Shapes, carve, carved_bytes
 
 # flashinfer.tllm_enums
 SWIGLU, RELU2 = 3, 6  # ActivationType
-RENORMALIZE = 1  # RoutingMethodType; the entries below are routed already, and read of it only which top-k it allows
+RENORMALIZE = 1  # RoutingMethodType; routed entries use it only for the top-k that it allows
 MAJOR_K, BLOCK_MAJOR_K = 0, 2  # WeightLayout
 DEEPSEEK_FP8, MXFP8 = 1, 2  # Fp8QuantizationType
 LINEAR_SCALES = 2  # SfLayout
@@ -36,12 +37,13 @@ ENTRIES = {
     "mxfp4_mxfp8": "trtllm_fp4_block_scale_routed_moe",
     "mxint4": "trtllm_mxint4_block_scale_routed_moe",
 }
-ROWS = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "mxfp4_mxfp8": "mxfp8", "fp8_block": "fp8_block"}  # formats that they read
+# by scheme, the row format that its entry reads besides plain rows
+ROWS = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "mxfp4_mxfp8": "mxfp8", "fp8_block": "fp8_block"}
 FP4 = tuple(scheme for scheme, entry in ENTRIES.items() if "fp4" in entry)
 
 
 def scale_names(scheme: str) -> tuple[str, ...]:
-    """Stored tensors that a scheme hands to the operator besides data and biases."""
+    """Return the names of the stored tensors that the operator takes as `scales`."""
     weights = ("w13_scale", "w2_scale")
     inputs = ("w13_input_scale", "w2_input_scale")
     return {
@@ -55,20 +57,24 @@ def scale_names(scheme: str) -> tuple[str, ...]:
 
 
 def expert_count(slots: int, top_k: int) -> int:
-    """`num_experts` of a call whose experts are `slots` local ones: at least one id that is none of them, more than
-    top_k, and a multiple of 4 (`Fp8BlockScaleLauncher::check_routing`)."""
+    """Return `num_experts` of a call with `slots` local experts.
+
+    It leaves at least one id for no local expert, exceeds top_k, and is a multiple of 4
+    (`Fp8BlockScaleLauncher::check_routing`).
+    """
     return -(-max(slots + 1, top_k + 1) // 4) * 4
 
 
 def pack(ids: Tensor, weights: Tensor | None, slots: int, out: Tensor) -> None:
-    """Ids and weights in the form of the routed entries: `(id << 16) | bits of the weight in bfloat16`.
+    """Pack ids and weights for the routed entries: `(id << 16) | bits of the weight in bfloat16`.
 
-    A route of none gets the id `slots` with weight 0: an expert of the call (`expert_count`) outside the local ones
-    [0, slots), as a route of another rank is in FlashInfer's own expert parallelism. Every routing kernel leaves such a
-    route out (`isLocalExpert`), whatever its number within a row, and the finalize step skips it. The id -1 has the
-    same effect in 0.7.2, but nothing promises it, and the kernel for few tokens then never writes the route's weight.
+    A route without a local expert gets the id `slots` with weight 0. This is an expert of the call (`expert_count`)
+    outside the local ones [0, slots), as a route of another rank has in FlashInfer's own expert parallelism. Every
+    routing kernel skips such routes (`isLocalExpert`), however many a row has, and so does the finalize step. The id -1
+    has the same effect in 0.7.2, but FlashInfer does not document it, and the kernel for few tokens then never writes
+    the route's weight.
 
-    ids: int32 [N, K], distinct slots or -1 within a row; weights: float32 [N, K], None for 1; out: int32 [N, K]
+    ids: int32 [N, K], in each row distinct slots or -1; weights: float32 [N, K], None for 1; out: int32 [N, K]
     """
     none = ids < 0
     if weights is None:
@@ -82,7 +88,7 @@ def pack(ids: Tensor, weights: Tensor | None, slots: int, out: Tensor) -> None:
 
 
 def row_shapes(scheme: str, rows: int, hidden: int) -> Shapes:
-    """Rows and their scales as the scheme's entry takes them; none for those that it takes as they are."""
+    """Return the shapes of rounded rows and their scales for the scheme's entry; {} if the entry reads plain rows."""
     match scheme:
         case "fp8_static":
             return {"rows": ((rows, hidden), FP8)}
@@ -96,9 +102,11 @@ def row_shapes(scheme: str, rows: int, hidden: int) -> Shapes:
 def quantize_rows(
     x: Tensor, scheme: str, input_scale: Tensor | None, own: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows as the scheme's entry takes them, and their scales: the one place where they are rounded.
+    """Round rows for the scheme's entry, and return them with their scales.
 
-    x: bf16 [N, H]; input_scale: float32 scalar where the scheme is calibrated; own: `row_shapes`, at least N rows
+    x: bf16 [N, H]; input_scale: float32 scalar for calibrated schemes, else None; own: tensors of `row_shapes` with at
+    least N rows
+
     none, mxfp4, mxint4   x itself
     fp8_static            E4M3 [N, H], saturating
     fp8_block             E4M3 [N, H], float32 [H / 128, N]
@@ -125,11 +133,12 @@ def quantize_rows(
 
 
 def output_scales(scheme: str, stored: Mapping[str, Tensor], gated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """float32 [L] each: `output1_scale_scalar`, `output1_scale_gate_scalar`, `output2_scale_scalar`.
+    """Return `output1_scale_scalar`, `output1_scale_gate_scalar` and `output2_scale_scalar`, float32 [L] each.
 
-    With the sum acc of codes, value = acc * gate. The first step's result is activation(acc * gate) in units of the
-    second product's input scale; a gated one multiplies by an up that is not scaled yet, so that `gate` is part of the
-    first factor (prepare.py, `prepare_trtllm_fp8_per_tensor_weights`). The rows' scale is the largest of all slots'.
+    acc is a sum of products of codes, and acc * gate its value. The first step returns activation(acc * gate) in units
+    of the second product's input scale. A gated activation multiplies by an up that is not scaled yet, so the first
+    factor includes `gate` (prepare.py, `prepare_trtllm_fp8_per_tensor_weights`). The scale of the rows is the largest
+    of all slots.
     """
     weights = ("w13_scale", "w2_scale") if scheme == "fp8_static" else ("w13_global_scale", "w2_global_scale")
     inner = stored["w2_input_scale"]
@@ -138,9 +147,11 @@ def output_scales(scheme: str, stored: Mapping[str, Tensor], gated: bool) -> tup
 
 
 def clamp_arguments(clamp: Sequence[Tensor], gate: Tensor | None) -> dict[str, Tensor | None]:
-    """alpha, beta and limit of the clamped SwiGLU under FlashInfer's names. Under NVFP4 the kernel clamps and adds
-    beta before it scales (BatchedGemmInterface.h of trtllm-gen: limit / dequantAb, beta / dequantAb); alpha it applies
-    to scaled gates."""
+    """Return alpha, beta and limit of the clamped SwiGLU under FlashInfer's names.
+
+    With NVFP4 the kernel clamps and adds beta before it scales, so both are divided by the scale
+    (BatchedGemmInterface.h of trtllm-gen: limit / dequantAb, beta / dequantAb). It applies alpha to scaled gates.
+    """
     names = ("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit")
     if not clamp:
         return dict.fromkeys(names)
@@ -167,11 +178,12 @@ def arguments(
     output: Tensor,
     on_input: bool = False,
 ) -> dict[str, Any]:
-    """Keyword arguments of the scheme's entry, routed or not.
+    """Return the keyword arguments of the scheme's entry, routed or not.
 
-    routing: what says which expert takes which row; weights: w13, w2, w13_bias, w2_bias as `Trtllm` stores them, [L,
-    ...], None for none; scales: stored, by name; inner: I of this rank
-    on_input: the entry multiplies rows by the routing weight, not results; fp8_static alone
+    routing: the arguments that assign rows to experts
+    weights: w13, w2, w13_bias and w2_bias as `Trtllm` stores them, [L, ...], None if absent
+    scales: stored scales by name; inner: I of this rank
+    on_input: multiply rows instead of results by the routing weight; only with fp8_static
     """
     w13, w2 = weights["w13"], weights["w2"]
     assert w13 is not None
@@ -226,11 +238,11 @@ def _fp4_arguments(
     output1 = gate = output2 = None
     if scheme == "nvfp4":
         output1, gate, output2 = output_scales(scheme, scales, activation == SWIGLU)
-        # the kernel adds a bias to the sum of codes, before it scales
+        # the kernel adds a bias to the unscaled sum
         first = None if first is None else first / gate.unsqueeze(1)
         second = None if second is None else second / output2.unsqueeze(1)
     return {
-        # one dtype for E4M3 and E8M0 bytes: the entry knows them by how many there are
+        # E4M3 and E8M0 scales have one dtype here: the entry tells them apart by their number
         "hidden_states_scale": None if x_scale is None else x_scale.view(FP8),
         "gemm1_weights_scale": scales["w13_scale"].view(FP8),
         "gemm2_weights_scale": scales["w2_scale"].view(FP8),
@@ -239,13 +251,13 @@ def _fp4_arguments(
         "output1_scale_scalar": output1,
         "output1_scale_gate_scalar": gate,
         "output2_scale_scalar": output2,
-        "hidden_states_scale_layout": LINEAR_SCALES,  # what is not said is deprecated
+        "hidden_states_scale_layout": LINEAR_SCALES,  # leaving it out is deprecated
         **clamp_arguments(clamp, gate),
     }
 
 
 def own_shapes(scheme: str, rows: int, hidden: int, top_k: int, weighted: bool) -> Shapes:
-    """What the operator carves out of the workspace."""
+    """Return the tensors that the operator places in the workspace."""
     shapes: Shapes = dict.fromkeys(("ids", "packed"), ((rows, top_k), torch.int32))
     if weighted:
         shapes["weights"] = ((rows, top_k), torch.float32)
@@ -277,18 +289,18 @@ def trtllm_moe(
     inner: int,
     chunk: int,
 ) -> None:
-    """The expert step on RANK_MAJOR rows.
+    """Compute the experts for RANK_MAJOR rows.
 
-    out: bf16 [N, H]; workspace: uint8; ids: int [N, K], counted from `base`, all others for none
-    x: bf16 [N, H]; or, as `row_formats` has the rows that the entry reads (`ROWS`), with x_scale, and input_scale for
-        NVFP4
+    out: bf16 [N, H]; workspace: uint8; ids: int [N, K], local ids plus `base`; other ids name no local expert
+    x: bf16 [N, H]; or rows in the format of `ROWS`, with x_scale, and with input_scale for NVFP4
     weights: float32 [N, K], None for 1; rounded to bf16 for the kernel
-    w13, w2, biases: as `Trtllm` stores them, [L, ...]; scales: the scheme's stored tensors in the order of
-    `scale_names`; clamp: alpha, beta, limit of the clamped SwiGLU, float32 [L] each
-    activation: FlashInfer's ActivationType; inner: I of this rank; chunk: rows of one kernel call
+    w13, w2, biases: as `Trtllm` stores them, [L, ...]
+    scales: the scheme's stored tensors in the order of `scale_names`
+    clamp: alpha, beta, limit of the clamped SwiGLU, float32 [L] each
+    activation: FlashInfer's ActivationType; inner: I of this rank; chunk: the most rows of one kernel call
     """
     (rows, hidden), top_k, slots = out.shape, ids.shape[1], len(w13)
-    if slots == 0:  # the launcher wants an expert; without rows it is not called at all
+    if slots == 0:  # the launcher needs an expert; without rows the loop below does not call it
         out.zero_()
         return
     own = carve(workspace, own_shapes(scheme, min(rows, chunk), hidden, top_k, weights is not None))
@@ -305,7 +317,7 @@ def trtllm_moe(
         pack(part_ids, part_weights, slots, packed)
         if x_scale is None:
             data, row_scale = quantize_rows(x[part], scheme, of_rows, own)
-        else:  # the fp8_block entry wants scales by column
+        else:  # the fp8_block entry reads transposed scales
             data, row_scale = x[part], x_scale[part].t().contiguous() if scheme == "fp8_block" else x_scale[part]
         call(
             ENTRIES[scheme],
@@ -325,7 +337,7 @@ def trtllm_moe(
 
 
 def routed(packed: Tensor, slots: int) -> dict[str, Any]:
-    """A call as if alone, on local ids: experts [0, slots) are here, all others elsewhere."""
+    """Return the routing arguments of a call on local ids: experts [0, slots) are local, all others are not."""
     top_k = packed.shape[1]
     return {
         "topk_ids": packed,
@@ -340,7 +352,7 @@ def routed(packed: Tensor, slots: int) -> dict[str, Any]:
 
 
 def call(entry: str, **given: Any) -> None:
-    """One of FlashInfer's entries; the result is in `output`."""
+    """Call one of FlashInfer's entries, which writes its argument `output`."""
     import flashinfer.fused_moe
 
     getattr(flashinfer.fused_moe, entry)(**given)

@@ -1,7 +1,7 @@
-"""The contract of a fused kernel: rows and their routes in, what the layer's experts give for them out.
+"""The base class of fused kernels: rows and their routes in, the sums over each row's experts out.
 
-It replaces the middle of the layer: dispatch, experts and combine in one (`travels`), or routing and experts on one
-rank (`routes`). It sees physical ids, or the router's logits; never an expert map beyond what its capabilities allow.
+A fused kernel replaces several steps of the layer: dispatch, experts and combine (`travels`), or routing and experts on
+one rank (`routes`). It receives physical ids or the router's logits, and no expert map.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from ep_moe.types import PhysicalIds, PhysicalRouting, capturing, dtype_name
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
 
-INSIDE = "inside"  # the all2all of a fused kernel, wherever a name stands for one
+INSIDE = "inside"  # stands for the name of a transport if a fused kernel includes dispatch and combine
 
 
 @dataclass(frozen=True, kw_only=True)
 class FusedDispatchShape(DispatchShape):
-    """What is the same in equal layers of a context, whose buffers they share.
+    """The shape by which layers of a context share the buffers of a fused kernel.
 
     Args:
-        kernel: Its name.
+        kernel: The kernel's name.
         intermediate_size: I of this rank's shards of experts.
     """
 
@@ -50,10 +50,10 @@ class FusedDispatchShape(DispatchShape):
 
 @dataclass(frozen=True)
 class RouterLogits:
-    """What a kernel that routes inside is given.
+    """The input of a kernel that includes routing.
 
     Args:
-        logits: [T, E], of the router's dtype.
+        logits: [T, E], dtype of the router.
         correction_bias: float32 [E], or None.
     """
 
@@ -65,28 +65,28 @@ Routed = PhysicalRouting | RouterLogits
 Stage = Callable[[str], AbstractContextManager[None]]
 Pool = Callable[
     [Callable[[], Any]], Any
-]  # the context's object for this dispatch shape, made on first use by what is given
+]  # returns the context's object for this dispatch shape; the first use creates it with the given function
 
 
 class FusedExperts(ABC):
-    """One layer's fused kernel on one rank. Holds no parameters: it reads those of `ExpertWeights`.
+    """The fused kernel of one layer on one rank. It has no parameters, and reads those of `ExpertWeights`.
 
     A subclass defines `name`, `capabilities` and `compute`.
 
     Args:
-        config: The layer.
+        config: The layer's configuration.
         weights: This rank's experts.
         rank_group: The EP group.
-        dispatch_shape: The shape of what travels, with `max_tokens` where the kernel is static.
+        dispatch_shape: The shape of the rows that travel, with `max_tokens` if the kernel is static.
         options: How the kernel runs, None for the defaults.
-        pool: Keeps what equal layers of a context share: an object with `capabilities` and `destroy()`. Default: it is
-            not shared.
+        pool: Keeps the object that layers of equal shape in a context share. It has `capabilities` and `destroy()`.
+            Default: each layer has its own.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[FusedCapabilities]
     tested_machines: ClassVar[str] = "not run"  # for docs/reference/backends.md
-    weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout it reads weights in
+    weight_layout: ClassVar[type[WeightLayout]] = WeightLayout  # the layout in which it reads weights
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -115,7 +115,7 @@ class FusedExperts(ABC):
 
     @classmethod
     def available(cls) -> str | None:
-        """Say why the kernel cannot run in this installation. Touches no device.
+        """Say why the kernel cannot run in this installation. Uses no device.
 
         Returns:
             None if it can run, else the reason.
@@ -124,11 +124,11 @@ class FusedExperts(ABC):
 
     @classmethod
     def unsupported_platform(cls, layout: RankLayout, device: torch.device | GPU) -> str | None:
-        """Say why the kernel cannot run on this machine with these ranks. Asks the driver at most; not collective.
+        """Say why the kernel cannot run on this machine with these ranks. May query the driver; not collective.
 
         Args:
-            layout: Of the ranks.
-            device: A device of this machine, or a GPU that is not here.
+            layout: The layout of the ranks.
+            device: A device of this machine, or the description of another GPU.
 
         Returns:
             None if it can, else the reason.
@@ -160,11 +160,11 @@ class FusedExperts(ABC):
         """Say why the kernel cannot serve a layer.
 
         Args:
-            config: The layer.
-            layout: Of the ranks.
-            dtype: Of the layer.
-            scheme: Quantization of the experts.
-            expert_map: Default: one that the kernel can serve.
+            config: The layer's configuration.
+            layout: The layout of the ranks.
+            dtype: Dtype of the layer.
+            scheme: Quantization scheme of the experts.
+            expert_map: The expert map. Default: assume one that the kernel can serve.
             max_tokens: The most tokens that a rank sends, None for any number.
             options: How the kernel runs, None for the defaults.
 
@@ -215,11 +215,12 @@ class FusedExperts(ABC):
 
     @classmethod
     def buffer_bytes(cls, dispatch_shape: FusedDispatchShape) -> int:
-        """Count what the kernel keeps between calls for all layers of a shape. A library's own bookkeeping is not
-        counted.
+        """Count the bytes that the kernel keeps between calls for all layers of a shape.
+
+        The bookkeeping of an external library is not counted.
 
         Args:
-            dispatch_shape: The shape of what travels.
+            dispatch_shape: The shape of the rows that travel.
 
         Returns:
             Bytes.
@@ -242,15 +243,15 @@ class FusedExperts(ABC):
             cache: A folder with earlier findings, None for none.
 
         Returns:
-            Integers for `use`, on any rank with a kernel of this shape; [] where there is nothing to tune.
+            Integers for `use`, on any rank with a kernel of this shape; [] if there is nothing to tune.
         """
         return []
 
     def use(self, tuned: list[int]) -> None:
-        """Run with what `tune` found.
+        """Use the variants that `tune` found.
 
         Args:
-            tuned: What `tune` returned.
+            tuned: The result of `tune`.
         """
         assert not tuned, f"{self.name} has nothing to tune"
 
@@ -262,15 +263,15 @@ class FusedExperts(ABC):
         Args:
             x: [T, H] of the layer's dtype. T may differ per rank and be 0.
             routed: A `PhysicalRouting` [T, K], -1 for no expert; `RouterLogits` [T, E] for a kernel that routes.
-            max_tokens: The most tokens that any rank has in this call. Default: the dispatch shape's.
+            max_tokens: The token limit of this call. Default: the dispatch shape's.
 
         Returns:
-            [T, H], the sum over each row's experts, multiplied by the routing weights; zero where there is none.
+            [T, H], the weighted sum over each row's experts; zero for a row without experts.
 
         Raises:
-            InputError: an argument is wrong, or the call is within a CUDA graph capture that the kernel cannot be part
-                of. Peers raise a wrong argument at a later step (`refuse`).
-            PeerTimeout: a peer died, hung or went another way.
+            InputError: An argument is wrong, or the call is within a CUDA graph capture, which the kernel does not
+                support. Peers raise for a wrong argument at a later step (`refuse`).
+            PeerTimeout: A peer died, hung or issued another sequence of calls.
         """
         bound = self.dispatch_shape.max_tokens if max_tokens is None else max_tokens
         problem = self._problem(x, routed, bound)
@@ -291,14 +292,14 @@ class FusedExperts(ABC):
         return out
 
     def connect(self) -> None:
-        """Make what the first call needs. Collective. Not part of the step, whose deadline is that of a call."""
+        """Create what the first call needs. Collective. Runs before the call's step, whose deadline is short."""
         return
 
     def refuse(self, problem: str) -> NoReturn:
         """Raise this rank's problem.
 
-        Where dispatch is inside, no exchange can carry the problem. This rank takes part with no rows, so that the rows
-        of its peers find their experts here, and the peers raise the problem at a later step.
+        A kernel that includes dispatch has no exchange that could carry the problem. This rank makes the call without
+        rows, so that it still computes its peers' rows. The peers raise the problem at a later step.
 
         Args:
             problem: What is wrong with the call.
@@ -328,14 +329,14 @@ class FusedExperts(ABC):
 
         Args:
             x: [T, H]. T may differ per rank and be 0.
-            routed: A `PhysicalRouting` [T, K], -1 for no expert; `RouterLogits` [T, E] where the kernel routes.
+            routed: A `PhysicalRouting` [T, K], -1 for no expert; `RouterLogits` [T, E] for a kernel that routes.
 
         Returns:
-            [T, H], the sum over each row's experts, multiplied by the routing weights; zero where there is none.
+            [T, H], the weighted sum over each row's experts; zero for a row without experts.
         """
 
     def _problem(self, x: Tensor, routed: Routed, max_tokens: int | None) -> str | None:
-        """What is wrong with a call, without waiting for the device."""
+        """Return what is wrong with the arguments of a call, or None. Does not wait for the device."""
         g = self.dispatch_shape
         if x.dim() != 2 or x.shape[1] != g.hidden_size:
             return f"x must be [T, {g.hidden_size}], got {list(x.shape)}"
@@ -360,13 +361,13 @@ class FusedExperts(ABC):
 
 
 class FusedCall:
-    """One call of one layer by its fused kernel; it stands for an `Exchange`. bound: the most tokens of any rank."""
+    """One call of a layer with a fused kernel, with the interface of `Exchange`. bound: the token limit of the call"""
 
     def __init__(self, kernel: FusedExperts, x: Tensor, routed: Routed, bound: int | None, stage: Stage) -> None:
         self.kernel, self.x, self.routed, self.bound, self._stage = kernel, x, routed, bound, stage
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
-        """Rows [T, H] that are summed over ranks, and what `work` returns."""
+        """Return rows [T, H], summed over ranks, and the result of `work`."""
         with self._stage("fused"):
             out = self.kernel(self.x, self.routed, max_tokens=self.bound)
         if work is None:
@@ -379,7 +380,7 @@ class FusedCall:
 
 
 def logits_of(router: Any, x: Tensor) -> RouterLogits:
-    """A `Router`'s logits of x [T, H]."""
+    """Return a `Router`'s logits for x [T, H]."""
     return RouterLogits(router.logits(x), router.e_score_correction_bias)
 
 
@@ -399,7 +400,7 @@ def fused_dispatch_shape(
 
 
 def _private_pool() -> Pool:
-    """A pool of one."""
+    """Return a pool for one object, which is not shared."""
     kept: list[Any] = []
 
     def pool(make: Callable[[], Any]) -> Any:

@@ -1,8 +1,10 @@
-"""FlashInfer's mega kernels for Hopper: rows are pushed into peers' memory over NVLink, computed there, and pushed
-back, in one round on the current stream without a wait on the host.
+"""FlashInfer's mega kernels for Hopper: dispatch, experts and combine in one round on the current stream.
 
-Any rank may get every route of all ranks: buffers have room for that (`capacity_factor` 1), so none is dropped. Equal
-layers of a context share them. Physical ids are the kernel's expert ids, for both are owner * slots_per_rank + local.
+Rows are pushed into peers' memory over NVLink, computed there, and pushed back. The host does not wait.
+
+Buffers have room for all routes of all ranks on each rank (`capacity_factor` 1), so no route is dropped. Layers of
+equal shape in a context share the buffers. Physical ids are the kernel's expert ids: both are owner * slots_per_rank +
+local.
 """
 
 from __future__ import annotations
@@ -31,18 +33,19 @@ from ep_moe.runtime.gpus import GPU
 from ep_moe.types import Activation, PhysicalRouting, capturing
 from ep_moe.weights.layouts.base import MegaBf16, WeightLayout
 
-TOP_KS = (1, 2, 4, 6, 8)  # that its kernels are compiled for; others fill up with routes of none
-ELEMENTS = (1 << 32) - (1 << 24)  # of a bf16 product's output, less the last tile's (MAX_OUTPUT_ELEMENTS, 0.7.2.post1)
-TOKENS = 65535  # of a rank: the second dimension of the grid that sums a bf16 round
-INNER = 16384  # columns that the fp8 kernel's activation has shared memory for
-SETUP_S = 600.0  # for what is compiled at first use
+TOP_KS = (1, 2, 4, 6, 8)  # for which FlashInfer compiles its kernels; for other K, rows are padded with ids -1
+# most elements of a bf16 product's output, less those of the last tile (MAX_OUTPUT_ELEMENTS, 0.7.2.post1)
+ELEMENTS = (1 << 32) - (1 << 24)
+TOKENS = 65535  # most tokens of a rank: the second grid dimension of the kernel that sums a bf16 round
+INNER = 16384  # most columns for which the fp8 kernel's activation has shared memory
+SETUP_S = 600.0  # time for compilation at first use
 
 _COMMON = FusedCapabilities(
     travels=True,
     routes=False,
     any_map=True,
     static=True,
-    schemes=frozenset(),  # each its own
+    schemes=frozenset(),  # set by each kernel
     activations=frozenset({Activation.SWIGLU}),
     dtypes=frozenset({torch.bfloat16}),
     biases=False,
@@ -60,13 +63,13 @@ _COMMON = FusedCapabilities(
 
 
 class FlashInferMega(FusedExperts):
-    """What the two kernels have in common."""
+    """The base class of both mega kernels."""
 
     _places: tuple[int, ...] | None = None
     _held: Any = None
 
     def connect(self) -> None:
-        """Collective: FlashInfer's buffers, for all layers of this shape."""
+        """Create FlashInfer's buffers for all layers of this shape, in the first call. Collective."""
         device = self.weights.device
         if capturing(device):
             return
@@ -75,14 +78,14 @@ class FlashInferMega(FusedExperts):
     def compute(self, x: Tensor, routed: Routed) -> Tensor:
         assert isinstance(routed, PhysicalRouting)
         window: Window = self.pool(self._too_late)
-        # a route of none is skipped, an id out of range would end the process
+        # the kernel skips id -1, but an id out of range would end the process
         valid = (routed.ids >= 0) & (routed.ids < self.dispatch_shape.num_physical)
         ids, weights = torch.where(valid, routed.ids, -1).int(), routed.weights.detach()
         wide = _top_k(self.dispatch_shape.top_k) - self.dispatch_shape.top_k
         if wide:
             ids, weights = pad(ids, (0, wide), value=-1), pad(weights, (0, wide))
         x = x.detach().contiguous()
-        if x.data_ptr() % 16:  # its rows are read 16 bytes at a time
+        if x.data_ptr() % 16:  # the kernel reads rows 16 bytes at a time
             x = x.clone()
         return window.run(self._bundle(), x, ids.contiguous(), weights.contiguous())
 
@@ -90,8 +93,10 @@ class FlashInferMega(FusedExperts):
         raise InputError(f"{self.name} makes its buffers in the first call: run the layer once before a capture")
 
     def _bundle(self) -> Any:
-        """FlashInfer's view of the weights as they are stored now; the same object as long as they stay in their place,
-        for FlashInfer looks at each new one anew."""
+        """Return FlashInfer's object for the stored weights.
+
+        It is the same object as long as the weights keep their addresses, because FlashInfer validates each new one.
+        """
         stored = dict(self.weights.stored_tensors().items())
         places = tuple(tensor.data_ptr() for tensor in stored.values())
         if places != self._places:
@@ -100,12 +105,12 @@ class FlashInferMega(FusedExperts):
 
     @abstractmethod
     def bundle(self, stored: dict[str, Tensor]) -> Any:
-        """FlashInfer's object for kernel-ready weights; refers to them."""
+        """Return FlashInfer's object for the stored weights, which it references without a copy."""
 
     @classmethod
     @abstractmethod
     def settings(cls, dispatch_shape: FusedDispatchShape) -> dict[str, Any]:
-        """Of FlashInfer's configuration for this kernel."""
+        """Return the settings of FlashInfer's configuration that are specific to this kernel."""
 
     @classmethod
     def available(cls) -> str | None:
@@ -138,11 +143,11 @@ class FlashInferMega(FusedExperts):
     @classmethod
     @abstractmethod
     def size_problem(cls, config: MoEConfig, layout: RankLayout, max_tokens: int) -> str | None:
-        """None, or which number is too large for this kernel."""
+        """Return which size is too large for this kernel, or None."""
 
 
 class FlashInferMegaBf16(FlashInferMega):
-    """Products in bf16 with float32 sums. On the way back each rank sends one bf16 row per token, rounded once."""
+    """Matrix products in bf16 with float32 sums. For combine each rank sends one bf16 row per token, rounded once."""
 
     name = "flashinfer_mega_bf16"
     tested_machines = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation"
@@ -160,7 +165,7 @@ class FlashInferMegaBf16(FlashInferMega):
     @classmethod
     def settings(cls, dispatch_shape: FusedDispatchShape) -> dict[str, Any]:
         assert dispatch_shape.max_tokens is not None
-        # FlashInfer's own rule for few tokens, stated because it would read the environment first
+        # FlashInfer's own rule for few tokens; set here because FlashInfer would read an environment variable first
         return {"combine_wire": "per_route" if dispatch_shape.max_tokens <= 8 else "prereduced"}
 
     @classmethod
@@ -185,9 +190,12 @@ class FlashInferMegaBf16(FlashInferMega):
 
 
 class FlashInferMegaFp8(FlashInferMega):
-    """E4M3 blocks of 128 x 128 by DeepGEMM; rows are rounded per 128 columns before they travel and between the
-    products. On the way back each route is a bf16 row of its own: in E4M3, FlashInfer's default, results would keep 4
-    bits of mantissa. A NaN in a row is not kept: FlashInfer's rounding makes -448 of it, times the scale."""
+    """Matrix products by DeepGEMM in E4M3, with weight scales per 128 x 128 block.
+
+    Rows are rounded per 128 columns before they travel, and again between the products. For combine each route has its
+    own bf16 row: in E4M3, FlashInfer's default, results would keep 4 bits of mantissa. A NaN in a row is lost:
+    FlashInfer rounds it to -448 times the scale.
+    """
 
     name = "flashinfer_mega_fp8"
     tested_machines = "2 and 4 H200, 2 H100, one host; on CPU, gloo, over an emulation"
@@ -217,7 +225,7 @@ class FlashInferMegaFp8(FlashInferMega):
 
 
 def _sizes(dispatch_shape: FusedDispatchShape) -> tuple[int, int, int]:
-    """Tokens and routes of all ranks, and rows that the products have room for."""
+    """Return the tokens and routes of all ranks, and the rows for which the products have buffers."""
     assert dispatch_shape.max_tokens is not None
     tokens = dispatch_shape.num_ranks * dispatch_shape.max_tokens
     routes = tokens * _top_k(dispatch_shape.top_k)
@@ -229,8 +237,10 @@ def _top_k(top_k: int) -> int:
 
 
 class Window:
-    """FlashInfer's kernel and its buffers, for one `DispatchShape` on one EP group, and the stream that ran it last.
-    One round is under way in it at a time. Made and destroyed collectively."""
+    """FlashInfer's kernel and its buffers, for one `DispatchShape` on one EP group.
+
+    One round runs in it at a time. It is created and destroyed collectively.
+    """
 
     def __init__(
         self,
@@ -261,7 +271,7 @@ class Window:
             top_k=_top_k(dispatch_shape.top_k),
             capacity_factor=1.0,
             dedup_dispatch=True,
-            allow_unverified_p2p=True,  # `one_host_problem` and FlashInfer's own probes where GPUs see each other
+            allow_unverified_p2p=True,  # checked by `one_host_problem` and FlashInfer's probes
             init_timeout_s=max(SETUP_S, 2 * rank_group.flight_recorder.deadline_s + 60),
             **kind.settings(dispatch_shape),
         )
@@ -272,11 +282,11 @@ class Window:
                 self._kernel.validate_init(self._bootstrap, self._fleet)
                 self._kernel.validate_transformed_weights(bundle, self._bootstrap, self._fleet)
                 self._buffers = self._kernel.prepare_workspace(self._bootstrap, self._fleet)
-        except (RuntimeError, ValueError) as error:  # FlashInfer asks all ranks, and all raise
+        except (RuntimeError, ValueError) as error:  # FlashInfer checks this on all ranks, so all raise
             raise BackendUnavailable(f"{kind.name} cannot run here: {error}; choose other experts") from error
 
     def run(self, bundle: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """One round with a layer's weights. ids int32, weights float32 [T, K that it is compiled for]."""
+        """Run one round with a layer's weights. ids: int32, weights: float32, [T, K], K padded to one of `TOP_KS`"""
         out = torch.empty_like(x)
         self._follow()
         with self._current():
@@ -292,8 +302,10 @@ class Window:
         self._buffers = None
 
     def _follow(self) -> None:
-        """A round on another stream begins when the last one has ended; FlashInfer asks that of its caller. A capture
-        begins with a synchronized device, and the caller orders replays."""
+        """Wait for a last round that ran on another stream, which FlashInfer requires of its caller.
+
+        Not needed in a capture, which begins with a synchronized device. Its user orders the replays.
+        """
         if self._device.type != "cuda" or capturing(self._device):
             return
         stream = torch.cuda.current_stream(self._device)
@@ -306,7 +318,7 @@ class Window:
 
 
 def library(name: str) -> Any:
-    """FlashInfer's classes for one of the kernels: kernel, config, weights, bootstrap, fleet, tensors."""
+    """Return FlashInfer's classes for a kernel: kernel, config, weights, bootstrap, fleet, tensors."""
     from flashinfer import moe_ep
 
     backend: Any
@@ -325,7 +337,10 @@ def library(name: str) -> Any:
         config = moe_ep.Sm90_Fp8_Fp8_Bf16_PushCuda_MegaMoeConfig
 
     class Kernel(backend):  # type: ignore[misc]
-        """FlashInfer would share its buffers within the process, by the group: contexts must not meet in them."""
+        """FlashInfer's kernel without shared buffers.
+
+        FlashInfer would share buffers of one process group within the process, so two contexts would use the same.
+        """
 
         def _workspace_pool_key(self, fleet_params: Any) -> None:
             return None

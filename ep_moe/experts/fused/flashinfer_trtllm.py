@@ -1,11 +1,12 @@
-"""`flashinfer_trtllm_monolithic`: FlashInfer's TRTLLM kernels that route inside, from the router's logits. One EP rank.
+"""`flashinfer_trtllm_monolithic`: FlashInfer's TRTLLM kernels that include routing, from the router's logits. One EP
+rank.
 
-The kernels know four of this project's ways to route, by the names of FlashInfer's `RoutingMethodType`. Routing weights
-come out in bf16, so that a choice is `ep_moe.router`'s, its weights are so but for a rounding. Logits go in as float32
-under DeepSeekV3 and as bf16 under all others (flashinfer-ai/flashinfer#2469); the correction bias in float32, which the
-launcher of 0.7.2 takes beside any logits, and which a choice in bf16 would not be the router's without.
+The kernels support four of this project's routing methods, under the names of FlashInfer's `RoutingMethodType`. They
+choose the same experts as `ep_moe.router`, and round routing weights to bf16. DeepSeekV3 takes logits in float32, all
+other methods in bf16 (flashinfer-ai/flashinfer#2469). The correction bias is float32, which the launcher of 0.7.2
+accepts with logits of either dtype. With a bf16 bias the kernels could choose other experts than the router.
 
-Not run on a GPU yet: there is an emulation of the kernels, and FlashInfer's own signatures and index tables.
+Not run on a GPU yet. Tests use an emulation of the kernels, and FlashInfer's own signatures and index tables.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ ENTRIES = {scheme: entry.replace("_routed_moe", "_moe") for scheme, entry in trt
 
 
 class FlashInferTrtllmMonolithic(FusedExperts):
-    """FlashInfer's TRTLLM kernels on Blackwell that route inside, from the router's logits. One EP rank."""
+    """FlashInfer's TRTLLM kernels on Blackwell that include routing, from the router's logits. One EP rank."""
 
     name = "flashinfer_trtllm_monolithic"
     tested_machines = "NOT RUN on a GPU; on CPU over an emulation of FlashInfer's layouts"
@@ -135,7 +136,7 @@ class FlashInferTrtllmMonolithic(FusedExperts):
 
 
 def routing_method(config: MoEConfig) -> int | None:
-    """FlashInfer's number for the configured way to route, None where it has none of these."""
+    """Return FlashInfer's number of the configured routing method, None for an unsupported method."""
     routing = config.routing
     match routing.method:
         case RoutingMethod.SIGMOID_TOPK if routing.renormalize:
@@ -150,10 +151,11 @@ def routing_method(config: MoEConfig) -> int | None:
 
 
 def routing_problem(config: MoEConfig, scheme: Scheme) -> str | None:
-    """None, or why none of the kernels routes so; limits are those of FlashInfer 0.7.2's launcher and routing kernels.
+    """Return why no kernel supports the routing of a layer, or None.
 
-    weight_on_input: the per-tensor entry alone can multiply its input (`use_routing_scales_on_input`); it does so under
-    Llama4, and is used under Llama4 for nothing else. Other entries multiply the output, whatever the method.
+    The limits are those of the launcher and routing kernels of FlashInfer 0.7.2. For weight_on_input: only the
+    per-tensor entry can multiply its input by routing weights (`use_routing_scales_on_input`). With Llama4 it always
+    does, and with other methods never. The other entries multiply the output, with any method.
     """
     routing, experts, method = config.routing, config.num_experts, routing_method(config)
     if method is None:
@@ -194,7 +196,7 @@ def _deepseek_problem(config: MoEConfig) -> str | None:
 
 
 def routing_arguments(config: MoEConfig, logits: Tensor, correction_bias: Tensor | None) -> dict[str, Any]:
-    """How the entry shall route; all experts are here. logits: [T, E]; correction_bias: float32 [E] or None."""
+    """Return the routing arguments of an entry; all experts are local. logits: [T, E]; correction_bias: float32 [E]"""
     routing, method = config.routing, routing_method(config)
     deepseek = method == DEEPSEEK_V3
     return {

@@ -1,7 +1,7 @@
-"""This project's own expert kernels for Hopper: one step (`step`) under several scalings (`scaling`).
+"""This project's expert kernels for Hopper: one expert step (`step`) with several scalings (`scaling`).
 
-Weights are read as the checkpoint has them, rows where the transport left them, ids as they traveled. Nothing is tuned
-at run time.
+The kernels read weights in the checkpoint's layout, rows where the transport received them, and ids as they traveled.
+Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -32,28 +32,29 @@ from ep_moe.weights.main_grads import GradientOut
 if TYPE_CHECKING:
     from ep_moe.experts.hopper.gradients import TrainedStep
 
-# what the kernels' programs compute; they would take any other for the last of their cases
+# supported by the kernels, whose last branch would run for any other activation
 ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})
-_PLACES = 32  # of calls that are remembered
+_PLACES = 32  # most recorded calls of a layer
 
 
 class HopperExperts(Experts):
-    """The step of one scheme, whose last kernel sums a row's experts into one tensor, or where the row came from.
+    """The expert step of a scheme. Its last kernel sums each row's experts, into a tensor or into the peers' memory.
 
-    What a call launches depends on where its rows lie and on their number alone, and transports with fixed buffers
-    leave them in the same place: the second call there is recorded, later ones launch the same again.
+    The launches of a call depend only on the addresses and the number of its rows. Transports with fixed buffers
+    deliver rows at the same addresses. So the second call at the same addresses is recorded, and later calls repeat its
+    launches.
     """
 
-    needs_nvrtc: ClassVar[bool] = True  # it cannot run without its kernels in CUDA C++
+    needs_nvrtc: ClassVar[bool] = True  # it has kernels in CUDA C++, which NVRTC compiles
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._recorded: dict[Any, RecordedLaunches | None] = {}  # None: of a place that was seen once
+        self._recorded: dict[Any, RecordedLaunches | None] = {}  # None: one call seen, not recorded yet
 
     @property
     @abstractmethod
     def scaling(self) -> str:
-        """Of `step.SCALINGS`. A kernel with several looks at its options or weights."""
+        """The name of its scaling in `step.SCALINGS`."""
 
     @classmethod
     def available(cls) -> str | None:
@@ -63,7 +64,7 @@ class HopperExperts(Experts):
 
     @property
     def routes(self) -> int:
-        """Of one pass."""
+        """The most routes of one pass."""
         return self.options.chunk_rows * self.config.top_k
 
     def workspace_bytes(self) -> int:
@@ -97,7 +98,7 @@ class HopperExperts(Experts):
             out.write_nothing()
 
     def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
-        # rows that are grouped already take operations of torch's, which are not recorded
+        # rows that arrive grouped by expert also need torch operations, which cannot be recorded
         if torch.compiler.is_compiling() or received.layout is not RowLayout.RANK_MAJOR:
             self._launch(received, out, peers, at_once)
             return
@@ -116,7 +117,7 @@ class HopperExperts(Experts):
             self._recorded[place] = None
 
     def _place(self, received: Received, out: Tensor, peers: PeerRows | None) -> tuple[Any, ...]:
-        """All that `_launch` makes its launches of."""
+        """Return everything on which the launches of `_launch` depend."""
         wire, weights, scale = received.wire_ids, received.weights, received.x_scale
         ids = received.local_ids if wire is None else wire.ids
         assert ids is not None
@@ -142,7 +143,7 @@ class HopperExperts(Experts):
         )
 
     def _launch(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:
-        """Into out, or with peers there; then out is a block of theirs. Of RANK_MAJOR rows nothing but launches."""
+        """Compute into out, or into `peers`, of which out is then a block. For RANK_MAJOR rows this only launches."""
         self._launch_scaled(self.scaling, received, out, peers, launch)
 
     def _launch_scaled(
@@ -181,7 +182,7 @@ class HopperExperts(Experts):
         )
 
     def _biases(self) -> list[Tensor]:
-        """Of both products; of the first alone where another etp rank adds that of the result."""
+        """Return the biases of both products, or only the first if another etp rank adds the second."""
         if not self.config.expert_bias:
             return []
         names = ("w13_bias", "w2_bias") if self.weights.adds_output_bias else ("w13_bias",)
@@ -218,7 +219,7 @@ HOPPER = ExpertsCapabilities(
 
 
 class Bf16TritonExperts(HopperExperts):
-    """Unquantized experts in bf16, which can be trained (`gradients`)."""
+    """Unquantized experts in bf16, with a backward (`gradients`)."""
 
     name = "bf16_triton"
     tested_machines = "1, 2 and 4 H200, 1, 2 and 4 H100"
@@ -231,7 +232,7 @@ class Bf16TritonExperts(HopperExperts):
         exact=True,
         float8=True,
         biases=True,
-        alignment_bytes=LINE,  # sizes are multiples of 64, as GPT-OSS's
+        alignment_bytes=LINE,  # sizes are multiples of 64, as in GPT-OSS
     )
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -251,7 +252,7 @@ class Bf16TritonExperts(HopperExperts):
         y, routes, h = self._trained(stored).forward(
             received.x, weights, received.local_ids, allocate, peer_out, keeps=not recompute
         )
-        kept = h.new_empty(len(h), 0) if recompute else h  # their number, without them
+        kept = h.new_empty(len(h), 0) if recompute else h  # keeps the number of rows without their values
         return y, (kept, routes.slots, routes.ends, routes.source)
 
     def records_training(self, rows: int) -> bool:
@@ -318,7 +319,7 @@ class Bf16TritonExperts(HopperExperts):
         )
 
     def _learning(self, stored: Mapping[str, Tensor]) -> list[str]:
-        """Of the stored tensors those with a gradient on this rank: another etp rank adds the bias of the result."""
+        """Return the stored tensors with a gradient on this rank. Only one etp rank adds w2_bias."""
         return [name for name in stored if name != "w2_bias" or self.weights.adds_output_bias]
 
     def _backward(
@@ -326,7 +327,7 @@ class Bf16TritonExperts(HopperExperts):
         wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator,
         peer_out: PeerRows | None,
     ) -> tuple[Tensor | PeerRows, Tensor | None]:  # fmt: skip
-        """As `gradients.TrainedStep.backward`."""
+        """Run `gradients.TrainedStep.backward` with the tensors that forward saved."""
         from ep_moe.experts.hopper import gradients
 
         kept, slots, ends, source = saved
@@ -336,4 +337,4 @@ class Bf16TritonExperts(HopperExperts):
         x, by_weight = self._trained(stored).backward(
             grad, received.x, weights, routes, h, wanted, emit, allocate, peer_out
         )
-        return x, None if weights is None else by_weight  # under Weighting.COMBINE they have no part here
+        return x, None if weights is None else by_weight  # Weighting.COMBINE: combine multiplies by the weights

@@ -1,4 +1,4 @@
-"""Hopper kernels of experts with weights of 4 bits, on rows in bf16 or E4M3."""
+"""Hopper kernels of experts with 4-bit weights, for rows in bf16 or E4M3."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ep_moe.weights.layouts.hopper_4bit import Hopper4Bit, Hopper4BitFp8
 
 
 class W4A16TritonExperts(HopperExperts):
-    """Experts with weights of 4 bits and rows in bf16: each scheme is a scaling of its own."""
+    """Experts with 4-bit weights and bf16 rows. Each scheme is its own scaling."""
 
     name = "w4a16_triton"
     tested_machines = "1 H100, 1 H200"
@@ -30,7 +30,7 @@ class W4A16TritonExperts(HopperExperts):
 
 
 class W4A8TritonExperts(W4A16TritonExperts):
-    """The same with rows in E4M3, which have one scale each, found here, and may have traveled so."""
+    """Experts with 4-bit weights and E4M3 rows, one scale per row. Rows arrive in fp8_row, or are rounded here."""
 
     name = "w4a8_triton"
     tested_machines = "1 H100, 1 H200"

@@ -1,4 +1,4 @@
-"""Hopper kernels of experts in fp8: one scale a matrix, an output channel or a block of 128 x 128."""
+"""Hopper kernels of experts in fp8, with one scale per matrix, output channel or block of 128 x 128."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from ep_moe.weights.layouts.base import PerBlock
 
 
 class Fp8TensorTritonExperts(HopperExperts):
-    """Experts in fp8 with one calibrated scale a matrix. Rows come plain and are rounded here, or were rounded before
-    they traveled."""
+    """Experts in fp8 with one calibrated scale per matrix. Rows arrive in fp8_tensor, or are rounded here."""
 
     name = "fp8_tensor_triton"
     tested_machines = "1, 2 and 4 H200, 2 H100"
@@ -30,8 +29,10 @@ class Fp8TensorTritonExperts(HopperExperts):
 
 
 class Fp8ChannelTritonExperts(HopperExperts):
-    """Experts in fp8 with one scale for each row of weights, an output channel, which the products multiply into their
-    sums. Rows have one scale each, found here, and may have traveled so."""
+    """Experts in fp8 with one scale per output channel (row of weights), by which the products multiply their sums.
+
+    Rows have one scale each. They arrive in fp8_row, or are rounded here.
+    """
 
     name = "fp8_channel_triton"
     tested_machines = "1 and 2 H200, 2 H100"
@@ -46,8 +47,10 @@ class Fp8ChannelTritonExperts(HopperExperts):
 
 
 class Fp8BlockTritonExperts(HopperExperts):
-    """DeepSeek's fp8 blocks of 128 x 128. Takes every row layout as it is: CONTIGUOUS and BATCHED rows are neither
-    sorted nor copied."""
+    """Experts in DeepSeek's fp8, with one scale per block of 128 x 128.
+
+    It reads every row layout: CONTIGUOUS and BATCHED rows are neither sorted nor copied.
+    """
 
     name = "fp8_block_triton"
     tested_machines = "1, 2 and 4 H200, 1 and 2 H100"
@@ -65,16 +68,16 @@ class Fp8BlockTritonExperts(HopperExperts):
     def compute(self, received: Received, out: Tensor | None) -> Tensor:
         out, slots = super().compute(received, out), self.weights.num_slots
         if received.layout is RowLayout.BATCHED:
-            out[slots:].zero_()  # slots that only wider ranks have; a transport may fill rows up there
+            out[slots:].zero_()  # slots of ranks with more; a transport may have filled rows there
         return out
 
 
 class Fp8DynamicTritonExperts(Fp8BlockTritonExperts):
-    """Experts in fp8 with one scale a matrix, whose activations get theirs from the rows.
+    """Experts in fp8 with one scale per matrix, and row scales computed from the rows.
 
-    Rows have one scale each, and may have traveled so. Those that traveled in fp8_block, those that are grouped
-    already and those of fp16 layers go by blocks, where rows have a scale for each 128 columns: that way finds the
-    scale of a matrix at each of its blocks, and the one of a row that came with it likewise.
+    Rows have one scale each (scaling `row`). They arrive in fp8_row, or are rounded here. Rows that arrive in
+    fp8_block, rows that arrive grouped by expert, and rows of fp16 layers use the scaling `block` instead, with a scale
+    per 128 columns. There each block of a matrix has the matrix's scale, and each block of an fp8_row row the row's.
     """
 
     name = "fp8_dynamic_triton"

@@ -1,11 +1,11 @@
-"""Products of few rows in bf16 with weights of 4 bits, which are read once and become bf16 in registers. In Triton. For
-the fewest: `gemm_skinny_4bit`; for many: `gemm_grouped_4bit`.
+"""Matrix products of few bf16 rows with 4-bit weights, in Triton. Weights are read once, and become bf16 in registers.
 
-The weights' layout is `weights.layouts.hopper_4bit`. They are the left operand of the tensor cores, which takes them
-from registers. A thread loads 16 bytes for 32 numbers of a row; shifts and masks, two numbers at a time, leave bf16:
+For the fewest rows there is `gemm_skinny_4bit`, for many `gemm_grouped_4bit`. The weights' layout is
+`weights.layouts.hopper_4bit`. Weights are the left operand of the tensor cores, which is in registers. A thread loads
+16 bytes for 32 numbers of a row. Shifts and masks convert two numbers at a time to bf16:
 
-    E2M1    2**-126 times the number; its product with the group's scale, times 2**94, has at most 6 bits: exact
-    INT4    2**-133 times code + 8; by the scale, times 2**101, less 8 times the scale: rounded once
+    E2M1    2**-126 times the number. Times the group's scale and 2**94 it has at most 6 bits, so it is exact
+    INT4    2**-133 times code + 8. Times the scale and 2**101, less 8 times the scale, it is rounded once
 
 Sums are in float32, in units of 2**-32. Nothing here allocates or waits for the device.
 
@@ -29,9 +29,9 @@ from ep_moe.types import Activation
 
 
 def tile_for(rows: float) -> Tile:
-    """The fastest for GPT-OSS's sizes on an H100, of 32 and 128 experts.
+    """Return the fastest tile for GPT-OSS's sizes with 32 and 128 experts on an H100.
 
-    rows: of an expert, as many as are expected on average
+    rows: expected mean rows per expert
     """
     return Tile(16 if rows <= 8 else 32 if rows <= 16 else 64, 64, stages=3)
 
@@ -40,11 +40,10 @@ def product(
     x: Tensor, w: Weights, lists: Lists, out: Tensor, tile: Tile, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, gather: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[p] = w[e] @ x[p] for each pair p of expert e, in the order of `lists`; in float32.
+    """Compute out[p] = w[e] @ x[p] for each pair p of expert e, in the order of `lists`; sums in float32.
 
-    x: bf16 [M, k], a row for each pair; with `gather` of [N, k] row `lists.source[p]`; w: rows [L, n, k]
-    out: bf16 [at least N * K, n], or with a gated activation [.., n / 2], of which the first half of w's rows are the
-        gates
+    x: bf16 [M, k], one row per pair; with `gather` [N, k], where pair p has row `lists.source[p]`; w: rows [L, n, k]
+    out: bf16 [at least N * K, n]; with a gated activation [.., n / 2], where the first half of w's rows are the gates
     """
     experts, blocks, rows, _ = w.data.shape
     gated = activation is not None and activation.gated
@@ -65,9 +64,9 @@ def product(
 
 @triton.jit
 def _pairs_of(q, E2M1: tl.constexpr):
-    """Words of eight codes as four times two numbers of bf16: [...] to [..., 2, 2], i's low bit first."""
+    """Unpack words of eight codes to four words of two bf16 numbers: [...] to [..., 2, 2], low bit of i first."""
     if E2M1:
-        BITS: tl.constexpr = -2118090304  # 0x81C081C0: of each half, the sign and what E2M1 has besides
+        BITS: tl.constexpr = -2118090304  # 0x81C081C0: in each half, the sign, exponent and mantissa of E2M1
         p0 = q & BITS
         p1 = (q << 3) & BITS
         p2 = (q << 6) & BITS
@@ -82,7 +81,7 @@ def _pairs_of(q, E2M1: tl.constexpr):
 
 @triton.jit
 def _halves(word):
-    """Words as two numbers of bf16 each: [...] to [..., 2]."""
+    """Split words into two bf16 numbers each: [...] to [..., 2]."""
     low = word.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (word >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.join(low, high)
@@ -90,13 +89,16 @@ def _halves(word):
 
 @triton.jit
 def _low(word):
-    """A word's first number of bf16, in float32."""
+    """Return a word's first bf16 number in float32."""
     return (word << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _factors(words, b, FORMAT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr):
-    """Scales of block b as two equal numbers of bf16, those of E2M1 times 2**94: int32 [N, words] to [N, GROUPS]."""
+    """Return the scales of block b as words of two equal bf16 numbers: int32 [N, words] to [N, GROUPS].
+
+    Scales of E2M1 are multiplied by 2**94.
+    """
     if FORMAT == "int4":
         if GROUPS == 1:
             half = (words >> (b % 2 * 16)) & 0xFFFF
@@ -115,16 +117,18 @@ def _factors(words, b, FORMAT: tl.constexpr, N: tl.constexpr, GROUPS: tl.constex
 
 @triton.jit
 def _times(a, b):
-    """Two numbers of bf16 at once."""
+    """Multiply words of two bf16 numbers."""
     return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
 
 
 @triton.jit
 def _numbers(q, words, b, FORMAT: tl.constexpr, GROUP: tl.constexpr, N: tl.constexpr, PACKED: tl.constexpr):
-    """Block b of weights by their scales, in bf16 [N, 128] and units of 2**-32; row 16 w + 8 h + l is row
-    h * N / 2 + 8 w + l of the tile, so that no thread needs what another loaded.
+    """Return block b of weights times their scales, bf16 [N, 128] in units of 2**-32.
 
-    PACKED: by instructions for two numbers at once, which Triton's interpreter does not know."""
+    Row 16 w + 8 h + l is row h * N / 2 + 8 w + l of the tile, so that each thread converts what it has loaded.
+
+    PACKED: use instructions for two numbers at once, which Triton's interpreter does not support
+    """
     E2M1: tl.constexpr = FORMAT != "int4"
     GROUPS: tl.constexpr = 128 // GROUP
     v = tl.reshape(_pairs_of(q, E2M1), [2, N // 16, 8, 4, 4, 2, 2])  # h, w, l, t, g, i
@@ -150,8 +154,10 @@ def _numbers(q, words, b, FORMAT: tl.constexpr, GROUP: tl.constexpr, N: tl.const
 
 @triton.jit
 def _tile_of(ends, experts, columns, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Expert, column, first row among the expert's, and the expert's own first row and number of rows, of a program;
-    no rows for programs beyond the last tile. Tiles of the same weights are neighbors."""
+    """Return the tile of a program: expert, column, first row within the expert, the expert's first row and rows.
+
+    Programs beyond the last tile have no rows. Tiles with the same weights are neighbors.
+    """
     lane = tl.arange(0, LANES)
     start = tl.load(ends + lane - 1, mask=(lane > 0) & (lane < experts), other=0)
     count = tl.where(lane < experts, tl.load(ends + lane, mask=lane < experts, other=0) - start, 0)
@@ -172,7 +178,7 @@ def _tile(
     bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Rows `to` of out, where `valid`, from rows `row` of x: BLOCK_M of them, and WIDTH columns of one tile."""
+    """Compute one tile: BLOCK_M rows `to` of out (where `valid`) from rows `row` of x, and WIDTH columns."""
     GATED: tl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     SCALE_WORDS: tl.constexpr = 2 if FORMAT == "nvfp4" or (FORMAT == "int4" and GROUP == 32) else 1
     SHARE: tl.constexpr = 2 if GROUP == 128 else 1  # blocks with one word of scales
@@ -180,7 +186,7 @@ def _tile(
     first = tile * WIDTH
     column = first + lane
     inside = tl.minimum(column, width - 1)
-    # which row of the left operand `_numbers` makes of a loaded one
+    # the row of the left operand to which `_numbers` moves each loaded row
     turned = lane % (WIDTH // 2) // 8 * 16 + lane // (WIDTH // 2) * 8 + lane % 8
     q_at = w + expert.to(tl.int64) * blocks * rows * 16
     q_at += tl.minimum(first + turned, width - 1)[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -219,7 +225,7 @@ def _listed_tile(
     alpha, bound, FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of the expert's rows from `begin` on, below `count`. start: its first sorted row"""
+    """Compute a tile of the expert's rows from `begin` to `count`. start: the expert's first sorted row"""
     at = begin + tl.arange(0, BLOCK_M)
     valid = at < count
     to = start + at
@@ -236,8 +242,11 @@ def _product(
     FORMAT: tl.constexpr, GROUP: tl.constexpr, PACKED: tl.constexpr, EVEN: tl.constexpr, LANES: tl.constexpr,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """See `product`. rows: of an expert's weights; width: columns of out; depth: of x; scale_step: words of an expert's
-    scales. A program has at most BLOCK_M rows, and multiplies half as many where it has no more."""
+    """Compute `product`. A program has at most BLOCK_M rows, and uses a tile of half the size if that holds them.
+
+    rows: rows of an expert's weights; width: columns of out; depth: columns of x; scale_step: words of an expert's
+    scales
+    """
     columns = tl.cdiv(width, WIDTH)
     expert, tile, begin, start, count = _tile_of(ends, experts, columns, LANES, BLOCK_M)
     left = count - begin

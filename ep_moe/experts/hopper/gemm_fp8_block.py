@@ -1,14 +1,14 @@
-"""Expert GEMMs with DeepSeek's fp8 blocks, in Triton: e4m3 weights with a scale for each 128 x 128 block, e4m3 rows
-with a scale for each 128 values.
+"""Expert GEMMs with DeepSeek's fp8 blocks, in Triton: E4M3 weights with a scale per 128 x 128 block, E4M3 rows with a
+scale per 128 values.
 
-A forward pass is `route_sort.group_pairs` (rows by expert), `quantize_pairs`, `grouped_gemm`, `activate_and_quantize`
-(on Hopper both in one: `grouped_gemm_activate`), `grouped_gemm`, `route_sort.reduce`. Nothing here allocates,
-waits for the device or tunes at run time: the caller brings every output, and all of it can be captured in a CUDA
-graph. How many rows there are is known to the device alone; work beyond them is not started. Row counts on the host (M)
-are upper bounds. launch: how kernels are launched.
+A forward pass is `route_sort.group_pairs` (rows by expert), `quantize_pairs`, `grouped_gemm`, `activate_and_quantize`,
+`grouped_gemm`, `route_sort.reduce`. On Hopper `grouped_gemm_activate` does the first product and the activation in one
+kernel. Nothing here allocates, waits for the device or tunes at run time: the caller provides every output, and a CUDA
+graph can capture all of it. Only the device knows the number of rows, and no work beyond them is started. Row counts on
+the host (M) are upper bounds. launch: how kernels are launched.
 
-Letters: L experts, M rows (of all experts), K and N a product's inner and outer size, N also received rows; both
-multiples of 128.
+Letters: L experts, M rows of all experts, K and N a product's inner and outer size, both multiples of 128. For pairs, N
+is the number of received rows.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from ep_moe.types import Activation
 
 BLOCK = 128
 # tuned on an H200
-TILE = 4096  # values of a tile of the kernels that quantize
-PROGRAMS = 64  # of such a kernel, a multiprocessor
+TILE = 4096  # values in a tile of the quantizing kernels
+PROGRAMS = 64  # most programs of a quantizing kernel per multiprocessor
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """How `grouped_gemm` tiles its work.
+    """The tiling of `grouped_gemm`.
 
     block_m, block_n: rows and columns of a tile
-    group_m: row blocks of an expert that are walked together, so that their weights stay in the L2 cache
-    stages: blocks of 128 along K that are on their way at once
-    hopper: the Gluon kernel with copies and products in different warps (sm90 only; blocks 64 x 128, 64 x 256,
-        128 x 128, 128 x 256), or else the plain Triton kernel
-    wide: outputs are rearranged to be written in lines of 128 bytes (Gluon kernel)
-    warps: of the plain kernel
-    programs: a multiprocessor; spare_sms: multiprocessors that are left free
+    group_m: row blocks of an expert that are processed together, so that their weights stay in the L2 cache
+    stages: blocks of 128 along K that are loaded at once
+    hopper: use the Gluon kernel with copies and products in different warps (sm90 only; tiles of 64 x 128, 64 x 256,
+        128 x 128, 128 x 256), else the plain Triton kernel
+    wide: rearrange outputs to write lines of 128 bytes (Gluon kernel)
+    warps: warps of a program of the plain kernel
+    programs: programs per multiprocessor; spare_sms: multiprocessors that are left free
     """
 
     block_m: int
@@ -59,16 +59,20 @@ class GemmConfig:
 
 
 def config_for(m: int, num_experts: int, n: int, *, hopper: bool = True, activated: bool = False) -> GemmConfig:
-    """The default, by how many rows an expert has on average. m: rows of all experts: as many as are expected rather
-    than as many as fit, where the caller knows; any config gives the right result for any number of rows.
-    activated: for `grouped_gemm_activate`."""
+    """Return the default config for a mean number of rows per expert.
+
+    Any config gives the right result for any number of rows.
+
+    m: rows of all experts, the expected number if the caller knows it, else the largest
+    activated: for `grouped_gemm_activate`
+    """
     rows = m / max(num_experts, 1)
     if not hopper:
         block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
         return GemmConfig(block_m, 128, stages=4, programs=2)
     if activated:
         return GemmConfig(64, 256, stages=5, hopper=True) if rows <= 64 else GemmConfig(128, 256, hopper=True)
-    many = num_experts * n >= 1024 * 256  # tiles enough that the last round of them hardly counts
+    many = num_experts * n >= 1024 * 256  # so many tiles that an incomplete last wave hardly matters
     if rows <= 48 and not many:
         return GemmConfig(64, 128, stages=4, hopper=True, programs=2)
     if rows <= 256:
@@ -82,13 +86,14 @@ def grouped_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out: Tensor, *,
     starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[r] = a[r] @ b[e].T for each row r of expert e; sums in float32, and the scales of each block of 128 along K.
+    """Compute out[r] = a[r] @ b[e].T for each row r of expert e, scaled per block of 128 along K; sums in float32.
 
-    a: e4m3 [M, K], or [L, C, K]; a_scale: float32 [M, K / 128] or [L, C, K / 128]; b: e4m3 [L, N, K]
+    a: E4M3 [M, K] or [L, C, K]; a_scale: float32 [M, K / 128] or [L, C, K / 128]; b: E4M3 [L, N, K]
     b_scale: float32 [L, N / 128, K / 128]; out: bf16, fp16 or float32 [M, N] or [L, C, N]
-    ends: int32 [L]. With a [M, K]: one past each expert's last row; expert e's rows begin at starts[e], without
-    `starts` at ends[e - 1]. With a [L, C, K]: how many of an expert's rows count.
-    Rows of no expert are left as they are. All tensors are contiguous; `a` and `b` begin at a multiple of 16 bytes.
+    ends: int32 [L]. With a [M, K]: the index after each expert's last row. Expert e's rows begin at starts[e], or
+        without `starts` at ends[e - 1]. With a [L, C, K]: the number of an expert's valid rows
+
+    Rows without an expert are not written. All tensors are contiguous; `a` and `b` begin at a multiple of 16 bytes.
     """
     config = config or config_for(a.numel() // b.shape[2], *b.shape[:2], hopper=has_hopper(b.device))
     if config.hopper:
@@ -111,11 +116,12 @@ def grouped_gemm_activate(
     activation: Activation = Activation.SWIGLU, *, alpha: float = 1.702, limit: float = 7.0, up_first: bool = False,
     starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """`grouped_gemm` and `activate_and_quantize` in one kernel, with no rounding between; where `has_hopper`.
+    """Do `grouped_gemm` and `activate_and_quantize` in one kernel, without rounding between. Needs `has_hopper`.
 
-    b: e4m3 [L, 2 * I, K], gate first, then up (with `up_first` the other way round), or [L, I, K] for RELU2
-    out: e4m3 [M, I] or [L, C, I]; out_scale: float32 [M, I / 128] or [L, C, I / 128]; the rest as in those two.
-    config: blocks of 64 x 256 or 128 x 256
+    b: E4M3 [L, 2 * I, K], gate first, then up (with `up_first` up first), or [L, I, K] for RELU2
+    out: E4M3 [M, I] or [L, C, I]; out_scale: float32 [M, I / 128] or [L, C, I / 128]
+    config: tiles of 64 x 256 or 128 x 256
+    other arguments: as of these two functions
     """
     config = config or config_for(a.numel() // b.shape[2], *b.shape[:2], activated=True)
     how = (activation.value, up_first, alpha, limit)
@@ -143,14 +149,15 @@ def quantize_rows(
     x: Tensor, out: Tensor, scale: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None,
     pdl: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """scale = amax / 448 for each 128 values of a row, out = x / scale rounded to the nearest e4m3. An amax below 1e-10
-    counts as 1e-10. Values that are no number stay none.
+    """Quantize rows: scale = amax / 448 for each 128 values of a row, out = x / scale rounded to the nearest E4M3.
 
-    x: bf16 or fp16 [M, K], or any [S, K] with `rows`; out: e4m3 [M, K]; scale: float32 [M, K / 128]
-    rows: int32 or int64 [M], the row of x for each output row; an output row with -1 is left as it is
-    counts: int32 [G] on the device: the output is G groups of M / G rows, of which the first counts[g] are made and
-    the others left as they are. For rows sorted by expert, `ends[-1:]`.
-    pdl: start before the kernel ahead has ended, and let the next one
+    An amax below 1e-10 is replaced by 1e-10. NaN stays NaN.
+
+    x: bf16 or fp16 [M, K], or [S, K] with `rows`; out: E4M3 [M, K]; scale: float32 [M, K / 128]
+    rows: int32 or int64 [M], the row of x for each output row; -1: the output row is not written
+    counts: int32 [G] on the device. The output has G groups of M / G rows, of which only the first counts[g] are
+        written. For rows sorted by expert, `ends[-1:]`
+    pdl: start before the previous kernel has ended, and let the next kernel do the same
     """
     total, k = out.numel() // out.shape[-1], out.shape[-1]
     if not total:
@@ -165,11 +172,12 @@ def quantize_rows(
 
 
 def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once) -> None:
-    """`quantize_rows` of each row of x once, into all rows of the output that `slots` names; the others are left as
-    they are. What `quantize_rows` does with `rows`, but each row is read and quantized only once.
+    """Quantize each row of x into all rows of the output that `slots` names. Other rows are not written.
 
-    x: bf16 or fp16 [N, H]; slots: int32 or int64 [N, K], below 0 or at least M for none; no two are the same
-    out: e4m3 [M, H]; scale: float32 [M, H / 128]
+    The result is that of `quantize_rows` with `rows`, but each row is read and quantized only once.
+
+    x: bf16 or fp16 [N, H]; slots: int32 or int64 [N, K], distinct; negative or at least M for none
+    out: E4M3 [M, H]; scale: float32 [M, H / 128]
     """
     total, size = x.shape
     if not total:
@@ -185,8 +193,10 @@ def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, laun
 def copy_pairs(
     x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once
 ) -> None:
-    """`quantize_pairs` of rows that are quantized already. x: e4m3 [N, H]
-    x_scale: float32 [N, H / 128], of any strides"""
+    """Copy rows that are quantized already, as `quantize_pairs` does.
+
+    x: E4M3 [N, H]; x_scale: float32 [N, H / 128], of any strides
+    """
     total, size = x.shape
     if not total:
         return
@@ -202,11 +212,11 @@ def activate_and_quantize(
     h: Tensor, out: Tensor, scale: Tensor, activation: Activation = Activation.SWIGLU, *, counts: Tensor | None = None,
     alpha: float = 1.702, limit: float = 7.0, up_first: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """What stands between the two matrices (`ep_moe.types.Activation`), in float32, then as `quantize_rows`.
+    """Apply the activation (`ep_moe.types.Activation`) in float32, then quantize as `quantize_rows` does.
 
-    h: bf16 or fp16 [M, 2 * I], gate first, then up (with `up_first` the other way round), or [M, I] for RELU2
-    out: e4m3 [M, I]; scale: float32 [M, I / 128]; counts: as in `quantize_rows`
-    alpha, limit: of SWIGLU_CLAMPED
+    h: bf16 or fp16 [M, 2 * I], gate first, then up (with `up_first` up first), or [M, I] for RELU2
+    out: E4M3 [M, I]; scale: float32 [M, I / 128]; counts: as of `quantize_rows`
+    alpha, limit: constants of SWIGLU_CLAMPED
     """
     total, size = out.numel() // out.shape[-1], out.shape[-1]
     if not total:
@@ -221,7 +231,7 @@ def activate_and_quantize(
 
 
 def _tiling(rows: int, size: int, device: torch.device) -> tuple[int, int, int]:
-    """Columns and rows of a tile, and how many programs walk over the tiles."""
+    """Return columns and rows of a tile, and the number of programs that share the tiles."""
     columns = next(c for c in (1024, 512, 256, BLOCK) if size % c == 0)
     tall = TILE // columns
     tiles = cdiv(rows, tall) * (size // columns)
@@ -229,7 +239,7 @@ def _tiling(rows: int, size: int, device: torch.device) -> tuple[int, int, int]:
 
 
 def _programs(rows: int, experts: int, n: int, config: GemmConfig, device: torch.device) -> int:
-    """No more than there can be tiles."""
+    """Return the number of programs, at most the number of tiles."""
     tiles = (rows // config.block_m + 1 + experts) * -(-n // min(config.block_n, BLOCK))
     return min(tiles, max(1, multiprocessors(device) - config.spare_sms) * config.programs)
 
@@ -240,5 +250,5 @@ def _groups(counts: Tensor | None) -> int:
 
 @cache
 def has_hopper(device: torch.device) -> bool:
-    """Whether the Gluon kernels run there."""
+    """Return whether the Gluon kernels run on a device."""
     return HAS_GLUON and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)

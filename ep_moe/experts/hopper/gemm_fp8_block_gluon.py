@@ -1,10 +1,12 @@
-"""The grouped GEMM of `gemm_fp8_block` for Hopper, in Gluon: copies and products by different warps.
+"""The grouped GEMM of `gemm_fp8_block` for Hopper, in Gluon, with copies and products in different warps.
 
-One program a multiprocessor walks over the tiles. One warp copies operands into a ring of buffers (TMA), one or two
-groups of four warps multiply (wgmma), each its own 64 rows or its own 128 columns, so that one group scales and adds
-up its products while the tensor cores work for the other.
+The programs of all multiprocessors share the tiles. One warp copies operands into a ring of buffers (TMA). One or two
+groups of four warps multiply (wgmma), each its own 64 rows or 128 columns. While one group scales and adds its
+products, the tensor cores work for the other.
 
-groups: (starts or None, ends, experts, rows, capacity), as `gemm_fp8_block.grouped_gemm` takes them
+Arguments of several functions:
+
+groups: (starts or None, ends, experts, rows, capacity), as of `gemm_fp8_block.grouped_gemm`
 to: (out, its scales or None, columns, alpha and limit of the clamped activation)
 """
 
@@ -33,18 +35,19 @@ def multiply(
     programs: int, wide: bool, activation: str, up_first: bool, alpha: float, limit: float, smallest: float,
     launch: Launch,
 ) -> None:  # fmt: skip
-    """a: fp8 [M, K]; b: fp8 [L, N, K]; the rest as in `gemm_fp8_block`. block_m x block_n: 64 x 128 (one group of
-    multiplying warps, two programs a multiprocessor), 64 x 256, 128 x 128 or 128 x 256 (two groups).
+    """Launch the GEMM.
 
-    With an activation: 64 x 256 (one group) or 128 x 256, of which the second 128 columns are those of `up`, and out
-    is fp8 [M, N / 2] (or [M, N] without a gate) with a scale for each 128.
+    a: fp8 [M, K]; b: fp8 [L, N, K]; other arguments as of `gemm_fp8_block`
+    block_m x block_n: 64 x 128 (one group of multiplying warps, two programs per multiprocessor), 64 x 256, 128 x 128
+        or 128 x 256 (two groups). With an activation: 64 x 256 (one group) or 128 x 256. The second 128 columns are
+        then those of `up`, and out is fp8 [M, N / 2] ([M, N] without a gate) with a scale per 128 columns
     """
     experts, n, k = b.shape
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     left = TensorDescriptor(a, list(a.shape), list(a.stride()), [64, 128], layout)
     right = TensorDescriptor(b, [experts * n, k], [k, 1], [128, 128], layout)
     groups = 1 if block_m == 64 and (block_n == 128 or activation) else 2
-    # the first multiplying group has the registers that the others leave; with 216 and 72 nothing is spilled
+    # the first multiplying group gets the registers that the others leave; with 216 and 72 no group spills
     registers = 168 if groups == 2 else 128 if block_n == 128 else 144
     launch(
         _gemm, (programs,),
@@ -71,7 +74,7 @@ def _gemm(
         mbarrier.init(free.index(i), count=GROUPS)
     ring = (a_ring, b_ring, full, free)
     groups = (starts, ends, experts, rows, capacity)
-    # a tile's second 128 columns: its neighbors, or what its first 128 are the gates of
+    # a tile's second 128 columns: the next columns, or the `up` columns of the first 128, which are gates
     GATED: gl.constexpr = ACTIVATION != "" and ACTIVATION != "relu2"
     WIDTH: gl.constexpr = 128 if GATED else BLOCK_N
     if GATED:
@@ -120,7 +123,7 @@ def _multiply(
     PARTS_N: gl.constexpr = BLOCK_N // 128
     MY_M: gl.constexpr = PART if PARTS_M == 2 else 0
     MY_N: gl.constexpr = 0 if PARTS_M == 2 else PART
-    TWO: gl.constexpr = PARTS_N == 2 and (PARTS_M == 2 or GROUPS == 1)  # both halves of the columns are mine
+    TWO: gl.constexpr = PARTS_N == 2 and (PARTS_M == 2 or GROUPS == 1)  # this group has both halves of the columns
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
     ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
     columns = (to[2] + WIDTH - 1) // WIDTH
@@ -144,7 +147,7 @@ def _multiply(
             at = gl.minimum(row + gl.arange(0, 64, layout=ROWS), rows - 1)
             a_at = a_scale + at.to(gl.int64) * k_blocks
             b_block = expert * n_blocks + column // 128
-            last = expert * n_blocks + n_blocks - 1  # a tile may reach past the columns of its expert
+            last = expert * n_blocks + n_blocks - 1  # a tile may extend past the expert's columns
             b_at = b_scale + gl.minimum(b_block, last) * k_blocks
             b_at1 = b_scale + gl.minimum(b_block + second // 128, last) * k_blocks
             acc = gl.zeros([64, 128], gl.float32, MMA)
@@ -157,7 +160,7 @@ def _multiply(
                 left = a_ring.index(stage * PARTS_M + MY_M)
                 right = b_ring.index(stage * PARTS_N + MY_N).permute((1, 0))
                 product = warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
-                # the next block's scales travel while this block is multiplied
+                # load the next block's scales while this block is multiplied
                 scale = sa * sb
                 scale1 = sa * sb1
                 ahead = gl.minimum(k + 1, k_blocks - 1)
@@ -253,7 +256,7 @@ def copy_tiles(
 
 @gluon.jit
 def expert_tiles(groups, expert, BLOCK_M: gl.constexpr, columns):
-    """First row, one past the last row, and tiles of an expert; no tiles past the last expert."""
+    """Return an expert's first row, the index after its last row, and its tiles; no tiles past the last expert."""
     starts, ends, experts, rows, capacity = groups
     end = gl.load(ends + expert, mask=expert < experts, other=0)
     if capacity > 0:
@@ -269,7 +272,7 @@ def expert_tiles(groups, expert, BLOCK_M: gl.constexpr, columns):
 
 @gluon.jit
 def tile_place(tile, start, end, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, GROUP_M: gl.constexpr, columns):
-    """Row and column of a tile of an expert: bands of GROUP_M row blocks, column by column."""
+    """Return row and column of an expert's tile. Tiles are in bands of GROUP_M row blocks, column by column."""
     blocks = (end - start + BLOCK_M - 1) // BLOCK_M
     band = tile // (GROUP_M * columns)
     height = gl.minimum(blocks - band * GROUP_M, GROUP_M)
@@ -279,8 +282,11 @@ def tile_place(tile, start, end, BLOCK_M: gl.constexpr, WIDTH: gl.constexpr, GRO
 
 @gluon.constexpr_function
 def _lines(bits):
-    """Of a 64 x 128 tile in numbers of so many bits: 16 bytes of neighboring columns a thread (32 of float32), a line
-    of 128 bytes for the threads beside each other; rows stay in their warp."""
+    """Return the layout of a 64 x 128 tile for stores, by the bits of a number.
+
+    A thread has 16 bytes of neighboring columns (32 for float32), and neighboring threads have a line of 128 bytes.
+    Rows stay in their warp.
+    """
     if bits == 8:
         registers, lanes = [[0, 1], [0, 2], [0, 4], [0, 8], [4, 0], [8, 0]], [[0, 16], [0, 32], [0, 64], [1, 0], [2, 0]]
     else:
@@ -292,7 +298,7 @@ def _lines(bits):
 
 @gluon.jit
 def store_tile(to, acc, row, end, column, WIDE: gl.constexpr, MMA: gl.constexpr):
-    """Of acc, 64 x 128, the rows before `end` and the columns that there are. WIDE: in lines of 128 bytes"""
+    """Store acc, 64 x 128, without rows from `end` on and columns past the last. WIDE: in lines of 128 bytes"""
     out = to[0]
     n = to[2]
     LAYOUT: gl.constexpr = _lines(out.dtype.element_ty.primitive_bitwidth) if WIDE else MMA
@@ -303,12 +309,12 @@ def store_tile(to, acc, row, end, column, WIDE: gl.constexpr, MMA: gl.constexpr)
     gl.store(at, value, mask=(r < end).expand_dims(1) & (c < n).expand_dims(0))
 
 
-# --- for every Gluon kernel of this folder --------------------------------------------------------------------------
+# --- shared by all Gluon kernels of this folder ---------------------------------------------------------------------
 
 
 @gluon.jit
 def next_stage(stage, phase, STAGES: gl.constexpr):
-    """Of a ring of buffers, whose barriers change their phase with each round."""
+    """Return the next stage of a ring of buffers, and its phase, which changes with each round."""
     stage += 1
     if stage == STAGES:
         stage = 0

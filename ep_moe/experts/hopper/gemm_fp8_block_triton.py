@@ -1,4 +1,4 @@
-"""The Triton kernels behind `gemm_fp8_block`, but for the GEMM for Hopper."""
+"""The Triton kernels of `gemm_fp8_block`, except the GEMM for Hopper."""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
 
@@ -14,7 +14,7 @@ def gemm(
     a, a_scale, b, b_scale, out, starts, ends, experts, rows, capacity, n, k,
     EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """Any GPU with e4m3. Programs walk over the tiles of all experts; BLOCK_N is 128 or less."""
+    """Compute `grouped_gemm` on any GPU with E4M3. Programs share the tiles of all experts; BLOCK_N is at most 128."""
     lane = tl.arange(0, EXPERTS)
     there = lane < experts
     end = tl.load(ends + lane, mask=there, other=0)
@@ -81,7 +81,7 @@ def _row_limit(counts, total, COUNTED: tl.constexpr, ONE: tl.constexpr):
 def _store_quantized(
     value, row, column, valid, out, scale, size, SMALLEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """value: float32 [ROWS, COLUMNS], whose rows and columns are `row` and `column` to `column` + COLUMNS."""
+    """Quantize and store value, float32 [ROWS, COLUMNS], to rows `row` and columns `column` to `column` + COLUMNS."""
     quantized, step = _quantized(value, SMALLEST, ROWS, COLUMNS)
     _store_rows(quantized, step, row, column, valid, out, scale, size, COLUMNS)
 

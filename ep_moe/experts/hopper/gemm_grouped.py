@@ -1,9 +1,14 @@
-"""The product of many rows, grouped by expert, on Hopper, in bf16, and in E4M3 with one scale a matrix, one a row of x
-and one a matrix of weights or a row of it (a channel), or one for each block of 128 along K. For few rows:
-`gemm_streaming`, `gemm_skinny`.
+"""The matrix product of many rows, grouped by expert, on Hopper. For few rows there are `gemm_streaming` and
+`gemm_skinny`.
 
-In CUDA C++, with weights as the left operand of the tensor cores, so that a tile is as wide as an expert's rows ask
-for, in steps of 16: Triton's shapes are powers of two.
+Operands are bf16, or E4M3 with scales of one of these kinds:
+
+- `MatrixScales`: one per matrix;
+- `RowScales`: one per row of x, and one per matrix or channel (row) of weights;
+- `BlockScales`: one per block of 128 along K.
+
+The kernel is in CUDA C++. Weights are the left operand of the tensor cores, so the width of a tile follows an expert's
+rows in steps of 16. In Triton widths would be powers of two.
 
 Nothing here allocates or waits for the device.
 """
@@ -26,17 +31,18 @@ from ep_moe.runtime.devices import multiprocessors
 from ep_moe.runtime.launch_cache import Launch, at_once
 from ep_moe.types import Activation
 
-LINE, WEIGHTS = 128, 256  # bytes along K at a time; rows of weights in a tile
-STEP, WIDE = 16, 64  # of a tile's width; rows of a copy
+LINE, WEIGHTS = 128, 256  # bytes along K per block; rows of weights in a tile
+STEP, WIDE = 16, 64  # step of a tile's width; rows of a TMA copy
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is tiled.
+    """The tiling of a product.
 
-    rows: of an expert in a tile at most, a multiple of 16 up to 192; an expert's tiles are of one width
-    stages: blocks of 128 bytes along K that are on their way at once
-    programs: of a multiprocessor, which share its registers and shared memory: for tiles of few rows
+    rows: most rows of an expert in a tile, a multiple of 16 up to 192; all tiles of an expert have one width
+    stages: blocks of 128 bytes along K that are loaded at once
+    programs: programs per multiprocessor, which share its registers and shared memory; more than one for tiles of few
+        rows
     """
 
     rows: int
@@ -44,18 +50,18 @@ class Tiles:
     programs: int = 1
 
 
-BOXES = WEIGHTS // 64  # of weights whose lines go across K, in a tile
+BOXES = WEIGHTS // 64  # TMA boxes per tile of weights that are stored across K (`turned`)
 _NO_CODES = ((0, c_void_p), (0, c_void_p))
 CANDIDATES = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
-BLOCKS = Tiles(96)  # where blocks have scales: a block's sums are kept beside all blocks'
+BLOCKS = Tiles(96)  # with scales of blocks: a thread holds a block's sums besides the total
 GRADIENT_CANDIDATES = (Tiles(192, stages=3), Tiles(128))
 
 
 def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = False, blocks: bool = False) -> Tiles:
-    """Those that take the fewest steps.
+    """Return the tiling with the fewest steps.
 
-    rows: of an expert, as many as are expected on average; w: [L, N, K]; gathered: rows are, by `source`; blocks: have
-    scales
+    rows: expected mean rows per expert; w: [L, N, K]; gathered: rows are gathered by `source`; blocks: one scale per
+    block
     """
     if blocks:
         return BLOCKS
@@ -65,11 +71,11 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
 @lru_cache(maxsize=256)
 def _fewest_steps(rows: float, tiles_of_weights: int, waves_of: int, gathered: bool) -> Tiles:
     def steps(candidate: Tiles) -> float:
-        tiles = math.ceil((rows + math.sqrt(rows)) / candidate.rows)  # most experts have not much more than the average
+        tiles = math.ceil((rows + math.sqrt(rows)) / candidate.rows)  # few experts have many more rows than the mean
         width = math.ceil(rows / tiles / STEP) * STEP
         waves = math.ceil(tiles_of_weights * tiles / waves_of)
-        # 56: what a tile takes besides, as rows; three stages are 4 % slower than four (both fitted to an H200), and
-        # 10 % where threads gather rows (fitted to an H100)
+        # 56: the fixed cost of a tile, in rows. Three stages are 4 % slower than four (both fitted to an H200), and
+        # 10 % slower if threads gather rows (fitted to an H100)
         fewer_stages = 1.10 if gathered else 1.04
         return waves * (width + 56) * (fewer_stages if candidate.stages < 4 else 1.0)
 
@@ -86,18 +92,18 @@ def grouped_gemm(
     scales: MatrixScales | RowScales | BlockScales | None = None, turned: bool = False, source: Tensor | None = None,
     bias: Tensor | None = None, addresses: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[r] = a[r] @ b[e].T for each row r of expert e, on Hopper; sums in float32, of E4M3 in some 14 bits.
+    """Compute out[r] = a[r] @ b[e].T for each row r of expert e; sums in float32, for E4M3 with about 14 bits.
 
     a: [M, K]; b: [L, N, K]; both bf16, K a multiple of 64, or with `scales` E4M3, K a multiple of 128
-    scales: those of blocks want N that is a multiple of 128 (256 with a gated activation), an out in bf16, and tiles
-        of at most as many rows as `BLOCKS` has
-    turned: b is [L, K, N], bf16, N a multiple of 64, and no activation follows: out[r] = a[r] @ b[e]
-    ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
-    source: int32 [M], for a of [any, K]: a[source[r]] is read for row r
-    out: bf16 [M, N], with a gated activation [M, N / 2], of which the first half of b's rows are the gates; E4M3 if
+    scales: `BlockScales` need N to be a multiple of 128 (256 with a gated activation), an out in bf16, and tiles of at
+        most `BLOCKS.rows` rows
+    turned: compute out[r] = a[r] @ b[e] for b [L, K, N], bf16, N a multiple of 64; without an activation
+    ends: int32 [L], the index after each expert's last row; rows after the last are not written
+    source: int32 [M] or None. If given, a is [any, K], and row r is a[source[r]]
+    out: bf16 [M, N]; with a gated activation [M, N / 2], where the first half of b's rows are the gates; E4M3 if
         `scales.out` is given
     bias: bf16, contiguous [L, N], added to the scaled sums of an out in bf16
-    addresses: int64 [M] or None, where row r is written instead, on this GPU or a peer
+    addresses: int64 [M] or None. If given, row r is written to this address instead, on this GPU or a peer
     spare_sms: multiprocessors that are left free; launch: how it is launched
     """
     experts, rows, k = (len(b), b.shape[2], b.shape[1]) if turned else b.shape
@@ -105,7 +111,7 @@ def grouped_gemm(
     n, depth, blocks = rows // 2 if gated else rows, LINE // itemsize, isinstance(scales, BlockScales)
     a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
     b_step = 1 if b_scale is None else b_scale.stride(0)
-    if blocks:  # of the rows' scales, along the rows and along K; the weights' are contiguous
+    if blocks:  # strides of the rows' scales along rows and K; the weights' scales are contiguous
         a_step, b_step = a_scale.stride()
     weights, unit = (_across(b.view(-1, n), BOXES), 1) if turned else _weights(b, gated, out.element_size())
     read = (out, ends, a_scale, b_scale, out_scale, bias)
@@ -136,12 +142,15 @@ def weight_gradient(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, accumulate: bool = False, factor: float = 1.0, *,
     spare_sms: int = 0, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[e] = factor * the sum over expert e's rows r of a[r].T @ b[r], in float32; zeros for an expert without rows.
+    """Compute out[e] = factor * (sum of a[r].T @ b[r] over expert e's rows r), in float32.
 
-    a: bf16 [M, A]; b: bf16 [M, B]; A and B multiples of 64; ends: int32 [L], one past each expert's last row, M at most
+    The gradient of an expert without rows is zero.
+
+    a: bf16 [M, A]; b: bf16 [M, B]; A and B multiples of 64
+    ends: int32 [L], the index after each expert's last row, at most M
     out: bf16 or float32, contiguous [L, A, B]
-    accumulate: add to out. In bf16 what is added is rounded first, and then the sum, as where torch adds two gradients;
-        float32 numbers below 2**-126 become zero
+    accumulate: add to out. In bf16 the gradient is rounded before the addition and the sum after it, as when torch
+        accumulates gradients. float32 numbers below 2**-126 become zero
     """
     (rows, across), n, experts = a.shape, b.shape[1], len(out)
     tiles = min(GRADIENT_CANDIDATES, key=lambda one: math.ceil(across / one.rows) * (one.rows + 40))
@@ -156,7 +165,7 @@ def weight_gradient(
         *_NO_CODES,
     ]
     wide = out.element_size() == 4
-    scaled = accumulate or wide or factor != 1.0  # of those that are written alike, fewer forms
+    scaled = accumulate or wide or factor != 1.0  # one form for all of these, to compile fewer kernels
     form = options(2, out.element_size(), None, over_rows=True, accumulate=accumulate, factor=scaled)
     function = nvrtc.kernel(source_text(2, "over_rows"), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
@@ -164,20 +173,20 @@ def weight_gradient(
 
 
 def _gathered(x: Tensor, source: Tensor | None) -> list[tuple[Any, Any]]:
-    """The kernel's last arguments."""
+    """Return the kernel's arguments for gathered rows: addresses of x and source, and the bytes of a row of x."""
     if source is None:
         return [(0, c_void_p), (0, c_void_p), (0, c_int)]
     return [(x.data_ptr(), c_void_p), (source.data_ptr(), c_void_p), (x.stride(0) * x.element_size(), c_int)]
 
 
 def _across(x: Tensor, boxes: int) -> Any:
-    """Of [rows, columns], in boxes of 64 rows and so many times 64 columns, which lie one after the other."""
+    """Return a TMA map of x [rows, columns], with boxes of 64 rows and `boxes` consecutive blocks of 64 columns."""
     rows, columns = x.shape
     return nvrtc.tensor_map(x.data_ptr(), 2, (64, rows, columns // 64), (columns, 64), (64, 64, boxes))
 
 
 def shared_bytes(tiles: Tiles, experts: int, *, blocks: bool = False) -> int:
-    """The ring, results on their way out, barriers, scales of blocks, and where each expert's rows and tiles begin."""
+    """Return the bytes of shared memory: ring, results, barriers, block scales, bounds of experts' rows and tiles."""
     stage = (WEIGHTS + tiles.rows) * LINE + 16 + (4 * BLOCKS.rows if blocks else 0)
     return tiles.stages * stage + 16 * 1024 + 4 * (2 * experts + 1)
 
@@ -189,10 +198,10 @@ def options(
     away: bool = False, accumulate: bool = False, factor: bool = False, four_bits: bool = False,
     most: int = 0, apart: int = STEP, together: int = 1,
 ) -> tuple[str, ...]:  # fmt: skip
-    """What `source_text` is compiled with.
+    """Return the compiler options of `source_text`.
 
-    most: the largest width of a tile, 0 for that of bf16 or of blocks; apart: from one width to the next
-    together: programs of a multiprocessor
+    most: the largest width of a tile, 0 for the default; apart: the step between widths
+    together: programs per multiprocessor
     """
     gated = activation is not None and activation.gated
     given = {"IN_BYTES": itemsize, "OUT_BYTES": out_bytes, "GATED": int(gated), "SCALED_ROWS": int(scaled_rows)}
@@ -206,10 +215,10 @@ def options(
 
 
 def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
-    """Of a tile's rows of weights, as tensor cores give their products: eight rows of gates, eight of `up`, and so on,
-    so that a thread holds both; results in E4M3 have neighboring columns in a thread, which one store writes.
+    """Return a TMA map of a tile's rows of weights, and the columns per step of the map's fourth dimension.
 
-    Returns how many columns the map's fourth dimension counts at once, too.
+    The map orders rows for the registers of the tensor cores' results. Eight rows of gates alternate with eight of
+    `up`, so that a thread holds both. For E4M3 results a thread holds neighboring columns, which one store writes.
     """
     (experts, rows, k), itemsize = b.shape, b.element_size()
     n, depth = rows // 2 if gated else rows, LINE // b.element_size()
@@ -228,9 +237,9 @@ def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
 
 @cache
 def source_text(itemsize: int, mode: str = "") -> str:
-    """With the instruction for each width.
+    """Return the kernel's source with the tensor cores' instruction for each width.
 
-    mode: "turned" or "over_rows", for operands whose lines go across K; "blocks", with scales of blocks
+    mode: "turned" or "over_rows", for operands that are stored across K; "blocks", with scales of blocks
     """
     kind, depth = ("bf16.bf16", 16) if itemsize == 2 else ("e4m3.e4m3", 32)
     order = {"": ", 0, 0", "turned": ", 1, 0", "over_rows": ", 1, 1"}[mode] if itemsize == 2 else ""
@@ -242,15 +251,16 @@ def source_text(itemsize: int, mode: str = "") -> str:
 
 @cache
 def kernel_text(name: str = "gemm_grouped.cu") -> str:
-    """A file of this folder, with those that it includes."""
+    """Return the text of a CUDA file of this folder, with its includes expanded."""
     text = files("ep_moe.experts.hopper").joinpath(name).read_text()
     return re.sub(r'^#include "(\w+\.cu)"\n', lambda found: kernel_text(found[1]), text, flags=re.MULTILINE)
 
 
 def multiplies(name: str, most: int, depth: int, kind: str, order: str, *, registers: bool = False) -> str:
-    """Structs of the tensor cores' instruction, which has a name and a list of registers of its own for each width.
+    """Return C++ structs of the tensor cores' instruction, whose name and registers depend on the width.
 
-    most: the largest width; depth: of K in an instruction; registers: weights are in four, not in shared memory
+    most: the largest width; depth: numbers along K per instruction; registers: weights are in four registers instead of
+    shared memory
     """
     structs, left = [], [f"a{i}" for i in range(4)] if registers else ["a"]
     kind_of, constraint = ("u32", "r") if registers else ("u64", "l")

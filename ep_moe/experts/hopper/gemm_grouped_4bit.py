@@ -1,6 +1,7 @@
-"""The product of many rows, grouped by expert, with weights of 4 bits, on Hopper: `gemm_grouped`, whose weights travel
-as they are stored, and become bf16, or E4M3 with rows of E4M3, in the registers from which tensor cores read them. For
-few rows: `gemm_4bit`, `gemm_skinny_4bit`.
+"""The matrix product of many rows, grouped by expert, with 4-bit weights, on Hopper.
+
+This is the kernel of `gemm_grouped`, which loads weights as they are stored. They become bf16, or E4M3 if the rows are
+E4M3, in the registers that the tensor cores read. For few rows there are `gemm_4bit` and `gemm_skinny_4bit`.
 
 Nothing here allocates or waits for the device.
 """
@@ -29,21 +30,21 @@ from ep_moe.runtime.launch_cache import Launch, at_once
 from ep_moe.types import Activation
 
 PACKED = DEPTH // 2  # bytes of a row of weights in a block
-RING = {1: 200 * 1024, 2: 92 * 1024}  # bytes of all stages, by programs of a multiprocessor
-UNIT = 2.0**32  # of sums of weights in bf16
-# Rows of a tile at most, and from one width to the next. Each width takes registers of its own for weights on their
-# way: with more widths the compiler has the tensor cores wait for each product.
+RING = {1: 200 * 1024, 2: 92 * 1024}  # bytes of all stages, by programs per multiprocessor
+UNIT = 2.0**32  # factor of sums with weights in bf16, which are in units of 2**-32
+# {most rows of a tile: step between widths}. Each width needs its own registers for weights that are being loaded. With
+# more widths the compiler makes the tensor cores wait for each product.
 WIDTHS = {96: 32, 128: 64}
-WIDER = {160: 80}  # of E2M1 in E4M3, which takes the fewest registers
-NARROW = {16: 16, 32: 32}  # by two programs of a multiprocessor: one's warps make numbers while the other's wait
-# Fitted to both products of Qwen3-30B-A3B, GPT-OSS-120B and Kimi-K2 on an H200: what a tile takes besides its rows, as
-# rows; times of two programs beside each other, and of tiles of the most registers.
+WIDER = {160: 80}  # for E2M1 with E4M3 rows, which needs the fewest registers
+NARROW = {16: 16, 32: 32}  # with two programs per multiprocessor: one converts weights while the other waits
+# Fitted to both products of Qwen3-30B-A3B, GPT-OSS-120B and Kimi-K2 on an H200: the fixed cost of a tile, in rows; the
+# time factor of two programs per multiprocessor; the time factor of tiles of `WIDER`.
 BESIDES, BESIDE_EACH_OTHER, OF_WIDER = 96, 1.75, 1.12
 _APART = WIDTHS | WIDER | NARROW
 
 
 def candidates_of(w: Weights) -> list[Tiles]:
-    """All tiles of a product with such weights."""
+    """Return all tilings of a product with these weights."""
     found = []
     for most in (*NARROW, *WIDTHS, *(WIDER if w.row_scale is not None else ())):
         programs = 2 if most in NARROW else 1
@@ -52,14 +53,14 @@ def candidates_of(w: Weights) -> list[Tiles]:
 
 
 def tiles_for(rows: float, w: Weights, spare_sms: int = 0) -> Tiles:
-    """Those that take the fewest steps. rows: of an expert, as many as are expected on average"""
-    # some experts have no rows where few are expected
+    """Return the tiling with the fewest steps. rows: expected mean rows per expert"""
+    # with few expected rows, some experts have none: the expected number of experts with rows (Poisson)
     tiles_of_weights = len(w.data) * -math.expm1(-rows) * -(-w.data.shape[2] // WEIGHTS)
     at_once = programs(w.data, spare_sms)
 
     def steps(candidate: Tiles) -> float:
         found = 0.0
-        for own in (rows - math.sqrt(rows), rows, rows + math.sqrt(rows)):  # most experts have about as many
+        for own in (rows - math.sqrt(rows), rows, rows + math.sqrt(rows)):  # most experts have rows in this range
             tiles = max(1, math.ceil(own / candidate.rows))
             width = math.ceil(max(own, 1) / tiles / _APART[candidate.rows]) * _APART[candidate.rows]
             found += math.ceil(tiles_of_weights * tiles / (at_once * candidate.programs)) * (width + BESIDES)
@@ -73,12 +74,12 @@ def product(
     activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0,
     source: Tensor | None = None, addresses: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[r] = a[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
+    """Compute out[r] = a[r] @ w[e].T for each row r of expert e; sums in float32, for E4M3 with about 14 bits.
 
     a: bf16 [M, K], or E4M3 with a_scale, float32 [M], and without `source`; K a multiple of 64
     w: rows [L, N, K], N a multiple of 64 (128 with a gated activation)
-    ends: int32 [L], one past each expert's last row; rows beyond the last are left as they are
-    out, source, addresses, spare_sms: as `gemm_grouped.grouped_gemm` has them
+    ends: int32 [L], the index after each expert's last row; rows after the last are not written
+    out, source, addresses, spare_sms: as of `gemm_grouped.grouped_gemm`
     """
     (experts, _, rows, _), k, gated = w.data.shape, a.shape[1], activation is not None and activation.gated
     n, box = rows // 2 if gated else rows, LINE // a.element_size()
@@ -104,7 +105,7 @@ def product(
 
 
 def form_of(w: Weights, tiles: Tiles, activation: Activation | None, *, gather: bool, away: bool) -> tuple[str, ...]:
-    """What `source_text` is compiled with."""
+    """Return the compiler options of `source_text`."""
     shared = options(
         1 if w.e4m3 else 2, 2, activation, scaled_rows=w.e4m3, channels=w.row_scale is not None,
         biased=w.bias is not None, gather=gather, away=away, factor=not w.e4m3, four_bits=True, most=tiles.rows,
@@ -118,14 +119,14 @@ def _stage_bytes(rows: int, w: Weights) -> int:
 
 
 def shared_bytes(tiles: Tiles, experts: int, w: Weights) -> int:
-    """The ring, results on their way out, barriers, numbers, and where each expert's rows and tiles begin."""
+    """Return the bytes of shared memory: ring, results, barriers, number table, bounds of experts' rows and tiles."""
     ring = tiles.stages * (_stage_bytes(tiles.rows, w) + 16)
     return ring + 16 * 1024 + 8 * EXPONENTS + 4 * (2 * experts + 1)
 
 
 @cache
 def source_text(most: int, e4m3: bool) -> str:
-    """most: rows of a tile"""
+    """Return the kernel's source with the tensor cores' instruction for each width. most: most rows of a tile"""
     kind = (32, "e4m3.e4m3", "") if e4m3 else (16, "bf16.bf16", ", 0")
     return numbers_text("gemm_grouped.cu").replace(
         "// MultiplyPacked<STEP> to MultiplyPacked<MOST>\n", multiplies("MultiplyPacked", most, *kind, registers=True)

@@ -1,13 +1,19 @@
-"""Products of few rows with many weights, which read each expert's weights once and are bound by that. In Triton, for
-weights in bf16 or fp16, and in E4M3 with a scale for each 128 x 128 block, each matrix (and rows one each, too), or
-each row of a matrix (a channel; rows of x have one each then).
+"""Matrix products of few rows with many weights, in Triton. They read each expert's weights once, and are bound by
+that.
 
-`first_product` and `second_product`, and `route_sort.reduce`, are a forward pass in which each program finds its
-expert's rows itself. For more rows `route_sort.list_pairs` comes first, and the same two products go by its lists.
-Nothing here allocates or waits for the device. launch: how kernels are launched.
+Weights are bf16 or fp16, or E4M3 with scales of one of these kinds:
 
-Letters: N received rows, K routes of a row, L experts; hidden and intermediate sizes (H, I) are multiples of 128,
-without scales of 64
+- "block": one per 128 x 128 block of weights, and per 128 of a row of x;
+- "matrix": one per matrix, and one for x or one per expert's rows of x;
+- "row": one per matrix, and one per row of x;
+- "channel": one per row of a matrix (an output channel), and one per row of x.
+
+A forward pass is `first_product`, `second_product` and `route_sort.reduce`. Each program finds its expert's rows
+itself. With more rows `route_sort.list_pairs` sorts them before, and the products read its lists. Nothing here
+allocates or waits for the device. launch: how kernels are launched.
+
+Letters: N received rows, K routes of a row, L experts. Hidden and intermediate sizes (H, I) are multiples of 128, or of
+64 without scales.
 """
 
 # Triton's language has no types
@@ -28,18 +34,23 @@ from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import Activation
 
-DEPTH = 128  # of a tile
+DEPTH = 128  # depth of a tile along K
 # on an H200
-FEWEST = 32  # routes that are few for all tiles
-UNSORTED = 256  # routes up to which a program that looks through all of them is faster than sorting them first
-DENSE = 1  # rows of an expert from which on sorting is faster all the same, where `gemm_streaming` is behind it
-DENSE_BLOCKS = 1.5  # the same where blocks have scales
+FEWEST = 32  # routes that count as few for all tiles
+UNSORTED = 256  # up to so many routes, programs that search all of them are faster than a sort before
+DENSE = 1  # with more than FEWEST routes: from so many mean rows per expert, a sort and `gemm_streaming` are faster
+DENSE_BLOCKS = 1.5  # the same, if blocks have scales
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product of few rows is tiled: rows and columns of a tile, tiles of DEPTH under way at once, warps; pieces
-    of DEPTH that are multiplied beside each other (weights of 4 bits alone)."""
+    """The tiling of a product of few rows.
+
+    block_m, block_n: rows and columns of a tile
+    stages: blocks of DEPTH that are loaded at once
+    warps: warps of a program
+    split: warps that share the DEPTH blocks of the same weights; only with 4-bit weights
+    """
 
     block_m: int
     block_n: int
@@ -50,7 +61,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How both products of a call are tiled. sort: pairs are sorted by expert first"""
+    """The tiling of both products of a call. sort: pairs are sorted by expert before"""
 
     sort: bool
     first: Tile
@@ -58,9 +69,9 @@ class TileConfig:
 
     @classmethod
     def of(cls, routes: int, rows: float) -> TileConfig | None:
-        """The fastest for `bench.experts`' models on an H200, None where sorting first is.
+        """Return the fastest tiling for the models of `bench.experts` on an H200, None if other kernels are faster.
 
-        routes: N * K; rows: of an expert, as many as are expected on average
+        routes: N * K; rows: expected mean rows per expert
         """
         if _sorted_first(routes, rows, DENSE):
             return None
@@ -70,7 +81,7 @@ class TileConfig:
 
     @classmethod
     def of_blocks(cls, routes: int, rows: float) -> TileConfig | None:
-        """As `of`, for weights in E4M3 with a scale for each block; also for an H100."""
+        """Return the tiling for E4M3 weights with a scale per block, as `of`; also for an H100."""
         if _sorted_first(routes, rows, DENSE_BLOCKS):
             return None
         if routes <= FEWEST:
@@ -79,7 +90,7 @@ class TileConfig:
 
     @classmethod
     def of_matrices(cls, routes: int, rows: float) -> TileConfig | None:
-        """As `of`, for weights in E4M3 with one scale a matrix."""
+        """Return the tiling for E4M3 weights with one scale per matrix, as `of`."""
         if _sorted_first(routes, rows, DENSE):
             return None
         if routes <= 2 * FEWEST:
@@ -88,7 +99,7 @@ class TileConfig:
 
     @classmethod
     def of_rows(cls, routes: int, rows: float) -> TileConfig | None:
-        """As `of_matrices`, where rows have a scale each: the second product rounds its own, by blocks."""
+        """Return the tiling for rows with one scale each, as `of_matrices`. The second product rounds by blocks."""
         if _sorted_first(routes, rows, DENSE):
             return None
         first = Tile(16, 32) if routes <= 2 * FEWEST else Tile(16, 64, stages=3)
@@ -104,13 +115,15 @@ def first_product(
     tile: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
     scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base, unless its weight is 0.
+    """Compute out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base with weight != 0.
 
-    x: [N, H]; ids: int [N, K]; weights: float32 [N, K] or None; w13: [L, 2 * I, H], gate first ([L, I, H] without a
-    gate); out: [at least N * K, I], rows of pairs that are not ours are left as they are
-    scales: of weights, rows and out in E4M3, one a matrix; or of weights one a matrix or a row of it, and of rows of x
-        one each, or of blocks of both, for an out in bf16; bias: contiguous [L, 2 * I], added before the activation
-    lists: out's rows are then in the order of `source`, and ids are not read
+    x: [N, H]; ids: int [N, K]; weights: float32 [N, K] or None
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate)
+    out: [at least N * K, I]; rows of pairs without a local expert are not written
+    scales: `MatrixScales` of weights, rows and out, all in E4M3; or, for an out in bf16, `RowScales` (one per row of x,
+        one per matrix or channel of weights) or `BlockScales`
+    bias: contiguous [L, 2 * I], added before the activation
+    lists: if given, out's rows are in the order of `lists.source`, and ids are not read
     """
     experts, rows, hidden = w13.shape
     inner = rows // 2 if activation.gated else rows
@@ -136,9 +149,13 @@ def second_product(
     lists: Lists | None = None, w2_scale: Tensor | None = None, scales: MatrixScales | None = None,
     bias: Tensor | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[p] = w2[e] @ act[p], rows as `first_product` left them. w2: [L, H, I]; out: [at least N * K, H]
-    w2_scale: float32 [L, H / 128, I / 128] or [L, H] of weights in E4M3; act is rounded to E4M3 by blocks then
-    scales: of weights and act in E4M3, one a matrix; bias: contiguous [L, H]"""
+    """Compute out[p] = w2[e] @ act[p], for rows in the order of `first_product`.
+
+    w2: [L, H, I]; out: [at least N * K, H]
+    w2_scale: float32 [L, H / 128, I / 128] or [L, H], for E4M3 weights; act is then rounded to E4M3 by blocks
+    scales: `MatrixScales` of weights and act, both in E4M3
+    bias: contiguous [L, H]
+    """
     experts, hidden, inner = w2.shape
     pairs = ids.numel()
     factor, act_scale, step, w2_scale, _ = (None, None, None, w2_scale, None) if scales is None else scales.given()
@@ -154,7 +171,7 @@ def second_product(
 
 
 def _scales(of_weights: Tensor | None, scales: MatrixScales | RowScales | BlockScales | None) -> str:
-    """One for each what."""
+    """Return what has one scale: "matrix", "row", "channel" or "block" of weights; "" without scales."""
     if isinstance(scales, MatrixScales):
         return "matrix"
     if of_weights is None:
@@ -163,7 +180,7 @@ def _scales(of_weights: Tensor | None, scales: MatrixScales | RowScales | BlockS
 
 
 def _looked_through(pairs: int, lists: Lists | None) -> int:
-    """Few different numbers, so that few kernels are compiled."""
+    """Return how many pairs a program searches: one of few numbers, so that few kernels are compiled."""
     if lists is not None:
         return 1
     return FEWEST if pairs <= FEWEST else max(UNSORTED, next_power_of_2(pairs))
@@ -174,8 +191,11 @@ def _looked_through(pairs: int, lists: Lists | None) -> int:
 
 @triton.jit
 def expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.constexpr, BY_ROUTE: tl.constexpr):
-    """The expert that a program is asked for, and which pairs are its: `asked` itself, or that of this route, and then
-    no pairs unless the route is the first of them."""
+    """Return a program's expert, and which pairs belong to it.
+
+    BY_ROUTE: `asked` is a route, and only the program of the first route of an expert has pairs. Otherwise `asked` is
+    the expert.
+    """
     local = local_experts(ids, weights, base, pair, pairs, WEIGHTED)
     if BY_ROUTE:
         expert = local_experts(ids, weights, base, asked, pairs, WEIGHTED)
@@ -189,7 +209,7 @@ def expert_of(ids, weights, base, asked, pair, pairs, experts, WEIGHTED: tl.cons
 
 @triton.jit
 def listed(mine, pair, first, ROWS: tl.constexpr):
-    """Pairs `first` to `first` + ROWS of those that are mine, -1 where there are fewer."""
+    """Return the pairs number `first` to `first` + ROWS among those in `mine`, -1 beyond the last."""
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     wanted = first + tl.arange(0, ROWS)
     hit = mine[None, :] & (place[None, :] == wanted[:, None])
@@ -216,7 +236,7 @@ def activate(gate, up, alpha, bound, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _rounded(value, SMALLEST: tl.constexpr):
-    """A block of 128 columns as `gemm_fp8_block.quantize_rows` rounds it: E4M3, and the scale of each row."""
+    """Round a block of 128 columns to E4M3 as `gemm_fp8_block.quantize_rows` does; return it and each row's scale."""
     wide = value.to(tl.float32)
     step = tl.div_rn(tl.maximum(tl.max(tl.abs(wide), 1), SMALLEST), 448.0)
     return (wide * tl.div_rn(1.0, step)[:, None]).to(tl.float8e4nv), step
@@ -224,7 +244,7 @@ def _rounded(value, SMALLEST: tl.constexpr):
 
 @triton.jit
 def _scale_of(factor, rows_scale, step, weights_scale, expert):
-    """What sums are multiplied by; see `MatrixScales.given`."""
+    """Return the factor of an expert's sums, see `MatrixScales.given`."""
     scale = factor * tl.load(weights_scale + expert)
     if rows_scale is not None:
         scale *= tl.load(rows_scale + expert * step)
@@ -238,13 +258,14 @@ def _first_product(
     TOP_K: tl.constexpr, PAIRS: tl.constexpr, SORTED: tl.constexpr, WEIGHTED: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out[p] = activation(w13[e] @ x[p // TOP_K]) for each pair p of expert e; a program has BLOCK_N columns of one.
+    """Compute `first_product`. A program computes BLOCK_N columns of one expert.
 
-    SORTED: `source` holds the pairs by expert, `ends` one past each expert's last, and out's rows are in that order;
-    else a program looks through all ids, PAIRS of them or fewer, and out's rows are pairs. BY_ROUTE: programs belong to
-    routes, of which the first of an expert stands for it; else to experts.
-    SCALES: of x and w13 in E4M3, one for each "block" of them or each "matrix", or for each matrix of w13 and "row" of
-    x, or for each row of w13, a "channel", and each row of x; "" in bf16 or fp16."""
+    SORTED: `source` holds the rows of pairs by expert, `ends` the index after each expert's last, and out's rows are in
+        that order. Otherwise a program searches all ids, at most PAIRS, and row p of out is pair p
+    BY_ROUTE: there is a program per route, and that of an expert's first route computes it; else one per expert
+    SCALES: for E4M3: "block", one per block of x and w13; "matrix", one per matrix; "row", one per matrix of w13 and
+        row of x; "channel", one per row of w13 and row of x. "" for bf16 or fp16
+    """
     columns = inner // BLOCK_N
     asked = tl.program_id(0) // columns
     first_column = tl.program_id(0) % columns * BLOCK_N
@@ -289,7 +310,7 @@ def _first_product(
         for i in tl.range(0, hidden, BLOCK_K, num_stages=STAGES):
             left = tl.load(x_at + i, mask=valid[:, None], other=0.0)
             if BLOCKS:
-                # the next block's scales travel while this block is multiplied
+                # load the next block's scales while this block is multiplied
                 block = tl.minimum(i // 128 + 1, k_blocks - 1)
                 next_gate = tl.load(s_at + block)
                 next_up = tl.load(s_at + inner // 128 * k_blocks + block) if GATED else next_gate
@@ -336,7 +357,7 @@ def _second_product(
     WEIGHTED: tl.constexpr, SMALLEST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """out[r] = w2[e] @ act[r] for each row r of expert e, in the order that `first_product` left them in."""
+    """Compute out[r] = w2[e] @ act[r] for each row r of expert e, in the order of `first_product`."""
     columns = hidden // BLOCK_N
     asked = tl.program_id(0) // columns
     first_column = tl.program_id(0) % columns * BLOCK_N

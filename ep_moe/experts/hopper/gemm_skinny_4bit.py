@@ -1,7 +1,7 @@
-"""Products of the fewest routes with weights of 4 bits, on Hopper, in CUDA C++: each program finds its expert's routes,
-and each warp loads 16 rows of weights into the registers that tensor cores read, with nothing in between.
+"""Matrix products of the fewest routes with 4-bit weights, on Hopper, in CUDA C++.
 
-Nothing here allocates or waits for the device.
+Each program finds its expert's routes. Each warp loads 16 rows of weights directly into the registers that the tensor
+cores read. Nothing here allocates or waits for the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ep_moe.runtime.launch_cache import Launch, at_once, cdiv
 from ep_moe.types import Activation
 
 _LANES = 32
-ROWS = 8  # of a tile
+ROWS = 8  # rows of a tile
 
 
 def tiles_for(routes: int) -> TileConfig:
-    """The fastest for `bench.experts`' models on an H100. routes: N * K"""
+    """Return the fastest tiling for the models of `bench.experts` on an H100. routes: N * K"""
     tile = Tile(ROWS, 64, stages=2, warps=8, split=4 if routes <= 16 else 2)
     return TileConfig(False, tile, tile)
 
@@ -32,15 +32,15 @@ def product(
     x_scale: Tensor | None = None, activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
     gather: bool = False, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[p] = w[e] @ x[p] for each pair p of expert e = ids[p] - base, unless its weight is 0; in float32.
+    """Compute out[p] = w[e] @ x[p] for each pair p of expert e = ids[p] - base with weight != 0; sums in float32.
 
-    x: bf16 [M, k], or E4M3 with x_scale, float32 [M], a row for each pair; with `gather` [N, k], of which p // K is
-        read for pair p
+    x: bf16 [M, k], or E4M3 with x_scale, float32 [M]; one row per pair; with `gather` [N, k], where pair p has row
+        p // K
     ids: int [N, K], at most 32; routing: float32 [N, K] or None; w: rows [L, n, k]
-    out: bf16 [at least N * K, n], or with a gated activation [.., n / 2], of which the first half of w's rows are the
-        gates; rows of pairs that are not ours are left as they are
-    tile: `stages` blocks of weights that a warp has under way, `split` warps that share the blocks of the same rows of
-        weights; eight rows, and columns that follow
+    out: bf16 [at least N * K, n]; with a gated activation [.., n / 2], where the first half of w's rows are the gates.
+        Rows of pairs without a local expert are not written
+    tile: `stages` is the number of weight blocks that a warp loads at once, `split` the number of warps that share the
+        blocks of the same rows of weights. A tile has eight rows, and its columns follow from these
     """
     experts, blocks, rows, _ = w.data.shape
     gated = activation is not None and activation.gated
@@ -67,7 +67,7 @@ def _pointers(*given: Tensor | None) -> list[tuple[int, type[c_void_p]]]:
 
 
 def form_of(w: Weights, tile: Tile, activation: Activation | None) -> tuple[str, ...]:
-    """What the kernel is compiled with."""
+    """Return the compiler options of the kernel."""
     given = {"WARPS": tile.warps, "SPLIT": tile.split, "AHEAD": tile.stages}
     given |= {"PROGRAMS": programs(tile), "GATED": int(activation is not None and activation.gated)}
     given["BIASED"] = int(w.bias is not None)
@@ -76,12 +76,15 @@ def form_of(w: Weights, tile: Tile, activation: Activation | None) -> tuple[str,
 
 
 def programs(tile: Tile) -> int:
-    """Of a multiprocessor, by the registers of a thread, of which blocks under way take most."""
+    """Return the programs per multiprocessor, by the registers of a thread. Blocks being loaded take most of these."""
     return max(1, 65536 // (_LANES * tile.warps * (58 + 11 * tile.stages)))
 
 
 def shared_bytes(tile: Tile, itemsize: int) -> int:
-    """Where rows come from and go, numbers, and two chunks of x; sums of warps that share a row are there later."""
+    """Return the bytes of shared memory: row indices, the table of numbers, and two chunks of x.
+
+    The sums of warps that share rows of weights use the memory of the chunks later.
+    """
     chunk = ROWS * (tile.stages * tile.split * DEPTH * itemsize + 16)
     sums = (tile.split - 1) * (tile.warps // tile.split) * 4 * _LANES * 4
     return 8 * ROWS + 8 * EXPONENTS + max(2 * chunk, sums)

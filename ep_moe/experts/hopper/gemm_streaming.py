@@ -1,7 +1,13 @@
-"""The product of few rows, grouped by expert, with many weights, on Hopper: bound by reading weights once, which begins
-before the rows are known. In bf16, and in E4M3 with one scale a matrix, or one a row of x and one a matrix of weights
-or a row of it (a channel), or one for each 128 of a row of x and each 128 x 128 of weights. For many rows:
-`gemm_grouped`, `gemm_fp8_block`.
+"""The matrix product of few rows, grouped by expert, with many weights, on Hopper.
+
+It is bound by reading weights once. It starts to read them before the rows are known. For many rows there are
+`gemm_grouped` and `gemm_fp8_block`.
+
+Operands are bf16, or E4M3 with scales of one of these kinds:
+
+- `MatrixScales`: one per matrix;
+- `RowScales`: one per row of x, and one per matrix or channel (row) of weights;
+- `BlockScales`: one per 128 of a row of x, and per 128 x 128 of weights.
 
 Nothing here allocates or waits for the device.
 """
@@ -23,8 +29,11 @@ from ep_moe.types import Activation
 
 @dataclass(frozen=True)
 class Ring:
-    """rows: of an expert at once; stages: blocks of 128 bytes along K that are on their way at once, as many as shared
-    memory holds"""
+    """The ring of buffers in shared memory.
+
+    rows: rows of an expert in a tile
+    stages: blocks of 128 bytes along K that are loaded at once, as many as shared memory holds
+    """
 
     rows: int
     stages: int
@@ -32,26 +41,29 @@ class Ring:
 
 @dataclass(frozen=True)
 class Few:
-    """Rows of an expert on average up to which this is faster than `gemm_grouped`: in bf16, in E4M3, and where weights
-    are large, so that reading those of experts with more than MOST rows twice outweighs all else."""
+    """Mean rows per expert up to which this is faster than `gemm_grouped`.
+
+    bf16, e4m3: by dtype
+    large: for large weights, where it costs most to read those of experts with more than MOST rows twice
+    """
 
     bf16: int
     e4m3: int
     large: int
 
 
-LINE = 128  # bytes of a row of a buffer: as wide as shared memory is swizzled
-MOST = 64  # rows of an expert at once; of more, its weights are read again
-FEW_BLOCKS = 28  # rows up to which it is where blocks have scales, on an H100 and an H200; fewer by `large`
+LINE = 128  # bytes of a row of a buffer, the swizzle width of shared memory
+MOST = 64  # most rows of an expert in a tile; for more rows its weights are read again
+FEW_BLOCKS = 28  # as `Few`, with scales of blocks, on an H100 and an H200; `large` may lower it
 H100, H200 = Few(44, 76, 12), Few(60, 68, 50)
-BETWEEN = 4e12  # bytes a second that an H100's memory does not move, and an H200's does
-LARGE = 16 << 20  # bytes of an expert's w13; measured at 3 to 6 MiB and at 28 to 56
+BETWEEN = 4e12  # bytes/s, more than an H100's memory rate and less than an H200's
+LARGE = 16 << 20  # weights are large if an expert's w13 has more bytes; measured at 3 to 6 MiB and at 28 to 56
 
 
 def ring_for(rows: float, w13: Tensor, *, blocks: bool = False) -> Ring | None:
-    """The fastest for `bench.experts`' models on an H100 and an H200, None where there are too many rows.
+    """Return the fastest ring for the models of `bench.experts` on an H100 and an H200, None for too many rows.
 
-    rows: of an expert, as many as are expected on average; w13: [L, n, k]; blocks: they have scales
+    rows: expected mean rows per expert; w13: [L, n, k]; blocks: weights have one scale per block
     """
     number, limits = w13.element_size(), H100 if 0 < memory_rate(w13.device) < BETWEEN else H200
     few = limits.bf16 if number == 2 else limits.e4m3
@@ -70,16 +82,15 @@ def product(
     scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, of E4M3 in some 14 bits.
+    """Compute out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, for E4M3 with about 14 bits.
 
-    x: [M, k]; w: [L, n, k], both bf16 or, with `scales`, both E4M3; n and k multiples of 128, or in bf16 of 64
-    lists: rows are in their order; those beyond the last expert's are left as they are
-    gather: x is [N, k], and row r of the sorted ones is x[lists.source[r]], whose scale is that of x's row, too
+    x: [M, k]; w: [L, n, k]; both bf16, or with `scales` both E4M3; n and k multiples of 128, or for bf16 of 64
+    lists: the order of rows; rows after the last expert's are not written
+    gather: x is [N, k], and sorted row r is x[lists.source[r]], with the scale of that row of x
     out: bf16, or with scales of blocks fp16, [M, n]; with a gated activation [M, n / 2], where the first half of w's
         rows are the gates; E4M3 if `scales.out` is given
     bias: contiguous [L, n], added to the scaled sums
-
-    launch: how it is launched. It starts before the kernel ahead of it has ended, and reads w then: see `pdl_launch`.
+    launch: how it is launched. It starts before the previous kernel has ended, and reads w then: see `pdl_launch`
     """
     experts, n, k = w.shape
     itemsize, gated = w.element_size(), activation is not None and activation.gated

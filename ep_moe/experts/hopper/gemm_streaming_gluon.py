@@ -1,9 +1,9 @@
-"""The product of `gemm_streaming`, in Gluon: copies and products by different warps.
+"""The product of `gemm_streaming`, in Gluon, with copies and products in different warps.
 
-One warp copies weights (TMA), one copies rows (cp.async), both into a ring of buffers; four warps multiply (wgmma),
-with weights as the left operand, whose 64 rows an instruction are filled however few tokens there are. A program has
-one tile of weights of its own, which it fetches before anything is known of the rows; the others are dealt out when it
-is known how many rows each expert has.
+One warp copies weights (TMA), and one copies rows (cp.async), both into a ring of buffers. Four warps multiply (wgmma).
+Weights are the left operand, so its 64 rows per instruction are used even with few tokens. Each program owns one tile
+of weights, and fetches it before anything is known about the rows. The other tiles are distributed over the programs
+when the number of each expert's rows is known.
 """
 
 # Triton's language has no types
@@ -33,14 +33,18 @@ def stream(
     STAGES: gl.constexpr, EXPERTS: gl.constexpr, ACTIVATION: gl.constexpr, SCALED_ROWS: gl.constexpr,
     CHANNELS: gl.constexpr, BLOCKS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """second: how far a tile's second 64 rows of weights, its neighbors or what its first 64 are the gates of, are
-    from its first; columns: tiles of an expert"""
+    """Compute `gemm_streaming.product`.
+
+    second: distance from a tile's first 64 rows of weights to its second 64, which are the next rows, or the `up` rows
+        of gates
+    columns: tiles of an expert
+    """
     w_ring = gl.allocate_shared_memory(w.dtype, [2 * STAGES, 64, BLOCK_K], w.layout)
     x_ring = gl.allocate_shared_memory(w.dtype, [STAGES, ROWS, BLOCK_K], w.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1 + 32)  # the weights' warp, and each thread of the rows' one
+        mbarrier.init(full.index(i), count=1 + 32)  # the warp of weights, and each thread of the warp of rows
         mbarrier.init(free.index(i), count=1)
     pdl_trigger(PDL)
     ring = (w_ring, x_ring, full, free)
@@ -67,8 +71,10 @@ def _add(a, b):
 
 @gluon.jit
 def _dealt(cut, ROWS: gl.constexpr, EXPERTS: gl.constexpr, WARPS: gl.constexpr):
-    """Of each expert: its rows, and its first one; tiles that are programs' own; how many are dealt out of its and all
-    before, and of its."""
+    """Return for each expert: its index, rows, first row, tiles owned by programs, and distributed tiles.
+
+    The distributed tiles are returned twice: summed up to this expert, and of this expert.
+    """
     LANES: gl.constexpr = gl.BlockedLayout([EXPERTS // 32], [32], [WARPS], [0])
     ends, experts, columns = cut
     lane = gl.arange(0, EXPERTS, layout=LANES)
@@ -81,7 +87,10 @@ def _dealt(cut, ROWS: gl.constexpr, EXPERTS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _tile(tile, experts_of, columns, ROWS: gl.constexpr):
-    """Expert, column, first row and rows of a tile; below 0, which is a program's own, it may have no rows."""
+    """Return expert, column, first row and rows of a tile. Negative tiles are those that programs own.
+
+    These may have no rows.
+    """
     lane, count, first, own, last, dealt = experts_of
     mine = tile + gl.num_programs(0)
     expert = gl.where(tile < 0, mine // columns, gl.sum((last <= tile).to(gl.int32), 0))
@@ -137,11 +146,11 @@ def _copy_rows(
     x, source, ring, cut, k_blocks, ROWS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     EXPERTS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """source: which row of x each of the sorted ones is; None: x is sorted"""
+    """Copy rows into the ring. source: the row of x of each sorted row; None: x is sorted"""
     ends, _, columns = cut
     program = gl.program_id(0)
     pdl_wait(PDL)
-    expert = program // columns  # its rows set out before those of other tiles are known
+    expert = program // columns  # load the own tile's rows before the other tiles are known
     start = gl.load(ends + expert - 1, mask=expert > 0, other=0)
     count = gl.minimum(gl.load(ends + expert) - start, ROWS)
     stage = 0
@@ -181,8 +190,11 @@ def _multiply(
     ring, cut, to, scales, own, k_blocks, ROWS: gl.constexpr, STAGES: gl.constexpr, EXPERTS: gl.constexpr,
     ACTIVATION: gl.constexpr, SCALED: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """own: rows of an expert's weights, `second`, biases, and how far rows' scales of blocks are from each other, for
-    rows and blocks; SCALED: rows of x have a scale each; rows of weights have, too; or blocks of both"""
+    """Multiply tiles from the ring, and store the results.
+
+    own: rows of an expert's weights, `second`, bias, and strides of the rows' block scales (by row, by block)
+    SCALED: one scale per row of x; also one per row of weights; one per block of both
+    """
     n, second, bias, scale_row, scale_block = own
     SCALED_ROWS: gl.constexpr = SCALED[0]
     CHANNELS: gl.constexpr = SCALED[1]
@@ -204,7 +216,7 @@ def _multiply(
             acc, acc1, stage, phase = _sum_of_blocks(
                 ring, scales[1] + rows, scale_block, blocks, count, k_blocks, stage, phase, ROWS, STAGES, MMA
             )
-        elif scales[3] is not None:  # asked for while the products are under way
+        elif scales[3] is not None:  # load scales while the products run
             if CHANNELS:
                 gl.static_assert(SCALED_ROWS)
                 scale = _row_scales(scales, start, count, ROWS, MMA)
@@ -226,7 +238,8 @@ def _multiply(
         if bias is not None:
             added = bias + expert * n
             acc += _per_channel(added + column * WIDTH, MMA)
-            acc1 += _per_channel(added + gl.minimum(column * WIDTH + second, n - 64), MMA)  # half a tile may be none
+            # the second half of a tile may be past the last row of weights
+            acc1 += _per_channel(added + gl.minimum(column * WIDTH + second, n - 64), MMA)
         if ACTIVATION == "":
             _store(to, scales, expert, acc, start, count, column * 128)
             _store(to, scales, expert, acc1, start, count, column * 128 + 64)
@@ -239,18 +252,18 @@ def _multiply(
 
 @gluon.jit
 def _sum(ring, k_blocks, stage, phase, ROWS: gl.constexpr, STAGES: gl.constexpr, MMA: gl.constexpr):
-    """A tile's products, of the first 64 rows of weights and of the second."""
+    """Return a tile's sums for the first 64 rows of weights and for the second."""
     w_ring, x_ring, full, free = ring
     acc = gl.zeros([64, ROWS], gl.float32, MMA)
     acc1 = gl.zeros([64, ROWS], gl.float32, MMA)
     before = 0
     for k in range(k_blocks):
         mbarrier.wait(full.index(stage), phase)
-        fence_async_shared()  # tensor cores do not see what threads' own copies wrote before
+        fence_async_shared()  # makes the rows that threads copied visible to the tensor cores
         rows = x_ring.index(stage).permute((1, 0))
         acc = warpgroup_mma(w_ring.index(2 * stage), rows, acc, is_async=True)
         acc1 = warpgroup_mma(w_ring.index(2 * stage + 1), rows, acc1, is_async=True)
-        # the products of the block before are done when no more than this block's are under way
+        # at most the two products of this block are still running, so those of the previous block are done
         acc, acc1 = warpgroup_mma_wait(2, (acc, acc1))
         mbarrier.arrive(free.index(before), pred=k > 0)
         before = stage
@@ -265,8 +278,11 @@ def _sum_of_blocks(
     ring, x_scale, scale_block, w_scales, count, k_blocks, stage, phase, ROWS: gl.constexpr, STAGES: gl.constexpr,
     MMA: gl.constexpr,
 ):  # fmt: skip
-    """As `_sum`, where each 128 along K have scales. x_scale: where those of the tile's rows begin; w_scales: where
-    those of its weights begin, of the first 64 rows and of the second"""
+    """Return a tile's sums as `_sum`, with a scale per block of 128 along K.
+
+    x_scale: pointer to the first scales of the tile's rows; w_scales: pointers to the first scales of its weights, for
+    the first 64 rows and the second
+    """
     w_ring, x_ring, full, free = ring
     at, at1 = w_scales
     inside = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)) < count
@@ -278,10 +294,10 @@ def _sum_of_blocks(
     second = gl.load(at1)
     for k in range(k_blocks):
         mbarrier.wait(full.index(stage), phase)
-        fence_async_shared()  # tensor cores do not see what threads' own copies wrote before
+        fence_async_shared()  # makes the rows that threads copied visible to the tensor cores
         rows = x_ring.index(stage).permute((1, 0))
         product = warpgroup_mma(w_ring.index(2 * stage), rows, zero, use_acc=False, is_async=True)
-        # the next block's scales travel while this block is multiplied
+        # load the next block's scales while this block is multiplied
         scale = of_rows * first
         scale1 = of_rows * second
         ahead = gl.minimum(k + 1, k_blocks - 1)
@@ -300,7 +316,7 @@ def _sum_of_blocks(
 
 @gluon.jit
 def _store(to, scales, expert, value, start, count, column):
-    """value: [64 columns of out, ROWS rows of it]; columns past the last are another expert's, or nothing"""
+    """Store value [64 columns of out, ROWS rows of out], without columns past the last, which are of other weights."""
     out, _, width, _, _ = to
     out_scale = scales[4]
     if out_scale is not None:
@@ -316,7 +332,7 @@ def _store(to, scales, expert, value, start, count, column):
 
 @gluon.jit
 def _scale_of(scales, expert, SCALED_ROWS: gl.constexpr):
-    """What an expert's sums are multiplied by, but for the scales of rows."""
+    """Return the factor of an expert's sums, without the scales of rows."""
     a_factor, a_scale, a_step, b_scale, _, b_step, _ = scales
     scale = a_factor * gl.load(b_scale + expert * b_step)
     if a_scale is not None and not SCALED_ROWS:
@@ -326,7 +342,7 @@ def _scale_of(scales, expert, SCALED_ROWS: gl.constexpr):
 
 @gluon.jit
 def _row_scales(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
-    """[1, ROWS], of a tile's rows."""
+    """Return the scales of a tile's rows, [1, ROWS]."""
     inside = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA)) < count
     at = scales[1] + _row_of(scales, start, count, ROWS, MMA)
     return gl.load(at, mask=inside, other=0.0).expand_dims(0)
@@ -334,7 +350,7 @@ def _row_scales(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _row_of(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
-    """[ROWS], which row of x each of a tile's is."""
+    """Return the row of x of each of a tile's rows, [ROWS]."""
     source = scales[6]
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
     row = start + r
@@ -345,5 +361,5 @@ def _row_of(scales, start, count, ROWS: gl.constexpr, MMA: gl.constexpr):
 
 @gluon.jit
 def _per_channel(own, MMA: gl.constexpr):
-    """[64, 1], a number for each of 64 rows of weights."""
+    """Load a number for each of 64 rows of weights, [64, 1]."""
     return gl.load(own + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))).to(gl.float32).expand_dims(1)

@@ -1,21 +1,22 @@
-"""The Hopper expert step in bf16 for training: a forward that keeps the first product's results, and its backward.
+"""The Hopper expert step in bf16 for training: a forward that saves the first product's results, and its backward.
 
-Kept are the received rows, the first product's results (before the activation) and the sorted routes. The first
-product gathers its rows; those that weights' gradients need are copied into the experts' order, in memory that the
-next product uses again: gathering takes these products longer than the copies. With h = w13 x,
-a = act(h) and y = weight * (w2 a), of a row's gradient dy:
+Forward saves the received rows, the first product's results (before the activation) and the sorted routes. The first
+product gathers its rows. For the gradients of weights, rows are copied into the experts' order, because these products
+would lose more time by gathering than the copies take. The next product reuses the memory of the copies.
+
+With h = w13 x, a = act(h) and y = weight * (w2 a), and dy the gradient of a row:
 
     da = w2^T dy        dweight = <a, da>        dh = act'(h) * (weight * da)        dx = w13^T dh
     dw2 = sum of dy (weight * a)^T               dw13 = sum of dh x^T
 
-With biases, h = w13 x + b13 and y = weight * (w2 a + b2), where dweight has <b2, dy> more:
+With biases, h = w13 x + b13 and y = weight * (w2 a + b2). Then dweight also includes <b2, dy>, and:
 
     db2 = sum of weight * dy                     db13 = sum of dh
 
-so that no result of the second product is needed (as SonicMoE has it, arXiv 2512.14080).
+So backward needs no result of the second product (method of SonicMoE, arXiv 2512.14080).
 
-In float8 (`ExpertsOptions.float8`) all products but those of dw2 and dw13 multiply E4M3: each row of w13 and of w2, of
-their transposes in backward, and each pair's row has a scale of its own, from its largest number as it is now.
+With `ExpertsOptions.float8` all products except dw2 and dw13 multiply E4M3. Each row of w13 and w2 (in backward, of
+their transposes) and each pair's row has a scale, computed from its current largest magnitude.
 """
 
 from __future__ import annotations
@@ -40,18 +41,20 @@ from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
 from ep_moe.types import Activation, PeerRows, capturing
 from ep_moe.weights.main_grads import GradientOut
 
-_ROUTES = 1024  # that a program numbers
-_PLACES = 8  # that gradients were written to
-UNCOUNTED = 64 << 20  # bytes of the first product's results, up to which there is room for all pairs that could be
+_ROUTES = 1024  # routes per program of `number_routes`
+_PLACES = 8  # most targets whose launches a `_WeightGradient` keeps
+# If the first product's results of all possible pairs have at most this many bytes, they are all allocated, and the
+# host does not wait for the number of pairs
+UNCOUNTED = 64 << 20
 
 
 @dataclass(frozen=True)
 class Routes:
     """Pairs of a row and a local expert, sorted by expert.
 
-    ids: int32 [N, K], local, -1 for none; slots: int32 [N, K], where each pair is; ends: int32 [L]
+    ids: int32 [N, K], local, -1 for none; slots, ends: as of `route_sort.Lists`
     source: int32 [at least count], the row of each pair
-    count: of the pairs, or where the host does not wait for it the most that there could be
+    count: the number of pairs; if the host did not wait for it, the largest possible number
     launch: how kernels are launched
     """
 
@@ -67,8 +70,13 @@ class Routes:
         cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once, *, all_here: bool = False,
         allocate: Allocator | None = None,
     ) -> Routes:  # fmt: skip
-        """Waits for the device, for the number of pairs, where many may be other ranks' and room for all that could be
-        would cost much memory. pair_bytes: of what is kept for each; all_here: other ranks have no experts"""
+        """Sort routes by expert.
+
+        The host waits for the number of pairs only if the memory for all possible pairs would exceed `UNCOUNTED`, other
+        ranks have experts too, and no CUDA graph is being captured.
+
+        pair_bytes: bytes that are saved per pair; all_here: other ranks have no experts
+        """
         allocate = allocate or new_tensors(ids.device)
         pairs = ids.numel()
         if not pairs or not num_experts:
@@ -81,7 +89,7 @@ class Routes:
         return cls(ids, lists.slots, lists.ends, lists.source, count, launch)
 
     def numbers(self, allocate: Allocator) -> Tensor:
-        """Of each pair, which of the N * K routes it is: int32 [count]."""
+        """Return for each pair the index of its route in N * K: int32 [count]."""
         found = allocate("numbers", (self.count,), torch.int32)
         routes = self.slots.numel()
         self.launch(kernels.number_routes, (-(-routes // _ROUTES),), self.slots, found, routes, BLOCK=_ROUTES)
@@ -101,11 +109,11 @@ class Routes:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """One call's products, forward and backward.
+    """The products of a call, forward and backward.
 
-    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; their biases: [L, 2 * I] and [L, H], None
-        for none
-    spare_sms: multiprocessors that products leave free; float8: they multiply E4M3, but for gradients of matrices
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; biases: [L, 2 * I] and [L, H], or None
+    spare_sms: multiprocessors that products leave free
+    float8: multiply in E4M3, except for the gradients of matrices
     launch: how kernels are launched
     """
 
@@ -122,11 +130,11 @@ class TrainedStep:
         self, x: Tensor, weights: Tensor | None, ids: Tensor, allocate: Allocator | None = None,
         peer_out: PeerRows | None = None, *, keeps: bool = True,
     ) -> tuple[Tensor | PeerRows, Routes, Tensor]:  # fmt: skip
-        """The experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
+        """Return the experts' rows [N, H], the sorted routes, and the first product's results [count, 2 * I].
 
-        x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local ones, -1 for none
-        allocate: gives memory for what is kept: the routes, and with `keeps` the first product's results
-        peer_out: where the rows are written instead, which is returned then
+        x: bf16 [N, H]; weights: float32 [N, K], None for ones; ids: int32 [N, K], local, -1 for none
+        allocate: allocates saved tensors: the routes, and with `keeps` the first product's results
+        peer_out: if given, the rows are written there, and it is returned instead of them
         """
         slots, _, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
@@ -149,13 +157,14 @@ class TrainedStep:
         wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator | None = None,
         peer_out: PeerRows | None = None,
     ) -> tuple[Tensor | PeerRows, Tensor]:  # fmt: skip
-        """Of `forward`: the gradients of x [N, H] and of weights, float32 [N, K].
+        """Return the gradients of x, [N, H], and of weights, float32 [N, K].
 
-        grad: bf16 [N, H], zeros or numbers in rows without a pair; h: None to compute it again
-        wanted: names of the matrices and biases with a gradient; emit: is given, for each, what writes it
-        allocate: gives memory for what that reads. Some is written again once `emit` has returned, unless `allocate`
-            gives each name memory of its own
-        peer_out: where the gradients of x are written instead, which is returned then
+        grad: bf16 [N, H]; rows without a pair may hold anything; h: None to compute it again
+        wanted: names of the matrices and biases that need a gradient
+        emit: called for each of these with a function that writes the gradient
+        allocate: allocates the tensors that these functions read. Some are overwritten after `emit` returns, unless
+            `allocate` gives each name its own memory
+        peer_out: if given, the gradients of x are written there, and it is returned instead of them
         """
         _, hidden, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
@@ -168,7 +177,7 @@ class TrainedStep:
         if h is None:
             h = self._first(x, routes, new_tensors(x.device))
         pairs, numbers = routes.count, routes.numbers(allocate)
-        # in float8 rows in bf16 are read by the gradients of matrices and biases alone
+        # with float8 only the gradients of matrices and biases read bf16 rows
         reads_dy = not self.float8 or "w2" in wanted or self.w2_bias is not None
         reads_dh = not self.float8 or "w13" in wanted or "w13_bias" in wanted
         rows = allocate("dy", (pairs if reads_dy else 0, hidden), x.dtype)
@@ -200,7 +209,7 @@ class TrainedStep:
         return dx, dweights
 
     def _first(self, x: Tensor, routes: Routes, allocate: Allocator) -> Tensor:
-        """Results [count, 2 * I] of the first product, before the activation."""
+        """Return the first product's results [count, 2 * I], before the activation."""
         h = allocate("h", (routes.count, self.w13.shape[1]), x.dtype)
         if self.float8:
             return self._product(self._rounded(x, routes), self.w13, routes, h, bias=self.w13_bias)
@@ -214,7 +223,7 @@ class TrainedStep:
         self, pairs: Tensor | Float8Rows, w: Tensor, routes: Routes, out: Tensor, *, turned: bool = False,
         bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """pairs [count, K] by w [L, N, K] into out [count, N]. turned: w is [L, K, N]"""
+        """Multiply pairs [count, K] by w [L, N, K] into out [count, N]. turned: w is [L, K, N]"""
         scales = None
         if isinstance(pairs, Float8Rows):
             w, of_w = self._rounded_matrices(w, turned=turned)
@@ -226,13 +235,13 @@ class TrainedStep:
         return out
 
     def _rounded(self, x: Tensor, routes: Routes) -> Float8Rows:
-        """The row of each pair, of x [N, K]."""
+        """Return the row of each pair, of x [N, K], rounded to E4M3."""
         rows = Float8Rows.empty(x, routes.count, x.shape[1])
         round_rows(x, rows.numbers, rows.scale, slots=routes.slots, launch=self.launch)
         return rows
 
     def _rounded_matrices(self, w: Tensor, *, turned: bool) -> tuple[Tensor, Tensor]:
-        """E4M3 [L, N, K] of w [L, N, K], or turned [L, K, N], and a scale for each of N, float32 [L, N]."""
+        """Round w [L, N, K] (turned: [L, K, N]) to E4M3 [L, N, K], with scales float32 [L, N]."""
         numbers = w.new_empty(w.mT.shape if turned else w.shape, dtype=torch.float8_e4m3fn)
         scale = w.new_empty(numbers.shape[:2], dtype=torch.float32)
         if turned:
@@ -243,8 +252,11 @@ class TrainedStep:
 
 
 class _WeightGradient:
-    """`weight_gradient` of these operands. Where it writes as it has written before, it launches the same again: host
-    time of calls that are recorded, whose operands stay where they are."""
+    """A function that computes `weight_gradient` of fixed operands.
+
+    It repeats recorded launches for a target that it has written before. This saves host time in recorded calls, whose
+    operands keep their addresses.
+    """
 
     def __init__(self, a: Tensor, b: Tensor, ends: Tensor, spare_sms: int) -> None:
         self._operands, self._spare_sms = (a, b, ends), spare_sms
@@ -269,7 +281,7 @@ def _no_results(out: Tensor | PeerRows) -> Tensor | PeerRows:
 
 
 def _no_rows(to: GradientOut) -> None:
-    """The gradient of what no row met."""
+    """Write the gradient of a tensor that no row used: zero."""
     if not to.accumulate:
         to.out.zero_()
 
@@ -277,7 +289,7 @@ def _no_rows(to: GradientOut) -> None:
 def _sum_rows(
     rows: Tensor, routes: Routes, to: GradientOut, *, numbers: Tensor | None = None, weights: Tensor | None = None
 ) -> None:
-    """`kernels.sum_rows`, for a bias. Biases are small: what is not written as it is takes torch's operators."""
+    """Compute a bias's gradient by `kernels.sum_rows`. Torch operators apply factor and addition: biases are small."""
     out, accumulate, factor = to
     if not accumulate and factor == 1:
         kernels.sum_rows(rows, routes.ends, out, numbers, weights, launch=routes.launch)
@@ -288,7 +300,10 @@ def _sum_rows(
 
 
 def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoEConfig) -> int:
-    """Of the routes and of what is kept for each pair, with a uniform router. pair_bytes: as `Routes.sort`"""
+    """Count the bytes saved for routes and pairs, for a uniform router.
+
+    pair_bytes: as of `Routes.sort`; kept: bytes that are kept per pair
+    """
     if not slots:
         return 0
     routes = rows * config.top_k
@@ -298,7 +313,7 @@ def saved_bytes(rows: int, slots: int, pair_bytes: int, kept: int, config: MoECo
 
 
 def _each(routes: Routes, config: MoEConfig) -> float:
-    """Pairs of an expert, on average: as they are, or of a uniform router."""
+    """Return the mean pairs per expert: the actual number if it is known, else that of a uniform router."""
     slots, counted = max(1, len(routes.ends)), routes.count < routes.ids.numel()
     pairs = routes.count if counted else len(routes.ids) * expected_pairs(config, slots, routes.ids.shape[1])
     return pairs / slots

@@ -1,7 +1,7 @@
-"""What stands between the products of a training step (`gradients`): the activation, and its derivatives.
+"""The kernels between the products of a training step (`gradients`): the activation, and its derivatives.
 
-In float8 it rounds what the next product reads, to the bits that `round_rows` gives of its bf16. A program has a whole
-row then, whose largest number it needs.
+With float8 they also round the rows that the next product reads, to the same bits as `round_rows` of bf16 rows. A
+program then handles a whole row, because it needs the row's largest magnitude.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
@@ -18,7 +18,7 @@ from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import Activation
 
-_ROWS, _COLUMNS = 32, 128  # of a program at once
+_ROWS, _COLUMNS = 32, 128  # rows and columns that a program loads at once
 
 
 class Float8Rows(NamedTuple):
@@ -39,7 +39,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _value_and_slopes(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
-    """The activation and its derivatives by gate and by up; without a gate, up is what it is computed of."""
+    """Return the activation and its derivatives by gate and by up. Without a gate its argument is up."""
     if ACTIVATION == "swiglu":
         s = _sigmoid(gate)
         value = gate * s
@@ -64,7 +64,7 @@ def _value_and_slopes(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def number_routes(slots, routes, count, BLOCK: tl.constexpr):
-    """routes[m]: which of all routes the pair m is."""
+    """Set routes[m] to the index of pair m's route."""
     route = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + route, mask=route < count, other=-1)
     tl.store(routes + slot, route, mask=slot >= 0)
@@ -128,7 +128,7 @@ def _differentiate(
                     tl.store(grad_h + first + size, by_up, mask=inside)
                 else:
                     tl.store(grad_h + first, by_up, mask=inside)
-            if numbers is not None:  # the block is the row
+            if numbers is not None:  # a block is a whole row then
                 by_gate, by_up = by_gate.to(tl.float32), by_up.to(tl.float32)
                 step = e4m3_step(tl.maximum(tl.max(tl.abs(by_gate)), tl.max(tl.abs(by_up))), SMALLEST)
                 tl.store(scale + m, step)
@@ -144,9 +144,10 @@ def activate_rows(
     h: Tensor, out: Tensor | Float8Rows, count: Tensor, activation: Activation, alpha: float, limit: float, *,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[m] = the activation of h[m], for the first rows.
+    """Compute out[m] = activation(h[m]) for the first count rows.
 
-    h: bf16 [M, 2 * I], gate first ([M, I] without a gate); out: bf16 [M, I], or E4M3; count: int32 [1], of the rows
+    h: bf16 [M, 2 * I], gate first ([M, I] without a gate); out: bf16 [M, I], or E4M3 rows
+    count: int32 [1], the number of rows
     """
     to, scale = out if isinstance(out, Float8Rows) else (out, None)
     rows, size = to.shape
@@ -162,13 +163,17 @@ def differentiate(
     limit: float, *, grad_weights: Tensor, weighted: Tensor | None, grad_h: Tensor | None,
     rounded: Float8Rows | None = None, launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """What the gradient of each row's activation gives; None is not written.
+    """Compute the gradients of h and of routing weights from the gradient of each row's activation.
 
-    h: bf16 [M, 2 * I], gate first ([M, I] without a gate); grad: bf16 [M, I], of the activation without its weight
-    routes: of `number_routes`; weights: float32, of all routes, None for ones; ends: int32 [L]
-    grad_weights: float32, of all routes: the sum of activation * grad
-    weighted: bf16 [M, I], weight * activation; may be grad
-    grad_h: bf16, as h; rounded: the same in E4M3
+    Inputs:
+        h: bf16 [M, 2 * I], gate first ([M, I] without a gate)
+        grad: bf16 [M, I], the gradient of the activation, not multiplied by the routing weight
+        routes: as of `number_routes`; weights: float32 [routes], None for ones; ends: int32 [L]
+
+    Outputs, of which those that are None are not written:
+        grad_weights: float32 [routes], the sum of activation * grad
+        weighted: bf16 [M, I], weight * activation; may be the memory of grad
+        grad_h: bf16, shape of h; rounded: the same in E4M3
     """
     numbers, scale = (None, None) if rounded is None else rounded
     rows, size = grad.shape
@@ -181,7 +186,7 @@ def differentiate(
 
 
 def _block(size: int, *, whole: bool) -> int:
-    """Columns of a program at once."""
+    """Return the columns that a program handles at once. whole: the whole row"""
     width = next_power_of_2(size)
     return width if whole else min(1024, width)
 
@@ -194,10 +199,10 @@ def sum_rows(
     rows: Tensor, ends: Tensor, out: Tensor, routes: Tensor | None = None, weights: Tensor | None = None, *,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[e] = the sum of expert e's rows, each times its route's weight, in their order.
+    """Compute out[e] = the sum of expert e's rows, each times its route's weight, in a fixed order.
 
-    rows: bf16 [M, N], sorted by expert; ends: int32 [L]; out: bf16 [L, N], zeros for an expert without rows
-    routes: of `number_routes`; weights: float32, of all routes; None for ones
+    rows: bf16 [M, N], sorted by expert; ends: int32 [L]; out: bf16 or float32 [L, N], zero for an expert without rows
+    routes: as of `number_routes`; weights: float32 [routes], None for ones
     """
     experts, size = out.shape
     given: tuple[Any, ...] = (rows, ends, out, None if weights is None else routes, weights, size)
@@ -207,13 +212,13 @@ def sum_rows(
 def add_dots(
     rows: Tensor, bias: Tensor, routes: Tensor, out: Tensor, ends: Tensor, *, launch: Launch = at_once
 ) -> None:
-    """To out, of all routes, <bias of its expert, its row>. rows: bf16 [M, N], sorted by expert; bias: [L, N]"""
+    """Add <bias of the expert, row> to out [routes] for each row's route. rows: bf16 [M, N], by expert; bias: [L, N]"""
     experts, size = bias.shape
     given = (rows, ends, bias, routes, out, size)
     launch(_add_dots, (experts, _SHARES), *given, SHARES=_SHARES, ROWS=_ROWS, COLUMNS=_COLUMNS)
 
 
-_SHARES = 8  # of an expert's rows
+_SHARES = 8  # programs that share an expert's rows
 
 
 @triton.jit
@@ -239,7 +244,7 @@ def _sum_rows(rows, ends, out, routes, weights, size, ROWS: tl.constexpr, COLUMN
 
 @triton.jit
 def _add_dots(rows, ends, bias, routes, out, size, SHARES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A row is one program's alone."""
+    """Compute `add_dots`. One program handles a row, so it adds without atomics."""
     expert = tl.program_id(0)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     end = tl.load(ends + expert)

@@ -1,6 +1,6 @@
-"""Pairs of a received row and a local expert: sorted by expert before the products, summed up by row after them.
+"""Sort pairs of a received row and a local expert by expert before the products, and sum results per row after them.
 
-Nothing here allocates or waits for the device: the caller brings every output. launch: how kernels are launched.
+Nothing here allocates or waits for the device: the caller provides every output. launch: how kernels are launched.
 """
 
 # Triton's language has no types
@@ -24,9 +24,9 @@ from ep_moe.types import PeerRows
 
 # tuned on an H200
 REDUCE_BLOCK, REDUCE_WARPS = 1024, 2
-ALONE = 4096  # pairs up to which each program that sorts counts all of them itself, which spares two launches
-CHUNK = 128  # pairs that a program sorts at once, beyond these
-PROGRAMS = 1024  # that sort, at most
+ALONE = 4096  # up to so many pairs, each sorting program counts all of them itself, which saves two launches
+CHUNK = 128  # with more pairs, how many a program sorts at once
+PROGRAMS = 1024  # most sorting programs
 
 
 IdsReady = tuple[Tensor, Tensor]  # `types.WireIds.ids_ready` and `sequence`
@@ -34,10 +34,11 @@ IdsReady = tuple[Tensor, Tensor]  # `types.WireIds.ids_ready` and `sequence`
 
 @dataclass(frozen=True)
 class PeerAddresses:
-    """Where the ranks that received rows came from want the experts' rows written: `types.PeerRows` without its blocks.
+    """The peers' memory for the experts' rows: `types.PeerRows` without its blocks.
 
-    number, stride: of `types.PeerPackets`, for rows that go by packets; first: the number of a call's first row among
-        all that were received"""
+    number, stride: as of `types.PeerPackets`, for rows that travel as packets
+    first: the index of this pass's first row among all rows received
+    """
 
     addresses: Tensor
     offset: int
@@ -55,11 +56,12 @@ class PeerAddresses:
 
 @dataclass(frozen=True)
 class Lists:
-    """Pairs by expert, as `group_pairs` leaves them.
+    """Pairs sorted by expert, the result of `group_pairs`.
 
-    source: int32 [N * K], the row of each; slots: int32 [N, K], where each route's pair is; ends: int32 [L], one past
-    each expert's last; addresses: int64 [N * K], where each one's result is written in the memory
-    of peers, a row for each route, or None
+    source: int32 [N * K], the row of each pair
+    slots: int32 [N, K], the index of each route's pair, -1 for none
+    ends: int32 [L], the index after each expert's last pair
+    addresses: int64 [N * K], the address of each pair's result in the memory of peers (one row per route), or None
     """
 
     source: Tensor
@@ -71,8 +73,12 @@ class Lists:
 def passes(
     rows: int, most: int, peer_out: PeerAddresses | None, returned: int = 1
 ) -> list[tuple[slice, PeerAddresses | None]]:
-    """Received rows in parts of at most so many, and where the results of each are written. The first part has this
-    rank's own rows, so that not all ranks write to the same few at once. returned: results of a received row"""
+    """Split received rows into parts of at most `most`, and return each part with the target of its results.
+
+    The first part contains this rank's own rows, so that ranks do not all write to the same peers at once.
+
+    returned: results per received row
+    """
     parts = [slice(start, min(start + most, rows)) for start in range(0, rows, most)]
     if peer_out is None:
         return [(part, None) for part in parts]
@@ -85,22 +91,23 @@ def reduce(
     slots: Tensor | None = None, peer_out: PeerAddresses | None = None, pdl: bool = False, per_route: bool = False,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """out[n] = the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards, over the routes whose
-    expert ids[n, k] - base is in 0 .. L - 1; zero where row n has none.
+    """Sum results per row: out[n] is the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards.
 
-    y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones, a route of weight 0 is none
-    slots: int32 [N, K], a route's row is y[slots[n, k]] then, and below 0 for no route
-    out: [N, H]; with `peer_out` only its dtype counts, E4M3 for sums that are rounded so, saturating at 448, and rows
-        without any expert here are left as they are, but for the packet that comes for each
-    pdl: start before the kernel ahead has ended, and let the next one
-    per_route: each of the K is a row of its own: out is [N * K, H]
+    The sum includes routes whose expert ids[n, k] - base is in 0 .. L - 1. It is zero for a row without such a route.
+
+    y: bf16 or fp16 [M, H]; ids: int [N, K]; weights: float32 [N, K], None for ones; a route of weight 0 is skipped
+    slots: int32 [N, K]; if given, a route's row is y[slots[n, k]], and a negative slot is skipped
+    out: [N, H]. With `peer_out` only its dtype is used, E4M3 for sums that are rounded, saturating at 448. Rows without
+        a local expert are then not written, except the packet that is sent for every row
+    pdl: start before the previous kernel has ended, and let the next kernel do the same
+    per_route: each of the K routes is its own row; out is [N * K, H]
     """
     rows, top_k = (ids.numel(), 1) if per_route else ids.shape
     size = out.shape[-1]
     if not rows:
         return
     block = min(REDUCE_BLOCK, next_power_of_2(size))
-    # as many ranks as rows came from take turns, so that all links are busy all the time
+    # consecutive programs write to different ranks, so that all links are busy
     turns = 1 if peer_out is None else max(1, min(len(peer_out.addresses), rows // peer_out.bound))
     to: tuple[Tensor | int | None, ...] = (None, 0, 1, 0, 0, None, 0)
     if peer_out is not None:
@@ -115,7 +122,7 @@ def reduce(
 
 
 def copy_rows(x: Tensor, slots: Tensor, out: Tensor, *, launch: Launch = at_once) -> None:
-    """Each row of x into all rows of the output that `slots` names; the others are left as they are.
+    """Copy each row of x to all rows of the output that `slots` names. Other rows are not written.
 
     x: [N, H]; slots: int32 [N, K], below 0 or at least M for none; out: [M, H]
     """
@@ -128,12 +135,12 @@ def copy_rows(x: Tensor, slots: Tensor, out: Tensor, *, launch: Launch = at_once
 
 
 def group_workspace(num_pairs: int, num_experts: int) -> int:
-    """How many int32 `group_pairs` needs to work."""
+    """Return the size of the workspace of `group_pairs`, in int32."""
     return (cdiv(num_pairs, _pairs_per_program(num_pairs, PROGRAMS)) + 1) * num_experts if num_pairs > ALONE else 0
 
 
 def list_shapes(num_pairs: int, num_experts: int) -> Shapes:
-    """Of what `group_pairs` writes."""
+    """Return the shapes of the tensors that `group_pairs` writes."""
     return {
         "source": ((num_pairs,), torch.int32),
         "slots": ((num_pairs,), torch.int32),
@@ -151,7 +158,7 @@ def list_pairs(
     ids_ready: IdsReady | None = None, peer_out: PeerAddresses | None = None, row_bytes: int = 0,
     launch: Launch = at_once,
 ) -> Lists:  # fmt: skip
-    """`group_pairs` into tensors of `list_shapes`. peer_out: with addresses there, of rows of so many bytes"""
+    """Run `group_pairs` into tensors of `list_shapes`. peer_out: also compute addresses there, of rows of row_bytes"""
     addresses = None if peer_out is None else own["addresses"]
     lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"], addresses)
     group_pairs(
@@ -167,17 +174,18 @@ def group_pairs(
     peer_out: PeerAddresses | None = None, addresses: Tensor | None = None, row_bytes: int = 0,
     launch: Launch = at_once,
 ) -> None:  # fmt: skip
-    """Sort (row, expert) pairs by expert, pairs of one expert in their order. Always the same for the same ids.
+    """Sort (row, expert) pairs by expert. The sort is stable, and so deterministic.
 
-    ids: int32 or int64 [N, K], an expert is ids - base, anything outside 0 .. L - 1 none
-    weights: float32 [N, K]; a pair of weight 0 counts as none
-    source_row: int32 [N * K], the row n of each sorted pair; beyond the last it is left as it is
-    slots: int32 [N, K], where each pair went, -1 for none; ends: int32 [L], one past each expert's last pair
-    workspace: int32 [group_workspace(N * K, L)], what it holds does not matter
-    pdl: start before the kernel ahead has ended, and let the next one, where one launch does it all
-    ids_ready: of `types.WireIds`, if rows may still travel: one launch does it all, beside them
-    addresses: int64 [N * K] or None, where each sorted pair's row of `row_bytes` belongs, if each has one of its own at
-        `peer_out`
+    ids: int32 or int64 [N, K]; an expert is ids - base; numbers outside 0 .. L - 1 name no local expert
+    weights: float32 [N, K] or None; a pair of weight 0 is left out
+    source_row: int32 [N * K], the row n of each sorted pair; not written beyond the last pair
+    slots: int32 [N, K], the index of each pair in the sorted order, -1 for none
+    ends: int32 [L], the index after each expert's last pair
+    workspace: int32 [group_workspace(N * K, L)], may be uninitialized
+    pdl: if one launch suffices, start before the previous kernel has ended, and let the next kernel do the same
+    ids_ready: as of `types.WireIds`, if rows may still travel. One launch then sorts while they travel
+    addresses: int64 [N * K] or None, the address of each sorted pair's row of `row_bytes` at `peer_out`, with one row
+        per route
     """
     pairs, top_k = ids.numel(), ids.shape[1]
     if not pairs:
@@ -191,7 +199,7 @@ def group_pairs(
     found, lists = (ids, weights, base), (source_row, slots, ends, pairs, num_experts, top_k, *to)
     given = {"EXPERTS": lanes, "WEIGHTED": weights is not None}
     place = given | {"BLOCKS": max(1, min(128, 8192 // lanes)), "RANKS": ranks, "LANES": next_power_of_2(ranks)}
-    most = max(16, 16384 // lanes)  # that a program can place at once
+    most = max(16, 16384 // lanes)  # most pairs that a program can place at once
     if pairs <= ALONE:
         chunk = 16 if pairs <= 1024 else max(16, min(32, 8192 // lanes))
         launch(
@@ -201,7 +209,7 @@ def group_pairs(
             **pdl_launch(ids.device, pdl or ids_ready is not None),
         )  # fmt: skip
     elif ids_ready is not None:
-        # as many as run at once, since they wait for each other; in the interpreter one
+        # programs wait for each other, so no more than run at once; in the interpreter only one
         mine = _pairs_per_program(pairs, multiprocessors(ids.device) if ids.is_cuda else 1)
         launch(
             _place_pairs, (cdiv(pairs, mine),), *found, *ids_ready, workspace, None, *lists, **place, PAIRS=mine,
@@ -225,7 +233,7 @@ def group_pairs(
 
 @triton.jit
 def local_experts(ids, weights, base, pair, pairs, WEIGHTED: tl.constexpr):
-    """Of each pair, counted from `base`; -1 beyond the last, and for a pair of weight 0."""
+    """Return each pair's local expert, ids - base; -1 beyond the last pair and for a pair of weight 0."""
     inside = pair < pairs
     expert = tl.load(ids + pair, mask=inside, other=-1).to(tl.int32) - base
     if WEIGHTED:
@@ -238,7 +246,7 @@ def count_own(
     ids, weights, base, block, pairs, experts,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Pairs of each expert among the PAIRS pairs of a program."""
+    """Count the pairs of each expert among the PAIRS pairs of a program."""
     count = tl.zeros([EXPERTS], tl.int32)
     for start in range(block * PAIRS, (block + 1) * PAIRS, CHUNK):
         expert = local_experts(ids, weights, base, start + tl.arange(0, CHUNK), pairs, WEIGHTED)
@@ -248,7 +256,10 @@ def count_own(
 
 @triton.jit
 def count_together(counts, met, count, experts, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr):
-    """Of each expert, all programs' counts, and those of the programs before this one. BLOCKS: that are read at once"""
+    """Return for each expert the sum of all programs' counts, and of the programs before this one.
+
+    BLOCKS: the number of programs' counts that are read at once
+    """
     block, blocks = tl.program_id(0), tl.num_programs(0)
     lane = tl.arange(0, EXPERTS)
     tl.store(counts + block * experts + lane, count, mask=lane < experts)
@@ -267,7 +278,7 @@ def _count_pairs(
     ids, weights, base, counts, pairs, experts,
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """counts[e, b]: pairs of expert e among the PAIRS pairs of program b."""
+    """Set counts[e, b] to the number of pairs of expert e among the PAIRS pairs of program b."""
     block = tl.program_id(0)
     lane = tl.arange(0, EXPERTS)
     count = count_own(ids, weights, base, block, pairs, experts, EXPERTS, CHUNK, PAIRS, WEIGHTED)
@@ -276,7 +287,7 @@ def _count_pairs(
 
 @triton.jit
 def _sum_counts(counts, totals, blocks, BLOCKS: tl.constexpr):
-    """Of each expert, what the programs before each one counted, instead of its own count, and all of them."""
+    """Replace each program's count of an expert by the sum of the programs before it, and store the expert's total."""
     expert = tl.program_id(0)
     block = tl.arange(0, BLOCKS)
     count = tl.load(counts + expert * blocks + block, mask=block < blocks, other=0)
@@ -292,9 +303,12 @@ def _place_pairs(
     EXPERTS: tl.constexpr, CHUNK: tl.constexpr, PAIRS: tl.constexpr, ALL: tl.constexpr, BLOCKS: tl.constexpr,
     WEIGHTED: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """counts, totals: of `_sum_counts`. Without totals programs count their own into `counts` and wait for each other;
-    without either each counts all pairs, at most ALL, itself.
-    ids_ready, sequence: of `types.WireIds`, None where ids come with the rows"""
+    """Compute source_row, slots, ends and addresses of `group_pairs`.
+
+    counts, totals: the results of `_sum_counts`. Without totals, programs count their own pairs into `counts` and wait
+        for each other. Without both, each program counts all pairs (at most ALL) itself
+    ids_ready, sequence: as of `types.WireIds`, None if ids and rows arrive together
+    """
     pdl_trigger(PDL)
     if ids_ready is None:
         pdl_wait(PDL)
@@ -341,8 +355,11 @@ def _reduce(
     y, ids, weights, slots, out, peers, offset, bound, first, rank, number, stride, base, experts, rows, size,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, TURNS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Of row n into out[n], or into row (first + n) % bound at peers[(first + n) // bound] + offset, by packets with
-    the number that is there, if it is not None."""
+    """Store the sum of row n, see `reduce`.
+
+    The target is out[n], or row (first + n) % bound at peers[(first + n) // bound] + offset. If `number` is not None,
+    it holds a sequence number, and the row is written as packets.
+    """
     pdl_trigger(PDL)
     pdl_wait(PDL)
     program = tl.program_id(0)
@@ -369,9 +386,9 @@ def _reduce(
         row = first + n
         start = tl.load(peers + row // bound, mask=n < rows, other=0) + offset
         narrow: tl.constexpr = out.dtype.element_ty == tl.uint8
-        left = total.to(y.dtype.element_ty)  # the same bits, whichever kernel writes them to peers
+        left = total.to(y.dtype.element_ty)  # so that all kernels that write to peers give the same bits
         value = to_e4m3(left.to(tl.float32)) if narrow else left
-        # said of pointers: of numbers that become pointers the compiler forgets it, and stores 2 bytes at a time
+        # `multiple_of` is on the pointer: on an integer address the compiler forgets it, and stores 2 bytes at a time
         if number is None:
             theirs = tl.multiple_of(start.to(tl.pointer_type(out.dtype.element_ty)), 16) + row % bound * size
             tl.store(theirs + at, value, mask=inside & here)

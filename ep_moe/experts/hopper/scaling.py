@@ -1,20 +1,20 @@
-"""What schemes differ in within the Hopper expert step (`step`): how rows are rounded, and which scales the products
-multiply into their sums.
+"""The parts of the Hopper expert step (`step`) that depend on the quantization scheme: how rows are rounded, and by
+which scales the products multiply their sums.
 
 | scaling | weights | rows | between the products |
 |---|---|---|---|
 | `none` | bf16 | bf16 | bf16 |
-| `trained` | bf16 | bf16 | bf16, before the activation and behind it |
-| `matrix` | E4M3, one scale an expert | E4M3 by a calibrated scale | E4M3 by a calibrated scale |
-| `row` | E4M3, one scale an expert | E4M3, one scale a row | E4M3, one scale a row |
-| `channel` | E4M3, one scale a row | E4M3, one scale a row | E4M3, one scale a row |
-| `block` | E4M3, one scale for 128 x 128 | E4M3, one scale for 128 columns | the same |
-| `mxfp4` | E2M1, an E8M0 scale for 32 columns of a row | bf16 | bf16 |
-| `nvfp4a16` | E2M1, an E4M3 scale for 16 columns of a row, one an expert | bf16 | bf16 |
-| `int4`, `mxint4` | INT4, a bf16 scale for 128 or 32 columns of a row | bf16 | bf16 |
-| `mxfp4_fp8`, `int4_fp8`, `mxint4_fp8` | as without `_fp8` | E4M3, one scale a row | E4M3, one scale a row |
+| `trained` | bf16 | bf16 | bf16, before and after the activation |
+| `matrix` | E4M3, one scale per expert | E4M3, a calibrated scale | E4M3, a calibrated scale |
+| `row` | E4M3, one scale per expert | E4M3, one scale per row | E4M3, one scale per row |
+| `channel` | E4M3, one scale per row | E4M3, one scale per row | E4M3, one scale per row |
+| `block` | E4M3, one scale per 128 x 128 | E4M3, one scale per 128 columns | E4M3, one scale per 128 columns |
+| `mxfp4` | E2M1, an E8M0 scale per 32 columns of a row | bf16 | bf16 |
+| `nvfp4a16` | E2M1, an E4M3 scale per 16 columns of a row, one scale per expert | bf16 | bf16 |
+| `int4`, `mxint4` | INT4, a bf16 scale per 128 or 32 columns of a row | bf16 | bf16 |
+| `mxfp4_fp8`, `int4_fp8`, `mxint4_fp8` | as without `_fp8` | E4M3, one scale per row | E4M3, one scale per row |
 
-Scratch memory is the caller's. Nothing allocates or waits for the device.
+The caller provides scratch memory. Nothing here allocates or waits for the device.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a product's operand. x: [M, H]; scale: by the scaling, None where there is none (yet)
+    """The row operand of a product.
 
-    source: int32 [M], for x of [any, H]: x[source[r]] is row r
+    x: [M, H]
+    scale: as the scaling defines it; None for plain rows, or rows that are not rounded yet
+    source: int32 [M] or None. If given, x is [any, H], and row r is x[source[r]]
     """
 
     x: Tensor
@@ -55,14 +57,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Products:
-    """What both products of a call are made with.
+    """The arguments of both matrix products of a call.
 
-    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; scales: as `Scaling.names` has them.
-        Weights of 4 bits: as `weights.layouts.hopper_4bit` stores them
-    biases: of the rows of w13 and of w2, bf16 [L, 2 * I] and [L, H], as far as there are any
-    dtype: of the layer, and of plain rows
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]. 4-bit weights: as stored by
+        `weights.layouts.hopper_4bit`
+    scales: the tensors of `Scaling.names`
+    biases: [], [w13's] or [w13's, w2's]: bf16 [L, 2 * I] and [L, H]
+    dtype: dtype of the layer and of plain rows
     spare_sms: multiprocessors that the large products leave free
-    exact: products of one order of sums, whatever the number of rows
+    exact: use products with the same order of sums for any number of rows
     """
 
     w13: Tensor
@@ -78,23 +81,23 @@ class Products:
     exact: bool = False
 
     def bias(self, which: int) -> Tensor | None:
-        """Of the first product (0) or the second (1)."""
+        """Return the bias of the first product (0) or the second (1)."""
         return self.biases[which] if which < len(self.biases) else None
 
 
 class Scaling(ABC):
-    """One scheme's part of a step, for one call. `own` is the scratch memory that `scratch` named."""
+    """The part of a step that depends on the scheme, for one call. `own` has the scratch tensors of `scratch`."""
 
-    names: ClassVar[tuple[str, ...]] = ()  # of the parameters that `Products.scales` holds, in order
-    writes_to_peers: ClassVar[bool] = True  # `grouped` heeds `Lists.addresses`
-    blocks: ClassVar[bool] = False  # of 128 along K have scales
+    names: ClassVar[tuple[str, ...]] = ()  # names of the parameters in `Products.scales`, in order
+    writes_to_peers: ClassVar[bool] = True  # `grouped` supports `Lists.addresses`
+    blocks: ClassVar[bool] = False  # blocks of 128 along K have scales
 
     def __init__(self, products: Products) -> None:
         self.products = products
 
     @property
     def same_bits(self) -> bool:
-        """Whether `streamed` and `grouped` give a row the same bits, as `tests/gpu/test_exact_gpu.py` compares them."""
+        """Whether `streamed` and `grouped` give a row the same bits (checked by `tests/gpu/test_exact_gpu.py`)."""
         return False
 
     @property
@@ -106,46 +109,46 @@ class Scaling(ABC):
     @classmethod
     @abstractmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
-        """Scratch for so many routes, without the lists of the sort. y [routes, H] is what `reduce` sums."""
+        """Return the scratch tensors for a number of routes, without those of the sort. `reduce` sums y [routes, H]."""
 
     @abstractmethod
     def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
-        """Tiles of `gemm_skinny`, None where there are too many rows for it. each: rows of an expert on average"""
+        """Return the tiles of `gemm_skinny`, or None for too many rows. each: mean rows per expert"""
 
     def ring(self, each: float) -> Ring | None:
-        """Of `gemm_streaming`, None where there are too many rows for it, too."""
+        """Return the ring of `gemm_streaming`, or None for too many rows. each: mean rows per expert"""
         return ring_for(each, self.products.w13)
 
     @abstractmethod
     def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
-        """Rows as the products read them, where they lay."""
+        """Return the rows as the products read them, in the order received."""
 
     @abstractmethod
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        """Rows as the products read them, in the order of `lists`."""
+        """Return the rows as the products read them, in the order of `lists`."""
 
     def first_result(self, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        """Where the first product goes, and what it does there."""
+        """Return the output of the first product, and the arguments of the activation that it applies."""
         p = self.products
         return own["act"], {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
     def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
-        """The second product's rows. counts: int32 [1], how many there are; pdl: as `quant.kernels`"""
+        """Return the second product's rows. counts: int32 [1], the number of rows; pdl: as in `quant.kernels`"""
         return Rows(own["act"])
 
     def of_first(self, rows: Rows) -> dict[str, Any]:
-        """Scales of the first product, as `gemm_streaming` and `gemm_grouped` take them."""
+        """Return the scale and bias arguments of the first product in `gemm_streaming` and `gemm_grouped`."""
         return {}
 
     def of_second(self, rows: Rows) -> dict[str, Any]:
-        """Scales of the second one."""
+        """Return the scale and bias arguments of the second product."""
         return {}
 
     def run_skinny(
         self, rows: Rows, found: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Both products of few rows, into own["y"]. found: ids, weights and base"""
+        """Compute both products of few rows into own["y"]. found: ids, weights and base"""
         p, act = self.products, own["act"]
         gemm_skinny.first_product(
             rows.x, *found, p.w13, act, p.activation, tiles.first, lists=lists, alpha=p.alpha, limit=p.limit,
@@ -156,7 +159,7 @@ class Scaling(ABC):
         )
 
     def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
-        """Both products of some rows, which are gathered, into own["y"]."""
+        """Compute both products into own["y"] by `gemm_streaming`. The first product gathers its rows."""
         p, (first, how) = self.products, self.first_result(own)
         gemm_streaming.product(
             rows.x, p.w13, lists, first, ring, gather=True, **how, **self.of_first(rows), launch=p.launch
@@ -165,11 +168,11 @@ class Scaling(ABC):
         gemm_streaming.product(act.x, p.w2, lists, own["y"], ring, **self.of_second(act), launch=p.launch)
 
     def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
-        """Both products of many rows, into own["y"], or to `lists.addresses`. expected: rows of all experts"""
+        """Compute both products of many rows into own["y"] or `lists.addresses`. expected: rows of all experts"""
         self.by_gemm_grouped(self.sorted(rows, lists, own), lists, each, own)
 
     def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
-        """Both products of rows as `sorted` gives them."""
+        """Compute both products by `gemm_grouped`. rows: as `sorted` returns them"""
         p, spare = self.products, self.products.spare_sms
         first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None, blocks=self.blocks)
         second = gemm_grouped.tiles_for(each, p.w2, spare, blocks=self.blocks)
@@ -184,7 +187,7 @@ class Scaling(ABC):
 
 
 class Unscaled(Scaling):
-    """Everything in bf16, biases too."""
+    """Weights, rows and biases in bf16."""
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
@@ -197,7 +200,7 @@ class Unscaled(Scaling):
         return rows
 
     def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        return Rows(rows.x, source=lists.source)  # the product gathers them
+        return Rows(rows.x, source=lists.source)  # the product gathers the rows
 
     def of_first(self, rows: Rows) -> dict[str, Any]:
         return {"bias": self.products.bias(0)}
@@ -207,11 +210,11 @@ class Unscaled(Scaling):
 
 
 class Trained(Unscaled):
-    """To the bits of `gradients.TrainedStep`, which keeps the first product's results as bf16."""
+    """`Unscaled` with the same bits as `gradients.TrainedStep`, which rounds the first product's results to bf16."""
 
     @property
     def same_bits(self) -> bool:
-        return True  # of products alone, which both sum in blocks of 128 bytes, in order
+        return True  # both products sum in blocks of 128 bytes, in order, and no activation is part of them
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:

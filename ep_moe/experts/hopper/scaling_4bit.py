@@ -1,4 +1,4 @@
-"""The scalings of weights of 4 bits (`scaling` has the table), under rows in bf16 or in E4M3."""
+"""The scalings of 4-bit weights, with rows in bf16 or E4M3. `scaling` has a table of all scalings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ep_moe.experts.hopper.scaling_fp8 import RowScaled
 
 
 class Packed(Scaling):
-    """Weights with a scale for each `group` columns of a row."""
+    """4-bit weights with a scale for each `group` columns of a row."""
 
     names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
-    format: ClassVar[str]  # of `Weights`
+    format: ClassVar[str]  # `Weights.format`
     group: ClassVar[int]
-    # rows of an expert up to which `gemm_4bit` takes the first product and the second, on an H200
+    # mean rows per expert up to which `gemm_4bit` computes the first and the second product, on an H200
     listed_up_to: ClassVar[tuple[float, float]] = (0.0, 0.0)
 
     @property
@@ -34,7 +34,7 @@ class Packed(Scaling):
         return None
 
     def weights(self, which: int) -> Weights:
-        """Of the first product (0) or the second (1)."""
+        """Return the weights of the first product (0) or the second (1)."""
         p = self.products
         own = dict(zip(self.names[which::2], p.scales[which::2], strict=True))
         scale, *_ = own.values()
@@ -45,7 +45,7 @@ class Packed(Scaling):
         )  # fmt: skip
 
     def activated(self) -> dict[str, Any]:
-        """What the first product does with its sums."""
+        """Return the arguments of the activation that the first product applies."""
         p = self.products
         return {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
@@ -67,7 +67,7 @@ class Packed(Scaling):
         )
 
     def between_skinny(self, own: Mapping[str, Tensor]) -> Rows:
-        """As `between`, of rows that are not sorted."""
+        """Return the second product's rows, for rows that are not sorted."""
         return Rows(own["act"])
 
     def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
@@ -75,7 +75,7 @@ class Packed(Scaling):
         self._multiply(1, self.between(own, lists.ends[-1:], False), lists, each, own["y"])
 
     def _multiply(self, which: int, rows: Rows, lists: Lists, each: float, out: Tensor) -> None:
-        """One product of sorted rows."""
+        """Compute the first (0) or second (1) product of sorted rows."""
         p, w = self.products, self.weights(which)
         how: dict[str, Any] = {"launch": p.launch, **(self.activated() if which == 0 else {})}
         addresses = lists.addresses if which == 1 else None
@@ -90,36 +90,36 @@ class Packed(Scaling):
 
 
 class FourBits(Packed, Unscaled):
-    """Rows in bf16."""
+    """4-bit weights, bf16 rows."""
 
 
 class Mxfp4(FourBits):
-    """`mxfp4`: E2M1 with an E8M0 scale."""
+    """`mxfp4`: E2M1 with E8M0 scales."""
 
     format, group, listed_up_to = "mxfp4", 32, (20.0, 8.0)
 
 
 class Nvfp4(FourBits):
-    """`nvfp4a16`: E2M1 with an E4M3 scale, and a float32 one a matrix."""
+    """`nvfp4a16`: E2M1 with E4M3 scales, and one float32 scale per matrix."""
 
     names = ("w13_scale", "w2_scale", "w13_global_scale", "w2_global_scale")
     format, group, listed_up_to = "nvfp4", 16, (1.0, 1.0)
 
 
 class Int4(FourBits):
-    """`int4`: two's complement with a bf16 scale."""
+    """`int4`: two's complement with bf16 scales, one per 128 columns of a row."""
 
     format, group, listed_up_to = "int4", 128, (20.0, 1.0)
 
 
 class Mxint4(Int4):
-    """`mxint4`: the same with more scales."""
+    """`mxint4`: `int4` with one scale per 32 columns of a row."""
 
     group = 32
 
 
 class FourBitsFp8(Packed, RowScaled):
-    """Rows in E4M3 with a scale each, found here or come with the rows."""
+    """4-bit weights, E4M3 rows with one scale each. Rows arrive rounded, or are rounded here."""
 
     names: ClassVar[tuple[str, ...]] = Packed.names
 
@@ -128,20 +128,20 @@ class FourBitsFp8(Packed, RowScaled):
 
 
 class Mxfp4Fp8(FourBitsFp8):
-    """`mxfp4_fp8`: E2M1 with an E8M0 scale, which becomes E4M3 by the row's largest."""
+    """`mxfp4_fp8`: E2M1 with E8M0 scales. Weights become E4M3 relative to the largest scale of their row."""
 
     names = ("w13_scale", "w2_scale", "w13_row_scale", "w2_row_scale")
     format, group = "mxfp4", 32
 
 
 class Int4Fp8(FourBitsFp8):
-    """`int4_fp8`: two's complement with a bf16 scale."""
+    """`int4_fp8`: two's complement with bf16 scales, one per 128 columns of a row."""
 
     format, group = "int4", 128
 
 
 class Mxint4Fp8(Int4Fp8):
-    """`mxint4_fp8`: the same with more scales."""
+    """`mxint4_fp8`: `int4_fp8` with one scale per 32 columns of a row."""
 
     group = 32
 

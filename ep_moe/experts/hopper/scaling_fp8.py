@@ -1,4 +1,4 @@
-"""The scalings of weights in E4M3 (`scaling` has the table): one scale a matrix, a row, a channel or a block."""
+"""The scalings of E4M3 weights: one scale per matrix, row, channel or block. `scaling` has a table of all scalings."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales, round_row
 from ep_moe.runtime.workspace import Shapes
 from ep_moe.types import Activation
 
-BLOCK = 128  # columns, and rows of weights, of a scale of the `block` scaling
+BLOCK = 128  # with the scaling `block`, a scale covers 128 columns of a row, or 128 x 128 weights
 
 
 def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:
-    """E4M3 [rows, H] in the room of y, which is written after they are read."""
+    """Return E4M3 [rows, H] in the memory of y, which is written only after these rows were read."""
     y = own["y"]
     return y.view(FP8).view(-1, y.shape[1])[:rows]
 
 
 class SameOrder(Scaling):
-    """Those whose products `gemm_streaming` and `gemm_grouped` both sum in blocks of 128 bytes, in order."""
+    """Scalings for which `gemm_streaming` and `gemm_grouped` both sum in blocks of 128 bytes, in order."""
 
     @property
     def same_bits(self) -> bool:
-        return self.products.activation is not Activation.GEGLU  # which their compilers contract otherwise
+        return self.products.activation is not Activation.GEGLU  # which the two compilers contract differently
 
 
 class MatrixScaled(SameOrder):
-    """`fp8_static`: weights and rows in E4M3 by calibrated scales, float32 [L]. Rows come in bf16 and are rounded by
-    the largest of the experts' input scales, or in E4M3 with `Rows.scale` as the number that they were rounded by."""
+    """`fp8_static`: weights and rows in E4M3 with calibrated scales, float32 [L].
+
+    bf16 rows are rounded by the largest of the experts' input scales. E4M3 rows arrive with their scale, a number, in
+    `Rows.scale`.
+    """
 
     names = ("w13_scale", "w13_input_scale", "w2_scale", "w2_input_scale")
 
@@ -74,9 +77,10 @@ class MatrixScaled(SameOrder):
 
 
 class RowScaled(SameOrder):
-    """`fp8_dynamic`: one scale an expert's matrix and one a row, float32 [M], found here or come with the rows.
+    """`fp8_dynamic`: one scale per matrix of an expert and one per row, float32 [M].
 
-    Scales of weights: float32 [L, rows / 128, columns / 128], of which a matrix's are all the same.
+    Rows arrive with their scales, or are rounded here. Scales of weights: float32 [L, rows / 128, columns / 128], all
+    equal within a matrix.
     """
 
     names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
@@ -116,7 +120,7 @@ class RowScaled(SameOrder):
         return self._scales(rows, 0)
 
     def of_second(self, rows: Rows) -> dict[str, Any]:
-        if rows.scale is None:  # `gemm_skinny` rounds its own, by blocks
+        if rows.scale is None:  # `gemm_skinny` rounds them itself, by blocks
             return {"w2_scale": self.products.scales[1]}
         return self._scales(rows, 1)
 
@@ -125,12 +129,12 @@ class RowScaled(SameOrder):
         return {"scales": RowScales(rows.scale, self._of_weights(self.products.scales[which]))}
 
     def _of_weights(self, scales: Tensor) -> Tensor:
-        """As `RowScales.weights`."""
+        """Return the weights' scales as `RowScales.weights`."""
         return scales[:, 0, 0]
 
 
 class ChannelScaled(RowScaled):
-    """`fp8_channel`: one scale a row of weights, an output channel, float32 [L, rows]; rows as `RowScaled`."""
+    """`fp8_channel`: one scale per output channel (row of weights), float32 [L, rows]; rows as with `RowScaled`."""
 
     def _of_weights(self, scales: Tensor) -> Tensor:
         return scales
@@ -143,13 +147,16 @@ class ChannelScaled(RowScaled):
 
 
 class BlockScaled(Scaling):
-    """`fp8_block`, as DeepSeek-V3's: float32 scales [L, rows / 128, columns / 128] of weights and [M, H / 128] of rows,
-    found here or come with the rows. In fp16 too, and for rows that are grouped already."""
+    """`fp8_block`, as in DeepSeek-V3. Also for fp16 layers, and for rows that arrive grouped by expert.
+
+    Scales are float32: [L, rows / 128, columns / 128] of weights, [M, H / 128] of rows. Rows arrive with their scales,
+    or are rounded here.
+    """
 
     names = ("w13_scale", "w2_scale")
     writes_to_peers = False
     blocks = True
-    gemm_grouped_up_to = 88.0  # rows of an expert, on average: `gemm_fp8_block` is ahead with more
+    gemm_grouped_up_to = 88.0  # mean rows per expert; with more, `gemm_fp8_block` is faster
 
     @classmethod
     def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
@@ -200,7 +207,7 @@ class BlockScaled(Scaling):
         return Rows(out, scale)
 
     def _plain(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """With room for activations that are not rounded yet."""
+        """Return `own` with "act", unrounded activations in the memory of "h"."""
         inner = self.products.w2.shape[2]
         return {**own, "act": own["h"].view(-1)[: len(own["h"]) * inner].view(-1, inner)}
 
@@ -209,7 +216,7 @@ class BlockScaled(Scaling):
         return {"scales": BlockScales(rows.scale, self.products.scales[0])}
 
     def of_second(self, rows: Rows) -> dict[str, Any]:
-        if rows.scale is None:  # `gemm_skinny` rounds its own
+        if rows.scale is None:  # `gemm_skinny` rounds them itself
             return {"w2_scale": self.products.scales[1]}
         assert isinstance(rows.scale, Tensor)
         return {"scales": BlockScales(rows.scale, self.products.scales[1])}
@@ -228,9 +235,10 @@ class BlockScaled(Scaling):
         self, rows: Rows, starts: Tensor | None, ends: Tensor, counts: Tensor | None, out: Tensor, expected: float,
         own: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Both products of rows that are grouped by expert, into out.
+        """Compute both products of rows grouped by expert into out.
 
-        starts, ends: int32 [L], each expert's rows, without starts one's begin where the last one's end
+        starts, ends: int32 [L], bounds of each expert's rows. Without starts, an expert's rows begin at the previous
+            expert's end
         """
         p, (w13_scale, w2_scale), routes = self.products, self.products.scales, max(1, int(expected))
         hopper, slots, launch = gemm_fp8_block.has_hopper(out.device), len(p.w2), p.launch

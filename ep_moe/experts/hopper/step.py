@@ -1,7 +1,10 @@
-"""The Hopper expert step as one torch operator on caller-owned memory: sort rows by expert, multiply, sum up by row.
+"""The Hopper expert step as one torch operator on caller-owned memory: sort rows by expert, multiply, sum per row.
 
-Three ways, by how many rows an expert has: few are looked up by each program (`gemm_skinny`), more are gathered while
-weights stream by (`gemm_streaming`), many are sorted before (`gemm_grouped`, `gemm_fp8_block`).
+The number of rows per expert decides between three kinds of kernels:
+
+- few rows: each program looks up its rows (`gemm_skinny`);
+- more rows: they are gathered while weights are streamed (`gemm_streaming`);
+- many rows: they are sorted before (`gemm_grouped`, `gemm_fp8_block`).
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ def shapes(
     dtype: torch.dtype,
     sort: bool = True,
 ) -> Shapes:
-    """Scratch of one pass. sort: rows are sorted and summed up; else they are grouped by expert already"""
+    """Return the scratch tensors of one pass. sort: rows are to be sorted and summed; else they arrive grouped"""
     found = SCALINGS[scaling].scratch(routes, hidden, inner, gated, dtype)
     if sort:
         return found | list_shapes(routes, slots) | {"addresses": ((routes,), torch.int64)}
@@ -60,7 +63,7 @@ def shapes(
 def scratch_bytes(
     scaling: str, routes: int, hidden: int, inner: int, slots: int, *, gated: bool, dtype: torch.dtype
 ) -> int:
-    """Bytes of scratch for passes of at most so many routes."""
+    """Return the bytes of scratch for passes of at most `routes` routes."""
     sizes = [
         carved_bytes(shapes(scaling, routes, hidden, inner, slots, gated=gated, dtype=dtype, sort=sort))
         for sort in (True, False)
@@ -104,21 +107,26 @@ def hopper_moe(
     number: Tensor | None,
     stride: int,
 ) -> None:
-    """scaling: of `SCALINGS`; scales: of its `names`; biases: as `Products`, if the scaling has any
-    x: [N, H], plain or in E4M3 with the scaling's x_scale or input_scale; out: [N, H]; dtype: of the layer
-    per_route: as `types.Received` has it; out: [N * K, H] then
-    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; of 4 bits as `scaling.Products` says
+    """Compute the experts for received rows.
 
-    Either ids (int [N, K], local ones counted from `base`, others are none) and weights (float32 [N, K], None for 1; a
-    route of weight 0 is none), or, with the `block` scaling, starts and ends (int32 [L], each expert's rows) and
-    weights (float32 [N] or None).
+    scaling: a key of `SCALINGS`; scales: its tensors, by `Scaling.names`; biases: as of `Products`
+    x: [N, H], plain, or in E4M3 with the scaling's x_scale or input_scale; dtype: dtype of the layer
+    out: [N, H]; with per_route (as of `types.Received`) [N * K, H]
+    w13: [L, 2 * I, H], gate first ([L, I, H] without a gate); w2: [L, H, I]; 4-bit weights as of `scaling.Products`
 
-    expected: routes per row that tiles are chosen for; chunk: routes of one pass
+    Rows are assigned to experts in one of two ways:
+
+    - ids: int [N, K], local ids plus `base`; other ids name no local expert; weights: float32 [N, K], None for 1; a
+      route of weight 0 is skipped
+    - with the `block` scaling, starts and ends: int32 [L], the bounds of each expert's rows; weights: float32 [N] or
+      None
+
+    expected: local experts per row, by which tiles are chosen; chunk: the most routes of one pass
     spare_sms: multiprocessors that the large products leave free
-    exact: go ways of one order of sums (`Scaling.same_bits`), for few rows too; with ids only
-    ids_ready, sequence: of `types.WireIds`
-    peers to stride: of `route_sort.PeerAddresses`. Unless peers is None, that memory is written instead of `out`; with
-        ids only
+    exact: use only kernels with the same order of sums (`Scaling.same_bits`), also for few rows; only with ids
+    ids_ready, sequence: as of `types.WireIds`
+    peers to stride: the fields of `route_sort.PeerAddresses`. If peers is given, results are written there instead of
+        to `out`; only with ids
     """
     products = Products(w13, w2, scales, dtype, Activation(activation), alpha, limit, spare_sms, launch, biases, exact)
     step = SCALINGS[scaling](products)
@@ -140,7 +148,7 @@ def hopper_moe(
         found = (ids[part], None if weights is None else weights[part], base)
         own = out if to else out[part.start * returned : part.stop * returned]
         _pass(step, scaling, workspace, rows.part(part), found, coming, own, to, expected, exact, per_route)
-        coming = None  # what comes later is here by then
+        coming = None  # after the first pass all ids and rows have arrived
 
 
 def _pass(
@@ -148,7 +156,7 @@ def _pass(
     coming: IdsReady | None, out: Tensor, peer_out: PeerAddresses | None, expected: float, exact: bool,
     per_route: bool,
 ) -> None:  # fmt: skip
-    """found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
+    """Compute one pass. found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
     p, (count, top_k) = step.products, found[0].shape
     launch, (slots, hidden, inner) = p.launch, step.sizes
     total = count * expected
@@ -162,10 +170,10 @@ def _pass(
         step.run_skinny(step.rounded(rows, own), found, tiles, None, own)
         route_sort.reduce(own["y"], *found, slots, out, peer_out=peer_out, per_route=per_route, launch=launch)
         return
-    pdl = ring is not None  # weights are fetched while routes are sorted
+    pdl = ring is not None  # the first product prefetches weights while routes are sorted
     if pdl:
         rows = step.rounded(rows, own)
-    # the second product itself writes a row for each route to its peer
+    # the second product writes the row of each route directly to its peer
     to_peers = peer_out is not None and peer_out.number is None
     direct = per_route and step.writes_to_peers and tiles is None and not pdl and to_peers
     lists = route_sort.list_pairs(
@@ -189,8 +197,10 @@ def _grouped(
     step: BlockScaled, workspace: Tensor, rows: Rows, bounds: tuple[Tensor, Tensor], first: int, out: Tensor,
     expected: float,
 ) -> None:  # fmt: skip
-    """Rows that are grouped by expert already. bounds: `starts` and `ends` of the call; first: the number of rows'
-    first one there"""
+    """Compute a part of rows that arrived grouped by expert.
+
+    bounds: `starts` and `ends` of the call; first: the index of the part's first row in the call
+    """
     p, count = step.products, len(rows.x)
     slots, hidden, inner = step.sizes
     own = carve(
@@ -204,12 +214,12 @@ def _grouped(
 
 
 def ids_ready_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:
-    """`ids_ready` and `sequence`, as `hopper_moe` takes them."""
+    """Return the arguments `ids_ready` and `sequence` of `hopper_moe`."""
     return (None, None) if ids is None else (ids.ids_ready, ids.sequence)
 
 
 def peer_arguments(peers: PeerRows | None) -> tuple[Tensor | None, int, int, int, Tensor | None, int]:
-    """The fields of `route_sort.PeerAddresses`, as `hopper_moe` takes them: of types that a graph's node can have."""
+    """Return the arguments `peers` to `stride` of `hopper_moe`: plain types, which a torch operator can take."""
     if peers is None:
         return None, 0, 1, 0, None, 0
     to = PeerAddresses.of(peers)
