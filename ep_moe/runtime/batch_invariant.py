@@ -1,16 +1,17 @@
-"""Row operations whose bits depend on the row alone: not on how many rows there are, where a row stands among them, or
-how many threads compute.
+"""Batch-invariant row operations: a row's result depends, bit for bit, only on that row. It does not depend on the
+number of rows, the row's index, or the number of threads.
 
-- **Products** multiply tiles of `ROWS` rows, the last one filled up with zeros. Each tile is the same call: of one
-  shape, one alignment, of each row too, and, on a CPU, one thread. MKL chooses its kernel by the number of rows, splits
-  sums by the number of threads, and on AMD's Zen sums a row by its alignment where there are few columns.
-- **Functions of elements** run on blocks of `BLOCK` elements on a CPU, where torch's kernels compute the last elements
-  of a tensor, and of each thread's part, by other instructions than the rest.
-- **Sums over columns** add halves to each other. Sums over rows, which are weights' gradients, add tiles in order.
+- **Products** multiply tiles of `ROWS` rows. The last tile is padded with zeros. Each tile is the same call: the same
+  shape, the same alignment of all rows, and on a CPU one thread. MKL chooses its kernel by the number of rows, and
+  splits sums by the number of threads. With few columns on AMD Zen it sums a row by its alignment.
+- **Functions of elements** run on blocks of `BLOCK` elements on a CPU. There torch computes the last elements of a
+  tensor, and of each thread's part, by other instructions than the rest.
+- **Sums over columns** add the two halves of the columns until one is left. Sums over rows (gradients of weights) add
+  tiles in order.
 - **Top-k** has no ties: of equal scores the lower column comes first.
 
-That a row's place within a tile does not matter is measured, not promised by BLAS
-(`tests/unit/runtime/test_batch_invariant.py`).
+A row's index within its tile must not matter either. BLAS does not guarantee this;
+`tests/unit/runtime/test_batch_invariant.py` measures it.
 """
 
 # Triton's language has no types
@@ -31,13 +32,13 @@ from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.launch_cache import cdiv
 from ep_moe.runtime.triton_compat import tl, triton
 
-ROWS = 32  # of a tile: fewer waste a CPU's throughput, more waste work on single rows
-BLOCK = 4096  # elements: whole vectors of every CPU, and too few for torch to give parts to threads
-_ALIGNMENT = 64  # bytes: what torch gives new memory on a CPU at least
+ROWS = 32  # rows of a tile: fewer waste a CPU's throughput, more waste work on single rows
+BLOCK = 4096  # elements: whole vectors on every CPU, and too few for torch to split them over threads
+_ALIGNMENT = 64  # bytes: torch aligns new CPU memory at least so
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply rows by a matrix, as `torch.nn.functional.linear`.
+    """Multiply rows by a matrix, as `torch.nn.functional.linear` does.
 
     Args:
         x: [M, in].
@@ -51,15 +52,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
-    """Multiply each group of rows by a matrix of its own.
+    """Multiply each group of rows by its own matrix.
 
-    The gradient of a matrix is the sum over its rows in their order, in tiles, in float32.
+    The gradient of a matrix is summed over tiles of its rows in order, in float32.
 
     Args:
         x: [M, in], sorted by group.
         weight: [L, out, in].
         bias: [L, out]. Default: none.
-        counts: Rows of each of the L groups, M in all.
+        counts: Rows of each of the L groups, M in total.
 
     Returns:
         [M, out].
@@ -69,11 +70,12 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Seque
 
 
 def pointwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Compute a function of elements.
+    """Apply an elementwise function.
 
     Args:
-        function: Of one-dimensional tensors of one size, to one of that size; each element by itself. Differentiable.
-        *tensors: Of one shape.
+        function: Elementwise and differentiable. Takes one-dimensional tensors of one size, and returns one of that
+            size.
+        *tensors: Tensors of one shape.
 
     Returns:
         A tensor of that shape.
@@ -83,7 +85,7 @@ def pointwise(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def sum_columns(x: Tensor) -> Tensor:
-    """Sum over the last dimension: halves are added to each other until one column is left.
+    """Sum over the last dimension, by adding its two halves until one column is left.
 
     Args:
         x: [..., N].
@@ -116,10 +118,10 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def top_k(scores: Tensor, k: int) -> Tensor:
-    """Find the k best columns of each row, the best first; of equal ones the lower first.
+    """Return the columns of the k highest scores of each row, in descending order; of equal scores the lower column.
 
     Args:
-        scores: [..., N] of at most 32 bits; a NaN is better than all.
+        scores: [..., N], dtype of at most 32 bits. NaN counts as the highest score.
         k: At most N.
 
     Returns:
@@ -128,7 +130,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     width = scores.shape[-1]
     found = scores.detach().float() + 0.0  # -0.0 and 0.0 are equal
     bits = found.masked_fill(found.isnan(), torch.nan).contiguous().view(torch.int32).long()
-    ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits)  # as the scores, and no two keys are equal
+    ordered = torch.where(bits < 0, -1 - (bits & 0x7FFFFFFF), bits)  # integers in the order of the scores
     places = 1 << max(width - 1, 0).bit_length()
     column = torch.arange(width, device=scores.device)
     best: Tensor = (ordered * places + (places - 1 - column)).topk(k).values
@@ -137,7 +139,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU the number of threads decides how MKL cuts a sum."""
+    """Run with one thread on a CPU, because MKL splits sums by the number of threads."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
         yield
@@ -196,14 +198,14 @@ class _GroupedLinear(Function):
 
 
 class _Tile:
-    """Memory for `ROWS` rows like those of x, each aligned as the first."""
+    """Memory for `ROWS` rows like those of x, all with the same alignment."""
 
     def __init__(self, x: Tensor) -> None:
         width, unit = x.shape[1], _ALIGNMENT // x.itemsize
         self._rows = x.new_zeros(ROWS, cdiv(width, unit) * unit)[:, :width]
 
     def of(self, x: Tensor, part: slice) -> Tensor:
-        """These rows of x, and zeros behind them."""
+        """Return these rows of x, padded with zeros to `ROWS`."""
         count = part.stop - part.start
         self._rows[:count] = x[part]
         if count < ROWS:
@@ -212,7 +214,7 @@ class _Tile:
 
 
 def _tiles(counts: Sequence[int]) -> Iterator[tuple[int, list[slice]]]:
-    """Groups with rows, and their parts of at most `ROWS` rows."""
+    """Yield each group with rows, and its parts of at most `ROWS` rows."""
     start = 0
     for group, count in enumerate(counts):
         end = start + count
@@ -222,7 +224,7 @@ def _tiles(counts: Sequence[int]) -> Iterator[tuple[int, list[slice]]]:
 
 
 def _aligned(matrix: Tensor) -> Tensor:
-    """The same numbers, contiguous and aligned as new memory is: libraries may choose kernels by alignment."""
+    """Return matrix, contiguous and aligned as new memory is, because libraries may choose kernels by alignment."""
     matrix = matrix.contiguous()
     return matrix.clone() if matrix.data_ptr() % _ALIGNMENT else matrix
 
@@ -247,7 +249,10 @@ class _Pointwise(Function):
 
 
 def _in_blocks(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> list[Tensor]:
-    """Results of the tensors' shape. A GPU computes each element by the same instructions: one block there."""
+    """Apply function to blocks of elements, and return results of the tensors' shape.
+
+    On a GPU one block suffices, because it computes each element by the same instructions.
+    """
     shape, count = tensors[0].shape, tensors[0].numel()
     if tensors[0].device.type != "cpu":
         flat = [tensor.reshape(-1) for tensor in tensors]
@@ -262,11 +267,11 @@ def _in_blocks(function: Callable[..., tuple[Tensor, ...]], tensors: tuple[Tenso
     return [torch.cat(found)[:count].view(shape) for found in zip(*parts, strict=True)]
 
 
-_COLUMNS = 1024  # of a program
+_COLUMNS = 1024  # columns of a program
 
 
 def repeat_rows(x: Tensor, top_k: int) -> Tensor:
-    """Write each row K times. Torch's operator reads it K times, from memory that is strided by 0.
+    """Repeat each row K times. It reads each row once, unlike torch's operator, which reads a view with stride 0.
 
     Args:
         x: [T, H], on a GPU.
@@ -284,13 +289,15 @@ def repeat_rows(x: Tensor, top_k: int) -> Tensor:
 
 
 def sum_routes(rows: Tensor, top_k: int, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
-    """Add the K rows of each token in order, in float32, from 0.0 on: to the bits that torch's operators give one by
-    one, in one launch for three of theirs a route.
+    """Add the K rows of each token in order, in float32, starting from 0.0.
+
+    The result is bitwise equal to that of separate torch operators. These would need three launches per route; this
+    needs one in total.
 
     Args:
         rows: [T * K, H], on a GPU.
         top_k: K.
-        ids: [T, K], below 0 for a route whose weight is taken for 0; None beside no weights.
+        ids: [T, K]; a route with a negative id has weight 0. None if weights is None.
         weights: float32 [T, K], None for ones.
 
     Returns:
@@ -319,7 +326,7 @@ def _repeat_rows(x, out, size, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _sum_routes(rows, ids, weights, out, size, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Products are rounded before they are added, as torch's are."""
+    """Compute `sum_routes`. Products are rounded before they are added, as by torch's operators."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < size

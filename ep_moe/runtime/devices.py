@@ -1,9 +1,8 @@
-"""What a device can do, asked once; what its kernels can read; the device and the stream that are current, work beside
-that stream, and operations that torch's dispatch modes are not to see.
+"""Properties of devices, the current device and stream, side streams, and operations hidden from dispatch modes.
 
-Torch's own operations run where their tensors are. Triton, the driver, FlashInfer, pinned memory, graph captures and
-events run on the device that is current, which is 0 until it is set. Each entry point of the package enters
-`on_device` of the context's device first.
+Torch's operations run on the device of their tensors. Triton, the driver, FlashInfer, pinned memory, graph captures and
+events use the current device, which is 0 until it is set. So each entry point of the package first enters `on_device`
+with the context's device.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ep_moe.types import Pending
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
-ALIGNED = 16  # bytes: what Triton's binaries are compiled for, and what libraries' kernels read at once
+ALIGNED = 16  # bytes: the alignment for which Triton compiles binaries, and that libraries' kernels need
 
 
 @cache
@@ -38,11 +37,11 @@ def memory_rate(device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
     found = torch.cuda.get_device_properties(device)
-    return 2e3 * found.memory_clock_rate * found.memory_bus_width / 8  # kHz, of which both edges count, and bits
+    return 2e3 * found.memory_clock_rate * found.memory_bus_width / 8  # kHz, double data rate; bits
 
 
 def current_stream(device: torch.device) -> int:
-    """Give the handle of the stream that is current on a GPU, without an object for it; 0 on a CPU."""
+    """Return the handle of a GPU's current stream, without creating a stream object; 0 on a CPU."""
     if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -52,19 +51,19 @@ def current_stream(device: torch.device) -> int:
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Say whether the GPU has PDL: kernels can start before those ahead of them have ended."""
+    """Return whether the GPU supports PDL: a kernel can start before the previous one has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def without_peer_atomics(count: int) -> tuple[int, int] | None:
-    """Look for GPUs without atomic operations in each other's memory, as over PCI Express.
+    """Find two GPUs without atomic operations in each other's memory, for example connected over PCI Express.
 
     Args:
-        count: GPUs 0 to count - 1 are asked.
+        count: GPUs 0 to count - 1 are checked.
 
     Returns:
-        The first such pair. None where all have them, as over NVLink, and where the driver cannot be asked.
+        The first such pair. None if all pairs have them, as over NVLink, or if the driver cannot be queried.
     """
     try:
         from cuda.bindings import driver
@@ -81,9 +80,9 @@ def without_peer_atomics(count: int) -> tuple[int, int] | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a GPU the current device, for a `with`. Nothing happens on a CPU, or where it is current already.
+    """Make a GPU the current device within a `with` block. Does nothing for a CPU, or if it is already current.
 
-    Compiled code needs nothing of it: it makes the device of its tensors current by itself.
+    In compiled code it does nothing: that code itself makes the device of its tensors current.
 
     Args:
         device: The GPU, with its index.
@@ -92,7 +91,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
         A context manager.
 
     Raises:
-        InputError: a CUDA graph is being captured on another GPU.
+        InputError: A CUDA graph is being captured on another GPU.
     """
     index = None if torch.compiler.is_compiling() else gpu_index(device)
     if index is None or not elsewhere(index):
@@ -107,20 +106,20 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def elsewhere(index: int | None) -> bool:
-    """Say whether another GPU than this one is current. Part of the host time of eager calls.
+    """Return whether another GPU than this one is current. Called in each eager call, so it must be fast.
 
     Args:
-        index: Of the GPU; None for no GPU, which gives False.
+        index: Index of the GPU; None for no GPU.
 
     Returns:
-        Whether it is another.
+        Whether another GPU is current; False for None.
     """
     return index is not None and not torch.compiler.is_compiling() and torch._C._cuda_getDevice() != index
 
 
-@cache  # half a microsecond of torch's otherwise
+@cache  # saves half a microsecond in torch
 def gpu_index(device: torch.device) -> int | None:
-    """Give a GPU's index; None for a CPU, and for a GPU without an index."""
+    """Return a GPU's index; None for a CPU, and for a GPU without an index."""
     return device.index if device.type == "cuda" else None
 
 
@@ -130,7 +129,7 @@ def on_device_of(
     """Decorate a function to run within `on_device`.
 
     Args:
-        place: The function's arguments -> the device.
+        place: Returns the device for the function's arguments.
 
     Returns:
         A decorator.
@@ -148,24 +147,24 @@ def on_device_of(
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Give `torch.device("cuda")` the index of the device that is current now; leave others as they are."""
+    """Return a GPU without an index as the current GPU with its index; return other devices unchanged."""
     if isinstance(device, torch.device) and device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
 def as_device(device: object, what: str = "device") -> torch.device:
-    """Give the device that a user named, with its index.
+    """Return the device that a user named, with its index.
 
     Args:
-        device: A torch.device, or what `torch.device` takes: "cpu", "cuda", "cuda:1", the index of a GPU.
-        what: The argument, for the error.
+        device: A torch.device, or an argument of `torch.device`: "cpu", "cuda", "cuda:1", the index of a GPU.
+        what: Name of the argument, for the error.
 
     Returns:
-        The device. One of a GPU without an index is the device that is current now.
+        The device. A GPU without an index becomes the current GPU.
 
     Raises:
-        ConfigError: it is no device, or none that torch has here.
+        ConfigError: It is not a device, or torch does not have it here.
     """
     if isinstance(device, str) or type(device) is int:
         try:
@@ -176,12 +175,12 @@ def as_device(device: object, what: str = "device") -> torch.device:
         raise ConfigError(f"{what} must be a torch.device or its name, such as 'cuda:0', got {device!r}")
     try:
         return with_index(device)
-    except (AssertionError, RuntimeError) as error:  # a build for CPUs asserts
+    except (AssertionError, RuntimeError) as error:  # a CPU build of torch asserts
         raise ConfigError(f"{what} {str(device)!r} is none that torch has here: {error}") from None
 
 
 def memory_left(device: torch.device) -> tuple[int, int]:
-    """Ask a GPU for its free and total bytes; (0, 0) where there is none, or it does not answer."""
+    """Return the free and total bytes of a GPU; (0, 0) for a CPU, or if the query fails."""
     if device.type != "cuda":
         return 0, 0
     try:
@@ -191,22 +190,24 @@ def memory_left(device: torch.device) -> tuple[int, int]:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x, or a copy where it begins between two multiples of 16 bytes, which some kernels cannot read. An empty tensor
-    reports address 0 and still cannot be viewed as words, so it is copied."""
+    """Return x, or a copy if its address is not a multiple of 16 bytes, which some kernels need.
+
+    An empty tensor reports address 0 and still cannot be viewed as words, so it is copied.
+    """
     return x.clone() if x.data_ptr() % ALIGNED or not x.numel() else x
 
 
 def without_class(x: Any) -> Any:
-    """Make a plain tensor of one whose class only changes methods, and keep its graph.
+    """Return a tensor of a subclass that only changes methods as a plain tensor, and keep its autograd graph.
 
-    The class is lost within autograd's functions, and then the graph. Waits for a result that torch's collectives have
-    under way.
+    An autograd function would lose the class, and with it the graph. For an asynchronous result of torch's collectives
+    this waits.
 
     Args:
         x: Anything.
 
     Returns:
-        The plain tensor; all else as it is.
+        The plain tensor; anything else unchanged.
     """
     if not isinstance(x, Tensor) or type(x) in (Tensor, torch.nn.Parameter):
         return x
@@ -217,9 +218,11 @@ def without_class(x: Any) -> Any:
 
 @contextmanager
 def unseen_by_modes() -> Iterator[None]:
-    """Hide operations from dispatch modes: those that a layer makes in its first call alone, now and then, or only
-    where activation checkpointing repeats a call. Selective checkpointing numbers the operations of a forward and of
-    its repetition, and takes what it saved by these numbers.
+    """Hide operations from torch's dispatch modes, for operations that not every call makes.
+
+    Selective activation checkpointing numbers the operations of a forward and of its recomputation, and finds saved
+    tensors by these numbers. Operations that a layer makes only in its first call, or only in a recomputation, would
+    shift the numbers.
 
     Yields:
         Nothing.
@@ -232,28 +235,28 @@ def unseen_by_modes() -> Iterator[None]:
 
 
 class SideStream:
-    """Calls on a stream of their own, in the order they are made.
+    """Runs calls on a separate stream, in the order in which they are made.
 
-    Each begins when what the caller's stream has been given until then is done, so that memory which the caller freed
-    before may be used again; `wait()` makes the caller's stream wait, and does there what the call left to it. Inside a
-    graph capture both become branches.
+    A call begins after the work that the caller's stream has at that time, so memory that the caller freed before may
+    be reused. `wait()` makes the caller's stream wait for the call, and runs the rest of the call on the caller's
+    stream. In a CUDA graph capture, both streams become branches of the graph.
     """
 
     def __init__(self, priority: int = 0) -> None:
-        """Make the stream in the first call.
+        """Store the priority. The first call creates the stream.
 
         Args:
-            priority: Of a CUDA stream, lower goes first.
+            priority: Priority of the CUDA stream; a lower number goes first.
         """
         self._priority = priority
         self._stream: torch.cuda.Stream | None = None
-        self.active = False  # whether a call is being given to it
+        self.active = False  # whether a call is being launched on this stream
 
     def start(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
-        """Begin a call. What `call` holds is kept until `wait()`: its memory may not be used again before.
+        """Start a call. The objects that `call` references are kept until `wait()`, so their memory is not reused.
 
         Args:
-            device: Where it runs.
+            device: The device on which it runs.
             call: The call.
 
         Returns:

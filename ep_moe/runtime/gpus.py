@@ -1,7 +1,7 @@
-"""GPUs that a command can be asked about while none is here: what they can compute, and how fast.
+"""Kinds of GPUs for which a command can plan without a GPU: their capabilities and rates.
 
-Datasheet rates are those without sparsity, and NVLink's in one direction (the sheets add both directions). Bytes of
-memory are the sheet's decimal ones; drivers report a little more.
+Datasheet rates are without sparsity, and NVLink's in one direction (datasheets add both directions). Bytes of memory
+are the datasheet's decimal numbers; drivers report a little more.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class GPURates:
     Args:
         copy: Bytes per second of its memory, read and written.
         bf16: Operations per second of matrix products in bf16; multiply and add count as two.
-        fp8: The same in fp8.
+        fp8: Operations per second of matrix products in fp8.
         link: Bytes per second over NVLink in one direction.
-        source: Where the numbers are from.
+        source: The source of the numbers.
     """
 
     copy: float
@@ -35,14 +35,14 @@ class GPURates:
 
 @dataclass(frozen=True, kw_only=True)
 class GPU:
-    """One kind of GPU, which stands for a `torch.device` where backends are asked whether they run on it.
+    """One kind of GPU. Backends accept it instead of a `torch.device` when they are asked whether they run on it.
 
     Args:
-        name: As `--gpu` takes it.
+        name: The value of `--gpu`.
         capability: Compute capability, such as (9, 0).
-        memory_bytes: By the datasheet.
+        memory_bytes: Bytes of memory by the datasheet.
         datasheet: Rates by the datasheet.
-        measured: Rates that our benchmarks measured, None where they were not run on it.
+        measured: Rates measured by this project's benchmarks, None if they were not run on this GPU.
     """
 
     name: str
@@ -50,11 +50,11 @@ class GPU:
     memory_bytes: int
     datasheet: GPURates
     measured: GPURates | None = None
-    type: ClassVar[str] = "cuda"  # as that of a torch.device
+    type: ClassVar[str] = "cuda"  # as `torch.device.type`
 
     @property
     def rates(self) -> GPURates:
-        """The measured rates where there are any."""
+        """The measured rates, or those of the datasheet if there are none."""
         return self.measured or self.datasheet
 
 
@@ -91,7 +91,7 @@ GPUS = {
 
 
 def gpu_named(name: str) -> GPU:
-    """Look a kind of GPU up.
+    """Look up a kind of GPU.
 
     Args:
         name: A key of `GPUS`.
@@ -100,7 +100,7 @@ def gpu_named(name: str) -> GPU:
         The GPU.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: `GPUS` has no such key.
     """
     if name not in GPUS:
         raise ConfigError(f"gpu (--gpu) must be one of {', '.join(GPUS)}, got {name!r}")
@@ -108,12 +108,12 @@ def gpu_named(name: str) -> GPU:
 
 
 def compute_capability(device: torch.device | GPU) -> tuple[int, int]:
-    """Of a GPU here, or of one of the table.
+    """Return the compute capability of a GPU.
 
     Args:
-        device: Of type "cuda".
+        device: A device of type "cuda", or an entry of `GPUS`.
 
     Returns:
-        Such as (9, 0).
+        The compute capability, such as (9, 0).
     """
     return device.capability if isinstance(device, GPU) else torch.cuda.get_device_capability(device)

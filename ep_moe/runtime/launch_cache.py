@@ -1,17 +1,20 @@
-"""Launches: kept for calls like earlier ones (`LaunchCache`), their grids, and kernels that start early (PDL).
+"""Fast repeated launches (`LaunchCache`), grid sizes, and early starts of kernels (PDL).
 
-Triton looks at every argument of every launch to find the binary that was compiled for its like, which takes the host
-two to three times as long as the launch itself. What was launched once with the same arguments, or others like them, is
-launched here without another look. Kernels of `nvrtc` are launched alike. Triton's own functions of the names `cdiv`
-and `next_power_of_2` serve its compiler too, and take the host 1.6 us a call where these take 0.1: a layer call has
-twenty of them.
+Triton inspects every argument of every launch to find the matching binary. This takes the host two to three times as
+long as the launch itself. The classes here keep the binary of a launch, and use it for launches with arguments of the
+same kinds. Kernels of `nvrtc` are launched in the same way. Triton's own functions `cdiv` and `next_power_of_2` also
+serve its compiler, and take the host 1.6 us a call. Those here take 0.1 us, and a layer call makes twenty such calls.
 
-Kernels may start before those ahead of them in their stream have ended (CUDA's programmatic dependent launch). A
-kernel launched with `pdl_launch` starts as soon as all programs of the one ahead of it have called `pdl_trigger`, or
-ended. It calls `pdl_wait` before it reads what an earlier kernel wrote or writes what one may still read; read
-before are only weights, which no kernel of a forward pass writes, and what a flag says is there (`types.WireIds`). All
-kernels ahead of it have ended then, since the one ahead has waited for its own in the same way, or was launched without
-`pdl_launch` and so began after them. Kernels that write weights let none start early.
+PDL (CUDA's programmatic dependent launch) lets a kernel start before the previous kernel of its stream has ended:
+
+- A kernel launched with `pdl_launch` starts when all programs of the previous kernel have called `pdl_trigger` or
+  ended.
+- It calls `pdl_wait` before it reads what an earlier kernel wrote, or writes what one may still read. Before
+  `pdl_wait` it may only read weights, which no kernel of a forward pass writes, and data whose arrival a flag announces
+  (`types.WireIds`).
+- After `pdl_wait` all earlier kernels have ended: the previous kernel waited for its predecessor in the same way, or
+  was launched without `pdl_launch` and so started after it had ended.
+- Kernels that write weights do not let the next kernel start early.
 """
 
 from __future__ import annotations
@@ -33,19 +36,21 @@ from ep_moe.runtime.versions import LAUNCHERS, launcher_known
 _log = logging.getLogger("ep_moe.runtime")
 
 Grid = tuple[int, ...]
-Launch = Callable[..., None]  # kernel, grid, arguments, and by name constants and options
+Launch = Callable[..., None]  # (kernel, grid, *arguments, **constants and options)
 
-_MAX_CACHED = 64  # launches that a cache keeps at once
+_MAX_CACHED = 64  # most launches in a cache
 
 
 def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-    """A launch, and no more."""
+    """Launch a kernel directly, without a cache."""
     kernel[grid](*args, **constants)
 
 
 class RecordedLaunches:
-    """A `Launch` that can repeat all launches: in the same order, with the same arguments, on the same memory, of
-    which it holds nothing but addresses."""
+    """A `Launch` that records launches, and can repeat all of them in the same order with the same arguments.
+
+    It keeps the addresses of tensors, and does not keep their memory alive.
+    """
 
     def __init__(self) -> None:
         self._made: list[Callable[[], None]] = []
@@ -59,7 +64,7 @@ class RecordedLaunches:
 
 
 class LaunchSpec(NamedTuple):
-    """A launch in full: kernel[grid](*changing, *fixed, **constants)."""
+    """All arguments of a launch: kernel[grid](*changing, *fixed, **constants)."""
 
     kernel: Any
     grid: Grid
@@ -69,15 +74,17 @@ class LaunchSpec(NamedTuple):
 
 
 class LaunchCache:
-    """Launches whose first arguments change from call to call, while the others depend on a key alone."""
+    """A cache of launches. Their leading arguments change from call to call; the others depend only on a key."""
 
     def __init__(self) -> None:
         self._made: dict[Any, Callable[..., None]] = {}
 
     def launch(self, key: Any, changing: tuple[Any, ...], make_spec: Callable[[], LaunchSpec]) -> None:
-        """key: all that the rest depends on, and of `changing` dtypes and where there is None
-        changing: contiguous tensors, None, and numbers that the kernel does not specialize on
-        make_spec: gives the whole launch when a key is new, where tensors may be views of other dtypes
+        """Launch a kernel, by its cached binary if the key is known.
+
+        key: everything on which the other arguments depend; also the dtypes of `changing`, and which are None
+        changing: contiguous tensors, None, and numbers on which the kernel does not specialize
+        make_spec: returns the whole launch for a new key. Its tensors may be views in other dtypes
         """
         bits, given = 0, []
         for argument in changing:
@@ -102,31 +109,31 @@ class LaunchCache:
 
 
 def _launched(spec: LaunchSpec) -> Callable[..., None]:
-    """Launch it; what launches it again, with other `changing`."""
+    """Launch a kernel, and return a function that launches it again with other `changing`."""
     kernel, grid, changing, fixed, constants = spec
     made = kernel[grid](*changing, *fixed, **constants)
     if made is not None:
         rest = _constants(kernel, len(changing) + len(fixed), constants)
         return _Binary(made, grid, tuple(map(_kept, (*fixed, *rest))))
 
-    def interpreted(*given: Any) -> None:  # Triton's interpreter leaves none
+    def interpreted(*given: Any) -> None:  # Triton's interpreter returns no binary
         kernel[grid](*given, *fixed, **constants)
 
     return interpreted
 
 
 class KeptLaunches:
-    """A `Launch` that keeps the binary of each call, for calls with the same kernel, constants and kinds of arguments.
+    """A `Launch` that caches the binary of each launch by kernel, constants and kinds of arguments.
 
-    Kinds are what Triton compiles a kernel for: the dtype and alignment of a tensor; whether an integer is 1, a
-    multiple of 16, or of more than 32 bits. Grids may differ. Used on one device.
+    The kind of an argument is what Triton compiles a kernel for: the dtype and alignment of a tensor; whether an
+    integer is 1, a multiple of 16, or has more than 32 bits. Grids may differ. An object serves one device.
     """
 
     def __init__(self) -> None:
         self._made: dict[Any, tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
     def __call__(self, kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
-        parts: list[Any] = [id(kernel), *constants.items()]  # a kernel's hash is of its source, and slow
+        parts: list[Any] = [id(kernel), *constants.items()]  # a kernel's own hash is slow: it hashes the source
         given = []
         for argument in args:
             if isinstance(argument, Tensor):
@@ -144,7 +151,7 @@ class KeptLaunches:
             run((*grid, 1, 1)[:3], *given, *rest)
             return
         made = kernel[grid](*args, **constants)
-        if made is None or not hasattr(made, "packed_metadata"):  # of the interpreter, or of NVRTC
+        if made is None or not hasattr(made, "packed_metadata"):  # from Triton's interpreter, or from NVRTC
             return
         if len(self._made) == _MAX_CACHED:
             self._made.clear()
@@ -154,12 +161,12 @@ class KeptLaunches:
 
 @cache
 def kept_launches(device: torch.device) -> KeptLaunches:
-    """Of a device, for launches that belong to no layer."""
+    """Return the cache of a device for launches that belong to no layer."""
     return KeptLaunches()
 
 
 class _Binary:
-    """A launch of a compiled kernel."""
+    """A repeatable launch of a compiled kernel."""
 
     __slots__ = ("_fixed", "_run")
 
@@ -172,13 +179,16 @@ class _Binary:
 
 
 def _constants(kernel: Any, given: int, constants: dict[str, Any]) -> list[Any]:
-    """A binary takes all that its kernel's signature has, constants too, but no options of the launch."""
+    """Return the constants in a kernel's signature, which its binary takes too, without options of the launch."""
     return [constants[name] for name in kernel.arg_names[given:]]
 
 
 def _short(made: Any) -> Callable[..., None] | None:
-    """What `made[grid](*args)` does, of grid and args, for half of the host's time while no profiler listens; None
-    where it is a Triton whose launcher is not known, or none of its kernels."""
+    """Return a function of grid and args that does what `made[grid](*args)` does, in half of the host's time.
+
+    With a profiler's launch hooks it takes the slow path. Returns None for a Triton whose launcher is not known, and
+    for kernels of NVRTC.
+    """
     if not hasattr(made, "packed_metadata"):
         return None
     import triton
@@ -211,8 +221,11 @@ def _say_slow(version: str) -> None:
 
 
 def _kept(argument: Any) -> Any:
-    """A tensor's address, which a kernel takes as it takes the tensor, without asking the driver what kind of memory it
-    is; of a descriptor one like it that holds no memory; others as they are."""
+    """Return an argument in the form in which a cache keeps it.
+
+    A tensor becomes its address: the launcher then does not ask the driver for its kind of memory. A tensor descriptor
+    becomes a copy that holds no memory. Other arguments are unchanged.
+    """
     if isinstance(argument, Tensor):
         return argument.data_ptr()
     if isinstance(base := getattr(argument, "base", None), Tensor):
@@ -222,7 +235,7 @@ def _kept(argument: Any) -> Any:
 
 
 class _At:
-    """What is left of a descriptor's tensor."""
+    """Stands for a descriptor's tensor, with only its address."""
 
     def __init__(self, pointer: int) -> None:
         self._pointer = pointer
@@ -232,12 +245,12 @@ class _At:
 
 
 def cdiv(number: int, size: int) -> int:
-    """How many pieces of so many there are, the last one perhaps not whole."""
+    """Return number / size, rounded up."""
     return -(-number // size)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest that is not below; 1 for 0 and 1."""
+    """Return the smallest power of two that is at least `number`; 1 for 0 and 1."""
     return 1 << max(number - 1, 0).bit_length()
 
 
@@ -246,7 +259,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def pdl_launch(device: torch.device, pdl: bool = True) -> dict[str, bool]:
-    """How a kernel with a parameter PDL is launched to start early, where the device can and `pdl` asks for it."""
+    """Return the launch options of a kernel with a parameter PDL: start early if `pdl`, and if the device can."""
     return {"PDL": True, "launch_pdl": True} if pdl and devices.starts_early(device) else {"PDL": False}
 
 

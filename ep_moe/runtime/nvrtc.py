@@ -1,6 +1,7 @@
-"""Kernels in CUDA C++, compiled where they run, for what Triton has no words for.
+"""Compile and launch kernels in CUDA C++, for instructions that Triton cannot express.
 
-cuda-bindings and NVRTC come with the CUDA builds of torch. Binaries are kept where Triton keeps its own.
+NVRTC compiles them on the machine that runs them. cuda-bindings and NVRTC come with the CUDA builds of torch. Binaries
+are kept in Triton's cache.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 from ep_moe.errors import BackendUnavailable
 from ep_moe.runtime.devices import current_stream
 
-SHARED = 227 * 1024  # bytes of shared memory that a program can have on Hopper
+SHARED = 227 * 1024  # most bytes of shared memory of a program on Hopper
 
 
 @cache
 def missing() -> str | None:
-    """Why nothing can be compiled, None where it can."""
+    """Return why kernels cannot be compiled here, or None."""
     try:
         from cuda.bindings import nvrtc
 
@@ -33,7 +34,7 @@ def missing() -> str | None:
 
 
 def compile_kernels(source: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
-    """A binary for compute capability 9.0 and what the compiler has to say about it. Needs no GPU."""
+    """Compile source for compute capability 9.0, and return the binary and the compiler's log. Needs no GPU."""
     from cuda.bindings import nvrtc
 
     program = done(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
@@ -51,8 +52,10 @@ def compile_kernels(source: str, options: Sequence[str] = ()) -> tuple[bytes, st
 
 @cache
 def kernel(source: str, name: str, options: tuple[str, ...], device: int) -> Any:
-    """A function of the driver, which may have all shared memory. device: index of the current one, part of
-    the cache's key alone"""
+    """Return the driver's function of a kernel, which may use all shared memory.
+
+    device: index of the current device, only part of the cache's key
+    """
     from cuda.bindings import driver
 
     module = done(driver.cuModuleLoadData(_kept(source, options)))
@@ -70,10 +73,12 @@ def _driver() -> Any:
 
 
 class Kernel:
-    """A function with the threads and shared bytes of a program, launched as Triton's kernels are, on torch's current
-    stream: kernel[grid](arguments)."""
+    """A kernel that is launched as Triton's kernels are, on torch's current stream: kernel[grid](arguments).
 
-    arg_names = ()  # by which nothing is given
+    threads, shared: threads and bytes of shared memory of a program
+    """
+
+    arg_names = ()  # it takes no arguments by name
 
     def __init__(self, function: Any, device: torch.device, threads: int, shared: int) -> None:
         self._function, self._device, self._threads, self._shared = function, device, threads, shared
@@ -89,20 +94,21 @@ class Kernel:
         return run
 
 
-_CODES = {c_void_p: "Q", c_int: "i", c_float: "f"}  # of `struct`
+_CODES = {c_void_p: "Q", c_int: "i", c_float: "f"}  # format characters of `struct`
 
 
 class Arguments:
-    """Of a kernel, as the driver takes them: where each one is.
+    """A kernel's arguments as the driver takes them, as an array of addresses.
 
-    given: value and C type of each, None as the type of a tensor map
+    given: value and C type of each argument; None as the type of a tensor map
     """
 
     def __init__(self, given: Sequence[tuple[Any, Any]]) -> None:
         kinds = tuple([kind for _, kind in given])
         size, pack, offsets = _layout(kinds)
         numbers = (c_char * size).from_buffer_copy(pack(*[value for value, kind in given if kind is not None]))
-        self._own = numbers, [value for value, kind in given if kind is None]  # the driver reads them at each launch
+        # kept alive here, because the driver reads them at each launch
+        self._own = numbers, [value for value, kind in given if kind is None]
         first, maps = addressof(numbers), iter(self._own[1])
         at = [next(maps).getPtr() if offset is None else first + offset for offset in offsets]
         self._places = (c_void_p * len(at))(*at)
@@ -111,8 +117,11 @@ class Arguments:
 
 @cache
 def _layout(kinds: tuple[Any, ...]) -> tuple[int, Callable[..., bytes], tuple[int | None, ...]]:
-    """How a kernel's arguments but its tensor maps lie in memory: bytes in all, what packs them, and where each one
-    begins, None for a map. One call packs all: an object of ctypes for each takes the host longer than the launch."""
+    """Return the layout of a kernel's arguments in memory, without tensor maps.
+
+    Returns the bytes in total, the function that packs them, and the offset of each argument, None for a map. One call
+    packs all arguments, because a ctypes object for each would take the host longer than the launch.
+    """
     offsets, size = list[int | None](), 0
     for kind in kinds:
         offsets.append(None if kind is None else size)
@@ -120,13 +129,15 @@ def _layout(kinds: tuple[Any, ...]) -> tuple[int, Callable[..., bytes], tuple[in
     return size, Struct("=" + "".join(_CODES[kind] for kind in kinds if kind is not None)).pack, tuple(offsets)
 
 
-@lru_cache(maxsize=4096)  # some microseconds each, of a call that has the same tensors every time
+@lru_cache(maxsize=4096)  # a map takes some microseconds to make, and calls use the same tensors every time
 def tensor_map(
     pointer: int, itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """Of a tensor whose boxes are copied to shared memory (TMA), where lines of 128 bytes are swizzled; 0 beyond it.
+    """Return a TMA map that copies boxes of a tensor to shared memory, swizzled in lines of 128 bytes.
 
-    shape, strides, box: numbers, of the innermost dimension first, whose stride is 1 and left out
+    Elements beyond the tensor are 0.
+
+    shape, strides, box: in elements, innermost dimension first. Its stride is 1, and is left out of strides
     """
     from cuda.bindings import driver
 
@@ -150,7 +161,7 @@ def tensor_map(
 
 
 def _kept(source: str, options: tuple[str, ...]) -> bytes:
-    """A binary, compiled once for all processes that have these sources and this compiler."""
+    """Return a binary from Triton's cache, compiled once for these sources and this compiler."""
     from cuda.bindings import nvrtc
     from triton.runtime.cache import get_cache_manager
 
@@ -164,7 +175,7 @@ def _kept(source: str, options: tuple[str, ...]) -> bytes:
 
 
 def done(answer: tuple[Any, ...]) -> Any:
-    """What a call gives besides its status."""
+    """Return a call's results without its status. Raise BackendUnavailable if the status is an error."""
     status, *rest = answer
     if int(status):
         raise BackendUnavailable(f"the CUDA driver or NVRTC answers {status!r} to a kernel of this project")

@@ -1,4 +1,4 @@
-"""Seeing where time goes: profiler ranges always, stage times and NVTX ranges on request."""
+"""Ranges for torch's profiler, and on request stage times and NVTX ranges."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch.profiler import record_function
 
 
 class StageTimes:
-    """Milliseconds per layer and stage, summed over calls. On a GPU by events, read when they are asked for.
+    """Milliseconds per layer and stage, summed over calls. On a GPU they are measured by events, read on request.
 
-    where: the layer whose call is under way
-    timed: measure times; calls are not replayed then, since the events of a graph have none
+    where: returns the name of the layer whose call is running
+    timed: measure times. CUDA graphs are then not replayed, because events in a graph have no times
     nvtx: mark each stage as an NVTX range, for Nsight Systems
     """
 
@@ -29,7 +29,7 @@ class StageTimes:
 
     @contextmanager
     def span(self, stage: str, where: str | None = None) -> Iterator[None]:
-        """where: the layer, if its call has not begun"""
+        """Measure and mark a stage within a `with` block. where: the layer's name, if its call has not begun"""
         where = self._where() if where is None else where
         if self._nvtx:
             torch.cuda.nvtx.range_push(f"ep_moe::{stage} {where}")
@@ -55,7 +55,7 @@ class StageTimes:
             self._total[key] = self._total.get(key, 0.0) + (time.perf_counter() - start) * 1e3
 
     def by_layer(self) -> dict[str, dict[str, float]]:
-        """Layer to stage to milliseconds; waits for the device."""
+        """Return milliseconds by layer and stage. Waits for the device."""
         if self._spans:
             torch.cuda.synchronize(self._device)
         for key, spans in self._spans.items():
@@ -67,7 +67,7 @@ class StageTimes:
         return found
 
     def milliseconds(self) -> dict[str, float]:
-        """Stage to milliseconds of all layers; waits for the device."""
+        """Return milliseconds by stage, summed over layers. Waits for the device."""
         found: dict[str, float] = {}
         for stages in self.by_layer().values():
             for stage, spent in stages.items():
@@ -76,10 +76,13 @@ class StageTimes:
 
 
 def stage(name: str, times: StageTimes | None) -> AbstractContextManager[Any]:
-    """One stage of the layer: a range `ep_moe::name` where a profiler listens, timed where times are wanted."""
-    if torch.compiler.is_compiling():  # a compiled graph has no stages: its parts are not the layer's
+    """Return a context manager for a stage of the layer.
+
+    While a profiler runs, it is a range `ep_moe::name`. With `times` it is also measured.
+    """
+    if torch.compiler.is_compiling():  # the parts of a compiled graph are not the layer's stages
         return _NO_STAGE
-    # a range costs the host microseconds, also without a profiler
+    # a range costs the host microseconds even if no profiler runs
     if torch.autograd._profiler_enabled():
         return _seen(name, times)
     return _NO_STAGE if times is None else times.span(name)

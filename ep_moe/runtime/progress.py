@@ -1,4 +1,4 @@
-"""How far a long task is: a bar on a terminal, lines elsewhere."""
+"""Progress of a long task: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 _WIDTH, _ROWS = 100, 20
-_EVERY_S = 5.0  # between two lines, where stderr is no terminal
+_EVERY_S = 5.0  # seconds between two lines, if the file is not a terminal
 
 
 class Progress:
-    """Counts the parts of a task on stderr; a context manager.
+    """A context manager that shows on stderr how many parts of a task are done.
 
-    On a terminal it draws a bar at once. Elsewhere it prints a line every few seconds and one at the end.
+    On a terminal it draws a bar. Elsewhere it prints a line every few seconds, and one at the end.
 
     Args:
-        total: Parts of the task.
-        what: Its name.
-        unit: What a part is, in the singular.
-        shown: Print anything. Pass False on ranks other than the first, and where the user wants none.
-        file: Where to print. Default: stderr.
+        total: Number of parts of the task.
+        what: Name of the task.
+        unit: Name of a part, in the singular.
+        shown: Print anything. Pass False on ranks other than the first, and if the user wants no progress.
+        file: The file to print to. Default: stderr.
     """
 
     def __init__(self, total: int, what: str, unit: str, *, shown: bool = True, file: TextIO | None = None) -> None:
@@ -34,14 +34,14 @@ class Progress:
         self._start = self._newest = time.monotonic()
         self._bar: Any = None
         if shown and self._file.isatty():
-            columns = min(shutil.get_terminal_size().columns, _WIDTH)  # some terminals say 0
+            columns = min(shutil.get_terminal_size().columns, _WIDTH)  # some terminals report 0
             self._bar = tqdm(total=total, desc=what, unit=unit, file=self._file, ncols=columns, nrows=_ROWS)
 
     def update(self, parts: int = 1) -> None:
         """Count parts that are done.
 
         Args:
-            parts: So many.
+            parts: Their number.
         """
         self._done += parts
         if self._bar is not None:
@@ -67,7 +67,7 @@ class Progress:
 
 
 def beside_bars() -> AbstractContextManager[Any]:
-    """Take the bars away for as long as something else is printed.
+    """Hide progress bars while something else is printed.
 
     Returns:
         A context manager.

@@ -1,4 +1,4 @@
-"""Functions of kernels as torch operators: one node of a compiled graph each, and a plain call outside of one."""
+"""Decorators that make kernel functions torch operators in compiled graphs, and plain calls elsewhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Given = ParamSpec("Given")
 
 
 def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, None]]:
-    """For a function that writes its arguments `out` and `workspace`, and leaves others as they were.
+    """Decorate a function that writes only its arguments `out` and `workspace`.
 
-    Compiled graphs get `torch.ops.ep_moe.<name>`. An eager call goes past torch's dispatcher, which for operators
-    written in Python costs the host some 20 us a call. Nothing is recorded for gradients in either.
+    In a compiled graph a call is one node, `torch.ops.ep_moe.<name>`. An eager call bypasses torch's dispatcher, which
+    costs the host about 20 us per call for operators written in Python. Autograd records neither.
     """
 
     def wrap(function: Callable[Given, None]) -> Callable[Given, None]:
@@ -39,8 +39,10 @@ def operator(name: str) -> Callable[[Callable[Given, None]], Callable[Given, Non
 
 
 def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """`operator` for a function whose first argument is a `Launch`, which compiled graphs know nothing of; who calls it
-    gives it by name, if at all."""
+    """Decorate as `operator` a function whose first parameter is a `Launch`.
+
+    Callers may pass it as the keyword `launch`. The operator in compiled graphs does not have this parameter.
+    """
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         def plain(*args: Any) -> None:

@@ -1,7 +1,7 @@
-"""Triton and Gluon, or placeholders where they are not installed, so that a module with kernels imports everywhere.
+"""Triton and Gluon, or placeholders if they are not installed, so that modules with kernels import everywhere.
 
-A module takes `triton`, `tl`, `gluon` and `gl` from here. A kernel stands beside the torch form that defines it. Where
-Triton is missing, a launch raises BackendUnavailable.
+Modules import `triton`, `tl`, `gluon` and `gl` from here. So a kernel can be in one module with the torch code that
+defines its result. Without Triton, a launch raises BackendUnavailable.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ __all__ = [
 
 
 class Missing:
-    """Stands for a package, anything in it, and kernels that it would compile: it is named, decorated with and
-    annotated with, and never launched."""
+    """A placeholder for a missing package, its contents, and the kernels that it would compile.
+
+    It can be used as an attribute, a decorator and an annotation. A launch raises BackendUnavailable.
+    """
 
     def __init__(self, package: str, error: ImportError, kernel: str = "") -> None:
         self._package, self._error, self._kernel = package, error, kernel
@@ -29,7 +31,7 @@ class Missing:
         return self
 
     def __call__(self, *args: Any, **options: Any) -> Missing:
-        """`jit` of a function, `jit` with options, or a constant."""
+        """Stand for a call of `jit` with a function or with options, or for a constant. Keep a kernel's name."""
         name = getattr(args[0], "__name__", "") if args and callable(args[0]) else ""
         return Missing(self._package, self._error, name)
 
@@ -42,7 +44,7 @@ class Missing:
 
 
 class MissingFunction:
-    """What `triton.runtime.jit.JITFunction` is where there is none: no kernel is an instance."""
+    """A placeholder for `triton.runtime.jit.JITFunction`, of which no kernel is an instance."""
 
 
 try:

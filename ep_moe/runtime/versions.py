@@ -1,6 +1,6 @@
-"""Versions of libraries that this project's tests ran with. `constraints-*.txt` pin the first of each list.
+"""Versions of libraries with which this project's tests ran. `constraints-*.txt` pin the first of each list.
 
-Other versions may work; `ep-moe doctor` says of an installed one that it was not run.
+Other versions may work. `ep-moe doctor` reports an installed version that was not run.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ ON_CPU: Mapping[str, tuple[str, ...]] = {
     "triton": ("3.6.0",),
     "transformers": ("5.24.0",),
 }
-# Some of the tests: those of CI's second leg, or of tools/compatibility.py; of Triton 3.7.1 and 3.9.0 waiting loops and
-# launches alone.
+# Only some of the tests ran: those of CI's second leg, or of tools/compatibility.py. With Triton 3.7.1 and 3.9.0 only
+# those of waiting loops and launches.
 IN_PART: Mapping[str, tuple[str, ...]] = {"torch": ("2.14.1", "2.11.0"), "triton": ("3.7.1", "3.8.0", "3.9.0")}
-# Minor versions of Triton whose launcher takes arguments as `runtime.launch_cache` gives them: read in their sources,
-# and held by tests/unit/runtime/test_launch_cache.py for the installed one.
+# Minor versions of Triton whose launcher takes arguments as `runtime.launch_cache` passes them, by their sources.
+# tests/unit/runtime/test_launch_cache.py checks the installed version.
 LAUNCHERS = ("3.6", "3.7", "3.8", "3.9")
 
 
 def installed(package: str) -> str | None:
-    """A distribution's version, None if it is not installed."""
+    """Return the version of a distribution, None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -36,11 +36,11 @@ def installed(package: str) -> str | None:
 
 
 def how_run(package: str, found: str | None) -> str:
-    """Say how a version of a package was run, and which versions were if it was not.
+    """Say how a version of a package was tested, or which versions were.
 
     Args:
-        package: a distribution's name.
-        found: its version, None if it is not installed.
+        package: Name of a distribution.
+        found: Its version, None if it is not installed.
 
     Returns:
         "on GPUs", "on CPU", both, "on CPU in part", or "not run" with the versions that were; "" for a package that is
@@ -57,10 +57,10 @@ def how_run(package: str, found: str | None) -> str:
 
 
 def launcher_known(triton: str) -> bool:
-    """Whether Triton's launcher is one of `LAUNCHERS`."""
+    """Return whether a version of Triton is one of `LAUNCHERS`."""
     return ".".join(triton.split(".")[:2]) in LAUNCHERS
 
 
 def release(version: str) -> str:
-    """A version without its build: "2.13.0" of "2.13.0+cpu"."""
+    """Return a version without its build: "2.13.0" for "2.13.0+cpu"."""
     return version.partition("+")[0]

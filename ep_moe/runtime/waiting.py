@@ -1,5 +1,6 @@
-"""Kernels that wait for other ranks, or for programs of their own grid. Their binaries are examined before a launch:
-whether their warps stay together (`warp_paths`).
+"""Launch kernels that wait for other ranks, or for programs of their own grid.
+
+Before the first launch of a binary, `warp_paths` checks that its warps stay together.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ep_moe.runtime.warp_paths import parting_branch
 
 
 class Waiting:
-    """A decorator above `triton.jit`. kernel[grid](...) launches a binary only if its warps are shown to stay together.
+    """A decorator above `triton.jit`: kernel[grid](...) launches a binary only if its warps provably stay together.
 
-    Each binary is examined once, before its first launch (`parting_branch`, some 20 ms). Raises
-    BackendUnavailable, without a launch, for a binary that is not shown to be safe. All ranks compile the same source
-    with the same Triton, which the context compares, so that all raise.
+    `parting_branch` examines each binary once, before its first launch (about 20 ms). For a binary that is not shown to
+    be safe, a launch raises BackendUnavailable. All ranks raise together: they compile the same source with the same
+    Triton, whose version the context compares over ranks.
     """
 
     def __init__(self, kernel: Any) -> None:

@@ -1,20 +1,20 @@
-"""Whether all warps of a kernel stay together, by an analysis of its PTX.
+"""Analyze a kernel's PTX, to show that all warps of a program stay together.
 
-A kernel that waits for other ranks polls memory that they write meanwhile, so its warps may read different values. A
-branch on such a value can send warps different ways. If one way has a barrier of the program, warps that take another
-way never come to it. The kernel then hangs, or pairs the wrong barriers.
+A kernel that waits for other ranks polls memory that they write at the same time, so its warps may read different
+values. A branch on such a value can send warps along different paths. If one path has a barrier of the program, warps
+on another path never reach it. The kernel then hangs, or pairs the wrong barriers.
 
-The analysis keeps, for each register, the bits that may differ between warps. Sources of difference:
+The analysis tracks, for each register, the bits that may differ between warps. Sources of difference:
 
-- the index of a thread, above the bits that number the threads of a warp;
-- what a warp polls by itself: volatile, relaxed and acquiring reads, results of atomics, and reads of one address again
-  and again in a loop;
-- reads from an address that differs, writes under a condition that differs, and special registers that are not known.
+- the thread index, above the bits that number the threads of a warp;
+- values that a warp polls itself: volatile, relaxed and acquire loads, results of atomics, and repeated loads of one
+  address in a loop;
+- loads from an address that differs, writes under a condition that differs, and unknown special registers.
 
-All warps get equal values from one address of shared memory, if barriers part the read from every write, and from a
-barrier's own reduction. A branch on a condition that may differ is refused if a barrier lies between the branch and the
-place where its ways meet again. Indirect branches, calls and endless loops are refused. Threads within a warp are not
-distinguished: Triton gives each warp one condition.
+All warps get equal values from one address of shared memory if barriers separate the load from every write, and from
+the reduction of a barrier. A branch on a condition that may differ is refused if there is a barrier between the branch
+and the point where its paths join again. Indirect branches, calls and endless loops are refused. Threads within a warp
+are not distinguished: Triton gives each warp one condition.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-_ALL = -1  # bits
-_WARPS = ~31  # bits of a thread's index that tell warps apart
+_ALL = -1  # all bits
+_WARPS = ~31  # the bits of a thread index that differ between warps
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _LINE_DIRECTIVE = re.compile(r"^[ \t]*\.(?:loc|file|version|target|address_size)\b[^\n]*$", re.M)
@@ -47,7 +47,7 @@ _BRANCHES, _ENDS = ("bra", "bra.uni"), ("ret", "ret.uni", "exit", "trap")
 
 
 class _Unknown(Exception):
-    """PTX that the analysis does not follow."""
+    """PTX that the analysis does not support."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class _Block:
 
 
 def parting_branch(ptx: str) -> str | None:
-    """Find a branch at which warps may part although a barrier follows on one way.
+    """Find a branch at which warps may take different paths, with a barrier on one of them.
 
     Args:
-        ptx: the text that Triton compiled.
+        ptx: The PTX that Triton compiled.
 
     Returns:
-        None if there is none, else a phrase that names the branch or what the analysis does not follow.
+        None if there is none, else a phrase that names the branch, or the PTX that the analysis does not support.
     """
     try:
         return next((found for each in _functions(ptx) if (found := each.parting()) is not None), None)
@@ -89,7 +89,7 @@ def parting_branch(ptx: str) -> str | None:
 
 
 def waiting_loops(ptx: str) -> int:
-    """Count the loops that read what others write meanwhile. A loop within a loop counts as one with it."""
+    """Count the loops that poll memory. Nested loops count as one."""
     return sum(each.polls(cycle) for each in _functions(ptx) for cycle in each.cycles)
 
 
@@ -102,8 +102,10 @@ def _functions(ptx: str) -> list[_Function]:
 
 
 def _instructions(text: str, at: int) -> Iterator[_Instruction | str]:
-    """Instructions, and labels as they are, of the function whose body begins there. Registers that are declared in a
-    block of their own, as inline assembly has them, get names of their own."""
+    """Yield the instructions and labels of the function whose body begins at `at`.
+
+    Registers that are declared in an inner block, as in inline assembly, get unique names.
+    """
     scopes: list[dict[str, str]] = [{}]
     opened = 0
     while scopes:
@@ -148,7 +150,7 @@ def _instruction(statement: str, scopes: list[dict[str, str]]) -> _Instruction:
 
 
 def _blocks(pieces: Iterable[_Instruction | str]) -> list[_Block]:
-    """Basic blocks; a last one, empty, is where all ends."""
+    """Return the basic blocks. The last one is empty, and is the exit."""
     found = list(pieces)
     aimed = {piece.target for piece in found if isinstance(piece, _Instruction) and piece.operation in _BRANCHES}
     blocks, begins = [_Block()], {}
@@ -186,11 +188,11 @@ class _Function:
         self._written = set(written)
 
     def parting(self) -> str | None:
-        """As `parting_branch`."""
+        """Return the result of `parting_branch` for this function."""
         end = len(self._blocks) - 1
         if any(end not in self._reach[each] for each in self._ways([0], but=end)):
             return "a loop without an exit"
-        apart: set[int] = set()  # blocks that warps may go through one by one
+        apart: set[int] = set()  # blocks through which warps may not go together
         while True:
             self._settle(apart)
             for number, block in enumerate(self._blocks):
@@ -209,7 +211,7 @@ class _Function:
         return any(_POLLED.match(each.operation) for number in cycle for each in self._blocks[number].instructions)
 
     def _settle(self, apart: set[int]) -> None:
-        """Which bits of each register may differ, whatever the order in which it is written."""
+        """Compute the bits of each register that may differ, for any order of writes, by iterating to a fixed point."""
         changed = True
         while changed:
             changed = False
@@ -222,7 +224,7 @@ class _Function:
                             changed = True
 
     def _bits(self, each: _Instruction, cycle: frozenset[int]) -> int:
-        """Of what an instruction writes."""
+        """Return the bits that may differ in the result of an instruction."""
         if each.guard and self._value(each.guard):
             return _ALL
         if _BARRIER.match(each.operation):
@@ -247,7 +249,7 @@ class _Function:
 
     @cached_property
     def _unsteady(self) -> set[int]:
-        """Reads of shared memory, by identity, that no barrier parts from a write before or after them."""
+        """The ids of shared-memory reads that no barrier separates from a write before or after them."""
         found: set[int] = set()
         for number, block in enumerate(self._blocks):
             for at, each in enumerate(block.instructions):
@@ -260,7 +262,7 @@ class _Function:
         return found
 
     def _until_barrier(self, number: int, begin: int) -> Iterator[_Instruction]:
-        """Instructions from there on, on every way, up to the next barrier."""
+        """Yield the instructions from a point on, on every path, up to the next barrier."""
         seen: set[int] = set()
         waiting = [(number, begin)]
         while waiting:
@@ -282,12 +284,12 @@ class _Function:
         return 0 if _EQUAL_SPECIAL.match(name) or _REGISTER.match(name) else _ALL
 
     def _between(self, number: int) -> set[int]:
-        """Blocks on the ways from the end of one to where all of them have met again."""
+        """Return the blocks on all paths from the end of a block to the point where they have joined again."""
         return self._ways(self._blocks[number].after, but=self._meets[number])
 
     @cached_property
     def _meets(self) -> dict[int, int]:
-        """Of each block the nearest one that every way from it goes through."""
+        """For each block the nearest block that is on every path from it (the immediate postdominator)."""
         end = len(self._blocks) - 1
         through = {number: set(range(end + 1)) for number in range(end)} | {end: {end}}
         changed = True
@@ -306,7 +308,7 @@ class _Function:
 
     @cached_property
     def cycles(self) -> list[frozenset[int]]:
-        """Blocks that reach each other, where one reaches itself."""
+        """The sets of blocks that reach each other (strongly connected components with a cycle)."""
         looped = [number for number, found in enumerate(self._reach) if number in found]
         return list({frozenset(at for at in looped if at in self._reach[own] and own in self._reach[at]): None
                      for own in looped})  # fmt: skip
@@ -317,7 +319,7 @@ class _Function:
 
     @cached_property
     def _written_in(self) -> dict[frozenset[int], frozenset[str]]:
-        """Registers that a cycle writes."""
+        """The registers that each cycle writes."""
         return {
             cycle: frozenset(name for at in cycle for each in self._blocks[at].instructions for name in each.writes)
             for cycle in self.cycles
@@ -325,11 +327,11 @@ class _Function:
 
     @cached_property
     def _reach(self) -> list[set[int]]:
-        """Of each block those to which there is a way from its end."""
+        """For each block the blocks that can be reached from its end."""
         return [self._ways(self._blocks[number].after) for number in range(len(self._blocks))]
 
     def _ways(self, starts: Iterable[int], but: int = -1) -> set[int]:
-        """Blocks on all ways from these, as far as one."""
+        """Return the blocks on all paths from `starts`, up to and without block `but`."""
         found: set[int] = set()
         waiting = list(starts)
         while waiting:
@@ -345,7 +347,7 @@ def _reads_shared(each: _Instruction) -> bool:
 
 
 def _moved(each: _Instruction, values: list[int]) -> int:
-    """Bits that may differ in a result, some of whose operands do."""
+    """Return the bits that may differ in a result. values: the bits that may differ in its operands"""
     kind, joined = each.operation.partition(".")[0], 0
     for value in values:
         joined |= value
@@ -360,5 +362,5 @@ def _moved(each: _Instruction, values: list[int]) -> int:
     if kind in ("and", "or", "xor", "mov", "shfl", "cvta") or (kind == "cvt" and "f" not in each.operation[3:]):
         return joined if "{" not in each.text else _ALL
     if kind in ("add", "sub"):
-        return -(joined & -joined)  # carries go upwards
+        return -(joined & -joined)  # carries change higher bits
     return _ALL

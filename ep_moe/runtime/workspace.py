@@ -1,4 +1,4 @@
-"""Scratch memory that the layers of a context share."""
+"""Scratch memory that the layers of a context share, and tensors in it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from ep_moe.runtime.devices import current_stream, unseen_by_modes
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-ALIGNMENT = 256  # of CUDA's own allocations; FlashInfer wants 128
+ALIGNMENT = 256  # bytes, as of CUDA allocations; FlashInfer needs 128
 
 
 class Workspaces:
-    """One buffer of bytes per stream, as large as the largest layer needs.
+    """One byte buffer per stream, of the size that the largest layer needs.
 
-    Kernels on one stream run one after the other, so that equal and unequal layers may share it. Layers reserve at
-    construction and take at each call; nothing is allocated before the first take, and afterwards only for a stream
-    not seen yet, or for a layer made later that needs more. A captured graph keeps using the buffer of the stream it
-    was captured on; buffers are kept as long as the context.
+    Kernels on one stream run one after the other, so all layers can share its buffer. Layers reserve their size at
+    construction, and take the buffer at each call. A take allocates only for a stream without a buffer, or if a layer
+    created later needs more. A captured graph keeps using the buffer of the stream on which it was captured. Buffers
+    live as long as the context.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,12 +27,12 @@ class Workspaces:
 
     @property
     def reserved(self) -> int:
-        """Bytes that the largest layer needs."""
+        """The bytes that the largest layer needs."""
         return self._reserved
 
     @property
     def allocated(self) -> int:
-        """Bytes held now, over all streams."""
+        """The bytes held now, over all streams."""
         held = {buffer.data_ptr(): buffer.numel() for buffers in self._buffers.values() for buffer in buffers}
         return sum(held.values())
 
@@ -40,18 +40,19 @@ class Workspaces:
         self._reserved = max(self._reserved, size)
 
     def take(self, size: int) -> Tensor:
-        """uint8 [at least size] for work on the current stream, its content undefined."""
+        """Return an uninitialized uint8 buffer of at least `size` bytes, for work on the current stream."""
         assert size <= self._reserved, "take what was reserved"
         stream = current_stream(self.device)
         buffers = self._buffers.setdefault(stream, [])
         if not buffers or buffers[-1].numel() < size:
-            with torch.inference_mode(False), unseen_by_modes():  # what is made within it could not be written outside
-                # a smaller one stays: a captured graph may hold its address
+            # tensors created in inference mode cannot be written outside it
+            with torch.inference_mode(False), unseen_by_modes():
+                # keep a smaller buffer: a captured graph may use its address
                 buffers.append(torch.empty(self._reserved, dtype=torch.uint8, device=self.device))
         return buffers[-1]
 
     def lend(self, stream: torch.cuda.Stream) -> None:
-        """Work on `stream` uses the buffers of the one that is current now: it never runs beside that one's."""
+        """Let `stream` use the buffers of the current stream. Work on the two streams must never overlap."""
         here = torch.cuda.current_stream(self.device).cuda_stream
         self._buffers[stream.cuda_stream] = self._buffers.setdefault(here, [])
 
@@ -60,7 +61,7 @@ class Workspaces:
 
 
 def carve(buffer: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """Cut tensors out of the front of a buffer, each aligned to `ALIGNMENT` bytes; what is left is `"rest"`."""
+    """Return views of the front of a buffer as tensors, each aligned to `ALIGNMENT` bytes, and `"rest"`."""
     views, start = {}, 0
     for name, (shape, dtype) in shapes.items():
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -70,7 +71,7 @@ def carve(buffer: Tensor, shapes: Shapes) -> dict[str, Tensor]:
 
 
 def carved_bytes(shapes: Shapes) -> int:
-    """What `carve` takes from the front."""
+    """Return the bytes that `carve` takes from the front of a buffer."""
     return sum(round_up(torch.Size(shape).numel() * dtype.itemsize) for shape, dtype in shapes.values())
 
 
