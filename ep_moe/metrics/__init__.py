@@ -1,4 +1,4 @@
-"""What an operator watches: one snapshot of layers and balancers, and its ways out.
+"""Metrics for operators: a snapshot of layers and balancers, and exporters.
 
     source = metrics.Source(context)
     with metrics.serve(source, port=9400 + context.layout.rank):
@@ -7,8 +7,9 @@
             if step % 100 == 0:
                 source.update()
 
-Nothing is counted for it on the path of a call. A snapshot reads what placements, call graphs, the flight recorder and
-balancers hold anyway."""
+Metrics add no counting to a call. A snapshot reads counters that placements, call graphs, the flight recorder and
+balancers have anyway.
+"""
 
 from ep_moe.metrics.exporters import Server, prometheus_text, serve, to_opentelemetry, to_tensorboard
 from ep_moe.metrics.source import LayerMetrics, Snapshot, Source, snapshot, stages

@@ -1,4 +1,4 @@
-"""Ways out of a snapshot: Prometheus' text and endpoint, TensorBoard, OpenTelemetry."""
+"""Export snapshots: Prometheus' text format and endpoint, TensorBoard, OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def prometheus_text(found: Snapshot, *, experts: bool = False) -> str:
 
     Args:
         found: The snapshot.
-        experts: With the load of each logical expert: E series for each layer.
+        experts: Include the load of each logical expert: E series per layer.
 
     Returns:
-        The page, with HELP and TYPE for each metric.
+        The text, with HELP and TYPE for each metric.
 
     Raises:
         BackendUnavailable: prometheus-client is not installed.
-        ConfigError: an argument is of another kind.
+        ConfigError: An argument has a wrong type.
     """
     check_kind("prometheus_text: found", found, Snapshot)
     client = _prometheus("prometheus_text")
@@ -35,16 +35,16 @@ def prometheus_text(found: Snapshot, *, experts: bool = False) -> str:
 
 
 class Server:
-    """An endpoint that answers until it is closed; a context manager. `serve` makes it.
+    """An endpoint that answers until it is closed; a context manager. `serve` creates it.
 
     Args:
-        host: The address that it listens on.
-        server: Of prometheus-client.
-        thread: In which that answers.
+        host: The address on which it listens.
+        server: The server of prometheus-client.
+        thread: The thread in which the server answers.
 
     Attributes:
-        host: The address that it listens on.
-        port: Its port.
+        host: The address on which it listens.
+        port: The port on which it listens.
     """
 
     def __init__(self, host: str, server: Any, thread: Any) -> None:
@@ -52,7 +52,7 @@ class Server:
         self._server, self._thread = server, thread
 
     def close(self) -> None:
-        """Stop answering, and give back the port. Idempotent."""
+        """Stop answering, and release the port. Idempotent."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -67,20 +67,20 @@ class Server:
 def serve(source: Source, *, port: int, host: str = LOOPBACK, experts: bool = False) -> Server:
     """Answer Prometheus with the newest snapshot of a source, in a thread.
 
-    Local: each rank that is to be watched calls it, with a port of its own on its host. The thread reads host memory
-    alone. The endpoint has no authentication.
+    Not collective: each rank that is to be watched calls it, with its own port on its host. The thread only reads host
+    memory. The endpoint has no authentication.
 
     Args:
-        source: Whose snapshots; `Source.update` renews them.
-        port: In [0, 65535]; 0 for any free one.
-        host: The address to listen on. Default: this machine alone.
-        experts: With the load of each logical expert.
+        source: The source of snapshots; `Source.update` renews them.
+        port: Port in [0, 65535]; 0 for any free one.
+        host: The address on which to listen. Default: only this machine.
+        experts: Include the load of each logical expert.
 
     Returns:
         The endpoint.
 
     Raises:
-        ConfigError: the address or port cannot be used.
+        ConfigError: The address or port cannot be used.
         BackendUnavailable: prometheus-client is not installed.
     """
     check_kind("serve: source", source, Source)
@@ -102,12 +102,12 @@ def to_tensorboard(writer: Any, found: Snapshot, step: int) -> None:
     """Write a snapshot's numbers as scalars.
 
     Args:
-        writer: A `torch.utils.tensorboard.SummaryWriter`, or what has its `add_scalar(name, value, step)`.
+        writer: A `torch.utils.tensorboard.SummaryWriter`, or another object with `add_scalar(name, value, step)`.
         found: The snapshot.
-        step: Of the model.
+        step: The model's step.
 
     Raises:
-        ConfigError: the writer has no such method.
+        ConfigError: The writer has no such method.
     """
     check_kind("to_tensorboard: found", found, Snapshot)
     if not callable(getattr(writer, "add_scalar", None)):
@@ -118,17 +118,17 @@ def to_tensorboard(writer: Any, found: Snapshot, step: int) -> None:
 
 
 def to_opentelemetry(meter: Any, source: Source, *, experts: bool = False) -> None:
-    """Make an observable instrument for each metric.
+    """Create an OpenTelemetry observable instrument for each metric.
 
-    The SDK's reader asks in a thread of its own, which reads host memory alone.
+    The SDK's reader calls them in its own thread. They only read host memory.
 
     Args:
-        meter: Of `opentelemetry.metrics.get_meter("ep_moe")`.
-        source: Whose snapshots; `Source.update` renews them.
-        experts: With the load of each logical expert.
+        meter: The meter, from `opentelemetry.metrics.get_meter("ep_moe")`.
+        source: The source of snapshots; `Source.update` renews them.
+        experts: Include the load of each logical expert.
 
     Raises:
-        ConfigError: an argument is of another kind.
+        ConfigError: An argument has a wrong type.
         BackendUnavailable: opentelemetry-api is not installed.
     """
     check_kind("to_opentelemetry: source", source, Source)
@@ -160,7 +160,7 @@ def _prometheus(what: str) -> Any:
 
 
 def _registry(client: Any, newest: Any, experts: bool) -> Any:
-    """A registry of its own, that holds nothing of the process."""
+    """Return a new registry, without the default metrics of the process."""
     chosen = families(experts=check_flag("experts", experts))
 
     class Collector:

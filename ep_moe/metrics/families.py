@@ -1,4 +1,4 @@
-"""The metrics by name: what each is, its labels, and where a snapshot has it. All exporters read this table."""
+"""The table of metrics, which all exporters read: name, description, labels, and the samples of a snapshot."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class MetricFamily:
     """A metric and its samples.
 
     name: without `_total`, which text formats add to counters
-    counter: it only grows, and begins anew where what it reads does
-    samples: of a snapshot, pairs of values of `labels` and a number
+    counter: it only grows, and restarts when the counter that it reads is reset
+    about: the description
+    samples: returns pairs (values of `labels`, number) for a snapshot
     """
 
     name: str
@@ -30,12 +31,12 @@ class MetricFamily:
 
 
 def families(*, experts: bool = False) -> tuple[MetricFamily, ...]:
-    """experts: with the load of each expert, of which a model has tens of thousands"""
+    """Return all metrics. experts: include the load of each expert; a model can have tens of thousands of experts"""
     return (*_FAMILIES, _EXPERTS) if experts else _FAMILIES
 
 
 def _of_layers(value: Callable[[LayerMetrics], float | None], *, once: bool = False) -> Callable[[Snapshot], Samples]:
-    """once: the members of an etp group have the same, and the first one says it, so that a sum over ranks is right"""
+    """Return samples per layer. once: only the first rank of an etp group reports, so that a sum over ranks is right"""
 
     def samples(found: Snapshot) -> Samples:
         layers = () if once and found.etp_rank else found.layers

@@ -1,4 +1,4 @@
-"""One snapshot of a context's layers and of balancers, read where it is asked for."""
+"""Snapshots of a context's layers and of balancers."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from ep_moe.types import capturing
 
 @dataclass(frozen=True, kw_only=True)
 class LayerMetrics:
-    """What one layer did on one rank, or its load over the whole EP group.
+    """The counters of one layer, on one rank or with the load of the whole EP group.
 
     Args:
-        name: The layer's; of several with one name the later ones get their number behind it, as "name (2)".
-        all2all: Its transport; for the most tokens, where tuned.
+        name: The layer's name. Further layers of the same name get a number, as "name (2)".
+        all2all: Its transport; if tuned, the one for the most tokens.
         experts: Its kernel.
-        calls: Of `forward` and `forward_routed`, those that failed too. A graph that holds the layer's call, recorded
-            by `torch.cuda.graph` or `torch.compile`, counts none.
-        replayed: Those of `calls` that a CUDA graph of the layer served.
-        tokens: Counted routes / top_k, rounded up. Padding is not counted. None where the kernel counts no load.
-        expert_load: [E], routes to each logical expert since `reset_load`. None where the kernel counts no load.
-        rank_load: [R], routes to each EP rank since `reset_load`, or since another map came into force. None where the
+        calls: Calls of `forward` and `forward_routed`, including failed ones. Calls within a graph recorded by
+            `torch.cuda.graph` or `torch.compile` are not counted.
+        replayed: Those of `calls` that replayed a CUDA graph of the layer.
+        tokens: Counted routes / top_k, rounded up, without padding. None if the kernel counts no load.
+        expert_load: [E], routes to each logical expert since `reset_load`. None if the kernel counts no load.
+        rank_load: [R], routes to each EP rank since `reset_load`, or since the expert map last changed. None if the
             kernel counts no load.
-        sent_bytes: An estimate of the bytes of dispatched rows to other ranks, since `rank_load` began. A row counts
-            for each route to another rank, or, with a transport that sends every row to all ranks, R - 1 times for each
-            token and, with `ExpertsOptions(exact=True)`, for each of its K routes. A transport that sends a token once
-            to a rank sends less. Padding, ids, weights and the way back are not counted. None where the kernel counts
-            no load.
-        stage_ms: Milliseconds by stage, of calls within `stages`. Empty outside.
-        deadline_margin_s: The deadline less the longest wait within a step that this rank's watch saw. The watch looks
+        sent_bytes: An estimate of the bytes of rows dispatched to other ranks, over the same time as `rank_load`. It
+            counts a row for each route to another rank. With a transport that sends every row to all ranks it counts
+            R - 1 rows per token, or with `ExpertsOptions(exact=True)` per route. A transport that sends a token once
+            to a rank sends less. Padding, ids, weights and combined rows are not counted. None if the kernel counts no
+            load.
+        stage_ms: Milliseconds by stage, for calls within `stages`; empty without.
+        deadline_margin_s: The deadline less the longest wait within a step that this rank's watchdog saw. It looks
             every eighth of the deadline, and at least every 5 s. None without peers.
     """
 
@@ -66,21 +66,21 @@ class LayerMetrics:
 
     @property
     def balancedness(self) -> float | None:
-        """Mean of `rank_load` / its maximum: 1 is even. In a snapshot of one rank it is that of its own tokens."""
+        """Mean of `rank_load` / its maximum; 1 is even. In a snapshot of one rank, of this rank's tokens."""
         return None if self.rank_load is None else balancedness(list(self.rank_load))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """What the layers of a context and balancers did.
+    """The counters of a context's layers and of balancers.
 
     Args:
-        rank: Of the world.
-        etp_rank: Within the ranks that cut each expert. These count the same routes.
+        rank: The global rank.
+        etp_rank: The rank within the etp group. Ranks of an etp group count the same routes.
         whole: Whether the load is that of the whole EP group; else that of this rank's tokens.
-        deadline_s: Of the context. None without peers.
-        layers: In the order of their making.
-        balancers: As `ExpertBalancer.stats` gives them.
+        deadline_s: The context's deadline. None without peers.
+        layers: The layers, in order of construction.
+        balancers: The results of `ExpertBalancer.stats`.
     """
 
     rank: int
@@ -92,20 +92,20 @@ class Snapshot:
 
 
 def snapshot(context: EPContext, *balancers: ExpertBalancer, whole: bool = False) -> Snapshot:
-    """Read what the layers of a context did. Waits for the device once.
+    """Read the counters of a context's layers. Waits for the device once.
 
     Args:
-        context: The layers'.
-        *balancers: Those to report.
-        whole: Sum the load over the EP group. Collective then: all its ranks call it.
+        context: The context of the layers.
+        *balancers: Balancers to include.
+        whole: Sum the load over the EP group. The call is then collective over this group.
 
     Returns:
         The snapshot, in host memory.
 
     Raises:
-        InputError: within the capture of a CUDA graph.
-        ContextClosed: after `EPContext.destroy`.
-        ConfigError: an argument is of another kind.
+        InputError: Called within a CUDA graph capture.
+        ContextClosed: Called after `EPContext.destroy`.
+        ConfigError: An argument has a wrong type.
     """
     check_kind("snapshot: context", context, EPContext)
     check_flag("snapshot: whole", whole)
@@ -126,17 +126,17 @@ def snapshot(context: EPContext, *balancers: ExpertBalancer, whole: bool = False
 
 
 class Source:
-    """The newest snapshot, for exporters, which read it from threads of their own.
+    """Holds the newest snapshot for exporters, which read it in their own threads.
 
-    A thread that reads the device would wait where a peer hangs, and would break the capture of a CUDA graph. So
-    `update` reads it, in the thread of the model, between two calls.
+    `update` reads the device, in the model's thread between two calls. An exporter's thread must not read the device:
+    it would hang with a hung peer, and break CUDA graph captures.
 
     Args:
-        context: The layers'.
-        *balancers: Those to report.
+        context: The context of the layers.
+        *balancers: Balancers to include.
 
     Raises:
-        ConfigError: an argument is of another kind.
+        ConfigError: An argument has a wrong type.
     """
 
     def __init__(self, context: EPContext, *balancers: ExpertBalancer) -> None:
@@ -144,15 +144,15 @@ class Source:
         self._context, self._balancers = weakref.ref(context), [weakref.ref(balancer) for balancer in balancers]
 
     def update(self) -> Snapshot:
-        """Read the load of this rank. Waits for the device once; not collective.
+        """Take a new snapshot with the load of this rank. Waits for the device once; not collective.
 
         Returns:
             The snapshot.
 
         Raises:
-            InputError: within the capture of a CUDA graph.
-            ContextClosed: after `EPContext.destroy`.
-            ConfigError: the context is garbage.
+            InputError: Called within a CUDA graph capture.
+            ContextClosed: Called after `EPContext.destroy`.
+            ConfigError: The context was garbage collected.
         """
         context = self._context()
         if context is None:
@@ -162,8 +162,9 @@ class Source:
         return self._newest[0]
 
     def newest(self) -> Snapshot:
-        """Give the last `update`, with the deadline margins of this moment. Any thread may call it; it waits for
-        nothing.
+        """Return the snapshot of the last `update`, with current deadline margins.
+
+        Any thread may call it. It never waits.
 
         Returns:
             The snapshot.
@@ -178,19 +179,19 @@ class Source:
 
 @contextmanager
 def stages(context: EPContext, *, times: bool = True, nvtx: bool = False) -> Iterator[StageTimes]:
-    """Watch the stages of calls within the block.
+    """Measure or mark the stages of calls within a `with` block.
 
     Args:
-        context: The layers'.
-        times: Measure the stages: `snapshot` has them as `stage_ms`. Calls then run eagerly, not as CUDA graphs.
+        context: The context of the layers.
+        times: Measure the stages; `snapshot` reports them as `stage_ms`. Calls then run eagerly, not as CUDA graphs.
         nvtx: Mark stages, and replays of CUDA graphs, as NVTX ranges for Nsight Systems.
 
     Yields:
-        The times, which stay readable after the block: `by_layer()` and `milliseconds()`.
+        The times, which can also be read after the block: `by_layer()` and `milliseconds()`.
 
     Raises:
         ConfigError: `nvtx` on a context without a GPU, or a block within another.
-        BackendUnavailable: this build of torch has no NVTX.
+        BackendUnavailable: This build of torch has no NVTX.
     """
     check_kind("stages: context", context, EPContext)
     if context._stage_times is not None:
@@ -230,9 +231,9 @@ def _layer_metrics(context: EPContext, layers: Sequence[MoELayer], whole: bool) 
             all2all=layer.choice.all2all,
             experts=layer.choice.experts,
             calls=layer._checks.forwards,
-            # nothing is under way: this is the model's thread
+            # consistent, because no call is running: this is the model's thread
             replayed=layer._checks.forwards - layer._checks.eager + layer._graphs.trained.replays,
-            stage_ms=times.get(name, {}),  # those of several layers of one name are with the first
+            stage_ms=times.get(name, {}),  # layers of one name are summed under the first
             deadline_margin_s=_margin(layer.name, context.flight_recorder),
             **facts,
         )
@@ -241,7 +242,7 @@ def _layer_metrics(context: EPContext, layers: Sequence[MoELayer], whole: bool) 
 
 
 def _names(layers: Sequence[MoELayer]) -> list[str]:
-    """A name for each: a series of Prometheus has one value."""
+    """Return a unique name for each layer, because a Prometheus series has one value."""
     found, names = Counter[str](), []
     for layer in layers:
         found[layer.name] += 1
@@ -259,7 +260,7 @@ _UNKNOWN: dict[str, Any] = dict.fromkeys(("tokens", "expert_load", "rank_load", 
 
 
 def _load_facts(context: EPContext, layers: Sequence[MoELayer], whole: bool) -> list[dict[str, Any]]:
-    """Of each layer, by one copy to the host."""
+    """Return the load fields of `LayerMetrics` for each layer, with one copy to the host."""
     counted = [layer for layer in layers if not layer._routes_inside and not layer.placement.counting.is_meta]
     if not counted:
         return [_UNKNOWN] * len(layers)
@@ -287,11 +288,11 @@ def _load_facts(context: EPContext, layers: Sequence[MoELayer], whole: bool) -> 
 
 
 def _counts(layer: MoELayer) -> list[Tensor]:
-    """int64 [E], [R] and [1]: routes by expert and by EP rank, and rows sent to other ranks."""
+    """Return int64 [E], [R] and [1]: routes per expert, routes per EP rank, and rows sent to other ranks."""
     placement, ranks = layer.placement, layer.placement.expert_map.num_ranks
     by_rank, transport = placement.rank_load(), layer.choice.all2all
     if transport != INSIDE and registry.load("dispatchers", transport).capabilities.to_all:
-        rows = layer.config.top_k if layer.exact else 1  # of a token
+        rows = layer.config.top_k if layer.exact else 1  # rows per token and rank
         sent = (by_rank.sum() + layer.config.top_k - 1) // layer.config.top_k * (rows * (ranks - 1))
     else:
         sent = by_rank.sum() - by_rank[layer.context.layout.ep_rank]
