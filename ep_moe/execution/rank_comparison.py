@@ -18,33 +18,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ep_moe.config import MoEConfig
-from ep_moe.context import EPContext
 from ep_moe.errors import InputError
+from ep_moe.execution.expert_comparison import ComparedExperts, compare_experts, mixed, warn_of_twins
 from ep_moe.execution.similarity import Similarity
-from ep_moe.parallel.checksum import checksum, is_compared, row_checksums
+from ep_moe.parallel.checksum import checksum, is_compared
 from ep_moe.parallel.rank_group import RankGroup, of_other_calls
-from ep_moe.placement.expert_map import EMPTY
-from ep_moe.placement.placement import Placement
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.parts import part_names, split_parts
 
-_SAMPLE = 1 << 14  # numbers of a slot's tensor whose checksum identifies an expert
 _IN_BACKWARD = "backward by the comparison of ranks"
 
 
-class ComparedLayer(Protocol):
+class ComparedLayer(ComparedExperts, Protocol):
     """The part of a MoELayer that a comparison reads."""
 
-    name: str
     _fixed: bool
-    config: MoEConfig
-    context: EPContext
-    placement: Placement
     router: Any
     shared_experts: nn.Module | None
-    expert_weights: ExpertWeights
     _block: Callable[[], nn.Module | None]
 
     def _carried(self) -> str: ...
@@ -66,8 +56,8 @@ def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first 
             f"{_name_dense(whole, dense, sums, device)} differs from the others; call torch.manual_seed with one seed "
             f"on all ranks before the model is made, or load a checkpoint on all"
         )
-    _compare_experts(layer, layer.context.rank_groups["ep"], device, step)
-    _warn_of_twins(layer, layer.context.rank_groups["ep"], device, step)
+    compare_experts(layer, layer.context.rank_groups["ep"], device, step)
+    warn_of_twins(layer, layer.context.rank_groups["ep"], device, step)
 
 
 class Watch:
@@ -144,7 +134,8 @@ class Watch:
 
     def _mixed(self, layer: ComparedLayer) -> str | None:
         """Return what mixed the experts of different ranks, None for nothing."""
-        return _mixed(layer) or self.similarity.problem(layer, layer.context.rank_groups["ep"], _IN_BACKWARD)
+        rank_group = layer.context.rank_groups["ep"]
+        return mixed(layer, rank_group, _IN_BACKWARD) or self.similarity.problem(layer, rank_group, _IN_BACKWARD)
 
     def _warn_of_buffer(self, layer: ComparedLayer, name: str) -> None:
         """Warn once about a buffer that differs. Parameters may be equal even so: gradients do not change buffers."""
@@ -268,34 +259,6 @@ def _by_copy(rows: list[list[int]]) -> list[list[tuple[int, list[int]]]]:
     return [[(at, row) for at, row in enumerate(rows) if row[0] == copy] for copy in sorted({row[0] for row in rows})]
 
 
-def _mixed(layer: ComparedLayer) -> str | None:
-    """Return, in a backward pass, what mixed the experts of different ranks or their gradients; None for nothing."""
-    weights, rank_group, device = layer.expert_weights, layer.context.rank_groups["ep"], layer.context.device
-    if rank_group.size == 1 or weights.sharded or not weights.named:
-        return None
-    try:
-        _compare_experts(layer, rank_group, device, _IN_BACKWARD)
-    except InputError as error:
-        return str(error)
-    stepped = weights.gradient_sum.stepped
-    if stepped is None:
-        stepped = torch.zeros((), dtype=torch.int64, device=device)
-    firsts = [slots[0] for slots in weights.held.values()]  # in the order of gradients
-    held = _of_all([tensor[firsts, :1].detach() for tensor in weights.stored_tensors().values()], device)
-    facts = torch.stack([held, stepped.to(device)])
-    with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
-        rows = rank_group.exchange(facts)
-    for rank, (numbers, gradients) in zip(rank_group.ranks, rows, strict=True):
-        if gradients and gradients == rows[0][1] and numbers != rows[0][0]:
-            return (
-                f"{layer.name}: an optimizer's step on rank {rank} had the gradients of rank {rank_group.ranks[0]}'s "
-                f"experts for its own: something has averaged or summed gradients of different experts (all_reduce in "
-                f"a loop over model.parameters(), a wrapper). Leave ep_moe.training.expert_parameters(model) out of "
-                f"it, as sync_gradients of ep_moe.training does, and load the weights anew"
-            )
-    return None
-
-
 def dense_digest(layer: ComparedLayer) -> int:
     """Return a checksum of the router and the shared experts. Waits for the device."""
     return int(_sums(dict(_dense(layer)), layer.context.device)[1])
@@ -346,101 +309,3 @@ def _name_dense(rank_group: RankGroup, dense: dict[str, Tensor], sums: list[Tens
         ]
         name = f"{name} on rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))}"
     return name
-
-
-def _compare_experts(layer: ComparedLayer, rank_group: RankGroup, device: torch.device, step: str) -> None:
-    """Raise InputError, on all ranks, if replicas of an expert differ, or if a rank has the numbers of the first rank's
-    experts for its own."""
-    weights, expert_map = layer.expert_weights, layer.placement.expert_map
-    if rank_group.size == 1 or weights.sharded or not weights.stored_tensors():
-        return
-    slots_per_rank = expert_map.slots_per_rank
-    facts = torch.zeros(slots_per_rank, 2, dtype=torch.int64, device=device)
-    many = set(expert_map.replicated)
-    held = _filled_slots(weights)
-    copies = [slot for slot in held if weights.local_experts[slot] in many]
-    tensors = list(weights.stored_tensors().values())
-    if held:
-        facts[held, 0] = _of_slots([tensor.flatten(1)[:, :_SAMPLE] for tensor in tensors])[held].to(device)
-    if copies:
-        facts[copies, 1] = _of_slots([tensor[copies] for tensor in tensors]).to(device)
-    with rank_group.flight_recorder.step(step, counted=not step.startswith("backward")):
-        rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
-    for expert in many:
-        found = {
-            rows[slot // slots_per_rank][slot % slots_per_rank][1] for slot in expert_map.logical_to_physical[expert]
-        }
-        if len(found) > 1:
-            ranks = sorted(
-                {rank_group.ranks[slot // slots_per_rank] for slot in expert_map.logical_to_physical[expert]}
-            )
-            raise InputError(
-                f"{layer.name}: copies of expert {expert} on ranks {', '.join(map(str, ranks))} differ; write "
-                f"experts with update_expert on all ranks, or load a checkpoint on all"
-            )
-    for rank in range(1, rank_group.size):
-        first, own = [row[0] for row in rows[0]], [row[0] for row in rows[rank]]
-        other = expert_map.local(0) != expert_map.local(rank)
-        if other and first == own and len(set(own)) == slots_per_rank > 1:
-            raise InputError(
-                f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
-                f"{rank_group.ranks[0]}'s: "
-                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, "
-                f"ZeroRedundancyOptimizer, a loop), or drawn them from one seed on all (torch.nn.init). "
-                f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew, or write each "
-                f"expert with update_expert on all ranks"
-            )
-
-
-def _warn_of_twins(layer: ComparedLayer, rank_group: RankGroup, device: torch.device, step: str) -> None:
-    """Warn, on all ranks, if different experts have equal matrices in cases that `_compare_experts` does not refuse.
-
-    These are: only one kind of matrix is equal, as after a loop over parameters that initializes w2 again; and ranks
-    hold one expert each, which may be equal on purpose.
-    """
-    weights, expert_map, gated = layer.expert_weights, layer.placement.expert_map, layer.config.activation.gated
-    if rank_group.size == 1 or weights.sharded or not weights.named:
-        return
-    parts = [part for part in part_names(weights.names, gated) if not part.endswith("_bias")]
-    facts = torch.zeros(expert_map.slots_per_rank, len(parts), dtype=torch.int64, device=device)
-    held = _filled_slots(weights)
-    if held:
-        views: dict[str, Tensor] = {}
-        for name, tensor in weights.stored_tensors().items():
-            views |= split_parts(name, tensor.transpose(0, 1), gated)
-        samples = [views[part].transpose(0, 1).flatten(1)[:, :_SAMPLE] for part in parts]
-        facts[held] = torch.stack([row_checksums(sample) for sample in samples], 1)[held].to(device)
-    with rank_group.flight_recorder.step(step):
-        rows = rank_group.exchange(facts.flatten())
-    for rank in range(1, rank_group.size):
-        pairs = zip(expert_map.local(0), expert_map.local(rank), strict=True)
-        other = [slot for slot, (first, own) in enumerate(pairs) if min(first, own) >= 0 and first != own]
-        equal = []
-        for at, part in enumerate(parts):
-            found = [(rows[0][slot * len(parts) + at], rows[rank][slot * len(parts) + at]) for slot in other]
-            if all(first == own != 0 for first, own in found) and 0 < len(set(found)) == len(found):
-                equal.append(part)
-        if equal:
-            warnings.warn(
-                f"{layer.name}: {', '.join(equal)} of rank {rank_group.ranks[rank]}'s experts have the numbers of rank "
-                f"{rank_group.ranks[0]}'s. Unless they are equal on purpose, something has drawn them from one seed on "
-                f"all ranks (torch.nn.init in a loop over parameters) or broadcast them; draw every expert's whole "
-                f"tensors on all ranks, and write them with update_expert(expert, w13=..., w2=...)",
-                UserWarning,
-                stacklevel=2,
-            )
-            return
-
-
-def _filled_slots(weights: ExpertWeights) -> list[int]:
-    """Those that have an expert, and numbers of it."""
-    return [] if weights.is_meta else [slot for slot, expert in enumerate(weights.local_experts) if expert != EMPTY]
-
-
-def _of_slots(tensors: list[Tensor]) -> Tensor:
-    """int64 [L] of some tensors [L, ...]: of each slot, what `_of_all` is of its tensors."""
-    return row_checksums(torch.stack([row_checksums(tensor) for tensor in tensors], 1))
-
-
-def _of_all(tensors: list[Tensor], device: torch.device) -> Tensor:
-    return checksum(torch.stack([checksum(tensor, device) for tensor in tensors]), device)

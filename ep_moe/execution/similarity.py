@@ -10,27 +10,17 @@ of different slots is therefore subtracted.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
-from ep_moe.context import EPContext
+from ep_moe.execution.expert_comparison import ComparedExperts
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
-from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _NUMBERS = 1024  # numbers per rank that are compared; the cosine of independent ones stays below 0.16 (5 sigma)
 _FEWEST = 64  # with fewer numbers than this the cosine counts as 0
 _RISE = 0.5  # a rise of the cosine that is reported
-
-
-class _Compared(Protocol):
-    name: str
-    context: EPContext
-    placement: Placement
-    expert_weights: ExpertWeights
 
 
 class Similarity:
@@ -40,14 +30,14 @@ class Similarity:
         self._before: list[float] = []
         self._of: tuple[int, str] | None = None  # the weights' `updates` and the expert map when `_before` was taken
 
-    def begin(self, layer: _Compared, rank_group: RankGroup, step: str) -> None:
+    def begin(self, layer: ComparedExperts, rank_group: RankGroup, step: str) -> None:
         """Take the cosines of the current weights as the reference."""
         weights = layer.expert_weights
         if rank_group.size > 1 and weights.named and not weights.sharded:
             self._before = _cosines(layer, rank_group, step)
             self._of = weights.updates, layer.placement.expert_map.digest
 
-    def problem(self, layer: _Compared, rank_group: RankGroup, step: str) -> str | None:
+    def problem(self, layer: ComparedExperts, rank_group: RankGroup, step: str) -> str | None:
         """Return None, or the ranks whose experts became similar since `begin`. All ranks return the same text.
 
         If weights were loaded or moved since, take a new reference instead.
@@ -78,7 +68,7 @@ def _pairs(rank_group: RankGroup) -> list[tuple[int, int]]:
     return [(first, at) for at in range(1, rank_group.size) for first in sorted({0, at - 1})]
 
 
-def _cosines(layer: _Compared, rank_group: RankGroup, step: str) -> list[float]:
+def _cosines(layer: ComparedExperts, rank_group: RankGroup, step: str) -> list[float]:
     """Return the cosine (`excess`) of each of `_pairs`, the same on all ranks. Waits for the device."""
     expert_map = layer.placement.expert_map
     sample = _sample(layer.expert_weights, expert_map.slots_per_rank, layer.context.device)

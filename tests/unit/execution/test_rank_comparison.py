@@ -6,13 +6,12 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 
-from ep_moe import EPContext, ExpertMap, InputError, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
+from ep_moe import EPContext, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
 from ep_moe.execution import rank_comparison
 from ep_moe.execution.rank_comparison import (
     Drift,
     Watch,
     _beside_steps,
-    _compare_experts,
     _dense,
     _drifted_beside,
     _name_dense,
@@ -34,25 +33,6 @@ def test_all_that_ranks_hold_alike_is_compared():
         held = {name for name in layer.state_dict() if name.startswith(("router.", "shared_experts."))}
         assert "router.e_score_correction_bias" in held
         assert dict(_dense(layer)).keys() == held
-
-
-@pytest.mark.parametrize(
-    ("slots", "facts", "sentence"),
-    [
-        ([[0, 1], [2, 0]], [[11, 1, 12, 0], [13, 0, 11, 2]], "copies of expert 0 on ranks 4, 6 differ"),
-        ([[0, 1], [2, 3]], [[11, 0, 12, 0], [11, 0, 12, 0]], "rank 6 holds for its experts the numbers of rank 4's"),
-    ],
-    ids=["copies", "broadcast"],
-)
-def test_what_should_or_should_not_be_equal_is_named_by_the_ranks_of_the_job(slots, facts, sentence, monkeypatch):
-    """facts: of each rank, two checksums of each slot: of a sample, and of a copy"""
-    expert_map = ExpertMap.from_ranks(slots, 1 + max(map(max, slots)))
-    weights = Some(sharded=False, is_meta=False, local_experts=expert_map.local(0))
-    weights.stored_tensors = lambda: {"w13": torch.zeros(2, 1, 1)}
-    layer = Some(name="moe0", expert_weights=weights, placement=Some(expert_map=expert_map))
-    monkeypatch.setattr(RankGroup, "exchange", lambda *_: facts)
-    with pytest.raises(InputError, match=f"^moe0: {sentence}"):
-        _compare_experts(layer, RankGroup(None, (4, 6), 0, FlightRecorder()), torch.device("cpu"), "first call")
 
 
 @pytest.mark.parametrize(
