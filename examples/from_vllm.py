@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
 
-# arguments of FusedMoE as model files pass them: Mixtral and Qwen3-MoE, and DeepSeek-V3
+# Arguments of FusedMoE as vLLM's model files pass them: Mixtral and Qwen3-MoE (SOFTMAX), DeepSeek-V3 (GROUPED).
 SIZES = {"num_experts": 16, "top_k": 4, "hidden_size": 64, "intermediate_size": 32}
 SOFTMAX = SIZES | {"renormalize": True}
 GROUPED = SIZES | {
@@ -29,7 +29,7 @@ ACTIVATIONS = {"silu": Activation.SWIGLU, "gelu": Activation.GEGLU, "relu2_no_mu
 
 
 def config_of(arguments: dict[str, Any]) -> MoEConfig:
-    """Our configuration, from FusedMoE's arguments."""
+    """Return the MoEConfig that corresponds to FusedMoE's arguments."""
     sigmoid = arguments.get("scoring_func", "softmax") == "sigmoid"
     grouped = arguments.get("use_grouped_topk", False)
     if grouped and not sigmoid:
@@ -48,7 +48,7 @@ def config_of(arguments: dict[str, Any]) -> MoEConfig:
 
 @torch.no_grad()
 def load(layer: MoELayer, parameters: dict[str, Tensor]) -> None:
-    """On all ranks with the same parameters; each rank keeps its own experts."""
+    """Load FusedMoE's parameters into the layer. All ranks pass the same tensors, and each keeps its own experts."""
     for expert in range(layer.config.num_experts):
         layer.update_expert(
             expert, w13=parameters["experts.w13_weight"][expert], w2=parameters["experts.w2_weight"][expert]
@@ -59,7 +59,7 @@ def load(layer: MoELayer, parameters: dict[str, Tensor]) -> None:
 
 
 def fused_moe(x: Tensor, parameters: dict[str, Tensor], arguments: dict[str, Any]) -> Tensor:
-    """What FusedMoE computes, one token after the other."""
+    """Compute what FusedMoE computes, one token after another."""
     logits = linear(x, parameters["gate.weight"])
     sigmoid = arguments.get("scoring_func", "softmax") == "sigmoid"
     scores = logits.sigmoid() if sigmoid else logits.softmax(1)

@@ -2,10 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/rl_weight_push.py [--quantization fp8_dynamic]
 
-The trainer has its experts in order over the ranks. The serving model has another expert map, with a second copy of
-some experts, and may have its experts quantized. `export_weights` gathers the trainer's tensors layer by layer, and
-`load_weights` writes each into the serving model, between two calls. After each push the serving model must give what
-the trainer gives.
+The trainer uses the linear expert map. The serving model uses another expert map, with a second copy of some experts,
+and may quantize its experts. `export_weights` gathers the trainer's tensors layer by layer. `load_weights` writes them
+into the serving model, between two calls. After each push, both models must compute the same logits.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ CONFIG = Qwen3MoeConfig(
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
     bos_token_id=None, eos_token_id=None, pad_token_id=None,
 )  # fmt: skip
-CLOSE = 1e-4  # of the largest logit: float32, added up in another order
-ROUNDED = 0.1  # the same of quantized experts
+CLOSE = 1e-4  # of the largest logit: float32 sums in another order
+ROUNDED = 0.1  # of the largest logit, for quantized experts
 
 
 def tiny_model(context: EPContext) -> Any:
-    """The same random numbers on all ranks."""
+    """Make a model with the same random weights on all ranks."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32).to(context.device)
 
 
 def train(trainer: Any, optimizer: torch.optim.Optimizer, context: EPContext, update: int) -> float:
-    """One update on this rank's own samples."""
+    """Update the trainer once, on this rank's own samples, and return the loss."""
     generator = torch.Generator().manual_seed(1000 * update + context.layout.dp_rank)
     ids = torch.randint(0, CONFIG.vocab_size, (4, 16), generator=generator).to(context.device)
     loss = trainer(input_ids=ids, labels=ids, use_cache=False).loss

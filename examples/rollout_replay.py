@@ -1,10 +1,11 @@
-"""A rollout on 2 ranks with redundant experts, and its trainer in one process: equal log-probabilities, bit for bit.
+"""Run a rollout on 2 ranks and its trainer in one process, with bitwise equal log-probabilities.
 
-    torchrun --nproc-per-node 2 examples/rollout_replay.py
+    torchrun --standalone --nproc-per-node 2 examples/rollout_replay.py
 
-The rollout writes tokens one by one. The trainer computes all positions of all sequences in one call. Every operation
-of the model is exact: those of the MoE layers by `ExpertsOptions(exact=True)`, those around them by
-`ep_moe.runtime.batch_invariant`. The trainer then takes a step, and replays the rollout's routes under its new weights.
+The rollout has redundant experts and generates tokens one by one. The trainer computes all positions of all sequences
+in one call. Every operation of the model is exact: the MoE layers use `ExpertsOptions(exact=True)`, and all other
+operations use `ep_moe.runtime.batch_invariant`. The trainer then takes a step, and replays the rollout's routes with
+its new weights.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ep_moe.runtime import batch_invariant
 from ep_moe.training import record_routing, replay_routing
 
 WIDTH, VOCABULARY, EXPERTS, LAYERS = 256, 64, 8, 2
-PROMPTS, PROMPT, TOKENS = 3, 4, 12  # of each rank: sequences, tokens of a prompt, tokens of a sequence
+PROMPTS, PROMPT, TOKENS = 3, 4, 12  # sequences of each rank, tokens of a prompt, tokens of a sequence
 CONFIG = MoEConfig(
     hidden_size=WIDTH, intermediate_size=128, num_experts=EXPERTS, top_k=2, shared_intermediate_size=64,
     routing=RoutingConfig(renormalize=True),
@@ -25,7 +26,7 @@ CONFIG = MoEConfig(
 
 
 class Model(nn.Module):
-    """Each position sees the token there and a running sum of those before, in place of attention."""
+    """A small MoE model. Instead of attention, each position sees its token and a running sum of the earlier ones."""
 
     def __init__(self, context: EPContext, expert_map: ExpertMap | None = None) -> None:
         super().__init__()
@@ -39,14 +40,14 @@ class Model(nn.Module):
         self.to(context.device)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """Log-probabilities of the next token, [T, V]. rows: [T, H], of `embedded`"""
+        """Return the log-probabilities of the next token, [T, V]. rows: [T, H], from `embedded`"""
         for layer in self.layers:
             rows = rows + layer(rows)
         scores = batch_invariant.linear(rows, self.head.weight, self.head.bias)
         return batch_invariant.pointwise(torch.log, batch_invariant.softmax(scores))
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """Rows of all positions, [B, S, H]. tokens: int64 [B, S]"""
+        """Return the rows of all positions, [B, S, H]. tokens: int64 [B, S]"""
         before = torch.zeros(len(tokens), WIDTH, device=tokens.device)
         rows = []
         for token in tokens.unbind(1):
@@ -57,7 +58,7 @@ class Model(nn.Module):
 
 @torch.no_grad()
 def rollout(model: Model, tokens: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Sequences [B, S], and the log-probability of each of their tokens that was drawn [B, S - PROMPT]."""
+    """Return the sequences [B, S], and the log-probabilities of the tokens that were drawn, [B, S - PROMPT]."""
     generator = torch.Generator().manual_seed(seed)
     drawn = []
     for _ in range(TOKENS - PROMPT):
@@ -69,14 +70,14 @@ def rollout(model: Model, tokens: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def of_drawn(model: Model, tokens: Tensor) -> Tensor:
-    """The same log-probabilities, of all sequences in one call."""
+    """Compute the same log-probabilities for all sequences in one call."""
     rows = model.embedded(tokens)[:, PROMPT - 1 : -1]
     found = model(rows.flatten(0, 1)).view(*rows.shape[:2], VOCABULARY)
     return found.gather(2, tokens[:, PROMPT:].unsqueeze(2)).squeeze(2)
 
 
 def in_order(ids: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Recorded ids, one call a position, in the order of the trainer's rows: [B, S - PROMPT, K]."""
+    """Arrange recorded ids, one call per position, in the order of the trainer's rows: [B, S - PROMPT, K]."""
     return {name: found.view(TOKENS - PROMPT, PROMPTS, -1).transpose(0, 1).contiguous() for name, found in ids.items()}
 
 

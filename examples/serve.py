@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/serve.py
 
-The model is a small Qwen3-MoE with random weights, which rank 0 writes to a temporary folder. With a checkpoint of your
-own, give its folder or its name on the Hub to `load_pretrained`. The requests prefer few words, so that few experts are
-popular. Outputs are compared with those of `transformers` in one process.
+The model is a small Qwen3-MoE with random weights, which rank 0 writes to a temporary folder. To use your own
+checkpoint, pass its folder or its name on the Hub to `load_pretrained`. The requests use only a few words, so that a
+few experts are popular. The outputs are compared with those of `transformers` in one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def write_model(folder: str) -> None:
 
 
 def request(number: int, context: EPContext) -> Tensor:
-    """This rank's prompts, [4, length]: each rank has its own, of its own length."""
+    """Return this rank's prompts, [4, length]. Prompts and length differ per rank."""
     rank = context.layout.dp_rank
     generator = torch.Generator().manual_seed(1000 * number + rank)
     return torch.randint(8, (4, 6 + rank), generator=generator).to(context.device)
@@ -47,7 +47,7 @@ def answer(model: PreTrainedModel, prompts: Tensor) -> Tensor:
 
 
 def serve(model: PreTrainedModel, context: EPContext, requests: int) -> tuple[list[Tensor], ExpertBalancer]:
-    """Returns this rank's answers, and the balancer, closed. A window of 8 requests precedes each plan."""
+    """Return this rank's answers and the closed balancer, which plans after every 8 requests."""
     balancer = ExpertBalancer(model, context, EPLBConfig(interval=8, window=8))
     answers = []
     with balancer:
@@ -67,12 +67,12 @@ def main() -> int:
         if leader:
             write_model(own_folder)
         folder = [own_folder]
-        dist.broadcast_object_list(folder, device=context.device)  # the folder of rank 0
+        dist.broadcast_object_list(folder, device=context.device)  # all ranks get the folder of rank 0
 
         experts, ranks = read_moe_config(folder[0], context).num_experts, context.layout.ep
-        with_copies = ExpertMap.redundant(experts, ranks, ranks)  # a slot more per rank
+        with_copies = ExpertMap.redundant(experts, ranks, ranks)  # one more slot on each rank
         model = load_pretrained(folder[0], context, expert_map=with_copies, progress=False)
-        model.requires_grad_(False)  # experts move, and an optimizer's state would not
+        model.requires_grad_(False)  # experts move, and an optimizer's state would not move with them
         answers, balancer = serve(model, context, options.requests)
 
         alone = Qwen3MoeForCausalLM.from_pretrained(folder[0], dtype=torch.float32).to(context.device).eval()
@@ -82,7 +82,7 @@ def main() -> int:
         print(f"rank {context.layout.rank}: {len(answers)} answers, equal to transformers: {equal}", flush=True)
         if leader:
             print(f"{stats.rebalances} rebalances, {stats.commits} layers moved, balancedness {stats.balancedness:.2f}")
-        dist.barrier()  # rank 0's folder is read no more
+        dist.barrier()  # before rank 0 deletes its folder
         return int(not equal or stats.commits == 0)
 
 

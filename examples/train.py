@@ -4,7 +4,7 @@
     torchrun --standalone --nproc-per-node 4 examples/train.py --steps 12 --resume /tmp/checkpoint --check
 
 Each rank has its own sequences (data parallel) and its own experts (expert parallel over the same ranks). `--check`
-trains the same model in one process as well, and fails unless the losses agree.
+also trains the same model in one process, and fails unless the losses agree.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ class Transformer(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)  # activations are computed again in backward
+            x = checkpoint(block, x, use_reentrant=False)  # backward recomputes activations
         return self.head(self.norm(x))
 
 
 def make(context: EPContext) -> tuple[Transformer, torch.optim.AdamW]:
-    torch.manual_seed(0)  # one seed on all ranks: the model is the same on any number of them
+    torch.manual_seed(0)  # with the same seed on all ranks, the weights do not depend on the number of ranks
     model = Transformer(context).to(context.device)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
 def batch(step: int, context: EPContext) -> Tensor:
-    """This rank's share of the step's sequences, [B, S + 1]."""
+    """Return this rank's share of the step's sequences, int64 [BATCH / dp, LENGTH + 1]."""
     text = resources.files("ep_moe").joinpath("demo", "heldout.txt").read_bytes()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=torch.Generator().manual_seed(step))
@@ -74,7 +74,7 @@ def batch(step: int, context: EPContext) -> Tensor:
 
 
 def train(model: Transformer, optimizer: torch.optim.Optimizer, context: EPContext, steps: range) -> list[float]:
-    """Returns the loss of each step, over all ranks."""
+    """Train for `steps`, and return the mean loss over ranks of each step."""
     losses = []
     for step in steps:
         tokens = batch(step, context)
@@ -94,13 +94,13 @@ def train(model: Transformer, optimizer: torch.optim.Optimizer, context: EPConte
 
 
 def state_of(model: Transformer, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """By names, so that any number of ranks can load it."""
+    """Return a state dict with names, which any number of ranks can load."""
     parameters, moments = get_state_dict(model, optimizer)
     return {"model": parameters, "optimizer": moments, "step": torch.tensor(step)}
 
 
 def load(path: str, model: Transformer, optimizer: torch.optim.Optimizer) -> int:
-    """Returns the step that comes next."""
+    """Load a checkpoint, and return the next step."""
     state = state_of(model, optimizer, 0)
     dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
@@ -117,7 +117,7 @@ def main() -> int:
 
     with EPContext.from_torchrun() as context:
         if context.device.type == "cuda":
-            torch.cuda.set_device(context.device)  # for torch's checkpoint, which gathers objects there
+            torch.cuda.set_device(context.device)  # torch's checkpoint gathers objects on the current device
         model, optimizer = make(context)
         first = load(options.resume, model, optimizer) if options.resume else 0
         losses = train(model, optimizer, context, range(first, options.steps))
