@@ -1,4 +1,4 @@
-"""MoE blocks of known families, replaced whole: our router, our experts, the model's shared experts."""
+"""Replaces whole MoE blocks of known families by layers with our router, our experts and the model's shared experts."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ from ep_moe.layer import MoELayer
 
 
 class ExpertParallelBlock(nn.Module):
-    """Stands where a model's MoE block stood and returns what that returned; `RouterLogitsHook` hands out its logits.
+    """Replaces a model's MoE block and returns what that block returned. `RouterLogitsHook` collects its router logits.
 
-    masks: of the model
-    jitter: in training rows are multiplied by random numbers in 1 +- jitter
+    moe: the layer that computes the block
+    returns: converts (output, input) to what the model expects
+    masks: the model's record of which rows are tokens
+    jitter: in training, rows are multiplied by uniform random numbers in [1 - jitter, 1 + jitter]
     """
 
     def __init__(
@@ -54,17 +56,17 @@ class ExpertParallelBlock(nn.Module):
 def replace_blocks(
     model: PreTrainedModel, context: EPContext, family: Family, layer_options: dict[str, Any]
 ) -> dict[str, ExpertParallelBlock]:
-    """Replace the blocks of a known family by layers with a router of ours.
+    """Replace the blocks of a known family, in place. Return the replacements by name.
 
     Raises:
-        ConfigError: the family's entry does not account for all that a block holds and computes.
+        ConfigError: The family's entry does not cover all that a block holds and computes.
     """
     config = model.config.get_text_config()
     moe_config, names = moe_config_of(family, config), names_of(config.model_type)
     masks, made = TokenMasks(send_padding=not model.can_generate()), {}
     for number, (name, block) in enumerate(blocks_of(model, family)):
         parameters = list(block.parameters())
-        # a block may keep its router in float32, and not its experts
+        # look at the experts first: the router may be float32 when they are not
         by_experts = [*block.get_submodule("experts").parameters(), *parameters]
         first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
         shared = None if family.shared is None else _shared(block, name, family.shared)
@@ -93,8 +95,11 @@ def _shared(block: nn.Module, name: str, attribute: str) -> nn.Module:
 
 
 def _jitter(block: nn.Module, name: str) -> float:
-    """What the block multiplies its rows by in training, as Mixtral's does. No tensor and no forward in eval mode shows
-    it."""
+    """Return the `jitter_noise` of a block, by which Mixtral multiplies its rows in training; 0.0 if it has none.
+
+    It is read from attributes, because neither a tensor nor a forward in eval mode shows it. Raise ConfigError for
+    jitter of another name or place.
+    """
     for path, module in block.named_modules():
         for attribute, value in vars(module).items():
             if "jitter" not in attribute or not isinstance(value, int | float) or not value:
@@ -111,7 +116,7 @@ def _jitter(block: nn.Module, name: str) -> float:
 def _accounted(
     source: ModuleSource, block: nn.Module, name: str, names: CheckpointNames, moe: MoELayer, model_type: str
 ) -> ExpertFormat:
-    """The form in which the class holds its experts, where the entry accounts for all that the block holds."""
+    """Return the format of the experts in the block. Raise ConfigError unless the entry covers all that it holds."""
     computed = [
         f"{name}.{path}.{buffer}".replace("..", ".")
         for path, module in block.named_modules()
@@ -152,10 +157,10 @@ def _check_activation(block: nn.Module, name: str, config: MoEConfig) -> None:
 
 
 def saved_experts(model: Any) -> list[SavedExperts]:
-    """The experts of a model's layers as transformers' modules hold them, in the model's order.
+    """Return the layers of a model with the layout of transformers' modules, in the model's order.
 
     Raises:
-        ConfigError: the model has no expert-parallel layers.
+        ConfigError: The model has no expert-parallel layers.
     """
     prefix = "base_model.model." if hasattr(model, "peft_config") and hasattr(model, "base_model") else ""
     found = []
@@ -174,7 +179,7 @@ def saved_experts(model: Any) -> list[SavedExperts]:
 
 
 def model_parts(model: Any) -> ModelParts:
-    """Of a model with expert-parallel layers. Raises ConfigError for another, and for one with adapters."""
+    """Return the parts of a model with expert-parallel layers. Raise ConfigError for another, or one with adapters."""
     experts = saved_experts(model)
     if hasattr(model, "peft_config") and hasattr(model, "base_model") and not isinstance(model, PreTrainedModel):
         raise ConfigError(
@@ -194,7 +199,10 @@ def model_parts(model: Any) -> ModelParts:
 
 
 def shared_names(model: Any) -> Iterator[tuple[str, str, str]]:
-    """Of each block of a known family with shared experts: its name, and theirs in our block and in transformers'."""
+    """Yield (block, ours, theirs) for each block of a known family with shared experts.
+
+    block is the block's name. ours and theirs are the names of its shared experts in our block and in transformers'.
+    """
     prefix = "base_model.model." if hasattr(model, "peft_config") and hasattr(model, "base_model") else ""
     for path, module in model.named_modules():
         if isinstance(module, ExpertParallelBlock) and module.moe.shared_experts is not None:
@@ -204,7 +212,7 @@ def shared_names(model: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[str, Tensor]:
-    """A known family's router and shared experts, by transformers' names."""
+    """Return the tensors of a layer's router and shared experts, by transformers' names."""
     assert isinstance(layer.router, nn.Module)
     found = {f"{block}.{names.router[key]}": tensor for key, tensor in layer.router.state_dict().items()}
     if layer.shared_experts is not None:
@@ -213,8 +221,10 @@ def block_tensors(layer: MoELayer, block: str, names: CheckpointNames) -> dict[s
 
 
 def _keep_frozen(moe: MoELayer, block: nn.Module, names: CheckpointNames, found: ExpertFormat) -> None:
-    """Freeze what is frozen in a block: tensors of its router and of its experts. Shared experts are the block's own
-    module."""
+    """Freeze the parameters of a layer's router and experts that are frozen in the replaced block.
+
+    Shared experts need nothing: the layer holds the block's own module.
+    """
     assert isinstance(moe.router, nn.Module)
     for key, parameter in moe.router.named_parameters():
         parameter.requires_grad_(held_tensor(block, names.router[key]).requires_grad)

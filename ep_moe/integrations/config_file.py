@@ -1,4 +1,4 @@
-"""config.json and generation_config.json of a checkpoint folder, read by transformers and checked by field."""
+"""Reads config.json and generation_config.json of a checkpoint folder by transformers, and checks their fields."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ep_moe.checkpoint.model_names import ALIASES
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.types import dtype_name
 
-ADAPTER = "adapter_config.json"  # PEFT's
+ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
 _UNREADABLE = "is nothing that transformers can read"
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 _SIZES_IF_ANY = (
@@ -34,20 +34,23 @@ def read_config(path: str | Path, **hub: Unpack[HubOptions]) -> Any:
     """Read the configuration of the (text) model in a checkpoint.
 
     Args:
-        path: a folder, or the name of a model on the Hugging Face Hub.
+        path: A folder, or the name of a model on the Hugging Face Hub.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
+    Returns:
+        The configuration, a `PretrainedConfig`.
+
     Raises:
-        CheckpointError: there is none, transformers cannot read it, or a field cannot be.
+        CheckpointError: There is no config.json, transformers cannot read it, or a field has an invalid value.
     """
     return read_whole_config(model_folder(path, weights=False, **hub))[1]
 
 
 def read_whole_config(folder: Path) -> tuple[Any, Any]:
-    """Read the configuration of a model and that of its text model, which is the same for a model of text alone.
+    """Read the configuration of a model and that of its text model. They are one object for a text-only model.
 
     Raises:
-        CheckpointError: as `read_config`.
+        CheckpointError: As `read_config`.
     """
     file = folder / "config.json"
     if not file.is_file():
@@ -71,7 +74,7 @@ def read_whole_config(folder: Path) -> tuple[Any, Any]:
 
 
 def class_of(whole: Any, folder: Path) -> type[PreTrainedModel]:
-    """The class of a model that is more than its text model, as config.json names it.
+    """Return the class that config.json names for a multimodal model.
 
     Raises:
         ConfigError: `architectures` names no class of this configuration.
@@ -90,7 +93,7 @@ def class_of(whole: Any, folder: Path) -> type[PreTrainedModel]:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """None without the file. Raises CheckpointError."""
+    """Read generation_config.json; None if the folder has none. Raise CheckpointError if it cannot be read."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return None
@@ -121,7 +124,7 @@ def _version() -> str:
 
 
 def _refuse_nan(value: Any, file: Path) -> None:
-    """JSON has no NaN, and Python reads it: outputs would be NaN without a word."""
+    """Raise CheckpointError for NaN or infinity. Python's JSON parser accepts them, and outputs would become NaN."""
     for where, number in _numbers(value, ""):
         if not math.isfinite(number):
             raise CheckpointError(f"{file}: {where} must be a finite number, got {number}; mend the file")
@@ -136,11 +139,11 @@ def _numbers(value: Any, where: str) -> Iterator[tuple[str, float]]:
 
 
 def _check_dtype(raw: dict[str, Any], file: Path) -> None:
-    """Of the whole model and of its text model; transformers takes any attribute of torch."""
+    """Check the dtypes of the model and of its text model. transformers would accept any attribute of torch."""
     for part in (raw, raw.get("text_config")):
         for name in ("dtype", "torch_dtype"):
             value = part.get(name) if isinstance(part, dict) else None
-            if value is None or isinstance(value, dict):  # one for each part of a multimodal model
+            if value is None or isinstance(value, dict):  # a dict has one dtype for each part of a multimodal model
                 continue
             if not isinstance(value, str) or getattr(torch, value.removeprefix("torch."), None) not in NUMBERS:
                 known = ", ".join(map(dtype_name, NUMBERS))
@@ -148,7 +151,7 @@ def _check_dtype(raw: dict[str, Any], file: Path) -> None:
 
 
 def _check_sizes(config: Any, file: Path) -> None:
-    """What torch would refuse without its name."""
+    """Raise CheckpointError for a size that is no positive integer. torch's own error would not name the field."""
     for each in (*_SIZES, *_SIZES_IF_ANY):
         name = config.attribute_map.get(each, each)
         size = getattr(config, name, None)

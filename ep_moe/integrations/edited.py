@@ -1,4 +1,4 @@
-"""What was changed in modules of a model that are to be replaced, and what stands in their place would leave out."""
+"""Finds changes that a user made to modules of a model, and that a layer which replaces these modules would drop."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _REMEDY = "change the configuration before the model is made, and register hooks
 
 
 def whole_blocks(model: PreTrainedModel, family: Family | None, *, fresh: bool = False) -> Family | None:
-    """The family whose blocks are replaced whole; None, with a warning, where that would leave a change out.
+    """Return the family whose blocks are to be replaced whole; None, with a warning, if that would drop a change.
 
-    A block that is replaced whole computes what the configuration says. One whose router, flags or methods were changed
-    stays, and its experts alone are replaced.
+    A layer that replaces a whole block computes what the configuration says. A block whose router, flags or methods
+    were changed therefore stays, and only its experts are replaced.
 
     Args:
-        model: in memory or on the meta device.
-        family: of the model, None where it is not known.
-        fresh: the model was just made of its configuration.
+        model: In memory or on the meta device.
+        family: The model's family. None if it has none.
+        fresh: The model was just made from its configuration.
 
     Raises:
-        ConfigError: a block was changed, and its experts are no module of their own.
+        ConfigError: A block was changed, and its experts are not a module of their own.
     """
     if family is None or (changed := _changed_block(model, family, fresh)) is None:
         return family
@@ -48,7 +48,7 @@ def whole_blocks(model: PreTrainedModel, family: Family | None, *, fresh: bool =
 
 
 def changed_methods(module: nn.Module, name: str) -> str | None:
-    """What a call of a module does besides what its class was written to do. Hooks of transformers do not count."""
+    """Describe a hook or a replaced `forward` of a module; None if it has neither. Ignores transformers' own hooks."""
     for kind in _HOOKS:
         for hook in getattr(module, kind).values():
             if not str(getattr(hook, "__module__", "")).startswith("transformers."):
@@ -73,7 +73,10 @@ def _changed_block(model: PreTrainedModel, family: Family, fresh: bool) -> str |
 
 
 def _changes(name: str, block: nn.Module, made: Mapping[str, nn.Module], shared: str | None) -> Iterator[str]:
-    """shared: the attribute of the block that stays as it is."""
+    """Describe each difference of a block from the one that the configuration makes.
+
+    shared: the attribute with the shared experts, which are not replaced and so may differ
+    """
     if name not in made:
         yield f"{name} is a {type(block).__name__}, and no block of its configuration"
         return

@@ -1,11 +1,11 @@
-"""ep_moe as an expert-parallel implementation of transformers, which loads, shards and saves the model.
+"""Registers ep_moe as an expert-parallel implementation of transformers, which loads, shards and saves the model.
 
     register_ep_implementation()
     config = DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="ep_moe")
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=config)
 
-transformers holds the expert parameters. A layer holds none: each call is lent the numbers that transformers has on
-this rank, and gives their gradients back to its parameters.
+transformers holds the expert parameters, and a layer holds none. Each call borrows the tensors that transformers has
+on this rank. Their gradients flow back to transformers' parameters.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from ep_moe.selection.tuned import Kernel
 from ep_moe.weights.borrowed import BorrowedWeights
 from ep_moe.weights.layouts.base import WeightLayout
 
-SINCE = "5.23"  # of transformers, whose `EPImplementationInterface` is used
+SINCE = "5.23"  # first version of transformers with `EPImplementationInterface`
 
 
 class BorrowingLayer(MoELayer):
-    """A layer whose experts are lent to each call."""
+    """A layer without weights of its own: each call borrows its experts."""
 
     _weights_class = BorrowedWeights
     expert_weights: BorrowedWeights
@@ -64,7 +64,7 @@ class BorrowingLayer(MoELayer):
 
 @dataclass(frozen=True)
 class EPOptions:
-    """What `register_ep_implementation` was given."""
+    """The arguments of `register_ep_implementation`."""
 
     all2all: str
     experts: str
@@ -84,23 +84,24 @@ def register_ep_implementation(
     top_k: int | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Make `DistributedConfig(ep_implementation="ep_moe")` of transformers use ep_moe in models that are loaded later.
+    """Register ep_moe under `DistributedConfig(ep_implementation=...)` of transformers, for models loaded afterwards.
 
     Call it on all ranks with the same arguments. transformers loads, shards and saves the model, and holds its
-    parameters; ep_moe moves the tokens and computes the experts. A second call replaces the first.
+    parameters. ep_moe moves the tokens and computes the experts. A second call replaces the first.
 
     Args:
-        name: What `ep_implementation` is then called.
+        name: The value of `ep_implementation` that selects ep_moe.
         all2all: A transport's name, or "auto".
         experts: The name of a kernel that reads weights as transformers holds them, or "auto". Calls with gradients
-            need a transport and a kernel with a backward, which "auto" finds.
+            need a transport and a kernel with a backward; "auto" selects such a pair.
         options: How the expert kernel runs.
-        max_tokens: The most tokens of a rank in one call, for which transports make buffers once. Default: any number.
-        top_k: The most experts that a token takes. Default: what the model's configuration says.
-        deadline_s: Seconds that a collective step may last before its peers are examined.
+        max_tokens: The most tokens of a rank in one call. Transports allocate buffers of this size once. Default: no
+            limit.
+        top_k: The most experts that a token takes. Default: the value in the model's configuration.
+        deadline_s: Seconds after which a collective step examines its peers.
 
     Raises:
-        ConfigError: The installed transformers has no `EPImplementationInterface`, or an implementation of its own
+        ConfigError: The installed transformers has no `EPImplementationInterface`, or has an implementation of its own
             under this name.
     """
     try:
@@ -124,7 +125,7 @@ def register_ep_implementation(
             self.borrower = Borrower(module, contexts.of(ep_mesh, tp_mesh, asked), asked)
             module.__dict__["ep_moe_borrower"] = (
                 self.borrower
-            )  # for `borrowing_layers`; no Module, and so in no state_dict
+            )  # for `borrowing_layers`; in `__dict__` and not a Module, so it is in no state_dict
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             return self.borrower(hidden_states, top_k_index, top_k_weights)
@@ -133,19 +134,19 @@ def register_ep_implementation(
 
 
 class _Ours:
-    """What `register_ep_implementation` registers."""
+    """Marks the classes that `register_ep_implementation` registers."""
 
 
 class Borrower:
-    """Of one experts module: lends its parameters to the layer that computes a call.
+    """Lends the parameters of one module of experts to the layer that computes a call.
 
     Args:
-        experts: a module of transformers' experts interface, whose parameters are shared out over the EP group.
-        context: the ranks.
-        asked: of the user.
+        experts: A module on transformers' experts interface, whose parameters are sharded over the EP group.
+        context: The ranks.
+        asked: The user's options.
 
     Raises:
-        ConfigError: on all ranks, where no layer computes what the module does.
+        ConfigError: On all ranks, if no layer computes what the module does.
     """
 
     def __init__(self, experts: Any, context: EPContext, asked: EPOptions) -> None:
@@ -166,7 +167,7 @@ class Borrower:
             self._names |= {f"{ours}_bias": f"{theirs}_bias" for ours, theirs in self._names.items()}
         dtype = getattr(experts, matrices[0]).dtype
         self.layer = self._make(config, dtype, trains=False)
-        self.trained: BorrowingLayer | None = None  # where `layer` has no backward
+        self.trained: BorrowingLayer | None = None  # for calls with gradients, if `layer` has no backward
         self.no_backward: str | None = None
         if not _trains(self.layer):
             try:
@@ -175,7 +176,7 @@ class Borrower:
                 self.no_backward = str(error)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Compute the experts of this rank's tokens, while the module's parameters are local tensors.
+        """Compute the experts of this rank's tokens. The module's parameters must be local tensors, not DTensors.
 
         Args:
             hidden_states: [T, H].
@@ -186,7 +187,7 @@ class Borrower:
             [T, H].
 
         Raises:
-            InputError: on all ranks.
+            InputError: On all ranks, if an argument of any rank is invalid.
         """
         tensors = self._canonical()
         differentiated = torch.is_grad_enabled() and any(
@@ -206,12 +207,14 @@ class Borrower:
         routing = routing_of(top_k_index, top_k_weights, layer.config.num_experts, layer.config.top_k, distinct=False)
         with layer.expert_weights.borrow(tensors):
             out: Tensor = layer.forward_routed(hidden_states, routing)
-        # FSDP2's hook on a view is lost where a model adds to the result in place
+        # without the clone, FSDP2's hook on a view would be lost when a model adds to the result in place
         return out.clone() if differentiated else out
 
     def _canonical(self) -> dict[str, Tensor]:
-        """The module's parameters in our layout: themselves, or a copy for this call where they are transposed or have
-        gate and up by turns."""
+        """Return the module's parameters in our layout, by our names.
+
+        They are not copied, unless they are transposed, or gate and up are interleaved.
+        """
         experts = self._experts
         found = {ours: getattr(experts, theirs) for ours, theirs in self._names.items()}
         if experts.is_transposed:
@@ -241,10 +244,10 @@ def borrowing_layers(model: nn.Module) -> list[MoELayer]:
     """List the layers of a model that was loaded with `ep_implementation="ep_moe"`.
 
     Args:
-        model: As `from_pretrained` returned it.
+        model: The model that `from_pretrained` returned.
 
     Returns:
-        Its layers in order, those for calls with gradients too.
+        Its layers in order, with the separate layers for calls with gradients.
     """
     found = [one for module in model.modules() if isinstance(one := getattr(module, "ep_moe_borrower", None), Borrower)]
     return [layer for one in found for layer in (one.layer, one.trained) if layer is not None]
@@ -255,7 +258,7 @@ def _trains(layer: MoELayer) -> bool:
 
 
 def _without_backward(choice: explain.BackendChoice) -> str | None:
-    """The name of what has none."""
+    """Return the name of the kernel or transport that has no backward; None if both have one."""
     kernel, transport = registry.load("experts", choice.experts), registry.load("dispatchers", choice.all2all)
     can = transport.capabilities
     if not kernel.capabilities.differentiable:
@@ -266,7 +269,7 @@ def _without_backward(choice: explain.BackendChoice) -> str | None:
 def _choose(
     config: MoEConfig, context: EPContext, dtype: torch.dtype, asked: EPOptions, *, trains: bool
 ) -> explain.BackendChoice:
-    """The first pair whose kernel reads canonical weights, and which has a backward where it must."""
+    """Return the first pair whose kernel reads canonical weights, and that has a backward if `trains`."""
     table = explain.explain(
         config,
         context.layout,
@@ -302,14 +305,14 @@ def _unfit(row: explain.BackendChoice, trains: bool) -> str | None:
 
 
 class _Contexts:
-    """The context of the model that is being loaded: its experts modules share one, those of the next model another."""
+    """Holds the context of the model that is being loaded: one for all its experts modules, another for each model."""
 
     def __init__(self) -> None:
         self._mesh: weakref.ref[DeviceMesh] | None = None
         self._context: weakref.ref[EPContext] | None = None
 
     def of(self, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh, asked: EPOptions) -> EPContext:
-        """Made on first sight of a mesh; collective."""
+        """Return the context of a mesh. The first call with a mesh creates it, which is collective."""
         known = None if self._context is None else self._context()
         if known is not None and self._mesh is not None and self._mesh() is ep_mesh:
             return known

@@ -1,7 +1,7 @@
-"""What a module computes that may be experts: a small probe of it is asked.
+"""Finds out whether a module computes experts, and which activation it has, by running a small copy (a probe).
 
-The probe has the module's class and attributes, and parameters of small sizes. It runs in float64 on the CPU. Nothing
-is taken for experts whose numbers are not those of a layout with a known activation.
+The probe has the module's class and attributes, and small parameters. It runs in float64 on the CPU. A module counts as
+experts only if the probe's results equal those of a known layout and activation.
 """
 
 from __future__ import annotations
@@ -26,19 +26,22 @@ _TOLERANCE = 1e-5  # some classes compute a part in float32
 
 
 def identify(module: nn.Module, layout: ModuleLayout, hidden: int, inner: int) -> tuple[FoundActivation, bool] | None:
-    """The activation, and whether an id of at least E stands for the row itself; None if the module computes otherwise.
+    """Test whether a module computes experts in a given layout.
 
     Args:
-        module: of any sizes, on any device.
-        layout: how it may hold its experts.
+        module: A module of any size, on any device.
+        layout: The layout to test.
         hidden: H of its parameters.
         inner: I of its parameters.
+
+    Returns:
+        The activation, and whether an id >= E returns the row itself. None if the module computes something else.
     """
     return _asked(_Probe, module, layout, (hidden, inner))
 
 
 def identify_block(module: nn.Module, layout: ModuleLayout, hidden: int, inner: int) -> FoundActivation | None:
-    """As `identify`, of a block that sorts its rows as its child `router` says (`sorted_routes`)."""
+    """As `identify`, for a block that sorts its rows by its child `router` (`sorted_routes`). Return the activation."""
     found = _asked(_BlockProbe, module, layout, (hidden, inner))
     return None if found is None else found[0]
 
@@ -54,12 +57,16 @@ def _asked(
         with torch.no_grad(), torch.device("cpu"):
             found = find_activation(probe, type(module).__name__)
             return (found, probe.zero_experts()) if probe.agrees(found) else None
-    except Exception:  # another class of modules may do anything with such inputs
+    except Exception:  # a module that is not experts may fail in any way on such inputs
         return None
 
 
 def _small(experts: int, hidden: int, inner: int) -> tuple[int, int] | None:
-    """H and I of the probe. Attributes are recognized by their values: equal sizes stay equal, and E stays as it is."""
+    """Return H and I of the probe; None if E forces one of them to be too small.
+
+    The probe's integer attributes are replaced by value: those that equal H or I get the small size. So sizes that are
+    equal stay equal, sizes that differ stay different, and E does not change.
+    """
     small_hidden = hidden if hidden == experts else 2 * WIDTH + (experts == 2 * WIDTH)
     small_inner = inner if inner == experts else WIDTH + (experts == WIDTH)
     if hidden == inner:
@@ -68,7 +75,10 @@ def _small(experts: int, hidden: int, inner: int) -> tuple[int, int] | None:
 
 
 class _Probe:
-    """Calls a small probe of a module with given experts. `find_activation` takes it for a class of the interface."""
+    """Runs a small copy of a module with given experts.
+
+    It has the attributes of transformers' experts interface, so `find_activation` accepts it as such a module.
+    """
 
     has_bias, is_transposed, is_concatenated = False, False, True
 
@@ -80,7 +90,7 @@ class _Probe:
         self._tried: tuple[dict[str, Tensor], Tensor]
 
     def _apply_gate(self, h: Tensor) -> Tensor:
-        """The activation alone: an expert whose matrices select columns."""
+        """Return the activation of h, by an expert whose matrices are identities on a range of columns."""
         width = h.shape[-1] // (2 if self.has_gate else 1)
         starts = (0, self._inner) if self.has_gate else (0,)
         w13 = h.new_zeros(len(starts) * self._inner, self._hidden)
@@ -97,7 +107,7 @@ class _Probe:
     act_fn = _apply_gate
 
     def agrees(self, activation: FoundActivation) -> bool:
-        """Whether the probe, with random experts, gives the sum of the weighted experts of each row."""
+        """Return whether the probe, with random experts, computes each row's weighted sum of experts."""
         count, rows = self._layout.experts, self._inner * (2 if self.has_gate else 1)
         x, chosen = self._random(_ROWS, self._hidden), min(2, count)
         ids = self._random(_ROWS, count).topk(chosen).indices
@@ -118,7 +128,10 @@ class _Probe:
         return torch.randn(shape, dtype=torch.float64, generator=self._generator, device="cpu")
 
     def zero_experts(self) -> bool:
-        """Whether the id E gives the row itself, and no error. Raises ConfigError for a third thing."""
+        """Return True if the id E returns the row itself, False if it contributes nothing or fails.
+
+        Raises ConfigError if it does anything else.
+        """
         experts, x = self._tried
         try:
             found = self._call(experts, x, *_one_choice(x, self._layout.experts, 0.5))
@@ -141,7 +154,7 @@ class _Probe:
 
 
 class _BlockProbe(_Probe):
-    """Of a block with a router of its own, and perhaps a `bias` of its output."""
+    """A probe of a block with a router of its own, and optionally a `bias` that is added to its output."""
 
     def agrees(self, activation: FoundActivation) -> bool:
         self._rest = {name: self._random(*shape) for name, shape in self._shapes().items()}
@@ -158,7 +171,10 @@ class _BlockProbe(_Probe):
         return False
 
     def _call(self, experts: Mapping[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Of experts that are all alike, under weights whose sum is 1."""
+        """Call the block with equal experts; ids and weights are ignored.
+
+        The router's parameters are 0. If its weights then sum to 1, every row gets the output of one expert.
+        """
         self._rest = {name: x.new_zeros(shape) for name, shape in self._shapes().items()}
         out: Tensor = type(self._module).forward(self._probe(experts), x.unsqueeze(0))
         return out.squeeze(0)
@@ -167,7 +183,7 @@ class _BlockProbe(_Probe):
         return _copied(self._module, self._parameters(experts) | self._rest, self._attributes)
 
     def _shapes(self) -> dict[str, list[int]]:
-        """Of the parameters besides the experts'."""
+        """Return the probe's shapes of the parameters outside the experts."""
         return {
             name: [self._attributes.get(size, size) for size in parameter.shape]
             for name, parameter in self._module.named_parameters()
@@ -176,12 +192,15 @@ class _BlockProbe(_Probe):
 
 
 def sorted_routes(routed: tuple[Tensor, Tensor, Tensor, list[int], Tensor], rows: int) -> tuple[Tensor, Tensor]:
-    """Ids and weights [T, K] of a router that sorts its choices by expert.
+    """Convert the output of a router that sorts its choices by expert to ids and weights.
 
     Args:
-        routed: the places [T * K] of the choices in the order of the experts, the row of each, the weight of each, the
-            number of choices of each expert, and logits.
+        routed: The indices [T * K] of the choices (row * K + k) in the order of experts, the row of each, the weight
+            of each, the number of choices of each expert, and the logits.
         rows: T.
+
+    Returns:
+        Ids and weights, [T, K] each.
     """
     places, _, weights, counts, _ = routed
     experts = torch.arange(len(counts), device=places.device)
@@ -195,13 +214,16 @@ def _close(found: Tensor, expected: Tensor) -> bool:
 
 
 def _one_choice(x: Tensor, expert: int, weight: float) -> tuple[Tensor, Tensor]:
-    """Ids and weights [T, 2]: some classes cannot have a single choice, so the second has no weight."""
+    """Return ids and weights [T, 2] of one expert. Some classes need two choices or more: the second has weight 0."""
     ids = torch.full((len(x), 2), expert, device="cpu")
     return ids, x.new_tensor([weight, 0.0]).expand(len(x), 2)
 
 
 def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int, int], prefix: str = "") -> Any:
-    """A module with other parameters, whose integer attributes follow; without hooks, and without a replaced call."""
+    """Copy a module with other parameters, and with its integer attributes mapped by `sizes`.
+
+    The copy has no hooks, and uses the `forward` of its class.
+    """
     probe = copy.copy(module)
     own = probe.__dict__
     for name, value in own.items():
@@ -222,37 +244,40 @@ def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int
 
 
 # --- gate functions ---------------------------------------------------------------------------------------------------
-# Which `Activation` the experts of a transformers model compute, found from numbers that their class computes.
+# Finds the `Activation` of a module of experts by comparing numerical results.
 #
-# Names of classes and of configuration fields say nothing here: each known activation is computed beside the class's
-# own, in float32, from values so small and so large that every clamp is reached.
+# Names of classes and configuration fields are not used. The class's activation and each known one are computed in
+# float32, on values from so small to so large that every clamp takes effect.
 
-LARGEST = 1e6  # of the values that are tried; a clamp beyond it is none
+LARGEST = 1e6  # largest value that is tried; a clamp beyond it is not seen
 WIDTH = 16  # I of the values that are tried
-_RTOL, _ATOL = 1e-5, 1e-6  # float32's rounding of a few operations; gelu's two forms differ by 5e-4
-_DIGITS = 6  # significant ones of a constant that is read off the class's results
+_RTOL, _ATOL = 1e-5, 1e-6  # float32 rounding of a few operations; the two forms of gelu differ by 5e-4
+_DIGITS = 6  # significant digits kept of a constant that is computed from the class's results
 
 
 class FoundActivation(NamedTuple):
-    """alpha, limit: as `MoEConfig`'s `activation_alpha` and `activation_limit`."""
+    """An activation with its constants: `activation_alpha` and `activation_limit` of `MoEConfig`."""
 
     activation: Activation
     alpha: float
     limit: float
 
 
-_PLAIN = (1.702, 7.0)  # constants that an activation without any leaves at MoEConfig's defaults
+_PLAIN = (1.702, 7.0)  # MoEConfig's defaults, for an activation without constants
 
 
 def find_activation(experts: Any, name: str) -> FoundActivation:
-    """Find what stands between the two matrices of a module of transformers' experts interface.
+    """Find the activation between the two matrices of a module on transformers' experts interface.
 
     Args:
-        experts: the module; its class computes on the CPU, the module may be on the meta device.
-        name: of the module, for the error.
+        experts: The module. It may be on the meta device; its class's activation runs on the CPU.
+        name: The module's name, for the error.
+
+    Returns:
+        The activation and its constants.
 
     Raises:
-        ConfigError: the class computes something else than every `Activation`, or cannot be asked.
+        ConfigError: The class computes no known `Activation`, or its activation cannot be called alone.
     """
     h = _values(experts.has_gate)
     try:
@@ -277,7 +302,7 @@ def find_activation(experts: Any, name: str) -> FoundActivation:
 
 
 def computes(experts: Any, config: MoEConfig) -> bool:
-    """Whether the activation of a configuration is what stands between the two matrices of a module."""
+    """Return whether a module has the activation of a configuration between its two matrices."""
     if config.activation.gated != experts.has_gate:
         return False
     h = _values(experts.has_gate)
@@ -290,7 +315,10 @@ _REMEDY = "add its activation to ep_moe.types.Activation and ep_moe.experts.refe
 
 
 def _values(gated: bool) -> Tensor:
-    """[M, 2I] of gates and ups, each with each, or [M, I]; in an order in which no column is like the next."""
+    """Return test inputs: [M, 2I] with all pairs of gate and up values, or [M, I] without a gate.
+
+    The pairs are shuffled, so that neighbouring columns differ.
+    """
     small = torch.linspace(-12.0, 12.0, 97, device="cpu")
     wide = torch.logspace(-3, math.log10(LARGEST), 31, device="cpu")
     own = torch.cat([small, wide, -wide])
@@ -303,7 +331,7 @@ def _values(gated: bool) -> Tensor:
 
 
 def _computed(experts: Any, h: Tensor) -> Tensor:
-    """The class's own result for h [M, 2I], gates first, or [M, I]."""
+    """Return the class's own activation of h: [M, 2I] with the gates first, or [M, I] without a gate."""
     if experts.has_gate and not experts.is_concatenated:
         h = torch.stack(h.chunk(2, -1), -1).flatten(-2)  # gate, up, gate, up
     out: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
@@ -326,7 +354,7 @@ def _at(experts: Any, gate: float, up: float) -> float:
 
 
 def _clamped(at: Callable[[float, float], float]) -> tuple[float, float] | None:
-    """alpha and limit, from (up + 1) * gate * sigmoid(alpha * gate) where both clamps of up are reached."""
+    """Solve (up + 1) * gate * sigmoid(alpha * gate) for alpha and limit, at the upper and lower clamp of up."""
     gate = 0.5
     above, below = at(gate, LARGEST), at(gate, -LARGEST)
     sigmoid = (above + below) / (2 * gate)
@@ -336,18 +364,18 @@ def _clamped(at: Callable[[float, float], float]) -> tuple[float, float] | None:
 
 
 def _limited(at: Callable[[float, float], float]) -> tuple[float, float] | None:
-    """The limit, from silu(gate) * up where the clamp of up is reached, and that of gate is not."""
+    """Solve silu(gate) * up for the limit, where up is clamped and gate is not."""
     gate = 1e-3
     return _PLAIN[0], at(gate, LARGEST) / (gate / (1 + math.exp(-gate)))
 
 
 def _limited_after(at: Callable[[float, float], float]) -> tuple[float, float] | None:
-    """The limit, where both clamps are reached."""
+    """Solve for the limit where both factors are clamped: the result is its square."""
     return _PLAIN[0], math.sqrt(max(at(LARGEST, LARGEST), 0.0))
 
 
 def _softcapped(at: Callable[[float, float], float]) -> tuple[float, float] | None:
-    """Both caps, from their product and from an up far below its cap."""
+    """Solve for both caps: from their product, and from its ratio to a result with up = 1."""
     both, ratio = at(LARGEST, LARGEST), at(LARGEST, 1.0) / at(LARGEST, LARGEST)
     if not 0 < ratio < 1:
         return None
@@ -364,7 +392,7 @@ _CONSTANTS = {
 
 
 def config_of(found: FoundActivation, inner: int = WIDTH) -> MoEConfig:
-    """For `activate`. inner: I of what it is given"""
+    """Return a minimal configuration for `activate`. inner: I of its input"""
     return MoEConfig(
         hidden_size=1,
         intermediate_size=inner,
@@ -377,7 +405,7 @@ def config_of(found: FoundActivation, inner: int = WIDTH) -> MoEConfig:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is on transformers' experts interface (`use_experts_implementation`)."""
+    """Return whether a module is on transformers' experts interface (`use_experts_implementation`)."""
     return hasattr(type(module), "_apply_gate") and all(hasattr(module, flag) for flag in FLAGS)
 
 

@@ -1,6 +1,7 @@
-"""Model families whose whole MoE block is replaced: their configuration to ours, and what the model expects back.
+"""Model families whose whole MoE block is replaced by a `MoELayer`.
 
-A family is one `Family` entry here and its names in `ep_moe.checkpoint.model_names`; `register_family` adds both.
+A family is a `Family` entry here and its tensor names in `ep_moe.checkpoint.model_names`. `register_family` adds both.
+The entry converts the model's configuration to a `MoEConfig`, and the layer's output to what the model expects.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class Family:
 
     Args:
         block: The class name of its MoE block.
-        config: From its text model's configuration to ours, of the blocks.
-        shared: The block's attribute with the shared experts, None without.
-        returns: What the model expects the block to return, from (output, input).
+        config: Converts the text model's configuration to the `MoEConfig` of its blocks.
+        shared: The block's attribute that holds the shared experts. None if it has none.
+        returns: Converts the layer's (output, input) to what the model expects its block to return.
     """
 
     block: str
@@ -40,7 +41,7 @@ class Family:
 
 
 def _moe_config(c: Any, *, experts: int, intermediate: int, routing: RoutingConfig, **rest: Any) -> MoEConfig:
-    """What all families call alike, and the rest."""
+    """Return a configuration from the fields that have one name in all families, and from `rest`."""
     rest.setdefault("activation", _activation(c.hidden_act))
     return MoEConfig(
         hidden_size=c.hidden_size,
@@ -121,18 +122,20 @@ FAMILIES: dict[str, Family] = {
 def register_family(model_type: str, family: Family, names: CheckpointNames) -> None:
     """Let `load_pretrained` and `expert_parallel` replace the whole MoE blocks of a model type.
 
-    Without an entry the experts alone are replaced, and the model's own router runs. An entry puts our router in its
-    place, and reads all that the block holds, quantized experts included. Call it on all ranks alike. What an entry
-    forgets is refused when a model is made: each tensor of the block, in memory and in the file, must be read.
-    `ep_moe.testing.check_family` compares what no tensor shows, on a tiny model.
+    Without an entry only the experts are replaced, and the model's own router runs. With an entry, a router of ep_moe
+    replaces it, and all tensors of the block are read, quantized experts included. Call this on all ranks with the
+    same arguments.
+
+    An entry that omits a tensor is refused when a model is made: each tensor of the block, in memory and in the file,
+    must be read. `ep_moe.testing.check_family` compares on a tiny model what the tensors do not show.
 
     Args:
-        model_type: Of the text model's configuration, such as "glm4_moe".
-        family: Its block, and our configuration of it.
-        names: Where the block's tensors lie in a checkpoint.
+        model_type: The `model_type` of the text model's configuration, such as "glm4_moe".
+        family: The class of its block, and the conversion of its configuration.
+        names: The names of the block's tensors in a checkpoint.
 
     Raises:
-        ConfigError: the entry cannot be right, or the model type has one already.
+        ConfigError: The entry is inconsistent, or the model type has one already.
     """
     check_kind("register_family: family", family, Family)
     check_kind("register_family: names", names, CheckpointNames)
@@ -157,7 +160,7 @@ def register_family(model_type: str, family: Family, names: CheckpointNames) -> 
 
 
 def moe_config_of(family: Family, config: PretrainedConfig) -> MoEConfig:
-    """Ours. Raises ConfigError, also where `Family.config` gives something else."""
+    """Return `Family.config` of a configuration. Raise ConfigError if it fails or returns another type."""
     try:
         found = family.config(config)
     except AttributeError as error:
@@ -169,7 +172,7 @@ def moe_config_of(family: Family, config: PretrainedConfig) -> MoEConfig:
 
 
 def checked_config(folder: Path) -> tuple[Any, MoEConfig]:
-    """`read_config`, and ours of its blocks."""
+    """Return the text model's configuration of a checkpoint folder, and the `MoEConfig` of its blocks."""
     config, family = family_of(read_config(folder))
     try:
         return config, moe_config_of(family, config)
@@ -178,7 +181,7 @@ def checked_config(folder: Path) -> tuple[Any, MoEConfig]:
 
 
 def family_of(config: PretrainedConfig) -> tuple[Any, Family]:
-    """The text model's configuration and its family."""
+    """Return the text model's configuration and its family. Raise ConfigError if the family is not known."""
     config = config.get_text_config()
     if config.model_type not in FAMILIES:
         raise ConfigError(

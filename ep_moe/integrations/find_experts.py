@@ -1,8 +1,8 @@
-"""Which modules of a transformers model are experts, how they hold them, and what they compute.
+"""Finds the modules of a transformers model that hold experts, the layout of their parameters, and what they compute.
 
-Modules on transformers' experts interface (`use_experts_implementation`) say how they hold their experts. Any other
-module that is called with rows, ids and weights is tried: a small probe computes with random experts, beside each
-layout that its parameters' shapes allow.
+Modules on transformers' experts interface (`use_experts_implementation`) state their layout in attributes. Any other
+module that is called with rows, ids and weights is probed: a small copy computes with random experts. Its results are
+compared with each layout that the shapes of its parameters allow.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ep_moe.errors import ConfigError
 from ep_moe.integrations.experts_probe import FoundActivation, find_activation, identify, identify_block, is_experts
 from ep_moe.types import dtype_name
 
-_MOST = 8  # parameters of a module of experts, or of a block with its router
-NORM = "post_expert_norm"  # of transformers' experts interface
+_MOST = 8  # parameters that a module of experts, or a block with its router, may have; others are not probed
+NORM = "post_expert_norm"  # a module's name in transformers' experts interface
 TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 KEEP = "leave the model as it is, or use transformers' own DistributedConfig(ep_size=...)"
 
@@ -32,9 +32,9 @@ class FoundExperts(NamedTuple):
     """A module of experts.
 
     sizes: H and I
-    zero_experts: an id of at least E stands for the row itself, else for nothing
-    norm: the module normalizes the output of each expert by its `NORM`
-    block: the module is a block, which is called with rows alone and has a router that sorts
+    zero_experts: an id >= E returns the row itself; without it, such an id contributes nothing
+    norm: the module applies its submodule `NORM` to the output of each expert
+    block: the module is a whole block: it is called with rows alone, and its router sorts them by expert
     """
 
     layout: ModuleLayout
@@ -45,7 +45,7 @@ class FoundExperts(NamedTuple):
     block: bool = False
 
     def config(self, top_k: int) -> MoEConfig:
-        """What a layer of these experts computes."""
+        """Return the configuration of a layer of these experts."""
         activation, alpha, limit = self.activation
         return MoEConfig(
             hidden_size=self.sizes[0],
@@ -60,12 +60,12 @@ class FoundExperts(NamedTuple):
 
 
 def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
-    """The modules of experts of a model, in its order, by their names. The model may be on the meta device.
+    """Return the modules of experts of a model, by name, in the model's order.
 
-    Experts of a part that is not the text model (`experts_apart`) are not among them.
+    The model may be on the meta device. Experts outside the text model (`experts_apart`) are left out.
 
     Raises:
-        ConfigError: no `MoELayer` computes what one of them does.
+        ConfigError: No `MoELayer` computes what one of them does.
     """
     found, kinds, apart = {}, set(), _parts_apart(model)
     modules = [(name, module) for name, module in model.named_modules() if not name.startswith(apart)]
@@ -86,9 +86,10 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
 
 
 def experts_apart(model: nn.Module) -> list[str]:
-    """Modules of experts of a model around its text model, such as those of what sees images.
+    """Return the names of modules of experts outside the text model, such as those of a vision encoder.
 
-    A rank calls these only when it has an image or a sound, so that its peers could not take part.
+    They stay whole on every rank. A rank calls them only for an image or a sound, when its peers may have none and
+    would not join the collective call.
     """
     parts = _parts_apart(model)
     return [
@@ -99,7 +100,7 @@ def experts_apart(model: nn.Module) -> list[str]:
 
 
 def _parts_apart(model: nn.Module) -> tuple[str, ...]:
-    """Prefixes of the modules of a model's parts that are not its text model."""
+    """Return the name prefixes of the submodels that are not the text model."""
     config = getattr(model, "config", None)
     if config is None:
         return ()
@@ -135,10 +136,12 @@ def _on_interface(experts: Any, name: str) -> FoundExperts:
 
 
 def config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
-    """What a layer computes that replaces a module on transformers' experts interface, but for what it routes.
+    """Return the configuration of a layer that replaces a module on transformers' experts interface.
+
+    The model routes its tokens itself, so the routing fields have no meaning.
 
     Raises:
-        ConfigError: no `MoELayer` computes it.
+        ConfigError: No `MoELayer` computes what the module does.
     """
     found = _on_interface(experts, name)
     if found.norm:
@@ -150,7 +153,7 @@ def config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
 
 
 def interface_layout(experts: Any) -> ModuleLayout:
-    """Of a module on transformers' experts interface, by its flags."""
+    """Return the layout of a module on transformers' experts interface, as its flags state it."""
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     transposed, interleaved = bool(experts.is_transposed), bool(experts.has_gate and not experts.is_concatenated)
     tensors = [
@@ -166,13 +169,13 @@ def interface_layout(experts: Any) -> ModuleLayout:
 
 
 def held_tensor(module: nn.Module, name: str) -> Tensor:
-    """A parameter, or a buffer, by its name in a module."""
+    """Return a parameter or buffer by its dotted name in a module."""
     found: Tensor = attrgetter(name)(module)
     return found
 
 
 def check_dtypes(experts: nn.Module, name: str, layout: ModuleLayout) -> None:
-    """Raise ConfigError unless the parameters are numbers of one dtype."""
+    """Raise ConfigError unless the parameters have one dtype, and it is a plain floating-point one."""
     tensors = {each: held_tensor(experts, each) for each in layout.names}
     first = tensors[layout.names[0]].dtype
     for each in sorted(tensors):
@@ -184,7 +187,7 @@ def check_dtypes(experts: nn.Module, name: str, layout: ModuleLayout) -> None:
 
 
 def _by_twin(module: nn.Module) -> FoundExperts | None:
-    """What a module is that is called with rows, ids and weights; None if not experts."""
+    """Identify a module of experts, or a block with its router, by a probe; None if it is neither."""
     tensors = dict(module.named_parameters())
     if len(tensors) > _MOST or any(True for _ in module.buffers()):
         return None
@@ -202,13 +205,13 @@ def _by_twin(module: nn.Module) -> FoundExperts | None:
 
 
 def _inputs(module: nn.Module) -> int:
-    """How many arguments a call must have."""
+    """Return the number of arguments that a call of the module must pass."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     return sum(one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters)
 
 
 def _candidates(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, int]]:
-    """Layouts that the parameters' shapes allow, each with H and I."""
+    """Yield the layouts that the shapes of the parameters allow, each with H and I."""
     dims = {tensor.dim() for tensor in tensors.values()}
     if dims == {3} and len(tensors) == 2:
         yield from _fused(tensors)
@@ -217,7 +220,10 @@ def _candidates(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def _fused(tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, int]]:
-    """[E, rows, columns] of gate and up (or up alone), and of down; the first may have entries that no expert has."""
+    """Yield layouts of two parameters [E, rows, columns]: gate and up (or up alone), then down.
+
+    The first parameter may have more entries than there are experts.
+    """
     (first, both), (second, down) = tensors.items()
     experts, unused = len(down), len(both) - len(down)
     for transposed in (False, True):
@@ -234,7 +240,7 @@ def _fused(tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, i
 
 
 def _flat(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, int]]:
-    """[E * I, H] of gate, up and down, in each order."""
+    """Yield layouts of three parameters [E * I, H]: gate, up and down, in each plausible order."""
     shapes = {tuple(tensor.shape) for tensor in tensors.values()}
     if len(shapes) != 1:
         return
@@ -254,9 +260,10 @@ def _flat(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Mo
 
 
 def top_k_of(model: Any, experts: nn.Module, name: str) -> int:
-    """The most experts that a token may take: a larger number costs room alone, a smaller one is refused in the call.
+    """Return K, the most experts that a token may take.
 
-    Looked for inside, then beside the experts, then further out, then in the configuration. Raises ConfigError.
+    A value that is too large only costs memory. One that is too small makes a later call raise. The search goes from
+    inside the module of experts outward, and ends at the model's configuration. Raises ConfigError if none states it.
     """
     if found := numbers_of(list(experts.modules())):  # a block with its router
         return max(found)
@@ -276,7 +283,7 @@ def top_k_of(model: Any, experts: nn.Module, name: str) -> int:
 
 
 def numbers_of(holders: list[Any]) -> list[int]:
-    """Every number of experts of a token that modules or configurations state."""
+    """Return all values of the attributes `TOP_K` that modules or configurations have."""
     found: list[int] = []
     for holder in holders:
         for name in TOP_K:

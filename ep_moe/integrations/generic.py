@@ -1,7 +1,7 @@
-"""Expert-parallel experts for every model of transformers whose experts are one module of a block.
+"""Expert parallelism for every transformers model whose experts are a module of their own in a block.
 
-Only that module is replaced (`find_experts` says which it is). The model keeps its router, shared experts, norms and
-gates, and gives the replaced module what it gave its own: rows, ids of experts and weights.
+Only that module is replaced; `find_experts` finds it. The model keeps its router, shared experts, norms and gates. It
+calls the replacement as it called its own module: with rows, expert ids and weights.
 
     replaced = replace_experts(model, context)              # a model in memory, or one on the meta device
     replaced["model.layers.0.mlp.experts"].write_expert(3, {"gate_up_proj": ..., "down_proj": ...})
@@ -42,20 +42,20 @@ from ep_moe.types import LogicalIds, Routing
 
 
 class ExpertParallelExperts(nn.Module):
-    """Stands where a model's experts stood: rows [T, H], ids [T, K] and weights [T, K] in, rows [T, H] out.
+    """Replaces a model's module of experts: rows [T, H], ids [T, K] and weights [T, K] in, rows [T, H] out.
 
     Args:
-        replaced: the module in whose place it stands, of which it keeps no tensor but those of its `NORM`.
-        context: the ranks and what their layers share.
-        found: what `replaced` holds and computes.
-        top_k: the most experts that a token takes.
-        name: of the module in its model.
-        masks: which rows are tokens, of the model.
-        table: whether ids come from a table, which may name one expert twice for a token; a top-k cannot.
+        replaced: The module that it replaces. It keeps no tensors of this module except those of its `NORM`.
+        context: The ranks and what their layers share.
+        found: What `replaced` holds and computes.
+        top_k: K, the most experts that a token takes.
+        name: The name of the module in its model.
+        masks: The model's record of which rows are tokens.
+        table: Whether ids come from a table, which may name one expert twice for a token. A top-k cannot.
         layer_options: `MoELayer`'s keyword arguments from expert_map on.
 
     Raises:
-        ConfigError: on all ranks, where `MoELayer` cannot compute what the module does.
+        ConfigError: On all ranks, if `MoELayer` cannot compute what the module does.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ExpertParallelExperts(nn.Module):
         self.calls = 0
         first = held_tensor(replaced, self.tensor_names[0])
         placed: dict[str, Any] = {"name": name, "dtype": first.dtype, "device": first.device}
-        # results are normalized expert by expert: one call for each choice of a token
+        # the norm needs each expert's output, and the layer returns sums: `_normalised` calls it once for each choice
         config = found.config(1 if found.norm else top_k)
         self.moe = MoELayer(config, context, router=routed_by_model, **placed, **layer_options)
         self.add_module(NORM, getattr(replaced, NORM) if found.norm else None)
@@ -84,12 +84,12 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """What `write_expert` takes: the names of the replaced module's parameters of all experts."""
+        """The names of the tensors that `write_expert` takes: those of the replaced module's parameters."""
         return self.layout.names
 
     @property
     def kept(self) -> dict[str, nn.Module | nn.Parameter]:
-        """What stays of the replaced module besides its experts."""
+        """The replaced module's children and parameters that stay, by name: all except its experts."""
         modules = {name: module for name, module in self.named_children() if module is not self.moe}
         return modules | {name: one for name, one in self._parameters.items() if one is not None}
 
@@ -100,18 +100,18 @@ class ExpertParallelExperts(nn.Module):
 
     @torch.no_grad()
     def write_expert(self, expert: int, tensors: Mapping[str, Tensor]) -> int:
-        """Write one expert's whole tensors, quantized here where the layer is.
+        """Write one expert's whole tensors. A quantized layer quantizes them here.
 
         Args:
-            expert: logical id, in [0, E).
-            tensors: `tensor_names`, each as the replaced module holds it at [expert]: transposed, and with gate and up
-                interleaved, where that module's are.
+            expert: The logical id, in [0, E).
+            tensors: The tensors by `tensor_names`, in the layout of the replaced module at [expert]: transposed, or
+                with gate and up interleaved, if the module holds them so.
 
         Returns:
             The number of slots written on this rank.
 
         Raises:
-            InputError: a tensor has another shape, or is not made of numbers.
+            InputError: A tensor has another shape, or a dtype that is not plain floating-point.
         """
         return write_expert(self.moe, self.layout, expert, tensors)
 
@@ -119,16 +119,16 @@ class ExpertParallelExperts(nn.Module):
         """Compute the experts of all tokens of this rank.
 
         Args:
-            hidden_states: [..., H] of T rows.
-            top_k_index: [T, k] integers, k at most K. An id of at least E is no expert, as in transformers; where the
-                model has zero experts, it stands for the row itself.
+            hidden_states: [..., H], T rows in all.
+            top_k_index: [T, k] integers, k <= K. An id >= E is no expert, as in transformers. In a model with zero
+                experts it stands for the row itself.
             top_k_weights: [T, k].
 
         Returns:
-            As hidden_states.
+            A tensor with the shape and dtype of `hidden_states`.
 
         Raises:
-            InputError: on all ranks.
+            InputError: On all ranks, if an argument of any rank is invalid.
         """
         self.calls += 1
         moe, most = self.moe, self._top_k
@@ -149,9 +149,9 @@ class ExpertParallelExperts(nn.Module):
         return out.to(hidden_states.dtype)
 
     def without_rows(self, *, gradients: bool) -> Tensor:
-        """Take part in a call of the other ranks. Raises InputError on all ranks.
+        """Join a call of the other ranks with no rows. Raise InputError on all ranks if one of them is refused.
 
-        gradients: the rows of other ranks have them
+        gradients: the other ranks' rows require gradients
         """
         weights, config = self.moe.expert_weights, self.moe.config
         x = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
@@ -167,7 +167,7 @@ class ExpertParallelExperts(nn.Module):
         return self.moe.forward_routed(hidden_states, routing, tokens, send_masked=bool(mask.sent))
 
     def _normalised(self, hidden_states: Tensor, routing: Routing) -> Tensor:
-        """The sum of each expert's normalized output times its weight, one choice of all tokens after another."""
+        """Return the weighted sum of the experts' normalized outputs. One layer call for each of the K choices."""
         norm, shape = self.get_submodule(NORM), (*hidden_states.shape[:-1], 1)
         ids, weights = routing.ids, routing.weights.masked_fill(routing.ids < 0, 0.0)
         out = torch.zeros_like(hidden_states, dtype=torch.float32)
@@ -182,13 +182,13 @@ class ExpertParallelExperts(nn.Module):
 
 
 def write_expert(layer: MoELayer, layout: ModuleLayout, expert: int, tensors: Mapping[str, Tensor]) -> int:
-    """As `ExpertParallelExperts.write_expert`, of a layer whose module of experts holds them in `layout`."""
+    """Write one expert's tensors, given in `layout`, into a layer; see `ExpertParallelExperts.write_expert`."""
     assert tensors.keys() == set(layout.names), f"{sorted(tensors)} are not {layout.names}"
     return layer.update_expert(expert, **layout.canonical(tensors))
 
 
 def keep_frozen(layer: MoELayer, layout: ModuleLayout, replaced: nn.Module) -> None:
-    """Freeze the parameters of a layer's experts whose tensors are frozen in the module that holds them in `layout`."""
+    """Freeze those parameters of a layer's experts that are frozen in the replaced module, which has `layout`."""
     parts = {"w13": ("w1", "w3"), "w13_bias": ("w1_bias", "w3_bias")}
     frozen = {
         part
@@ -203,7 +203,7 @@ def keep_frozen(layer: MoELayer, layout: ModuleLayout, replaced: nn.Module) -> N
 
 
 class SortedExpertParallelExperts(ExpertParallelExperts):
-    """Stands where a block stood that is called with rows alone. Its router sorts the rows by expert and stays."""
+    """Replaces a block that is called with rows alone. It keeps the block's router, which sorts rows by expert."""
 
     def __init__(self, replaced: nn.Module, context: EPContext, **options: Any) -> None:
         super().__init__(replaced, context, **options)
@@ -212,7 +212,7 @@ class SortedExpertParallelExperts(ExpertParallelExperts):
         self.register_parameter("bias", replaced._parameters.get("bias"))
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Route and compute rows [..., H]. Raises InputError on all ranks."""
+        """Route and compute rows [..., H]; return rows of that shape. Raise InputError on all ranks."""
         rows = hidden_states.flatten(0, -2)
         ids, weights = sorted_routes(self.router(rows), len(rows))
         out = super().forward(rows, ids, weights).view(hidden_states.shape)
@@ -220,21 +220,21 @@ class SortedExpertParallelExperts(ExpertParallelExperts):
 
 
 def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) -> dict[str, ExpertParallelExperts]:
-    """Replace each experts module of a model, in place. Made by all ranks alike.
+    """Replace each module of experts of a model, in place. All ranks call it with the same arguments.
 
-    A module in memory gives its weights to the one that replaces it; one on the meta device is replaced by one on the
-    meta device, which `write_expert` fills after `to_empty`.
+    Weights of a module in memory are copied into its replacement. A module on the meta device is replaced by one on
+    the meta device; `write_expert` fills it after `to_empty`.
 
     Args:
-        model: any model of transformers.
-        context: the ranks and what their layers share.
+        model: Any transformers model.
+        context: The ranks and what their layers share.
         layer_options: `MoELayer`'s keyword arguments from expert_map on.
 
     Returns:
-        What replaced each module, by that module's name, in the model's order.
+        The replacements by the names of the modules, in the model's order.
 
     Raises:
-        ConfigError: the model has no experts that are a module of their own, or a layer cannot compute what they do.
+        ConfigError: The model has no experts that are a module of their own, or a layer cannot compute what they do.
     """
     found = find_experts(model)
     if not found:
@@ -294,12 +294,12 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
     if tied := getattr(model, "all_tied_weights_keys", None):
         gone = tuple(f"{name}." for name in found)
         kept = {target: source for target, source in tied.items() if not target.startswith(gone)}
-        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 (of transformers; `tie_weights` goes by it)
+        setattr(model, "all_tied_weights_keys", kept)  # noqa: B010 (transformers' `tie_weights` reads it)
     return replaced
 
 
 def _put(model: nn.Module, experts: nn.Module, made: nn.Module) -> None:
-    """In the place of a module, under each of its names."""
+    """Replace a module of a model under each of its names."""
     for name in [name for name, one in model.named_modules(remove_duplicate=False) if one is experts]:
         setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
 
@@ -313,10 +313,10 @@ def _type_of(model: nn.Module) -> str:
 
 
 def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
-    """By module, the first one that has the very same parameters: one layer stands for both.
+    """Map each module's name to the first module with the same parameter objects. One layer replaces both.
 
     Raises:
-        ConfigError: a part of a module's parameters is tied to others, which would be two things after a copy.
+        ConfigError: A parameter is tied to one outside the module. The layer's copy would no longer be tied to it.
     """
     of_modules: dict[tuple[int, ...], str] = {}
     first = {}
@@ -338,17 +338,17 @@ def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def routing_of(ids: Tensor, weights: Tensor, experts: int, most: int, *, distinct: bool) -> Routing:
-    """What a model's router chose, as `MoELayer.forward_routed` takes it.
+    """Convert the choice of a model's router to the `Routing` that `MoELayer.forward_routed` takes.
 
     Args:
-        ids: [T, k] integers, k at most K; an id of at least E is no expert, as in transformers.
+        ids: [T, k] integers, k <= K. An id >= E is no expert, as in transformers.
         weights: [T, k].
         experts: E.
         most: K.
-        distinct: whether valid ids of a row are distinct. A table may name one expert twice, a top-k cannot.
+        distinct: Whether valid ids of a row are distinct. A table may name one expert twice, a top-k cannot.
 
     Returns:
-        Ids and float32 weights [T, K].
+        Ids [T, K], -1 for no expert, and float32 weights [T, K].
     """
     missing = most - ids.shape[-1]
     ids, weights = ids.masked_fill(ids >= experts, -1), weights.float()
@@ -360,7 +360,7 @@ def routing_of(ids: Tensor, weights: Tensor, experts: int, most: int, *, distinc
 
 
 def _merged(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """An expert that a row names twice, once with the sum of the weights: valid ids of a row are distinct."""
+    """Merge repeated experts of a row: the first keeps the sum of the weights, the others become -1 with weight 0."""
     same = ids.unsqueeze(2) == ids.unsqueeze(1)
     again = same.tril(-1).any(2)
     return ids.masked_fill(again, -1), (same * weights.unsqueeze(1)).sum(2).masked_fill(again, 0.0)

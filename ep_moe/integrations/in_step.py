@@ -1,8 +1,8 @@
-"""Ranks of a Hugging Face model that stay in step while they have different things to do.
+"""Keeps the ranks of a Hugging Face model in step while they run different numbers of forwards.
 
-The blocks of a model are collective, so that each forward of one rank needs one of every other rank. Within `generate`
-each rank says before a forward which model it calls. A rank that has ended, or waits to call another model, takes part
-without tokens.
+The blocks of a model are collective, so each forward of one rank needs a forward of every other rank. Within
+`generate`, each rank announces before a forward which model it will call. A rank that has finished, or that wants to
+call another model, joins the forward without tokens.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _OTHER_CONTEXT = (
 
 
 def idle_step(model: nn.Module) -> Tensor:
-    """Take part in one forward of the other ranks without tokens, on a rank that has no batch.
+    """Join one forward of the other ranks without tokens, on a rank that has no batch.
 
-    The model runs on one row of padding, which is not counted as load, not recorded by `record_routing` and
+    The model runs on one row of padding. The row is not counted as load, not recorded by `record_routing` and
     `router_logits`, takes no replayed ids, and goes to no expert. With gradients the row is computed as a token. In
-    training call `backward` on the result: it takes part in the others' backward, and leaves zeros as the gradients of
-    this rank's tokens.
+    training call `backward` on the result. It joins the others' backward, and this rank contributes zero gradients.
 
         loss = model(**batch).loss if batch is not None else idle_step(model)
         loss.backward()
 
     Args:
-        model: That of `load_pretrained` or `expert_parallel`, also inside a wrapper such as DistributedDataParallel.
-            Call it in the grad mode of the other ranks. With tp-replicated tokens all ranks of a tp group call it.
+        model: A model of `load_pretrained` or `expert_parallel`, or a wrapper around it such as
+            DistributedDataParallel. Call `idle_step` in the grad mode of the other ranks. With tp-replicated tokens,
+            all ranks of a tp group call it.
 
     Returns:
         A loss of 0, a scalar that depends on the model's parameters.
@@ -87,24 +87,27 @@ def _masks_of(model: nn.Module) -> list[TokenMasks]:
 
 
 class Generation:
-    """The models of one context whose `generate` keeps its ranks in step."""
+    """Keeps the ranks of one context in step during `generate` of any of its models."""
 
     def __init__(self, context: EPContext) -> None:
         self._context, self._rank_group = context, context.rank_groups["lockstep"]
         self._models: list[weakref.ref[PreTrainedModel]] = []
-        self._depth = 0  # of calls of generate; an assistant's is inside another
-        self._serving = self._inside = False  # an idle step; a forward of its own
+        self._depth = 0  # nested calls of generate: an assistant model's runs inside the main model's
+        self._serving = self._inside = False  # in an idle step for other ranks; in a forward of this rank
 
     @classmethod
     def of(cls, context: EPContext) -> Generation:
-        """The context's own."""
+        """Return the context's instance. The first call creates it."""
         if context._generation is None:
             context._generation = cls(context)
         found: Generation = context._generation
         return found
 
     def attach(self, model: PreTrainedModel, inner: PreTrainedModel) -> None:
-        """Made for all models in one order on all ranks. inner: the model that holds the decoder layers."""
+        """Wrap `generate` of a model, and register the hooks. All ranks attach their models in the same order.
+
+        inner: the model that holds the decoder layers
+        """
         number = len(self._models)
         self._models.append(weakref.ref(model))
         generate = type(model).generate
@@ -118,7 +121,7 @@ class Generation:
                     generating.enter_context(masks.generating())
                 if self._depth or given.arguments.get("synced_gpus") is False:
                     return generate(*given.args, **given.kwargs)
-                given.arguments["synced_gpus"] = False  # this is what it would be for
+                given.arguments["synced_gpus"] = False  # its purpose, equal numbers of forwards, is served here
                 return self._run(given, lambda: generate(*given.args, **given.kwargs))
 
         setattr(model, "generate", in_step)  # noqa: B010 (a method, of this model alone)
@@ -126,13 +129,16 @@ class Generation:
             for name in _CONTINUOUS:
                 if hasattr(model, name):
                     setattr(model, name, functools.partial(self._refuse_continuous, name))
-            # first of all hooks: an idle step runs the others
+            # before all other hooks, because an idle step runs those too
             inner.register_forward_pre_hook(lambda *_: self._before(number), prepend=True)
             inner.register_forward_hook(lambda *_: self._after())
 
     def _refuse_continuous(self, name: str, *_: Any, **__: Any) -> None:
-        """On all ranks that are here or in `generate`. A thread of transformers calls the model as often as its own
-        requests need, may replay its graphs past our hooks, and returns what raises there as a short output."""
+        """Raise ConfigError for continuous batching, on all ranks that call it or `generate`.
+
+        There a thread of transformers calls the model as often as this rank's requests need. It may replay CUDA graphs
+        without running our hooks, and it returns a short output instead of raising an exception.
+        """
         self._next_model(None, f"{name}: {_NOT_IN_STEP}")
 
     def _run(self, given: inspect.BoundArguments, generate: Callable[[], Any]) -> Any:
@@ -146,7 +152,7 @@ class Generation:
                 found = generate() if empty is None else empty
             self._finish()
         except EPMoEError:
-            raise  # alike on all ranks
+            raise  # raised on all ranks
         except Exception as error:
             self._tell(error)
             raise
@@ -155,13 +161,13 @@ class Generation:
         return found
 
     def _is_of_others(self, assistant: Any) -> bool:
-        """Whether a model's layers are another context's, which would not let peers that call this model go first."""
+        """Return whether an assistant's layers have another context, so that its ranks cannot take turns with these."""
         modules = assistant.modules() if isinstance(assistant, nn.Module) else ()
         return any(isinstance(one, MoELayer) and one.context is not self._context for one in modules)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(self, model: int) -> None:
-        """Before a forward of this model: let peers that are at another one go first."""
+        """Before a forward of this model, join the forwards of other models that peers announced first."""
         if not self._depth or self._serving:
             return
         while (next_model := self._next_model(model)) != model:
@@ -175,12 +181,17 @@ class Generation:
             self._inside = False
 
     def _finish(self) -> None:
-        """Take part until the last rank has ended."""
+        """Join the forwards of the other ranks until all ranks have finished."""
         while (next_model := self._next_model(None)) is not None:
             self._idle(next_model)
 
     def _next_model(self, model: int | None, problem: str | None = None) -> int | None:
-        """Whose forward comes next, None where no rank has another. model: this rank's wish."""
+        """Agree with all ranks on the model whose forward comes next: the lowest number announced.
+
+        model: the number of the model that this rank wants to call; None if it has finished
+
+        Returns None when all ranks have finished. A problem of any rank is raised on all of them.
+        """
         if self._rank_group.size == 1:
             return model
         with self._context._entered("generate"), self._rank_group.flight_recorder.step("generate"):
@@ -198,10 +209,10 @@ class Generation:
             self._serving = False
 
     def _tell(self, error: Exception) -> None:
-        """An exception of this rank alone leaves generate: peers raise it too, where they wait for this rank."""
+        """Report an exception that leaves `generate` on this rank only. Peers that wait for this rank raise it."""
         if self._rank_group.size == 1 or self._context.flight_recorder.failed:
             return
-        if self._inside:  # they are in the same forward
+        if self._inside:  # the peers are in the same forward, not at the next announcement
             self._context._broken_by(error)
             return
         with suppress(EPMoEError):
@@ -209,7 +220,7 @@ class Generation:
 
     @contextmanager
     def _random_state_of_tp(self) -> Iterator[None]:
-        """Within, tp ranks that pass the same tokens draw the same random numbers, those of the first of them."""
+        """Give tp ranks that pass the same tokens the random state of the first of them, within the context."""
         rank_group = self._context.rank_groups["tp"]
         if self._context.layout.split == 1:
             yield
@@ -228,7 +239,7 @@ class Generation:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Of the default generators of the host and of a GPU: int64 [n]."""
+    """Return the states of the default generators of the CPU and of a GPU, as int64 [n]."""
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
@@ -243,12 +254,12 @@ def _set_random_state(state: Tensor, device: torch.device) -> None:
 
 
 def _argument(given: inspect.BoundArguments, name: str) -> Any:
-    """None where it is not given."""
+    """Return an argument by name; None if it is not given."""
     return (given.arguments | given.arguments.get("kwargs", {})).get(name)
 
 
 def _empty(given: inspect.BoundArguments) -> Tensor | None:
-    """What is returned for a batch of no sequences: itself."""
+    """Return the input of an empty batch, which is also the result of `generate`; None for a batch with sequences."""
     for name in ("inputs", "input_ids", "inputs_embeds"):
         if isinstance(tensor := _argument(given, name), Tensor) and tensor.dim() and len(tensor) == 0:
             return tensor
@@ -256,16 +267,16 @@ def _empty(given: inspect.BoundArguments) -> Tensor | None:
 
 
 # --- modules of experts that a block leaves out -----------------------------------------------------------------------
-# Blocks with several modules of experts, of which a rank may call some alone, such as those of text and of images.
+# A block may have several modules of experts, such as one for text and one for images, and call only some of them.
 #
-# Each module's call is one of all ranks. What a rank does not call by itself is called behind its block without rows.
+# Each call is collective. After the block, a rank therefore calls the modules that it left out, without rows.
 
 
 class AllCalled:
-    """Of one block: calls what the block left out, in the modules' order.
+    """Calls those modules of experts of a block that its forward left out, in order.
 
     Args:
-        experts: the block's, in the order in which it calls them.
+        experts: The block's modules of experts, in the order in which it calls them.
     """
 
     def __init__(self, experts: Sequence[ExpertParallelExperts]) -> None:
@@ -287,7 +298,7 @@ class AllCalled:
             name = self._experts[left.index(True)].moe.name
             self._experts[0].moe._refuse(f"{name} was not called, and what its block calls after it was; ranks differ")
         first, *rest = out if isinstance(out, tuple) else (out,)
-        gradients = first.requires_grad and torch.is_grad_enabled()  # whose backward is of all ranks too
+        gradients = first.requires_grad and torch.is_grad_enabled()  # backward is collective too
         missing = [one for one, is_left in zip(self._experts, left, strict=True) if is_left]
         results = [one.without_rows(gradients=gradients) for one in missing]
         if not gradients:
@@ -297,7 +308,7 @@ class AllCalled:
 
 
 def attach_all_called(model: nn.Module, replaced: Mapping[str, ExpertParallelExperts]) -> None:
-    """Keep ranks in step in each block that has several of a model's modules of experts."""
+    """Register `AllCalled` on each block that has several modules of experts."""
     groups: dict[str, dict[str, None]] = {}
     for one, other in pairwise(replaced):
         block = _common(one, other)
@@ -308,7 +319,7 @@ def attach_all_called(model: nn.Module, replaced: Mapping[str, ExpertParallelExp
 
 
 def _common(one: str, other: str) -> str:
-    """The innermost module that holds both."""
+    """Return the name of the innermost module that contains both modules."""
     parts = []
     for pair in zip(one.split("."), other.split("."), strict=False):
         if pair[0] != pair[1]:

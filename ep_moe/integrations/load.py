@@ -1,5 +1,6 @@
-"""Loading of a folder's model: without its weights first, on the meta device; then, where its experts alone are
-replaced, the experts of this rank, and the rest as transformers loads it.
+"""Builds the model of a checkpoint folder on the meta device, and loads models of which only the experts are replaced.
+
+Each rank reads its own experts. The rest is loaded as transformers loads it.
 """
 
 from __future__ import annotations
@@ -34,9 +35,13 @@ from ep_moe.runtime.progress import Progress
 def described(
     folder: Path, dtype: torch.dtype | None, model_class: Any, num_labels: int | None
 ) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
-    """The model of a folder on the meta device, the family whose blocks are to be replaced, and its dtype.
+    """Build the model of a folder on the meta device.
 
-    A model around a text model is whole, unless its experts can be replaced in the blocks of a known family alone.
+    A multimodal model is built whole if its experts are modules of their own. If they can only be replaced as blocks
+    of a known family, its text model alone is built, with a warning.
+
+    Returns:
+        The model, the family whose blocks are to be replaced (None: experts only), and the dtype.
     """
     whole, text = read_whole_config(folder)
     dtype = dtype or whole.dtype or text.dtype or torch.float32
@@ -49,7 +54,7 @@ def described(
     if text.model_type not in FAMILIES:
         return built(whole), None, dtype
     if whole.get_text_config() is not whole:
-        with suppress(ConfigError, CheckpointError):  # of a class that config.json does not name, or that is not there
+        with suppress(ConfigError, CheckpointError):  # config.json names no class, or one that transformers lacks
             model = built(whole)
             if find_experts(model):
                 return model, None, dtype
@@ -61,7 +66,7 @@ def described(
 
 
 def warn_of_adapter(folder: Path) -> None:
-    """Warn where a folder has an adapter beside the model, which `from_pretrained` of transformers puts on it."""
+    """Warn if a folder has a PEFT adapter. transformers' `from_pretrained` would apply it, and we do not."""
     if (folder / ADAPTER).is_file():
         warnings.warn(
             f"{folder}: transformers puts the adapter of {ADAPTER} on the model, and load_pretrained does not; call "
@@ -95,14 +100,14 @@ def on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = No
 
 
 # --- heads ------------------------------------------------------------------------------------------------------------
-# Heads of transformers models: which a checkpoint names, and those that it has not.
+# Heads of transformers models: the one that a checkpoint names, and one that it lacks and that is initialized here.
 
 _TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-_SEED = 0  # of a head that is drawn: all ranks hold the same one
+_SEED = 0  # seed of a new head, so that all ranks hold the same one
 
 
 def classifies(config: Any) -> tuple[str, str] | None:
-    """The class of config.json that is no language model, and the end of its auto class's name."""
+    """Return the class in config.json that is not a language model, and its task suffix; None for a language model."""
     for name in config.architectures or ():
         for task in _TASKS:
             if name.endswith(task):
@@ -111,7 +116,7 @@ def classifies(config: Any) -> tuple[str, str] | None:
 
 
 def made_by(model_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of a class, or of an auto class. Raises ConfigError."""
+    """Build a model by a model class or an auto class. Raise ConfigError for another class or configuration."""
     if hasattr(model_class, "_from_config"):
         made: PreTrainedModel = model_class._from_config(config, dtype=dtype)
         return made
@@ -125,13 +130,13 @@ def made_by(model_class: Any, config: Any, dtype: torch.dtype) -> PreTrainedMode
 
 
 def head_names(model: PreTrainedModel) -> list[str]:
-    """Tensors outside the base model, that a checkpoint of another head may not have."""
+    """Return the names of tensors outside the base model, which a checkpoint with another head may lack."""
     base = f"{model.base_model_prefix}."
     return [name for name in model.state_dict() if not name.startswith(base)]
 
 
 def draw_head(model: PreTrainedModel, names: Iterable[str]) -> None:
-    """Initialize the modules of these tensors as transformers does, alike on all ranks."""
+    """Initialize the modules of these tensors as transformers does, with equal values on all ranks."""
     gpus = [index for index in [model.device.index] if index is not None and model.device.type == "cuda"]
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(_SEED)
@@ -144,14 +149,16 @@ def draw_head(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def keep_numbers(module: nn.Module) -> None:
-    """Have transformers take all in a module for initialized, as its `from_pretrained` does: `post_init` of the model,
-    or of one that holds it, would draw it anew."""
+    """Mark a module as initialized, as transformers' `from_pretrained` does.
+
+    Otherwise `post_init` of the model, or of a model that contains it, would initialize its weights again.
+    """
     for one in module.modules():
         one._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def model_files(model: Any, folder: Path) -> ExpertFiles:
-    """The files of a model that is on the meta device, whole. Raises CheckpointError."""
+    """Return the files of a model, which is on the meta device with its experts in place. Raises CheckpointError."""
     layouts = {name: found.layout for name, found in find_experts(model).items()}
     return ExpertFiles(model, CheckpointSource(folder, called=in_file), layouts)
 
@@ -165,21 +172,21 @@ def load_model(
     progress: bool,
     fresh: Set[str] = frozenset(),
 ) -> set[str]:
-    """Load a model whose experts were replaced, both on the meta device.
+    """Load a model whose experts were replaced. Model and experts are on the meta device before.
 
     Args:
-        model: its experts modules are `ExpertParallelExperts`, which hold this rank's experts.
-        files: of the model as it was before.
-        device: where all of it goes.
-        dtype: of the model.
-        progress: show on rank 0 how far it is.
-        fresh: names that the files may not have.
+        model: The model. Its modules of experts are `ExpertParallelExperts`, which hold this rank's experts.
+        files: The files of the model as it was before the replacement.
+        device: The device of the loaded model.
+        dtype: The dtype of the model.
+        progress: Show progress on the job's first rank.
+        fresh: Names that the files may lack.
 
     Returns:
-        Those of `fresh` that the files have not.
+        The names of `fresh` that the files lack.
 
     Raises:
-        CheckpointError: on this rank; call it under `reader.loading`.
+        CheckpointError: On this rank only; call it under `reader.loading`, which raises on all ranks.
     """
     replaced = {name: one for name, one in model.named_modules() if isinstance(one, ExpertParallelExperts)}
     assert replaced.keys() == files.modules.keys(), "experts of the files and of the model differ"
@@ -201,9 +208,11 @@ def load_model(
 
 
 def check_files(layers: Mapping[str, MoELayer], files: ExpertFiles) -> list[str]:
-    """What the layers ask for, from headers alone. Raises CheckpointError.
+    """Check from file headers that the layers can load their experts. Raise CheckpointError if one cannot.
 
-    layers: by the names of their modules of experts. Returns a sentence of what is rounded again, if any.
+    layers: by the names of their modules of experts
+
+    Returns warnings about tensors that will be quantized a second time.
     """
     plan = [(layers[name], *known) for name, known in files.formats.items() if known is not None]
     for layer, block, form in plan:

@@ -1,10 +1,10 @@
-"""LoRA of PEFT on models with expert-parallel layers: on experts by ep_moe, on everything else by PEFT itself.
+"""LoRA on models with expert-parallel layers: factors of experts by ep_moe, all others by PEFT itself.
 
     model = add_lora(model, LoraConfig(r=8, target_modules=["q_proj"], target_parameters=["experts.down_proj"]))
     save_lora(model, folder)        # an adapter that PeftModel.from_pretrained loads
     model = merge_lora(model)       # into the weights
 
-PEFT would put a wrapper around the module that holds all experts. Here each rank holds its own, and their factors.
+PEFT would wrap the module that holds all experts. Here each rank holds only its own experts, and their factors.
 """
 
 from __future__ import annotations
@@ -40,30 +40,33 @@ from ep_moe.weights import lora
 from ep_moe.weights.expert_weights import ExpertWeights
 
 _FILE = "adapter_model.safetensors"
-# of init_lora_weights: draw factors alone, which a file overwrites; "pissa" and others change the weights too
+# values of init_lora_weights that only draw factors, which a file overwrites; "pissa" and others change the weights too
 _DRAWN = (False, "gaussian", "orthogonal", "eva")
 
 
 def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
-    """Freeze a model and train LoRA factors of what PEFT's `LoraConfig` targets.
+    """Freeze a model and add trainable LoRA factors to the targets of PEFT's `LoraConfig`. Called by all ranks.
 
-    `target_parameters` that name experts' matrices, as transformers' module holds them (`experts.gate_up_proj`,
-    `experts.down_proj`), get factors on the rank that has the expert. `target_modules` that name the linear layers of
-    each expert (`gate_proj`, `up_proj`, `down_proj`) are rewritten by PEFT to these. All else is PEFT's
-    `get_peft_model`. Called by all ranks alike. `sync_gradients`, `clip_grad_norm_` and DDP treat these factors as the
-    experts they belong to.
+    - `target_parameters` may name matrices of experts as transformers' module holds them (`experts.gate_up_proj`,
+      `experts.down_proj`). Each rank gets the factors of its own experts.
+    - `target_modules` may name the linear layers of single experts (`gate_proj`, `up_proj`, `down_proj`). PEFT rewrites
+      these to the parameters above.
+    - All other targets are handled by PEFT's `get_peft_model`.
+
+    `sync_gradients`, `clip_grad_norm_` and DDP treat factors of experts as they treat the experts.
 
     Args:
-        model: of `expert_parallel` or `load_pretrained`, with a kernel that has a backward (experts="reference").
+        model: A model of `expert_parallel` or `load_pretrained`, with a kernel that has a backward
+            (experts="reference").
         config: `peft.LoraConfig`.
-        seed: of the factors of experts, the same on all ranks.
+        seed: The seed of the factors of experts, the same on all ranks.
 
     Returns:
-        A `PeftModel` around the model where PEFT targets something, else the model.
+        A `PeftModel` around the model if PEFT handles a target, else the model.
 
     Raises:
-        ConfigError: peft is not installed, the configuration asks for what is not computed, or experts have no factors
-            (quantized, cut by etp, redundant).
+        ConfigError: peft is not installed, the configuration requests something unsupported, or the experts cannot
+            have factors (quantized, sharded by etp, or redundant).
     """
     peft, layers = _peft(), saved_experts(model)
     _refuse_second("add_lora", model, peft)
@@ -84,7 +87,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         (one, {target.stored: ranks[target] for target in targets if target.of.name == one.name}) for one in layers
     ]
     for one, of_layer in of_layers:
-        if of_layer:  # ahead of PEFT, which wraps and freezes the model
+        if of_layer:  # before PEFT wraps and freezes the model
             lora.check_lora(one.layer.expert_weights)
     if config.target_modules or others or not targets:
         dense = copy.deepcopy(config)
@@ -92,7 +95,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         dense.target_modules = moved_modules(config.target_modules, model)
         dense.modules_to_save = moved_modules(config.modules_to_save, model)
         named = copy.deepcopy(config)
-        named.target_parameters = others or None  # those of experts are not PEFT's
+        named.target_parameters = others or None  # PEFT does not handle those of experts
         check_modules(named, model, dense)
         for pattern in ("rank_pattern", "alpha_pattern"):
             own = {target.pattern_in(getattr(config, pattern)) for target in targets}
@@ -116,7 +119,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
 
 
 def _refuse_second(what: str, model: Any, peft: Any) -> None:
-    """Raise ConfigError for a model that has an adapter: experts have factors of one."""
+    """Raise ConfigError for a model that has an adapter already. Experts can have the factors of one adapter only."""
     factors = [one.layer.expert_weights.lora for one in saved_experts(model)]
     if isinstance(model, peft.PeftModel) or any(found is not None for found in factors):
         raise ConfigError(
@@ -126,7 +129,10 @@ def _refuse_second(what: str, model: Any, peft: Any) -> None:
 
 
 def _join_adapters(model: Any, experts: list[ExpertWeights]) -> None:
-    """Let methods of PEFT that are about adapters reach experts' factors, or be refused while there are any."""
+    """Wrap PEFT's methods that change adapters.
+
+    Enabling and disabling also switch the factors of experts. The others are refused while experts have factors.
+    """
     base = model.base_model
     for name, enabled in (("disable_adapter_layers", False), ("enable_adapter_layers", True)):
         setattr(base, name, partial(_switch, getattr(base, name), experts, enabled))
@@ -155,13 +161,13 @@ def _unless_factors(
 
 
 def merge_lora(model: Any) -> nn.Module:
-    """Add the updates to the weights, on all ranks alike.
+    """Add the low-rank updates to the weights and remove the factors. Called by all ranks.
 
     Args:
-        model: of `add_lora` or `load_lora`.
+        model: A model of `add_lora` or `load_lora`.
 
     Returns:
-        The model without factors, which `ep_moe.integrations.transformers.save_pretrained` writes.
+        The model without factors. `ep_moe.integrations.transformers.save_pretrained` can save it.
     """
     if hasattr(model, "ep_moe_scales"):
         model.ep_moe_scales()
@@ -178,12 +184,12 @@ def save_lora(model: Any, folder: str | Path) -> None:
     """Write an adapter that PEFT loads onto transformers' own model. Called by all ranks; the first one writes.
 
     Args:
-        model: of `add_lora` or `load_lora`.
-        folder: made if it is not there.
+        model: A model of `add_lora` or `load_lora`.
+        folder: Created if it is missing.
 
     Raises:
-        ConfigError: the model has no factors.
-        CheckpointError: on all ranks, where the first one cannot write.
+        ConfigError: The model has no factors.
+        CheckpointError: On all ranks, if the first one cannot write.
     """
     peft, layers = _peft(), saved_experts(model)
     config = getattr(model, "ep_moe_lora", None)
@@ -202,19 +208,19 @@ def save_lora(model: Any, folder: str | Path) -> None:
 
 
 def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) -> Any:
-    """Put a PEFT adapter of a model on the expert-parallel model: each rank keeps its own experts' factors.
+    """Load a PEFT adapter into an expert-parallel model. Each rank keeps the factors of its own experts.
 
     Args:
-        model: of `expert_parallel` or `load_pretrained`, without factors.
-        folder: of the adapter, whose experts have factors in one tensor for all of them, or each its own.
-        trainable: whether the factors require gradients.
+        model: A model of `expert_parallel` or `load_pretrained`, without factors.
+        folder: The adapter's folder. It may have one tensor for all experts of a layer, or one for each expert.
+        trainable: Whether the factors require gradients.
 
     Returns:
         As `add_lora`.
 
     Raises:
-        CheckpointError: on all ranks, where the adapter has other tensors than its configuration says.
-        ConfigError: as `add_lora`.
+        CheckpointError: On all ranks, if the adapter's tensors differ from what its configuration says.
+        ConfigError: As `add_lora`.
     """
     peft, folder = _peft(), Path(folder)
     config = peft.LoraConfig.from_pretrained(str(folder))
@@ -249,7 +255,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
 
 @torch.no_grad()
 def _load_experts(model: nn.Module, config: Any, tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Copy the factors of this rank's experts; what is left is PEFT's."""
+    """Copy the factors of this rank's experts. Return the remaining tensors, which PEFT loads."""
     left = dict(tensors)
     for target in expert_targets(model, list(config.target_parameters or [])):
         keys = [target.key(factor) for factor in "AB"]
@@ -276,14 +282,14 @@ def _write(peft: Any, model: Any, config: Any, tensors: dict[str, Tensor], folde
 
 
 def _of_peft(peft: Any, model: Any) -> dict[str, Tensor]:
-    """What an adapter has beside experts' factors."""
+    """Return the tensors that PEFT would save in an adapter: all except experts' factors."""
     if not hasattr(model, "peft_config"):
         return {}
     return dict(peft.get_peft_model_state_dict(model, state_dict=model.state_dict()))
 
 
 def _fused(tensors: dict[str, Tensor], config: Any, model: Any, folder: Path) -> dict[str, Tensor]:
-    """Factors of each expert by itself, put together by PEFT."""
+    """Let PEFT fuse factors of single experts to one tensor for all experts of a layer."""
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError as error:
@@ -293,7 +299,7 @@ def _fused(tensors: dict[str, Tensor], config: Any, model: Any, folder: Path) ->
         ) from error
     try:
         found: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(meta_copy(model), config, tensors)
-    except Exception as error:  # of PEFT, for which an adapter may be any dict
+    except Exception as error:  # PEFT does not validate an adapter's tensors, so it may fail in any way
         raise CheckpointError(
             f"{folder}: PEFT cannot put the factors of each expert together ({type(error).__name__}: {error}); every "
             f"expert of a layer must have them"
@@ -302,7 +308,7 @@ def _fused(tensors: dict[str, Tensor], config: Any, model: Any, folder: Path) ->
 
 
 def _renamed(tensors: dict[str, Tensor], model: Any, *, to_file: bool) -> dict[str, Tensor]:
-    """Shared experts of a known family's block lie elsewhere in our model than in transformers'."""
+    """Rename tensors of shared experts between our model and the file, which has transformers' names."""
     for block, ours, theirs in shared_names(model):
         old, new = (f"{PREFIX}{block}.{each}." for each in ((ours, theirs) if to_file else (theirs, ours)))
         tensors = {new + n.removeprefix(old) if n.startswith(old) else n: t for n, t in tensors.items()}

@@ -1,8 +1,7 @@
-"""Refusal of PEFT's own entries (`get_peft_model`, `PeftModel.from_pretrained`, `model.add_adapter`) for what they
-would leave out of a model with expert-parallel layers.
+"""Refuses adapters that PEFT itself puts on a model with expert-parallel layers, if it would drop a part of them.
 
-PEFT puts `peft_config` on each model into which it puts an adapter. It is read where weights are loaded, as
-`from_pretrained` does at once, and at each call.
+PEFT does so in `get_peft_model`, `PeftModel.from_pretrained` and `model.add_adapter`. Each sets `peft_config` on the
+model. Hooks check it when weights are loaded, which `from_pretrained` does at once, and at each call of the model.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ _CHECKED = "ep_moe_checked_adapters"
 
 
 def guard_adapters(model: nn.Module) -> None:
-    """Refuse a model whose adapter PEFT cannot put on it.
+    """Register hooks on a model that raise ConfigError for an adapter that PEFT applies only in part.
 
     Args:
-        model: of transformers, with expert-parallel layers.
+        model: A transformers model with expert-parallel layers.
     """
     model.register_load_state_dict_pre_hook(_check)
     model.register_forward_pre_hook(_check)
 
 
 def accept_adapter(model: Any, config: Any) -> None:
-    """Check no more a configuration of PEFT whose names are our model's.
+    """Mark a configuration of PEFT as checked, such as one that already has our model's names.
 
     Args:
-        model: as given to `guard_adapters`.
-        config: the object that PEFT is given.
+        model: The model that `guard_adapters` was given.
+        config: The object that is passed to PEFT.
     """
     setattr(model, _CHECKED, [*getattr(model, _CHECKED, []), config])
 
@@ -58,17 +57,19 @@ def _check(model: Any, *_: Any) -> None:
 
 
 def guard_scales(model: Any, layer_type: Any, experts: list[ExpertWeights]) -> None:
-    """Refuse calls, and merging, while PEFT's layers are rescaled all together: experts' factors are not.
+    """Refuse calls and merging while the scale of all LoRA layers of PEFT is changed.
+
+    PEFT would rescale its own layers, but not the factors of experts.
 
     Args:
-        model: of PEFT.
+        model: A PEFT model.
         layer_type: PEFT's `LoraLayer`.
-        experts: that have factors.
+        experts: Weights of the experts that have factors.
     """
     scales = [(module, dict(module.scaling)) for module in model.modules() if isinstance(module, layer_type)]
     if scales:
         model.ep_moe_scales = partial(_check_scales, scales, experts)
-        model.get_base_model().register_forward_pre_hook(model.ep_moe_scales)  # `generate` of PEFT calls this model
+        model.get_base_model().register_forward_pre_hook(model.ep_moe_scales)  # PEFT's `generate` calls the base model
 
 
 def _check_scales(scales: list[tuple[Any, dict[str, float]]], experts: list[ExpertWeights], *_: Any) -> None:

@@ -1,5 +1,7 @@
-"""What PEFT's `LoraConfig` names in a model with expert-parallel layers, by PEFT's own rules: matrices of experts
-(`Target`), which have a place in an adapter's file, and other modules."""
+"""Resolves the names in PEFT's `LoraConfig` on a model with expert-parallel layers, by PEFT's own matching rules.
+
+A name selects matrices of experts (`Target`), or other modules, which PEFT handles itself.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from ep_moe.integrations.save import SavedExperts
 from ep_moe.weights import lora
 from ep_moe.weights.lora import ExpertLora, LowRank
 
-PREFIX = "base_model.model."  # of names in an adapter's file
-# of LoraConfig: what PEFT refuses for parameters too, or what is not computed here
+PREFIX = "base_model.model."  # begins each name in an adapter's file
+# fields of LoraConfig that PEFT refuses for target_parameters too, or that ep_moe does not compute
 _UNSERVED = (
     "lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora", "layers_to_transform", "layer_replication",
     "exclude_modules", "modules_to_save",
@@ -30,8 +32,15 @@ _UNSERVED = (
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One matrix of a layer's experts. stored: our name; parameter: transformers'; depth: of PEFT's nested wrappers;
-    turned: PEFT does not know that transformers holds it transposed, so that its A and B are our B and A transposed."""
+    """One matrix of all experts of a layer, which gets LoRA factors.
+
+    of: the layer
+    stored: its name in our layer, w13 or w2
+    parameter: its name in transformers' module, such as "gate_up_proj"
+    depth: how many of PEFT's wrappers enclose the matrix's own; an adapter's names have `.base_layer` for each
+    turned: transformers holds the matrix transposed and PEFT does not know it: PEFT's A is our B transposed, and
+        PEFT's B our A transposed
+    """
 
     of: SavedExperts
     stored: str
@@ -40,7 +49,7 @@ class Target:
     turned: bool
 
     def key(self, factor: str) -> str:
-        """In an adapter's file. factor: "A" or "B"."""
+        """Return the name of a factor, "A" or "B", in an adapter's file."""
         return f"{PREFIX}{self.of.name}{'.base_layer' * self.depth}.lora_{factor}.weight"
 
     @property
@@ -50,18 +59,18 @@ class Target:
         return found
 
     def factors(self) -> tuple[Tensor, Tensor]:
-        """Of the experts in this rank's slots."""
+        """Return A [L, r, in] and B [L, out, r] of the experts in this rank's slots."""
         return self.lora.factors(self.stored, self.of.layer.expert_weights.stored_tensors()[self.stored])
 
     def whole_factors(self) -> Iterator[Tensor]:
-        """A and B of all experts. Collective over the EP group."""
+        """Yield A and then B of all experts, [E, ...]. Collective over the EP group."""
         return (lora.gather_factor(self.of.layer.expert_weights, factor) for factor in self.factors())
 
     def matches(self, wanted: str) -> bool:
         return is_named(f"{self.of.name}.{self.parameter}", wanted)
 
     def low_rank(self, config: Any) -> LowRank:
-        """Rank and scaling of its factors."""
+        """Return the rank and the scaling of the factors by a `LoraConfig`. Raise ConfigError for unusable values."""
         rank = (config.rank_pattern or {}).get(self.pattern_in(config.rank_pattern), config.r)
         alpha = (config.alpha_pattern or {}).get(self.pattern_in(config.alpha_pattern), config.lora_alpha)
         of = f"of {self.of.name}.{self.parameter}"
@@ -71,12 +80,15 @@ class Target:
         return LowRank(rank, alpha / (rank**0.5 if config.use_rslora else rank))
 
     def pattern_in(self, patterns: dict[str, Any] | None) -> str | None:
-        """As PEFT finds the first that matches."""
+        """Return the first key of `rank_pattern` or `alpha_pattern` that matches this matrix, as PEFT searches them."""
         name = f"{self.of.name}.{self.parameter}"
         return next((each for each in patterns or {} if re.match(rf"(.*\.)?({each})$", name)), None)
 
     def in_file(self, a: Tensor, b: Tensor) -> dict[str, Tensor]:
-        """As PEFT holds factors of all experts: A [E * r, in], B [out, r * E] with E running fastest."""
+        """Convert factors of all experts to PEFT's form, by their names in an adapter's file.
+
+        a and b are [E, r, in] and [E, out, r]. PEFT's A is [E * r, in]. PEFT's B is [out, r * E], E running fastest.
+        """
         if self.stored == "w13" and self.of.layout.tensors[0].interleaved:
             b = torch.stack(b.chunk(2, 1), 2).flatten(1, 2)
         if self.turned:
@@ -84,7 +96,7 @@ class Target:
         return {self.key("A"): a.flatten(0, 1), self.key("B"): b.permute(1, 2, 0).flatten(1)}
 
     def from_file(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor] | None:
-        """A and B [E, ...] of the tensors of a file; None where these are not of so many experts."""
+        """Invert `in_file`: return A [E, r, in] and B [E, out, r]; None if the shapes do not fit E experts."""
         experts = self.of.layer.config.num_experts
         if a.dim() != 2 or b.dim() != 2 or a.shape[0] % experts or b.shape[1] % experts:
             return None
@@ -97,7 +109,10 @@ class Target:
 
 
 def expert_targets(model: Any, wanted: list[str]) -> Iterator[Target]:
-    """In the order of layers. PEFT's wrapper of the last parameter of a module is the outermost."""
+    """Yield a target for each matrix of experts that `wanted` names, in the order of layers.
+
+    PEFT wraps a module once for each of its target parameters. The wrapper of the last parameter is the outermost.
+    """
     layers = saved_experts(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     theirs = meta_copy(base) if any(one.layout.tensors[0].transposed for one in layers) else None
@@ -111,16 +126,19 @@ def expert_targets(model: Any, wanted: list[str]) -> Iterator[Target]:
 
 
 def is_named(name: str, wanted: str) -> bool:
-    """As PEFT compares `target_parameters`."""
+    """Return whether an entry of `target_parameters` selects the parameter `name`, as PEFT compares them."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
 def converted(config: Any, model: Any) -> Any:
-    """The configuration with the names that transformers 5 has, as PEFT rewrites it: one parameter for all experts."""
+    """Return a copy of a `LoraConfig` with the names of transformers 5, which has one parameter for all experts.
+
+    PEFT rewrites target modules of single experts to `target_parameters`. Raise ConfigError if it cannot.
+    """
     config = copy.deepcopy(config)
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # an older PEFT, which knows no other names
+    except ImportError:  # an older PEFT has no such conversion
         return config
     try:
         convert_peft_config_for_transformers(config, model=meta_copy(model), conversions=None)
@@ -130,7 +148,7 @@ def converted(config: Any, model: Any) -> Any:
 
 
 def moved_modules(targets: Any, model: Any) -> Any:
-    """The names of modules in a `LoraConfig`, as our model calls these modules."""
+    """Return `target_modules` or `modules_to_save` with shared experts under the names that our blocks give them."""
     if not targets or isinstance(targets, str):
         return targets
     moved = []
@@ -144,17 +162,16 @@ def moved_modules(targets: Any, model: Any) -> Any:
 
 
 def check_modules(config: Any, model: nn.Module, found: Any) -> None:
-    """Check that PEFT finds each module that a configuration names. PEFT leaves out without a word what it does not
-    find.
+    """Check that PEFT will find each module that a configuration names. PEFT itself skips missing names silently.
 
     Args:
-        config: of PEFT, with names of transformers' model.
-        model: with expert-parallel layers, of transformers.
-        found: the same configuration, as PEFT gets it.
+        config: PEFT's configuration, with the names of transformers' model.
+        model: A transformers model with expert-parallel layers.
+        found: The same configuration as it is passed to PEFT, with the names of `model`.
 
     Raises:
-        ConfigError: a field names a module or a parameter that expert-parallel layers replaced or moved, or an own one
-            of these layers.
+        ConfigError: A field names a module or parameter that expert-parallel layers replaced or moved, or one that
+            only these layers have.
     """
     kept = _Kept(model)
     theirs = meta_copy(model)
@@ -186,8 +203,10 @@ def check_modules(config: Any, model: nn.Module, found: Any) -> None:
 
 
 class _Kept:
-    """What a model with expert-parallel layers has of transformers' modules. own: modules and parameters of its own
-    routers and experts."""
+    """Tells which modules of transformers' model a model with expert-parallel layers still has.
+
+    own: names of modules and parameters that only the expert-parallel layers have, such as their routers and experts
+    """
 
     def __init__(self, model: nn.Module) -> None:
         kinds = (ExpertParallelBlock, ExpertParallelExperts)
@@ -201,29 +220,29 @@ class _Kept:
         self.own = [name for name in names if name.startswith(made) and not (shared and name.startswith(shared))]
 
     def name_of(self, name: str) -> str:
-        """In this model, of one of transformers'."""
+        """Return the name in this model of a module or parameter of transformers' model."""
         for theirs, ours in self._shared:
             if name == theirs or name.startswith(f"{theirs}."):
                 return ours + name.removeprefix(theirs)
         return name
 
     def has(self, module: str) -> bool:
-        """Whether transformers' module is in this model."""
+        """Return whether this model has a module of transformers' model."""
         inside = any(module.startswith(f"{name}.") for name in self._replaced)
         return self.name_of(module) in self._names if inside else module not in self._replaced
 
     def holds_experts(self, module: str) -> bool:
-        """Whether transformers' module has replaced ones in it and is still there."""
+        """Return whether a module of transformers' model is, or contains, one that was replaced."""
         return any(f"{name}.".startswith(f"{module}.") for name in self._replaced)
 
 
 def _bare(name: str) -> str:
-    """Without the names of PEFT's wrappers."""
+    """Return a name without the components that PEFT's wrappers add."""
     return re.sub(r"\.(base_layer|original_module)(?=\.|$)", "", name)
 
 
 def _wanted(config: Any, field: str, wanted: Any, name: str) -> str | None:
-    """What in a field of a configuration names a module or parameter, as PEFT compares them."""
+    """Return the entry of a configuration's field that selects `name`, as PEFT compares them; None if none does."""
     if field == "modules_to_save":
         return next((each for each in wanted if name.endswith(each)), None)
     if field == "target_parameters":
@@ -236,7 +255,7 @@ def _wanted(config: Any, field: str, wanted: Any, name: str) -> str | None:
 
 
 def check_config(config: Any) -> None:
-    """Raise ConfigError for a field that factors of experts do not serve."""
+    """Raise ConfigError if a `LoraConfig` sets a field that is not supported for factors of experts."""
     for name in _UNSERVED:
         if value := getattr(config, name, None):
             raise ConfigError(
@@ -250,6 +269,6 @@ def check_config(config: Any) -> None:
 
 
 def meta_copy(model: Any) -> Any:
-    """transformers' own model, on the meta device."""
+    """Return transformers' own model of the same configuration, on the meta device."""
     with torch.device("meta"):
         return type(model)._from_config(copy.deepcopy(model.config))

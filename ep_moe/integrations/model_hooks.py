@@ -1,7 +1,7 @@
-"""What hooks on a Hugging Face model tell its expert-parallel blocks, and take from them, while a call is under way.
+"""Hooks that pass data between a Hugging Face model and its expert-parallel blocks during a call.
 
-A model hands its attention mask to its attention, and to no MoE block: `TokenMasks` keeps the mask of a call, which
-says what rows of hidden states are tokens. `RouterLogitsHook` serves `output_router_logits=True`.
+A model passes its attention mask to its attention layers, but not to its MoE blocks. `TokenMasks` keeps the mask of
+the call, from which a block learns which rows are tokens. `RouterLogitsHook` implements `output_router_logits=True`.
 """
 
 from __future__ import annotations
@@ -33,46 +33,48 @@ class _Call(NamedTuple):
 
 
 class _Asked(threading.local):
-    """What calls of this thread are. Never read in compiled code, which has no guard on it."""
+    """Flags of this thread's current call. Compiled code never reads them, because it would not guard on them."""
 
     labels = idle = generates = False
 
 
 class TokenMasks:
-    """Of one model: finds each call's mask, for the blocks that the call reaches.
+    """Keeps the token mask of each call of one model, for the blocks that the call reaches.
 
-    Padding is not counted as load. It goes to no expert either, unless something may be computed from it. It is
-    computed as in the untouched model in these cases:
+    Padding never counts as load. By default it goes to no expert. It is computed as in the untouched model if a result
+    may depend on it:
 
     - with gradients or labels;
-    - when hidden states or router logits are asked for;
-    - with a 4-D mask, by which other rows may attend to padding;
+    - when hidden states or router logits are requested;
+    - with a 4-D mask, which may let other rows attend to padding;
     - when `generate` is given padding on the right.
 
-    A call that activation checkpointing repeats in backward finds no mask. It counts nothing, and computes padding as
-    the call with gradients did. Each thread has its own call: those whose layers do not meet are served.
+    A call that activation checkpointing repeats in backward finds no mask. It counts no load, and computes padding as
+    the first call with gradients did. Each thread has its own mask. Several threads may call the model, as long as no
+    two of them are inside a layer at the same time.
 
     Args:
-        send_padding: compute padding always, for models of which not only attention joins the tokens of a sequence:
-            other layers, or a head or the caller, who may take any row for that of the sequence.
+        send_padding: Always compute padding. Needed for models in which more than attention mixes the rows of a
+            sequence, or whose head or caller may use any row as the result of the sequence.
     """
 
     def __init__(self, *, send_padding: bool = False) -> None:
-        self.layer: MoELayer | None = None  # the first, which refuses calls
-        self._calls: dict[int, _Call] = {}  # under way, by thread
-        self._latest: _Call | None = None  # for compiled code, which sees no threads; None while several are in a call
+        self.layer: MoELayer | None = None  # the first layer, through which a bad call is refused on all ranks
+        self._calls: dict[int, _Call] = {}  # calls in progress, by thread
+        # for compiled code, which cannot read the thread's id; None while several threads are in a call
+        self._latest: _Call | None = None
         self._send_padding = send_padding
         self._asked = _Asked()
 
     def attach(self, model: PreTrainedModel, inner: PreTrainedModel, layer: MoELayer) -> None:
-        """inner: the model that holds the decoder layers; layer: the first expert-parallel one."""
+        """Register the hooks. inner: the model with the decoder layers; layer: the first expert-parallel layer."""
         self.layer = layer
         model.register_forward_pre_hook(self._look_for_labels, with_kwargs=True)
         inner.register_forward_pre_hook(self._begin, with_kwargs=True)
         inner.register_forward_hook(self._end, always_call=True)
 
     def of_rows(self, rows: int) -> TokenMask | None:
-        """The mask of the call, [rows]; None without one, or where a block has other rows than the call has tokens."""
+        """Return the call's mask [rows]; None without a mask, or if the call has another number of rows."""
         call = self._latest if torch.compiler.is_compiling() else self._calls.get(threading.get_ident())
         if call is None or call.mask is None:
             return None
@@ -83,7 +85,7 @@ class TokenMasks:
 
     @contextmanager
     def idle(self) -> Iterator[None]:
-        """Within, no row of a call is a token."""
+        """Treat no row of a call as a token, within this context manager."""
         before, self._asked.idle = self._asked.idle, True
         try:
             yield
@@ -92,8 +94,10 @@ class TokenMasks:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Within, the next token comes from the last position of each sequence, which padding on the right makes a row
-        of padding."""
+        """Mark calls within this context manager as calls of `generate`.
+
+        `generate` reads the last position of each sequence. With padding on the right, that is a row of padding.
+        """
         before, self._asked.generates = self._asked.generates, True
         try:
             yield
@@ -112,7 +116,7 @@ class TokenMasks:
         given = kwargs.get("inputs_embeds")
         given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
         if not isinstance(given, Tensor):
-            return  # the model says what is wrong
+            return  # the model itself raises
         rows = given.shape[:2]
         if rows.numel() == 0:
             self._refuse(_EMPTY.format(list(given.shape)))
@@ -132,8 +136,10 @@ class TokenMasks:
             self._put(_Call(TokenMask(tokens, sent)))
 
     def _last_is_padding(self, tokens: Tensor) -> bool:
-        """Whether `generate` goes on from a row of padding. Waits for the device where a prompt is read, not at each
-        further token, which is none."""
+        """Return whether `generate` will read a row of padding. Synchronizes with the device for a prompt only.
+
+        A further token is one column, which is never padding.
+        """
         return self._asked.generates and tokens.shape[1] > 1 and not bool(tokens[:, -1].all())
 
     def _end(self, *_: Any) -> None:
@@ -141,7 +147,7 @@ class TokenMasks:
             self._put(None)
 
     def _put(self, call: _Call | None) -> None:
-        """Of this thread."""
+        """Set, or with None remove, the call of this thread."""
         if call is None:
             self._calls.pop(threading.get_ident(), None)
         else:
@@ -150,24 +156,24 @@ class TokenMasks:
         self._latest = calls[0] if len(calls) == 1 else None
 
     def _refuse(self, problem: str) -> None:
-        """On all ranks, which are on their way to the first layer."""
+        """Raise InputError on all ranks. The others learn of it at the first layer, which they are about to enter."""
         assert self.layer is not None
         with on_device(self.layer.context.device):
             self.layer._refuse(problem)
 
 
 def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:
-    """Read which rows of a call are tokens off its attention mask, without a wait for the device.
+    """Derive from an attention mask which rows of a call are tokens, without a device synchronization.
 
     Args:
-        mask: What transformers takes: [B, L], 0 for padding, where the rows are at the places behind those of the
-            cache; or [B or 1, heads or 1, S, L], bool or added to the scores. A row of the latter that attends to
-            nothing is padding. A dict of such masks by layer type.
-        rows: [B, S] of the call.
+        mask: A mask as transformers takes it, or a dict of masks by layer type. Either [B, L], 0 for padding, where
+            the call's rows follow those of the cache. Or [B or 1, heads or 1, S, L], bool or added to the scores; a
+            row that attends to nothing is padding.
+        rows: The shape [B, S] of the call.
         cache: The call's cache, or None.
 
     Returns:
-        bool [B, S]. None where the mask does not say it: packed sequences without padding, masks of other forms.
+        bool [B, S]. None if the mask does not tell: packed sequences without padding, and masks of other forms.
     """
     found = (_tokens_of(one, rows, cache) for one in _tensors_of(mask))
     return next((tokens for tokens in found if tokens is not None), None)
@@ -183,9 +189,9 @@ def _tokens_of(mask: Tensor, rows: torch.Size, cache: Any) -> Tensor | None:
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < length:
         return None
     past = _length_of(cache)
-    if past is None:  # a mask of the call's own length says all the same
+    if past is None:  # a mask of the call's own length needs no offset
         return mask != 0 if mask.shape[1] == length else None
-    if isinstance(past, Tensor):  # of a static cache, on the device
+    if isinstance(past, Tensor):  # a static cache keeps its length on the device
         places = torch.arange(length, device=mask.device) + past.to(mask.device)
         return mask.index_select(1, places.clamp(max=mask.shape[1] - 1)) != 0
     if past + length > mask.shape[1]:
@@ -194,8 +200,10 @@ def _tokens_of(mask: Tensor, rows: torch.Size, cache: Any) -> Tensor | None:
 
 
 def _length_of(cache: Any) -> int | Tensor | None:
-    """The tokens in a cache. None where it counts none, such as one of linear attention alone: the model, which is
-    called behind this, says whether it can go on from it."""
+    """Return the number of tokens in a cache; None if the cache does not count them, such as for linear attention.
+
+    The model itself, which runs after this hook, raises if it cannot continue from such a cache.
+    """
     if cache is None:
         return 0
     try:
@@ -206,12 +214,15 @@ def _length_of(cache: Any) -> int | Tensor | None:
 
 
 def _ids_problem(ids: Tensor, model: Any) -> str | None:
-    """None, or that the embedding has no row for an id, which its error would say on this rank alone. On a GPU the ids
-    would be waited for, and end the process."""
+    """Describe an id that the embedding has no row for; None if all are valid.
+
+    The embedding itself would raise on this rank only. Ids on a GPU are not checked, because that would synchronize;
+    a bad one there ends the process.
+    """
     if ids.device.type != "cpu" or ids.is_floating_point():
         return None
     rows = None
-    with suppress(AttributeError, NotImplementedError):  # of models that have another way to embed
+    with suppress(AttributeError, NotImplementedError):  # models that embed in another way
         rows = model.get_input_embeddings().num_embeddings
     if rows is None or not (bad := ids[(ids < 0) | (ids >= rows)]).numel():
         return None
@@ -219,29 +230,32 @@ def _ids_problem(ids: Tensor, model: Any) -> str | None:
 
 
 def _tensors_of(mask: Any) -> list[Tensor]:
-    """A mask, or those by layer type: first what says it of each place, and by name. transformers makes the dict from a
-    set, whose order is another on each rank, and layers that need no mask have None there."""
+    """Return the masks of a call, those of fewer dimensions first, then by name. None entries are left out.
+
+    A 2-D mask states for each position whether it is a token. transformers builds the dict of masks from a set, whose
+    order differs between ranks, hence the sort by name. Layer types that need no mask have None.
+    """
     masks = [mask[key] for key in sorted(mask, key=str)] if isinstance(mask, dict) else [mask]
     return sorted((one for one in masks if isinstance(one, Tensor)), key=Tensor.dim)
 
 
 class RouterLogitsHook:
-    """Puts the layers' router logits where transformers puts those of its own routers.
+    """Returns the layers' router logits in `router_logits` of the output, as transformers does for its own routers.
 
-    transformers collects outputs of its router classes, which the replaced blocks do not have. Its models compute the
-    auxiliary loss from what the inner model returns, and so need no change.
+    transformers collects the outputs of its router classes, which the replaced blocks do not have. The outer models
+    compute the auxiliary loss from what the inner model returns, so they need no change.
     """
 
     def __init__(self) -> None:
-        self._open: dict[int, tuple[ExitStack, list[Tensor], bool]] = {}  # calls that want them, by thread
+        self._open: dict[int, tuple[ExitStack, list[Tensor], bool]] = {}  # calls that requested logits, by thread
 
     def attach(self, model: PreTrainedModel) -> None:
-        """To the model whose forward returns `router_logits`, such as MixtralModel."""
+        """Register the hooks on the model whose forward returns `router_logits`, such as MixtralModel."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, model: PreTrainedModel, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        # as transformers' capture_outputs asks
+        # the condition of transformers' capture_outputs
         if not kwargs.get("output_router_logits", getattr(model.config, "output_router_logits", False)):
             return None
         if "router_logits" not in (model._can_record_outputs or {}):
@@ -251,7 +265,7 @@ class RouterLogitsHook:
             )
         as_dict = kwargs.get("return_dict", getattr(model.config, "return_dict", True))
         stack, recorded, thread = ExitStack(), list[Tensor](), _thread()
-        if thread in self._open:  # left there by an interrupt, for which torch calls no hooks
+        if thread in self._open:  # left by an earlier call that was interrupted: torch then calls no hooks
             self._open.pop(thread)[0].close()
         layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         stack.enter_context(recording(layers, recorded, thread or None))
@@ -270,5 +284,5 @@ class RouterLogitsHook:
 
 
 def _thread() -> int:
-    """This one; 0 in compiled code, which sees none."""
+    """Return the id of this thread; 0 in compiled code, which cannot read it."""
     return 0 if torch.compiler.is_compiling() else threading.get_ident()

@@ -1,4 +1,4 @@
-"""Names of models, as commands and benchmarks take them: a folder, a Hub id, a bundled configuration, a TOML file."""
+"""Resolves model names of commands and benchmarks: a folder, a Hub id, a bundled configuration, or a TOML file."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ DEMO = "demo"
 
 
 class ModelKind(Enum):
-    """What a name stands for: a folder or Hub id, or sizes alone."""
+    """What a name denotes: a checkpoint (folder or Hub id), or sizes without weights."""
 
     CHECKPOINT = "checkpoint"
     SIZES = "sizes"
 
 
 def kind_of(model: str) -> ModelKind:
-    """Say what a name stands for. A folder comes before a bundled configuration of the same name.
+    """Return what a name denotes. A folder takes precedence over a bundled configuration of the same name.
 
     Args:
         model: The name.
 
     Returns:
-        Its kind. A name with a slash is a checkpoint's, whether there is one or not.
+        Its kind. A name with a slash counts as a checkpoint, whether or not it exists.
 
     Raises:
-        ConfigError: it has none of the four forms; lists the bundled configurations.
+        ConfigError: The name has none of the four forms. The message lists the bundled configurations.
     """
     if Path(model).is_dir():
         return ModelKind.CHECKPOINT
@@ -49,16 +49,16 @@ def kind_of(model: str) -> ModelKind:
 
 
 def checkpoint_named(model: str) -> str | None:
-    """Check a model whose weights are needed.
+    """Return the checkpoint that a name denotes, for a caller that needs weights.
 
     Args:
         model: The name.
 
     Returns:
-        A folder or Hub id; None for the bundled demo, the only configuration that has weights.
+        A folder or Hub id. None for the bundled demo, the only bundled configuration with weights.
 
     Raises:
-        ConfigError: it has sizes alone.
+        ConfigError: The name denotes sizes without weights.
     """
     if kind_of(model) is ModelKind.CHECKPOINT:
         return model
@@ -70,17 +70,18 @@ def checkpoint_named(model: str) -> str | None:
 
 
 def sizes_named(model: str) -> str | MoEConfig:
-    """Find the sizes of a model's MoE layers in this process alone.
+    """Find the sizes of a model's MoE layers, without other ranks.
 
     Args:
         model: The name.
 
     Returns:
-        What `load_model_config` takes; of a checkpoint, the layers' configuration.
+        For a bundled configuration or TOML file, the name itself, which `load_model_config` reads. For a checkpoint,
+        the configuration of its layers.
 
     Raises:
-        ConfigError: no such model, or its layers have no configuration of ours.
-        CheckpointError: the folder or Hub id cannot be had.
+        ConfigError: There is no such model, or it is of no known family.
+        CheckpointError: The folder or Hub id cannot be read.
     """
     if kind_of(model) is ModelKind.SIZES:
         return model
@@ -92,7 +93,7 @@ def sizes_named(model: str) -> str | MoEConfig:
 
 @functools.cache
 def config_named(model: str) -> MoEConfig:
-    """As `sizes_named`, read: the configuration of a model's MoE layers.
+    """Read the configuration of a model's MoE layers, without other ranks.
 
     Args:
         model: The name.
@@ -101,15 +102,15 @@ def config_named(model: str) -> MoEConfig:
         The layers' configuration.
 
     Raises:
-        ConfigError: as `sizes_named`.
-        CheckpointError: as `sizes_named`.
+        ConfigError: As `sizes_named`.
+        CheckpointError: As `sizes_named`.
     """
     sizes = sizes_named(model)
     return load_model_config(sizes).moe if isinstance(sizes, str) else sizes
 
 
 def layer_config(model: str, context: EPContext) -> MoEConfig:
-    """As `sizes_named`, on all ranks together.
+    """Read the configuration of a model's MoE layers. Called by all ranks.
 
     Args:
         model: The same name on all ranks.
@@ -119,8 +120,8 @@ def layer_config(model: str, context: EPContext) -> MoEConfig:
         The layers' configuration.
 
     Raises:
-        ConfigError: on all ranks, as `sizes_named`.
-        CheckpointError: on all ranks, as `sizes_named`.
+        ConfigError: On all ranks, as `sizes_named`.
+        CheckpointError: On all ranks, as `sizes_named`.
     """
     if kind_of(model) is ModelKind.SIZES:
         return load_model_config(model).moe

@@ -1,7 +1,7 @@
-"""Weights of a whole model between trainers and serving models of other layouts, without files.
+"""Copies the weights of a whole model from a trainer into a serving model of another layout, without files.
 
-load_weights(serving, export_weights(trainer))       # both of ep_moe
-load_weights(serving, trainer.state_dict())          # of transformers, FSDP2 or not
+load_weights(serving, export_weights(trainer))       # both models of ep_moe
+load_weights(serving, trainer.state_dict())          # a trainer of transformers, with FSDP2 or without
 """
 
 from __future__ import annotations
@@ -35,36 +35,36 @@ from ep_moe.integrations.save import (
 from ep_moe.weights.parts import full
 
 _Renamed = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-_CHUNK_BYTES = 1 << 28  # of experts that are gathered at a time
+_CHUNK_BYTES = 1 << 28  # size of the experts that are gathered at a time
 
 
 def load_weights(model: PreTrainedModel, weights: Weights) -> set[str]:
-    """Write a trainer's weights into a model that serves. No file is written or read.
+    """Write a trainer's weights into a serving model. No file is written or read.
 
-    Collective: all ranks pass the same tensors, between two calls. The trainer's layout does not matter, nor do the
-    model's layout, expert maps and scheme: quantized layers quantize numbers, and keep codes of their own scheme. Names
-    are those of published checkpoints, or of transformers' modules. What is checked and refused is that of
-    `load_pretrained`. Addresses stay, so that captured CUDA graphs compute with the new weights.
+    Collective: all ranks pass the same tensors, between two calls of the model. The trainer may have any layout, and
+    the model any layout, expert map and scheme. A quantized layer quantizes plain values, and keeps codes of its own
+    scheme as they are. Names are those of published checkpoints, or of transformers' modules. The checks are those of
+    `load_pretrained`. Weights are written in place, so captured CUDA graphs compute with the new ones.
 
-    From the first write on, calls of the model are refused until all weights are there. After an error they are served
-    again only if nothing was written. Names, shapes and dtypes of a mapping are all checked before the first write.
-    Those of an iterable are checked layer by layer.
+    From the first write on, calls of the model are refused until all weights are written. After an error, calls are
+    allowed again only if nothing was written. For a mapping, all names, shapes and dtypes are checked before the first
+    write. For an iterable, they are checked layer by layer.
 
     Args:
-        model: Of `expert_parallel` or `load_pretrained`.
-        weights: Whole tensors by name, as a mapping or as pairs, such as `export_weights` gives. DTensors are gathered,
-            one at a time. Tensors of one layer come side by side: of a layer that is not complete yet, a rank holds its
-            own experts, the rest of the layer, and tensors of all experts whole. A tensor of a pair may be overwritten
-            once the next one is asked for.
+        model: A model of `expert_parallel` or `load_pretrained`.
+        weights: Whole tensors by name, as a mapping or as pairs, such as those of `export_weights`. DTensors are
+            gathered one at a time. Pairs of one layer should be adjacent: until a layer is complete, a rank keeps its
+            own experts, the rest of the layer, and tensors of all experts whole. The tensor of a pair may be
+            overwritten once the next pair is requested.
 
     Returns:
         The names that were loaded.
 
     Raises:
-        CheckpointError: on all ranks, where a tensor of any of them is missing or wrong, or a replaced block has no
-            place for it. What else the model has no place for is left out with a warning.
-        InputError: on all ranks, where something is no pair of name and tensor, or ranks hold different weights.
-        ConfigError: the model has no expert-parallel layers.
+        CheckpointError: On all ranks, if a tensor of any rank is missing or wrong, or has no counterpart in a replaced
+            block. Tensors without a counterpart elsewhere in the model are skipped with a warning.
+        InputError: On all ranks, if an item is not a pair of name and tensor, or ranks hold different weights.
+        ConfigError: The model has no expert-parallel layers.
     """
     return push(weights, ModelTarget(model_parts(model)))
 
@@ -72,19 +72,20 @@ def load_weights(model: PreTrainedModel, weights: Weights) -> set[str]:
 def export_weights(model: PreTrainedModel, *, save_original_format: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Gather the weights of a model layer by layer, whole tensors by name on every rank.
 
-    Collective: all ranks take all tensors, in the same order. Experts come from the ranks that hold them, and DTensors
-    (FSDP2) are gathered. A rank holds some experts at a time (256 MiB), and all of a layer where the names have one
-    tensor for all. Names and tensors are those that `save_pretrained` writes, so that other engines take them as well.
+    Collective: all ranks consume all tensors, in the same order. Experts come from the ranks that hold them, and
+    DTensors (FSDP2) are gathered. A rank holds up to 256 MiB of experts at a time. Where one tensor of the checkpoint
+    holds all experts, it holds all of a layer. Names and tensors are those that `save_pretrained` writes, so other
+    engines can load them too.
 
     Args:
-        model: Of `expert_parallel` or `load_pretrained`, with plain weights.
-        save_original_format: Under the names of the model's published checkpoints, else under those of its modules.
+        model: A model of `expert_parallel` or `load_pretrained`, with plain weights.
+        save_original_format: Use the tensor names of the model's published checkpoints, else those of its modules.
 
     Yields:
         Name and tensor, on the model's device. Tensors outside the experts are the model's own memory.
 
     Raises:
-        ConfigError: the model has no expert-parallel layers, they are quantized or have LoRA factors, or there are
+        ConfigError: The model has no expert-parallel layers, they are quantized or have LoRA factors, or there are
             pipeline stages.
     """
     parts = model_parts(model)
@@ -110,7 +111,7 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
 def _exported(
     one: SavedExperts, renamed: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A layer's experts: some at a time where each has tensors of its own, else all together."""
+    """Yield a layer's experts: in chunks if each expert has tensors of its own, else all together."""
     experts, sizes = one.layout.experts, one.sizes()
     most = max(1, _CHUNK_BYTES // sum(tensor.nbytes for tensor in sizes.values()))
     numbered = _numbered_names(one, renamed) if most < experts else None
@@ -126,8 +127,10 @@ def _exported(
 
 
 def _numbered_names(one: SavedExperts, renamed: _Renamed) -> list[tuple[str, str]] | None:
-    """What stands before and behind the number of an expert in the names of its tensors; None if some tensor is not of
-    one expert."""
+    """Return the prefix and suffix around the expert's number in each name of its tensors.
+
+    None if a tensor holds more than one expert.
+    """
 
     def names(experts: int) -> set[str]:
         stacked = {name: tensor.new_empty((experts, *tensor.shape)) for name, tensor in one.sizes().items()}
@@ -145,14 +148,14 @@ def _numbered_names(one: SavedExperts, renamed: _Renamed) -> list[tuple[str, str
 
 
 class _Plan(NamedTuple):
-    """What a part of the pushed weights becomes: experts of its files, and tensors outside of them."""
+    """How a part of the pushed weights is written: the source of its experts, and the tensors outside the experts."""
 
     files: ExpertFiles
     dense: dict[str, Tensor]
 
 
 class ModelTarget(Target):
-    """A model with expert-parallel layers."""
+    """A model with expert-parallel layers, as a target of `ep_moe.checkpoint.push.push`."""
 
     def __init__(self, parts: ModelParts) -> None:
         super().__init__([one.layer for one in parts.experts])
@@ -172,7 +175,7 @@ class ModelTarget(Target):
         if any(layer.expert_weights.is_meta for layer in self.layers):
             raise ConfigError("the model is on the meta device; load it with load_pretrained")
         held = {f"{name}.{each}" for name, one in self._experts.items() for each in one.layout.names}
-        self._alike: dict[tuple[int, ...], str] = {}  # tied tensors lie in one place
+        self._alike: dict[tuple[int, ...], str] = {}  # first name by address and shape: tied tensors share both
         self._place = {name: self._alike.setdefault(_place(tensor), name) for name, tensor in self._live.items()}
         self._wanted = held | set(self._place.values())
         self._written: dict[str, str] = {}
@@ -200,7 +203,7 @@ class ModelTarget(Target):
         return Staged(frozenset(covers), names, _Plan(files, dense))
 
     def _converted(self, recipe: Recipe, source: MemorySource, *, headers: bool) -> dict[str, Tensor]:
-        """Tensors outside the experts by transformers' names, in the shapes that they have there."""
+        """Return tensors outside the experts by transformers' names, and check their shapes. headers: on meta alone"""
         live = self._live[recipe.target]
         check_dtype(source, recipe.target, live, recipe.names())
 
@@ -213,7 +216,7 @@ class ModelTarget(Target):
         given = {pattern: [numbers(name) for name in names] for pattern, names in recipe.sources.items()}
         try:
             made = converted(recipe, given, self._model, self._model.config)
-        except Exception as error:  # sizes that an operation cannot join
+        except Exception as error:  # an operation cannot join tensors of these sizes
             raise CheckpointError(f"{recipe.target} cannot be made of {listed(recipe.names())}: {error}") from error
         for name, tensor in made.items():
             wanted = list(self._live[name].shape) if name in self._live else None

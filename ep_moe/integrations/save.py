@@ -1,6 +1,6 @@
-"""A model with expert-parallel layers as a checkpoint that transformers loads, written by one rank.
+"""Saves a model with expert-parallel layers as a checkpoint that transformers loads. One rank writes it.
 
-The experts of one layer at a time are sent to the rank that writes, so none holds those of all layers.
+The other ranks send it the experts of one layer at a time, so no rank ever holds the experts of all layers.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from ep_moe.errors import CheckpointError, ConfigError, PeerTimeout
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.rank_group import barrier
 
-_LONGEST_S = 86400.0  # for the writing, while the other ranks wait
+_LONGEST_S = 86400.0  # longest time that the other ranks wait for the writing rank
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True)
 class SavedExperts:
-    """A layer, and how transformers' module of its experts holds them.
+    """A layer, and the layout of its experts in transformers' module.
 
-    name: of that module; kept: what else it holds
+    name: transformers' name of the module of experts
+    kept: what else that module holds
     """
 
     name: str
@@ -48,7 +49,7 @@ class SavedExperts:
     kept: Mapping[str, nn.Module | nn.Parameter] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, Tensor]:
-        """One expert's tensors, as the module's parameters hold them, on the meta device."""
+        """Return meta tensors of one expert in the module's layout, by parameter name. They have shapes and dtypes."""
         config, dtype = self.layer.config, self.layer.expert_weights.dtype
         sizes: dict[str, tuple[int, ...]] = {
             "w13": (config.w13_rows, config.hidden_size),
@@ -58,12 +59,12 @@ class SavedExperts:
         return self.layout.stored({name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()})
 
     def joined(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The module's parameters, by their full names, of the tensors of its experts [E, ...]."""
+        """Convert stacked tensors of experts, [E, ...] by parameter name, to the module's parameters by full name."""
         held = {each.name: each for each in self.layout.tensors}
         return {f"{self.name}.{name}": held[name].join(tensor) for name, tensor in stacked.items()}
 
     def stand_in(self) -> nn.Module:
-        """A module with the parameters of all experts on the meta device, and what is kept."""
+        """Return a module with the parameters of all experts on the meta device, and with what is kept."""
         module, sizes = nn.Module(), self.sizes()
         for held in self.layout.tensors:
             one = sizes[held.name]
@@ -75,11 +76,11 @@ class SavedExperts:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A model with expert-parallel layers, as transformers holds it.
+    """A model with expert-parallel layers, seen as transformers' own model.
 
     experts: of all layers, in the model's order
-    places: what stands in the model while it is seen so: modules with transformers' parameters, those of experts on the
-        meta device, all others live
+    places: by name, the modules that `swapped` puts into the model to show it as transformers': parameters have
+        transformers' names; those of experts are on the meta device, all others are live
     """
 
     model: Any
@@ -87,14 +88,14 @@ class ModelParts:
     places: dict[str, nn.Module]
 
     def rest(self) -> dict[str, Tensor]:
-        """All tensors but the experts', live, by transformers' names."""
+        """Return all tensors outside the experts by transformers' names. They are the model's own memory."""
         of_experts = {f"{one.name}.{each}" for one in self.experts for each in one.layout.names}
         with swapped(self.model, self.places):
             return {name: tensor for name, tensor in self.model.state_dict().items() if name not in of_experts}
 
 
 def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """As a parameter, by its path in a module, whose inner modules are made."""
+    """Register a tensor as a frozen parameter under a dotted name. Missing inner modules are created."""
     *path, last = name.split(".")
     for part in path:
         if part not in module._modules:
@@ -107,14 +108,14 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
     """Write a model's configuration and weights. Called by all ranks of the layers' context.
 
     Args:
-        parts: of the model.
-        folder: made if it is not there; an earlier checkpoint in it is replaced.
-        original: under the names of the model's published checkpoints, else under those of its modules.
-        shard_bytes: of a file, at most, unless a single tensor is larger.
+        parts: The parts of the model.
+        folder: Created if it is missing. An earlier checkpoint in it is replaced.
+        original: Use the tensor names of the model's published checkpoints, else those of its modules.
+        shard_bytes: The largest size of a file. A single larger tensor gets a file of its own.
 
     Raises:
-        ConfigError: the layers are quantized, divided over pipeline stages, or sharded by FSDP2.
-        CheckpointError: on all ranks, when the one that writes cannot.
+        ConfigError: The layers are quantized, divided over pipeline stages, or sharded by FSDP2.
+        CheckpointError: On all ranks, if the writing rank fails.
     """
     model, experts = parts.model, parts.experts
     context = experts[0].layer.context
@@ -142,13 +143,13 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
         writer.remove_unfinished()
     context.consensus.healthy("save", problem, deadline_s=_LONGEST_S)
     stage = context.rank_groups["stage"]
-    if stage.size > 1:  # ranks of other EP groups too find the files when they return
+    if stage.size > 1:  # ranks of other EP groups return after the files are complete
         with stage.flight_recorder.step("wait for the checkpoint", more_s=_LONGEST_S):
             barrier(context.device, stage.group)
 
 
 def check_plain(experts: list[SavedExperts], call: str) -> None:
-    """Raise ConfigError, on all ranks alike, for layers that `call` cannot give whole."""
+    """Raise ConfigError, on all ranks, if `call` cannot gather whole experts of these layers."""
     layout = experts[0].layer.context.layout
     if layout.pp > 1:
         raise ConfigError(f"ParallelConfig.pp must be 1 for {call}, got {layout.pp}; save state_dict()")
@@ -173,8 +174,11 @@ def check_plain(experts: list[SavedExperts], call: str) -> None:
 
 
 def warn_of_differences(experts: list[SavedExperts], call: str) -> None:
-    """Warn, on all ranks, of what they hold otherwise than they should: `call` would give the numbers of one of them,
-    or experts that something has put into one another. Collective."""
+    """Warn on all ranks if their weights are inconsistent. Collective.
+
+    Either ranks hold different values where they should be equal, and `call` gives those of one rank. Or experts were
+    mixed, such as by an average over ranks that hold different experts.
+    """
     for one in experts:
         found = one.layer._checks.difference(one.layer)
         if found is not None:
@@ -182,7 +186,7 @@ def warn_of_differences(experts: list[SavedExperts], call: str) -> None:
 
 
 def _tried(act: Callable[[], None]) -> Exception | None:
-    """The peers go on to send: a problem is raised when all are done."""
+    """Run `act` and return its exception. The peers still send their experts, so the caller raises it at the end."""
     try:
         act()
     except Exception as error:
@@ -191,7 +195,7 @@ def _tried(act: Callable[[], None]) -> Exception | None:
 
 
 def _check_whole(tensors: dict[str, Tensor]) -> None:
-    """Raise ConfigError, on all ranks alike, where FSDP2 has cut a model: experts' pieces lie on other ranks too."""
+    """Raise ConfigError, on all ranks, if a tensor is a DTensor: FSDP2 has sharded it, so no rank holds it whole."""
     sharded = [name for name, tensor in tensors.items() if hasattr(tensor, "full_tensor")]
     if sharded:
         raise ConfigError(
@@ -201,7 +205,7 @@ def _check_whole(tensors: dict[str, Tensor]) -> None:
 
 
 def untied(model: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers would save of the rest of a model: of tied weights one."""
+    """Return the tensors that transformers would save: one of each group of tied weights, and none that it ignores."""
     kept = {name: tensor for name, tensor in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
     found: dict[str, Tensor] = remove_tied_weights_from_state_dict(kept, model)
     return found
@@ -213,7 +217,7 @@ def _write(writer: _Writer, model: Any, tensors: dict[str, Tensor], original: bo
 
 @torch.no_grad()
 def _gathered(one: SavedExperts) -> dict[str, Tensor]:
-    """The tensors of all experts of a layer on the CPU of the rank that writes; nothing elsewhere."""
+    """Return the tensors of all experts of a layer on the CPU of the writing rank; {} on the others."""
     layer, layout = one.layer, one.layer.context.layout
     if layout.replica_rank != 0:
         return {}
@@ -230,7 +234,7 @@ def _gathered(one: SavedExperts) -> dict[str, Tensor]:
 
 
 def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Each expert on the rank that writes, from its owner; what its owner has of it on that one."""
+    """Send each expert from its owner to the writing rank. Yield it there and on its owner, and {} elsewhere."""
     layer, layout = one.layer, one.layer.context.layout
     weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
     expert_map = layer.placement.expert_map
@@ -238,7 +242,7 @@ def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
     for expert in range(layer.config.num_experts):
         owner = expert_map.primary_owner(expert)
         tensors: dict[str, Tensor] = {}
-        if layout.ep_rank == owner:  # over etp together
+        if layout.ep_rank == owner:  # `whole` is collective over the etp group
             tensors = one.layout.stored(weights.whole(weights.held[expert][0]))
         if layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
             if layout.ep_rank == 0:
@@ -253,7 +257,7 @@ def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 @torch.no_grad()
 def gather_experts(one: SavedExperts, experts: range) -> dict[str, Tensor]:
-    """Some experts' tensors [len(experts), ...] on all ranks. Collective."""
+    """Return the parameters of a range of experts, [len(experts), ...] by full name, on all ranks. Collective."""
     layer, layout = one.layer, one.layer.context.layout
     weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
     owners = [layer.placement.expert_map.primary_owner(expert) for expert in experts]
@@ -262,7 +266,7 @@ def gather_experts(one: SavedExperts, experts: range) -> dict[str, Tensor]:
         for name, tensor in one.sizes().items()
     }
     for place, (expert, owner) in enumerate(zip(experts, owners, strict=True)):
-        if layout.ep_rank == owner:  # over etp together
+        if layout.ep_rank == owner:  # `whole` is collective over the etp group
             for name, tensor in one.layout.stored(weights.whole(weights.held[expert][0])).items():
                 found[name][place].copy_(tensor)
     if ep.size > 1:
@@ -274,7 +278,7 @@ def gather_experts(one: SavedExperts, experts: range) -> dict[str, Tensor]:
 
 
 def _runs(owners: list[int]) -> Iterator[tuple[int, int, int]]:
-    """Places of one owner side by side: start, stop, owner."""
+    """Yield (start, stop, owner) of each run of consecutive experts with one owner."""
     start = 0
     for owner, run in groupby(owners):
         stop = start + len(list(run))
@@ -283,7 +287,7 @@ def _runs(owners: list[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class _Writer:
-    """Writes tensors into files of a bounded size, whose names are known when all are there."""
+    """Writes tensors into files of bounded size. File names contain the number of files, so `close` sets them."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder, self._shard_bytes = folder, shard_bytes
@@ -300,7 +304,7 @@ class _Writer:
         self._pending = {name: _own(tensor) for name, tensor in self._pending.items()}
 
     def close(self, model: Any) -> None:
-        """Give the files their names, and write what describes them."""
+        """Rename the files, and write the index, the configuration and the generation configuration."""
         self._flush()
         for old in self._folder.iterdir():
             if _OURS.fullmatch(old.name) or old.name == INDEX:
@@ -317,7 +321,8 @@ class _Writer:
         config = deepcopy(model.config)
         config.dtype, config.architectures = str(model.dtype).removeprefix("torch."), [type(model).__name__]
         for part in (config, config.get_text_config()):
-            vars(part).pop("quantization_config", None)  # of the files that were read: these have numbers
+            # it describes the files that were loaded; these have plain floating-point values
+            vars(part).pop("quantization_config", None)
         config.save_pretrained(self._folder)
         if model.can_generate():
             model.generation_config.save_pretrained(self._folder)
@@ -344,5 +349,5 @@ def _size(tensor: Tensor) -> int:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """A view of a layer's experts would keep all of them."""
+    """Return a copy of a view, so that a pending tensor does not keep the storage of all of a layer's experts."""
     return tensor if tensor.untyped_storage().nbytes() == _size(tensor) else tensor.clone()

@@ -2,10 +2,10 @@
 
     model = load_pretrained(path, context)        # from disk: no rank ever holds another's experts
     model = expert_parallel(model, context)       # a model in memory, or one on the meta device
-    load_weights(model, export_weights(trainer))  # from a trainer of another layout, while it serves
+    load_weights(model, export_weights(trainer))  # from a trainer of another layout, into a serving model
 
-Both serve every model whose experts are a module of their own (`ep_moe.integrations.generic`). Families whose blocks
-are known (`ep_moe.integrations.families`) are served faster.
+All three support every model whose experts are a module of their own (`ep_moe.integrations.generic`). Models of known
+families (`ep_moe.integrations.families`) run faster, because their whole blocks are replaced.
 """
 
 from __future__ import annotations
@@ -81,18 +81,18 @@ def expert_parallel(
     options: ExpertsOptions | None = None,
     tuned: Tuned | None = None,
 ) -> PreTrainedModel:
-    """Make the MoE layers of a model expert-parallel, in place. All ranks call it alike.
+    """Make the MoE layers of a model expert-parallel, in place. All ranks call it with the same arguments.
 
-    A model of a known family gets a `MoELayer` for each MoE block. Of every other model, and of one whose blocks were
-    changed in memory (with a warning), the experts alone are replaced, where they are a module of their own.
+    In a model of a known family, a `MoELayer` replaces each MoE block. In every other model, only the experts are
+    replaced, if they are a module of their own. The same holds, with a warning, if blocks were changed in memory.
 
-    A model in memory gives its weights layer by layer. All ranks must hold the same ones. A model on the meta device
-    stays there, for `load_pretrained` or your own loading. Frozen parameters stay frozen. The model's own
-    `save_pretrained` is refused from then on, because each rank's `state_dict()` has its own experts.
+    Weights of a model in memory are copied layer by layer. All ranks must hold the same ones. A model on the meta
+    device stays there, and you load its weights afterwards. Frozen parameters stay frozen. The model's own
+    `save_pretrained` is refused from then on, because each rank's `state_dict()` has only its own experts.
 
     Args:
-        model: Of transformers, such as `AutoModelForCausalLM.from_pretrained` returns.
-        context: The ranks, and what their layers share.
+        model: A transformers model, such as `AutoModelForCausalLM.from_pretrained` returns.
+        context: The ranks and what their layers share.
         expert_map: As `MoELayer` takes it.
         all2all: As `MoELayer` takes it.
         experts: As `MoELayer` takes it.
@@ -106,7 +106,7 @@ def expert_parallel(
         The same model.
 
     Raises:
-        ConfigError: On all ranks, where the model has no experts that can be replaced, or a layer cannot compute what
+        ConfigError: On all ranks, if the model has no experts that can be replaced, or a layer cannot compute what
             they do.
     """
     layer_options: dict[str, Any] = {
@@ -120,16 +120,16 @@ def expert_parallel(
 def _parallel(
     model: PreTrainedModel, context: EPContext, family: Family | None, layer_options: dict[str, Any]
 ) -> PreTrainedModel:
-    """family: whose blocks are replaced; None: the experts alone are"""
+    """Replace the blocks of a family, or with None only the experts, and register the hooks on the model."""
     made: dict[str, Any]
     if family is None:
         made = dict(replace_experts(model, context, **layer_options))
     else:
         made = dict(replace_blocks(model, context, family, layer_options))
-    exclude_experts(model)  # from DistributedDataParallel, which accelerate and Trainer wrap around it
+    exclude_experts(model)  # from the gradient averaging of DistributedDataParallel, which accelerate and Trainer add
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
     guard_adapters(model)
-    # the innermost model is the one whose `_can_record_outputs` transformers heeds
+    # transformers reads `_can_record_outputs` of the innermost model
     inner = _innermost(model, list(made))
     first = next(iter(made.values()))
     if family is not None:
@@ -141,7 +141,7 @@ def _parallel(
 
 
 def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
-    """The model inside the model that holds all of these modules."""
+    """Return the innermost PreTrainedModel that contains all of these modules."""
     found = model
     for prefix, module in model.named_modules():
         within = f"{prefix}." if prefix else ""
@@ -171,15 +171,15 @@ def save_pretrained(
     whole on that rank, and equal on all.
 
     Args:
-        model: of `expert_parallel` or `load_pretrained`, with plain weights.
-        folder: on the file system of the job's first rank. An earlier checkpoint in it is replaced.
-        save_original_format: under the names of the model's published checkpoints, else under those of its modules,
-            as in transformers' own `save_pretrained`.
-        max_shard_bytes: of a file, at most, unless a single tensor is larger.
+        model: A model of `expert_parallel` or `load_pretrained`, with plain weights.
+        folder: A folder on the file system of the job's first rank. An earlier checkpoint in it is replaced.
+        save_original_format: Use the tensor names of the model's published checkpoints, else those of its modules, as
+            in transformers' own `save_pretrained`.
+        max_shard_bytes: The largest size of a file. A single larger tensor gets a file of its own.
 
     Raises:
-        ConfigError: the model has no expert-parallel layers, they are quantized, or there are pipeline stages.
-        CheckpointError: on all ranks, when the one that writes cannot.
+        ConfigError: The model has no expert-parallel layers, they are quantized, or there are pipeline stages.
+        CheckpointError: On all ranks, if the writing rank fails.
     """
     save_model(model_parts(model), Path(folder), original=save_original_format, shard_bytes=max_shard_bytes)
 
@@ -204,34 +204,34 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a model from a checkpoint, with expert-parallel MoE layers.
 
-    Each rank reads its own experts and the whole of everything else. Code of the checkpoint's repository is not run.
+    Each rank reads its own experts, and everything outside the experts. Code of the checkpoint's repository is not run.
 
     Args:
         path: The folder of a checkpoint, or the name of a model on the Hugging Face Hub, such as "org/model". One rank
             of each host downloads what the cache lacks.
-        context: Of the ranks. All of them call this.
-        dtype: Default: that of config.json, float32 where it has none.
+        context: The ranks and what their layers share. All ranks call this.
+        dtype: The model's dtype. Default: that of config.json, or float32 if it states none.
         expert_map: As `MoELayer` takes it.
         all2all: As `MoELayer` takes it.
         experts: As `MoELayer` takes it.
-        quantization: How the experts are stored. One that the checkpoint has already is loaded byte for byte.
+        quantization: How the experts are stored. If the checkpoint has this scheme already, its bytes are kept.
         wire: As `MoELayer` takes it.
         pipeline: As `MoELayer` takes it.
         options: As `MoELayer` takes it.
         tuned: As `MoELayer` takes it.
         model_class: An auto class of transformers, such as `AutoModelForSequenceClassification`, or a model's class. A
-            head that the checkpoint lacks is drawn anew, equal on all ranks, with a warning. Default: a causal language
-            model.
-        num_labels: Of a head that classifies. Default: what config.json says.
-        progress: Show on rank 0 how far it is: a bar on a terminal, else lines on stderr.
+            head that the checkpoint lacks is initialized, equal on all ranks, with a warning. Default: a causal
+            language model.
+        num_labels: The number of labels of a classification head. Default: that of config.json.
+        progress: Show progress on rank 0: a bar on a terminal, else lines on stderr.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     Returns:
         The model in eval mode, on the context's device.
 
     Raises:
-        CheckpointError: On all ranks, where a file of any of them is missing, unreadable or of another model.
-        ConfigError: On all ranks, where the model or an argument cannot be served.
+        CheckpointError: On all ranks, if a file of any rank is missing, unreadable or of another model.
+        ConfigError: On all ranks, if the model or an argument is not supported.
     """
     folder = model_folder(path, context.consensus, **hub)
     layer_options: dict[str, Any] = {
@@ -268,7 +268,7 @@ def load_pretrained(
 def _load_family(
     model: PreTrainedModel, family: str, folder: Path, context: EPContext, progress: bool, fresh: Set[str]
 ) -> set[str]:
-    """Returns those of `fresh` that the file has not."""
+    """Load a model whose blocks were replaced. Return the names of `fresh` that the checkpoint lacks."""
     model.to_empty(device=context.device)
     blocks = {n: m for n, m in model.named_modules() if isinstance(m, ExpertParallelBlock)}
     layers = {_number(name): block.moe for name, block in blocks.items()}
@@ -281,19 +281,19 @@ def _load_family(
 
 
 def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptions]) -> MoEConfig:
-    """Read the configuration of a checkpoint's MoE blocks. Collective. Fetches no weights.
+    """Read the configuration of a checkpoint's MoE blocks. Collective. Downloads no weights.
 
     Args:
         path: A folder, or a name on the Hugging Face Hub.
-        context: Of the ranks. All of them call this.
+        context: The ranks. All of them call this.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
 
     Returns:
         The configuration.
 
     Raises:
-        CheckpointError: On all ranks, where a rank finds no config.json.
-        ConfigError: On all ranks, where the model is of no known family.
+        CheckpointError: On all ranks, if a rank finds no config.json.
+        ConfigError: On all ranks, if the model is of no known family.
     """
     folder = model_folder(path, context.consensus, weights=False, **hub)
     with loading(folder, context.consensus):
@@ -301,9 +301,9 @@ def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptio
 
 
 def num_experts(path: str | Path, context: EPContext, **hub: Unpack[HubOptions]) -> int:
-    """How many experts a MoE layer of a checkpoint's model has, of any model that `load_pretrained` serves.
+    """Return the number of experts of a MoE layer, of any checkpoint that `load_pretrained` supports. Collective.
 
-    Raises CheckpointError or ConfigError on all ranks together.
+    Raises CheckpointError or ConfigError on all ranks.
     """
     folder = model_folder(path, context.consensus, weights=False, **hub)
     with loading(folder, context.consensus):
@@ -323,14 +323,14 @@ def calibrated_wire(
     combine: str = "plain",
     **hub: Unpack[HubOptions],
 ) -> Wire:
-    """Make the wire of a calibrated checkpoint: rows under the largest input scale of the model's experts. Collective.
+    """Return the wire format of a calibrated checkpoint: its scale is the largest input scale of all experts.
 
-    A checkpoint may have layers that the model lacks, such as those that predict more tokens (MTP). Their scales do not
-    count.
+    Collective. A checkpoint may have layers that the model lacks, such as those for multi-token prediction (MTP).
+    Their scales are ignored.
 
     Args:
         path: A folder, or a name on the Hugging Face Hub.
-        context: Of the ranks. All of them call this.
+        context: The ranks. All of them call this.
         dispatch: `Wire.dispatch`, a format with one scale.
         combine: `Wire.combine`.
         hub: `revision`, `token`, `cache_dir` and `local_files_only`, as in `from_pretrained`.
@@ -339,7 +339,7 @@ def calibrated_wire(
         The wire, for `load_pretrained`.
 
     Raises:
-        CheckpointError: On all ranks, where the checkpoint has no input scales.
+        CheckpointError: On all ranks, if the checkpoint has no input scales.
     """
     folder = model_folder(path, context.consensus, **hub)
     with loading(folder, context.consensus):
@@ -348,7 +348,7 @@ def calibrated_wire(
 
 
 def _largest_input_scale(folder: Path, top: float | None) -> float:
-    """Of the MoE layers that a model of this configuration has."""
+    """Return the largest input scale in the MoE layers that the model of a folder's configuration has."""
     config, moe_config = checked_config(folder)
     model = on_meta(folder, config, config.dtype or torch.float32)
     layers = {_number(name) for name, _ in blocks_of(model, FAMILIES[config.model_type])}
@@ -369,15 +369,15 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def _number(block: str) -> int:
-    """A layer's, by the name of its block."""
+    """Return a layer's number from the name of its block: the first number in it."""
     return int(next(part for part in block.split(".") if part.isdigit()))
 
 
 @torch.no_grad()
 def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[str, ...], fresh: Set[str]) -> set[str]:
-    """Everything outside the MoE blocks: weights by their own names, tied weights, buffers that no checkpoint has.
+    """Load everything outside the MoE blocks, tie weights, and compute buffers that no checkpoint stores.
 
-    Returns those of `fresh` that the file has not.
+    Returns the names of `fresh` that the checkpoint lacks.
     """
     drawn: set[str] = set()
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
@@ -403,7 +403,7 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 f"fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"
             )
         tensor.copy_(check_fits(source.location(name), source.read(name), tensor.dtype))
-    # ties to what the file has; two that differ stay apart, with transformers' own warning
+    # ties missing weights to those in the file; tied weights that differ in the file stay separate, with a warning
     model.tie_weights(missing_keys=missing, recompute_mapping=False)
     if missing:
         raise CheckpointError(f"{' and '.join(sorted(missing))} are missing in {source.origin}; fetch it again")
