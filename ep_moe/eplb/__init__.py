@@ -1,4 +1,4 @@
-"""Expert-parallel load balancing: plan maps from load, weigh what they gain against what moving costs."""
+"""Expert-parallel load balancing: plans expert maps from load, and compares their gain with the cost of moving."""
 
 from ep_moe.eplb.cost import H200, LayerTime, Machine, Price, verdict
 from ep_moe.eplb.planner.plan import plan

@@ -1,8 +1,9 @@
-"""ExpertBalancer: count, plan, move, commit. All ranks do the same at the same step, or nothing.
+"""ExpertBalancer: counts load, plans maps, moves experts and commits the maps. All ranks act at the same step.
 
     forward  step()  forward  step()  forward  step() ...
 
-What happens in a step is in `rebalance`."""
+`rebalance` implements a step.
+"""
 
 from __future__ import annotations
 
@@ -27,45 +28,45 @@ _on_its_device = on_device_of(lambda self, *_: self._context.device)
 class ExpertBalancer(RebalanceLoop):
     """Keeps the load of a model's ranks even by moving experts between them.
 
-    Made by all ranks of the world, as the context. Every rank calls `step` after each forward, on the stream that the
-    layers run on. `update_expert` may be called at any time, on all ranks alike.
+    All ranks of the world construct it, as they do the context. Every rank calls `step` after each forward, on the
+    stream that the layers run on. `update_expert` may be called at any time, on all ranks with the same arguments.
 
-    If a rebalance is rolled back, the former maps stay in force. `step` raises RebalanceError, and the balancer goes on
-    with the next window. If a rank was lost, `step` raises PeerTimeout, or what the layers would raise. The balancer is
-    then OFF, and each further `step` says so.
+    If a rebalance is rolled back, the former maps stay in force. `step` raises RebalanceError, and the balancer
+    continues with the next window. If a rank was lost, `step` raises PeerTimeout, or the error that the layers would
+    raise. The balancer is then OFF, and each further `step` raises the same error.
 
     Args:
-        layers: A model, or its MoE layers in the order of their making; alike in E. Their expert weights must not
-            require gradients: experts move, an optimizer's state would stay behind.
+        layers: A model, or its MoE layers in the order of construction, all with the same E. Their expert weights must
+            not require gradients, because an optimizer's state does not move with the experts.
         context: The layers' EPContext. `close` the balancer before it.
         config: When and how experts move. Default: `EPLBConfig()`.
-        planner: (load int64 [layers, E], maps in force) -> a map per layer. A function of its arguments alone, run in a
-            thread on every rank. Default: `ep_moe.eplb.plan`.
+        planner: A function (load int64 [layers, E], maps in force) -> one map per layer. It runs in a thread on every
+            rank, and its result must depend on its arguments alone. Default: `ep_moe.eplb.plan`.
 
     Attributes:
         config: When and how experts move.
-        layers: The layers that are balanced, in the order of their making.
+        layers: The layers that are balanced, in the order of construction.
 
     Raises:
-        ConfigError: on all ranks, where the layers cannot be balanced or ranks ask for different balancers.
+        ConfigError: On all ranks, if the layers cannot be balanced, or ranks construct different balancers.
     """
 
     @property
     def state(self) -> State:
-        """The stage of the rebalance: IDLE between two, OFF where the balancer ended."""
+        """The stage of the rebalance: IDLE if none is under way, OFF once the balancer has ended."""
         return self._state
 
     @_on_its_device
     def step(self) -> None:
-        """Count a forward and bring a rebalance forward. Call it after each forward, on all ranks.
+        """Count a forward and advance a rebalance. Call it after each forward, on all ranks.
 
-        Does not wait for the device. Waits for peers where a transfer on the CPU, or an exchange begun `sync_every`
-        steps ago, has not come yet.
+        It does not wait for the device. It waits for peers if a transfer on the CPU, or the status exchange begun
+        `sync_every` steps ago, has not arrived.
 
         Raises:
-            RebalanceError: on all ranks, where a rebalance was rolled back; the maps in force stay.
-            PeerTimeout: where a rank was lost; the balancer is off.
-            InputError: after `close`.
+            RebalanceError: On all ranks, if a rebalance was rolled back. The maps in force stay.
+            PeerTimeout: If a rank was lost. The balancer is off.
+            InputError: After `close`.
         """
         self._check_on("step")
         self._steps += 1
@@ -76,13 +77,13 @@ class ExpertBalancer(RebalanceLoop):
 
     @_on_its_device
     def move_to(self, maps: Sequence[ExpertMap]) -> None:
-        """Begin to move the experts to these maps, in the steps to come. On all ranks, after the same step.
+        """Begin to move the experts to the given maps in the following steps. Call it on all ranks after the same step.
 
         Args:
             maps: One per layer.
 
         Raises:
-            InputError: a rebalance is under way, or after `close`.
+            InputError: A rebalance is under way, or the balancer is closed.
         """
         self._check_on("move_to")
         if self._state is not State.IDLE:
@@ -92,12 +93,12 @@ class ExpertBalancer(RebalanceLoop):
 
     @_on_its_device
     def settle(self) -> None:
-        """Bring what is under way to its end, without forwards. On all ranks, after the same step.
+        """Complete the rebalance that is under way, without forwards. Call it on all ranks, after the same step.
 
         Raises:
-            RebalanceError: on all ranks, where the rebalance was rolled back; the maps in force stay.
-            PeerTimeout: where a rank was lost; the balancer is off.
-            InputError: after `close`.
+            RebalanceError: On all ranks, if the rebalance was rolled back. The maps in force stay.
+            PeerTimeout: If a rank was lost. The balancer is off.
+            InputError: After `close`.
         """
         self._check_on("settle")
         while self._state is not State.IDLE:
@@ -106,7 +107,7 @@ class ExpertBalancer(RebalanceLoop):
 
     @contextmanager
     def no_stats(self) -> Iterator[None]:
-        """Count no load within the block, in no layer: for warm-up and idle steps.
+        """Do not count load in any layer within this context manager, such as in warm-up and idle steps.
 
         Yields:
             Nothing.
@@ -117,7 +118,7 @@ class ExpertBalancer(RebalanceLoop):
             yield
 
     def stats(self) -> BalancerStats:
-        """Say what the balancer has done. Local, and waits for nothing.
+        """Return what the balancer has done so far. Local; does not synchronize with the device.
 
         Returns:
             A snapshot.
@@ -135,11 +136,11 @@ class ExpertBalancer(RebalanceLoop):
 
     @_on_its_device
     def close(self) -> None:
-        """Bring what is under way to its end and give back the process groups. Collective, idempotent.
+        """Complete the rebalance that is under way and destroy the balancer's process groups. Collective, idempotent.
 
         Raises:
-            RebalanceError: where that end is a rollback, as `step` would have raised it; the groups are given back.
-            PeerTimeout: where a rank was lost.
+            RebalanceError: If the rebalance was rolled back, as `step` would have raised it. The groups are destroyed.
+            PeerTimeout: If a rank was lost.
         """
         if self._end is not None or self._connection.closed:
             return

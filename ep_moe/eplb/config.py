@@ -1,4 +1,4 @@
-"""EPLBConfig: when experts are rebalanced, by what, and how much of a step that may take."""
+"""EPLBConfig: when experts are rebalanced, how maps are planned, and how many bytes move in one step."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from ep_moe.placement.placement import Replicas
 
 @dataclass(frozen=True, kw_only=True)
 class EPLBConfig:
-    """How an ExpertBalancer works; equal on all ranks.
+    """Configuration of an ExpertBalancer, equal on all ranks.
 
     Args:
-        interval: Steps from one plan to the next. 0: none by itself (`ExpertBalancer.move_to` is what moves experts).
-        window: The last so many of these steps are counted.
-        bytes_per_step: What a rank sends, and what it receives, in one step.
-        bytes_per_commit: What a rank rewrites between two forwards. Experts that swap places in a larger cycle are
-            rewritten together all the same. A layer that needs more is committed in sub-plans, each a complete map. A
-            balancer holds memory for both from the beginning. For a commit it holds max(bytes_per_commit / bytes of an
-            expert, 8) experts, at most the slots of the rank. For a step it holds min(bytes_per_step / bytes of an
-            expert, 16) experts, or bytes_per_step for a larger expert.
-        sync_every: Steps between two looks at the other ranks while a rebalance is under way. A layer is put in force
-            at such a step; nothing is exchanged while none is under way.
-        deadline_s: Seconds after which a rank that does not answer is lost, and a transfer after half of it. At most
-            the context's deadline. Default: half of that.
-        nodes: For the planner, see `ep_moe.eplb.plan`, for prices, and for which replica is nearest. Default: those
-            that the context found, where each has as many consecutive EP ranks, else 1.
-        groups: For the planner, see `ep_moe.eplb.plan`. Default: those of the layers' router where it chooses fewer
-            groups than there are nodes, else 1.
-        tolerance: For the planner, see `ep_moe.eplb.plan`.
-        enough: For the planner, see `ep_moe.eplb.plan`.
-        machine: Rates by which a plan is priced. A plan that does not pay within `interval` steps is refused. Default:
-            every plan is carried out.
-        replicas: Which of an expert's replicas a token goes to. Plans reckon with an even spread.
+        interval: Steps between two plans. 0: no automatic plans; only `ExpertBalancer.move_to` moves experts.
+        window: Number of steps whose load is counted: the last ones of each interval.
+        bytes_per_step: The most bytes that a rank sends in one step, and the most that it receives.
+        bytes_per_commit: The most bytes that a rank rewrites between two forwards. A layer that needs more is committed
+            in sub-plans, each a complete map. Experts that swap places in a cycle are always rewritten together, even
+            if they exceed this limit. A balancer allocates memory for commits and steps when it is made. For a commit
+            it holds max(bytes_per_commit / bytes of an expert, 8) experts, at most the slots of the rank. For a step it
+            holds min(bytes_per_step / bytes of an expert, 16) experts, or bytes_per_step for a larger expert.
+        sync_every: Steps between two status exchanges of the ranks during a rebalance. A layer's new map comes into
+            force at such a step. Without a rebalance nothing is exchanged.
+        deadline_s: Seconds after which a rank that does not answer counts as lost. A transfer times out after half of
+            it. At most the context's deadline. Default: half of the context's.
+        nodes: Number of nodes, for the planner (`ep_moe.eplb.plan`), for prices, and for the nearest replica. Default:
+            those that the context found, if each has equally many consecutive EP ranks, else 1.
+        groups: See `ep_moe.eplb.plan`. Default: the groups of the layers' router if it selects fewer groups than there
+            are nodes, else 1.
+        tolerance: See `ep_moe.eplb.plan`.
+        enough: See `ep_moe.eplb.plan`.
+        machine: Rates from which a plan is priced. A plan that does not pay off within `interval` steps is refused.
+            Default: every plan is carried out.
+        replicas: Which of an expert's replicas a token goes to. The planner assumes an even spread.
 
     Raises:
-        ConfigError: a field is of a wrong kind or out of range.
+        ConfigError: A field has a wrong type or is out of range.
     """
 
     interval: int = 3000

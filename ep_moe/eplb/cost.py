@@ -1,4 +1,4 @@
-"""Whether a new map pays: milliseconds gained per step against milliseconds that moving the weights takes."""
+"""Prices a new map: milliseconds gained per step, against the milliseconds that moving the weights takes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ep_moe.placement.expert_map import ExpertMap
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Rates of one rank.
+    """Rates of one rank's hardware.
 
     Args:
         hbm_bytes_per_s: Bytes per second of its memory, read or written.
@@ -26,7 +26,7 @@ class Machine:
         node_link_bytes_per_s: Bytes per second to and from ranks of other nodes, each way.
 
     Raises:
-        ConfigError: a rate is no positive number.
+        ConfigError: A rate is not a positive number.
     """
 
     hbm_bytes_per_s: float
@@ -46,16 +46,15 @@ nominal rate of one 400 Gbit/s card per GPU."""
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTime:
-    """What one MoE layer takes. On each rank it is
+    """A model of the time of one MoE layer, which is the time of its slowest rank. The time of a rank is
 
         max(weight bytes of experts with tokens / memory rate, operations / matmul rate) + row bytes / link rate
 
-    and the slowest rank counts. Launches, the router, attention and overlap are left out: good for comparing maps, not
-    for predicting latency.
+    The model omits launches, the router, attention and overlap. Use it to compare maps, not to predict latency.
 
     Args:
         expert_bytes: Bytes of one expert's weights and scales.
-        row_bytes: Bytes of one token on its way out and back.
+        row_bytes: Bytes of one token, sent and returned.
         flop_per_row: Operations per row; multiply and add count as two.
         machine: The rates.
     """
@@ -69,16 +68,16 @@ class LayerTime:
     def of(
         cls, config: MoEConfig, machine: Machine, *, bytes_per_weight: float = 2.0, bytes_per_value: float = 4.0
     ) -> LayerTime:
-        """Compute the numbers of a layer.
+        """Make the model of a layer from its configuration.
 
         Args:
-            config: The layer.
+            config: The layer's configuration.
             machine: The rates.
             bytes_per_weight: Bytes of a weight, with its share of scales.
-            bytes_per_value: Bytes of a hidden value, out and back together.
+            bytes_per_value: Bytes of one hidden value, dispatch and combine together.
 
         Returns:
-            The layer's times.
+            The layer's model.
         """
         weights = config.hidden_size * (config.w13_rows + config.intermediate_size)
         return cls(
@@ -91,13 +90,13 @@ class LayerTime:
     def ms(self, load: Any, maps: Sequence[ExpertMap], *, ranks_per_node: int | None = None) -> Floats:
         """Estimate the time of each layer under a map.
 
-        Tokens come evenly from all ranks, and each route is a row of its own on the wire. An expert with less than one
-        route per step is read in that share of the steps.
+        It assumes that tokens come evenly from all ranks, and that each route is sent as a row of its own. An expert
+        with a load of less than one route per step is read in that fraction of the steps.
 
         Args:
             load: [layers, E], routes per step of all ranks together.
             maps: One per layer.
-            ranks_per_node: Consecutive ranks share a node. Default: one node.
+            ranks_per_node: Number of consecutive ranks that share a node. Default: all ranks.
 
         Returns:
             float64 [layers], milliseconds of the slowest rank.
@@ -117,7 +116,7 @@ class LayerTime:
         return np.asarray((compute + wire).max(1) * 1e3)
 
     def _read(self, load: Any, maps: Sequence[ExpertMap]) -> Floats:
-        """float64 [layers, R]: experts that a rank reads in a step."""
+        """Return the number of experts that each rank reads in a step, float64 [layers, R]."""
         found = []
         for one, held in zip(np.asarray(load, np.float64)[:, None], maps, strict=True):
             table = table_of(held)[None]
@@ -127,13 +126,13 @@ class LayerTime:
 
 
 def cost_ms(traffic: Traffic, machine: Machine) -> float:
-    """Estimate how long moving experts takes: until the rank that receives most has its experts.
+    """Estimate the time to move experts: that of the rank which takes longest to receive its own.
 
-    Links and local copies follow one after the other. A local copy reads and writes memory; what is lost comes in at
-    the rate between nodes.
+    It assumes that local copies and each kind of link run one after another. A local copy reads and writes memory. A
+    lost expert arrives at the rate between nodes.
 
     Args:
-        traffic: What is moved.
+        traffic: The experts to move.
         machine: The rates.
 
     Returns:
@@ -149,12 +148,12 @@ def cost_ms(traffic: Traffic, machine: Machine) -> float:
 
 @dataclass(frozen=True)
 class Price:
-    """What a new map gains and costs, in milliseconds.
+    """Gain and cost of a new map, in milliseconds.
 
     Args:
-        before_ms: One step of all layers under the old maps.
-        after_ms: One step of all layers under the new maps.
-        cost_ms: Moving the weights, once.
+        before_ms: Time of one step of all layers under the old maps.
+        after_ms: Time of one step of all layers under the new maps.
+        cost_ms: Time of moving the weights once.
         within_steps: The limit for `steps_to_pay`.
     """
 
@@ -165,17 +164,17 @@ class Price:
 
     @property
     def gain_ms(self) -> float:
-        """Per step; negative for a loss."""
+        """Milliseconds gained per step; negative for a loss."""
         return self.before_ms - self.after_ms
 
     @property
     def steps_to_pay(self) -> float:
-        """Steps after which the gain has paid the cost; infinite where there is no gain."""
+        """Steps after which the gain has paid the cost; infinite without a gain."""
         return self.cost_ms / self.gain_ms if self.gain_ms > 0 else float("inf")
 
     @property
     def accepted(self) -> bool:
-        """Whether the gain pays the cost within the limit."""
+        """Whether the gain pays the cost within `within_steps` steps."""
         return self.steps_to_pay <= self.within_steps
 
     def __str__(self) -> str:
@@ -196,22 +195,24 @@ def verdict(
     within_steps: int,
     ranks_per_node: int | None = None,
 ) -> Price:
-    """Weigh going from `old` to `new`. Lost ranks need no price: without them `old` is no choice.
+    """Compare the gain of new maps with the cost of moving to them.
+
+    After the loss of a rank no price is needed, because the old maps can no longer be used.
 
     Args:
         load: [layers, E], routes per step.
         old: The maps in force, one per layer.
         new: The planned maps.
-        moved: What `traffic` says of them.
-        time: What a layer takes.
-        within_steps: How long the new maps are expected to stay.
-        ranks_per_node: Consecutive ranks share a node. Default: one node.
+        moved: The result of `traffic` for these maps.
+        time: The model of a layer's time.
+        within_steps: Steps for which the new maps are expected to stay.
+        ranks_per_node: Number of consecutive ranks that share a node. Default: all ranks.
 
     Returns:
         The price.
 
     Raises:
-        ConfigError: an argument is out of range or does not fit the others.
+        ConfigError: An argument is out of range or does not fit the others.
     """
     check_count("within_steps", within_steps, at_least=1)
     before, after = (float(time.ms(load, maps, ranks_per_node=ranks_per_node).sum()) for maps in (old, new))

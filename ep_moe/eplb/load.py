@@ -1,4 +1,4 @@
-"""Load as the placements count it on the device: of a window of steps, or step by step as a LoadTrace."""
+"""Reads the load counters of layers: summed over a window of steps, or step by step as a LoadTrace."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from ep_moe.parallel.rank_group import RankGroup
 
 
 class LoadWindow:
-    """The counts of all layers over the last `window` of every `interval` steps, int64 [layers, E]: taken on the
-    device, copied to the host without a wait. What others count or reset meanwhile is theirs."""
+    """Counts the load of all layers over the last `window` of every `interval` steps, int64 [layers, E].
 
-    @torch.inference_mode(False)  # or what is made within one could not be written outside
+    Counts are taken as differences of the layers' counters on the device, and copied to the host asynchronously. The
+    counters are never reset, because others read them too. If someone else resets one, its layer starts at zero.
+    """
+
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def __init__(self, layers: Sequence[BalancedLayer], interval: int, window: int) -> None:
         self._placements = [layer.placement for layer in layers]
         self._interval, self._window = interval, window
@@ -29,17 +32,17 @@ class LoadWindow:
         self._on_host = torch.empty(
             self._counts.shape, dtype=torch.int64, device="cpu", pin_memory=self._counts.is_cuda
         )
-        # once, since a forward would wait for kernels that are loaded meanwhile
+        # run all kernels once now: loading them later would delay a forward
         self._open()
         self.close()
         self.opens(0)
 
     def ends(self, steps: int) -> bool:
-        """Whether the last of `steps` steps is the last of a window too: then `close` it, or let it be."""
+        """Return whether a window ends with step number `steps`. The caller then calls `close`, or drops the window."""
         return self._interval > 0 and steps % self._interval == 0
 
     def opens(self, steps: int) -> None:
-        """After each step: begin a window where one begins."""
+        """Begin a window if one begins after step number `steps`. Call it after each step."""
         if self._interval > 0 and (steps + self._window) % self._interval == 0:
             self._open()
 
@@ -50,7 +53,7 @@ class LoadWindow:
     def close(self) -> None:
         assert self._resets is not None, "a window ends that has not begun"
         for row, mine, before in zip(self._before, self._reset_counts(), self._resets, strict=True):
-            if mine != before:  # a layer that was reset began anew
+            if mine != before:  # the layer's counter was reset to zero within the window
                 row.zero_()
         self._resets = None
         self._read(self._counts)
@@ -62,11 +65,11 @@ class LoadWindow:
 
     @property
     def copied(self) -> bool:
-        """Whether the counts are on the host; asks the device and does not wait."""
+        """Whether the counts have arrived on the host. Queries the device without waiting."""
         return self._event is None or self._event.query()
 
     def take(self) -> Tensor:
-        """The last window's counts of this rank, on the host, once `copied`; until the next `close`."""
+        """Return this rank's counts of the last window, on the host. Valid once `copied`, until the next `close`."""
         return self._on_host
 
     def _read(self, out: Tensor) -> None:
@@ -77,18 +80,18 @@ class LoadWindow:
 
 
 class LoadRecorder:
-    """Record a `LoadTrace`: one copy of the load counters per step, on the device.
+    """Records a `LoadTrace`: one copy of the load counters per step, on the device.
 
     Args:
-        layers: Alike in E.
-        lockstep: Group of the ranks that run the layers together, `context.rank_groups["lockstep"]`.
-        steps: The most steps that are recorded.
+        layers: The layers, all with the same E.
+        lockstep: The group of the ranks that run the layers together, `context.rank_groups["lockstep"]`.
+        steps: The largest number of steps that is recorded.
 
     Raises:
         ConfigError: The layers have different numbers of experts.
     """
 
-    @torch.inference_mode(False)  # or what is made within one could not be written outside
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def __init__(self, layers: Sequence[BalancedLayer], lockstep: RankGroup, *, steps: int) -> None:
         check_count("LoadRecorder.steps", steps, at_least=1)
         self._layers, self._rank_group = list(layers), lockstep
@@ -102,25 +105,25 @@ class LoadRecorder:
         self._resets = [self._reset_counts()]
 
     def step(self) -> None:
-        """Count one forward. Call it after each forward, on all ranks. Steps beyond the last are not recorded."""
+        """Record one forward. Call it after each forward, on all ranks. Steps beyond the last are not recorded."""
         number = len(self._resets)
         if number < len(self._rows):
             torch.stack([placement.expert_load for placement in self._placements], out=self._rows[number])
             self._resets.append(self._reset_counts())
 
     def finish(self, model: str = "") -> LoadTrace:
-        """Sum what was recorded over all ranks. Collective over the lockstep group; waits for the device.
+        """Sum the recorded counts over all ranks. Collective over the lockstep group; synchronizes with the device.
 
-        A step's tokens are its routes / top_k, of the layer with the most, rounded up.
+        The tokens of a step are the largest routes / top_k of its layers, rounded up.
 
         Args:
-            model: A name, which the trace keeps.
+            model: The model's name, which is stored in the trace.
 
         Returns:
             The trace, the same on all ranks.
 
         Raises:
-            InputError: On all ranks, where the ranks recorded different numbers of steps, or none.
+            InputError: On all ranks, if the ranks recorded different numbers of steps, or none.
         """
         with self._rank_group.flight_recorder.step("record load"):
             self._check_alike()
@@ -131,7 +134,7 @@ class LoadRecorder:
         if self._rank_group.size > 1:
             with self._rank_group.flight_recorder.step("record load"):
                 self._rank_group.all_reduce(counts)
-        # the members of an etp group count the same rows
+        # all members of an etp group count the same rows
         counts = counts.cpu() // self._layers[0].expert_weights.etp.size
         top_k = torch.tensor([layer.expert_weights.config.top_k for layer in self._layers], device="cpu")
         tokens = (-(-counts.sum(2) // top_k)).max(1).values

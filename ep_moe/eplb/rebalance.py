@@ -1,9 +1,9 @@
-"""The loop of a balancer: what a rank does between two forwards, and what all ranks do together.
+"""The state machine of a balancer: what a rank does between two forwards, and what all ranks decide together.
 
-Each `ExpertBalancer.step` advances the loop once. A rank then looks at the transfers that have ended and starts the
-next batch. Every `sync_every` advances it reads what the other ranks reported, and all ranks decide by that alone
-(`consensus.reach_verdict`). The first vote in the store decides whether a layer's new map comes into force, so that a
-rank which has lost the others still learns what they did.
+Each `ExpertBalancer.step` advances it once. A rank checks whether its transfers have ended, and starts the next batch.
+Every `sync_every` advances it reads the status of all ranks. The next action follows from these alone, so all ranks
+take the same one (`consensus.reach_verdict`). The first vote in the store decides whether a layer's new map comes into
+force. A rank that has lost the others can therefore still learn what they did.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ep_moe.runtime.devices import on_device_of
 
 _log = logging.getLogger("ep_moe.eplb")
 
-_COMMIT, _ROLLBACK, _RESTART = "commit", "rollback", "restart"  # votes about the layer under way
+_COMMIT, _ROLLBACK, _RESTART = "commit", "rollback", "restart"  # votes on the layer whose experts are moving
 
 
 class RebalanceLoop:
-    """An ExpertBalancer without what a user calls."""
+    """The internals of an ExpertBalancer, which adds the public methods."""
 
     @on_device_of(lambda self, layers, context, *_, **__: context.device)
     def __init__(
@@ -66,8 +66,8 @@ class RebalanceLoop:
         self._planner = planner or default_planner(self.config, [layer.placement.slots for layer in self.layers])
         self._load = LoadWindow(self.layers, self.config.interval, self.config.window)
         self._state, self._since = State.IDLE, 0.0
-        self._steps = self._number = 0  # calls of `step`; advances, those of `settle` too
-        self._due = 0  # the advance with the next exchange
+        self._steps = self._number = 0  # calls of `step`; advances, which include those of `settle`
+        self._due = 0  # the number of the advance that reads the next status exchange
         self._background: Background | None = None
         self._decision: Decision | None = None
         self._queue: list[tuple[BalancedLayer, TransferSchedule]] = []
@@ -89,7 +89,7 @@ class RebalanceLoop:
             raise type(self._end)(str(self._end)) from self._end
         if self._connection.closed:
             raise InputError(f"ExpertBalancer.{call}: this balancer is closed; make another one")
-        if self._state is State.IDLE:  # else what is under way comes to its own end
+        if self._state is State.IDLE:  # a rebalance under way finds a lost peer itself, and ends in order
             self._context.flight_recorder.check()
 
     def _advance(self) -> None:
@@ -115,14 +115,14 @@ class RebalanceLoop:
         self._state, self._since = state, time.monotonic()
 
     def _work(self) -> None:
-        """What goes wrong here reaches the others at the next exchange, and all ranks raise it after that."""
+        """Do this rank's part of the current state. All ranks raise its problem after the next status exchange."""
         if self._trouble is Trouble.LOST:
             return
         try:
             if self._state is State.MOVING:
                 assert self._migration is not None
                 self._migration.advance()
-                # a row that was written on its way is no damage: the layer begins again
+                # a row whose weights were updated during the transfer is not damaged: the layer is sent again
                 if self._migration.done and not self._problem and not self._migration.outdated():
                     self._trouble_here(self._migration.damage())
             elif self._state is State.PLANNING and self._decision is None and not self._problem:
@@ -130,7 +130,7 @@ class RebalanceLoop:
             if not self._done and time.monotonic() - self._since > self._connection.deadline_s:
                 self._overdue()
         except Exception as error:
-            moving = self._state is State.MOVING  # peers may wait for bytes that will not come
+            moving = self._state is State.MOVING  # peers may be waiting for bytes that this rank will not send
             self._problem = str(error) if isinstance(error, EPMoEError) else f"{type(error).__name__}: {error}"
             self._trouble = Trouble.LOST if moving else Trouble.HERE
 
@@ -139,7 +139,7 @@ class RebalanceLoop:
             self._problem, self._trouble = problem, Trouble.HERE
 
     def _overdue(self) -> None:
-        """Batches have a deadline of their own."""
+        """Report that the current state took too long. While MOVING, each batch has a deadline of its own."""
         if self._state is not State.MOVING:
             self._trouble_here(f"{self._state.name} took longer than {self._connection.deadline_s:g} s")
 
@@ -237,16 +237,17 @@ class RebalanceLoop:
             self._say(
                 "step %d: rebalance %s; %d moves of layers", self._steps, self._price or "planned", len(self._queue)
             )
-            self._decision = self._background = None  # freed piece by piece: all at once would take a millisecond
+            # only the queue now holds the schedules, which frees them layer by layer: at once would take a millisecond
+            self._decision = self._background = None
             self._next_layer()
         else:
             self._commit()
 
     def _sums_are_in(self, sums: Tensor) -> None:
-        etp = self.layers[0].expert_weights.etp.size  # whose members count the same rows
+        etp = self.layers[0].expert_weights.etp.size  # all members of an etp group count the same rows
         load = (sums // etp).numpy()
         current = [layer.placement.expert_map for layer in self.layers]
-        # for who asks: milliseconds of a large model's; a copy, for a planner may do with its load what it likes
+        # computed on request, which takes milliseconds for a large model; a copy, because a planner may write into load
         self._window = cache(partial(loads, [layer.name for layer in self.layers], load.copy(), current))
         moe, size = self.layers[0].expert_weights.config, self._mover.store(self.layers[0]).row_bytes * etp
         self._plan(partial(decide, load, current, self._planner, self.config, moe, size))
@@ -260,15 +261,19 @@ class RebalanceLoop:
     def _begin(self, layer: BalancedLayer, part: TransferSchedule) -> None:
         self._epoch += 1
         self._enter(State.MOVING)
-        self._migration = Migration(layer, part, self._mover)  # sets out in the next step: this one may have a commit
+        # it starts to send in the next step, because this one may contain a commit
+        self._migration = Migration(layer, part, self._mover)
 
     def _commit(self) -> None:
-        """All ranks have all bytes of a layer. What was done to it in the steps since then is the same on all ranks, if
-        their callers did alike; the store says what is done if not."""
+        """Vote on a layer whose bytes have all arrived on all ranks, and do what the first vote says.
+
+        Ranks vote differently only if their callers did different things to the layer since the last exchange, such as
+        an update of weights on one rank. The balancer then ends on the ranks whose vote lost, unless RESTART won.
+        """
         migration = self._migration
         assert migration is not None
         outdated, name = migration.outdated(), migration.layer.name
-        late = not outdated and migration.written()  # after this rank said that it was not
+        late = not outdated and migration.written()  # written after this rank's last status said that they were not
         forward = self._context.flight_recorder.number
         try:
             vote, theirs = self._vote(_ROLLBACK if outdated else _RESTART if late else _COMMIT, forward)
@@ -317,7 +322,7 @@ class RebalanceLoop:
         self._begin(migration.layer, migration.transfer_schedule)
 
     def _vote(self, vote: str, forward: int) -> tuple[str, int]:
-        """The first vote of any rank on the layer under way, and the number of the flight recorder's step then."""
+        """Cast a vote on the layer under way. Return the first vote of any rank, and that rank's forward number."""
         what = f"eplb {self._connection.name} epoch {self._epoch}"
         vote, number = self._context.consensus.first(what, f"{vote} {forward}").split()
         return vote, int(number)
@@ -338,7 +343,7 @@ class RebalanceLoop:
         self._mover.staging.release()
 
     def _roll_back(self, problem: str) -> NoReturn:
-        """On all ranks alike, nothing under way between any of them."""
+        """End the rebalance and raise RebalanceError. All ranks do so, with no transfer under way between them."""
         where = self._place()
         self._finish()
         self._counts["rollbacks"] += 1
@@ -347,25 +352,27 @@ class RebalanceLoop:
         raise RebalanceError(self._error)
 
     def _lose(self, error: EPMoEError, fate: str = "") -> NoReturn:
-        """The balancer's end: here, and on the other ranks as soon as they miss this one. fate: of the layer under way,
-        if that is known."""
+        """Disable the balancer and raise. The other ranks do the same once they miss this rank.
+
+        fate: what became of the layer under way, if it is known
+        """
         where = self._place()
         fate = fate or self._fate()
         self._counts["rollbacks"] += 1
-        self._enter(State.OFF)  # what is under way keeps its memory
+        self._enter(State.OFF)  # `self._migration` stays, so transfers under way keep their memory
         self._mover.abort()
         self._error = f"{where} {fate}, and the balancer is off: {error}"
         self._end = type(error)(self._error)
-        _log.warning("%s", self._error)  # on each rank, which may be alone
+        _log.warning("%s", self._error)  # on each rank, because this may be the only one
         raise self._end from error
 
     def _say(self, text: str, *values: Any, level: int = logging.INFO) -> None:
-        """Log what all ranks do alike, on the first of them."""
+        """Log an event of all ranks, on the first of them only."""
         if self._mover.rank_group.rank == 0:
             _log.log(level, text, *values)
 
     def _fate(self) -> str:
-        """Of the layer under way: the others may have put it in force just before they were lost."""
+        """Return what became of the layer under way. Put it in force if other ranks did so before they were lost."""
         vote = _ROLLBACK
         if self._state is State.MOVING:
             assert self._migration is not None

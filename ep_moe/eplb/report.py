@@ -1,4 +1,4 @@
-"""What if: a trace planned for other numbers of ranks and redundant experts, by the code that plans online."""
+"""Plans a recorded load trace for other numbers of ranks and redundant experts, with the planner that runs online."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ from ep_moe.placement.expert_map import ExpertMap
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """nodes, groups, tolerance, enough: of `plan`; within_steps: of `verdict`; bytes_per_weight: of `LayerTime`."""
+    """Options of a what-if plan.
+
+    nodes, groups, tolerance, enough: see `plan`
+    within_steps: see `verdict`
+    bytes_per_weight: see `LayerTime.of`
+    """
 
     nodes: int = 1
     groups: int = 1
@@ -33,7 +38,7 @@ class Question:
     machine: Machine = H200
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "groups", "within_steps"):  # as the command's options are called
+        for name in ("nodes", "groups", "within_steps"):  # errors have the names of the command's options
             object.__setattr__(self, name, check_count(name, getattr(self, name), at_least=1))
         check_positive("bytes_per_weight", self.bytes_per_weight)
         check_not_negative("tolerance", self.tolerance)
@@ -43,10 +48,11 @@ class Question:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """One combination; `before` is the linear map with the redundant experts behind the others.
+    """The result for one number of ranks and of redundant experts.
 
-    before, after: float64 [layers, R], load per rank and step
-    held_out: balancedness on the second half of the trace of maps planned on the first; None for a trace of one step
+    before: float64 [layers, R], load per rank and step under the linear map, redundant experts last
+    after: float64 [layers, R], load per rank and step under the planned maps
+    held_out: balancedness of maps planned on the first half of the trace, on its second half; None for one step
     """
 
     ranks: int
@@ -65,7 +71,7 @@ class Answer:
         return [str(self.ranks), str(self.redundant), *found, *[f"{size / 1e9:.3g}" for size in moved]]
 
     def facts(self) -> dict[str, Any]:
-        """As `cells`, for a program: bytes, and balancedness as the mean of layers."""
+        """Return the values of `cells` for programs: sizes in bytes, balancedness as the mean over layers."""
         return {
             "ranks": self.ranks,
             "redundant": self.redundant,
@@ -99,7 +105,7 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Impossible:
-    """A combination that cannot be, and why."""
+    """A combination that is impossible, with the reason."""
 
     ranks: int
     redundant: int
@@ -109,7 +115,7 @@ class Impossible:
         return [str(self.ranks), str(self.redundant), *["-"] * (len(COLUMNS) - 2)]
 
     def facts(self) -> dict[str, Any]:
-        """As `cells`, for a program."""
+        """Return the values of `cells` for programs."""
         return {"ranks": self.ranks, "redundant": self.redundant, "possible": False, "verdict": self.verdict}
 
     @property
@@ -124,9 +130,10 @@ def what_if(
     question: Question,
     model: str | MoEConfig | None = None,
 ) -> list[Answer | Impossible]:
-    """An answer for each number of ranks with each number of redundant experts.
+    """Return an answer for each number of ranks combined with each number of redundant experts.
 
-    model: config to take sizes from, or its name or path; default the trace's own. ConfigError if it does not fit.
+    model: the configuration that states the sizes, or its name or path. Default: the trace's own model. Raises
+        ConfigError if it has another number of experts than the trace.
     """
     config = _config(trace, model)
     rows: list[Answer | Impossible] = []
@@ -180,8 +187,10 @@ def _planned(load: Floats | Ints, old: Sequence[ExpertMap], question: Question) 
 
 
 def plot(rows: Sequence[Answer | Impossible], file: str | Path) -> None:
-    """Heat maps, a pair for each possible combination: each layer's load per rank over its mean, before and after.
-    Raises ConfigError where `file` cannot be one, or nothing is possible."""
+    """Plot each rank's load over the mean of its layer as heat maps, before and after, for each possible combination.
+
+    Raises ConfigError if `file` is no picture's name, or no combination is possible.
+    """
     check_picture("plot", Path(file))
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a balancer has done. `ep_moe.metrics` exports it."""
+"""BalancerStats: a snapshot of a balancer's counters. `ep_moe.metrics` exports it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ep_moe.placement.placement import LayerStats
 
 @dataclass(frozen=True)
 class BalancerStats:
-    """What a balancer has done, as the host knows it; asking waits for nothing.
+    """What a balancer has done so far, from data on the host. A snapshot does not synchronize with the device.
 
     Args:
-        state: What is under way.
+        state: The current stage of a rebalance.
         steps: Calls of `step`.
-        rebalances: Plans that were begun.
-        commits: Of layers, or sub-plans of them.
+        rebalances: Rebalances that began to move experts.
+        commits: Commits of layers or of their sub-plans.
         rollbacks: Rebalances that were rolled back.
-        skipped: Windows that ended while a rebalance was still under way.
-        restarts: Layers begun anew because their weights were updated on the way.
-        received_bytes: By this rank from others, of committed layers.
-        staging_bytes: Device memory held for experts on their way.
-        layers: The last window's load under the maps then in force; () before the first. The first to ask after a
-            window has them made.
-        price: Of the last plan, as a sentence; "" where none was asked for.
-        error: The last one, "" for none.
-        predicted: The price in numbers; None where none was asked for.
+        skipped: Windows that ended during a rebalance and were discarded.
+        restarts: Layers that were sent again, because their weights were updated during the transfer.
+        received_bytes: Bytes that this rank received from others, for committed layers.
+        staging_bytes: Device memory held for experts in transfer.
+        layers: The last window's load under the maps then in force; () before the first window. It is computed at the
+            first request after a window.
+        price: The price of the last plan, as a sentence; "" if it had none, as without `EPLBConfig.machine`.
+        error: The last error, "" for none.
+        predicted: The price of the last plan; None if it had none.
     """
 
     state: State
@@ -47,5 +47,5 @@ class BalancerStats:
 
     @property
     def balancedness(self) -> float:
-        """The balancedness of all layers: sum of the mean ranks / sum of the fullest ranks."""
+        """The balancedness of all layers: sum of the mean rank loads / sum of the largest rank loads."""
         return critical_path([layer.rank_load for layer in self.layers]) if self.layers else 1.0

@@ -1,4 +1,4 @@
-"""LoadTrace: routes per step, layer and expert, recorded once and replayed by any planner."""
+"""LoadTrace: recorded routes per step, layer and expert, as input for planners offline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ep_moe.eplb.planner.packing import Ints
 from ep_moe.errors import ConfigError
 
 _FORMAT = 1
-# what NumPy, zipfile and zlib raise for a file that is another one, cut, packed in another way or behind a password
+# what NumPy, zipfile and zlib raise for a file of another kind, or one that is truncated or encrypted
 _UNREADABLE = (
     OSError, ValueError, EOFError, TypeError, RuntimeError, NotImplementedError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
@@ -22,16 +22,16 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """What a model's routers chose, step by step, all ranks together.
+    """The routes that a model's routers chose in each step, summed over all ranks.
 
     Args:
         counts: int64 [steps, layers, E], routes to each logical expert.
         tokens: int64 [steps], tokens of the step.
-        model: The name of a bundled model configuration, or a free one.
+        model: The name of a bundled model configuration, or any other name.
         layers: Names of the layers, in the order of `counts`. Default: their numbers.
 
     Raises:
-        ConfigError: the arrays are of a wrong kind or do not fit each other.
+        ConfigError: The arrays have a wrong dtype or dimension, or do not fit each other.
     """
 
     counts: Ints
@@ -77,17 +77,17 @@ class LoadTrace:
         return int(self.counts.shape[2])
 
     def window(self, start: int = 0, stop: int | None = None) -> Ints:
-        """Add up some of the steps.
+        """Sum the counts over a range of steps.
 
         Args:
-            start: The first step, counted from the end where negative, as in a slice.
-            stop: The step behind the last one. Default: all that follow.
+            start: The first step. A negative number counts from the end, as in a slice.
+            stop: One past the last step. Default: the end of the trace.
 
         Returns:
             int64 [layers, E].
 
         Raises:
-            ConfigError: no step is in this range.
+            ConfigError: No step is in this range.
         """
         chosen = self.counts[start:stop]
         if not len(chosen):
@@ -98,7 +98,7 @@ class LoadTrace:
         """Write an .npz file.
 
         Args:
-            path: The file, which is overwritten; a name without that ending gets it.
+            path: The file, which is overwritten. ".npz" is appended to a name without it.
         """
         np.savez_compressed(
             path,
@@ -111,16 +111,16 @@ class LoadTrace:
 
     @classmethod
     def load(cls, path: str | Path) -> LoadTrace:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Args:
-            path: The file; it may lack the .npz as it may there.
+            path: The file, with or without ".npz".
 
         Returns:
             The trace.
 
         Raises:
-            ConfigError: there is no such file, or it is another one.
+            ConfigError: There is no such file, or it is not a load trace.
         """
         path = path if Path(path).is_file() else f"{path}.npz"
         if not Path(path).is_file():

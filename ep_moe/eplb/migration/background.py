@@ -1,4 +1,4 @@
-"""From a window's load to the maps that are to be put in force: plan, price, digest. Off the critical path."""
+"""Plans in a background thread: from a window's load to new maps, their price, digest and transfer schedules."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.placement.placement import LayerStats, Placement
 
 _YIELD_S = 1e-3
-_STRETCH_S = 2e-4  # of Python without a pause: it runs one thread at a time, and the other one has forwards to launch
+_STRETCH_S = 2e-4  # longest time without a pause: the GIL lets one thread run, and the main thread launches forwards
 
 Planner: TypeAlias = Callable[[Ints, Sequence[ExpertMap]], Sequence[ExpertMap]]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a planning thread has found.
+    """The result of a planning thread.
 
-    maps: one per layer, the one in force where nothing moves
-    price: None where none was asked for
-    schedules: this rank's transfers per layer, for each sub-plan in turn; none where nothing moves
+    maps: one per layer; the one in force if nothing moves
+    price: None without `EPLBConfig.machine`, without load, and for a user's own maps
+    schedules: this rank's transfers for each layer, one schedule for each sub-plan; () for a layer that does not change
     """
 
     maps: tuple[ExpertMap, ...]
@@ -56,12 +56,15 @@ class Decision:
 
     @cached_property
     def room(self) -> Room:
-        """That this rank needs."""
+        """The staging memory that this rank needs."""
         return Room.of_plan(part for parts in self.schedules for part in parts)
 
 
 def default_planner(config: EPLBConfig, slots: Sequence[Sequence[int]]) -> Planner:
-    """slots: [layers, R], that there is memory for: a map in force that leaves some empty is not for ever"""
+    """Return a planner that calls `plan` with the options of a configuration.
+
+    slots: [layers, R], the slots that there is memory for. The map in force may leave some of them empty.
+    """
 
     def by_load(load: Ints, current: Sequence[ExpertMap]) -> Sequence[ExpertMap]:
         c = config
@@ -75,10 +78,14 @@ def default_planner(config: EPLBConfig, slots: Sequence[Sequence[int]]) -> Plann
 def decide(
     load: Ints, current: Sequence[ExpertMap], planner: Planner, config: EPLBConfig, moe: MoEConfig, expert_bytes: int
 ) -> Decision:
-    """load: int64 [layers, E], a window's routes of all ranks. expert_bytes: of one expert on all its etp ranks."""
+    """Plan maps for a window's load, and price them. Return the current maps if the price is too high.
+
+    load: int64 [layers, E], the window's routes of all ranks
+    expert_bytes: bytes of one expert on all its etp ranks
+    """
     if not load.any():
         return Decision(tuple(current))
-    found = planner(load.copy(), current)  # who writes into it does not change what the plan is priced by
+    found = planner(load.copy(), current)  # a copy, because a planner may write into it and the price needs the load
     if not isinstance(found, Iterable):
         raise ConfigError(f"the planner must return an ExpertMap per layer, got {shown(found)}")
     planned = tuple(found)
@@ -106,7 +113,7 @@ def decide(
 
 
 def given(maps: Sequence[ExpertMap], layers: int) -> Decision:
-    """A user's own maps, checked where all ranks hear of what is wrong."""
+    """Return a decision for a user's own maps. It runs as a plan does, so that all ranks learn of an error."""
     found = tuple(maps) if isinstance(maps, Iterable) else ()
     if len(found) != layers or not all(isinstance(placed, ExpertMap) for placed in found):
         got = f"{len(found)}: {shown(list(found))}" if found else shown(maps)
@@ -123,10 +130,11 @@ def laid_out(
     commit: int,
     ranks_per_node: int,
 ) -> Decision:
-    """What `call` decides, checked, with all that a step would take long for.
+    """Check the decision of `call`, and add to it all that would take long within a step: schedules, digest and room.
 
-    layers: placement, the map that was in force at the same step on all ranks, a slot's bytes
-    budget, commit: bytes of a step, and of what is put in force at once
+    layers: of each layer the placement, the map that was in force at the same step on all ranks, and a slot's bytes
+    budget: bytes of a step
+    commit: bytes of a commit
     """
     decision, parts, pause = call(), list[tuple[TransferSchedule, ...]](), _GilThrottle()
     rest: dict[str, Any] = {"budget": budget, "ranks_per_node": ranks_per_node, "pause": pause}
@@ -141,18 +149,18 @@ def laid_out(
         parts.append(tuple(found))
     decision = replace(decision, schedules=tuple(parts))
     pause()
-    _ = decision.digest, decision.room  # computed here and kept
+    _ = decision.digest, decision.room  # computes these cached properties in this thread
     return decision
 
 
 def loads(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[LayerStats, ...]:
-    """A window's load per layer, each replica of an expert carrying an equal share."""
+    """Return a window's load for each layer, by expert and by rank. Replicas of an expert share its load equally."""
     rows = zip(names, load.tolist(), loads_by_rank(load, maps).tolist(), strict=True)
     return tuple(LayerStats(name, tuple(experts), tuple(held)) for name, experts, held in rows)
 
 
 class _GilThrottle:
-    """Called often, it lets other threads run where this one has long enough, and at first."""
+    """Yields the GIL: sleeps 1 ms at the first call, and at any call more than 0.2 ms after the last sleep."""
 
     def __init__(self) -> None:
         self._since = -math.inf
@@ -164,7 +172,7 @@ class _GilThrottle:
 
 
 class Background:
-    """A call in a thread of its own, which must not touch a device. Its error is raised by `result`."""
+    """Runs a call in a thread of its own. The call must not use a device. `result` raises its error."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
@@ -174,7 +182,7 @@ class Background:
         self._thread.start()
 
     def _run(self) -> None:
-        time.sleep(_YIELD_S)  # or who starts the thread would wait for it
+        time.sleep(_YIELD_S)  # otherwise the thread that starts this one would wait for it
         try:
             self._value = self._call()
         except BaseException as error:

@@ -1,5 +1,7 @@
-"""How the ranks of a balancer agree: by process groups of its own, made when all ranks agree that it can be made, and
-by what they tell each other while a rebalance is under way, from which follows the same on all of them.
+"""Connects the balancers of all ranks, and lets them decide together during a rebalance.
+
+A balancer has process groups of its own, which are made once all ranks agree that it can be made. During a rebalance,
+ranks exchange their status. The next action is a function of all statuses, so all ranks take the same one.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from ep_moe.parallel.rank_group import RankGroup
 
 
 class State(enum.IntEnum):
-    """Where a rebalance is; equal on all ranks, but for OFF.
+    """The stage of a rebalance, equal on all ranks, except OFF.
 
-    IDLE       nothing under way: load is counted, nothing is exchanged
-    GATHERING  counts are on their way to the host
-    SUMMING    they are summed over the ranks
-    PLANNING   every rank plans by itself, in a thread
-    MOVING     one layer's experts travel
-    OFF        a peer was lost; every further step raises
+    IDLE       no rebalance: load is counted, nothing is exchanged
+    GATHERING  load counts are being copied to the host
+    SUMMING    load counts are being summed over the ranks
+    PLANNING   every rank computes the plan in a thread
+    MOVING     the experts of one layer are being transferred
+    OFF        the balancer has ended, as after the loss of a peer; every further step raises
     """
 
     IDLE = 0
@@ -48,7 +50,12 @@ class State(enum.IntEnum):
 
 
 class Trouble(enum.IntEnum):
-    """NONE; HERE: this rank cannot go on with this rebalance; LOST: it cannot with any, for bytes are missing."""
+    """A problem of one rank.
+
+    NONE  no problem
+    HERE  this rank cannot continue this rebalance
+    LOST  bytes of a transfer are missing, so that the balancer cannot continue at all
+    """
 
     NONE = 0
     HERE = 1
@@ -57,14 +64,16 @@ class Trouble(enum.IntEnum):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank's, all integers.
+    """The status of one rank, exchanged as integers.
 
-    step: how often the balancer's loop has advanced
-    forward: the flight recorder's running number, equal where all ranks are between the same forwards
-    epoch: migrations begun
+    step: number of advances of the balancer's loop
+    forward: the flight recorder's running number, equal on ranks that are between the same forwards
+    state: the stage of the rebalance
+    epoch: number of migrations begun
     done: this rank has done its part of the state
-    digest: of the plan, in PLANNING
-    written: in MOVING, whether this rank's weights of the layer were, by parameters
+    trouble: a problem of this rank
+    digest: hash of the plan, in PLANNING
+    written: in MOVING, whether this rank's weights of the layer were written through parameters since it began
     """
 
     step: int
@@ -83,11 +92,11 @@ class RankStatus:
 
 
 class Action(enum.Enum):
-    """What all ranks do next.
+    """The next action of all ranks.
 
-    WAIT       for ranks that are not done
-    COMMIT     go on to the next state, together
-    RESTART    send the layer under way anew
+    WAIT       wait for ranks that are not done
+    COMMIT     go to the next state together
+    RESTART    send the current layer again
     ROLLBACK   return to the old maps; the balancer stays in use
     ABORT      roll back and disable the balancer
     """
@@ -101,7 +110,10 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """action; explained_by: index of the rank whose problem explains it, or None where `text` does."""
+    """The next action, and its reason.
+
+    explained_by: index of the rank whose problem is the reason; None if `text` states it
+    """
 
     action: Action
     explained_by: int | None = None
@@ -109,7 +121,7 @@ class Verdict:
 
 
 def reach_verdict(rows: Sequence[RankStatus], ranks: Sequence[int]) -> Verdict:
-    """A function of all ranks' facts, in the order of `ranks` (global), and of nothing else."""
+    """Decide the next action from the status of all ranks alone. ranks: their global ranks, in the order of rows"""
     for name in ("step", "forward", "state", "epoch"):
         found = [getattr(row, name) for row in rows]
         if len(set(found)) > 1:
@@ -121,10 +133,10 @@ def reach_verdict(rows: Sequence[RankStatus], ranks: Sequence[int]) -> Verdict:
     troubles = [row.trouble for row in rows]
     if Trouble.LOST in troubles:
         return Verdict(Action.ABORT, explained_by=troubles.index(Trouble.LOST))
-    # those in trouble too: what is under way between other ranks comes to its end first
+    # a rank in trouble waits too, until transfers between other ranks have ended
     if not all(row.done for row in rows):
         return Verdict(Action.WAIT)
-    if any(row.written for row in rows):  # whatever is wrong with rows that were written on their way
+    if any(row.written for row in rows):  # comes before troubles: a row that was written in transfer may look damaged
         return Verdict(Action.RESTART)
     if Trouble.HERE in troubles:
         return Verdict(Action.ROLLBACK, explained_by=troubles.index(Trouble.HERE))
@@ -145,8 +157,11 @@ def _listed(values: Sequence[int], ranks: Sequence[int]) -> str:
 
 
 class StatusExchange:
-    """Exchanges over a gloo group of their own. Begun at one step and read at a later one, they cost the steps nothing
-    but a look. A lost peer leaves as PeerTimeout, which the flight recorder puts a name to."""
+    """Exchanges statuses and load counts over a gloo group of its own.
+
+    An exchange begins at one step and is read at a later one, so that steps need not wait. A lost peer raises
+    PeerTimeout, in which the flight recorder names the peer.
+    """
 
     def __init__(self, rank_group: RankGroup) -> None:
         self.rank_group = rank_group
@@ -162,7 +177,7 @@ class StatusExchange:
         self._posted = every, work
 
     def hear(self) -> list[RankStatus]:
-        """All ranks' facts as of the last `tell`."""
+        """Return the status of all ranks as of the last `tell`."""
         assert self._posted is not None, "tell first"
         (every, work), self._posted = self._posted, None
         self._await("eplb agree", work)
@@ -182,16 +197,16 @@ class StatusExchange:
         return counts
 
     def _await(self, phase: str, work: dist.Work | None) -> None:
-        with self.rank_group.flight_recorder.step(phase, keep=False):  # layers go on where a rank was only late
+        with self.rank_group.flight_recorder.step(phase, keep=False):  # layers continue if a rank was only late
             if work is not None:
                 work.wait()
 
 
-_BLOCKS = 4  # of an NCCL kernel beside forwards
+_BLOCKS = 4  # the most thread blocks of an NCCL kernel, which runs beside forwards
 
 
 class Context(Protocol):
-    """What the balancer asks of an EPContext."""
+    """The attributes of an EPContext that the balancer uses."""
 
     layout: RankLayout
     device: torch.device
@@ -202,7 +217,11 @@ class Context(Protocol):
 
 @dataclass
 class Connections:
-    """name: of the balancer, unique in this job; deadline_s: for the other ranks"""
+    """The connections of a balancer with those of the other ranks.
+
+    name: the balancer's name, unique in this job
+    deadline_s: seconds after which a rank that does not answer counts as lost
+    """
 
     layers: list[BalancedLayer]
     mover: Mover
@@ -221,15 +240,17 @@ class Connections:
 
 
 def on_found_nodes(config: EPLBConfig, context: Context) -> EPLBConfig:
-    """The same with the context's nodes, unless it states some."""
+    """Return the configuration with the context's number of nodes, unless it states one."""
     if not isinstance(config, EPLBConfig) or config.nodes is not None:
         return config
     return replace(config, nodes=context.layout.ep // context.layout.ep_ranks_per_node)
 
 
 def with_routers_groups(config: EPLBConfig, layers: Sequence[BalancedLayer]) -> EPLBConfig:
-    """The same with the groups that all routers choose from, unless it states some: groups that stay on one node limit
-    the nodes of a token."""
+    """Return the configuration with the number of the routers' expert groups, unless it states one.
+
+    A router that selects fewer groups than there are nodes limits a token to few nodes if each group is on one node.
+    """
     if not isinstance(config, EPLBConfig) or config.groups is not None:
         return config
     routers = [layer.config.routing for layer in layers if hasattr(layer, "config")]
@@ -240,14 +261,14 @@ def with_routers_groups(config: EPLBConfig, layers: Sequence[BalancedLayer]) -> 
 
 
 def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> Connections:
-    """Agree, then make the groups. Raises ConfigError on all ranks of the world alike."""
+    """Check the layers on all ranks, then make the process groups. Raise ConfigError on all ranks of the world."""
     layers = layers_of(given)
     checksum = Checksum(torch.device("cpu"))
     stores = [SlotStore(layer.expert_weights, checksum) for layer in layers]
     problem: EPMoEError | None = None
     staging: Staging | None = None
     try:
-        # first among the ranks that run these layers; what they find reaches the others below
+        # first among the ranks that run these layers; their problem reaches the rest of the world below
         facts = _facts(layers, stores, context.device)
         context.consensus.same("ExpertBalancer", facts, _problem(layers, context, config))
         staging = _staging(stores, context.device, config)
@@ -265,17 +286,20 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     groups: list[ProcessGroup] = []
     deadline = _deadline(config, context)
     status_exchange = StatusExchange(_dedicated_rank_group(context, "lockstep", name, "gloo", deadline, groups))
-    # NCCL's own timeout would end the process: the balancer's must come first
+    # NCCL's own timeout would end the process, so it is longer than the balancer's
     kind, seconds = ("nccl", 2 * deadline + 60) if context.device.type == "cuda" else ("gloo", deadline / 2)
     mover = Mover(_dedicated_rank_group(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
     for layer in layers:
         mover.warm_up(layer)
-    context.consensus.healthy("ExpertBalancer", None)  # all are connected before any goes on
+    context.consensus.healthy("ExpertBalancer", None)  # wait until all ranks are connected
     return Connections(layers, mover, status_exchange, name, deadline, context.consensus, groups)
 
 
 def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConfig) -> Staging:
-    """What all maps but rare ones need, before any group is made: a rank without memory is no rank's peer."""
+    """Allocate the staging memory that all but rare maps need.
+
+    It comes before any group is made, so that a rank without enough memory raises while no peer waits for it.
+    """
     sizes = [(store.slots, store.row_bytes) for store in stores]
     room = Room.usual(sizes, budget=config.bytes_per_step, commit=config.bytes_per_commit)
     try:
@@ -290,7 +314,7 @@ def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConf
 def _dedicated_rank_group(
     context: Context, kind: str, name: str, backend: str, timeout_s: float, made: list[ProcessGroup]
 ) -> RankGroup:
-    """A rank group of the context's, over a process group of its own."""
+    """Return a rank group of the context over a new process group, which is added to `made`."""
     rank_group = context.rank_groups[kind]
     if rank_group.size == 1:
         return rank_group
@@ -302,7 +326,7 @@ def _dedicated_rank_group(
 
 
 def _few_blocks(timeout: timedelta) -> Any:
-    """NCCL's kernels may not take the multiprocessors that forwards want."""
+    """Return NCCL options with few thread blocks, which leave the multiprocessors to forwards."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     options.config.max_ctas = _BLOCKS
@@ -323,7 +347,7 @@ def _facts(layers: Sequence[BalancedLayer], stores: Sequence[SlotStore], device:
 
 
 def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConfig) -> ConfigError | None:
-    """What is wrong on this rank, without raising: all ranks must raise together."""
+    """Return this rank's problem instead of raising it, because all ranks must raise together."""
     if not isinstance(config, EPLBConfig):
         return ConfigError(f"ExpertBalancer.config must be an EPLBConfig, got {config!r}")
     if not layers:
@@ -373,7 +397,7 @@ def _problem(layers: Sequence[BalancedLayer], context: Context, config: EPLBConf
 
 
 def layers_of(layers: object) -> list[BalancedLayer]:
-    """A model's MoE layers in the order of its modules, or those given; none where that is neither."""
+    """Return a model's MoE layers in the order of its modules, or the given layers; [] for anything else."""
     if isinstance(layers, nn.Module):
         return [layer for layer in layers.modules() if _balanced(layer)]
     found = list(layers) if isinstance(layers, Iterable) else []
@@ -381,5 +405,5 @@ def layers_of(layers: object) -> list[BalancedLayer]:
 
 
 def _balanced(layer: object) -> TypeGuard[BalancedLayer]:
-    # isinstance of a Protocol looks at static attributes alone from Python 3.12 on; a module's submodules are none
+    # from Python 3.12 on, isinstance of a Protocol sees static attributes only, and submodules are not static
     return all(hasattr(layer, name) for name in BalancedLayer.__annotations__)

@@ -1,6 +1,7 @@
-"""From two maps to the transfers between them, in bounded rounds. Pure: every rank computes the same schedule.
+"""Computes the transfers from one map to another, in batches of bounded size.
 
-Ranks are EP ranks, experts logical. A row is all bytes of one expert's slot.
+All functions are pure, so all ranks compute the same schedule. Ranks are EP ranks, experts are logical. A row is all
+bytes of one expert's slot.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from dataclasses import dataclass
 
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
-MAX_ROUNDS = 16  # in one batch: two operations each, so that few are in flight however small the experts are
-UNIT = 8  # bytes; pieces begin at multiples
+MAX_ROUNDS = 16  # the most rounds of a batch, two operations each: bounds the operations in flight for small experts
+UNIT = 8  # bytes; pieces begin at multiples of it
 _PAUSES = 32  # transfers between calls of `pause`
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class Transfer:
-    """One expert from a rank that has it to one that has not."""
+    """One expert, from a rank that has it to one that does not."""
 
     expert: int
     source: int
@@ -27,23 +28,23 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Moves:
-    """What changes from one map to another. A rank gets an expert once, however many of its slots want it.
+    """The moves from one map to another. A rank receives an expert once, even for several slots.
 
-    local: for each rank the experts that it copies from one of its slots to others
-    transfers: what travels
+    local: for each rank, the experts that it copies from one of its slots to others
+    transfers: the transfers between ranks
     """
 
     local: tuple[tuple[int, ...], ...]
     transfers: tuple[Transfer, ...]
 
     def staged(self, rank: int) -> tuple[int, ...]:
-        """The experts that a rank needs room for until the commit."""
+        """Return the experts for which a rank needs staging memory until the commit."""
         return (*self.local[rank], *(t.expert for t in self.transfers if t.target == rank))
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [start, stop) of an expert's row, to or from `peer`."""
+    """Bytes [start, stop) of an expert's row, sent to or received from `peer`."""
 
     expert: int
     peer: int
@@ -53,10 +54,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one rank does in one step.
+    """The work of one rank in one step.
 
     copies: experts to copy within the rank
-    rounds: (sent, received), each None where the rank has no part in it; all ranks go through rounds in this order
+    rounds: (sent, received) of each round, None for nothing. All ranks go through the rounds in this order
     """
 
     copies: tuple[int, ...]
@@ -65,11 +66,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class TransferSchedule:
-    """One rank's part in going from `old` to `new`.
+    """One rank's part in the change from map `old` to map `new`.
 
-    row_bytes: of an expert
-    slots: (slot, expert) that it writes at the end; staged: the experts that it needs room for until then
-    batches: what it does step by step; outbox_bytes: the most that it sends in one of them
+    row_bytes: bytes of an expert
+    slots: (slot, expert) of the slots that are written at the commit
+    staged: the experts for which it needs staging memory until then
+    batches: its work, step by step
+    outbox_bytes: the most bytes that it sends in one batch
     """
 
     old: ExpertMap
@@ -92,7 +95,11 @@ def transfer_schedule(
     ranks_per_node: int | None = None,
     pause: Callable[[], None] = lambda: None,
 ) -> TransferSchedule:
-    """budget: as for `batches`; pause: called now and then, for a thread that is not to take all the time"""
+    """Compute one rank's schedule.
+
+    budget: as for `batches`
+    pause: called repeatedly, so that a background thread can yield the GIL
+    """
     planned = moves(old, new, ranks_per_node=ranks_per_node)
     pause()
     parts = tuple(batches(planned, rank, row_bytes, budget, pause=pause))
@@ -102,19 +109,19 @@ def transfer_schedule(
 
 
 def changed_slots(old: ExpertMap, new: ExpertMap, rank: int) -> list[tuple[int, int]]:
-    """(slot, expert) of a rank's slots whose content differs under `new`; what an empty slot holds is no matter."""
+    """Return (slot, expert) of a rank's slots that get another expert. The content of an EMPTY slot does not matter."""
     before, after = old.local(rank), new.local(rank)
     return [(slot, expert) for slot, expert in enumerate(after) if expert not in (EMPTY, before[slot])]
 
 
 def moves(old: ExpertMap, new: ExpertMap, *, ranks_per_node: int | None = None) -> Moves:
-    """Sources are ranks of the target's node where any has the expert, and send evenly many."""
+    """Compute the moves. A source is on the target's node if a rank there has the expert. Sources are used evenly."""
     per_node, slots_per_rank = ranks_per_node or old.num_ranks, old.slots_per_rank
     wanted: list[set[int]] = [set() for _ in range(old.num_ranks)]
     for slot, (before, after) in enumerate(zip(old.physical_to_logical, new.physical_to_logical, strict=True)):
         if after not in (EMPTY, before):
             wanted[slot // slots_per_rank].add(after)
-    # of few experts, where the change is one piece of a layer's
+    # only of experts that move, which are few in a sub-plan
     holders = {e: sorted({slot // slots_per_rank for slot in old.logical_to_physical[e]}) for e in set().union(*wanted)}
     local: list[tuple[int, ...]] = []
     choices = []
@@ -126,7 +133,7 @@ def moves(old: ExpertMap, new: ExpertMap, *, ranks_per_node: int | None = None) 
                 choices.append((near or holders[expert], expert, target))
     sent = [0] * old.num_ranks
     transfers = []
-    # who has no choice goes first
+    # transfers with the fewest possible sources are assigned first
     for sources, expert, target in sorted(choices, key=lambda choice: (len(choice[0]), choice[1], choice[2])):
         source = min(sources, key=lambda rank: (sent[rank], rank))
         sent[source] += 1
@@ -137,11 +144,12 @@ def moves(old: ExpertMap, new: ExpertMap, *, ranks_per_node: int | None = None) 
 def rounds(
     transfers: Sequence[Transfer], num_ranks: int, pause: Callable[[], None] = lambda: None
 ) -> list[list[Transfer]]:
-    """Rounds in which each rank sends to at most one peer and receives from at most one; as few as there can be, which
-    is the most that any rank sends or receives.
+    """Split transfers into rounds, in which each rank sends to at most one peer and receives from at most one.
 
-    The edges of a bipartite graph (senders, receivers) colored one by one; where the two ends have no free color in
-    common, two colors are exchanged along a path (Konig)."""
+    The number of rounds is minimal: the most transfers that any rank sends or receives. The method is edge coloring of
+    a bipartite graph (senders, receivers), one edge after another. If the two ends have no free color in common, two
+    colors are exchanged along a path (Konig).
+    """
     sends: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]  # color -> transfer
     receives: list[dict[int, Transfer]] = [{} for _ in range(num_ranks)]
     for number, transfer in enumerate(transfers):
@@ -163,7 +171,7 @@ def _free(used: dict[int, Transfer]) -> int:
 def _exchange(
     sends: list[dict[int, Transfer]], receives: list[dict[int, Transfer]], target: int, one: int, other: int
 ) -> None:
-    """Along the path that begins at `target` with color `one`: each edge of one color gets the other."""
+    """Exchange two colors along the path that begins at `target` with color `one`."""
     path: list[tuple[Transfer, int]] = []
     ends, rank, colour = (receives, sends), target, one
     while colour in ends[len(path) % 2][rank]:
@@ -180,7 +188,7 @@ def _exchange(
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank sends, and receives, in one batch at most: rows, or one piece of a larger row."""
+    """The most that a rank sends, and receives, in one batch: whole rows, or one piece of a larger row."""
 
     pieces: int
     piece_bytes: int
@@ -199,10 +207,10 @@ def message(row_bytes: int, budget: int) -> Message:
 def batches(
     planned: Moves, rank: int, row_bytes: int, budget: int, *, pause: Callable[[], None] = lambda: None
 ) -> list[Batch]:
-    """A rank's part, step by step; equally many on all ranks.
+    """Return a rank's batches, one per step. All ranks have equally many.
 
-    In a batch a rank sends at most `budget` bytes, receives at most as many, and copies as many (or one row). Rows that
-    are larger travel in pieces.
+    In a batch a rank sends at most `budget` bytes, receives at most as many, and copies at most as many (or one row).
+    A row that is larger than `budget` is sent in pieces.
     """
     ranks = len(planned.local)
     most = message(row_bytes, budget)
@@ -224,7 +232,7 @@ def batches(
 
 
 def _part(step: list[Transfer], rank: int, spans: Sequence[tuple[int, int]]) -> list[tuple[Piece | None, Piece | None]]:
-    """A rank's (sent, received) of one round, span by span."""
+    """Return a rank's (sent, received) pieces in one round, one pair for each span."""
     sent = next((t for t in step if t.source == rank), None)
     received = next((t for t in step if t.target == rank), None)
     return [
@@ -237,25 +245,27 @@ def _part(step: list[Transfer], rank: int, spans: Sequence[tuple[int, int]]) -> 
 
 
 # --- sub-plans --------------------------------------------------------------------------------------------------------
-# A change of map as sub-plans that are small enough to be put in force between two forwards, each a whole map.
+# Splits a change of map into sub-plans, each a complete map, that are small enough to commit between two forwards.
 #
-# Writing a layer's slots takes the device what reading and writing them takes, and a forward waits for it. Slots can
-# be written at different times unless an expert goes from one to another: then it would be nowhere meanwhile, or
-# twice.
+# A forward waits while a commit reads and writes its slots. Slots can be written at different times unless an expert
+# moves from one to another: in between it would be in neither of them, or in both.
 
 
 def sub_plans(
     old: ExpertMap, new: ExpertMap, most: int, *, pause: Callable[[], None] = lambda: None
 ) -> list[ExpertMap]:
-    """The maps on the way from `old` to `new`, of which the last is `new`; from each to the next a rank writes at most
-    `most` slots, or as many as a cycle of experts that change places needs. Pure: the same on all ranks.
+    """Return the maps on the way from `old` to `new`, the last of which is `new`. Pure: the same on all ranks.
 
-    pause: called now and then, for a thread that is not to take all the time"""
+    From each map to the next, a rank writes at most `most` slots. A cycle of experts that change places is never
+    split, so its ranks may write more.
+
+    pause: called repeatedly, so that a background thread can yield the GIL
+    """
     found: list[tuple[list[int], Counter[int]]] = []  # slots of a sub-plan, and how many of them each rank writes
     for group in _groups(old, new):
         pause()
         needs = _writes(group, new)
-        for slots, written in found:  # the first with room, where a rank that writes nothing takes a cycle of any size
+        for slots, written in found:  # first fit; a rank that writes nothing yet accepts a cycle of any size
             if all(not written[rank] or written[rank] + count <= most for rank, count in needs.items()):
                 slots.extend(group)
                 written.update(needs)
@@ -273,13 +283,13 @@ def sub_plans(
 
 
 def _writes(group: Iterable[int], new: ExpertMap) -> Counter[int]:
-    """Slots that each rank writes; what an empty slot holds is no matter."""
+    """Return the number of slots that each rank writes. An EMPTY slot is not written."""
     slots_per_rank = new.slots_per_rank
     return Counter(slot // slots_per_rank for slot in group if new.physical_to_logical[slot] != EMPTY)
 
 
 def _groups(old: ExpertMap, new: ExpertMap) -> list[list[int]]:
-    """Slots that change, those together that must change at once: all that an expert leaves and comes to."""
+    """Group the slots that change. All slots that an expert leaves or enters are in one group, and change at once."""
     before, after = old.physical_to_logical, new.physical_to_logical
     changed = [slot for slot in range(len(before)) if before[slot] != after[slot]]
     parent = {slot: slot for slot in changed}

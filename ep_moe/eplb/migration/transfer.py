@@ -1,4 +1,7 @@
-"""One layer on its way from one map to another: into staging memory, a batch a step, while the old slots serve."""
+"""Moves the experts of one layer from one map to another, through staging memory, one batch per step.
+
+Forwards use the old slots until the commit.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.placement import Placement
 from ep_moe.weights.expert_weights import ExpertWeights
 
-_MAPS_AHEAD = 4  # that the device has not come to yet
+_MAPS_AHEAD = 4  # maps that the host may put in force before the device has reached the first of them
 
 
 class BalancedLayer(Protocol):
-    """What the balancer asks of a layer: `MoELayer` has it."""
+    """The attributes of a layer that the balancer uses. `MoELayer` has them."""
 
     name: str
     placement: Placement
@@ -32,10 +35,13 @@ class BalancedLayer(Protocol):
 
 
 class Mover:
-    """Bytes between the ranks of an EP group, beside the model: communicator, stream and staging memory of its own.
+    """Transfers bytes between the ranks of an EP group, concurrently with the model.
 
-    rank_group: of the EP group, over a process group of its own; staging: on the layers' device
-    deadline_s: how long a batch may take
+    It has its own communicator, CUDA stream and staging memory.
+
+    rank_group: the EP group, over a process group of the balancer
+    staging: memory on the layers' device
+    deadline_s: the longest time of a batch
     """
 
     def __init__(self, rank_group: RankGroup, staging: Staging, deadline_s: float) -> None:
@@ -48,7 +54,7 @@ class Mover:
         self._connect()
 
     def store(self, layer: BalancedLayer) -> SlotStore:
-        """The same one while the layer's rows stay as they are."""
+        """Return the layer's SlotStore. It is reused until the layout of the layer's rows changes."""
         held = self._stores.get(id(layer))
         if held is None or not held.fits(layer.expert_weights):
             held = self._stores[id(layer)] = SlotStore(layer.expert_weights, self.checksum)
@@ -56,12 +62,14 @@ class Mover:
 
     @torch.no_grad()
     def warm_up(self, layer: BalancedLayer) -> None:
-        """Run once what moves a layer's experts, on the mover's stream. The first run compiles or loads kernels and
-        allocates memory for the stream, and forwards would wait for it. Slots are written with what they hold."""
+        """Run once all that moves a layer's experts, on the mover's stream. Slots are written with their own content.
+
+        The first run compiles or loads kernels and allocates memory for the stream. Later it would delay forwards.
+        """
         store = self.store(layer)
         self.wait_for_caller()
         with self.beside():
-            # two, for every other slot may begin between multiples of 16 bytes: another kernel of torch's
+            # two slots: every other one may not be 16-byte aligned, and then torch runs another kernel
             for slot in range(min(2, store.slots)):
                 row = self.staging.row(0, store.row_bytes)
                 store.read(slot, 0, store.row_bytes, row)
@@ -71,18 +79,18 @@ class Mover:
             self.staging.seen.copy_(self.staging.damage, non_blocking=True)
         self.make_caller_wait()
         if self.stream is not None:
-            # what maps are put in force through: the host may be ahead of the device by several
+            # fill torch's cache with pinned memory, through which maps are put in force: several may be in use at once
             placed, pairs = layer.placement, self.staging.pairs[: store.slots]
             tables = (placed.logical_to_physical, placed.replica_count, pairs)
             _ = [torch.empty_like(one, device="cpu", pin_memory=True) for one in tables for _ in range(_MAPS_AHEAD)]
 
     def wait_for_caller(self) -> None:
-        """Have the mover's stream wait for the work queued on the caller's stream (commits, above all)."""
+        """Make the mover's stream wait for the work queued on the caller's stream, such as commits."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def make_caller_wait(self) -> None:
-        """Have the caller's stream wait for the work queued on the mover's stream."""
+        """Make the caller's stream wait for the work queued on the mover's stream."""
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
@@ -95,7 +103,7 @@ class Mover:
     def exchange(
         self, sent: tuple[Tensor, int] | None, received: tuple[Tensor, int] | None
     ) -> list[tuple[dist.Work, str]]:
-        """Start one round: (bytes, peer) each way. Returns the works and what each of them waits for."""
+        """Start one round: send and receive (bytes, peer). Return each work with a text of what it waits for."""
         operations, texts = [], []
         for call, text, part in ((dist.isend, "to", sent), (dist.irecv, "from", received)):
             if part is not None:
@@ -107,11 +115,11 @@ class Mover:
         return list(zip(works, texts if len(works) == len(texts) else [" and ".join(texts)], strict=True))
 
     def _connect(self) -> None:
-        """With every peer: NCCL connects two ranks at their first transfer, for which forwards would wait."""
+        """Exchange 8 bytes with every peer: NCCL connects two ranks at their first transfer, which delays forwards."""
         size, rank = self.rank_group.size, self.rank_group.rank
         if size == 1:
             return
-        # and all ranks at a group's first call, which two ranks alone could not make
+        # NCCL sets up a group at its first call, which must be one of all ranks
         dist.all_reduce(torch.zeros(1, device=self.device), group=self.rank_group.group)
         there, here = torch.zeros(2, 8, dtype=torch.uint8, device=self.device)
         for far in range(1, size):
@@ -119,16 +127,18 @@ class Mover:
                 work.wait()
 
     def abort(self) -> None:
-        """Free a device that waits for a lost peer."""
+        """Abort the process group, so that the device stops waiting for a lost peer."""
         if self.stream is not None and self.rank_group.group is not None:
             self.rank_group.group.abort()
 
 
 class Migration:
-    """A layer's experts from the map in force to another. Every rank makes it in the same step and calls `advance` in
-    every step; nothing that serves is written before `commit`.
+    """Moves a layer's experts from the map in force to another map.
 
-    done: all that this rank sends and receives has been
+    Every rank constructs it in the same step, and calls `advance` in every following step. Nothing that forwards use is
+    written before `commit`.
+
+    done: this rank has sent and received all of its bytes
     """
 
     def __init__(self, layer: BalancedLayer, transfer_schedule: TransferSchedule, mover: Mover) -> None:
@@ -138,14 +148,14 @@ class Migration:
         self._store = mover.store(layer)
         self._batches, self._staged = transfer_schedule.batches, transfer_schedule.staged
         self._place = {expert: index for index, expert in enumerate(self._staged)}
-        # no other migration is under way
+        # the buffers are shared by all migrations, of which one is under way at a time
         self._damage = mover.staging.damage[: len(self._staged)].zero_()
         self._seen = mover.staging.seen[: len(self._staged)].zero_()
         self._next = 0
         self._flight: _Flight | None = None
         self._rows: dict[int, Tensor] | None = None  # by slot, once `_prepare` was called
-        # once and not for each batch, which a caller far ahead of the device would hold up; weights that are written
-        # meanwhile make the migration outdated
+        # once, not for each batch: if the host is far ahead of the device, each batch would wait for all queued
+        # forwards; weights that are written in the meantime make the migration outdated
         mover.wait_for_caller()
 
     @property
@@ -153,7 +163,7 @@ class Migration:
         return self._flight is None and self._next == len(self._batches)
 
     def damage(self) -> str:
-        """What arrived otherwise than it was sent, as a sentence; "" for nothing. Once `done`."""
+        """Return a sentence about rows that do not match their checksums; "" if all do. Call it once `done`."""
         bad = [self._staged[index] for index in self._seen.nonzero().flatten().tolist()]
         if not bad:
             return ""
@@ -166,23 +176,26 @@ class Migration:
 
     @property
     def received_bytes(self) -> int:
-        """That come from other ranks."""
+        """Bytes that this rank receives from other ranks."""
         return (len(self._staged) - len(self.transfer_schedule.moves.local[self._rank])) * self._store.row_bytes
 
     def outdated(self) -> str:
-        """Why what was staged is not to be used: "weights" or "map" changed since; "" if they did not."""
+        """Return what makes the staged experts unusable: "weights" or "map" if it changed since the start, else ""."""
         if self.layer.placement.expert_map is not self.transfer_schedule.old:
             return "map"
         return "weights" if self.layer.expert_weights.updates != self._updates else ""
 
     def written(self) -> bool:
-        """Whether this rank's weights were written since, by parameters: other ranks need not know."""
+        """Return whether this rank's weights were written through parameters since the start.
+
+        Other ranks cannot know it.
+        """
         return self.layer.expert_weights.written() != self._written
 
     def advance(self) -> None:
-        """Look after the batch under way, and start the next. PeerTimeout where a peer does not answer in time."""
+        """Check the current batch, and start the next. Raise PeerTimeout if a peer does not answer in time."""
         if self._next == len(self._batches):
-            self._prepare()  # in a step that has little else to do
+            self._prepare()  # here, because this step starts no batch
         if self._flight is not None:
             if not self._flight.landed(self.layer.name):
                 return
@@ -195,7 +208,7 @@ class Migration:
                 works = self._start(batch)
                 if self._mover.stream is not None:
                     for work, _ in works:
-                        work.wait()  # the stream, not the host
+                        work.wait()  # makes the stream wait, not the host
                     self._examine(batch)
             self._flight = _Flight(self._mover, works)
 
@@ -210,8 +223,10 @@ class Migration:
 
     @torch.no_grad()
     def _prepare(self) -> dict[int, Tensor]:
-        """What `commit` needs and what can be made before it, once: forwards wait for a commit. Changes nothing that
-        serves. Returns the row of each slot that is to be written."""
+        """Prepare `commit` once, as far as possible, because forwards wait for a commit.
+
+        It changes nothing that forwards use. Returns the row for each slot that will be written.
+        """
         if self._rows is None:
             self._rows = {slot: self._row(expert) for slot, expert in self.transfer_schedule.slots}
             with self._mover.beside():
@@ -258,8 +273,11 @@ class Migration:
 
 
 class _Flight:
-    """A batch under way. On a GPU it has landed when the stream has come there, which is asked and not waited for; on
-    a CPU the transfer goes on beside the forward, and what is left of it is waited for."""
+    """A batch in transfer.
+
+    On a GPU it has landed once the stream has reached its event, which is queried without waiting. On a CPU the
+    transfer runs beside the forward, and `landed` waits for the rest of it.
+    """
 
     def __init__(self, mover: Mover, works: list[tuple[dist.Work, str]]) -> None:
         self._mover, self._works = mover, works
@@ -291,17 +309,18 @@ class _Flight:
 
 
 # --- staging ----------------------------------------------------------------------------------------------------------
-# Room for experts on their way: how much of it is needed, and the memory, which is there before anything moves.
+# Staging memory for experts in transfer. It is allocated before anything moves.
 
-_MADE_AT_ONCE = 32 << 20  # bytes of memory in one step
-_CYCLE = 8  # experts of a rank that change places together: more are rare for loads that are not steep
+_MADE_AT_ONCE = 32 << 20  # bytes to allocate in one step
+_CYCLE = 8  # experts of a rank that change places in one cycle: more are rare unless the load is very uneven
 
 
 @dataclass(frozen=True)
 class Room:
-    """What one rank needs at a time, in bytes.
+    """The staging memory that one rank needs, in bytes.
 
-    rows: of each expert that waits for its commit, the largest first; outbox: of all that is sent in one step
+    rows: bytes of each expert that waits for its commit, the largest first
+    outbox: bytes of all that is sent in one step
     """
 
     rows: tuple[int, ...] = ()
@@ -309,8 +328,12 @@ class Room:
 
     @classmethod
     def usual(cls, layers: Iterable[tuple[int, int]], *, budget: int, commit: int) -> Room:
-        """For all maps but those in which experts change places in larger cycles. layers: (slots of this rank, bytes of
-        a row); budget, commit: bytes of a step, and of what is put in force at once."""
+        """Return the room for all maps, except those in which experts change places in cycles longer than `_CYCLE`.
+
+        layers: (slots of this rank, bytes of a row) of each layer
+        budget: bytes of a step
+        commit: bytes of a commit
+        """
         return cls._for_one_of(
             (min(slots, max(commit // size, _CYCLE)), size, message(size, budget).bytes) for slots, size in layers
         )
@@ -321,26 +344,29 @@ class Room:
 
     @classmethod
     def _for_one_of(cls, needs: Iterable[tuple[int, int, int]]) -> Room:
-        """needs: (rows, bytes of each, outbox), of which there is one at a time."""
+        """Return the room that satisfies any one of the needs at a time. needs: (rows, bytes of each, outbox)"""
         needs = list(needs)
         largest = [0] * max([rows for rows, _, _ in needs], default=0)
         for rows, size, _ in needs:
             if rows:
                 largest[rows - 1] = max(largest[rows - 1], size)
-        places = [*accumulate(reversed(largest), max)]  # from the last on: one is as large as all after it
+        places = [*accumulate(reversed(largest), max)]  # from the last to the first: each as large as those after it
         return cls(tuple(reversed(places)), max([outbox for _, _, outbox in needs], default=0))
 
 
 class Staging:
-    """Memory for experts on their way, made with the balancer and kept: forwards would wait for memory that is made
-    while they run. What a plan needs beyond that is made for it and given back.
+    """Memory for experts in transfer. It is allocated with the balancer and kept, because allocations delay forwards.
 
-    kept: what is kept; slots: the most that a rank has of a layer
-    damage: int64 [slots], on the device, what each row's checksum finds; seen: the same on the host, pinned for a GPU
-    pairs: int64 [slots, 2], on the device, which row goes to which slot (`SlotStore.address`)
+    Memory that a plan needs beyond this is allocated for the plan and freed after it.
+
+    kept: the room that is kept
+    slots: the most slots of this rank in any layer
+    damage: int64 [slots] on the device, the checksum difference of each row, 0 for an intact one
+    seen: a copy of `damage` on the host, pinned for a GPU
+    pairs: int64 [slots, 2] on the device, which row goes to which slot (`SlotStore.address`)
     """
 
-    @torch.inference_mode(False)  # or what is made within one could not be written outside
+    @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
     def __init__(self, kept: Room, slots: int, device: torch.device) -> None:
         self.device, self._kept = device, len(kept.rows)
         self._rows = [self._empty(size) for size in kept.rows]
@@ -351,12 +377,15 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Of experts."""
+        """Bytes of the memory for experts."""
         return sum(row.numel() for row in self._rows) + self._outbox.numel()
 
     def reserve(self, room: Room) -> bool:
-        """Make some of what is lacking before anything travels, so that a rank without memory says so while no peer
-        waits for it; not all at once, since forwards would wait. Returns whether all is there."""
+        """Allocate some of the memory that `room` lacks. Return whether all of it is there.
+
+        It runs before any transfer, so that a rank without memory reports it while no peer waits for it. It does not
+        allocate all at once, because forwards wait for allocations.
+        """
         if self._outbox.numel() < room.outbox:
             self._outbox = self._empty(room.outbox)
         made = 0
@@ -370,11 +399,11 @@ class Staging:
         return True
 
     def release(self) -> None:
-        """What was made beyond what is kept."""
+        """Free the rows beyond those that are kept."""
         del self._rows[self._kept :]
 
     def row(self, index: int, row_bytes: int) -> Tensor:
-        """uint8 [row_bytes]"""
+        """Return the memory of one row, uint8 [row_bytes]."""
         return self._rows[index][:row_bytes]
 
     def outbox(self, start: int, size: int) -> Tensor:

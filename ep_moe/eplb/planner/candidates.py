@@ -1,7 +1,7 @@
-"""The maps that the planner compares, for all layers at once.
+"""Computes the maps that the planner compares, for all layers at once.
 
-A layer is cut into one row per node (see `packing` for rows and letters; L layers, N nodes), solved row by row, and put
-together again.
+Each layer is split into one row per node. The rows are solved separately and joined again. `packing` defines rows and
+letters; L is the number of layers, N the number of nodes.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from ep_moe.eplb.planner.packing import ABSENT, Floats, Ints, assign, relabel_ra
 from ep_moe.eplb.planner.search import exhaustive_search, refine
 from ep_moe.placement.expert_map import EMPTY
 
-SLACK = 1 + 1e-9  # loads this close are equal
+SLACK = 1 + 1e-9  # loads within this factor count as equal
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be planned, in arrays; L layers.
+    """A planning problem of L layers, as arrays.
 
     load: float64 [L, E]
-    now: int64 [L, R, S], the experts in force, those beyond `room` too; EMPTY, or ABSENT beyond `room`
+    now: int64 [L, R, S], the current expert in each slot, also in slots beyond `room`; other slots are EMPTY, or ABSENT
+        beyond `room`
     room: int64 [L, R], slots of each rank
     """
 
@@ -38,7 +39,7 @@ class Problem:
 
     @property
     def mean(self) -> Floats:
-        """float64 [L]: load of the mean rank among those with slots."""
+        """The mean load of the ranks with slots, float64 [L]."""
         return np.asarray(self.load.sum(1) / (self.room > 0).sum(1))
 
     def only(self, layers: Ints) -> Problem:
@@ -46,8 +47,10 @@ class Problem:
 
 
 def occupied(problem: Problem, table: Ints) -> Ints:
-    """The table with a copy of its node's heaviest expert on each rank that has slots and no expert: no load grows, and
-    a map without it would have forgotten the rank's memory."""
+    """Return the table with an expert on each rank that has slots but none: a copy of its node's heaviest expert.
+
+    This raises no other rank's load. Without it, the map would not show that the rank has slots.
+    """
     table = table.copy()
     per_node = table.shape[1] // problem.nodes
     for layer, rank in np.argwhere((problem.room > 0) & ~(table >= 0).any(2)):
@@ -60,13 +63,15 @@ def occupied(problem: Problem, table: Ints) -> Ints:
 
 
 def fullest_rank(problem: Problem, table: Ints) -> Floats:
-    """float64 [L]: load of the fullest rank."""
+    """Return the largest rank load of each layer, float64 [L]."""
     return np.asarray(packing.rank_loads(problem.load, table).max(1))
 
 
 def legal_layers(problem: Problem) -> Any:
-    """bool [L]: the current map could be a plan: all experts, none twice on a rank or beyond its room, and no group
-    on two nodes."""
+    """Return for each layer whether the current map is a valid plan, bool [L].
+
+    It must have all experts, none of them twice on a rank or beyond a rank's room, and no group on two nodes.
+    """
     within = (problem.now < 0) | (np.arange(problem.now.shape[2]) < problem.room[:, :, None])
     complete = (packing.count_copies(problem.now, problem.load.shape[1]) > 0).all(1)
     alone = ((_residents(problem) > 0).sum(1) == 1).all(1)
@@ -75,13 +80,13 @@ def legal_layers(problem: Problem) -> Any:
 
 @dataclass(frozen=True)
 class Fresh:
-    """The published algorithm's result for L layers, with N nodes.
+    """The result of the published algorithm for L layers and N nodes.
 
     group_nodes: int64 [L, groups], the node of each group
-    table: int64 [L * N, R / N, S], the algorithm's, but with the second copy of an expert on a rank moved away
-    twice: bool [L * N], there was one
-    published: float64 [L], the algorithm's own fullest rank
-    bound: float64 [L], what no map with these nodes stays under
+    table: int64 [L * N, R / N, S], the algorithm's table, with second copies of an expert on a rank moved elsewhere
+    twice: bool [L * N], whether the row had such a second copy
+    published: float64 [L], the largest rank load of the algorithm's own table
+    bound: float64 [L], a lower bound of the largest rank load of any map with these nodes
     """
 
     group_nodes: Ints
@@ -118,7 +123,10 @@ def make_fresh(problem: Problem) -> Fresh:
 
 
 def _fresh_group_nodes(problem: Problem) -> Ints:
-    """int64 [L, groups]: the published packing of groups to nodes, the nodes renamed after what they hold now."""
+    """Return the node of each group by the published packing, int64 [L, groups].
+
+    Nodes are permuted so that they keep many of the experts that they hold now.
+    """
     layers, nodes, groups = len(problem.load), problem.nodes, problem.groups
     if nodes == 1:
         return np.zeros((layers, groups), np.int64)
@@ -135,7 +143,7 @@ def _fresh_group_nodes(problem: Problem) -> Ints:
 
 
 def _residents(problem: Problem) -> Ints:
-    """int64 [L, nodes, groups]: experts of each group that a node holds now."""
+    """Return the number of experts of each group that a node holds now, int64 [L, nodes, groups]."""
     layers, nodes = len(problem.load), problem.nodes
     held = packing.holders(problem.now.reshape(layers, nodes, -1), problem.load.shape[1])
     return np.asarray(held.reshape(layers, nodes, problem.groups, -1).sum(3))
@@ -143,9 +151,10 @@ def _residents(problem: Problem) -> Ints:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Layers cut into one row per node, experts numbered from 0 in each row.
+    """Layers split into one row per node. In each row, experts are numbered from 0.
 
-    member: int64 [L, N * E / N], the logical expert of each row's experts
+    load, room, now: as in `Problem`, by row
+    member: int64 [L, E], the logical expert of each row's experts, row after row
     """
 
     load: Floats
@@ -173,7 +182,7 @@ class _Rows:
         )
 
     def logical(self, table: Ints) -> Ints:
-        """[L, R, S] of a table [L * N, R / N, S] with numbers of the rows."""
+        """Convert a table [L * N, R / N, S] with the rows' numbers to one with logical experts, [L, R, S]."""
         layers = len(self.member)
         member = self.member.reshape(len(table), -1)
         flat = table.reshape(len(table), -1)
@@ -182,7 +191,7 @@ class _Rows:
 
 
 def adapted(problem: Problem, goal: Floats, fresh: Fresh) -> Ints:
-    """The current tables with as few changes as bring the fullest rank to the goal, where that succeeds."""
+    """Return the current tables with few changes that bring the largest rank load to the goal, if possible."""
     nodes = problem.nodes
     group_nodes = _current_group_nodes(problem, fresh)
     rows = _Rows.of(problem, group_nodes)
@@ -192,7 +201,7 @@ def adapted(problem: Problem, goal: Floats, fresh: Fresh) -> Ints:
     at_rest = (held > 0).all(1) & (packing.copy_loads(rows.load, held, start).sum(2).max(1) <= goals)
     busy = np.flatnonzero(~at_rest)
     load, room = rows.load[busy], rows.room[busy]
-    # a copy heavier than half a rank is hard to place
+    # a copy with more than half of a rank's load is hard to place
     counts = packing.adapted_counts(load, held[busy], room.sum(1), (room > 0).sum(1), goals[busy] / 2)
     table = packing.fill(load, counts, packing.drop_surplus(load, counts, start[busy]))
     start[busy] = refine(load, table, goals[busy])
@@ -200,8 +209,11 @@ def adapted(problem: Problem, goal: Floats, fresh: Fresh) -> Ints:
 
 
 def _current_group_nodes(problem: Problem, fresh: Fresh) -> Ints:
-    """int64 [L, groups]: where each group is now, but for swaps that bring the fullest node to that of the fresh
-    packing; the fresh packing where nodes hold unequal numbers of groups now."""
+    """Return the node of each group, int64 [L, groups], with few changes from the current map.
+
+    Groups are swapped until the fullest node is no fuller than in the fresh packing. A layer whose nodes now hold
+    unequal numbers of groups starts from the fresh packing.
+    """
     nodes, groups = problem.nodes, problem.groups
     group_nodes = _residents(problem).argmax(1)
     whole = ((group_nodes[:, None, :] == np.arange(nodes)[:, None]).sum(2) == groups // nodes).all(1)
@@ -217,7 +229,7 @@ def _current_group_nodes(problem: Problem, fresh: Fresh) -> Ints:
 
 
 def _group_nodes_of(packed: Ints) -> Ints:
-    """int64 [L, groups], the node of each group, of [L, nodes, groups / nodes], the groups of each node."""
+    """Invert the groups of each node, [L, nodes, groups / nodes], to the node of each group, int64 [L, groups]."""
     group_nodes = np.empty((len(packed), packed.shape[1] * packed.shape[2]), np.int64)
     np.put_along_axis(
         group_nodes, packed.reshape(group_nodes.shape), np.arange(packed.shape[1]).repeat(packed.shape[2])[None], 1
@@ -226,13 +238,13 @@ def _group_nodes_of(packed: Ints) -> Ints:
 
 
 def _start(rows: _Rows) -> Ints:
-    """The current tables as far as they are legal: no expert twice on a rank, nothing where there is no slot."""
+    """Return the legal part of the current tables: without second copies on a rank or experts beyond its room."""
     table = _widened(packing.empty_table(rows.room), rows.now.shape[2])
     return np.where((table == EMPTY) & ~packing.second_copies(rows.now), rows.now, table)
 
 
 def refined(problem: Problem, fresh: Fresh, goal: Floats) -> Ints:
-    """The fresh tables on their way to the goal, ranks named after the current ones."""
+    """Return the fresh tables, refined toward the goal, with ranks permuted to match the current ones."""
     rows, goals = _Rows.of(problem, fresh.group_nodes), goal.repeat(problem.nodes)
     table = refine(rows.load, fresh.table, goals)
     doubled = np.flatnonzero(fresh.twice)
@@ -245,8 +257,7 @@ def refined(problem: Problem, fresh: Fresh, goal: Floats) -> Ints:
 
 
 def _without_second_copies(rows: _Rows, doubled: Ints, table: Ints, goals: Floats) -> Ints:
-    """`table`, the refined one of rows `doubled`, or one packed anew under the rule that forbids second
-    copies, if better."""
+    """Return the better of two tables for the rows `doubled`: `table`, or one packed without second copies."""
     load = rows.load[doubled]
     other = packing.fill(load, _legal_counts(rows, doubled), packing.empty_table(rows.room[doubled]))
     other = refine(load, _widened(other, table.shape[2]), goals)

@@ -1,4 +1,4 @@
-"""How many copies each expert gets, and which rank takes them: greedy steps, vectorized over rows.
+"""Greedy packing: how many copies each expert gets, and which rank takes each copy. Vectorized over rows.
 
 A row is one balancing problem: a layer, or one node's share of a layer. Arrays have these shapes and letters:
 
@@ -27,10 +27,11 @@ ABSENT = -2
 
 
 def greedy_counts(load: Floats, slots: Ints, most: Ints | None = None) -> Ints:
-    """One copy of each expert, and each slot that is left to the expert whose copies are heaviest by then.
+    """Return `counts`: one copy of each expert; each further slot goes to the expert with the heaviest copies so far.
 
-    slots: int64 [X], of all ranks together, at least E
-    most: int64 [X], copies that an expert can have (the ranks, where copies must be on different ones); None: any
+    slots: int64 [X], slots of all ranks together, at least E
+    most: int64 [X], the most copies of an expert: the number of ranks, if copies must be on different ranks; None: no
+        limit
     """
     counts = np.ones(load.shape, np.int64)
     heaviest = load.copy()
@@ -52,9 +53,10 @@ def greedy_counts(load: Floats, slots: Ints, most: Ints | None = None) -> Ints:
 
 
 def adapted_counts(load: Floats, counts: Ints, slots: Ints, most: Ints, limit: Floats) -> Ints:
-    """`counts` with as few changes as make every copy at most `limit` heavy, or as light as changes can make it.
+    """Return `counts` with few changes, so that no copy's load exceeds `limit`, or by as little as possible.
 
-    counts: those in force, 0 for an expert that was lost; slots, most: as for `greedy_counts`
+    counts: those in force, 0 for an expert that was lost
+    slots, most: as for `greedy_counts`
     limit: float64 [X]
     """
     counts = np.maximum(counts, 1)
@@ -78,7 +80,7 @@ def adapted_counts(load: Floats, counts: Ints, slots: Ints, most: Ints, limit: F
 
 
 def _cheapest(load: Floats, counts: Ints, rows: Ints) -> tuple[Ints, Floats]:
-    """Whose copy can be given up, and how heavy its other copies are then; infinite where no expert has two."""
+    """Return the expert that can best lose a copy, and the load of its other copies then; infinity if none has two."""
     without = np.where(counts[rows] > 1, load[rows] / np.maximum(counts[rows] - 1, 1), np.inf)
     expert = without.argmin(1)
     return expert, without[np.arange(len(rows)), expert]
@@ -89,42 +91,44 @@ def _take(load: Floats, counts: Ints, rows: Ints) -> None:
 
 
 def holders(table: Ints, experts: int) -> Bools:
-    """`held` of a table."""
+    """Return `held` of a table."""
     rows, ranks = table.shape[:2]
-    held = np.zeros((rows * ranks, experts + 2), bool)  # ABSENT and EMPTY in front
+    held = np.zeros((rows * ranks, experts + 2), bool)  # the first two columns are ABSENT and EMPTY
     held[np.arange(rows * ranks)[:, None], table.reshape(rows * ranks, table.shape[2]) + 2] = True
     return np.ascontiguousarray(held[:, 2:]).reshape(rows, ranks, experts)
 
 
 def rank_loads(load: Floats, table: Ints) -> Floats:
-    """float64 [X, R]; an expert twice on a rank counts twice."""
+    """Return the load of each rank, float64 [X, R]. Two copies of an expert on a rank both count."""
     return np.asarray(copy_loads(load, count_copies(table, load.shape[1]), table).sum(2))
 
 
 def copy_loads(load: Floats, counts: Ints, table: Ints) -> Floats:
-    """float64, the shape of `table`: the load of the copy in each slot, 0 in one without."""
+    """Return the load of the copy in each slot, float64 in the shape of `table`; 0 for a slot without one."""
     copy = load / np.maximum(counts, 1)
     flat = np.take_along_axis(copy, np.maximum(table, 0).reshape(len(table), math.prod(table.shape[1:])), 1)
     return np.where(table >= 0, flat.reshape(table.shape), 0.0)
 
 
 def count_copies(table: Ints, experts: int) -> Ints:
-    """`counts` of a table."""
-    wide = experts + 2  # ABSENT and EMPTY in front
+    """Return `counts` of a table."""
+    wide = experts + 2  # the first two columns are ABSENT and EMPTY
     place = table + (2 + np.arange(len(table)) * wide)[:, None, None]
     return np.bincount(place.ravel(), minlength=len(table) * wide).reshape(len(table), wide)[:, 2:]
 
 
 def has_twice(table: Ints) -> Bools:
-    """bool [X]: some rank holds an expert twice."""
+    """Return whether some rank of a row holds an expert twice, bool [X]."""
     ordered = np.sort(table, axis=2)
     return np.asarray(((ordered[:, :, 1:] == ordered[:, :, :-1]) & (ordered[:, :, 1:] >= 0)).any((1, 2)))
 
 
 def move_second_copies(load: Floats, table: Ints) -> Ints:
-    """The table with no expert twice on a rank. A second copy is dropped where the rank has all copies of the expert:
-    that changes no load. Else it is swapped for what leaves the fuller of the two ranks emptiest, or dropped where no
-    swap is legal."""
+    """Return the table with no expert twice on a rank.
+
+    If the rank has all copies of the expert, the second copy is dropped, which changes no load. Otherwise it is swapped
+    with the slot of another rank that minimizes the larger load of the two ranks. If no swap is legal, it is dropped.
+    """
     table = table.copy()
     rows = np.flatnonzero(has_twice(table))
     while rows.size:
@@ -153,7 +157,7 @@ def move_second_copies(load: Floats, table: Ints) -> Ints:
 
 
 def second_copies(table: Ints) -> Bools:
-    """bool, the shape of `table`: the slot has an expert that an earlier slot of its rank has too."""
+    """Return which slots repeat an expert of an earlier slot of the same rank, bool in the shape of `table`."""
     order = np.argsort(table, axis=2, kind="stable")
     ordered = np.take_along_axis(table, order, 2)
     again = np.zeros(table.shape, bool)
@@ -164,13 +168,13 @@ def second_copies(table: Ints) -> Bools:
 
 
 def empty_table(slots: Ints) -> Ints:
-    """A table of EMPTY slots. slots: int64 [X, R]."""
+    """Return a table of EMPTY slots, ABSENT beyond `slots`, int64 [X, R]."""
     place = np.arange(int(slots.max(initial=1)))
     return np.where(place < slots[:, :, None], EMPTY, ABSENT)
 
 
 def drop_surplus(load: Floats, counts: Ints, table: Ints) -> Ints:
-    """The table without copies above `counts`: of each expert those on the fullest ranks go."""
+    """Return the table without copies in excess of `counts`. Those on the fullest ranks are removed first."""
     table = table.copy()
     surplus = count_copies(table, load.shape[1]) - counts
     rows = np.flatnonzero((surplus > 0).any(1))
@@ -187,10 +191,10 @@ def drop_surplus(load: Floats, counts: Ints, table: Ints) -> Ints:
 
 
 def fill(load: Floats, counts: Ints, table: Ints, *, distinct: bool = True) -> Ints:
-    """Put the copies that `table` lacks into its EMPTY slots, heaviest first, each on the emptiest rank with a slot.
+    """Put the copies that `table` lacks into EMPTY slots: heaviest first, each on the least loaded rank with a slot.
 
-    distinct: never two copies on one rank; a copy that then finds no rank is left out (never an expert's only one, if
-        the slots suffice for `counts`). False is the published algorithm.
+    distinct: never put two copies of an expert on one rank. A copy for which no rank is left is omitted. An expert's
+        only copy is never omitted if the slots suffice for `counts`. False is the published algorithm.
     """
     table = -np.sort(-table, axis=2)  # experts, EMPTY, ABSENT
     items, lengths = _missing(load / counts, counts - count_copies(table, load.shape[1]))
@@ -221,7 +225,10 @@ def fill(load: Floats, counts: Ints, table: Ints, *, distinct: bool = True) -> I
 
 
 def _missing(copy: Floats, missing: Ints) -> tuple[Ints, Ints]:
-    """Copies to place as expert ids, int64 [most, X], heaviest first, EMPTY behind a row's last; their number [X]."""
+    """Return the copies to place, as expert ids int64 [most, X], and their number [X].
+
+    They are ordered heaviest first, and filled up with EMPTY.
+    """
     missing = np.maximum(missing, 0)
     order = np.argsort(-copy, axis=1, kind="stable")
     lengths = missing.sum(1)
@@ -232,15 +239,17 @@ def _missing(copy: Floats, missing: Ints) -> tuple[Ints, Ints]:
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
-# Say the same plan with fewer moves: which rank takes which set of experts, and which slot each expert. Neither changes
-# a rank's set of experts but by renaming ranks, so loads stay.
+# Relabel a plan so that fewer experts move: choose which rank takes which set of experts, and which slot each expert
+# gets. Sets of experts stay together, so the loads of the ranks are only permuted.
 
 _SWEEPS = 32
 
 
 def relabel_ranks(old: Ints, new: Ints, experts: int) -> Ints:
-    """`new` with its ranks renamed so that ranks hold many experts they have in `old`. Only ranks with equally many
-    slots take each other's names."""
+    """Return `new` with its ranks permuted, so that ranks keep many of the experts they have in `old`.
+
+    Only ranks with equal numbers of slots are exchanged.
+    """
     mine, theirs = holders(new, experts).astype(np.float32), holders(old, experts).astype(np.float32)
     common = mine @ theirs.transpose(0, 2, 1)  # [X, new rank, old rank]
     slots = (new != ABSENT).sum(2)
@@ -248,12 +257,17 @@ def relabel_ranks(old: Ints, new: Ints, experts: int) -> Ints:
 
 
 def assign(common: np.ndarray, kind: Ints) -> Ints:
-    """int64 [X, R]: for each old name the new set that takes it, so that the sum of `common` is large: greedy, then
-    exchanges in pairs. kind: int64 [X, R]; only names of one kind are exchanged."""
+    """Assign a new set of experts to each old rank so that the sum of `common` is large: greedily, then by exchanges.
+
+    common: [X, new set, old rank], experts that both hold
+    kind: int64 [X, R]; a set goes to a rank of its own kind only
+
+    Returns int64 [X, R], the new set of each old rank.
+    """
     rows = np.arange(len(common))
     ranks = common.shape[1]
     common = np.where(kind[:, :, None] == kind[:, None, :], common, -np.inf)
-    name = np.tile(np.arange(ranks), (len(common), 1))  # of each new set
+    name = np.tile(np.arange(ranks), (len(common), 1))  # the old rank of each new set
     order = np.argsort(-common.max(2), axis=1, kind="stable")
     free = np.zeros((len(common), ranks), common.dtype)
     for step in range(ranks):
@@ -263,7 +277,7 @@ def assign(common: np.ndarray, kind: Ints) -> Ints:
         free[rows, best] = -np.inf
     for _ in range(_SWEEPS if ranks <= 64 else 0):
         now = np.take_along_axis(common, name[:, :, None], 2)  # [X, R, 1]
-        then = np.take_along_axis(common, np.repeat(name[:, None, :], ranks, 1), 2)  # set i under the name of j
+        then = np.take_along_axis(common, np.repeat(name[:, None, :], ranks, 1), 2)  # set i on the rank of set j
         gain = (then + then.transpose(0, 2, 1) - now - now.transpose(0, 2, 1)).reshape(len(common), -1)
         best = gain.argmax(1)
         rows = np.flatnonzero(gain[np.arange(len(common)), best] > 0)
@@ -275,9 +289,11 @@ def assign(common: np.ndarray, kind: Ints) -> Ints:
 
 
 def relabel_slots(old: Ints, new: Ints, experts: int) -> Ints:
-    """`new` with each rank's experts ordered so that one which stays on its rank keeps its slot; newcomers take the
-    last free ones. Where a rank's last slot would be EMPTY, an expert moves there, or `ExpertMap.num_slots` would
-    forget the slot. old: int64 [X, R, S], as wide as `new`."""
+    """Return `new` with slots reordered so that an expert that stays on its rank keeps its slot.
+
+    New experts of a rank take its last free slots. If a rank's last slot would be EMPTY, an expert is moved into it:
+    `ExpertMap.num_slots` counts slots up to the last one in use. old: int64 [X, R, S], as wide as `new`.
+    """
     rows, ranks = np.arange(len(old))[:, None, None], np.arange(old.shape[1])[:, None]
     stays = (old >= 0) & ~second_copies(old) & holders(new, experts)[rows, ranks, np.maximum(old, 0)]
     stays &= new != ABSENT
@@ -295,7 +311,7 @@ def relabel_slots(old: Ints, new: Ints, experts: int) -> Ints:
 def _last_slot_used(table: Ints) -> Ints:
     slots = table.shape[2]
     last = (table != ABSENT).sum(2) - 1
-    top = slots - 1 - (table >= 0)[:, :, ::-1].argmax(2)  # of the last expert
+    top = slots - 1 - (table >= 0)[:, :, ::-1].argmax(2)  # the slot of the last expert
     row, rank = np.nonzero((table >= 0).any(2) & (top < last))
     start, end = top[row, rank], last[row, rank]
     table[row, rank, end], table[row, rank, start] = table[row, rank, start], EMPTY

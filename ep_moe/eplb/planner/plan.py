@@ -1,13 +1,13 @@
-"""From load to one ExpertMap per layer. Pure: numpy arrays in, maps out; nothing is random.
+"""Plans one ExpertMap per layer from load. Pure functions of numpy arrays, without randomness.
 
-Per layer, three maps are compared:
+For each layer the planner compares three maps:
 
-    current    the one in force. It stays where it is balanced already
-    adapted    the current one with as few changes as bring every rank to the goal
-    fresh      the published algorithm of DeepSeek's EPLB (groups to nodes, copies, copies to ranks, each greedily), its
-               ranks renamed after the current ones, then refined
+    current    the map in force. It stays if it is balanced already
+    adapted    the current map with few changes that bring every rank to the goal
+    fresh      the published algorithm of DeepSeek's EPLB (groups to nodes, number of copies, copies to ranks, each
+               greedily). Its ranks are renamed to match the current map, and then it is refined
 
-and the cheapest that is good enough is taken.
+It takes the first of them that is good enough.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ep_moe.eplb.planner.score import checked_loads, dead_of
 from ep_moe.errors import ConfigError, NoRoom
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
-_PASSES = 4  # over layers that end above the goal
+_PASSES = 4  # the most passes over layers that are still above the goal
 
 
 def plan(
@@ -49,35 +49,36 @@ def plan(
     tolerance: float = 0.01,
     enough: float = 1.0,
 ) -> list[ExpertMap]:
-    """Plan a map per layer for a load.
+    """Plan one map per layer for a load.
 
     No rank holds an expert twice. A layer that changes is at least as balanced as under the published algorithm
-    (DeepSeek's EPLB), or as balanced as `enough` asks for. With tolerance=0 and enough=1 this holds for every layer.
+    (DeepSeek's EPLB), or as balanced as `enough` requires. With tolerance=0 and enough=1 this holds for every layer.
 
-    Exception: the published plan may put an expert twice on a rank, and then no legal map need be as balanced. The
-    result is then the best map that the search finds. It is the best there is where one node's ranks can be filled in
+    Exception: the published algorithm may put an expert twice on a rank. Then there may be no legal map that is as
+    balanced, and the result is the best map that the search finds. It is optimal if one node's ranks can be filled in
     at most 30,000 ways (`search.FEW`).
 
     Args:
         load: [layers, E], routes per logical expert in any unit, not negative.
-        current: The maps in force, one per layer, alike in E and R.
-        groups: Experts [g * E / groups, (g + 1) * E / groups) are group g. Where groups % nodes == 0 and every node has
-            room for groups / nodes groups, all copies of a group are on one node; else nodes play no part.
-        nodes: Ranks [n * R / nodes, (n + 1) * R / nodes) are node n.
+        current: The maps in force, one per layer, all with the same E and R.
+        groups: Number of expert groups. Group g is experts [g * E / groups, (g + 1) * E / groups). All copies of a
+            group are on one node if groups % nodes == 0 and every node has room for groups / nodes groups. Otherwise
+            nodes are ignored.
+        nodes: Number of nodes. Node n is ranks [n * R / nodes, (n + 1) * R / nodes).
         dead_ranks: Ranks that get no experts.
-        slots: [R] or [layers, R], experts that a rank has memory for. Default: the slots in use in `current`.
-        tolerance: A layer stays as it is where its fullest rank is at most this fraction above the mean rank. It also
-            stays where it is as balanced as the published algorithm would make it and the new map would take less than
-            this fraction off the fullest rank.
-        enough: Balancedness (mean rank / fullest rank) at which a layer is not changed further. A smaller value moves
-            fewer experts.
+        slots: [R] or [layers, R], number of experts that a rank has memory for. Default: the slots in use in `current`.
+        tolerance: A layer is left unchanged if its largest rank load exceeds the mean by at most this fraction. It is
+            also left unchanged if it is as balanced as under the published algorithm, and the new map would reduce the
+            largest rank load by less than this fraction.
+        enough: Balancedness (mean rank load / largest rank load) at which a layer is not changed further. A smaller
+            value moves fewer experts.
 
     Returns:
-        A map per layer; `current[l]` itself where layer l stays as it is.
+        One map per layer; `current[l]` itself if layer l is unchanged.
 
     Raises:
-        ConfigError: an argument is of a wrong kind, out of range or does not fit the others.
-        NoRoom: the living ranks have too few slots for all experts.
+        ConfigError: An argument has a wrong type, is out of range or does not fit the others.
+        NoRoom: The ranks that are alive have too few slots for all experts.
     """
     current = _checked_maps(current)
     loads = _checked_load(load, current)
@@ -94,7 +95,7 @@ def plan(
 
 
 def _plan(problem: Problem) -> Ints:
-    """int64 [L, R, S]: the new tables, equal to `now` in layers that stay."""
+    """Return the new tables, int64 [L, R, S]. Unchanged layers are equal to `now`."""
     before, legal = fullest_rank(problem, problem.now), legal_layers(problem)
     peace = np.maximum(problem.mean * (1 + problem.tolerance), problem.mean / problem.enough) * SLACK
     layers = np.flatnonzero(~legal | (before > peace))
@@ -112,7 +113,7 @@ def _plan(problem: Problem) -> Ints:
 
 
 def _improved(problem: Problem) -> tuple[Ints, Bools]:
-    """The tables after one pass; bool [L], a further pass would be in vain."""
+    """Run one pass. Return the tables, and bool [L]: a further pass cannot improve the layer."""
     before, legal = fullest_rank(problem, problem.now), legal_layers(problem)
     fresh = make_fresh(problem)
     enough = problem.mean / problem.enough
@@ -129,7 +130,7 @@ def _improved(problem: Problem) -> tuple[Ints, Bools]:
 
 
 def _best(problem: Problem, fresh: Fresh, goal: Floats) -> tuple[Ints, Floats]:
-    """The adapted tables, or the refined fresh ones where those are needed; and their fullest ranks, float64 [L]."""
+    """Return the adapted tables, or the refined fresh ones in layers that need them, and the largest loads [L]."""
     tables = adapted(problem, goal, fresh)
     full = fullest_rank(problem, tables)
     short = np.flatnonzero(full > goal)
@@ -143,12 +144,15 @@ def _best(problem: Problem, fresh: Fresh, goal: Floats) -> tuple[Ints, Floats]:
 
 
 def _fits(room: Ints, experts: int, nodes: int) -> bool:
-    """Every node of every layer has room for its share of the experts."""
+    """Return whether every node of every layer has slots for its share of the experts."""
     return bool((room.reshape(len(room), nodes, -1).sum(2) >= experts // nodes).all())
 
 
 def _tables(current: Sequence[ExpertMap], least: int) -> Ints:
-    """int64 [L, R, S] of the maps, S = the largest `slots_per_rank` or `least`, EMPTY where a map has no slot."""
+    """Convert maps to a table int64 [L, R, S], EMPTY where a map has no slot.
+
+    S is the largest `slots_per_rank`, at least `least`.
+    """
     ranks = current[0].num_ranks
     width = max(least, *(held.slots_per_rank for held in current))
     tables = np.full((len(current), ranks, width), EMPTY)
@@ -160,8 +164,10 @@ def _tables(current: Sequence[ExpertMap], least: int) -> Ints:
 
 
 def _map(table: Ints, held: ExpertMap, room: int) -> ExpertMap:
-    """The table as a map of the current one's `slots_per_rank`, or wider where `slots` says so; the current one if it
-    is equal."""
+    """Convert a table to a map; return the current map itself if they are equal.
+
+    The map has the current one's `slots_per_rank`, or `room` if that is larger.
+    """
     slots_per_rank = max(held.slots_per_rank, room)
     flat = tuple(np.maximum(table[:, :slots_per_rank], EMPTY).ravel().tolist())
     return held if flat == held.physical_to_logical else ExpertMap(held.num_experts, held.num_ranks, flat)
@@ -187,7 +193,7 @@ def _checked_load(load: Any, current: Sequence[ExpertMap]) -> Floats:
 
 
 def _checked_room(current: Sequence[ExpertMap], slots: Any, dead_ranks: Collection[int]) -> Ints:
-    """int64 [L, R]: slots of each rank, none on the dead."""
+    """Return the slots of each rank, int64 [L, R]; 0 for dead ranks. Raise if they are too few."""
     ranks, experts = current[0].num_ranks, current[0].num_experts
     if slots is None:
         taken = _tables(current, 1) != EMPTY

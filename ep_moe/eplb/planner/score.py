@@ -1,4 +1,4 @@
-"""What a map is worth: load per rank, and bytes to get from one map to another, by the link they travel."""
+"""Scores maps: load per rank, and the experts that must move from one map to another, by the link they travel."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ep_moe.eplb.planner.packing import Bools, Floats, Ints, holders, rank_loads
 from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 
-MOST_LOAD = 1e100  # of one expert: sums over experts and their squares are then far from infinite
+MOST_LOAD = 1e100  # largest load of one expert, so that sums over experts and their squares stay finite
 
 
 def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
-    """Add up the load of each rank. Each copy of an expert carries an equal share.
+    """Sum the load of each rank. The copies of an expert share its load equally.
 
     Args:
         load: [layers, E], at least 0.
@@ -27,7 +27,7 @@ def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
         float64 [layers, R].
 
     Raises:
-        ConfigError: `load` and `maps` are of a wrong kind or do not fit each other.
+        ConfigError: `load` and `maps` have a wrong type or do not fit each other.
     """
     if not isinstance(maps, Sequence) or not all(isinstance(held, ExpertMap) for held in maps):
         raise ConfigError(f"maps must be a sequence of ExpertMaps, one per layer, got {shown(maps)}")
@@ -41,7 +41,7 @@ def loads_by_rank(load: Any, maps: Sequence[ExpertMap]) -> Floats:
 
 
 def checked_loads(name: str, load: Any) -> Floats:
-    """float64 of any shape: numbers of at least 0 whose sums and squares are finite too."""
+    """Return loads as float64, in the given shape. Raise ConfigError unless they are in [0, MOST_LOAD]."""
     try:
         given = np.asarray(load)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -56,34 +56,34 @@ def checked_loads(name: str, load: Any) -> Floats:
 
 
 def balancedness(ranks: Any, *, dead_ranks: Collection[int] = ()) -> Floats:
-    """Compare the mean rank with the fullest one.
+    """Compute the balancedness of each layer: mean rank load / largest rank load.
 
     Args:
         ranks: [layers, R], the load of each rank.
-        dead_ranks: Ranks that do not count.
+        dead_ranks: Ranks to ignore.
 
     Returns:
-        float64 [layers], mean / fullest rank, 1 where there is no load.
+        float64 [layers]; 1 for a layer without load.
 
     Raises:
-        ConfigError: `ranks` are no loads, or no rank is left.
+        ConfigError: `ranks` are not valid loads, or no rank is left.
     """
     mean, full = _mean_and_fullest(ranks, dead_ranks)
     return np.divide(mean, full, out=np.ones_like(mean), where=full > 0)
 
 
 def critical_path(ranks: Any, *, dead_ranks: Collection[int] = ()) -> float:
-    """Compare the mean rank with the fullest one over all layers, each by the time it takes.
+    """Compute the balancedness of all layers together, in which layers with more load weigh more.
 
     Args:
         ranks: [layers, R], the load of each rank.
-        dead_ranks: Ranks that do not count.
+        dead_ranks: Ranks to ignore.
 
     Returns:
-        Sum over layers of the mean rank / sum of the fullest, 1 where there is no load.
+        Sum over layers of the mean rank load / sum over layers of the largest rank load; 1 without load.
 
     Raises:
-        ConfigError: `ranks` are no loads, or no rank is left.
+        ConfigError: `ranks` are not valid loads, or no rank is left.
     """
     mean, full = _mean_and_fullest(ranks, dead_ranks)
     return float(mean.sum() / full.sum()) if full.sum() > 0 else 1.0
@@ -100,7 +100,7 @@ def _mean_and_fullest(ranks: Any, dead_ranks: Collection[int]) -> tuple[Floats, 
 
 
 def dead_of(ranks: int, dead_ranks: Collection[int]) -> list[int]:
-    """Once each, in order."""
+    """Return the dead ranks sorted, without duplicates. Raise ConfigError for one that is out of range."""
     if not isinstance(dead_ranks, Iterable) or isinstance(dead_ranks, str):
         raise ConfigError(f"dead_ranks must be a collection of ranks in [0, {ranks}), got {shown(dead_ranks)}")
     found = [as_whole(rank) for rank in dead_ranks]
@@ -112,13 +112,13 @@ def dead_of(ranks: int, dead_ranks: Collection[int]) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Experts that ranks receive on the way from one map to another.
+    """The number of experts that each rank receives in a change from one map to another.
 
     Args:
-        local: int64 [layers, R], experts that change their slot on a rank that has them already.
+        local: int64 [layers, R], experts that the rank has already and that change their slot.
         same_node: int64 [layers, R], experts that come from a rank of the same node.
-        other_node: int64 [layers, R], experts that come from another node, no rank of the own one having them.
-        lost: int64 [layers, R], experts that no living rank has; they come from a checkpoint.
+        other_node: int64 [layers, R], experts that come from another node, because no rank of this node has them.
+        lost: int64 [layers, R], experts that no living rank has. They must come from a checkpoint.
         expert_bytes: Bytes of one expert's weights and scales.
     """
 
@@ -162,20 +162,20 @@ def traffic(
     ranks_per_node: int | None = None,
     dead_ranks: Collection[int] = (),
 ) -> Traffic:
-    """Count what has to travel from `old` to `new`. A rank receives an expert once.
+    """Count the experts that must move from `old` to `new`. A rank receives an expert once, for all of its slots.
 
     Args:
         old: The maps in force, one per layer.
         new: The planned maps.
         expert_bytes: Bytes of one expert's weights and scales.
-        ranks_per_node: Consecutive ranks share a node. Default: one node.
+        ranks_per_node: Number of consecutive ranks that share a node. Default: all ranks.
         dead_ranks: Ranks from which nothing can be fetched.
 
     Returns:
-        Experts by the link that they travel.
+        The number of experts by the link they travel.
 
     Raises:
-        ConfigError: the maps do not fit each other, or a number is out of range.
+        ConfigError: The maps do not fit each other, or a number is out of range.
     """
     if len(old) != len(new) or not old:
         raise ConfigError(f"traffic needs as many old maps as new ones, at least one, got {len(old)} and {len(new)}")
@@ -189,7 +189,7 @@ def traffic(
 
 
 def _received(old: ExpertMap, new: ExpertMap, per_node: int, dead_ranks: Collection[int]) -> Ints:
-    """int64 [4, R]: local, same_node, other_node, lost of one layer."""
+    """Return local, same_node, other_node and lost of one layer, int64 [4, R]."""
     if (old.num_experts, old.num_ranks) != (new.num_experts, new.num_ranks):
         raise ConfigError(f"traffic needs maps alike in E and R, got {old} and {new}")
     has, wants = _held(old), _held(new)
@@ -205,7 +205,7 @@ def _held(held: ExpertMap) -> Bools:
 
 
 def _shifted(old: ExpertMap, new: ExpertMap) -> Ints:
-    """int64 [R]: experts that stay on a rank in another slot."""
+    """Return the number of experts that stay on their rank but change their slot, int64 [R]."""
     slots = max(old.slots_per_rank, new.slots_per_rank)
     before, after = table_of(old, slots), table_of(new, slots)
     stays = np.take_along_axis(_held(old), np.maximum(after, 0), 1) & (after != EMPTY)
@@ -213,7 +213,7 @@ def _shifted(old: ExpertMap, new: ExpertMap) -> Ints:
 
 
 def table_of(held: ExpertMap, slots: int = 0) -> Ints:
-    """int64 [R, S], the expert in each slot, S = the map's `slots_per_rank` or `slots` if that is more."""
+    """Return the expert in each slot, int64 [R, S]. S is the map's `slots_per_rank`, at least `slots`."""
     table = np.full((held.num_ranks, max(slots, held.slots_per_rank)), EMPTY)
     table[:, : held.slots_per_rank] = np.reshape(held.physical_to_logical, (held.num_ranks, held.slots_per_rank))
     return table

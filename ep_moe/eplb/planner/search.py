@@ -1,8 +1,8 @@
-"""Local search: exchange experts between ranks, then add and drop copies, until no rank is above the goal. Behind it
-a wider one, for the few rows that it leaves too high.
+"""Local search for balanced tables, and a wider search for the few rows on which it fails.
 
-Shapes and letters as in `packing`. Every step makes the rank it starts from lighter and leaves every other one below
-what that was, so the fullest rank of a row never gets fuller.
+The local search exchanges experts between ranks, then adds and drops copies, until no rank is above the goal. Each step
+lowers the load of one rank, and keeps all ranks that it changes below that rank's former load. So the largest load of a
+row never grows. Shapes and letters are those of `packing`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ep_moe.eplb.planner.packing import ABSENT, Bools, Floats, Ints, copy_loads,
 from ep_moe.placement.expert_map import EMPTY
 
 _ROUNDS = 64
-_CELLS = 1_000_000  # ranks times experts, over all rounds: rows beyond 60 ranks of 256 experts get fewer
+_CELLS = 1_000_000  # limit of rounds * ranks * experts: rows larger than 60 ranks of 256 experts get fewer rounds
 _FEWEST = 4
-_LESS = 1 - 1e-9  # an improvement smaller than this is rounding
+_LESS = 1 - 1e-9  # an improvement by a smaller factor counts as rounding
 
 
 @dataclass
 class _Search:
-    """A table under change, with what is derived from it kept in step."""
+    """A table that is being changed, and arrays derived from it that are kept up to date."""
 
     load: Floats
     goal: Floats
@@ -37,7 +37,7 @@ class _Search:
     ranks: Floats  # [X, R], load of each rank
 
     def exchange(self, rows: Ints, rank: Ints, slot: Ints, other: Ints, place: Ints) -> None:
-        """Swap the contents of (rank, slot) and (other, place) of each row; ranks of a row are named once only."""
+        """Swap the contents of (rank, slot) and (other, place) in each row. A rank of a row occurs in one swap only."""
         here, there = (rows, rank, slot), (rows, other, place)
         mine, theirs = self.table[here], self.table[there]
         self.table[here], self.table[there] = theirs, mine
@@ -51,7 +51,7 @@ class _Search:
             self.held[rows[real], target[real], expert[real]] = True
 
     def recount(self, rows: Ints) -> None:
-        """Derive everything anew after copies were added or dropped."""
+        """Recompute the derived arrays after copies were added or dropped."""
         self.counts[rows] = count_copies(self.table[rows], self.load.shape[1])
         self.held[rows] = holders(self.table[rows], self.load.shape[1])
         self.copies[rows] = copy_loads(self.load[rows], self.counts[rows], self.table[rows])
@@ -59,9 +59,9 @@ class _Search:
 
 
 def refine(load: Floats, table: Ints, goal: Floats) -> Ints:
-    """A table whose fullest rank is no fuller than that of `table`, and at most `goal` [X] where the search gets there.
+    """Return a table with the largest rank load lowered to `goal` [X] if the search succeeds, and never raised.
 
-    Ranks below the goal change only as partners of one above it.
+    Ranks below the goal change only in exchanges with a rank above it.
     """
     counts = count_copies(table, load.shape[1])
     copies, held = copy_loads(load, counts, table), holders(table, load.shape[1])
@@ -79,7 +79,7 @@ def refine(load: Floats, table: Ints, goal: Floats) -> Ints:
 
 
 def _exhaust(step: Callable[[_Search, Ints], Bools], search: _Search, rows: Ints, rounds: int) -> Ints:
-    """Repeat a step on the rows above the goal until it moves none of them; those still above."""
+    """Repeat a step on the rows above the goal until it changes none of them. Return the rows that are still above."""
     busy = rows
     for _ in range(rounds):
         busy = busy[search.ranks[busy].max(1) > search.goal[busy]]
@@ -91,8 +91,10 @@ def _exhaust(step: Callable[[_Search, Ints], Bools], search: _Search, rows: Ints
 
 
 def _swap_pairs(search: _Search, rows: Ints) -> Bools:
-    """The fullest rank with the emptiest, the second with the second last, ...: the best swap of each pair whose
-    fuller rank is above the goal."""
+    """Pair the fullest rank with the emptiest, the second fullest with the second emptiest, and so on.
+
+    Make the best swap in each pair whose fuller rank is above the goal. Return which rows changed.
+    """
     order = np.argsort(search.ranks[rows], axis=1, kind="stable")
     pairs = order.shape[1] // 2
     low, high = order[:, :pairs], order[:, ::-1][:, :pairs]
@@ -112,7 +114,7 @@ def _swap_pairs(search: _Search, rows: Ints) -> Bools:
 
 
 def _swap_fullest(search: _Search, rows: Ints) -> Bools:
-    """The best swap of the fullest rank with any other."""
+    """Make the best swap of the fullest rank with any other rank. Return which rows changed."""
     row, local = rows[:, None], np.arange(len(rows))
     every = np.arange(search.table.shape[1])[None, :]
     high = search.ranks[rows].argmax(1)
@@ -133,20 +135,23 @@ def _swap_fullest(search: _Search, rows: Ints) -> Bools:
 
 
 def _give(search: _Search, row: Ints, target: Ints, experts: Ints, copies: Floats) -> Floats:
-    """Loads of what could go to `target`, infinite for what cannot."""
+    """Return the load of each expert that could go to `target`; infinity if it cannot."""
     bad = (experts < 0) | search.held[row[..., None], target[..., None], np.maximum(experts, 0)]
     return np.where(bad, np.inf, copies)
 
 
 def _take(search: _Search, row: Ints, target: Ints, experts: Ints, copies: Floats) -> Floats:
-    """Loads of what `target` could get for it, an EMPTY slot too; -infinite for what it cannot."""
+    """Return the load of each slot that `target` could take in exchange, EMPTY ones too; -infinity if it cannot."""
     bad = (experts == ABSENT) | (experts >= 0) & search.held[row[..., None], target[..., None], np.maximum(experts, 0)]
     return np.where(bad, -np.inf, copies)
 
 
 def _change_copies(search: _Search, rows: Ints) -> Bools:
-    """The best of: drop a copy from the fullest rank; add a copy of one of its experts elsewhere, in an EMPTY slot or
-    in place of an expert that has more copies."""
+    """Make the best change of copies for the fullest rank. Return which rows changed.
+
+    Either drop a copy from this rank. Or put a further copy of one of its experts on another rank, into an EMPTY slot
+    or replacing an expert that has other copies.
+    """
     local = np.arange(len(rows))
     high = search.ranks[rows].argmax(1)
     full = search.ranks[rows, high]
@@ -167,7 +172,7 @@ def _change_copies(search: _Search, rows: Ints) -> Bools:
 
 
 def _drop_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
-    """float64 [X, S]: the fullest of the ranks concerned once the fullest rank gave up the copy in a slot."""
+    """Return the largest load of the ranks concerned after the fullest rank drops the copy in a slot, [X, S]."""
     local = np.arange(len(rows))
     experts = search.table[rows, high]
     safe = np.maximum(experts, 0)
@@ -181,7 +186,10 @@ def _drop_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
 
 
 def _put_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
-    """float64 [X, S * R * S]: the same once a copy of the fullest rank's expert in a slot stands in another one."""
+    """Return the largest load of the ranks concerned after a copy is added, float64 [X, S * R * S].
+
+    The copy is of the expert in a slot of the fullest rank, and goes to a slot (R, S) of another rank.
+    """
     table, ranks, held = search.table[rows], search.ranks[rows], search.held[rows]
     local, shape = np.arange(len(rows)), table.shape
     copy = search.load[rows] / search.counts[rows]
@@ -195,7 +203,8 @@ def _put_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
     flat = np.maximum(table, 0).reshape(len(rows), -1)
     freed = np.where(table >= 0, np.take_along_axis(copy, flat, 1).reshape(shape), 0.0)
     given = np.take_along_axis(search.counts[rows], flat, 1).reshape(shape)
-    heavier = np.where(table >= 0, freed / np.maximum(given - 1, 1), 0.0)  # on each other rank with that expert
+    # by how much the load grows on each other rank that has the replaced expert
+    heavier = np.where(table >= 0, freed / np.maximum(given - 1, 1), 0.0)
     others = _fullest_host(ranks, held, high, table) + heavier
     here = np.take_along_axis(held[local, high], flat, 1).reshape(shape) & (table >= 0)
     usable = (table == EMPTY) | (table >= 0) & (given > 1)
@@ -211,7 +220,10 @@ def _put_scores(search: _Search, rows: Ints, high: Ints) -> Floats:
 
 
 def _fullest_host(ranks: Floats, held: Bools, high: Ints, table: Ints) -> Floats:
-    """float64 [X, R, S]: the fullest rank that has a slot's expert too, but the slot's own and the fullest of all."""
+    """Return the largest load of the ranks that share a slot's expert, float64 [X, R, S].
+
+    The slot's own rank and the rank `high` do not count.
+    """
     local = np.arange(len(ranks))
     loads = np.where(held, ranks[..., None], -np.inf)  # [X, R, E]
     loads[local, high] = -np.inf
@@ -226,19 +238,22 @@ def _fullest_host(ranks: Floats, held: Bools, high: Ints, table: Ints) -> Floats
 
 
 # --- a wider search ---------------------------------------------------------------------------------------------------
-# A wider search for the few rows in which `refine` stays above what the published algorithm reaches by putting an
-# expert twice on a rank. Slow (milliseconds a row), and exact where there are few maps.
+# A wider search for the few rows that `refine` cannot bring to the balance of the published algorithm, because that one
+# puts an expert twice on a rank. It takes milliseconds a row, and is exact for rows with few possible maps.
 
-FEW = 30_000  # a row with so many maps has all of them tried
+FEW = 30_000  # a row with at most so many possible maps is solved by trying all of them
 _STARTS = 128
-_WIDER_CELLS = 400_000  # ranks times experts, over all starts: large rows get few
-_WORTHWHILE = 8
+_WIDER_CELLS = 400_000  # limit of starts * ranks * experts: large rows get fewer starts
+_WORTHWHILE = 8  # with fewer starts the search is skipped
 _DEPTH = 6
-_ROOM = 2_000_000  # slots in all neighbors that are looked at together
+_ROOM = 2_000_000  # limit of the slots in all neighbors that are evaluated at once
 
 
 def exhaustive_search(load: Floats, room: Ints, table: Ints, goal: Floats) -> Ints:
-    """Tables no worse than `table`, at most `goal` [X] where such are found. room: int64 [X, R]."""
+    """Return tables that are no worse than `table`, with the largest load at most `goal` [X] if such are found.
+
+    room: int64 [X, R], slots of each rank
+    """
     table = table.copy()
     for row in np.flatnonzero(_fullest(load, table) > goal):
         one = slice(row, row + 1)
@@ -256,7 +271,7 @@ def _fullest(load: Floats, table: Ints) -> Floats:
 
 
 def _choices(experts: int, room: Ints) -> int:
-    """How many ways there are to give each rank a set of experts, ranks with equal room not told apart."""
+    """Return the number of ways to give each rank a set of experts. Ranks with equal room are interchangeable."""
     many = 1
     for slots, ranks in zip(*np.unique(room, return_counts=True), strict=True):
         sets = sum(math.comb(experts, size) for size in range(min(int(slots), experts) + 1))
@@ -265,7 +280,7 @@ def _choices(experts: int, room: Ints) -> int:
 
 
 def _best_of_all(load: Floats, room: Ints, table: Ints) -> Ints:
-    """int64 [1, R, S]: the table of one row whose fullest rank is as empty as can be. load [E], room [R]."""
+    """Return the table of one row with the smallest possible largest load, int64 [1, R, S]. load [E], room [R]."""
     experts = len(load)
     kinds, ways = np.unique(room), []
     for slots in kinds:
@@ -287,7 +302,10 @@ def _best_of_all(load: Floats, room: Ints, table: Ints) -> Ints:
 
 
 def _searched(load: Floats, room: Ints, table: Ints, goal: float) -> Ints:
-    """int64 [1, R, S]: refined, the best of starts with fewer copies, then of what lies one move from the best."""
+    """Return the best table of one row that a search with many starts finds, int64 [1, R, S].
+
+    The first starts have different numbers of copies. All later ones are one move away from the best table so far.
+    """
     width = min(_STARTS, _WIDER_CELLS // (room.size * load.shape[1]))
     if width < _WORTHWHILE:
         return table
@@ -308,8 +326,10 @@ def _searched(load: Floats, room: Ints, table: Ints, goal: float) -> Ints:
 
 
 def _one_move_away(load: Floats, table: Ints) -> Ints:
-    """int64 [_STARTS at most, R, S]: the best legal tables that differ in a swap with the fullest rank, a copy of one
-    of its experts elsewhere, or a copy less on it."""
+    """Return the best legal tables that are one move away, int64 [at most _STARTS, R, S].
+
+    A move is a swap with the fullest rank, a further copy of one of its experts elsewhere, or one copy less on it.
+    """
     flat = table.reshape(-1)
     slot_rank = np.arange(flat.size) // table.shape[2]
     high = packing.rank_loads(load, table)[0].argmax()
