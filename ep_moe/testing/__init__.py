@@ -1,5 +1,7 @@
-"""Tools for testing on ranks: one body, run by plain pytest on forked gloo ranks or under torchrun on real ones; and
-the contracts of transports, kernels and model families, for anybody's class or entry."""
+"""Tools for tests on several ranks, and contract checks for your own transports, kernels and model families.
+
+A test body runs on forked gloo ranks under plain pytest, and on real ranks under torchrun.
+"""
 
 from ep_moe.testing.distributed import distributed, rank_device
 from ep_moe.testing.fused_contract import check_fused

@@ -1,5 +1,7 @@
-"""`@distributed(2, 4)`: a test body that runs on forked ranks or on torchrun's; and `made_on_the_host`: data from
-generators that any rank has, whatever the default device.
+"""`@distributed(2, 4)` runs a test body on forked ranks or on torchrun's ranks.
+
+`made_on_the_host` makes test data on the CPU. A seeded CPU generator gives the same data on every rank, whatever the
+default device.
 """
 
 from __future__ import annotations
@@ -18,26 +20,28 @@ from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.devices import on_device
 
-DEADLINE_S = 150.0  # of whole bodies, which may compile a model on a loaded machine
+DEADLINE_S = 150.0  # for a whole body, which may compile a model on a busy machine
 
 
 def distributed(
     *world_sizes: int, deadline_s: float = DEADLINE_S, expect_dead: Collection[int] = (), set_device: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Run a module-level test body on each of these numbers of ranks.
+    """Run a module-level test body on each of the given numbers of ranks.
 
-    Under plain pytest the ranks are forked gloo processes on this machine's CPU. Under `torchrun -m pytest` the body
-    runs on torchrun's ranks (NCCL where there are GPUs), where their number is the one asked for, and is skipped
-    otherwise, on all ranks alike. The body may take `world_size`. Its arguments must be picklable: all ranks get rank
-    0's, so that `tmp_path` is one folder although each of torchrun's ranks is a pytest of its own.
+    Under plain pytest, the ranks are forked gloo processes on this machine's CPU. Under `torchrun -m pytest`, the body
+    runs on torchrun's ranks (NCCL if there are GPUs). It is skipped on all ranks if torchrun started another number of
+    ranks.
+
+    The body may have a parameter `world_size`. Its arguments must be picklable, because all ranks get those of rank 0.
+    So `tmp_path` is one folder, although each of torchrun's ranks runs its own pytest.
 
     Args:
         world_sizes: Numbers of ranks.
-        deadline_s: Seconds for the whole body on forked ranks, which are then ended. torchrun's ranks have 150 s
-            for each collective.
-        expect_dead: Ranks that the body ends, or lets hang, on purpose. Such a test runs on forked ranks only.
-        set_device: Make each rank's GPU the current device, for a body that calls transports or kernels by themselves.
-            Without it device 0 is current on all ranks, as in a user's script: layers and contexts need nothing else.
+        deadline_s: Seconds for the whole body on forked ranks, which are then killed. torchrun's ranks have 150 s for
+            each collective.
+        expect_dead: Ranks that the body kills, or lets hang, on purpose. Such a test runs on forked ranks only.
+        set_device: Make each rank's GPU the current device, for a body that calls transports or kernels directly.
+            Without it, device 0 is current on all ranks, as in a user's script. Layers and contexts work with that.
 
     Returns:
         A decorator.
@@ -80,7 +84,7 @@ def _run_under_torchrun(
         pytest.skip("ends ranks on purpose; run it under plain pytest")
     device = local_device()
     init_from_torchrun(device, deadline_s=DEADLINE_S)
-    # of what the first rank's fixtures gave, but for what undoes this process's own changes
+    # take the arguments of the first rank's fixtures, except MonkeyPatch, which undoes changes of its own process
     own = {name: value for name, value in kwargs.items() if isinstance(value, pytest.MonkeyPatch)}
     arguments = [{name: value for name, value in kwargs.items() if name not in own}]
     dist.broadcast_object_list(arguments, device=device)
@@ -91,7 +95,7 @@ def _run_under_torchrun(
 
 
 def rank_device() -> torch.device:
-    """Say where a test body should put its tensors.
+    """Return the device on which a test body should create its tensors.
 
     Returns:
         This rank's GPU under torchrun, else the CPU.
@@ -108,7 +112,7 @@ Found = TypeVar("Found")
 def made_on_the_host(check: Callable[Given, Found]) -> Callable[Given, Found]:
     @functools.wraps(check)
     def checked(*args: Given.args, **kwargs: Given.kwargs) -> Found:
-        # a mode costs every torch call a few microseconds of Python
+        # enter the mode only if needed: it adds a few microseconds of Python to every torch call
         with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
             return check(*args, **kwargs)
 

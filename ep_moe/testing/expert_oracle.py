@@ -1,14 +1,21 @@
-"""What a quantized expert kernel should give, and how far it may be off: float64 on the dequantized weights.
+"""Expected results of an expert kernel, in float64 on the dequantized weights, and bounds of their rounding errors.
 
-Errors are those of rounding: of the activations before each matrix product (the scheme's own, with its scale), of INT4
-weights with their scales to the layer's dtype where products are of that (as compressed-tensors dequantizes), of each
-intermediate result to the layer's dtype, of sums in float32, of each addition of the output. One rounding is off by at
-most half a step c. A sum of n of them with factors f is off by at most z * sqrt(sum (f * c)**2) but for a probability
-of 2 exp(-z*z / 2) (Hoeffding, errors of random data being independent with mean zero); z = 7 leaves 5e-11 an element.
+The bound accounts for these roundings:
 
-Block-scaled activations (NVFP4, MXFP8): the first product's input is known to the last bit, so its rounding is no error
-but part of the value. Within a step as wide as E2M1's an error is taken as uniform, for which c**2 / 3 stands in the
-place of c**2: a bound of whole half steps would let a wrong scale pass.
+- of the activations before each matrix product, as the scheme defines it, with its scale;
+- of INT4 weights times their scales to the layer's dtype, if products are in that dtype (as compressed-tensors
+  dequantizes);
+- of each intermediate result to the layer's dtype;
+- of sums in float32;
+- of each addition to the output.
+
+One rounding has an error of at most half a step c. Errors of random data are taken as independent with mean zero. A sum
+of n of them with factors f then exceeds z * sqrt(sum (f * c)**2) with probability at most 2 exp(-z*z / 2) (Hoeffding's
+inequality). z = 7 gives 5e-11 for an element.
+
+For block-scaled activations (NVFP4, MXFP8), the first product's input is known exactly, so its rounding is part of the
+expected value and not an error. A step of E2M1 is wide. The error within it is taken as uniform, with c**2 / 3 instead
+of c**2, because a bound of whole half steps would accept a wrong scale.
 """
 
 from __future__ import annotations
@@ -36,9 +43,13 @@ Z = 7.0
 
 
 def half_step(values: Tensor, scale: Tensor | float, rounding: Rounding, dtype: torch.dtype) -> Tensor:
-    """Half the distance of neighboring numbers: E4M3 has 3 bits behind the point, and 2**-9 * scale at least. E2M1's
-    numbers are 1/2 * scale apart up to 2 * scale, 1 up to 4, and 2 beyond; under a scale that is smaller by 2 / 17 a
-    number beyond 2 or 4 of it is still nearer to that than half this step. scale: see `scale_of_rows`."""
+    """Return half the distance of neighboring numbers of a format at the given values.
+
+    E4M3 has 3 mantissa bits, and a smallest step of 2**-9 * scale. E2M1's numbers are 1/2 * scale apart up to
+    2 * scale, 1 * scale up to 4 * scale, and 2 * scale beyond. A kernel's scale s may be smaller than `scale` by
+    2 / 17. A value between 2 * s and 2 * scale, or 4 * s and 4 * scale, is still within half this step of 2 * s or
+    4 * s. scale: see `scale_of_rows`
+    """
     if rounding is Rounding.NONE:
         return values.abs() * (torch.finfo(dtype).eps / 2)
     if rounding is Rounding.NVFP4:
@@ -48,26 +59,31 @@ def half_step(values: Tensor, scale: Tensor | float, rounding: Rounding, dtype: 
 
 
 def rounded(values: Tensor, rounding: Rounding, global_scale: float) -> Tensor:
-    """Block-scaled, as `quant.microscale` does it, and back in float64."""
+    """Quantize to a block-scaled format by `quant.microscale`, and return the dequantized values in float64."""
     if rounding is Rounding.NVFP4:
         return dequantize_nvfp4(*quantize_nvfp4(values, global_scale), global_scale).double()
     return dequantize_mxfp8(*quantize_mxfp8(values)).double()
 
 
 def power_of_two(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """No less than the next power of two above; in half precision also its reciprocal is a number."""
+    """Return an upper bound of the scale rounded up to a power of two.
+
+    With float16 it is at least 2**-15, so that its reciprocal is finite.
+    """
     return (2 * scale).clamp(min=2.0**-15 if dtype == torch.float16 else 0.0)
 
 
 def scale_of_rows(values: Tensor, rounding: Rounding, global_scale: float = 1.0) -> Tensor:
-    """The scale of each number, or what it cannot exceed, where a kernel finds it in the values themselves: per row, or
-    per row and block of columns.
+    """Return the scale of each value, or an upper bound of it, if a kernel derives scales from the values.
+
+    A scale belongs to a row, or to a row and a block of columns.
 
     MXFP8: amax / 448 rounded up to a power of two, so less than twice that.
-    NVFP4: the global scale g times the nearest E4M3 number to amax / (6 * g), which is off by 2**-4 of itself; what
-    then saturates lies within half a step of the last number. Below E4M3's normal numbers, amax < 6 * 2**-6 * g, the
-    nearest is off by 2**-10: the scale is at most 17 * 2**-10 * g, which is half its largest step, and what saturates
-    is off by 6 * 2**-10 * g. Four times the former makes `half_step` cover both.
+    NVFP4: the global scale g times the E4M3 number nearest to amax / (6 * g). Its relative error is at most 2**-4, and
+    a value that then saturates lies within half a step of the largest number. For amax < 6 * 2**-6 * g the E4M3 number
+    is subnormal, with an absolute error of at most 2**-10. The scale is then at most 17 * 2**-10 * g, which is half its
+    largest step, and the error of saturation is at most 6 * 2**-10 * g. Four times the former lets `half_step` cover
+    both.
     """
     sizes = values.abs()
     match rounding:
@@ -86,7 +102,7 @@ def scale_of_rows(values: Tensor, rounding: Rounding, global_scale: float = 1.0)
 
 
 def numbers_of(scheme: Scheme, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """w13 and w2 of an expert's canonical tensors, float64."""
+    """Dequantize w13 and w2 of an expert's canonical tensors to float64."""
     return scheme.dequantize(tensors, "w13").double(), scheme.dequantize(tensors, "w2").double()
 
 
@@ -103,9 +119,13 @@ def expected_and_limit(
     rounds: bool = True,
     numbers: list[tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(value, limit), float64 [N, H]. experts: canonical tensors by slot; ids [N, K] local; weights [N, K] or None.
-    rounds: whether the kernel rounds activations as the scheme says; False for one that does not, as the reference.
-    numbers: `numbers_of` the experts, where a caller asks more than once"""
+    """Return the expected output and the limit of its error, float64 [N, H] each.
+
+    experts: canonical tensors of the expert in each slot
+    ids: [N, K], local; weights: [N, K], or None
+    rounds: whether the kernel rounds activations as the scheme says; the reference, for example, does not
+    numbers: `numbers_of` of the experts, for a caller that computes them once for several calls
+    """
     rounding = scheme.activations if rounds else Rounding.NONE
     half = torch.finfo(dtype).eps / 2
     of_weights = half if rounds and rounding is Rounding.NONE and isinstance(scheme.weights, Int4Groups) else 0.0
@@ -133,7 +153,7 @@ def expected_and_limit(
             h = h + tensors["w13_bias"].double()
         a, a_variance = through_activation(config, h, h_variance)
         step = _step_between(a, rounding, tensors, bounds[slot] if bounds else None, dtype)
-        # to the dtype once on the way (some schemes), and inside the activation
+        # some schemes round once to the dtype in between, and the activation rounds inside
         a_variance = a_variance + step.square() + 4 * (half * a).square() + (of_weights * a).square() + summing(a)
         y = a @ w2.T
         y_variance = a_variance @ w2.square().T + (half * y).square()
@@ -143,16 +163,17 @@ def expected_and_limit(
         variance.index_add_(0, at, weight.square() * y_variance)
         size.index_add_(0, at, (weight * y).abs())
         routes.index_add_(0, at, torch.ones_like(routes[at]))
-    # a fused finalize adds route by route in the output's dtype: every addition rounds
+    # a fused finalize kernel adds routes one by one in the output's dtype, and each addition rounds
     return value, Z * variance.sqrt() + half * (routes + 1) * size
 
 
 def _as_read(
     inputs: Tensor, rounding: Rounding, static: list[float], largest: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Rows [n, H] as the first product reads them, and half a step of each number's rounding.
+    """Return rows [n, H] as the first product reads them, and half a rounding step of each value.
 
-    static: calibrated scales of the experts; largest: magnitude of any expert's row
+    static: calibrated scales of the experts
+    largest: largest magnitude in the rows of all experts
     """
     match rounding:
         case Rounding.NONE:
@@ -171,7 +192,7 @@ def _as_read(
 def _step_between(
     a: Tensor, rounding: Rounding, tensors: dict[str, Tensor], bound: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Half a step of the second product's input a [n, I]. bound: of `dynamic_scales`, where it has some."""
+    """Return half a rounding step of the second product's input a [n, I]. bound: from `dynamic_scales`, if any"""
     match rounding:
         case Rounding.NONE:
             return half_step(a, 0.0, Rounding.NONE, dtype)
@@ -188,8 +209,10 @@ def _step_between(
 
 
 def summing(a: Tensor) -> Tensor:
-    """Variance of a product's K inputs that stands for adding up its terms in float32: each partial sum is rounded by
-    2**-24 of itself at most, and is itself below z * sqrt(sum of squares)."""
+    """Return a variance of a product's inputs a [n, K] that accounts for summing its K terms in float32.
+
+    Each partial sum is rounded by at most 2**-24 of itself, and is below z * sqrt(sum of squares).
+    """
     sizes: Tensor = a.square()
     return a.shape[1] * (Z * 2.0**-24) ** 2 * sizes
 
@@ -197,7 +220,10 @@ def summing(a: Tensor) -> Tensor:
 def dynamic_scales(
     config: MoEConfig, scheme: Scheme, experts: list[dict[str, Tensor]], longest: Tensor
 ) -> list[Tensor]:
-    """Per slot, the scale of the second product's input where the scheme derives it; see `weights.layouts.cutlass`."""
+    """Return for each slot the scale of the second product's input; [] if the scheme does not derive it from a bound.
+
+    See `weights.layouts.cutlass`.
+    """
     if scheme.activations is not Rounding.FP8_DYNAMIC:
         return []
     slots_per_rank = torch.inf
@@ -213,7 +239,7 @@ def dynamic_scales(
 
 
 def through_activation(config: MoEConfig, h: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """The activation, and its variance: first order by the slopes, and the second where it is not small."""
+    """Return the activation of h and its variance: first order by the slopes, plus a bound of the second order."""
     parts = [part.detach().requires_grad_() for part in (h.chunk(2, 1) if config.activation.gated else (h,))]
     with torch.enable_grad():
         a = activate(torch.cat(parts, 1), config)
@@ -224,7 +250,7 @@ def through_activation(config: MoEConfig, h: Tensor, variance: Tensor) -> tuple[
 
 
 def worst(y: Tensor, expected: Tensor, limit: Tensor) -> float:
-    """The largest error as a multiple of its limit; infinite for a NaN."""
+    """Return the largest error as a multiple of its limit; infinity for a NaN."""
     ratio = (y.double() - expected).abs() / limit.clamp(min=1e-30)
     ratio = torch.where((limit == 0) & (y == expected), 0.0, ratio)
     return float("inf") if ratio.isnan().any() else float(ratio.max()) if ratio.numel() else 0.0

@@ -1,4 +1,4 @@
-"""One fused kernel on all ranks, with weights that every rank can compute for every other, and what it must give."""
+"""Test cases of a fused kernel: its weights, which every rank computes for all ranks, calls and expected results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXPERTS = 10
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call, and what must come back: value and limit, float64 [T, H]."""
+    """One rank's call, the expected output `value`, and the limit of its error, float64 [T, H] each."""
 
     x: Tensor
     routed: Routed
@@ -36,7 +36,7 @@ class Call:
 
 
 class Shared:
-    """What a context keeps for its layers."""
+    """The buffers that a context shares between its layers, by dispatch shape."""
 
     def __init__(self) -> None:
         self.kept: dict[FusedDispatchShape, Any] = {}
@@ -49,14 +49,14 @@ class Shared:
     def destroy(self) -> None:
         for kept in self.kept.values():
             kept.destroy()
-            kept.destroy()  # idempotent
+            kept.destroy()  # must be idempotent
         self.kept.clear()
 
 
 class Case:
-    """Faults are noted, not raised: a rank that stops early leaves the others waiting.
+    """One fused kernel with its weights. Faults are collected, not raised, because peers wait for a rank that stops.
 
-    seed: of the weights
+    seed: seed of the weights
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class Case:
         )
 
     def load(self, seed: int) -> None:
-        """Write other weights, in place."""
+        """Write the weights of a seed, in place."""
         self.tensors = weights_of(self.config, self.scheme, self.dtype, self.device, seed)
         for expert, tensors in enumerate(self.tensors):
             self.weights.update_expert(expert, tensors)
 
     def call(self, tokens: int, seed: int = 0, *, drop: float = 0.2) -> Call:
-        """Random rows and routes of this rank; routes of none among them where the kernel does not route itself."""
+        """Make random rows and routes of this rank. drop: the share of absent routes, if the kernel does not route"""
         generator = torch.Generator().manual_seed(100 * seed + self.rank_group.rank)
         x = torch.randn(tokens, self.config.hidden_size, generator=generator).to(self.dtype).to(self.device)
         if self.kernel.capabilities.routes:
@@ -121,7 +121,7 @@ class Case:
         return self.routed(x, ids.to(self.device), torch.rand(ids.shape, generator=generator).to(self.device) + 0.1)
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Call:
-        """ids: logical."""
+        """Make a call of given routes. ids: logical"""
         routing = Routing(ids, weights)
         return self.expect(x, self.placement(routing).materialize(), routing)
 
@@ -132,7 +132,7 @@ class Case:
         return Call(x, routed, value, limit)
 
     def check(self, call: Call, what: str, y: Tensor | None = None) -> None:
-        """y: default that of a call of the kernel."""
+        """Compare an output with the expected one. y: the output; by default the kernel is called"""
         y = self.kernel(call.x, call.routed) if y is None else y
         self.that(y.shape == call.x.shape and y.dtype == self.dtype, f"{what}: got {list(y.shape)}, {y.dtype}")
         found = worst(y, call.value, call.limit)
@@ -151,8 +151,10 @@ def weights_of(
 
 
 def maps(ranks: int) -> dict[str, ExpertMap]:
-    """In order with replicas, mixed, and with a hole in the middle of each rank: of one number of slots per rank, but
-    for one rank, which has no replicas."""
+    """Return test maps: experts in order with replicas, reversed, and with EMPTY slots in the middle of each rank.
+
+    All have the same number of slots per rank, except that a single rank has no replicas.
+    """
     slots_per_rank = -(-EXPERTS // ranks) + 1
     redundant = ExpertMap.redundant(EXPERTS, ranks, ranks * slots_per_rank - EXPERTS if ranks > 1 else 0)
     flat = [list(reversed(redundant.local(rank))) for rank in range(ranks)]
@@ -166,14 +168,14 @@ def maps(ranks: int) -> dict[str, ExpertMap]:
 
 
 def out_of_range(routing: PhysicalRouting, last: int) -> PhysicalRouting:
-    """-1 written as ids that no expert has."""
+    """Return the routes with various ids out of range in place of -1."""
     odd = torch.tensor([-1, last, -7, 2**31 - 1, last + 5], device=routing.ids.device)
     at = torch.arange(routing.ids.numel(), device=routing.ids.device).view(routing.ids.shape)
     return PhysicalRouting(PhysicalIds(torch.where(routing.ids < 0, odd[at % len(odd)], routing.ids)), routing.weights)
 
 
 def tell(name: str, case: Case) -> None:
-    """Raise on all ranks alike what any found."""
+    """Raise AssertionError on all ranks if any rank found a fault."""
     reports: list[list[str]] = [case.faults]
     if dist.is_initialized():
         reports = [[] for _ in range(dist.get_world_size())]

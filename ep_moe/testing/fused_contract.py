@@ -1,11 +1,11 @@
-"""The contract of a fused kernel, as checks that anybody's class can be put to.
+"""The contract of a fused kernel: checks for any class.
 
     @distributed(2, 4)
     def test_my_fused_kernel(world_size):
         check_fused(MyFusedExperts)
 
-Outputs are compared with float64 on the dequantized weights, within the bound of `expert_oracle`: a rank's part of a
-row may be rounded once, and their sum once.
+Outputs are compared with float64 results on the dequantized weights, within the bound of `expert_oracle`. Each rank's
+part of a row may be rounded once, and their sum once.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ def check_fused(
     max_tokens: Sequence[int] = (24, 8, 200),
     deadline_s: float = 60.0,
 ) -> int:
-    """Run a fused kernel through its contract, on the ranks of the default process group as one EP group; one that does
-    not travel on each rank by itself.
+    """Check a fused kernel against its contract, on the ranks of the default process group as one EP group.
+
+    A kernel without dispatch and combine inside (`travels` is False) is checked on each rank separately.
 
     Args:
         kind: The kernel's class. Every scheme of its capabilities is checked.
         top_ks: Values of K, each with the first of `max_tokens`.
-        max_tokens: Bounds on tokens, 8 or more each; those behind the first with the last top-k.
+        max_tokens: Token limits, at least 8 each. All after the first are checked with the last of `top_ks`.
         deadline_s: Seconds for a collective step.
 
     Returns:
-        How many shapes were checked.
+        The number of shapes that were checked.
 
     Raises:
-        AssertionError: on all ranks alike; names the check and the shape.
+        AssertionError: On all ranks. It names the check and the shape.
     """
     can, device, checked = kind.capabilities, rank_device(), 0
     can.check()
@@ -80,7 +81,7 @@ def check_fused(
 
 
 def maker(kind: type[FusedExperts], scheme: str, top_k: int, bound: int, context: EPContext) -> Make | None:
-    """Makes cases of a shape; None for a shape that the kernel does not serve."""
+    """Return a function that makes cases of a shape; None if the kernel does not support the shape."""
     can = kind.capabilities
     config = MoEConfig(
         hidden_size=lcm(256, can.hidden_unit),
@@ -111,7 +112,7 @@ def _check_shape(make: Make, ranks: int) -> None:
         _run(partial(under_any_map, name=name), make(shared, expert_map))
     _run(partial(layers_that_share, other=make(shared, seed=1)), case)
     shared.destroy()
-    again = Shared()  # after all was given back
+    again = Shared()  # a kernel must work again after all shared buffers were destroyed
     _run(uneven_and_empty_ranks, make(again))
     again.destroy()
 
@@ -137,7 +138,7 @@ def uneven_and_empty_ranks(case: Case) -> None:
 
 
 def all_to_one_rank(case: Case) -> None:
-    """All tokens of all ranks, with all their routes, to slots of one rank; to one expert; to none at all."""
+    """Check calls in which all tokens of all ranks go to slots of one rank, to one expert, and to none."""
     slots_per_rank, top_k = case.kernel.dispatch_shape.slots_per_rank, case.config.top_k
     last = case.placement.expert_map.local(case.rank_group.size - 1)
     for routes, what in ((min(slots_per_rank, top_k), "one rank"), (1, "one expert"), (0, "no expert")):
@@ -164,7 +165,7 @@ def ids_that_no_expert_has(case: Case) -> None:
 
 
 def views_are_taken(case: Case) -> None:
-    """Rows, ids and weights that are a part of wider tensors; int32 ids."""
+    """Check rows, ids and weights that are views of wider tensors, int32 ids, and rows at an odd address."""
     call = case.call(6, 2)
     assert isinstance(call.routed, PhysicalRouting)
     width, top_k = call.x.shape[1], case.config.top_k
@@ -177,8 +178,10 @@ def views_are_taken(case: Case) -> None:
 
 
 def nan_stays_with_its_owner(case: Case) -> None:
-    """Rank 0's rows and everybody's unused weights are NaN; ranks that share experts with rank 0 are not affected. It
-    gets NaN back where rows are not rounded to another format."""
+    """Check that NaN in rank 0's rows does not reach other ranks, which share experts with it.
+
+    The weights of absent routes are NaN too, on all ranks. Rank 0 gets NaN back if the scheme does not quantize rows.
+    """
     call = case.call(5, 3)
     assert isinstance(call.routed, PhysicalRouting)
     absent = call.routed.ids < 0
@@ -202,7 +205,7 @@ def equal_calls_give_equal_bits(case: Case) -> None:
 
 
 def weights_rewritten_in_place(case: Case) -> None:
-    """As a migration of experts, or `update_expert`, rewrites them."""
+    """Check calls after weights were rewritten, as a migration of experts or `update_expert` does."""
     case.load(1)
     case.check(case.call(7, 5), "after other weights were written")
     case.load(0)
@@ -210,7 +213,7 @@ def weights_rewritten_in_place(case: Case) -> None:
 
 
 def random_delays(case: Case) -> None:
-    """Ranks that come late: no rank reads before data is written, or writes before it is read."""
+    """Check calls with random delays: no rank may read data before it is written, or overwrite it before it is read."""
     generator = torch.Generator().manual_seed(case.rank_group.rank)
     calls = [case.call(1 + turn, 10 + turn) for turn in range(6)]
     found = []
@@ -230,7 +233,7 @@ def under_any_map(case: Case, name: str) -> None:
 
 
 def layers_that_share(case: Case, other: Case) -> None:
-    """Two layers of one dispatch shape take turns in the same buffers; on GPUs also as captured graphs."""
+    """Check two layers of one dispatch shape that use the same buffers in turn; on GPUs also as CUDA graphs."""
     for turn in range(3):
         for layer in (case, other):
             layer.check(layer.call(4 + turn, 30 + turn), f"turn {turn}")
@@ -240,7 +243,7 @@ def layers_that_share(case: Case, other: Case) -> None:
 
 
 def _replayed(cases: list[Case]) -> None:
-    """Other rows, routes and numbers of tokens in each replay; eager calls in between."""
+    """Check graph replays with different rows, routes and numbers of tokens, and eager calls between them."""
     graphs = []
     for case in cases:
         first = case.call(case.max_tokens)
@@ -253,7 +256,7 @@ def _replayed(cases: list[Case]) -> None:
         graphs.append((graph, first, y))
     for replay in range(REPLAYS):
         case, (graph, static, y) = cases[replay % len(cases)], graphs[replay % len(cases)]
-        # rows that fill a batch up to its captured size have no expert; where the kernel routes there are none
+        # rows that pad a batch to its captured size have no expert; a kernel that routes itself gets no such rows
         fresh = case.call(case.max_tokens, 40 + replay % 8, drop=(0.0, 0.3, 1.0)[(replay + case.rank_group.rank) % 3])
         static.x.copy_(fresh.x)
         if isinstance(static.routed, PhysicalRouting):
@@ -284,12 +287,14 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
 )
 
 
-# --- after which a context is at its end ------------------------------------------------------------------------------
+# --- checks that leave their context unusable -------------------------------------------------------------------------
 
 
 def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device: torch.device) -> None:
-    """It raises at once where it is; the others' rows find their experts there all the same, and the sentence comes at
-    a later step."""
+    """Check that a rank with more than max_tokens tokens raises at once, and the others at a later step.
+
+    The rank that raises still serves its experts, so the other ranks' results are correct.
+    """
     deadline_s = 20.0 if device.type == "cuda" else 8.0
     with EPContext.from_groups(device=device, deadline_s=deadline_s) as context:
         shared = Shared()
@@ -310,7 +315,7 @@ def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device:
 
 
 def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int, device: torch.device) -> None:
-    """The kernel waits on the GPU while the host goes on: the next step is a PeerTimeout that names the rank."""
+    """Check that a late rank is named by a PeerTimeout at the next step, while the kernel still waits on the GPU."""
     deadline_s, lost = 6.0, dist.get_world_size() - 1
     context = EPContext.from_groups(device=device, deadline_s=deadline_s)
     make = maker(kind, sorted(kind.capabilities.schemes)[0], top_k, bound, context)
@@ -318,7 +323,7 @@ def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int,
     case = make(Shared())
     case.check(case.call(3), "before")
     barrier(device)
-    time.sleep(deadline_s / 8)  # from one mark to the next
+    time.sleep(deadline_s / 8)  # the interval of the flight recorder's heartbeat
     start, message = time.monotonic(), ""
     if case.rank_group.rank == lost:
         time.sleep(1.7 * deadline_s)

@@ -1,4 +1,4 @@
-"""What expert kernels are checked with: one kernel object with its weights, rows for it, and what must come back."""
+"""Test cases of an expert kernel: a kernel object with its weights, rows, and expected results and gradients."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from ep_moe.weights.main_grads import GradientOut
 from ep_moe.weights.parts import parts_of
 
 SLOTS = 5
-# The logical experts of a rank's slots. A slot's number is no expert's, so that a kernel which takes one for the other
-# tells.
+# The logical expert in each slot of a rank. No slot has the number of its expert, so that a kernel which confuses the
+# two gives a wrong result.
 PERMUTED = (3, 0, 4, 1, 2)
 WITH_AN_EMPTY_SLOT = (3, 0, EMPTY, 4, 1)
 
@@ -40,7 +40,7 @@ def case_name(kind: type[Experts], config: MoEConfig, scheme: Scheme, dtype: tor
 
 
 class Layer:
-    """One kernel object with the weights of a rank's experts, and their canonical tensors by slot."""
+    """A kernel object with the weights of a rank's experts, and their canonical tensors by slot."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Layer:
         """held: the logical expert of each slot, `EMPTY` for none"""
         self.config, self.scheme, self.dtype, self.device, self.kind = config, scheme, dtype, device, kind
         self.held = held
-        if tensors is None:  # an empty slot's are not read: the first's, so that no scale is the largest by them
+        if tensors is None:  # tensors of an EMPTY slot are never used; copies of the first change no largest scale
             numbers = [0 if expert == EMPTY else slot for slot, expert in enumerate(held)]
             tensors = [random_expert(config, scheme, number, dtype, device) for number in numbers]
         self.tensors = tensors
@@ -81,13 +81,13 @@ class Layer:
         return case_name(self.kind, self.config, self.scheme, self.dtype)
 
     def _write(self) -> None:
-        """Slots without an expert keep zeros, and no route leads there."""
+        """Write the weights of all slots except EMPTY ones, which stay zero and which no route uses."""
         for expert, own in zip(self.held, self.tensors, strict=True):
             if expert != EMPTY:
                 self.experts.weights.update_expert(expert, own)
 
     def rewrite(self) -> None:
-        """Give each expert the weights of the next one: the same numbers, so that no scale of all changes."""
+        """Give each expert the weights of the next one. Scales that are shared by all experts do not change."""
         full = [slot for slot, expert in enumerate(self.held) if expert != EMPTY]
         after = dict(zip(full, full[1:] + full[:1], strict=True))
         self.tensors = [self.tensors[after.get(slot, slot)] for slot in range(len(self.held))]
@@ -96,11 +96,11 @@ class Layer:
 
     @property
     def rounds(self) -> bool:
-        """Whether the kernel rounds activations as the scheme says; the reference computes with its weights alone."""
+        """Whether the kernel rounds activations as the scheme says. The reference only uses the scheme's weights."""
         return self.kind.name != "reference"
 
     def wanted(self, received: Received) -> tuple[Tensor, Tensor]:
-        """Value and limit for RANK_MAJOR rows."""
+        """Return the expected output of RANK_MAJOR rows, and the limit of its error."""
         assert received.local_ids is not None
         weights = received.weights if received.weighting is Weighting.EXPERTS else None
         return expected_and_limit(
@@ -117,11 +117,11 @@ class Layer:
 
     @cached_property
     def _numbers(self) -> list[tuple[Tensor, Tensor]]:
-        """What a contract asks a hundred times."""
+        """The dequantized weights of each slot, kept because a contract needs them a hundred times."""
         return [numbers_of(self.scheme, own) for own in self.tensors]
 
     def run(self, received: Received, out: Tensor | None = None) -> Tensor:
-        """The kernel's output; what it was given is as before."""
+        """Return the kernel's output. Check that it does not change its inputs."""
         ids = None if received.wire_ids is None else received.wire_ids.ids
         given = {name: value for name, value in (vars(received) | {"ids": ids}).items() if isinstance(value, Tensor)}
         before = {name: tensor.clone() for name, tensor in given.items()}
@@ -133,7 +133,7 @@ class Layer:
         return y
 
     def rows(self, count: int, weighting: Weighting = Weighting.EXPERTS) -> Received:
-        """RANK_MAJOR rows with up to K local experts each, some with none."""
+        """Return RANK_MAJOR rows with up to K local experts each, some with none."""
         generator = torch.Generator().manual_seed(count)
         width = max(SLOTS, self.config.top_k)
         ids = torch.rand(count, width, generator=generator).topk(self.config.top_k).indices
@@ -154,7 +154,7 @@ class Layer:
 
 @contextmanager
 def named(case: object, what: str) -> Iterator[None]:
-    """Raise what a kernel raises within as an AssertionError that names the case."""
+    """Convert an exception within this context manager to an AssertionError that names the case."""
     try:
         yield
     except Exception as error:
@@ -169,19 +169,18 @@ def that(condition: object, layer: Layer, fault: str) -> None:
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
-# What a kernel promises with `differentiable`: the gradients of rows, routing weights and parameters, to the last
-# bit.
+# Checks of kernels that are `differentiable`: gradients of rows, routing weights and parameters, compared bitwise.
 #
-# Numbers are such that nothing is rounded on the way in any dtype: of each row of a matrix one is not zero, gates are
-# 0 or so large that silu and gelu are the identity there, and sums stay below 256 of their unit.
+# Values are chosen so that nothing is rounded in any dtype. Each row of a matrix has one value that is not zero. Gates
+# are 0, or so large that silu and gelu are the identity. Sums stay below 256 times their unit.
 
-EXACT = (Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH, Activation.RELU2)  # clamps have no such numbers
+EXACT = (Activation.SWIGLU, Activation.GEGLU, Activation.GEGLU_TANH, Activation.RELU2)  # no such values with clamps
 ROWS = 12
-LARGE = 64.0  # of a gate
+LARGE = 64.0  # a large gate
 
 
 def exact_expert(config: MoEConfig, expert: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Canonical tensors."""
+    """Return the canonical tensors of an expert whose gradients are exact."""
     inner, hidden, gated = config.intermediate_size, config.hidden_size, config.activation.gated
     i, h = torch.arange(inner), torch.arange(hidden)
     own = torch.zeros(inner, hidden)
@@ -197,7 +196,7 @@ def exact_expert(config: MoEConfig, expert: int, dtype: torch.dtype, device: tor
 
 
 def _exact_call(layer: Layer) -> tuple[Received, Tensor]:
-    """Rows, and the gradient of what comes of them."""
+    """Return rows, and the gradient of their output."""
     weighted = Weighting.EXPERTS in layer.kind.capabilities.weightings
     received = layer.rows(ROWS, Weighting.EXPERTS if weighted else Weighting.COMBINE)
     generator = torch.Generator().manual_seed(2)
@@ -208,7 +207,7 @@ def _exact_call(layer: Layer) -> tuple[Received, Tensor]:
 
 
 def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
-    """By name, what the kernel finds and what it should find. layer: of `exact_expert`s, trainable"""
+    """Return the kernel's gradients and the expected ones, by name. layer: trainable, with `exact_expert` weights"""
     received, slope = _exact_call(layer)
     received.x.requires_grad_()
     if received.weights is not None:
@@ -231,8 +230,11 @@ def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """What a kernel with `writes_gradients` finds where it writes into buffers, and what it should find: what it
-    returns without them, by halves, in place of NaN or added. layer: as `gradients` has it"""
+    """Yield (what, found, expected) for a kernel with `writes_gradients`, which writes gradients into given buffers.
+
+    Expected is half of the gradient that it returns without buffers, because buffers are given with the factor 0.5. It
+    replaces NaN, or is added to the buffer. layer: as for `gradients`
+    """
     experts, (received, slope) = layer.experts, _exact_call(layer)
     stored = dict(experts.weights.stored_tensors())
 
@@ -260,8 +262,11 @@ def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor
 
 @torch.no_grad()
 def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """What a kernel with `records_training` finds where a CUDA graph repeats a call, and what it should find: the same
-    memory is written for other rows and gradients, and read by what the first call returned. As `written_gradients`"""
+    """Yield (what, found, expected) for a kernel with `records_training`, whose calls a CUDA graph may replay.
+
+    A second call writes to the same memory for other rows and gradients. The products that the first call returned then
+    read this memory. layer: as for `gradients`
+    """
     experts, (received, slope) = layer.experts, _exact_call(layer)
     if not experts.records_training(len(received.x)):
         return
@@ -276,7 +281,7 @@ def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tenso
 
     wanted = dict.fromkeys(stored, True)
     alone = experts.gradients(received, experts.compute_saving(received)[1], stored, slope, wanted)
-    own = replace(received, x=-received.x)  # as the transport's copy, in memory that is written again
+    own = replace(received, x=-received.x)  # stands for the transport's copy, whose memory is reused
     _, saved = experts.compute_saving(own, allocator("forward"))
     first = experts.row_gradients(own, saved, stored, -slope, allocator("backward"))
     own.x.copy_(received.x)
@@ -292,8 +297,11 @@ def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tenso
 
 @torch.no_grad()
 def peer_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
-    """What a kernel with `trains_to_peers` writes to them, and what it should write: the rows that it returns without
-    them, and none without a local expert. As `written_gradients`"""
+    """Yield (what, found, expected) for a kernel with `trains_to_peers`, which writes rows to peers' memory.
+
+    Expected are the rows that it returns otherwise. Rows without a local expert are not written. layer: as for
+    `gradients`
+    """
     experts, (received, slope) = layer.experts, _exact_call(layer)
     stored, ranks, left = dict(experts.weights.stored_tensors()), 2, 77.0
     assert received.local_ids is not None
@@ -329,7 +337,7 @@ def _rows(found: StepGradients | RowGradients) -> Tensor:
 
 
 def _wanted(layer: Layer, received: Received, slope: Tensor) -> dict[str, Tensor]:
-    """By autograd in float64."""
+    """Return the expected gradients, by autograd in float64."""
     assert received.local_ids is not None
     x = received.x.detach().double().requires_grad_()
     weights = None if received.weights is None else received.weights.detach().double().requires_grad_()
@@ -347,7 +355,7 @@ def _wanted(layer: Layer, received: Received, slope: Tensor) -> dict[str, Tensor
 
 
 def _of_expert(weights: ExpertWeights, expert: int) -> dict[str, Tensor]:
-    """Gradients of an expert's parameters, as canonical tensors."""
+    """Return the gradients of an expert's parameters, as canonical tensors."""
     module, gated = weights.get_submodule(str(expert)), weights.config.activation.gated
     return {
         name: torch.cat([_grad(module.get_parameter(part)) for part in parts_of(name, gated)]) for name in weights.names

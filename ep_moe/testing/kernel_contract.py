@@ -1,10 +1,10 @@
-"""The contract of an expert kernel, as checks that anybody's class can be put to.
+"""The contract of an expert kernel: checks for any class.
 
     def test_my_kernel():
         check_experts(MyExperts, device=torch.device("cuda"))
 
-Outputs are compared with float64 on the dequantized weights, within the bound of `expert_oracle`; gradients, of kernels
-that promise them, with autograd's (`kernel_case.gradients`).
+Outputs are compared with float64 results on the dequantized weights, within the bound of `expert_oracle`. Gradients of
+kernels that promise them are compared with those of autograd (`kernel_case.gradients`).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ ROWS = (33, 1, 0, 257)
 WIRES = (
     Wire(dispatch="fp8_block"),
     Wire(dispatch="fp8_row"),
-    Wire(dispatch="fp8_tensor", input_scale=0.0125),  # not that of any expert
+    Wire(dispatch="fp8_tensor", input_scale=0.0125),  # another scale than that of any expert
     Wire(dispatch="mxfp8"),
     Wire(dispatch="nvfp4", input_scale=0.0015),
 )
-MANY, REPEATS = 257, 17  # rows, and how often each: more than 2**12
-COUNTS = (40, 0, 7, 1, 33)  # rows of each expert where they come grouped
+MANY, REPEATS = 257, 17  # distinct rows, and copies of each: more than 2**12 in all
+COUNTS = (40, 0, 7, 1, 33)  # rows of each expert, in layouts that group rows by expert
 
 
 @made_on_the_host
@@ -66,23 +66,24 @@ def check_experts(
     hidden: int = HIDDEN,
     inner: int = INNER,
 ) -> int:
-    """Run a kernel through its contract on one device, in every scheme, dtype, activation and row layout that its
-    capabilities name.
+    """Check a kernel against its contract, on one device.
+
+    Every scheme, dtype, activation and row layout of its capabilities is checked.
 
     Args:
         kind: The kernel's class.
-        device: Where it runs.
-        schemes: Names of schemes. Default: those of the capabilities that this GPU computes; on a CPU all of them, as
-            an emulation does.
-        activations: Default: those of the capabilities.
-        hidden: H of the layers, for kernels that want larger ones.
-        inner: I of the layers, for kernels that want larger ones.
+        device: The device to run on.
+        schemes: Names of schemes. Default: those of the capabilities that the GPU supports. On a CPU: all of the
+            capabilities, for an emulation.
+        activations: Activations to check. Default: those of the capabilities.
+        hidden: H of the layers, for kernels that need larger sizes.
+        inner: I of the layers, for kernels that need larger sizes.
 
     Returns:
-        How many layers were checked.
+        The number of layers that were checked.
 
     Raises:
-        AssertionError: names the first layer that is wrong, also where the kernel raises.
+        AssertionError: Names the first layer with a wrong result, or whose kernel raised an exception.
     """
     device = as_device(device)
     can, checked = kind.capabilities, 0
@@ -162,7 +163,7 @@ def _check_top_ks(
 
 
 def _many_rows(layer: Layer) -> None:
-    """The same rows again and again: what a kernel has room or tiles for, and what it does beyond, gives the same."""
+    """Check a call with many copies of few rows, which may exceed the room or the tiles that a kernel has."""
     few = layer.rows(MANY)
     assert few.local_ids is not None
     assert few.weights is not None
@@ -173,7 +174,7 @@ def _many_rows(layer: Layer) -> None:
 
 
 def _rank_without_experts(layer: Layer) -> None:
-    """L = 0: all rows are others'."""
+    """Check a rank without slots (L = 0): no row has a local expert, and all results are zero."""
     received = layer.rows(ROWS[0])
     received.x.fill_(torch.nan)
     y = layer.run(received)
@@ -220,13 +221,14 @@ def _rows_without_expert(layer: Layer) -> None:
 
 
 def _as_it_travelled(layer: Layer) -> None:
-    """Ids that were not checked, and rows in other formats."""
+    """Check unchecked ids (`WireIds`), and rows in each wire format."""
     received = layer.rows(ROWS[0])
     assert received.local_ids is not None
     assert received.weights is not None
     none, base = received.local_ids < 0, 2 * SLOTS
-    ids = torch.where(none, torch.arange(TOP_K, device=layer.device) * base, received.local_ids + base)  # other ranks'
-    ids[:, 1][none[:, 1]] = base  # of this rank, but with weight 0
+    # absent routes become ids of other ranks
+    ids = torch.where(none, torch.arange(TOP_K, device=layer.device) * base, received.local_ids + base)
+    ids[:, 1][none[:, 1]] = base  # an id of this rank, with weight 0
     wire = WireIds(PhysicalIds(ids.int()), base)
     weights = received.weights.masked_fill(none, 0.0)
     y = layer.run(dataclasses.replace(received, local_ids=None, wire_ids=wire, weights=weights))
@@ -249,7 +251,7 @@ def _as_written(layer: Layer, received: Received, wire: Wire) -> None:
 
 
 def _slots_of_wider_ranks(layer: Layer) -> None:
-    """A transport has room for the widest rank's slots, and may fill rows there."""
+    """Check BATCHED rows for more slots than the rank has. A transport has room for the rank with the most slots."""
     slots = len(layer.held)
     x = torch.ones(slots + 2, 3, layer.config.hidden_size, dtype=layer.dtype, device=layer.device)
     counts = torch.full((slots + 2,), 2, dtype=torch.int32, device=layer.device)
@@ -260,7 +262,7 @@ def _slots_of_wider_ranks(layer: Layer) -> None:
 
 
 def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
-    """BATCHED and CONTIGUOUS rows with NaN where there are none, and the expert of each flat row."""
+    """Yield BATCHED and CONTIGUOUS rows, with NaN in unused rows, and the expert of each flat row, -1 for none."""
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=layer.device)
     slots_per_rank, hidden = max(COUNTS), layer.config.hidden_size
     generator = torch.Generator().manual_seed(1)
@@ -311,7 +313,10 @@ def _other_layout(layer: Layer, received: Received, ids: Tensor) -> None:
 
 
 def _pieces_sum_to_the_whole(layer: Layer) -> None:
-    """Two etp ranks with half of each expert: their outputs sum to the whole's, biases once."""
+    """Check that the outputs of two etp ranks, with half of each expert, sum to the output of whole experts.
+
+    A bias must be added once.
+    """
     received = layer.rows(ROWS[0])
     total = torch.zeros_like(received.x, dtype=torch.float64)
     limit = torch.zeros_like(total)
@@ -349,7 +354,7 @@ def _equal_bits(layer: Layer) -> None:
     same = Layer(layer.kind, layer.config, layer.scheme, layer.dtype, layer.device, options=options)
     received = same.rows(ROWS[-1])
     first = same.experts(received).clone()
-    for _ in range(20 if layer.device.type == "cuda" else 4):  # a CPU's have no races between programs
+    for _ in range(20 if layer.device.type == "cuda" else 4):  # fewer on a CPU, which has no races between programs
         that(torch.equal(same.experts(received), first), layer, "equal calls must give equal bits")
 
 

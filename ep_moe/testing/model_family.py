@@ -1,4 +1,4 @@
-"""A model family's entry beside transformers, on a tiny model: what an entry forgets shows in the logits."""
+"""Checks a model family's entry on a tiny model: logits must equal those of transformers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from torch import Tensor
 from ep_moe.context import EPContext
 from ep_moe.errors import EPMoEError
 
-_SHAPE = (2, 24)  # of the probe batch
-_SEEN = 100  # times the tolerance: the least that a tensor must change the logits by
+_SHAPE = (2, 24)  # shape of the probe batch
+_SEEN = 100  # the least change of the logits that a tensor must cause, as a multiple of the tolerance
 
 
 def check_family(config: Any, *, context: EPContext | None = None, tolerance: float = 1e-5) -> dict[str, float]:
-    """Compare a model with expert-parallel blocks with transformers' own, on a tiny model with random weights.
+    """Compare the logits of a tiny random model with expert-parallel blocks with those of transformers' own model.
 
-    The model is replaced in memory, and saved by transformers in both formats and loaded. Then each number and flag of
-    the configuration is changed in turn: where the logits of transformers change, ours must follow. An entry that
-    forgets a scaling factor or a flag fails there, even if the configuration has its neutral value.
+    First, the blocks of the model are replaced in memory. Then transformers saves the model in both formats, and it is
+    loaded. Last, each number and flag of the configuration is changed in turn. If that changes the logits of
+    transformers, ours must change equally. So an entry that ignores a scaling factor or a flag fails, even if the
+    configuration has its neutral value.
 
     Args:
-        config: Of transformers, of a tiny causal language model of the family, in float32.
-        context: Of one rank. Default: one of this process, on the CPU.
-        tolerance: How far logits may be apart, as a part of the largest.
+        config: The transformers configuration of a tiny causal language model of the family, in float32.
+        context: A context of one rank. Default: one on the CPU.
+        tolerance: The largest allowed difference of logits, relative to the largest logit.
 
     Returns:
-        How far they were apart, by what was compared: "memory", "save_original_format=True", "norm_topk_prob=False" and
-        so on. Changes that transformers or ep_moe refuses, or that change nothing, are left out.
+        The relative differences, by what was compared: "memory", "save_original_format=True", "norm_topk_prob=False"
+        and so on. Changes that transformers or ep_moe refuses, or that do not change the logits, are left out.
 
     Raises:
-        AssertionError: logits differ; or the probe does not see a tensor of a block, so that an entry could forget it.
-        ConfigError, CheckpointError: the entry does not account for a tensor.
+        AssertionError: Logits differ. Or a tensor of a block does not affect the probe, so an entry could ignore it.
+        ConfigError, CheckpointError: The entry does not cover a tensor.
     """
     from ep_moe.integrations.transformers import expert_parallel, load_pretrained
 
@@ -59,7 +60,7 @@ class _FamilyCheck:
         self.ids = torch.randint(0, most, _SHAPE, generator=generator, device="cpu").to(device)
         self.model = self._built(config)
         for tensor in self.model.state_dict().values():
-            if tensor.is_floating_point():  # fresh models have zeros and ones, which hide what is left out
+            if tensor.is_floating_point():  # a new model has tensors of zeros and ones, which may hide an omission
                 tensor.add_(torch.randn(tensor.shape, generator=generator, device="cpu").to(device) / 5)
         self.model.eval()
         self.expected = self._logits(self.model)
@@ -85,18 +86,18 @@ class _FamilyCheck:
             model = self._built(config)
             model.load_state_dict(self.model.state_dict())
             expected = self._logits(model.eval())
-        except Exception:  # not a model of transformers, or another model
+        except Exception:  # transformers cannot build such a model, or its tensors have other shapes
             return
         if not expected.isfinite().all() or self._apart(expected, self.expected) < self.tolerance:
             return
         try:
             replaced = self._replaced(model)
         except EPMoEError:
-            return  # said, and not computed wrongly
+            return  # ep_moe refuses it, which is correct
         self._compare(f"{name}={value!r}", replaced, expected)
 
     def _check_seen(self, replaced: Any) -> None:
-        """Each tensor of a replaced block, put to other numbers, must change the logits."""
+        """Check that each tensor of a replaced block affects the logits of transformers' model."""
         kept = set(replaced.state_dict())
         state = self.model.state_dict()
         unseen = []
@@ -133,7 +134,7 @@ class _FamilyCheck:
 
     def _save(self, folder: Path, original: bool) -> None:
         model = copy.deepcopy(self.model)
-        model.should_save_on_this_rank = lambda *_: True  # each rank of a job has a folder of its own
+        model.should_save_on_this_rank = lambda *_: True  # each rank of a job saves to its own folder
         model.save_pretrained(folder, save_original_format=original)
 
     @torch.no_grad()
@@ -147,7 +148,7 @@ class _FamilyCheck:
 
 
 def _changes(config: Any) -> Iterator[tuple[str, Any]]:
-    """Fields that are flags and numbers, each with other values."""
+    """Yield other values for each flag and number of a configuration, as (field, value)."""
     for name, value in sorted(config.to_dict().items()):
         if isinstance(value, bool):
             yield name, not value

@@ -1,4 +1,4 @@
-"""One check of one transport on all ranks, and how ranks tell each other what they found."""
+"""Test cases of a transport: rows, routes and expected results, and the exchange of faults between ranks."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ Result = TypeVar("Result")
 
 
 class Case:
-    """One check of one dispatcher. Faults are noted, not raised: a rank that stops early leaves the others waiting."""
+    """One check of one dispatcher. Faults are collected, not raised, because peers wait for a rank that stops."""
 
     def __init__(self, dispatcher: Dispatcher, device: torch.device, to_peers: bool = False) -> None:
-        """to_peers: experts write their rows to the ranks that wait for them, where the transport offers it"""
+        """to_peers: experts write their results directly to the ranks of the tokens, if the transport offers it"""
         self.dispatcher = dispatcher
         self.device = device
         self.to_peers = to_peers
@@ -48,13 +48,13 @@ class Case:
         self.faults: list[str] = []
 
     def call(self, tokens: int, seed: int = 0) -> tuple[Tensor, PhysicalRouting, Tensor]:
-        """This rank's rows and routes on the device, and what must come back."""
+        """Return this rank's rows and routes on the device, and the expected result."""
         x = rows(self.rank + seed, tokens, self.shape.dtype, self.shape.wire)
         routing = routes(self.rank + seed, tokens, self.ranks, self.shape.top_k)
         return x.to(self.device), moved(routing, self.device), self.expected(x, routing)
 
     def expected(self, x: Tensor, routing: PhysicalRouting) -> Tensor:
-        """What `experts` make of all ranks' rows."""
+        """Return the result that combine must give after `experts`."""
         return expected(x, routing, factors(routing.ids % SLOTS, routing.ids // SLOTS))
 
     def dispatch(self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None) -> Received:
@@ -63,7 +63,7 @@ class Case:
     def dispatch_start(
         self, x: Tensor, routing: PhysicalRouting, max_tokens: int | None = None, problem: str | None = None
     ) -> Pending[Received]:
-        """Of plain rows, which are rounded here if the transport does not."""
+        """Begin a dispatch of plain rows. They are rounded to the wire format here if the transport does not do it."""
         data, scale = (x, None) if self.rounds else rounded(x, self.shape)
         return self.dispatcher.dispatch_start(data, routing, problem, x_scale=scale, max_tokens=max_tokens)
 
@@ -76,7 +76,7 @@ class Case:
         return self.dispatcher.combine(self.experts(received), received.handle)
 
     def experts(self, received: Received) -> Tensor | PeerRows:
-        """Each multiplies by a number of its own, so that a row which meets another expert tells."""
+        """Run experts that multiply by a factor of their own, so that a row at a wrong expert gives a wrong result."""
         received = localized(received, SLOTS)
         ids = received.local_ids
         if ids is not None and not capturing(self.device):
@@ -107,14 +107,14 @@ def run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.dev
 
 
 def tell(check: Callable[..., None], case: Case) -> None:
-    """Raise on all ranks alike what any found."""
+    """Raise AssertionError on all ranks if any rank found a fault."""
     what = check.__name__.replace("_", " ").strip()
     details = f"top_k {case.shape.top_k}, {case.shape.dtype}, {case.shape.wire}{', to peers' if case.to_peers else ''}"
     _tell(f"{case.dispatcher.name}: {what} ({details})", case.dispatcher.rank_group, case.faults)
 
 
 def together(what: str, rank_group: RankGroup, call: Callable[[], Result]) -> Result:
-    """What `call` returns here, where it returns on all ranks; else AssertionError on all of them."""
+    """Return the result of `call`. Raise AssertionError on all ranks if it raises on any."""
     found, faults = list[Result](), list[str]()
     try:
         found.append(call())
@@ -125,7 +125,10 @@ def together(what: str, rank_group: RankGroup, call: Callable[[], Result]) -> Re
 
 
 def _tell(what: str, rank_group: RankGroup, faults: Sequence[str]) -> None:
-    """Through the store: where a rank has raised its peers may wait for it in a collective, until their deadline."""
+    """Exchange faults and raise on all ranks if there are any.
+
+    It uses the store, because peers of a rank that has raised may still wait for it in a collective.
+    """
     reports = {0: list(faults)}
     if rank_group.size > 1:
         store = default_store()
@@ -134,12 +137,12 @@ def _tell(what: str, rank_group: RankGroup, faults: Sequence[str]) -> None:
         store.set(keys[rank_group.rank], json.dumps(reports[0]))
         try:
             store.wait(keys, timedelta(seconds=3 * rank_group.flight_recorder.deadline_s + 30))
-        except RuntimeError:  # an end of its own: what was said is reported
+        except RuntimeError:  # some ranks did not answer in time: report those that did
             keys = [key if store.check([key]) else "" for key in keys]
         reports = {rank: json.loads(store.get(key)) if key else ["it never came"] for rank, key in enumerate(keys)}
     wrong = [rank for rank in reports if reports[rank]]
     if wrong:
-        # who waited in vain for another is none the wiser than that one
+        # a PeerTimeout only says that another rank is missing, so prefer that rank's own fault
         cause = min(wrong, key=lambda rank: reports[rank][0].startswith(PeerTimeout.__name__))
         raise AssertionError(f"{what} on ranks {wrong}; rank {cause}: {reports[cause][0]}")
 
@@ -157,7 +160,10 @@ def said(call: Callable[[], object]) -> str:
 
 
 def said_within(seconds: float, call: Callable[[], object]) -> str:
-    """What `call` raises, asked again until it raises or the time is over: a heartbeat carries what peers refuse."""
+    """Repeat `call` until it raises InputError or the time is over. Return its message, "" for none.
+
+    A heartbeat carries the refusal of a peer, so it arrives with a delay.
+    """
     end = time.monotonic() + seconds
     while not (sentence := said(call)) and time.monotonic() < end:
         time.sleep(0.02)
@@ -165,7 +171,7 @@ def said_within(seconds: float, call: Callable[[], object]) -> str:
 
 
 def hold_back(rank_group: RankGroup, lost: int, seconds: float) -> None:
-    """Called by all ranks: `lost` returns once the others have called it too, after so many seconds at the latest."""
+    """Let rank `lost` wait until all other ranks have called this too, but at most so many seconds."""
     store, name = default_store(), numbered("held back", rank_group.ranks)
     keys = [f"{name}/{rank}" for rank in range(rank_group.size) if rank != lost]
     if rank_group.rank != lost:
@@ -177,16 +183,16 @@ def hold_back(rank_group: RankGroup, lost: int, seconds: float) -> None:
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
-# What transports are checked with: rows and routes that every rank can compute for every other, experts that multiply
-# their input by a number, and what must come back.
+# Test data of transports: rows and routes that every rank can compute for all ranks, experts that multiply their input
+# by a number, and expected results.
 
 HIDDEN, SLOTS, MAX_TOKENS = 512, 4, 24
-LARGEST = 7  # magnitude in a row
-MOST = 36  # sum of weight times factor over a row's routes: 7 * 36 = 252, and bfloat16 has all integers to 256
-# tokens of four ranks in one call
+LARGEST = 7  # largest magnitude in a row
+MOST = 36  # limit of sum(weight * factor) over a row's routes: 7 * 36 = 252, and bfloat16 has all integers up to 256
+# tokens of each of four ranks in one call
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2), (24, 24, 24, 24), (24, 0, 1, 23))
 NVFP4 = Wire(dispatch="nvfp4", input_scale=1.0)
-FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)  # not 1, so that a scale that is left out tells
+FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)  # not 1, so that an omitted scale gives a wrong result
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -203,16 +209,21 @@ def dispatch_shape(ranks: int, top_k: int, dtype: torch.dtype, wire: Wire = PLAI
 
 
 def rows(rank: int, tokens: int, dtype: torch.dtype, wire: Wire = PLAIN_WIRE) -> Tensor:
-    """Rows [tokens, HIDDEN] of a rank, for the caller to write to."""
+    """Return the rows [tokens, HIDDEN] of a rank, in memory that the caller may write to."""
     return _rows(rank, tokens, dtype, wire).clone()
 
 
-@functools.lru_cache(maxsize=1024)  # checks ask for the same few again and again
+@functools.lru_cache(maxsize=1024)  # checks request the same few rows many times
 def _rows(rank: int, tokens: int, dtype: torch.dtype, wire: Wire) -> Tensor:
-    """Small integers; the first columns name the rank and the token, so that a row that went astray tells. At most 7:
-    sums of products with `routes` are exact in bfloat16. And a 7 in each 128: the scale is 1 / 64, and all numbers
-    are exact in fp8_block too, as in mxfp8, whose scales are powers of two. In nvfp4 the eight numbers of E2M1 stand
-    for the integers, with the largest in each 16 columns: the scale is 1."""
+    """Return rows of small integers that every wire format represents exactly.
+
+    - The first columns hold the rank and the token, so that a misplaced row gives a wrong result.
+    - Magnitudes are at most 7, so that sums of products with `routes` are exact in bfloat16.
+    - Each block of 128 columns contains a 7. The scale of fp8_block is then 1 / 64, and all values are exact. They are
+      exact in mxfp8 too, whose scales are powers of two.
+    - For nvfp4, the eight numbers of E2M1 replace the integers. Each block of 16 columns contains the largest, so that
+      the scale is 1.
+    """
     generator = torch.Generator().manual_seed(1000 + rank)
     x = torch.randint(-2, 3, (tokens, HIDDEN), generator=generator).float()
     number = torch.arange(tokens)
@@ -224,8 +235,10 @@ def _rows(rank: int, tokens: int, dtype: torch.dtype, wire: Wire) -> Tensor:
 
 
 def routes(rank: int, tokens: int, ranks: int, top_k: int, *, drop: float = 0.3) -> PhysicalRouting:
-    """Distinct physical ids with some -1, and weights of small integers, for the caller to write to. A row has no more
-    routes than `MOST` allows."""
+    """Return distinct physical ids, some of them -1, and small integer weights, in memory that the caller may write to.
+
+    A row has no more routes than `MOST` allows.
+    """
     routing = _routes(rank, tokens, ranks, top_k, drop)
     return PhysicalRouting(PhysicalIds(routing.ids.clone()), routing.weights.clone())
 
@@ -243,8 +256,7 @@ def _routes(rank: int, tokens: int, ranks: int, top_k: int, drop: float) -> Phys
 
 
 def factors(slots: Tensor, rank: Tensor | int) -> Tensor:
-    """What the experts in these slots multiply by: 1 to 4, all of a rank's different, and in another order on the next
-    rank."""
+    """Return the factors of the experts in a rank's slots: 1 to 4, distinct, and in another order on the next rank."""
     return ((slots + rank) % SLOTS + 1).float()
 
 
@@ -253,16 +265,19 @@ def moved(routing: PhysicalRouting, device: torch.device) -> PhysicalRouting:
 
 
 def identity(received: Received, dtype: torch.dtype, *, to_peers: bool = False) -> Tensor | PeerRows:
-    """Experts that return their input."""
+    """Run experts that return their input."""
     return multiplied(received, dtype, None, to_peers=to_peers)
 
 
 def multiplied(
     received: Received, dtype: torch.dtype, rank: int | None, *, to_peers: bool = False
 ) -> Tensor | PeerRows:
-    """A rank's experts, which multiply their input by `factors`, or by 1 for None: x times these times the weights
-    where the experts weigh; exactly zero in rows without any, and one row for each id where the transport wants that.
-    Written where the transport would have it; to_peers: to `peer_out`, if it offers that."""
+    """Run a rank's experts, which multiply their input by `factors`, or by 1 if `rank` is None.
+
+    The result also has the factor of the routing weights if `received.weighting` says so. Rows without an expert are
+    exactly zero. With `per_route` there is one row for each id. The result is written to `received.out`, or with
+    to_peers to `peer_out`, if the transport offers these.
+    """
     received = widened(localized(received, SLOTS), dtype)
     flat = as_rank_major(received, SLOTS)
     x, slots = flat.x, flat.local_ids
@@ -286,22 +301,22 @@ def multiplied(
 
 
 def expected(x: Tensor, routing: PhysicalRouting, factor: Tensor | None = None) -> Tensor:
-    """What comes back: x times the sum of weights, each times the factor [T, K] of its expert."""
+    """Return the expected result: x times the sum of weights, each multiplied by the factor [T, K] of its expert."""
     weights = routing.weights if factor is None else routing.weights * factor
     return (x.float() * weights.masked_fill(routing.ids < 0, 0).sum(1, keepdim=True)).to(x.dtype)
 
 
 def tolerance(shape: DispatchShape) -> float:
-    """Relative, of sums whose parts are all of one sign: E4M3 has 4 bits of mantissa, bfloat16 has 8."""
+    """Return the relative tolerance of sums of terms of one sign: E4M3 has 4 significant bits, bfloat16 has 8."""
     return 2**-4 + 2**-8 if shape.wire.combine == "fp8" else 0.0
 
 
 def same(actual: Tensor, wanted: Tensor, what: object, rtol: float = 0.0) -> None:
     if actual.dtype == wanted.dtype and torch.equal(actual.cpu(), wanted.cpu()):
-        return  # most are, and finding a difference's place takes longer than a call
+        return  # the usual case; assert_close takes longer than a call of the transport
     torch.testing.assert_close(actual.cpu(), wanted.cpu(), rtol=rtol, atol=0, msg=lambda text: f"{what}: {text}")
 
 
 def rounded(x: Tensor, shape: DispatchShape) -> tuple[Tensor, Tensor | None]:
-    """Rows as they travel: x and x_scale."""
+    """Return rows in the wire format: x and x_scale."""
     return round_to_travel(x, shape.wire)

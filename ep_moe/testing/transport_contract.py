@@ -1,10 +1,10 @@
-"""The contract of a transport, as checks that anybody's class can be put to.
+"""The contract of a transport: checks for any class.
 
     @distributed(2, 4)
     def test_my_transport(world_size):
         check_dispatcher(MyDispatcher)
 
-Numbers are small integers wherever rows only travel: sums are exact in every dtype and order, and compared bit for bit.
+Most checks use rows of small integers. Their sums are exact in every dtype and order, so results are compared bitwise.
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def check_dispatcher(
     deadline_s: float = 60.0,
     ranks_per_node: int | None = None,
 ) -> None:
-    """Run a transport through its contract, on the ranks of the default process group (all of them one EP group).
+    """Check a transport against its contract, on the ranks of the default process group as one EP group.
 
     Args:
-        factory: The class, or a function (dispatch_shape, rank_group) -> dispatcher; collective.
-        top_ks: Values of K.
-        dtypes: Of rows, all with the last top-k, the others with the first dtype. Default: those of the capabilities.
-        wires: Of rows that do not travel plain, with the first dtype. Default: each of the capabilities' formats.
+        factory: The class, or a collective function (dispatch_shape, rank_group) -> dispatcher.
+        top_ks: Values of K. All but the last are checked with the first dtype only.
+        dtypes: Dtypes of rows, checked with the last of `top_ks`. Default: those of the capabilities.
+        wires: Wire formats, checked with the first dtype. Default: each format of the capabilities except plain.
         deadline_s: Seconds for a collective step.
-        ranks_per_node: As `EPContext.from_groups` takes it: the ranks stand for so many of each of several nodes.
+        ranks_per_node: As `EPContext.from_groups` takes it: number of consecutive ranks that count as one node.
 
     Raises:
-        AssertionError: on all ranks alike; names the check, the dtype and the top-k.
+        AssertionError: On all ranks. It names the check, the dtype and the top-k.
     """
     device = rank_device()
     with EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node) as context:
@@ -110,7 +110,7 @@ def check_dispatcher(
 
 
 def _promised(factory: DispatcherFactory, context: EPContext) -> tuple[DispatcherCapabilities, bool]:
-    """What it can do, and whether those that the factory makes grow."""
+    """Return the capabilities of the factory's transports, and whether their buffers grow."""
     rank_group = context.rank_groups["ep"]
     probe = together(
         "made", rank_group, lambda: factory(dispatch_shape(context.layout.ep, 2, torch.bfloat16), rank_group)
@@ -120,7 +120,7 @@ def _promised(factory: DispatcherFactory, context: EPContext) -> tuple[Dispatche
 
 
 def _wires(can: DispatcherCapabilities) -> list[Wire]:
-    """All but the plain one, one way at a time."""
+    """Return a wire for each dispatch format and each combine format except plain; the other direction is plain."""
     given = {wire.dispatch: wire for wire in (FP8_TENSOR, NVFP4)}
     dispatch = [given.get(name) or Wire(dispatch=name) for name in sorted(can.dispatch_formats - {"plain"})]
     return dispatch + [Wire(combine=name) for name in sorted(can.combine_formats - {"plain"})]
@@ -131,7 +131,7 @@ def _check_shape(factory: DispatcherFactory, shape: DispatchShape, rank_group: R
     for check in CHECKS:
         run(check, dispatcher, device)
     if dispatcher.capabilities.peer_out:
-        # how rows come has little to do with how they go back
+        # the format of dispatch hardly affects combine, so two checks suffice for formats that are not plain
         for check in CHECKS if shape.wire.dispatch == "plain" else (uneven_and_empty_ranks, poisoned_buffers):
             run(check, dispatcher, device, to_peers=True)
     together(f"{dispatcher.name}: destroy", rank_group, dispatcher.destroy)
@@ -154,7 +154,7 @@ def uneven_and_empty_ranks(case: Case) -> None:
 
 
 def rows_go_where_they_belong(case: Case) -> None:
-    """All that fits to one rank, to one expert, to several experts of one rank, to none at all."""
+    """Check calls in which all tokens of all ranks go to three experts of one rank, to one expert, and to none."""
     g, first_id = case.shape, (case.ranks - 1) * SLOTS
     x = rows(case.rank, MAX_TOKENS, g.dtype, g.wire)
     for chosen, what in (([0, 1, 2], "three experts of one rank"), ([1], "one expert"), ([], "no expert")):
@@ -173,7 +173,7 @@ def rows_go_where_they_belong(case: Case) -> None:
 
 
 def views_are_taken(case: Case) -> None:
-    """Rows, ids and weights that are a part of wider tensors; int32 ids."""
+    """Check rows, ids and weights that are views of wider tensors, and int32 ids."""
     x, routing, wanted = case.call(6)
     wide = torch.cat([x, x + 1], 1)[:, :HIDDEN]
     ids = torch.cat([routing.ids, routing.ids], 1).int()[:, : case.shape.top_k]
@@ -182,8 +182,10 @@ def views_are_taken(case: Case) -> None:
 
 
 def rows_that_come_plain_are_rounded_as_before_the_wire(case: Case) -> None:
-    """The same bits arrive, however large or small the numbers are, and what is no number stays none. Both ways to send
-    them: alone, and beside other work."""
+    """Check that a transport that rounds plain rows delivers the same bits as for rows rounded by the caller.
+
+    Values range from small to large, and include NaN and infinity. Both `dispatch` and `dispatch_start` are checked.
+    """
     if not case.rounds:
         return
     g, tokens = case.shape, MAX_TOKENS - case.rank
@@ -205,7 +207,7 @@ def rows_that_come_plain_are_rounded_as_before_the_wire(case: Case) -> None:
 
 
 def _bits(received: Received) -> Tensor:
-    """Of all numbers and scales that are for an expert here."""
+    """Return the bytes of all received rows, and of their scales, that have an expert on this rank."""
     received = as_rank_major(localized(received, SLOTS), SLOTS)
     assert received.local_ids is not None
     here = (received.local_ids >= 0).any(1)
@@ -231,7 +233,7 @@ def two_in_flight(case: Case) -> None:
 
 
 def nan_stays_with_its_owner(case: Case) -> None:
-    """Rank 0's rows and everybody's unused weights are NaN; ranks that share experts with rank 0 are not affected."""
+    """Check that NaN in rank 0's rows, and in weights of absent routes, does not reach ranks that share its experts."""
     x, routing, wanted = case.call(5)
     absent = routing.ids < 0
     routing = PhysicalRouting(routing.ids, routing.weights.masked_fill(absent, torch.nan))
@@ -246,15 +248,15 @@ def nan_stays_with_its_owner(case: Case) -> None:
 
 @contextmanager
 def _uninitialised_is_nan(device: torch.device) -> Iterator[None]:
-    """Memory that was not written since holds NaN."""
+    """Fill uninitialized memory with NaN, within this context manager."""
     if device.type == "cuda":
-        # into the allocator's blocks beforehand: torch's own filling would run on one stream beside a transport's other
+        # fill the allocator's blocks beforehand: torch's own filling would race with a transport's other stream
         torch.full((1 << 24,), torch.nan, device=device)
         yield
         return
     memory: Any = torch.utils.deterministic
     was = memory.fill_uninitialized_memory
-    # what torch.use_deterministic_algorithms calls; that one imports inductor, a second a rank
+    # called directly, because torch.use_deterministic_algorithms imports inductor, which takes a second on each rank
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = True
     try:
@@ -265,7 +267,7 @@ def _uninitialised_is_nan(device: torch.device) -> Iterator[None]:
 
 
 def poisoned_buffers(case: Case) -> None:
-    """What a call leaves behind, in received rows and in those for the way back, is no part of the next one."""
+    """Check that data which a call leaves in its buffers (received rows and results) does not affect the next call."""
     with _uninitialised_is_nan(case.device):
         for turn in range(4):
             tokens = (MAX_TOKENS, 3, 0, 11)[(turn + case.rank) % 4]
@@ -274,7 +276,7 @@ def poisoned_buffers(case: Case) -> None:
             y = case.experts(received)
             out = case.dispatcher.combine(y, received.handle)
             case.same(out, wanted, f"turn {turn}")
-            # once all have read: peers may fetch rows from here
+            # wait until all ranks have read: peers may fetch rows from this rank's memory
             barrier(case.device)
             for part in y.blocks if isinstance(y, PeerRows) else (y,):
                 part.fill_(torch.nan)
@@ -284,7 +286,7 @@ def poisoned_buffers(case: Case) -> None:
 
 
 def random_delays(case: Case) -> None:
-    """Ranks that come late, each at another step: no rank reads before data is written, or writes before it is read."""
+    """Check calls with random delays: no rank may read data before it is written, or overwrite it before it is read."""
     generator = torch.Generator().manual_seed(case.rank + 5)
     results = []
     for turn in range(6):
@@ -298,7 +300,10 @@ def random_delays(case: Case) -> None:
 
 
 def bounds_that_change(case: Case) -> None:
-    """Fixed buffers may be laid out by the bound of each call: ranks that are ahead lay them out anew."""
+    """Check calls with different token limits. A transport may lay out fixed buffers by the limit of each call.
+
+    A rank that is ahead must not change the layout while others still use the former one.
+    """
     if not case.dispatcher.capabilities.static:
         return
     generator = torch.Generator().manual_seed(case.rank + 6)
@@ -314,7 +319,10 @@ def bounds_that_change(case: Case) -> None:
 
 
 def numbers_of_routes_come_back(case: Case) -> None:
-    """With `returns_weights`: each to its route, and NaN of routes that have their expert on another rank to none."""
+    """Check `combine_with_weights`: each route gets back the number that its expert's rank returned for it.
+
+    A rank returns NaN for routes whose expert is on another rank. This NaN must not reach any result.
+    """
     if not case.dispatcher.capabilities.returns_weights or case.shape.wire.dispatch != "plain":
         return
     generator = torch.Generator().manual_seed(case.rank + 7)

@@ -1,5 +1,4 @@
-"""Checks of what a transport promises beside rows that arrive: refusals that all ranks hear, gradients, equal bits,
-captured calls."""
+"""Checks of further promises of a transport: errors on all ranks, gradients, deterministic results, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -42,8 +41,11 @@ REPLAYS = 1000
 
 
 def what_is_wrong_on_one_rank_is_raised_on_all(case: Case) -> None:
-    """A caller's problem, and an id of no expert; calls go on after it. Transports that wait on the host: for the
-    others there is `one_token_too_many`. Those that grow wait for the other hosts alone, and do not look at ids."""
+    """Check that a caller's problem, or an id out of range, is raised on all ranks, and that later calls work.
+
+    It applies to transports that wait on the host; `one_token_too_many` covers the others. Transports that grow wait
+    only for the other hosts and do not check ids, so only the caller's problem applies to them.
+    """
     if not case.dispatcher.capabilities.host_sync and not case.dispatcher.grows:
         return
     for odd in {0, case.ranks - 1}:
@@ -67,8 +69,10 @@ def _waited(case: Case, x: Tensor, routing: PhysicalRouting, problem: str | None
 
 
 def gradients_flow(case: Case) -> None:
-    """To rows and weights, of the few columns that a gradient comes to: sums of few small integers, exact in any dtype
-    and order."""
+    """Check the gradients of rows and weights.
+
+    Only three columns have a gradient. So sums have few terms, small integers, and are exact in any dtype and order.
+    """
     if not case.dispatcher.capabilities.differentiable or case.shape.wire != PLAIN_WIRE:
         return
     for counts in COUNTS[:4]:
@@ -86,8 +90,10 @@ def gradients_flow(case: Case) -> None:
 
 
 def gradients_are_wanted_alike(case: Case) -> None:
-    """All ranks raise where one alone wants a gradient: its backward would wait for theirs. Transports that wait on the
-    host, which can tell."""
+    """Check that all ranks raise if only one of them requires gradients, because its backward would wait for theirs.
+
+    It applies to transports that wait on the host, which can compare the ranks.
+    """
     can = case.dispatcher.capabilities
     if not (can.differentiable and can.host_sync) or case.ranks == 1 or case.shape.wire != PLAIN_WIRE:
         return
@@ -118,8 +124,11 @@ def equal_calls_give_equal_bits(case: Case) -> None:
 
 
 def single_rows_keep_their_order_and_bits(case: Case) -> None:
-    """Plain rows of one route arrive as they were, with their weights, and come back as they were: in any dtype, the
-    sum of one row is that row. They arrive in the order of ranks and tokens, if it says `exact`."""
+    """Check that plain rows with one route arrive and return bit for bit, and that weights arrive bit for bit.
+
+    In any dtype, the sum of a single row is that row. A transport that claims `exact` must deliver rows in the order of
+    ranks and tokens.
+    """
     g, can = case.shape, case.dispatcher.capabilities
     if g.wire != PLAIN_WIRE:
         return
@@ -148,7 +157,7 @@ def single_rows_keep_their_order_and_bits(case: Case) -> None:
 
 
 def _single_rows(case: Case, tokens: int) -> tuple[Tensor, PhysicalRouting]:
-    """Rows of any numbers, but for the rank and the token in the first columns; their one route is in the last."""
+    """Return random rows with one route each, in the last column. The first columns hold the rank and the token."""
     g, generator = case.shape, torch.Generator().manual_seed(case.rank)
     x = torch.randn(tokens, HIDDEN, generator=generator)
     x[:, 0], x[:, 1] = case.rank + 1, torch.arange(tokens)
@@ -159,15 +168,18 @@ def _single_rows(case: Case, tokens: int) -> tuple[Tensor, PhysicalRouting]:
 
 
 def _single_weights(rank: int) -> Tensor:
-    """Of each token of a rank: every second one is 1."""
+    """Return a weight for each token of a rank. Every second one is 1."""
     weights = torch.rand(MAX_TOKENS, generator=torch.Generator().manual_seed(rank)) / 2 + 0.5
     weights[::2] = 1
     return weights
 
 
 def _weighted_once(case: Case, x: Tensor, weights: Tensor, back: Tensor) -> None:
-    """Combine multiplies: a weight of 1 leaves the bits as they were, and the product with another is rounded in
-    float32, by 2**-24 of itself, and then once to the layer's dtype, by half a step. Twice the former is allowed."""
+    """Check that combine multiplies by the weight and rounds once.
+
+    A weight of 1 must not change any bit. Another product is rounded in float32, by 2**-24 of itself, and then to the
+    layer's dtype, by half a step. The check allows twice the former.
+    """
     ones = (weights == 1).squeeze(1)
     case.that(torch.equal(back[ones], x[ones]), "single rows come back with other bits")
     numbers = torch.finfo(case.shape.dtype)
@@ -177,7 +189,10 @@ def _weighted_once(case: Case, x: Tensor, weights: Tensor, back: Tensor) -> None
 
 
 def captured_and_replayed(case: Case) -> None:
-    """Other rows, routes and numbers of tokens in each of 1,000 replays; a transport that cannot must say so."""
+    """Check 1,000 graph replays with different rows, routes and numbers of tokens.
+
+    A transport that cannot be captured must raise an error in a capture.
+    """
     if case.device.type != "cuda":
         return
     g, device = case.shape, case.device
@@ -197,7 +212,7 @@ def captured_and_replayed(case: Case) -> None:
         tokens = (0, 1, MAX_TOKENS, 7)[(seed + case.rank) % 4]
         new = rows(case.rank + seed, MAX_TOKENS, g.dtype, g.wire)
         to = routes(case.rank + seed, MAX_TOKENS, case.ranks, g.top_k)
-        to.ids[tokens:] = -1  # rows that fill a batch up to its captured size
+        to.ids[tokens:] = -1  # rows that pad a batch to its captured size
         batches.append((new.to(device), moved(to, device), case.expected(new, to).to(device)))
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     for replay in range(REPLAYS):
@@ -221,13 +236,16 @@ def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing
 
 
 # --- how calls end ----------------------------------------------------------------------------------------------------
-# Checks after which a context is at its end: a call that one rank refuses, and a rank that never comes.
+# Checks that leave their context unusable: a call that one rank refuses, and a rank that does not enter a call.
 
 
 def one_token_too_many(
     factory: DispatcherFactory, shape: DispatchShape, device: torch.device, ranks_per_node: int | None = None
 ) -> None:
-    """It raises at once where it is; the others get NaN, not numbers, and the same sentence at a later step."""
+    """Check that a rank with more than max_tokens tokens raises at once.
+
+    The other ranks get NaN for its experts' results, and raise the same message at a later step.
+    """
     deadline_s = 20.0 if device.type == "cuda" else 8.0
     with EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node) as context:
         case = Case(factory(shape, context.rank_groups["ep"]), device)
@@ -263,7 +281,10 @@ def one_token_too_many(
 def a_peer_that_never_comes(
     factory: DispatcherFactory, shape: DispatchShape, device: torch.device, ranks_per_node: int | None = None
 ) -> None:
-    """On a transport that waits on the host: who waits gets a PeerTimeout that names the rank, in time."""
+    """Check that ranks waiting for a missing rank raise a PeerTimeout that names it, before twice the deadline.
+
+    It applies to transports that wait on the host.
+    """
     deadline_s, lost = 4.0, dist.get_world_size() - 1
     context = EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node)
     case = Case(factory(shape, context.rank_groups["ep"]), device)
@@ -278,29 +299,33 @@ def a_peer_that_never_comes(
         case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
         case.that(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
     hold_back(case.dispatcher.rank_group, lost, 2 * deadline_s)
-    context.flight_recorder.close()  # this context is at its end: its dispatcher cannot meet its peers to be destroyed
+    context.flight_recorder.close()  # the dispatcher is not destroyed: that is collective, and would wait for peers
     tell(a_peer_that_never_comes, case)
 
 
 def a_peer_that_comes_too_late(
     factory: DispatcherFactory, shape: DispatchShape, device: torch.device, ranks_per_node: int | None = None
 ) -> None:
-    """On a transport whose kernels wait on a GPU, while the host goes on: the next step is a PeerTimeout that names the
-    rank, and the result is NaN or, once it came, right. It comes before the process would be ended, and so both can be
-    seen."""
+    """Check that a late rank is named by a PeerTimeout at the next step, while kernels still wait on the GPU.
+
+    It applies to transports that do not wait on the host. The result must be NaN or, after the rank's arrival, correct.
+    The rank arrives before the process would be ended, so that both can be checked.
+    """
     deadline_s, lost = 6.0, dist.get_world_size() - 1
     context = EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node)
     case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
     case.same(case.once(x, routing), wanted, "before")
     barrier(device)
-    time.sleep(deadline_s / 8)  # from one mark to the next
+    time.sleep(deadline_s / 8)  # the interval of the flight recorder's heartbeat
     start, message = time.monotonic(), ""
     if case.rank == lost:
         time.sleep(1.7 * deadline_s)
-    x, routing, wanted = case.call(3, seed=1)  # else what an aborted collective leaves could be right
+    # other data than before, so that old contents after an aborted collective are not taken for the result
+    x, routing, wanted = case.call(3, seed=1)
     received = case.dispatch(x, routing)
-    late = case.dispatcher.combine(multiplied(received, x.dtype, case.rank), received.handle)  # waits for no device
+    # `multiplied` directly, because the checks of `case.experts` would wait for the device
+    late = case.dispatcher.combine(multiplied(received, x.dtype, case.rank), received.handle)
     while case.rank != lost and not message and time.monotonic() - start < 1.7 * deadline_s:
         time.sleep(0.1)
         try:
@@ -309,7 +334,7 @@ def a_peer_that_comes_too_late(
             message = str(error)
     if case.rank != lost:
         case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
-    if not bool(late.isnan().all()):  # as where collectives are aborted
+    if not bool(late.isnan().all()):  # all NaN if collectives were aborted
         case.same(late, wanted, "when it came after all")
     context.flight_recorder.close()
     tell(a_peer_that_comes_too_late, case)
