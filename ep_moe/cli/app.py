@@ -1,5 +1,8 @@
-"""The command line: `ep-moe run`, `check-exact`, `explain`, `fit`, `tune`, `plan`, `bench`, `doctor`. It only parses,
-prints and sets exit codes; `doctor` and `explain` have files of their own, and what commands share is in `output`."""
+"""The command line: `ep-moe run`, `check-exact`, `explain`, `fit`, `tune`, `plan`, `bench`, `doctor`.
+
+This module parses options, prints results and sets exit codes. `doctor` and `explain` have modules of their own. What
+all commands share is in `output`.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +50,16 @@ from ep_moe.errors import ConfigError
 from ep_moe.integrations.model_name import DEMO, FORMS, checkpoint_named, sizes_named
 from ep_moe.parallel.groups import TorchrunEnv
 
-_ENDED = 128  # and the signal's number: what shells say of a process that a signal ended
+_ENDED = 128  # plus the signal's number: the exit code by which shells report a process that a signal ended
 
 
 class _Commands(TyperGroup):
-    """Ends a command by one line where a signal ends it, after the ranks that it began."""
+    """Handles signals. SIGTERM and Ctrl-C end a command after the ranks that it started; Ctrl-C prints one line."""
 
     def invoke(self, ctx: Any) -> Any:
         before = signal.getsignal(signal.SIGTERM)
-        if not TorchrunEnv.present():  # torchrun's ranks began none, and a handler waits for whatever they wait for
+        # torchrun's ranks start no ranks, and a Python handler would run only once a blocking call returns
+        if not TorchrunEnv.present():
             signal.signal(signal.SIGTERM, _terminated)
         try:
             return super().invoke(ctx)
@@ -147,7 +151,7 @@ def run(
 ) -> None:
     """Run a model on real text with its experts spread over ranks, and compare perplexities.
 
-    Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
+    Starts 4 gloo ranks on this machine. Under torchrun it uses torchrun's ranks, on GPUs if there are any.
     """
     with command(as_json, quiet, log_level) as out:
         options = RunOptions(
@@ -199,9 +203,9 @@ def fit(
     quiet: Quiet = False,
     log_level: LogLevel = DEFAULT_LEVEL,
 ) -> None:
-    """Say whether a model fits on GPUs that are not here, what would serve it, and how long an MoE layer would take.
+    """Say whether a model fits on GPUs that are not here, which backends it would use, and how long a MoE layer takes.
 
-    Exits with 1 where it does not fit. What the numbers are made of: docs/how-to/fit.md.
+    Exits with 1 if it does not fit. docs/how-to/fit.md explains the numbers.
     """
     with command(as_json, quiet, log_level) as out:
         answered = run_fit(
@@ -218,7 +222,7 @@ def fit(
 
 
 class _NumberLists(TyperCommand):
-    """`--ranks 4 8 32` for `--ranks 4 --ranks 8 --ranks 32`: numbers behind a number belong to its option."""
+    """Accepts `--ranks 4 8 32` for `--ranks 4 --ranks 8 --ranks 32`: a number after a number belongs to its option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         spread: list[str] = []
@@ -253,9 +257,9 @@ def check_exact(
     quiet: Quiet = False,
     log_level: LogLevel = DEFAULT_LEVEL,
 ) -> None:
-    """Prove that results do not depend on ranks, expert maps, transports and batches (ExpertsOptions.exact).
+    """Check that results do not depend on ranks, expert maps, transports and batches (ExpertsOptions.exact).
 
-    Exits with 1 where a checksum differs, and names the first layer that does.
+    Exits with 1 if a checksum differs, and names the first layer that differs.
     """
     with command(as_json, quiet, log_level) as out:
         found = run_check_exact(
@@ -293,7 +297,7 @@ def plan(
 ) -> None:
     """Plan a recorded load for other numbers of ranks and redundant experts: balance, time, bytes to move, verdict.
 
-    Time is the layer's own model on H200s; see docs/how-to/eplb.md.
+    Times are estimates of a layer on H200s; see docs/how-to/eplb.md.
     """
     with command(as_json, quiet, log_level) as out:
         question = plan_report.Question(
@@ -334,9 +338,9 @@ def tune(
     quiet: Quiet = False,
     log_level: LogLevel = DEFAULT_LEVEL,
 ) -> None:
-    """Time every pair of transport and kernel per number of tokens, and write down which to use.
+    """Time every pair of transport and kernel for each number of tokens, and save the fastest to a file.
 
-    Starts 4 gloo ranks on this machine; under torchrun it uses the ranks it is given, on GPUs where there are some.
+    Starts 4 gloo ranks on this machine. Under torchrun it uses torchrun's ranks, on GPUs if there are any.
     """
     with command(as_json, quiet, log_level) as out:
         check_target("--out", file)
@@ -367,7 +371,7 @@ def bench(
 ) -> None:
     """List the benchmarks, or run one with the arguments that follow its name, as python -m ep_moe.bench.NAME does."""
     with command(quiet=quiet, log_level=log_level) as out:
-        if name in ("", "--help", "-h"):  # behind a name it is the benchmark's
+        if name in ("", "--help", "-h"):  # after a name, --help is an option of the benchmark
             for line in _bench_help():
                 out.line(line)
             return
@@ -379,7 +383,10 @@ def bench(
 
 
 def _bench_help() -> list[str]:
-    """The benchmarks with what each says first of itself. Their files are read: an import of all takes seconds."""
+    """Return a line for each benchmark, with the first phrase of its module docstring.
+
+    The files are parsed, because importing all of them takes seconds.
+    """
     lines = ["Usage: ep-moe bench NAME [MODEL ...] [OPTIONS]; ep-moe bench NAME --help lists those of a benchmark.", ""]
     for name in _BENCHES:
         spec = importlib.util.find_spec(f"ep_moe.bench.{name}")

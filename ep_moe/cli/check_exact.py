@@ -1,9 +1,11 @@
-"""`ep-moe check-exact`: the same prompts on several numbers of ranks, expert maps, transports and batchings, whose
-results must be equal bit for bit (`ExpertsOptions.exact`).
+"""`ep-moe check-exact`: runs the same prompts on several numbers of ranks, expert maps, transports and batch sizes.
 
-The model reads one prompt at a time, each rank its share of them: attention and other dense parts are not this
-package's, and give a token the same bits in calls of one shape alone. Each MoE layer then computes the same rows in
-batches of other sizes. What is compared are digests of the bits of each layer's output, and of the logits.
+With `ExpertsOptions.exact` the results must be bitwise equal. The command compares digests of each layer's output and
+of the logits.
+
+Each rank reads its share of the prompts, one at a time. Attention and other dense parts do not belong to this package,
+and give a token the same bits only in calls of one shape. Each MoE layer then computes the same rows again in batches
+of other sizes.
 """
 
 from __future__ import annotations
@@ -37,18 +39,21 @@ from ep_moe.selection.explain import AUTO
 
 RANKS = (1, 2, 4)
 PROMPTS = "prompts"
-BATCHINGS = {PROMPTS: None, "tokens of 3": 3, "all at once": 1 << 30}  # rows of a call, beside the whole model's
+BATCHINGS = {PROMPTS: None, "tokens of 3": 3, "all at once": 1 << 30}  # rows per layer call; None: the model's calls
 LOGITS = "logits"
-_DEADLINE_S = 900.0  # of all runs on one number of ranks
+_DEADLINE_S = 900.0  # for all runs on one number of ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckOptions:
-    """What `ep-moe check-exact` was asked for.
+    """The options of `ep-moe check-exact`.
 
-    model: folder of a checkpoint, or a Hub id; None for the demo; text: a file
-    ranks: numbers of ranks; None for the default, under torchrun its own
-    prompts, window: how many, and tokens of each; exact: False to see what is not kept without it
+    model: folder of a checkpoint, or a Hub id; None for the demo
+    text: a file
+    ranks: numbers of ranks; None for the default, or for torchrun's ranks
+    prompts: number of prompts
+    window: tokens of each prompt
+    exact: `ExpertsOptions.exact`; False shows which results differ without it
     """
 
     model: str | None = None
@@ -65,7 +70,7 @@ class CheckOptions:
     log_level: str | None = None
 
     def as_run(self) -> RunOptions:
-        """The options that `ep-moe run` has too."""
+        """Return the options that `ep-moe run` has too."""
         return RunOptions(
             model=self.model, revision=self.revision, text=self.text, window=self.window, experts=self.experts,
             text_tokens=self.prompts * self.window, quantization=self.quantization,
@@ -75,9 +80,9 @@ class CheckOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one way of running gave.
+    """The digests of one way of running.
 
-    digests: by name of a layer in order, and of LOGITS where the whole model ran
+    digests: by name of a layer, in order, and of LOGITS if the whole model ran
     """
 
     ranks: int
@@ -89,18 +94,18 @@ class Found:
 
     @property
     def checksum(self) -> str:
-        """Of all layers."""
+        """The checksum of all layers' digests."""
         text = "".join(digest for name, digest in self.digests.items() if name != LOGITS)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def differs_from(self, other: Found) -> str | None:
-        """The first name whose digest is another, or None."""
+        """Return the first name whose digest differs; None if all are equal."""
         both = (name for name in self.digests if name in other.digests)
         return next((name for name in both if self.digests[name] != other.digests[name]), None)
 
 
 def run(options: CheckOptions) -> list[Found] | None:
-    """Run all ways; the first one is what others are compared with. None on ranks other than 0."""
+    """Run all ways and return their digests. Return None on ranks other than 0. Others are compared with the first."""
     _check(options)
     if TorchrunEnv.present():
         device = local_device()
@@ -119,7 +124,7 @@ def run(options: CheckOptions) -> list[Found] | None:
     for ranks in options.ranks or RANKS:
         longest = max(3 * options.deadline_s, _DEADLINE_S)
         target = "ep_moe.cli.check_exact:run_on_rank"
-        # dense parts, on as many threads whatever the number of ranks
+        # one thread on any number of ranks, because results of dense parts may depend on the number of threads
         found += run_local_ranks(target, ranks, arguments, deadline_s=longest, threads=1)[0]
     return found
 
@@ -127,7 +132,7 @@ def run(options: CheckOptions) -> list[Found] | None:
 def run_on_rank(
     options: CheckOptions, device: torch.device, folder: Path | None = None, *, forked: bool = False
 ) -> list[Found] | None:
-    """All ways on this number of ranks. folder, forked: as in `ep_moe.cli.run.run_on_rank`"""
+    """Run all ways on the current number of ranks. folder, forked: as in `ep_moe.cli.run.run_on_rank`"""
     if forked and options.log_level is not None:
         with log_records(options.log_level):
             return run_on_rank(options, device, folder)
@@ -170,7 +175,7 @@ def _check(options: CheckOptions) -> None:
 
 
 def _maps(experts: int, ranks: int) -> dict[str, ExpertMap]:
-    """Two of them: experts in order, and dealt out with a second copy of some."""
+    """Return the maps to compare: experts in order, and a map with a second copy of some experts."""
     if ranks == 1:
         return {"linear": ExpertMap.linear(experts, 1)}
     return {
@@ -189,7 +194,7 @@ def _transports(ranks: int, device: torch.device) -> Sequence[str]:
 
 @torch.no_grad()
 def _digests(model: Any, windows: Tensor, context: EPContext) -> Iterator[tuple[str, dict[str, str], str]]:
-    """Of each batching: digests by layer, of all prompts in their order, and the kernel's name."""
+    """Yield for each batching its name, the digests by layer of all prompts in order, and the kernel's name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     layout, kernel = context.layout, next(iter(layers.values())).choice.experts
     mine = windows[slice(*share(len(windows), layout.world, layout.rank))]
@@ -200,7 +205,7 @@ def _digests(model: Any, windows: Tensor, context: EPContext) -> Iterator[tuple[
     for step in range(most):
         if step < len(mine):
             outs[LOGITS].append(model(input_ids=mine[step : step + 1].to(model.device)).logits[0])
-        else:  # a rank without a prompt still serves its experts
+        else:  # a rank without a prompt still computes its experts for the others
             for layer in layers.values():
                 layer(torch.empty(0, layer.config.hidden_size, dtype=layer.dtype, device=layer.device))
     for hook in hooks:
@@ -212,7 +217,7 @@ def _digests(model: Any, windows: Tensor, context: EPContext) -> Iterator[tuple[
         found = {}
         for name, layer in layers.items():
             whole = torch.cat([*rows[name], _nothing(layer)])
-            longest = -(-most * windows.shape[1] // size)  # calls of the rank with the most rows
+            longest = -(-most * windows.shape[1] // size)  # number of calls of the rank with the most rows
             parts = [layer(whole[call * size : (call + 1) * size]) for call in range(longest)]
             found[name] = _digest(parts, context)
         yield batching, found, kernel
@@ -231,7 +236,7 @@ def _nothing(layer: MoELayer) -> Tensor:
 
 
 def _digest(parts: Sequence[Tensor], context: EPContext) -> str:
-    """Of the rows of all ranks, in their order: each row's own, so that it does not matter how they were cut."""
+    """Return a digest of the rows of all ranks in order. It hashes row by row, so it does not depend on batch sizes."""
     own = []
     for part in parts:
         flat = part.detach().contiguous().view(torch.uint8).cpu()

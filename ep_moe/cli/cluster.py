@@ -1,7 +1,7 @@
-"""`ep-moe doctor --cluster`: all ranks compare versions, GPUs and rates before a job, and name the odd one.
+"""`ep-moe doctor --cluster`: all ranks compare versions, GPUs and link rates before a job, and name what is odd.
 
-Facts go through a store of torch.distributed over TCP, so that they arrive also where NCCL does not work. Rates are
-measured over NCCL where every rank has a GPU of its own and one NCCL, else over gloo.
+Facts are exchanged through a TCP store of torch.distributed, so they arrive even if NCCL does not work. Rates are
+measured over NCCL if every rank has its own GPU and all have one version of NCCL, else over gloo.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ep_moe.parallel.nodes import NodeLayout, named
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.devices import on_device
 
-PASSES = 3  # a slow link must be slow in all of them: one may have met other work of the machine
-_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}  # of one transfer, one way
+PASSES = 3  # a link counts as slow if it is slow in all passes, because other work may disturb one of them
+_BYTES = {"nccl": 64 << 20, "gloo": 4 << 20}  # bytes of one transfer, one way
 _REPEATS = 5
 _POLL_S = 0.1
 _FAREWELL_S = 10.0
@@ -38,7 +38,7 @@ TimePair = Callable[[torch.device, int, int], float]
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """Where this process sits in the job, and where the ranks meet."""
+    """This process's place in the job, and the address of the store where the ranks meet."""
 
     rank: int
     world: int
@@ -47,14 +47,14 @@ class LaunchEnvironment:
     port: int
     hosted: bool  # torchrun's agent hosts the store; else rank 0 does
     attempt: str
-    bound: bool  # the launcher may show each process its own GPU alone
+    bound: bool  # the launcher may make only its own GPU visible to each process
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> LaunchEnvironment:
-        """From the variables of torchrun, else of srun.
+        """Read the environment variables of torchrun, or of srun if there are none.
 
         Raises:
-            ConfigError: a variable is missing, or is no number.
+            ConfigError: A variable is missing, or is not a number.
         """
         slurm = "RANK" not in environment and "SLURM_PROCID" in environment
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID") if slurm else ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -76,7 +76,7 @@ class LaunchEnvironment:
         )
 
     def store(self, deadline_s: float, *, serve: bool = True) -> Store:
-        """Connect; rank 0 serves unless torchrun's agent does."""
+        """Connect to the store. Rank 0 hosts it, unless torchrun's agent does."""
         store = TCPStore(
             self.host, self.port, None, serve and self.rank == 0 and not self.hosted,
             timedelta(seconds=deadline_s), wait_for_workers=False,
@@ -84,7 +84,7 @@ class LaunchEnvironment:
         return PrefixStore(f"ep_moe doctor {self.attempt}", store)
 
     def gpu(self) -> int | None:
-        """The index of this rank's GPU, whether it exists or not; None where no GPU is visible."""
+        """Return the index of this rank's GPU, even if it does not exist; None if no GPU is visible."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
             return None
@@ -93,14 +93,14 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """What the ranks found, the same on all of them.
+    """The result of the check, the same on all ranks.
 
     Args:
-        odd: Sentences; none for a sound cluster.
-        facts: Of all ranks, empty if some never came.
+        odd: Sentences about what is odd; none for a sound cluster.
+        facts: Facts of all ranks; empty if some ranks did not connect.
         nodes: Which ranks share a host.
-        backend: That the rates were measured over, with the reason if it is not NCCL.
-        rates: GB/s each way per pair of ranks.
+        backend: The backend of the rate measurements, with the reason if it is not NCCL.
+        rates: GB/s each way for each pair of ranks.
     """
 
     odd: list[str]
@@ -118,20 +118,20 @@ def run(
     time_pair: TimePair | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ClusterReport:
-    """Check the cluster; every rank of the job calls this.
+    """Check the cluster. Called by all ranks of the job.
 
     Args:
-        deadline_s: Seconds to wait for ranks to come, and again for their transfers.
-        show: Called on one rank, before any rank returns.
+        deadline_s: Seconds to wait for ranks to connect, and again for their transfers.
+        show: Called with the report on one rank, before any rank returns.
         facts: Collects a rank's facts from its rank, local rank and GPU index.
         time_pair: Measures GB/s each way from the device, the peer and the bytes of a transfer. Default: `pair_rate`.
         environment: The launcher's variables. Default: those of this process.
 
     Returns:
-        The report, the same on all ranks that came. If a transfer does not end, the process exits instead, with 1.
+        The report, the same on all ranks that connected. If a transfer does not end, the process exits with code 1.
 
     Raises:
-        ConfigError: the environment names no ranks, or the deadline is none.
+        ConfigError: The environment variables do not describe the ranks, or the deadline is invalid.
     """
     if (wrong := deadline_problem("--deadline", deadline_s)) is not None:
         raise ConfigError(wrong)
@@ -165,7 +165,7 @@ def run(
 
 
 def chosen_backend(facts: Sequence[RankFacts]) -> tuple[str, str]:
-    """The backend of the transfers, and why it is not NCCL where there are GPUs."""
+    """Return the backend of the transfers, and the reason if it is not NCCL despite GPUs."""
     if all(entry.compared.get("device") == "cpu" for entry in facts):
         return "gloo", ""
     gpus = [entry.gpu for entry in facts]
@@ -179,15 +179,15 @@ def chosen_backend(facts: Sequence[RankFacts]) -> tuple[str, str]:
 
 
 def pair_rate(device: torch.device, peer: int, size: int) -> float:
-    """Exchange bytes with a peer, which makes the same call.
+    """Measure the rate to a peer, which makes the same call.
 
     Args:
-        device: Of the bytes.
+        device: The device of the bytes.
         peer: A rank of the default process group.
         size: Bytes each way.
 
     Returns:
-        GB/s each way, the best of some transfers.
+        GB/s each way, the best of several transfers.
     """
     rows = torch.zeros(size, dtype=torch.uint8, device=device)
     arrived = torch.empty_like(rows)
@@ -199,7 +199,7 @@ def pair_rate(device: torch.device, peer: int, size: int) -> float:
             work.wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if repeat:  # the first one connects
+        if repeat:  # the first transfer sets up the connection
             best = min(best, time.perf_counter() - began)
     return size / best / 1e9
 
@@ -212,7 +212,7 @@ def _measure(
     time_pair: TimePair,
     show: Callable[[ClusterReport], None],
 ) -> tuple[dict[tuple[int, int], float], list[str], list[int]]:
-    """The rate of each pair, the best of up to PASSES passes; sentences about transfers that failed; lost ranks."""
+    """Return the rate of each pair (best of up to PASSES passes), sentences about failed transfers, and lost ranks."""
     rates: dict[tuple[int, int], float] = {}
     if meeting.launch.world == 1:
         return rates, [], []
@@ -242,14 +242,14 @@ def _measure(
 def _own_rates(
     meeting: _Meeting, nodes: NodeLayout, backend: str, device: torch.device, time_pair: TimePair
 ) -> tuple[str, list[tuple[int, float]]]:
-    """What failed, and this rank's rate to each peer."""
+    """Return the failure ("" for none) and this rank's rate to each peer."""
     rank, row = meeting.launch.rank, []
     try:
         with on_device(device):
             if not dist.is_initialized():
                 dist.init_process_group(
                     backend, store=meeting.transfers, rank=rank, world_size=meeting.launch.world,
-                    timeout=timedelta(seconds=2 * meeting.deadline_s + 60),  # the watch comes first
+                    timeout=timedelta(seconds=2 * meeting.deadline_s + 60),  # longer than the watchdog timer's
                     device_id=device if device.type == "cuda" else None,
                 )  # fmt: skip
             for pairs in transfer_rounds(nodes):
@@ -266,8 +266,10 @@ def _own_rates(
 
 
 def _transfers_hang(launch: LaunchEnvironment, deadline_s: float, show: Callable[[ClusterReport], None]) -> NoReturn:
-    """End a process that waits in a transfer, with the ranks that are behind. Runs on a thread: the main one is stuck,
-    and holds its own connection to the store."""
+    """Report the ranks that are behind, and end this process, which hangs in a transfer.
+
+    It runs in a timer thread with a new connection to the store. The main thread hangs, and holds the other connection.
+    """
     try:
         store = launch.store(_FAREWELL_S, serve=False)
         steps = [store.add(f"steps/{rank}", 0) for rank in range(launch.world)]
@@ -277,12 +279,12 @@ def _transfers_hang(launch: LaunchEnvironment, deadline_s: float, show: Callable
         if consensus.first("report of a hang", str(launch.rank)) == str(launch.rank):
             show(ClusterReport([text]))
     finally:
-        time.sleep(1.0)  # others may still ask the store of rank 0
+        time.sleep(1.0)  # other ranks may still use the store that rank 0 hosts
         os._exit(1)
 
 
 class _Meeting:
-    """The ranks' exchange of small things through the store."""
+    """Exchanges small values between the ranks through the store."""
 
     def __init__(self, launch: LaunchEnvironment, store: Store, deadline_s: float) -> None:
         self.launch, self.store, self.deadline_s = launch, store, deadline_s
@@ -296,11 +298,11 @@ class _Meeting:
         return [json.loads(self.store.get(f"{what}/{rank}")) for rank in range(self.launch.world)]
 
     def step(self) -> None:
-        """Count what this rank has done of its transfers."""
+        """Count a completed step of this rank's transfers."""
         self.store.add(f"steps/{self.launch.rank}", 1)
 
     def missing(self, what: str) -> list[int]:
-        """The ranks without an answer within the deadline: what the first rank saw whose deadline passed."""
+        """Return the ranks without an answer within the deadline, as seen by the first rank that stopped waiting."""
         keys = [f"{what}/{rank}" for rank in range(self.launch.world)]
         decided = f"first/{what} missing"
         ends = time.monotonic() + self.deadline_s
@@ -313,9 +315,12 @@ class _Meeting:
     def part(
         self, report: ClusterReport, show: Callable[[ClusterReport], None], missing: Sequence[int]
     ) -> ClusterReport:
-        """Show the report on one rank; the others leave after it, and rank 0, which may serve the store, last."""
+        """Show the report on the first rank, and let the ranks leave.
+
+        The first rank leaves last, because rank 0 may host the store.
+        """
         here = [rank for rank in range(self.launch.world) if rank not in missing]
-        if self.launch.rank in missing:  # it came after the others had given up
+        if self.launch.rank in missing:  # this rank connected after the others had given up
             return report
         if self.launch.rank == here[0]:
             show(report)
@@ -327,7 +332,7 @@ class _Meeting:
         while self.launch.rank == here[0] and left < len(here) and time.monotonic() < ends:
             time.sleep(_POLL_S)
             left = self.store.add("left", 0)
-        if dist.is_initialized() and report.rates:  # else transfers failed, and NCCL may wait for them
+        if dist.is_initialized() and report.rates:  # without rates, transfers failed, and NCCL might wait for them
             dist.destroy_process_group()
         return report
 

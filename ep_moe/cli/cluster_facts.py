@@ -1,7 +1,7 @@
-"""What ranks say of themselves for `ep-moe doctor --cluster` (versions, host, GPU, clocks, ECC, peer access), and the
-verdict on a cluster: facts and rates in, sentences out, without communication.
+"""Collects the facts of a rank for `ep-moe doctor --cluster`, and finds what is odd in those of all ranks.
 
-The majority wins: a rank whose version, GPU or link is unlike those of most ranks is odd.
+Facts are versions, host, GPU, clocks, ECC and peer access. A rank is odd if its version, GPU or link differs from those
+of most ranks. The comparison needs no communication.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ep_moe.parallel.nodes import NodeLayout, named
 from ep_moe.runtime.devices import memory_left
 from ep_moe.runtime.versions import installed
 
-_ASKED = {  # of nvidia-smi, by our names
+_ASKED = {  # query fields of nvidia-smi, by the names of our facts
     "driver": "driver_version",
     "highest SM clock": "clocks.max.sm",
     "highest memory clock": "clocks.max.memory",
@@ -31,7 +31,7 @@ _ASKED = {  # of nvidia-smi, by our names
 }
 _OF_THE_MOMENT = ("SM clock", "uncorrected")
 _SMI_S = 20.0
-SLOW = 0.5  # of the median of the links of its kind
+SLOW = 0.5  # a link is slow below this fraction of the median of its kind
 WITHIN, BETWEEN = "within hosts", "between hosts"
 
 Rates = Mapping[tuple[int, int], float]  # GB/s each way between two ranks, or two nodes; the lower number first
@@ -39,16 +39,16 @@ Rates = Mapping[tuple[int, int], float]  # GB/s each way between two ranks, or t
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank says of itself.
+    """The facts of one rank.
 
     Args:
-        rank: In the job.
-        local_rank: On its host.
+        rank: Its rank in the job.
+        local_rank: Its rank on its host.
         host: Identity and name of its host.
-        compared: Facts that are the same on a sound cluster, by name: versions, GPU, clocks, numbers of GPUs.
+        compared: Facts that must be equal on all ranks, by name: versions, GPU, clocks, numbers of GPUs.
         gpu: Identity of its GPU; None without one.
-        shown: Facts of the moment, for the table alone.
-        faults: Sentences about what is wrong on this rank whatever the others have.
+        shown: Momentary facts, which are only shown in the table.
+        faults: Sentences about faults of this rank that need no comparison with others.
     """
 
     rank: int
@@ -64,12 +64,12 @@ def rank_facts(rank: int, local_rank: int, gpu: int | None) -> RankFacts:
     """Collect the facts of this rank.
 
     Args:
-        rank: In the job.
-        local_rank: On its host.
-        gpu: Index of its GPU among those that are visible; None where no GPU is visible.
+        rank: Its rank in the job.
+        local_rank: Its rank on its host.
+        gpu: Index of its GPU among the visible ones; None if no GPU is visible.
 
     Returns:
-        Facts. What cannot be found out is "unknown"; a GPU that fails is a fault of the facts.
+        The facts. A fact that cannot be determined is "unknown". A GPU that fails is listed in `faults`.
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     compared = {
@@ -115,7 +115,7 @@ def _does_not_compute(device: torch.device) -> str | None:
 
 
 def _smi(uuid: str) -> dict[str, str]:
-    """What the driver says of a GPU; nothing where nvidia-smi is missing or silent."""
+    """Return the values of nvidia-smi for a GPU, by the names in `_ASKED`; {} if nvidia-smi is missing or fails."""
     try:
         printed = subprocess.run(
             ["nvidia-smi", f"--id=GPU-{uuid.removeprefix('GPU-')}", "--format=csv,noheader,nounits",
@@ -132,15 +132,15 @@ def _smi(uuid: str) -> dict[str, str]:
 
 
 def find_odd(facts: Sequence[RankFacts], nodes: NodeLayout, rates: Rates) -> list[str]:
-    """Name what is odd.
+    """Describe everything odd in a cluster.
 
     Args:
-        facts: Of all ranks.
-        nodes: On which node each rank is.
-        rates: Of all pairs of ranks; empty where none was measured.
+        facts: Facts of all ranks.
+        nodes: The node of each rank.
+        rates: Rates of all pairs of ranks; empty if none were measured.
 
     Returns:
-        One sentence per oddity, with its ranks and hosts. Empty for a sound cluster.
+        One sentence for each oddity, with its ranks and hosts. Empty for a sound cluster.
     """
     return [
         *(f"{_at([entry.rank], nodes)}: {fault}" for entry in facts for fault in entry.faults),
@@ -152,14 +152,14 @@ def find_odd(facts: Sequence[RankFacts], nodes: NodeLayout, rates: Rates) -> lis
 
 
 def slow_links(rates: Rates, nodes: NodeLayout) -> list[str]:
-    """Name links, ranks and pairs of nodes that are slower than half of the median of their kind.
+    """Describe links, ranks and pairs of nodes that are slower than half of the median of their kind.
 
     Args:
-        rates: Of pairs of ranks.
-        nodes: On which node each rank is.
+        rates: Rates of pairs of ranks.
+        nodes: The node of each rank.
 
     Returns:
-        Sentences. A rank whose links of a kind are all slow is named once, as is a pair of nodes.
+        Sentences. A rank whose links of one kind are all slow gets one sentence, and so does a pair of nodes.
     """
     found: list[str] = []
     for kind, links in by_kind(rates, nodes).items():
@@ -187,7 +187,7 @@ def slow_links(rates: Rates, nodes: NodeLayout) -> list[str]:
 
 
 def by_kind(rates: Rates, nodes: NodeLayout) -> dict[str, dict[tuple[int, int], float]]:
-    """Sort links by whether both ends are on one host: these two have medians of their own."""
+    """Split links into those within hosts and those between hosts. Each kind has a median of its own."""
     found: dict[str, dict[tuple[int, int], float]] = {WITHIN: {}, BETWEEN: {}}
     for (one, other), rate in sorted(rates.items()):
         found[WITHIN if nodes.node(one) == nodes.node(other) else BETWEEN][one, other] = rate
@@ -195,7 +195,10 @@ def by_kind(rates: Rates, nodes: NodeLayout) -> dict[str, dict[tuple[int, int], 
 
 
 def node_rates(rates: Rates, nodes: NodeLayout) -> dict[tuple[int, int], float]:
-    """The rate between two nodes when every rank of the smaller one sends: the mean of their links times its ranks."""
+    """Return the rate between each two nodes if all ranks of the smaller node send at once.
+
+    It is the mean rate of their links times the number of these ranks.
+    """
     found = {}
     for ends, pairs in _by_nodes(by_kind(rates, nodes)[BETWEEN], nodes).items():
         at_once = min(nodes.nodes.count(end) for end in ends)
@@ -204,7 +207,7 @@ def node_rates(rates: Rates, nodes: NodeLayout) -> dict[tuple[int, int], float]:
 
 
 def values_of(facts: Sequence[RankFacts]) -> dict[str, dict[str, list[int]]]:
-    """The ranks that have each value of each compared fact, the most frequent value first."""
+    """Return the ranks with each value of each compared fact, the most frequent value first."""
     names = list(dict.fromkeys(name for entry in facts for name in entry.compared))
     found: dict[str, dict[str, list[int]]] = {}
     for name in names:
@@ -216,13 +219,14 @@ def values_of(facts: Sequence[RankFacts]) -> dict[str, dict[str, list[int]]]:
 
 
 def transfer_rounds(nodes: NodeLayout) -> list[list[tuple[int, int]]]:
-    """Order all pairs of ranks so that the links of a kind are measured under equal load.
+    """Order all pairs of ranks in rounds so that all links of a kind are measured under equal load.
 
-    Within hosts, and between hosts with as many ranks each, all ranks transfer at once, each with one peer (a circle
-    tournament). Pairs between hosts with different numbers of ranks take turns.
+    Within hosts, and between hosts with equal numbers of ranks, all ranks transfer at once, each with one peer (a
+    round-robin tournament by the circle method). Pairs between hosts with different numbers of ranks transfer one
+    after another.
 
     Args:
-        nodes: On which node each rank is.
+        nodes: The node of each rank.
 
     Returns:
         Rounds of pairs, the lower rank first. A rank is in at most one pair of a round.
@@ -246,7 +250,7 @@ def transfer_rounds(nodes: NodeLayout) -> list[list[tuple[int, int]]]:
 
 
 def _circle(players: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Rounds in which everyone meets everyone once; of an odd number one rests in each round."""
+    """Return rounds of pairs in which all players meet once. With an odd number, one player rests in each round."""
     seats: list[int | None] = [*players, *([None] * (len(players) % 2))]
     rounds = []
     for _ in range(len(seats) - 1):
@@ -294,7 +298,7 @@ def _fewer_ranks(nodes: NodeLayout) -> list[str]:
     sizes = [len(part) for part in nodes.split(nodes.ranks)]
     if len(set(sizes)) == 1:
         return []
-    usual = max(sorted(set(sizes), reverse=True), key=sizes.count)  # of a tie the larger
+    usual = max(sorted(set(sizes), reverse=True), key=sizes.count)  # in a tie the larger
     return [
         f"host {host}: {size} rank{'s' * (size > 1)}, but other hosts have {usual}"
         for host, size in zip(nodes.hosts, sizes, strict=True)

@@ -1,5 +1,7 @@
-"""`ep-moe doctor`: what is installed here, and which backends can run, each with its reason; with --cluster, the report
-of all ranks as tables and lines."""
+"""`ep-moe doctor`: reports what is installed, and which backends can run, with reasons for those that cannot.
+
+With --cluster, it prints the report of all ranks as tables and lines.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from ep_moe.parallel.nodes import named
 from ep_moe.runtime.versions import how_run, installed, launcher_known
 
 _PACKAGES = ("transformers", "safetensors", "flashinfer-python", "triton", "numpy")
-_DEADLINE_S = 120.0  # of --cluster
-_WIDE = 16  # ranks or nodes whose matrix fits a line
+_DEADLINE_S = 120.0  # default of --deadline with --cluster
+_WIDE = 16  # most ranks or nodes whose matrix fits the width of a terminal
 
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -77,7 +79,7 @@ def _show_cluster(deadline_s: float, out: Output) -> None:
 
 
 def versions() -> dict[str, str]:
-    """What a bug report needs, by name."""
+    """Return the versions that a bug report needs, by name."""
     found = {
         "ep_moe": __version__,
         "python": f"{platform.python_version()} ({sys.executable})",
@@ -90,7 +92,10 @@ def versions() -> dict[str, str]:
 
 
 def runs() -> dict[str, str]:
-    """How the tests ran with what is installed, by the names of `versions`: where, or "not run" and what was run."""
+    """Return how the tests ran with the installed versions, by the names of `versions`.
+
+    A value says where they ran, or "not run" and which version was run.
+    """
     found = {package: how_run(package, installed(package)) for package in ("torch", *_PACKAGES)}
     triton = installed("triton")
     if triton is not None and not launcher_known(triton):
@@ -99,7 +104,7 @@ def runs() -> dict[str, str]:
 
 
 def _nccl() -> str:
-    """Version and file of the NCCL that is loaded in this process."""
+    """Return the version and the file of the NCCL that is loaded in this process."""
     if not torch.cuda.is_available():
         return "not loaded: no GPU"
     number = ".".join(map(str, torch.cuda.nccl.version()))
@@ -110,7 +115,7 @@ def _nccl() -> str:
 
 
 def gpus() -> list[str]:
-    """One line per visible GPU."""
+    """Return a line for each visible GPU."""
     lines = []
     for index in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(index)
@@ -119,7 +124,7 @@ def gpus() -> list[str]:
 
 
 def backends() -> list[tuple[str, str, str]]:
-    """(kind, name, "available" or the reason why not)."""
+    """Return (kind, name, "available" or the reason why not) of each backend."""
     kinds: tuple[registry.Kind, ...] = ("dispatchers", "experts", "fused")
     return [
         (kind, name, registry.unsupported_reason(kind, name) or "available")
@@ -129,13 +134,13 @@ def backends() -> list[tuple[str, str, str]]:
 
 
 def tables(report: ClusterReport) -> list[Table]:
-    """Title, columns and rows of each table: facts by value, ranks, and rates between ranks and between hosts.
+    """Return the title, columns and rows of each table: facts by value, ranks, rates between ranks and between hosts.
 
     Args:
-        report: Of `ep_moe.cli.cluster.run`.
+        report: A report of `ep_moe.cli.cluster.run`.
 
     Returns:
-        Tables. Matrices of more than 16 ranks or hosts are left out; the medians of each rank stay.
+        The tables. Matrices of more than 16 ranks or hosts are omitted. The medians of each rank are always shown.
     """
     nodes = report.nodes
     if nodes is None:
@@ -173,7 +178,7 @@ def tables(report: ClusterReport) -> list[Table]:
 
 
 def lines(report: ClusterReport) -> list[str]:
-    """What is odd, or that nothing is."""
+    """Return a line for each oddity, or one line that the cluster is sound."""
     if report.odd:
         return [f"odd: {text}" for text in report.odd]
     ranks, hosts = len(report.facts), 0 if report.nodes is None else len(report.nodes.hosts)

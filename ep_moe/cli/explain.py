@@ -1,4 +1,4 @@
-"""`ep-moe explain`: what serves a model first, and the refusals by their reason."""
+"""`ep-moe explain`: prints the backends that can run a model, then those that cannot, grouped by reason."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def explain(
     log_level: LogLevel = DEFAULT_LEVEL,
     old_config: Annotated[str | None, typer.Option("--config", hidden=True)] = None,
 ) -> None:
-    """Print the pairs of transport and kernel that serve a model on this machine, and why others do not.
+    """Print the pairs of transport and kernel that can run a model on this machine, and why others cannot.
 
-    With --gpu: on machines with such GPUs, what ep-moe[gpu] brings installed, and NVLink between the GPUs of a node.
+    With --gpu: on machines with such GPUs, the packages of ep-moe[gpu], and NVLink between the GPUs of a node.
     """
     with command(as_json, quiet, log_level) as out:
         named = model_named("explain", model, config=old_config)
         parallel = ParallelConfig(dp=dp, tp=tp, ep=ep, etp=etp)
-        rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on it
+        rows_as = Wire(dispatch=wire, input_scale=1.0 if wire in ONE_SCALE else None)  # no reason depends on the scale
         rows = explain_model(
             sizes_named(named),
             parallel,
@@ -82,17 +82,17 @@ def in_order(rows: Sequence[BackendChoice]) -> list[BackendChoice]:
 
 
 def grouped(rows: Sequence[BackendChoice]) -> list[str]:
-    """Describe a table of `explain` in few lines.
+    """Summarize a table of `explain` in a few lines.
 
     Args:
         rows: The table.
 
     Returns:
-        A line for the chosen pair and each possible one; then one for each reason of the refusals, most pairs first.
+        A line for the chosen pair and each possible one, then a line for each reason of refusals, most pairs first.
     """
     lines = [str(row) for row in in_order(rows) if row.status != "refused"]
     refused: dict[str, list[BackendChoice]] = {}
-    absent: dict[str, set[str]] = {}  # backends whose own reason it is, whatever they are paired with
+    absent: dict[str, set[str]] = {}  # by reason, the backends that it refuses in every pair
     for row in rows:
         if row.status == "refused":
             owner, _, own = row.reason.partition(": ")

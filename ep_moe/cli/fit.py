@@ -1,4 +1,4 @@
-"""`ep-moe fit`: whether a model fits on GPUs that are not here, and how long its MoE layers would take there."""
+"""`ep-moe fit`: estimates whether a model fits on GPUs that are not here, and how long its MoE layers would take."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CRITERIA = "fits the memory, then least floor in turn, then fewest bytes, then 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions:
-    """What `ep-moe fit` was asked for, as the command line has it."""
+    """The options of `ep-moe fit`, named as on the command line."""
 
     model: str
     gpus: int
@@ -57,14 +57,14 @@ class FitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a configuration says of a model.
+    """The sizes of a model.
 
     Args:
-        name: As it was asked for.
-        config: Of the MoE layers.
-        layers: How many of them.
-        rest: Parameters outside of them, None where the configuration has MoE layers alone.
-        kv_numbers: Of one token in the KV cache, over all layers.
+        name: The name as given.
+        config: The configuration of its MoE layers.
+        layers: The number of its MoE layers.
+        rest: The number of parameters outside of them. None if the configuration only describes MoE layers.
+        kv_numbers: The number of values of one token in the KV cache, over all layers.
     """
 
     name: str
@@ -79,14 +79,14 @@ def read_model(name: str, revision: str | None = None) -> Model:
 
     Args:
         name: A bundled configuration, a .toml file, a folder with config.json, or a model of the Hub.
-        revision: Of a model of the Hub.
+        revision: The revision of a model of the Hub.
 
     Returns:
         The sizes.
 
     Raises:
-        ConfigError: there is none of that name, or its layers are not alike.
-        CheckpointError: a folder or the Hub has no configuration that can be read.
+        ConfigError: There is no such model, or its layers differ.
+        CheckpointError: A folder or the Hub has no readable configuration.
     """
     check_revision(name, revision)
     if not Path(name).is_dir() and ("/" not in name or name.endswith(".toml")):
@@ -106,7 +106,7 @@ def read_model(name: str, revision: str | None = None) -> Model:
 
 
 def _kv_numbers(text: Any) -> int:
-    """Of one token, as transformers caches it: a model of latent attention has its keys and values expanded."""
+    """Return the number of cached values of one token in transformers, which expands latent attention (MLA)."""
     heads = text.num_attention_heads
     if getattr(text, "kv_lora_rank", None):
         a_layer = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim)
@@ -117,16 +117,16 @@ def _kv_numbers(text: Any) -> int:
 
 
 def run(options: FitOptions) -> dict[str, Any]:
-    """Answer, as one JSON object has it.
+    """Compute the answer of `ep-moe fit`.
 
     Args:
-        options: Of the command line.
+        options: The options of the command line.
 
     Returns:
-        Names as they are printed; times in microseconds, None for what is not known.
+        The fields of the JSON object. Times are in microseconds; None stands for unknown.
 
     Raises:
-        EPMoEError: a field is wrong, or no backends can run.
+        EPMoEError: An option is wrong, or no backends can run.
     """
     gpu, scheme = gpu_named(options.gpu), scheme_of(options.quantization)
     if options.dtype not in _DTYPES:
@@ -221,7 +221,7 @@ def _time(found: Found) -> dict[str, Any]:
 
 
 def _accuracy(expected: Expected) -> dict[str, Any]:
-    """Of predictions of this kind, from measured lines that were held back."""
+    """Return the accuracy of predictions from this basis, on measured lines that were held back."""
     if expected.basis == ITSELF:
         return {"predicted_from": None}
     held = held_back(expected.basis)
@@ -255,10 +255,10 @@ def _crossover(found: Crossover | None) -> dict[str, Any] | None:
 
 
 def print_answer(answered: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Print what `run` gives.
+    """Print the answer of `run` as text.
 
     Args:
-        answered: Of `run`.
+        answered: The result of `run`.
         say: Prints one line.
     """
     asked, gpu, layout, chosen = (answered[name] for name in ("asked", "gpu", "layout", "backends"))

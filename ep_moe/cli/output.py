@@ -1,4 +1,4 @@
-"""What all commands share: the model, the result as text or JSON, log records, exit codes, how a user's error ends."""
+"""Shared by all commands: the model argument, output as text or JSON, log records, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXIT_CODES = {
     130: "ended by Ctrl-C (143: by SIGTERM)",
 }
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
-_LINE = 120  # characters of a table's line
+_LINE = 120  # least width of a table, in characters
 
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the result as one JSON object on stdout, and nothing else there.")
@@ -44,12 +44,12 @@ ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=f"{FO
 
 
 class Output:
-    """Where a command prints.
+    """Prints the output of a command.
 
     Args:
-        as_json: Print the result alone, as JSON.
+        as_json: Print only the result, as JSON.
         quiet: Print no progress.
-        first_alone: Ranks other than 0 print nothing.
+        first_alone: Print on rank 0 only.
     """
 
     def __init__(self, as_json: bool, quiet: bool, *, first_alone: bool = True) -> None:
@@ -58,31 +58,31 @@ class Output:
         self._stdout = sys.stdout
 
     def line(self, text: str = "") -> None:
-        """Print a line for a reader.
+        """Print a line of text, unless the output is JSON.
 
         Args:
-            text: As it is, whatever brackets it has.
+            text: The line, which is printed without interpretation of markup.
         """
         if not self._silent and not self.as_json:
             _console().print(text)
 
     def progress(self, text: str) -> None:
-        """Print a line before there is a result: to stderr beside JSON, nowhere when quiet.
+        """Print a line of progress: to stderr if the output is JSON, and not at all with `quiet`.
 
         Args:
-            text: As it is.
+            text: The line, which is printed without interpretation of markup.
         """
         if not self._silent and not self._quiet:
             with beside_bars():
                 _console(stderr=self.as_json).print(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table for a reader, under an empty line.
+        """Print an empty line and a table, unless the output is JSON.
 
         Args:
-            title: Above it; columns of a table with a title are numbers, but for the first.
-            columns: Their names.
-            rows: Of cells.
+            title: The line above it. In a table with a title, all columns but the first are numbers.
+            columns: Names of the columns.
+            rows: Rows of cells.
         """
         if self._silent or self.as_json:
             return
@@ -94,14 +94,14 @@ class Output:
             table.add_row(*row)
         console = _console()
         console.print()
-        # a line that is too long for the terminal is better than numbers without their ends
+        # a line that is too long for the terminal is better than truncated numbers
         _console(width=max(console.width, _LINE)).print(table)
 
     def result(self, found: Mapping[str, Any]) -> None:
-        """Print the JSON object, if that was asked for.
+        """Print the result as a JSON object, if the output is JSON.
 
         Args:
-            found: Its fields: dataclasses, arrays and paths too.
+            found: The fields of the object. Values may be dataclasses, arrays and paths too.
         """
         if not self._silent and self.as_json:
             self._stdout.write(json_text(found) + "\n")
@@ -112,19 +112,19 @@ class Output:
 def command(
     as_json: bool = False, quiet: bool = False, log_level: str = DEFAULT_LEVEL, *, first_alone: bool = True
 ) -> Iterator[Output]:
-    """Run the body of a command: with its log records on stderr, and a user's error as one line.
+    """Run the body of a command. Log records go to stderr, and a user's error is printed as one line.
 
     Args:
         as_json: The option `--json`.
         quiet: The option `--quiet`.
         log_level: The option `--log-level`.
-        first_alone: Ranks other than 0 print no result.
+        first_alone: Print the result on rank 0 only.
 
     Yields:
-        Where to print.
+        The output to print to.
 
     Raises:
-        typer.Exit: with code 2, for an error of `ep_moe.errors`.
+        typer.Exit: With code 2, for an error of `ep_moe.errors`.
     """
     out = Output(as_json, quiet, first_alone=first_alone)
     try:
@@ -140,17 +140,17 @@ def command(
 
 
 def least_level(quiet: bool, log_level: str) -> str:
-    """Join `--quiet` and `--log-level`.
+    """Return the level of log records that `--quiet` and `--log-level` select together.
 
     Args:
-        quiet: Whether records below ERROR are left out.
+        quiet: Whether records below ERROR are omitted.
         log_level: A name in `LEVELS`.
 
     Returns:
         A name in `LEVELS`.
 
     Raises:
-        ConfigError: the level is unknown.
+        ConfigError: The level is unknown.
     """
     if log_level not in LEVELS:
         hint = did_you_mean(log_level, LEVELS)
@@ -160,10 +160,10 @@ def least_level(quiet: bool, log_level: str) -> str:
 
 @contextmanager
 def log_records(level: str) -> Iterator[None]:
-    """Write the package's log records to stderr within the block, those of ranks with their number.
+    """Write the package's log records to stderr within this context manager, with the rank's number.
 
     Args:
-        level: The least, a name in `LEVELS`.
+        level: The least level, a name in `LEVELS`.
 
     Yields:
         Nothing.
@@ -183,56 +183,56 @@ def log_records(level: str) -> Iterator[None]:
 
 
 def fail(error: EPMoEError) -> NoReturn:
-    """End the command by a user's error: one sentence, printed once, since all ranks have the same one.
+    """End the command for a user's error. Its message is printed on rank 0 only, because all ranks have the same one.
 
     Args:
         error: The error.
 
     Raises:
-        typer.Exit: with code 2.
+        typer.Exit: With code 2.
     """
     note(f"error: {error}")
     raise typer.Exit(2)
 
 
 def note(text: str) -> None:
-    """Print a line on stderr, on rank 0 alone.
+    """Print a line on stderr, on rank 0 only.
 
     Args:
-        text: As it is.
+        text: The line, which is printed without interpretation of markup.
     """
     if is_first_rank():
         _console(stderr=True).print(text)
 
 
 def _console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Prints text as it is: no style, no line break, and no picture for a word between colons."""
+    """Return a console that prints text unchanged: no markup, no line breaks, and no emoji for words between colons."""
     return Console(stderr=stderr, width=width, soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 def is_first_rank() -> bool:
-    """Say whether this process prints.
+    """Return whether this process prints.
 
     Returns:
-        True on rank 0 of a launcher, and without one.
+        True on rank 0 of a launcher, and without a launcher.
     """
     return os.environ.get("RANK", "0") == "0"
 
 
 def model_named(command: str, model: str | None, default: str | None = None, /, **old: str | None) -> str:
-    """Take the model of a command from its first argument, or from an option of an earlier release.
+    """Return the model of a command, from its first argument or from a deprecated option.
 
     Args:
-        command: Its name, for errors.
+        command: The command's name, for errors.
         model: The argument.
-        default: Where nothing is given. None: an error.
-        **old: Values of options that an earlier release had, by name.
+        default: The model if none is given. None: raise an error.
+        **old: Values of deprecated options, by name.
 
     Returns:
-        The name.
+        The model's name.
 
     Raises:
-        ConfigError: no model, or more than one.
+        ConfigError: No model, or more than one, is given.
     """
     found = [] if model is None else [model]
     for option, value in old.items():
@@ -248,11 +248,11 @@ def model_named(command: str, model: str | None, default: str | None = None, /, 
 
 
 def check_revision(model: str | None, revision: str | None) -> None:
-    """Raise ConfigError for a revision that would be ignored: of a model that is not looked up on the Hub.
+    """Raise ConfigError for a revision of a model that is not on the Hub, where it would be ignored.
 
     Args:
         model: A folder, a bundled configuration, a .toml file or a name on the Hub; None for the demo.
-        revision: What was asked for; None for the default.
+        revision: The requested revision; None for the default.
     """
     if revision is None:
         return

@@ -1,5 +1,7 @@
-"""A text's perplexity: read by a model on ranks, by the untouched model in one process, and for `ep-moe run --eplb`
-once more while experts move and when they have."""
+"""Computes the perplexity of a text, by a model on several ranks and by the untouched model in one process.
+
+For `ep-moe run --eplb`, the text is read again while experts move, and after they have moved.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,20 @@ from ep_moe.placement.placement import LayerStats
 
 DEMO = resources.files("ep_moe") / "demo"
 BYTES_PER_STEP = 1 << 20  # small, so that the demo's move takes more than one step
-_PASSES = 40  # over the text, at most, until all that is to move has
+_PASSES = 40  # most passes over the text until all experts have moved
 
 
 def text_windows(file: str | None, most: int, window: int, folder: Path) -> Tensor:
-    """Read at most `most` tokens of a text; None: the demo's held-out text. int64 [windows, window]: what does not fill
-    a window is left out."""
+    """Read at most `most` tokens of a text file, int64 [windows, window]. A last incomplete window is dropped.
+
+    file: None for the demo's held-out text
+    """
     path = Path(file) if file else Path(str(DEMO / "heldout.txt"))
     raw = path.read_bytes()
     if (folder / "tokenizer_config.json").is_file() or (folder / "tokenizer.json").is_file():
         ids = torch.tensor(_tokenizer(folder)(raw.decode("utf-8", "replace"))["input_ids"])
     else:
-        ids = torch.tensor(list(raw))  # byte-level, as the demo is
+        ids = torch.tensor(list(raw))  # without a tokenizer a token is a byte, as in the demo
     ids = ids[:most]
     if len(ids) < window:
         raise ConfigError(
@@ -62,10 +66,12 @@ def _tokenizer(folder: Path) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What one reading of the text gave, on all ranks together.
+    """The results of one reading of the text, over all ranks.
 
-    predicted: tokens; expert_load, rank_load: routes by layer, and by logical expert or EP rank
-    stages: milliseconds, of the slowest rank; recorded: the load of each forward, if it was asked for
+    predicted: number of predicted tokens
+    expert_load, rank_load: routes by layer, and by logical expert or EP rank
+    stages: milliseconds of the slowest rank, by stage
+    recorded: the load of each forward, if requested
     """
 
     predicted: int
@@ -77,8 +83,10 @@ class Reading:
 
 
 class TextReader:
-    """This rank's share of a text's windows [windows, window], read by a model in `steps` forwards, as many on all
-    ranks. Warms up, which counts as no load."""
+    """Reads this rank's share of a text's windows [windows, window] in `steps` forwards, equally many on all ranks.
+
+    The constructor runs one warm-up forward, whose load is not counted.
+    """
 
     def __init__(self, model: Any, layers: Sequence[MoELayer], windows: Tensor, batch: int, context: EPContext) -> None:
         self._model, self._layers, self._batch = model, layers, batch
@@ -91,12 +99,12 @@ class TextReader:
             layer.placement.reset_load()
 
     def forward(self, step: int) -> tuple[float, int]:
-        """Summed negative log likelihood and predicted tokens of one forward."""
+        """Run one forward. Return the summed negative log likelihood and the number of predicted tokens."""
         return self._step(self._mine[step * self._batch : (step + 1) * self._batch])
 
     @torch.no_grad()
     def _step(self, windows: Tensor) -> tuple[float, int]:
-        """A rank without windows still serves its experts."""
+        """Run a forward. A rank without windows still computes its experts for the others."""
         if not len(windows):
             for layer in self._layers:
                 layer(torch.empty(0, layer.config.hidden_size, dtype=layer.dtype, device=layer.device))
@@ -114,7 +122,7 @@ def _nll(model: Any, windows: Tensor) -> tuple[float, int]:
 
 @torch.no_grad()
 def reference_perplexity(folder: Path, windows: Tensor, batch: int, dtype: torch.dtype, device: torch.device) -> float:
-    """The untouched model's perplexity, in this process alone."""
+    """Return the perplexity of the untouched model, in this process alone."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -126,12 +134,14 @@ def reference_perplexity(folder: Path, windows: Tensor, batch: int, dtype: torch
 
 @dataclass(frozen=True, kw_only=True)
 class Rebalanced:
-    """What one rebalance did.
+    """The results of one rebalance.
 
-    before, after: balancedness of the text's load, sum over layers of the mean rank / sum of the fullest
-    perplexity: after it; sent_bytes: between ranks, all of them together
-    forwards: while it was under way; usual_ms, longest_ms: the median forward before, and the longest of those, each
-        with its `ExpertBalancer.step`, of the slowest rank
+    before, after: balancedness of the text's load: sum over layers of the mean rank load / sum of the largest
+    perplexity: perplexity after the rebalance
+    sent_bytes: bytes sent between ranks, over all ranks
+    forwards: number of forwards during the rebalance
+    usual_ms: the median forward before it, with its `ExpertBalancer.step`, of the slowest rank
+    longest_ms: the longest forward during it, with its `ExpertBalancer.step`, of the slowest rank
     """
 
     before: float
@@ -146,7 +156,10 @@ class Rebalanced:
 def rebalance(
     layers: Sequence[MoELayer], context: EPContext, forward: Callable[[int], tuple[float, int]], steps: int
 ) -> Rebalanced:
-    """forward: one of the text's `steps` forwards -> its negative log likelihood and tokens, on all ranks alike."""
+    """Read the text while a balancer moves experts, then once more. Called by all ranks.
+
+    forward: runs one of the text's `steps` forwards; returns its negative log likelihood and tokens
+    """
     for layer in layers:
         layer.expert_weights.requires_grad_(False)
         layer.placement.reset_load()
@@ -169,7 +182,7 @@ def rebalance(
     nll, count, after = _again(layers, forward, steps)
     facts = torch.tensor([nll, count, received], dtype=torch.float64)
     if context.layout.tp_rank:
-        facts[:2] = 0  # the same text as tp rank 0's
+        facts[:2] = 0  # ranks of a tp group read the same text, so only the first one counts
     facts = over_ranks(facts, context)
     slowest = over_ranks(torch.tensor([*usual, *moving], dtype=torch.float64), context, dist.ReduceOp.MAX)
     return Rebalanced(
@@ -186,7 +199,7 @@ def rebalance(
 def _again(
     layers: Sequence[MoELayer], forward: Callable[[int], tuple[float, int]], steps: int
 ) -> tuple[float, int, list[LayerStats]]:
-    """The text once more, counted anew."""
+    """Read the text once more, and count its load from zero."""
     for layer in layers:
         layer.placement.reset_load()
     parts = [forward(step) for step in range(steps)]
@@ -194,7 +207,7 @@ def _again(
 
 
 def over_ranks(values: Tensor, context: EPContext, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """Reduce over all ranks; on the CPU."""
+    """Reduce values over all ranks. Return the result on the CPU."""
     values = values.to(context.device)
     dist.all_reduce(values, op=operation)
     return values.cpu()

@@ -1,4 +1,4 @@
-"""Times that all ranks agree on, and attempts that fail on all of them alike, for `ep-moe tune`."""
+"""Times that all ranks agree on, and attempts that fail on all ranks together, for `ep-moe tune`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ep_moe.errors import PeerTimeout
 
 
 def by_the_clock(calls: Sequence[Callable[[], Any]], rounds: int, before: Callable[[], Any]) -> list[float]:
-    """Medians in microseconds of calls that take turns, the first round not counted."""
+    """Return the median wall-clock time of each call in microseconds. Calls take turns; the first round is warm-up."""
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds + 1):
         for call, own in zip(calls, times, strict=True):
@@ -36,13 +36,13 @@ def barrier(context: EPContext) -> None:
 
 
 def attempt(context: EPContext, what: str, make: Callable[[], Any]) -> tuple[Any, str | None]:
-    """What `make` gives, or why it failed on some rank: alike on all ranks. A lost peer is raised."""
+    """Return (result of `make`, None), or on all ranks (None, reason) if it failed on any. Raise PeerTimeout."""
     found, problem = None, None
     try:
         found = make()
     except PeerTimeout:
         raise
-    except Exception as error:  # whatever a library raises: it must not take the other candidates with it
+    except Exception as error:  # any error of a library: the other candidates must still be measured
         problem = error
     try:
         context.consensus.healthy(what, problem)

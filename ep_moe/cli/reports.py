@@ -1,4 +1,4 @@
-"""Reports of `ep-moe run`, `ep-moe check-exact` and `ep-moe tune` for a reader, and the files of a run."""
+"""Prints the reports of `ep-moe run`, `ep-moe check-exact` and `ep-moe tune`, and writes the files of a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WIDE = 8  # layers that fit side by side
 
 
 def print_report(out: Output, report: RunReport) -> None:
-    """Print what a run found.
+    """Print the results of `ep-moe run`.
 
     Args:
-        out: Where.
-        report: Of rank 0.
+        out: The output to print to.
+        report: The report of rank 0.
     """
     out.line(report.title)
     out.line(f"\nperplexity over {report.tokens} tokens")
@@ -49,11 +49,11 @@ def print_report(out: Output, report: RunReport) -> None:
 
 
 def print_checked(found: Sequence[Found], out: Output) -> bool:
-    """Print what `ep-moe check-exact` found.
+    """Print the results of `ep-moe check-exact`.
 
     Args:
-        found: Of all ways; others are compared with the first one.
-        out: Where.
+        found: The digests of all ways of running. The others are compared with the first.
+        out: The output to print to.
 
     Returns:
         Whether all are equal.
@@ -113,17 +113,17 @@ def _print_loads(out: Output, report: RunReport) -> None:
 
 
 def write_files(options: RunOptions, report: RunReport) -> list[str]:
-    """Write the files that a run was asked for, and say which.
+    """Write the files that the options of a run name.
 
     Args:
-        options: What was asked.
-        report: Of rank 0.
+        options: The options of the run.
+        report: The report of rank 0.
 
     Returns:
-        A line for each file.
+        A line for each file that was written.
 
     Raises:
-        ConfigError: a file cannot be written.
+        ConfigError: A file cannot be written.
     """
     lines = [] if options.trace is None else [f"\nwritten to {options.trace}: open it in ui.perfetto.dev"]
     try:
@@ -140,11 +140,11 @@ def write_files(options: RunOptions, report: RunReport) -> list[str]:
 
 
 def plot_load(report: RunReport, file: str) -> None:
-    """Draw heat maps: each layer's load by expert and by rank, over its mean.
+    """Plot heat maps of each layer's load by expert and by rank, divided by its mean.
 
     Args:
-        report: Of rank 0.
-        file: A picture's name.
+        report: The report of rank 0.
+        file: The picture's name.
     """
     from matplotlib.figure import Figure
 
@@ -163,11 +163,11 @@ def plot_load(report: RunReport, file: str) -> None:
 
 
 def print_tuned(out: Output, tuned: Tuned) -> None:
-    """Print what was measured.
+    """Print the measurements of `ep-moe tune`.
 
     Args:
-        out: Where.
-        tuned: Of rank 0.
+        out: The output to print to.
+        tuned: The result of rank 0.
     """
     facts = ", ".join(f"{name} {value}" for name, value in (tuned.machine | tuned.layer).items() if value is not None)
     out.line(f"\n{facts}")

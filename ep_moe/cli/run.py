@@ -1,4 +1,4 @@
-"""`ep-moe run`: a real model on real text on ranks, and the proof that its perplexity is the single process's."""
+"""`ep-moe run`: reads text with a model on several ranks, and compares its perplexity with that of a single process."""
 
 from __future__ import annotations
 
@@ -49,27 +49,32 @@ from ep_moe.selection.tuned import Tuned
 
 LAPTOP_RANKS = 4
 _MOST_LOCAL_RANKS = 128  # each is a process of a few hundred MiB
-_LOCAL_DEADLINE_S = 900.0  # of a whole run on this machine, however soon a silent peer is lost
-DIGITS = 5  # to which the perplexities must agree in float32
-_REFERENCE_BYTES = 32 * 2**30  # of files: what a GPU or a laptop holds beside this rank's own part
+_LOCAL_DEADLINE_S = 900.0  # least deadline of a whole run on this machine, whatever --deadline is
+DIGITS = 5  # significant digits in which the perplexities must agree in float32
+_REFERENCE_BYTES = 32 * 2**30  # largest weight files for which the untouched model is run without --reference
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """What `ep-moe run` was asked for. None: chosen by `settle`.
+    """The options of `ep-moe run`. `settle` chooses those that are None.
 
-    model: folder of a Hugging Face checkpoint, or a model's name on the Hub; revision: its branch, tag or commit
+    model: folder of a Hugging Face checkpoint, or a model's name on the Hub; None for the demo
+    revision: branch, tag or commit of a model on the Hub
     text: a file, read as UTF-8
-    window: tokens per sequence; batch: sequences per dp rank and forward; text_tokens: of the text to read
+    window: tokens per sequence
+    batch: sequences per dp rank and forward
+    text_tokens: number of tokens of the text to read
     dtype: "float32", "bfloat16", "float16" or "auto" for the checkpoint's
-    reference: also run the untouched model in one process; None: where its weights are few enough
-    redundant: experts that have a second copy; eplb: rebalance the experts, and read the text again
-    trace: a file for torch.profiler's trace of one more forward, of rank 0; plot: a picture of the load
+    reference: also run the untouched model in one process; None: if its weights are small enough
+    redundant: number of experts that have a second copy
+    eplb: rebalance the experts, and read the text again
+    trace: a file for torch.profiler's trace of one more forward of rank 0
+    plot: a file for a picture of the load
     record_load: a file for the load of each forward, which `ep-moe plan` reads
     quiet: show no progress
-    tuned: a file of `ep-moe tune`; log_level: the least that ranks which are forked here write to stderr, None for what
-    logging is set to
+    tuned: a file of `ep-moe tune`
+    log_level: least level of log records that forked ranks write to stderr; None leaves logging as it is
     """
 
     model: str | None = None
@@ -105,24 +110,24 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """What a run found. Loads are routes (token, expert) per layer; times are milliseconds, the slowest rank's."""
+    """The results of a run. Loads are routes (token, expert) per layer. Times are milliseconds of the slowest rank."""
 
     title: str
     tokens: int
     perplexity: float
     reference: float | None
-    exact: bool  # float32, not quantized: the perplexities must agree
+    exact: bool  # float32 and not quantized, so the perplexities must agree
     expert_load: list[list[int]]  # [layer][logical expert]
     rank_load: list[list[int]]  # [layer][EP rank]
     stages: dict[str, float]
     forwards: int
     rebalanced: Rebalanced | None = None
-    left_out: str | None = None  # why there is no reference, which was not asked for
+    left_out: str | None = None  # why the reference was skipped, if --reference was not given
     recorded: LoadTrace | None = None
 
     @property
     def agrees(self) -> bool:
-        """To the last printed digit."""
+        """Whether all perplexities agree in each printed digit."""
         found = {self.perplexity, *([self.reference] if self.reference is not None else [])}
         found |= {self.rebalanced.perplexity} if self.rebalanced else set()
         return len({f"{value:#.{DIGITS}g}" for value in found}) == 1
@@ -133,7 +138,7 @@ class RunReport:
 
 
 def run(options: RunOptions) -> RunReport | None:
-    """Run on torchrun's ranks where there are any, else on ranks forked here. None on ranks other than 0."""
+    """Run on torchrun's ranks if there are any, else on forked ranks. Return None on ranks other than 0."""
     check_options(options)
     if TorchrunEnv.present():
         world = TorchrunEnv.read().world_size
@@ -163,7 +168,7 @@ def run(options: RunOptions) -> RunReport | None:
 
 
 def settle(options: RunOptions, world: int) -> RunOptions:
-    """Fill in what was left open for this number of ranks. The demo shows tp = 2 where it can."""
+    """Choose the options that are None, for a number of ranks. The demo uses tp = 2 if possible."""
     tp = options.tp
     if tp is None:
         tp = world // options.dp if options.dp and world % options.dp == 0 else 1
@@ -178,9 +183,10 @@ def settle(options: RunOptions, world: int) -> RunOptions:
 def run_on_rank(
     options: RunOptions, device: torch.device, folder: Path | None = None, *, forked: bool = False
 ) -> RunReport | None:
-    """One rank's part, within an initialized process group.
+    """Run one rank, within an initialized process group. Return None on ranks other than 0.
 
-    folder: of the model, None to look it up; forked: in a process of its own, where nothing has set logging
+    folder: the model's folder; None to look it up
+    forked: the rank is a forked process, in which logging is not set up
     """
     if forked and options.log_level is not None:
         with log_records(options.log_level):
@@ -191,7 +197,7 @@ def run_on_rank(
     assert options.tp is not None
     parallel = ParallelConfig(dp=options.dp, tp=options.tp, ep=options.ep, etp=options.etp)
     tuned = None if options.tuned is None else Tuned.load(options.tuned)
-    tokens = options.batch * options.window  # of a forward: opens the transports with fixed buffers
+    tokens = options.batch * options.window  # tokens of a forward; a token limit admits transports with fixed buffers
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s, max_tokens=tokens) as context:
         if folder is None:
             folder = model_folder(options.model or str(DEMO), context.consensus, revision=options.revision)
@@ -230,12 +236,12 @@ def run_on_rank(
 
 
 def is_exact(options: RunOptions, dtype: torch.dtype) -> bool:
-    """Whether another perplexity than transformers' is a fault: no number is rounded that it does not round."""
+    """Return whether a perplexity that differs from transformers' is a bug: float32, and nothing is quantized."""
     return dtype == torch.float32 and (options.quantization, options.wire) == (PLAIN.name, "plain")
 
 
 def _loaded(options: RunOptions, folder: Path, context: EPContext, dtype: torch.dtype, tuned: Tuned | None) -> Any:
-    """The model, with its experts spread over the ranks."""
+    """Load the model, with its experts spread over the ranks."""
     from ep_moe.integrations.transformers import load_pretrained, num_experts
 
     expert_map = None
@@ -256,7 +262,7 @@ def _loaded(options: RunOptions, folder: Path, context: EPContext, dtype: torch.
 
 
 def _read(options: RunOptions, reader: TextReader, layers: Sequence[MoELayer], context: EPContext) -> Reading:
-    """Read the text, with the load counted and stages timed. On all ranks."""
+    """Read the text, count the load and time the stages. Called by all ranks."""
     recorder = None
     if options.record_load is not None:
         recorder = LoadRecorder(layers, context.rank_groups["lockstep"], steps=reader.steps)
@@ -271,9 +277,9 @@ def _read(options: RunOptions, reader: TextReader, layers: Sequence[MoELayer], c
     stages = times.milliseconds()
     facts = torch.tensor([nll, count], dtype=torch.float64)
     if context.layout.tp_rank:
-        facts[:] = 0  # the same text as tp rank 0's
+        facts[:] = 0  # ranks of a tp group read the same text, so only the first one counts
     total = over_ranks(facts, context)
-    copies = context.layout.etp  # each member of an etp group places the same routes
+    copies = context.layout.etp  # each member of an etp group counts the same routes
     loads = over_ranks(torch.stack([layer.placement.expert_load for layer in layers]), context) // copies
     rank_loads = over_ranks(torch.stack([layer.placement.rank_load() for layer in layers]), context) // copies
     slowest = over_ranks(torch.tensor(list(stages.values()), dtype=torch.float64), context, dist.ReduceOp.MAX)
@@ -290,7 +296,7 @@ def _read(options: RunOptions, reader: TextReader, layers: Sequence[MoELayer], c
 def _compared(
     options: RunOptions, folder: Path, windows: Tensor, dtype: torch.dtype, context: EPContext
 ) -> tuple[float | None, str | None]:
-    """The untouched model's perplexity, on rank 0, or why it was left out where it was not asked for. On all ranks."""
+    """Return the untouched model's perplexity on rank 0, or the reason why it was skipped. Called by all ranks."""
     reference, problem = None, None
     left_out = _too_large(folder) if options.reference is None else None
     if options.reference is not False and left_out is None and context.layout.rank == 0:
@@ -298,14 +304,14 @@ def _compared(
             note("run: the untouched model reads the text in one process")
         try:
             reference = reference_perplexity(folder, windows, options.batch, dtype, context.device)
-        except Exception as error:  # too large for one process, or packed in a way that transformers refuses here
+        except Exception as error:  # too large for one process, or in a format that transformers cannot load here
             problem = ConfigError(f"the untouched model does not run here, pass --no-reference: {error}")
-    context.consensus.healthy("reference", problem)  # the others wait for rank 0 here and not in a collective
+    context.consensus.healthy("reference", problem)  # the other ranks wait for rank 0 here, not in a collective
     return reference, left_out
 
 
 def check_options(options: RunOptions) -> None:
-    """Raise ConfigError for what is wrong without a look at the ranks."""
+    """Raise ConfigError for an option that is wrong whatever the ranks are."""
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("ep-moe run needs transformers; install ep-moe[hf]")
     check_revision(options.model, options.revision)
@@ -321,7 +327,7 @@ def check_options(options: RunOptions) -> None:
     if options.quantization not in SCHEMES:
         hint = did_you_mean(options.quantization, SCHEMES)
         raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {options.quantization!r}{hint}")
-    Wire(dispatch=options.wire, input_scale=1.0 if options.wire in ONE_SCALE else None)  # says itself what is wrong
+    Wire(dispatch=options.wire, input_scale=1.0 if options.wire in ONE_SCALE else None)  # raises for an unknown format
     for flag, backend, known in (
         ("all2all", options.all2all, registry.targets("dispatchers")),
         ("experts", options.experts, registry.targets("experts") | registry.targets("fused")),
@@ -330,7 +336,7 @@ def check_options(options: RunOptions) -> None:
             hint = did_you_mean(backend, known)
             raise ConfigError(f"--{flag} must be auto or one of {', '.join(known)}, got {backend!r}{hint}")
     if options.tuned is not None:
-        Tuned.load(options.tuned)  # what is wrong with the file is said before ranks start
+        Tuned.load(options.tuned)  # report a bad file before ranks start
     for option, file in (("--trace", options.trace), ("--record-load", options.record_load)):
         check_target(option, None if file is None else Path(file))
     check_picture("--plot", None if options.plot is None else Path(options.plot))
@@ -341,7 +347,7 @@ def check_options(options: RunOptions) -> None:
 
 
 def _trace(file: str, layers: Sequence[MoELayer], forward: Callable[[], Any], context: EPContext) -> None:
-    """One more forward, uncounted, of which rank 0 writes what torch.profiler saw. On all ranks."""
+    """Run one more forward, which counts no load. Rank 0 writes the trace of torch.profiler. Called by all ranks."""
     problem = None
     with ExitStack() as stack:
         for layer in layers:
@@ -366,7 +372,7 @@ def _wire(dispatch: str, folder: Path, context: EPContext) -> Wire:
 
 
 def model_dtype(name: str | None, folder: Path) -> torch.dtype:
-    """Of `RunOptions.dtype`, "auto" for the checkpoint's."""
+    """Return the dtype of `RunOptions.dtype`; "auto" is the checkpoint's."""
     if name == "auto":
         from ep_moe.integrations.config_file import read_config
 
@@ -375,7 +381,7 @@ def model_dtype(name: str | None, folder: Path) -> torch.dtype:
 
 
 def _too_large(folder: Path) -> str | None:
-    """None, or why the untouched model is not run where it was not asked for."""
+    """Return why the untouched model is too large to be run without --reference; None if it is not."""
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if size <= _REFERENCE_BYTES:
         return None

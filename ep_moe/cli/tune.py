@@ -1,4 +1,4 @@
-"""`ep-moe tune`: which transport and kernel serve a layer fastest, per number of tokens, on these ranks."""
+"""`ep-moe tune`: finds the fastest transport and kernel of a layer for each number of tokens, on the current ranks."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from ep_moe.selection.tuned import Measured, Tuned, fastest_per_bucket, layer_fa
 from ep_moe.types import Routing, dtype_name
 from ep_moe.weights.initial import random_expert
 
-CUTS = (2, 4)  # parts that a call is cut into, where the transport has fixed buffers
-CUT_FROM = 512  # tokens: with fewer, what each part adds in launches and waiting is all that is measured
-MOST_TOKENS = 1 << 22  # of one call; their rows alone are tens of GiB
-ROOM = 8 << 30  # bytes of one transport's buffers
-INPUT_SCALE = 0.02  # of rows under one scale: far from saturating on what is measured; no time depends on it
-CLOSE = 2.0  # times the fastest trial; slower candidates keep their trial's time
+CUTS = (2, 4)  # numbers of parts of a call that are tried, if the transport has fixed buffers
+CUT_FROM = 512  # least tokens of a call in parts: with fewer, launches and waiting of the parts outweigh any gain
+MOST_TOKENS = 1 << 22  # most tokens of one call; their rows alone are tens of GiB
+ROOM = 8 << 30  # most bytes of one transport's buffers
+INPUT_SCALE = 0.02  # for rows with one scale; the measured rows do not saturate, and no time depends on it
+CLOSE = 2.0  # multiple of the fastest trial's time; slower candidates are not measured again
 DEADLINE_S = 300.0
 
 _DTYPES = {dtype_name(known): known for known in (torch.bfloat16, torch.float16, torch.float32)}
@@ -54,13 +54,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """What `ep-moe tune` was asked for.
+    """The options of `ep-moe tune`.
 
     model: as `ep_moe.integrations.model_name` takes it
-    tokens: that every rank sends, one bucket each
-    dtype: default bfloat16 on GPUs, float32 on the CPU; cache: a folder for the kernels' own tuning
+    tokens: numbers of tokens that every rank sends, one bucket each
+    dtype: default bfloat16 on GPUs, float32 on the CPU
+    cache: a folder for the kernels' own tuning
     quiet: show no progress
-    log_level: the least that ranks which are forked here write to stderr, None for what logging is set to
+    log_level: least level of log records that forked ranks write to stderr; None leaves logging as it is
     """
 
     model: str
@@ -89,9 +90,10 @@ class TuneOptions:
 
 
 def run(options: TuneOptions, say: Say) -> Tuned | None:
-    """Measure on torchrun's ranks where there are any, else on ranks forked here. None on ranks other than 0.
+    """Measure on torchrun's ranks if there are any, else on forked ranks. Return None on ranks other than 0.
 
-    say: called with each result on rank 0; on ranks forked here, at the end"""
+    say: called with each result on rank 0; with forked ranks, it is called at the end
+    """
     if TorchrunEnv.present():
         device = local_device()
         init_from_torchrun(device, deadline_s=DEADLINE_S)
@@ -112,14 +114,14 @@ def run(options: TuneOptions, say: Say) -> Tuned | None:
 
 
 def lines_on_rank(options: TuneOptions, device: torch.device) -> tuple[list[str], Tuned | None]:
-    """`run_on_rank`, and what it says."""
+    """Return the lines that `run_on_rank` says, and its result."""
     lines: list[str] = []
     with nullcontext() if options.log_level is None else log_records(options.log_level):
         return lines, run_on_rank(options, device, lines.append)
 
 
 def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned | None:
-    """One rank's part, within an initialized process group."""
+    """Measure on one rank, within an initialized process group. Return None on ranks other than 0."""
     name = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     with EPContext.from_groups(device=device, deadline_s=DEADLINE_S, max_tokens=max(options.tokens)) as context:
         tuned = tune(
@@ -154,16 +156,20 @@ def tune(
     say: Say = _quiet,
     progress: bool = False,
 ) -> Tuned:
-    """Time dispatch, experts and combine of every pair that can run, for each number of tokens that any rank passes at
-    most; random weights, uniform routing, all ranks full. Kernels are tuned for their own first. Fused kernels are not
-    timed: they run where they are named.
+    """Time dispatch, experts and combine of every pair that can run, for each number of tokens. Called by all ranks.
 
-    On GPUs in CUDA-graph replays that take turns (eagerly what cannot be captured), on the CPU by the clock. All ranks
-    choose alike, from the slowest rank's medians. A candidate that fails is left out, and said.
+    Weights are random, routing is uniform, and every rank passes as many tokens as the bucket has. Each kernel first
+    runs its own tuning. Fused kernels are not timed, because they are used only if they are named.
 
-    context: one of its own, with max_tokens; cache: a folder for the kernels' own tuning
-    progress: show on rank 0 how far it is
-    Raises ConfigError, on all ranks, where nothing can run.
+    On GPUs, times are those of CUDA-graph replays in turns, or of eager calls if a pair cannot be captured. On the CPU,
+    they are wall-clock times. All ranks make the same choice, from the medians of the slowest rank. A candidate that
+    fails is reported and left out.
+
+    context: a context for this call alone, with max_tokens
+    cache: a folder for the kernels' own tuning
+    progress: show progress on rank 0
+
+    Raises ConfigError, on all ranks, if no pair can run.
     """
     config = dataclasses.replace(config, shared_intermediate_size=0, shared_gate=False)
     counts = sorted(set(tokens))
@@ -204,7 +210,7 @@ def tune(
 def _pairs(
     context: EPContext, config: MoEConfig, facts: dict[str, Any], *, scheme: str, wire: Wire, dtype: torch.dtype
 ) -> list[tuple[str, str]]:
-    """(transport, kernel) of all that can run, in the order of `explain`; all ranks have the same, or all raise."""
+    """Return (transport, kernel) of all pairs that can run, in the order of `explain`. All ranks must have the same."""
     table = explain.explain(
         config,
         context.layout,
@@ -235,7 +241,7 @@ def _layer(
     wire: Wire,
     dtype: torch.dtype,
 ) -> MoELayer:
-    """One random expert in all slots: times do not depend on what the weights are."""
+    """Make a layer with one random expert in all slots. Times do not depend on the values of weights."""
     layer = MoELayer(
         config,
         context,
@@ -253,7 +259,7 @@ def _layer(
 
 
 def _rows(context: EPContext, layer: MoELayer, counts: Sequence[int]) -> list[int]:
-    """Numbers of rows that a kernel receives."""
+    """Return the numbers of rows that a kernel may receive, whole calls and parts of calls."""
     sent = {context.layout.max_dispatch_tokens(count) for count in counts}
     sent |= {size for count in sent for size in _part_sizes(count)}
     return sorted({min(context.layout.ep * count, layer.experts.options.chunk_rows) for count in sent})
@@ -265,7 +271,7 @@ def _part_sizes(tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """line: without its time yet"""
+    """A transport and kernel to measure. line: its description, still without a time"""
 
     line: Measured
     call: Callable[[], Any]
@@ -275,7 +281,7 @@ class _Candidate:
 def _measure(
     context: EPContext, layers: dict[str, MoELayer], pairs: Sequence[tuple[str, str]], say: Say
 ) -> list[Measured]:
-    """All candidates at the bound in force: a trial of each, then the close ones in turns."""
+    """Measure all candidates at the current token limit: one trial each, then those close to the fastest in turns."""
     tried: list[tuple[_Candidate, float]] = []
     for candidate in _candidates(context, layers, pairs, say):
         times, problem = attempt(context, str(candidate.line), partial(_times, context, [candidate], trial=True))
@@ -308,7 +314,7 @@ def _candidates(
         x, routing = _batch(layer, tokens)
         can = layer.experts.capabilities
         captured = kind.capabilities.cuda_graph and can.cuda_graph
-        # nothing runs beside a kernel that the host waits for
+        # a kernel for which the host waits cannot overlap with the transfer of another part
         parts = _part_sizes(tokens) if kind.capabilities.static and not can.host_sync else []
         for pipeline in (None, *parts):
             line = Measured(tokens=tokens, experts=kernel, all2all=transport, us=0.0, pipeline=pipeline)
@@ -327,21 +333,21 @@ def _candidates(
 
 
 def _transport(context: EPContext, name: str, dispatch_shape: DispatchShape, pipeline: int | None) -> Dispatcher | None:
-    """The context's transport for a dispatch shape; None where its buffers are too large."""
+    """Return the context's transport for a dispatch shape; None if its buffers are too large."""
     kind = registry.load("dispatchers", name)
     calls = 1 if pipeline is None else kind.calls_in_parts(dispatch_shape)
     return None if kind.buffer_bytes(dispatch_shape) * calls > ROOM else context._dispatcher(name, dispatch_shape)
 
 
 def _travel(layer: MoELayer, dispatcher: Dispatcher, x: Tensor, routing: Routing) -> Tensor:
-    """The part of a layer's call that the choice is about."""
+    """Run dispatch, experts and combine, the part of a layer's call that depends on the choice."""
     assert isinstance(layer.experts, Experts)
     out, _ = Exchange(layer.context, dispatcher, layer.experts, x, layer.placement(routing)).run()
     return out
 
 
 def _batch(layer: MoELayer, tokens: int) -> tuple[Tensor, Routing]:
-    """The same for all candidates; another on each rank."""
+    """Return random rows and routes: the same for all candidates, different on each rank."""
     config, device = layer.config, layer.device
     generator = torch.Generator(device=device).manual_seed(layer.context.layout.rank)
     ids = torch.rand(tokens, config.num_experts, generator=generator, device=device).topk(config.top_k).indices
@@ -351,13 +357,16 @@ def _batch(layer: MoELayer, tokens: int) -> tuple[Tensor, Routing]:
 
 
 def _times(context: EPContext, candidates: Sequence[_Candidate], *, trial: bool = False) -> list[float]:
-    """Microseconds of each, which are all captured or all not; the slowest rank's medians, the same on all ranks."""
+    """Return the median time of each candidate on the slowest rank, in microseconds. Equal on all ranks.
+
+    Either all candidates can be captured, or none.
+    """
     if not candidates:
         return []
     calls, tokens = [one.call for one in candidates], candidates[0].line.tokens
     if context.device.type != "cuda":
         return slowest(context, by_the_clock(calls, 1 if trial else 7, partial(barrier, context)))
-    # several calls in a row, since one is short; what ranks start late after the barrier is in none of them
+    # several calls in a row, because one is short; late starts of ranks fall into an extra call that is not timed
     sizes = (2, 1) if trial else (10 if tokens <= 128 else 4 if tokens <= 1024 else 2, 15)
     measure = replayed if candidates[0].captured else eager
     return slowest(context, measure(calls, repeat=sizes[0], replays=sizes[1], before=partial(barrier, context)))
