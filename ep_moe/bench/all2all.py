@@ -1,19 +1,20 @@
-"""Dispatch and combine alone, with experts that return their input: every transport that runs here, beside its floor.
+"""Dispatch and combine alone, with experts that return their input: every transport that runs here, and its floor.
 
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.all2all [--transports NAME ...] [--hidden H ...] ...
 
-Microseconds of one dispatch and one combine, the slowest rank's median: of CUDA-graph replays where the transport can
-be captured, else of eager calls with their host work. 128 experts, top-8, uniform routing; rows in bf16, and in
-fp8_block on the way out where the transport carries them (rounding them is not counted: it replaces the kernel's).
+Times are microseconds of one dispatch and one combine: the median on the slowest rank, of CUDA-graph replays if the
+transport can be captured, else of eager calls with their host work. There are 128 experts, top-8, and uniform routing.
+Rows are bf16, or fp8_block for dispatch if the transport supports it (rounding them is not counted, because it replaces
+the rounding of the kernel).
 
 wire      bytes that leave the busiest rank: rows, ids and weights out, rows back
-p2p       copies between the same GPUs, all at once, measured in the same run: bytes/s
+p2p       rate of copies between the same GPUs, all at once, measured in the same run: bytes/s
 floor     wire / p2p
-raw       the library's own calls on ids that are ready, where there is a library: what our adapter adds
-backward  (--backward) rows in bf16 of transports that train by calls of their own: dispatch and combine of rows, and of
-          the gradients that come back, those of the routing weights too
-load      (--load) FlashInfer's own calls in a workspace with room for EPLB's statistics, without and with every rank's
-          int32 counts of the experts riding on dispatch to all ranks
+raw       calls of the library itself on ids that are ready, for transports of a library: shows what our adapter adds
+backward  (--backward) bf16 rows of transports with a backward of their own: dispatch and combine of rows, and of their
+          gradients, with those of the routing weights
+load      (--load) FlashInfer's own calls in a workspace with room for EPLB's statistics, without and with each rank's
+          int32 counts of the experts, which dispatch sends to all ranks
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ HIDDEN = (2048, 4096, 7168)
 TOKENS = (1, 16, 128, 1024, 8192)
 DTYPE = torch.bfloat16
 ROWS = ("plain", "fp8_block")
-FEW = 128  # tokens, of which many calls are timed in a row: a call is short
-ROOM = 8 << 30  # bytes of one transport's buffers
+FEW = 128  # up to so many tokens a call is short, so more calls are timed in a row
+ROOM = 8 << 30  # most bytes of one transport's buffers
 
 
 @dataclass
@@ -136,7 +137,10 @@ def inputs(context: EPContext, hidden: int, tokens: int) -> tuple[Tensor, Physic
 
 
 def wire_bytes(context: EPContext, routing: PhysicalRouting, dispatch_shape: DispatchShape) -> int:
-    """Each token once to each other rank that has one of its experts, and its result back."""
+    """Return the bytes that this rank sends if each token goes once to each other rank with one of its experts.
+
+    The results that return are counted too.
+    """
     ranks = context.layout.ep
     owner = routing.ids // (EXPERTS // ranks)
     wanted = torch.zeros(len(owner), ranks, dtype=torch.bool, device=owner.device).scatter_(1, owner, True)
@@ -164,7 +168,7 @@ def time_transport(
     calls: dict[str, Callable[[], Any]] = {"us": pair}
     received = dispatcher.dispatch(rows, routing, scale)
     if received.out is not None and received.x.dtype == DTYPE:
-        received.out.copy_(received.x)  # as experts would leave it there
+        received.out.copy_(received.x)  # experts would write their result there
     returned(received)
     made = [dispatcher]
     if backward and line.rows == "plain" and dispatcher.capabilities.adjoint:
@@ -191,7 +195,7 @@ def time_transport(
 def trained_pair(
     transports: Transports, pair: Callable[[], Tensor], grad: Tensor, routing: PhysicalRouting
 ) -> Callable[[], Back]:
-    """`pair` and its backward, as a layer's call makes it, with gradients of the experts that are those of the rows."""
+    """Return a call of `pair` and of its backward as in a layer. The experts pass gradients through unchanged."""
 
     def gradients(sent: Received) -> tuple[Tensor, Tensor]:
         rows = sent.x if sent.out is None else sent.out
@@ -205,7 +209,7 @@ def trained_pair(
 
 
 def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: PhysicalRouting) -> Callable[[], Any]:
-    """FlashInfer's own calls, zero copy on the way back."""
+    """Return FlashInfer's own calls, with the zero-copy combine."""
     communication, ids = dispatcher.buffer_pool.made[0].library, routing.ids.int()
 
     def pair() -> None:
@@ -218,7 +222,7 @@ def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: P
 def load_pairs(
     context: EPContext, dispatch_shape: DispatchShape, x: Tensor, routing: PhysicalRouting
 ) -> dict[str, Callable[[], Any]]:
-    """By column, FlashInfer's own calls without and with `eplb_local_stats`, in a workspace of their own."""
+    """Return FlashInfer's own calls without and with `eplb_local_stats`, by column, in a workspace of their own."""
     from ep_moe.all2all.flashinfer_nvlink import communication
 
     rank_group, ids = context.rank_groups["ep"], routing.ids.int()
@@ -246,7 +250,7 @@ def load_pairs(
 
 
 def p2p_rate(context: EPContext) -> float:
-    """Bytes/s that each GPU copies to the next one while all do."""
+    """Return the rate in bytes/s at which each GPU copies to the next one while all GPUs copy."""
     local, ranks = context.device.index, context.layout.ep
     target = torch.device("cuda", (local + 1) % ranks)
     source = torch.ones(1 << 28, dtype=torch.uint8, device=context.device)

@@ -1,11 +1,11 @@
-"""What one layer takes: time, by stage of a call, and memory of this rank beside what `EPContext.plan` says.
+"""Measures the time of each stage of a layer's call, and the memory of this rank compared with `EPContext.plan`.
 
-Stages are dispatch, experts, combine and the rest, from the kernels of several calls. Calls follow each other in one
-graph, so that all but the first begin without the skew between ranks. Each stage lasts from the end of the one before
-it to the end of its own last kernel: launches and waits count where the next kernel is waited for, and the four add up
-to the time from call to call.
+Stages are dispatch, experts, combine and the rest, from a profile of several calls. The calls follow each other in one
+graph, so that all but the first begin without skew between ranks. A stage lasts from the end of the previous one to
+the end of its own last kernel. Launches and waits therefore count for the stage of the next kernel, and the four stages
+add up to the time from call to call.
 
-Memory is from torch's allocator, and outside of it what libraries and symmetric memory take from the driver.
+Memory is that of torch's allocator, and what libraries and symmetric memory take from the driver besides it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CALLS = 6
 
 @dataclass(frozen=True)
 class Stages:
-    """Microseconds. rest: before the rows set out (placement, ids, rounding of rows)."""
+    """Microseconds of each stage. rest: before rows are sent (placement, ids, rounding of rows)"""
 
     dispatch: float
     experts: float
@@ -40,7 +40,10 @@ class Stages:
 
 
 def measure_stages(context: EPContext, call: Callable[[], Any]) -> Stages | None:
-    """The mean over ranks, for a wait on one is another's work; None where a kernel does it all. Collective."""
+    """Return the stages of a call, as means over ranks; None for a kernel that contains all stages. Collective.
+
+    Means are taken because a wait on one rank is caused by work on another.
+    """
     own = split(timeline(lambda: [call() for _ in range(CALLS)], context.device))
     found = torch.tensor([0.0] * 4 if own is None else astuple(own), dtype=torch.float64, device=context.device)
     dist.all_reduce(found)
@@ -48,14 +51,14 @@ def measure_stages(context: EPContext, call: Callable[[], Any]) -> Stages | None
 
 
 def split(spans: Sequence[Span]) -> Stages | None:
-    """Medians over the calls but the first; None unless each has kernels of dispatch and of combine."""
-    calls, stage = list[dict[str, float]](), "combine"  # where each stage's last kernel ends
+    """Return medians over all calls but the first; None unless each call has kernels of dispatch and of combine."""
+    calls, stage = list[dict[str, float]](), "combine"  # of each call, the end of each stage's last kernel
     for name, _, end in sorted(spans, key=lambda span: span[1]):
         before, stage = stage, _following(name, stage)
         if not calls or (before == "combine" != stage):
             calls.append({})
         calls[-1][stage] = max(end, calls[-1].get(stage, end))
-    if calls and "combine" not in calls[-1]:  # what follows the last call
+    if calls and "combine" not in calls[-1]:  # kernels after the last call
         calls.pop()
     if len(calls) < 2 or any("dispatch" not in call or "combine" not in call for call in calls):
         return None
@@ -70,19 +73,19 @@ def split(spans: Sequence[Span]) -> Stages | None:
 
 
 def _following(name: str, stage: str) -> str:
-    """The stage of a kernel, given that of the one before it."""
+    """Return the stage of a kernel, given that of the kernel before it."""
     if name in ("_give", "_receive") or ("a2a" in name.lower() and "combine" in name.lower()):
         return "combine"
-    if travels(name) and not name.startswith("Memcpy"):  # a copy belongs to whatever it is among
+    if travels(name) and not name.startswith("Memcpy"):  # a copy belongs to the stage around it
         return "dispatch"
     return {"combine": "rest", "dispatch": "experts"}.get(stage, stage)
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes. plan: named by `EPContext.plan`; held: after a call; peak: at the most within one.
+    """Bytes of memory. plan: stated by `EPContext.plan`; held: after a call; peak: the most within a call.
 
-    A driver gives memory in pieces of 2 MiB, and a kernel's code counts where this process had not loaded it yet.
+    A driver allocates in units of 2 MiB. A kernel's code counts if this process loads it for the first time.
     """
 
     plan: int
@@ -94,19 +97,20 @@ class Held:
 class _Mark:
     allocated: int
     peak: int
-    outside: int  # of torch's allocator; negative, for what is left of the device is what is known
+    # bytes outside torch's allocator, up to a constant: only the device's free memory is known, so it is negative
+    outside: int
 
 
 def measure_memory(context: EPContext, config: MoEConfig, make: Callable[[], MoELayer | None]) -> Held | None:
-    """In a context that has nothing yet; None where `make` gives nothing. Collective."""
+    """Measure the memory of a layer in a new context; None if `make` returns None. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
-    barrier(context.device, context.rank_groups["ep"].group)  # so that NCCL has its own buffers before
+    barrier(context.device, context.rank_groups["ep"].group)  # lets NCCL allocate its own buffers before the first mark
     before = _mark(context.device)
     layer = make()
     if layer is None:
         return None
-    for _ in range(2):  # the first call makes what is made once
+    for _ in range(2):  # the first call allocates what is allocated once
         gc.collect()
         torch.cuda.reset_peak_memory_stats(context.device)
         out = layer.forward_routed(x, routing)
@@ -117,7 +121,7 @@ def measure_memory(context: EPContext, config: MoEConfig, make: Callable[[], MoE
 
 
 def taken(before: _Mark, after: _Mark) -> tuple[int, int]:
-    """Held and peak bytes between two marks."""
+    """Return held and peak bytes between two marks."""
     outside = after.outside - before.outside
     return after.allocated - before.allocated + outside, after.peak - before.allocated + outside
 

@@ -1,10 +1,10 @@
-"""How long a layer takes that was not measured, from layers that were; and how far off such predictions are.
+"""Predicts the time of a layer that was not measured from layers that were, and the errors of such predictions.
 
     expected = launches + multiple * work
 
-launches    of a kernel over a transport: what its layers of one token took more than their floors, the median
-work        the floor, with reads and products beside each other (`measured_lines.work_us`)
-multiple    measured, of the run that is nearest; between its lines by the logarithm of the rows per expert
+launches    of a kernel over a transport: the median of time minus floor of its layers of one token
+work        the floor, with reads and products partly overlapped (`measured_lines.work_us`)
+multiple    measured in the nearest run; between its lines interpolated by the logarithm of the rows per expert
 """
 
 from __future__ import annotations
@@ -32,14 +32,18 @@ from ep_moe.config import MoEConfig
 
 ITSELF, RANKS, TOKENS, MODEL = "itself", "another number of ranks", "another number of tokens", "another model"
 ROWS_OUT, ROWS_BACK = "another format of rows on the way out", "another format of rows on the way back"
-FEW_TOKENS = 16  # of a rank, up to which errors are listed separately
+FEW_TOKENS = 16  # tokens per rank up to which errors are listed separately
 
 
 class Layer(NamedTuple):
-    """What is asked for.
+    """The layer to predict.
 
-    gpu: its name; pair: kernel and transport, as in `MeasuredLine`; scheme: of the experts; rows: `rows_text`
-    tokens: of each rank; floor: of the busiest rank
+    gpu: name of the GPU
+    pair: kernel and transport, as in `MeasuredLine`
+    scheme: of the experts
+    rows: as `rows_text` returns it
+    tokens: of each rank
+    floor: of the busiest rank
     """
 
     gpu: str
@@ -58,9 +62,10 @@ class Expected:
 
     Args:
         us: Microseconds.
-        launches_us: The part that does not depend on its size.
-        source: The file and its lines, and what differs from what was asked.
-        basis: What differs most: MODEL, ROWS_OUT, ROWS_BACK, RANKS, TOKENS, in this order, or ITSELF for nothing.
+        launches_us: The part of `us` that does not depend on the layer's size.
+        source: The file and lines of the measurement, and how they differ from the layer.
+        basis: The most important difference: MODEL, ROWS_OUT, ROWS_BACK, RANKS, TOKENS, in this order. ITSELF if the
+            layer was measured.
     """
 
     us: float
@@ -70,13 +75,13 @@ class Expected:
 
 
 def expected_time(layer: Layer) -> Expected | None:
-    """Predict a layer, or look it up where it was measured.
+    """Predict the time of a layer, or look it up if it was measured.
 
     Args:
-        layer: What is asked for.
+        layer: The layer.
 
     Returns:
-        The time, None where no layer of this GPU, kernel, transport and scheme was measured.
+        The time. None if no layer of this GPU, kernel, transport and scheme was measured.
     """
     lines = measured()
     alike = [one for one in lines if (one.gpu, one.pair, one.scheme) == (layer.gpu, layer.pair, layer.scheme)]
@@ -89,7 +94,12 @@ def expected_time(layer: Layer) -> Expected | None:
 
 
 class _Prediction(NamedTuple):
-    """used: one line, or two to go between; multiples: of each, of its work; weight: of the last one."""
+    """A prediction from measured lines.
+
+    used: one line, or two to interpolate between
+    multiples: of each line, (time - launches) / work
+    weight: weight of the last line in the interpolation
+    """
 
     launches_us: float
     used: list[MeasuredLine]
@@ -102,7 +112,7 @@ class _Prediction(NamedTuple):
 
 
 def _prediction(layer: Layer, alike: Iterable[MeasuredLine], lines: Iterable[MeasuredLine]) -> _Prediction:
-    """alike: of the same GPU, kernel, transport and scheme; lines: to take launches from."""
+    """Predict a layer. alike: lines of the same GPU, kernel, transport and scheme; lines: those for the launches"""
     x = log_rows(layer.config, layer.ranks, layer.tokens)
     used, launches = _neighbours(_nearest_run(layer, alike), x), _launches_us(layer, lines)
     multiples = [max(0.0, line.us - launches) / line.work_us for line in used]
@@ -111,8 +121,10 @@ def _prediction(layer: Layer, alike: Iterable[MeasuredLine], lines: Iterable[Mea
 
 
 def _nearest_run(layer: Layer, lines: Iterable[MeasuredLine]) -> list[MeasuredLine]:
-    """Lines by rows per expert: of the run whose rows on the wire, expert size, ranks and rows per expert are nearest,
-    in this order."""
+    """Return the lines of the nearest run, sorted by rows per expert.
+
+    Distance compares, in this order: rows on the wire, expert size, other sizes, ranks, rows per expert.
+    """
     runs: dict[tuple[str, str, int, str], list[MeasuredLine]] = defaultdict(list)
     for line in lines:
         runs[line.file, line.model, line.ranks, line.rows].append(line)
@@ -135,14 +147,18 @@ def _nearest_run(layer: Layer, lines: Iterable[MeasuredLine]) -> list[MeasuredLi
 
 
 def _neighbours(run: list[MeasuredLine], x: float) -> list[MeasuredLine]:
-    """The last line at or below x, unless it is the line itself, and the first one above."""
+    """Return the lines to interpolate between: the line at x if there is one, else the nearest below and above."""
     below = [line for line in run if line.log_rows <= x]
     above = [line for line in run if line.log_rows > x]
     return below[-1:] if below and below[-1].log_rows == x else [*below[-1:], *above[:1]]
 
 
 def _launches_us(layer: Layer, lines: Iterable[MeasuredLine]) -> float:
-    """Of this GPU, kernel, transport and scheme, else of the kernel and transport elsewhere, else of the transport."""
+    """Return the median time of launches.
+
+    It is taken from lines of this GPU, kernel, transport and scheme, else of the kernel and transport, else of the
+    transport; 0.0 if there are none.
+    """
     small = [line for line in lines if line.tokens == 1]
     transport = layer.pair.partition(" + ")[2]
     wanted: tuple[Callable[[MeasuredLine], bool], ...] = (
@@ -192,11 +208,11 @@ def _source(layer: Layer, found: _Prediction) -> str:
 
 @dataclass(frozen=True)
 class HeldBack:
-    """Predictions of measured lines from other lines.
+    """Errors of predictions of measured lines from other lines.
 
     Args:
-        errors: Predicted over measured, less 1, of each line that other lines predict.
-        few: Those of at most FEW_TOKENS tokens per rank.
+        errors: Predicted / measured - 1, of each line that other lines can predict.
+        few: The errors of lines with at most FEW_TOKENS tokens per rank.
     """
 
     errors: tuple[float, ...]
@@ -204,21 +220,21 @@ class HeldBack:
 
     @property
     def median(self) -> float | None:
-        """Of the sizes of errors, None without any."""
+        """The median of absolute errors; None without errors."""
         return statistics.median(map(abs, self.errors)) if self.errors else None
 
     def within(self, share: float) -> int:
-        """How many errors are smaller."""
+        """Return the number of errors whose absolute value is smaller than `share`."""
         return sum(abs(error) < share for error in self.errors)
 
     @staticmethod
     def worst(errors: Iterable[float]) -> float | None:
-        """The largest, with its sign; None without any."""
+        """Return the error with the largest absolute value; None without errors."""
         return max(errors, key=abs, default=None)
 
 
 def _hidden(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
-    """Whether one must not be known when the other is predicted."""
+    """Return whether `other` must be hidden when `line` is predicted."""
     if line.model != other.model or basis == MODEL:
         return line.model == other.model
     if basis == ROWS_OUT:
@@ -229,7 +245,7 @@ def _hidden(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
 
 
 def _serves(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
-    """Whether a line that is not hidden differs in the basis alone."""
+    """Return whether a line that is not hidden differs from the other only in the basis."""
     if basis == MODEL:
         return line.rows == other.rows
     rows = {ROWS_OUT: out_of(line.rows) != out_of(other.rows), ROWS_BACK: out_of(line.rows) == out_of(other.rows)}
@@ -239,16 +255,17 @@ def _serves(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
 
 @cache
 def held_back(basis: str) -> HeldBack:
-    """Hide each measured line and its like, and predict it from what is left.
+    """Hide each measured line and similar ones, and predict it from the remaining lines.
 
-    A line is predicted with the floor of the routes that its run drew.
+    A prediction uses the floor of the routes that the line's run drew.
 
     Args:
-        basis: RANKS: a line is predicted from the same layer on other ranks; TOKENS: from other numbers of tokens of
-            the same layer and ranks; ROWS_OUT, ROWS_BACK: from rows of another format; MODEL: from another model.
+        basis: What the lines used for a prediction differ in. RANKS: the same layer on other ranks. TOKENS: other
+            numbers of tokens of the same layer and ranks. ROWS_OUT, ROWS_BACK: rows of another format. MODEL: another
+            model.
 
     Returns:
-        The errors, none where no lines differ in the basis alone.
+        The errors; none if no lines differ only in the basis.
     """
     errors, few = [], []
     for line in measured():

@@ -1,17 +1,19 @@
-"""Local experts alone, one GPU holding one rank's share of four: every kernel and scheme, beside FlashInfer's own call
-and kernels of other libraries where they are installed.
+"""Local experts alone, on one GPU with the share of one rank of four: every kernel and scheme, compared with
+FlashInfer's own call and with kernels of other libraries that are installed.
 
     python -m ep_moe.bench.experts [MODEL ...] [--schemes NAME ...] [--rows N ...] [--no-peers] [--csv FILE]
 
-Medians of CUDA-graph replays in microseconds (of eager calls for torch's `reference`, which cannot be captured), and
-two ratios of one run: to the floor (the larger of weight bytes touched at the measured copy rate and operations at the
-measured matmul rate), and to FlashInfer's public `cutlass_fused_moe` where it has that scheme: tuned by its own
-autotuner on the same rows, and with the tiles that this project found (the raw call: what the adapter adds).
+Times are medians of CUDA-graph replays in microseconds (of eager calls for torch's `reference`, which cannot be
+captured). Two ratios are of the same run. One is to the floor: the larger of weight bytes touched at the measured copy
+rate and operations at the measured matmul rate. The other is to FlashInfer's public `cutlass_fused_moe`, if it has the
+scheme: tuned by its own autotuner on the same rows, and with the tiles that our tuner found (the raw call, which shows
+what the adapter adds).
 
 peer: Triton's fused_moe of vLLM and SGLang, SonicMoE's forward (eager, its default tiles, routes listed beforehand) and
-DeepGEMM's two grouped products (nothing between them) on the same weights and routes; for weights of 4 bits vLLM's
+DeepGEMM's two grouped products (nothing between them) on the same weights and routes; for 4-bit weights vLLM's
 Marlin, and OpenAI's `triton_kernels` as vLLM calls them (GPT-OSS's experts too).
-error: a peer's largest difference from `reference`, over its largest magnitude; WRONG beyond `layer_report.ERRORS`.
+error: a peer's largest difference from `reference`, relative to its largest magnitude; WRONG beyond
+`layer_report.ERRORS`.
 """
 
 from __future__ import annotations
@@ -61,12 +63,12 @@ from ep_moe.weights.expert_weights import ExpertWeights
 
 RANKS = 4
 SONIC = "SonicMoE"
-PEER_SCHEMES = ("none", "fp8_block", *libraries_4bit.MARLIN_SCHEMES)  # that another library is called for
+PEER_SCHEMES = ("none", "fp8_block", *libraries_4bit.MARLIN_SCHEMES)  # schemes for which other libraries are called
 Say = Callable[[str], Any]
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 ROWS = (64, 512, 4096, 16384)
 VARIANTS = (
-    ("reference", "none"),  # torch: sort, gather, grouped_mm; it waits for the host, and is timed eagerly
+    ("reference", "none"),  # torch: sort, gather, grouped_mm; it synchronizes with the host, so it is timed eagerly
     ("flashinfer_cutlass", "none"),
     ("bf16_triton", "none"),
     ("flashinfer_cutlass", "fp8_static"),
@@ -101,7 +103,7 @@ class ExpertsLine:
     untuned_us: float | None = None
     peer_us: float | None = None
     raw_us: float | None = None
-    error: float | None = None  # of a peer that has a result
+    error: float | None = None  # for a peer that returns a result
 
     @property
     def wrong(self) -> bool:
@@ -123,7 +125,7 @@ def measure_rates(device: torch.device) -> Rates:
 
 
 def unsupported_reason(kernel: str, scheme: str, config: MoEConfig) -> str | None:
-    """Why the kernel cannot run here, or not with these experts; None if it can."""
+    """Return why the kernel cannot run here, or not with these experts; None if it can."""
     if (why := registry.unsupported_reason("experts", kernel)) is not None:
         return why
     kind: type[Experts] = registry.load("experts", kernel)
@@ -153,7 +155,8 @@ def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chun
         tensors |= {"w13_bias": tensors["w13"][:, 0], "w2_bias": tensors["w2"][:, 0]}
     if scheme != "fp8_static":
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("scale")}
-    kinds = [tensors | {"w2": tensors["w2"] / 2**kind} for kind in range(3)]  # a row at the wrong expert shows
+    # three kinds of experts, so that a row at a wrong expert gives a wrong result
+    kinds = [tensors | {"w2": tensors["w2"] / 2**kind} for kind in range(3)]
     stored = [SCHEMES[scheme].quantize(numbers, torch.bfloat16) for numbers in kinds]
     for expert in weights.local_experts:
         weights.update_expert(expert, stored[expert % 3])
@@ -161,7 +164,7 @@ def make(kernel: str, scheme: str, config: MoEConfig, device: torch.device, chun
 
 
 def received_rows(config: MoEConfig, slots: int, rows: int, device: torch.device) -> Received:
-    """Rows that a uniform router sends to this rank: at least one local expert each."""
+    """Return rows that a uniform router sends to this rank. Each has at least one local expert."""
     generator = torch.Generator(device=device).manual_seed(1)
     chosen: list[Tensor] = []
     while sum(map(len, chosen)) < rows:
@@ -180,7 +183,7 @@ def received_rows(config: MoEConfig, slots: int, rows: int, device: torch.device
 
 
 def contiguous_rows(received: Received, slots: int) -> Received:
-    """The same pairs as a CONTIGUOUS transport delivers them."""
+    """Return the same pairs of row and expert as a CONTIGUOUS transport delivers them."""
     assert received.local_ids is not None
     ids, top_k = received.local_ids.flatten(), received.local_ids.shape[1]
     order = ids.argsort(stable=True)[int((ids < 0).sum()) :]
@@ -203,11 +206,12 @@ def floor_us(config: MoEConfig, scheme: str, received: Received, rates: Rates) -
 
 
 def public_calls(experts: Any, received: Received, tiles: list[int]) -> dict[str, Callable[[], Any]]:
-    """FlashInfer's own function on the same weights and scales as its authors would call it: fused finalize, own
-    workspace; with given tiles ("raw_us"), and autotuned ("peer_us") where that ends within minutes.
+    """Return calls of FlashInfer's own function on the same weights and scales, as its authors would call it.
 
-    Rows that it wants as fp8 are rounded within the call, as ours are; scales of dynamic schemes are given to it, where
-    ours measures them."""
+    It has fused finalize and a workspace of its own. "raw_us" has the given tiles. "peer_us" is autotuned, for schemes
+    whose tuning ends within minutes. If it needs fp8 rows, they are rounded within the call, as ours are. It gets the
+    scales of dynamic schemes as arguments, but ours computes them in the call.
+    """
     if experts.name != "flashinfer_cutlass":
         return {}
     import flashinfer
@@ -251,8 +255,11 @@ def public_calls(experts: Any, received: Received, tiles: list[int]) -> dict[str
 
 
 def global_ids(received: Received, slots: int, experts: int) -> Tensor:
-    """int32 [N, K], those of a rank that has the first experts. Routes to other ranks take those ranks' experts in
-    turns: kernels choose tiles by the number of all experts."""
+    """Return global ids int32 [N, K] for a rank that has the first experts.
+
+    Routes to other ranks get ids of those ranks' experts in turn, because kernels choose tiles by the number of all
+    experts.
+    """
     assert received.local_ids is not None
     places = torch.arange(received.local_ids.numel(), device=received.x.device).view_as(received.local_ids)
     others = slots + places % max(experts - slots, 1)
@@ -260,7 +267,10 @@ def global_ids(received: Received, slots: int, experts: int) -> Tensor:
 
 
 def peers_of(scheme: str, held: libraries.Held, received: Received) -> dict[str, Callable[[], Callable[[], Any]]]:
-    """How the call of each other library is made, by name. received: of a rank that has the first experts of `held`"""
+    """Return by name a function that makes the call of each other library.
+
+    received: rows of a rank that has the first experts of `held`
+    """
     ids, x, weights = global_ids(received, len(held.w2), len(held.slots)), received.x, received.weights
     assert weights is not None
 
@@ -284,7 +294,7 @@ def peers_of(scheme: str, held: libraries.Held, received: Received) -> dict[str,
 def peer_lines(
     model: str, config: MoEConfig, scheme: str, rows: Sequence[int], rates: Rates, device: torch.device, say: Say
 ) -> list[ExpertsLine]:
-    """Of other libraries, on canonical weights. What cannot run is left out, with its reason, at its first rows."""
+    """Measure other libraries on canonical weights. One that fails is left out from then on, with its reason."""
     try:
         if scheme != "mxfp4" or not libraries_4bit.is_gpt_oss(config):
             libraries.require_plain_swiglu(config, f"other libraries, {scheme}")
@@ -302,7 +312,7 @@ def peer_lines(
         least, wanted = floor_us(config, scheme, received, rates), None
         try:
             wanted = reference(received)
-        except torch.OutOfMemoryError as error:  # it holds all matrices as numbers
+        except torch.OutOfMemoryError as error:  # the reference dequantizes all matrices
             say(f"not compared: other libraries, {scheme}, {count} rows: {error}")
         for name, begin in peers_of(scheme, held, received).items():
             if name in failed:
@@ -312,7 +322,7 @@ def peer_lines(
                 out = call()
                 apart = None if out is None or wanted is None else relative_error(out, wanted)
                 (us,) = (eager if name == SONIC else replayed)([call])
-            except Exception as error:  # whatever a library raises: the others are still to be measured
+            except Exception as error:  # any error of a library: the others must still be measured
                 failed.add(name)
                 say(f"left out: {name}, {scheme}: {type(error).__name__}: {error}")
                 continue
@@ -328,7 +338,7 @@ def run(
     peers: bool = True,
     bar: Progress | None = None,
 ) -> list[ExpertsLine]:
-    """bar: counts the kernels"""
+    """Measure all kernels and libraries. bar: progress by kernels"""
     device = torch.device("cuda", torch.cuda.current_device())
     console = Console(width=160)
     rates = measure_rates(device)

@@ -1,11 +1,10 @@
-"""What a rank of GPUs that are not here would hold, how long one MoE layer would take there, and the layouts that come
-out best. For `ep-moe fit`.
+"""Estimates the memory of a rank, the time of a MoE layer and the best layouts on GPUs that are not here.
 
-Bytes of memory are counted on layers without memory (the meta device), by the classes that a real layer is made of.
-Bytes on links are those of `bench.wire_rows`. Times are the floors of `bench.floors` with the rates of `runtime.gpus`,
-and what `bench.expected_time` predicts from measured layers.
+`ep-moe fit` prints the results. Bytes of memory are counted on layers on the meta device, made of the classes of a real
+layer. Bytes on links are those of `bench.wire_rows`. Times are the floors of `bench.floors` with the rates of
+`runtime.gpus`, and predictions of `bench.expected_time` from measured layers.
 
-Left out of times: router, shared experts (they run while rows travel), launches, skew of a real router.
+Times omit the router, shared experts (which run while rows travel), launches, and the skew of a real router.
 """
 
 from __future__ import annotations
@@ -46,11 +45,12 @@ from ep_moe.weights.expert_weights import ExpertWeights
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank.
+    """Bytes of memory of one rank.
 
     Args:
-        layer: Of one MoE layer, by the kinds of `MoELayer.plan`; None for what a library alone knows.
-        total: Of all MoE layers, workspace and transport once, as `EPContext.plan` counts, and the rest of the model.
+        layer: Bytes of one MoE layer, by the kinds of `MoELayer.plan`. None for bytes that only a library knows.
+        total: Bytes of all MoE layers and of the rest of the model. As in `EPContext.plan`, workspace and transport
+            count once.
     """
 
     layer: dict[str, int | None]
@@ -58,11 +58,11 @@ class Memory:
 
 
 def memory(asked: Question, layout: RankLayout, choice: explain.BackendChoice) -> Memory:
-    """Count what a rank holds, from the shapes of the modules that a layer makes.
+    """Count the memory of a rank, from the shapes of a layer's modules.
 
     Args:
         asked: The question.
-        layout: Of the ranks.
+        layout: The layout of the ranks.
         choice: Transport and kernel.
 
     Returns:
@@ -92,11 +92,12 @@ def memory(asked: Question, layout: RankLayout, choice: explain.BackendChoice) -
 
 
 def _workspace_bytes(kernel: Any, config: MoEConfig, weights: ExpertWeights) -> int | None:
-    """None where a library says it, which is not here, or asks a GPU."""
+    """Return the bytes of the kernel's workspace; None if only a library that is missing, or a GPU, can tell."""
     try:
         made = kernel(config, weights, Workspaces(torch.device("meta")), ExpertsOptions())
         return int(made.workspace_bytes())
-    except (ImportError, RuntimeError, AssertionError, TypeError):  # TypeError: of a fused kernel, which has buffers
+    # TypeError: the constructor of a fused kernel takes other arguments; it has buffers instead of a workspace
+    except (ImportError, RuntimeError, AssertionError, TypeError):
         return None
 
 
@@ -118,14 +119,15 @@ def _transport_bytes(
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Microseconds of one routed MoE layer.
+    """Times of one routed MoE layer, in microseconds.
 
     Args:
-        floor: Of weights, products and the wire, with an expert's share of its etp group.
-        groups: Of gathers and sums within tp and etp groups, over NVLink.
-        expected: What such a layer takes, None where none like it was measured.
-        nvlink_bytes: That a rank receives over NVLink for each token of every GPU, out and back, and in these groups.
-        nic_bytes: The same over its network card.
+        floor: The floor of weights, products and the wire. Weights and products are an etp rank's share.
+        groups: The time of gathers and sums within tp and etp groups, over NVLink.
+        expected: The predicted time. None if no similar layer was measured.
+        nvlink_bytes: Bytes that a rank receives over NVLink for each token of every GPU: dispatch, combine, and within
+            tp and etp groups.
+        nic_bytes: Bytes that a rank receives over its network card for each token of every GPU: dispatch and combine.
     """
 
     floor: Floor
@@ -140,15 +142,15 @@ class LayerTime:
 
 
 def layer_time(asked: Question, layout: RankLayout, choice: explain.BackendChoice) -> LayerTime | None:
-    """Model one MoE layer.
+    """Estimate the time of one MoE layer.
 
     Args:
         asked: The question.
-        layout: Of the ranks.
+        layout: The layout of the ranks.
         choice: Transport and kernel.
 
     Returns:
-        Its time, None for a scheme or transport that the model does not know.
+        The time. None for a scheme or transport without a model.
     """
     way = WAYS.get(choice.all2all)
     if way is None or asked.scheme.name not in WEIGHTS:
@@ -172,7 +174,7 @@ def layer_time(asked: Question, layout: RankLayout, choice: explain.BackendChoic
 
 
 def _expected(asked: Question, layout: RankLayout, choice: explain.BackendChoice, least: Floor) -> Expected | None:
-    """None for layouts of which none was measured."""
+    """Return the predicted time; None for a layout of a kind that was never measured."""
     on_one_host = layout.ep > 1 and layout.ep_node_count == 1
     if not on_one_host or layout.tp > 1 or layout.etp > 1 or asked.redundant:
         return None
@@ -191,10 +193,10 @@ def crossover(asked: Question, layout: RankLayout) -> Crossover | None:
 
     Args:
         asked: The question.
-        layout: Of the ranks.
+        layout: The layout of the ranks.
 
     Returns:
-        Both, None where the EP group is on one host.
+        The comparison. None if the EP group is on one host.
     """
     if layout.ep_node_count == 1:
         return None
@@ -206,7 +208,7 @@ def crossover(asked: Question, layout: RankLayout) -> Crossover | None:
 
 @dataclass(frozen=True)
 class Found:
-    """One layout with what it comes to."""
+    """One layout with its backends, memory and time."""
 
     layout: RankLayout
     choice: explain.BackendChoice
@@ -218,18 +220,18 @@ class Found:
 
 
 def answer(asked: Question, parallel: ParallelConfig) -> Found:
-    """Count and model one layout.
+    """Estimate memory and time of one layout.
 
     Args:
         asked: The question.
         parallel: The layout.
 
     Returns:
-        What it comes to.
+        The layout with its backends, memory and time.
 
     Raises:
-        ConfigError: the layout cannot be.
-        BackendUnavailable: no pair of transport and kernel can run.
+        ConfigError: The layout is not possible.
+        BackendUnavailable: No pair of transport and kernel can run.
     """
     layout = asked.layout(parallel)
     problem = asked.scheme.unsupported_reason(asked.config, layout.etp)
@@ -243,7 +245,7 @@ def answer(asked: Question, parallel: ParallelConfig) -> Found:
 
 
 def layouts(asked: Question) -> Iterator[ParallelConfig]:
-    """All sizes that divide: tp and etp within a host, EP groups that fill hosts or divide them."""
+    """Yield all layouts whose sizes divide the number of GPUs. `Question.layout` refuses those that do not fit."""
     sizes = [size for size in range(1, asked.gpus + 1) if asked.gpus % size == 0]
     for tp in sizes:
         for etp in sizes:
@@ -253,16 +255,16 @@ def layouts(asked: Question) -> Iterator[ParallelConfig]:
 
 
 def best(asked: Question, most: int = 3) -> list[Found]:
-    """The fastest layouts that fit, by the floor in turn, then by bytes of a rank, then by the smallest tp.
+    """Find the fastest layouts that fit: by the floor in turn, then by bytes of a rank, then by the smallest tp.
 
-    The floor counts and not the expected time: measured and unmeasured layouts could not be compared else.
+    Layouts are ranked by the floor, not by the expected time, because unmeasured layouts have no expected time.
 
     Args:
         asked: The question.
-        most: So many are listed.
+        most: The number of layouts to return.
 
     Returns:
-        The layouts, the best first; empty where none fits or none has a time.
+        The layouts, the best first. Empty if none fits, or none has a time.
     """
     timed: list[tuple[float, RankLayout, explain.BackendChoice, LayerTime]] = []
     chosen: dict[tuple[int, int], explain.BackendChoice | None] = {}

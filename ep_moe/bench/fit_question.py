@@ -1,4 +1,4 @@
-"""What `ep-moe fit` is asked: a model and a cluster on paper."""
+"""The question that `ep-moe fit` answers: a model, and a cluster that need not exist."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from ep_moe.quant.schemes import Scheme
 from ep_moe.runtime.gpus import GPU
 from ep_moe.selection import explain
 
-MOST_GPUS = 4096  # of which all layouts are tried
+MOST_GPUS = 4096  # limit, because all layouts are tried
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A model and a cluster on paper.
+    """A model, and a cluster that need not exist.
 
     Args:
-        config: Of the MoE layers, which are alike.
-        layers: How many of them.
-        gpu: Of which kind.
-        gpus: All of the job.
-        per_host: GPUs that NVLink joins.
-        tokens: Of each GPU in one call; a dp rank of tp GPUs passes tp times as many.
-        scheme: How experts are quantized.
-        dtype: Of the layer.
-        wire: How rows travel.
-        redundant: Slots beyond one per expert.
-        nic: Bytes per second of a GPU to other hosts, one direction.
+        config: The configuration of the MoE layers, which are equal.
+        layers: The number of MoE layers.
+        gpu: The kind of GPU.
+        gpus: The number of GPUs of the job.
+        per_host: The number of GPUs of a host, which NVLink connects.
+        tokens: Tokens of each GPU in one call. A dp rank of tp GPUs passes tp times as many.
+        scheme: The quantization of the experts.
+        dtype: The dtype of the layer.
+        wire: The format of rows on the wire.
+        redundant: Slots in addition to one per expert.
+        nic: Bytes per second of a GPU to other hosts, in one direction.
         all2all: A transport's name, or "auto".
         experts: A kernel's name, or "auto".
-        rest_bytes: Of all that is not in MoE layers, whole on each rank; None where the model does not say.
+        rest_bytes: Bytes of everything outside the MoE layers, whole on each rank. None if unknown.
 
     Raises:
-        ConfigError: a number is out of range, or hosts would be filled unevenly.
+        ConfigError: A number is out of range, or hosts would be filled unevenly.
     """
 
     config: MoEConfig
@@ -71,16 +71,16 @@ class Question:
             )
 
     def layout(self, parallel: ParallelConfig) -> RankLayout:
-        """Of rank 0, which no rank has more experts than.
+        """Return the layout of rank 0. No rank has more experts than this one.
 
         Args:
-            parallel: Its dp * tp must be all GPUs.
+            parallel: The sizes. dp * tp must be the number of GPUs.
 
         Returns:
-            The layout, on nodes that are not here.
+            The layout on the nodes of the question.
 
         Raises:
-            ConfigError: sizes do not fit, or groups would lie unevenly on hosts.
+            ConfigError: Sizes do not fit, or groups would be spread unevenly over hosts.
         """
         gpus = min(self.per_host, self.gpus)
         nodes = NodeLayout.counted(range(self.gpus), self.per_host, gpus=gpus)
@@ -98,28 +98,28 @@ class Question:
         return found
 
     def expert_map(self, layout: RankLayout) -> ExpertMap:
-        """Experts in order over the EP group, then redundant ones."""
+        """Return the map: experts in order over the EP group, then redundant ones."""
         return ExpertMap.redundant(self.config.num_experts, layout.ep, self.redundant)
 
     def idle_ranks(self, layout: RankLayout) -> int:
-        """Ranks of an EP group that hold no expert. As many redundant slots give each of them one."""
+        """Return the number of ranks of an EP group without an expert. As many redundant slots give each one."""
         return max(0, layout.ep - self.config.num_experts - self.redundant)
 
     def dispatched(self, layout: RankLayout) -> int:
-        """Tokens that a rank sends in one call."""
+        """Return the number of tokens that a rank sends in one call."""
         return layout.max_dispatch_tokens(self.tokens * layout.split)
 
     def choose(self, layout: RankLayout) -> explain.BackendChoice:
-        """Transport and kernel, as a layer with `max_tokens` on such GPUs takes them.
+        """Choose transport and kernel as a layer with `max_tokens` on such GPUs does.
 
         Args:
-            layout: Of the ranks.
+            layout: The layout of the ranks.
 
         Returns:
             The pair, with the reason.
 
         Raises:
-            BackendUnavailable: no pair can run.
+            BackendUnavailable: No pair can run.
         """
         return explain.choose(
             self.config, layout, self.gpu, self.dtype, all2all=self.all2all, experts=self.experts, scheme=self.scheme,

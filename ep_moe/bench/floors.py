@@ -1,12 +1,12 @@
-"""The least time that one call of a routed layer can take, from what it asks of the busiest rank, and crossovers.
+"""Floors: the least time of one call of a routed layer, from the load of the busiest rank. Also crossovers.
 
-The load is counted from ids (`load_of`), or expected of uniform routing (`floor`), with the rows of `wire_rows`. Times
-are microseconds. Stages wait for the slowest rank, so each counts that of the rank which has most of it.
+The load is counted from ids (`load_of`), or expected with uniform routing (`floor`), with the rows of `wire_rows`.
+Times are microseconds. Stages wait for the slowest rank, so each stage counts on the rank that has most of it.
 
-in turn      weights or products, whichever takes longer, and then the wire: rows travel while nothing is computed
-overlapped   the longest of the three, as if the other two ran beside it
+in turn      weights or products, whichever takes longer, plus the wire: nothing is computed while rows travel
+overlapped   the longest of the three, as if the other two were hidden behind it
 
-Launches, barriers, router, shared experts, scratch memory, activations and copies in memory are left out.
+Floors omit launches, barriers, router, shared experts, scratch memory, activations and copies in memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ep_moe.errors import ConfigError
 from ep_moe.runtime.gpus import GPU
 
 PER_HOST = 8
-SECOND_LEVEL_US = 10.0  # assumed, not measured: what a second level of all2all costs more at any number of tokens
-# bytes per number of a weight with its share of scales, and whether products run at the fp8 rate
+SECOND_LEVEL_US = 10.0  # assumed, not measured: additional time of a second level of all2all, for any number of tokens
+# bytes per value of a weight with its share of scales, and whether products run at the fp8 rate
 WEIGHTS = {
     "none": (2.0, False),
     "fp8_static": (1.0, True),
@@ -46,7 +46,7 @@ WEIGHTS = {
 
 @dataclass(frozen=True)
 class Rates:
-    """What this GPU does: bytes/s copied (read and written), operations/s in bf16 and fp8."""
+    """Rates of a GPU. copy: bytes/s (read plus written); bf16, fp8: operations/s"""
 
     copy: float
     bf16: float
@@ -55,7 +55,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Kind:
-    """Weights and rows of a layer. scheme: of `WEIGHTS`; machine: flops at the rate of the scheme"""
+    """Weights and rows of a layer. scheme: a key of `WEIGHTS`; machine: its flops are the rate of the scheme"""
 
     name: str
     scheme: str
@@ -63,7 +63,7 @@ class Kind:
     machine: Machine
 
     def at(self, rates: Rates, link: float) -> Kind:
-        """The same on a machine that was measured. link: bytes/s in one direction, while all links are busy"""
+        """Return the same with measured rates. link: bytes/s in one direction, while all links are busy"""
         flops = rates.fp8 if WEIGHTS[self.scheme][1] else rates.bf16
         own = {"hbm_bytes_per_s": rates.copy, "flops": flops, "link_bytes_per_s": link}
         return dataclasses.replace(self, machine=dataclasses.replace(self.machine, **own))
@@ -77,12 +77,12 @@ KINDS = {
 
 
 def kind_of(gpu: GPU, scheme: str, wire: Wire, nic: float = H200.node_link_bytes_per_s) -> Kind:
-    """Weights, rows and rates of a GPU that may not be here.
+    """Return weights, rows and rates of a GPU that need not be here.
 
     Args:
-        gpu: With its rates.
-        scheme: Of the experts, a key of `WEIGHTS`.
-        wire: How rows travel.
+        gpu: The GPU with its rates.
+        scheme: The scheme of the experts, a key of `WEIGHTS`.
+        wire: The format of rows on the wire.
         nic: Bytes per second to other hosts.
 
     Returns:
@@ -97,14 +97,16 @@ def kind_of(gpu: GPU, scheme: str, wire: Wire, nic: float = H200.node_link_bytes
 
 
 def experts_touched(experts: int, top_k: int, held: int, tokens: float, share: float = 1.0) -> float:
-    """Of `held` experts those that some of `tokens` tokens (of all ranks) chose. share: of an expert's routes that come
-    to this replica"""
+    """Return the expected number of `held` experts that at least one of `tokens` tokens (of all ranks) selects.
+
+    share: share of an expert's routes that go to this replica
+    """
     return held * (1 - math.pow(1 - share * top_k / experts, tokens))
 
 
 @dataclass(frozen=True)
 class Floor:
-    """Microseconds of the slowest rank. link: of the busiest link if all that travels overlaps, None for out + back"""
+    """Microseconds of the slowest rank. link: time of the busiest link if all transfers overlap; None for out + back"""
 
     weights: float
     products: float
@@ -141,17 +143,19 @@ class Floor:
 def expert_times(
     config: MoEConfig, scheme: str, experts: float, pairs: float, copy: float, flops: float
 ) -> tuple[float, float]:
-    """To read the weights of so many experts, and to multiply so many pairs of a row and an expert."""
-    numbers = config.hidden_size * (config.w13_rows + config.intermediate_size)  # of an expert
+    """Return the microseconds to read the weights of `experts` experts, and to multiply `pairs` of row and expert."""
+    numbers = config.hidden_size * (config.w13_rows + config.intermediate_size)  # values of an expert's weights
     return 1e6 * experts * numbers * WEIGHTS[scheme][0] / copy, 1e6 * 2 * pairs * numbers / flops
 
 
 @dataclass(frozen=True)
 class Load:
-    """Of the busiest rank; expectations need not be whole.
+    """The load of the busiest rank. Expected values need not be integers.
 
-    experts: that are touched; pairs: of a row and an expert
-    rows: that a rank sends to others or receives from them, whichever are more; both: sent and received together
+    experts: number of experts with rows
+    pairs: number of pairs of row and expert
+    rows: number of rows sent to other ranks or received from them, whichever is larger
+    both: number of rows sent and received together
     """
 
     experts: float
@@ -161,13 +165,16 @@ class Load:
 
 
 def load_of(ids: Tensor, num_experts: int) -> Load:
-    """ids: int64 [R, T, K] of all ranks' tokens, -1 for none; experts in order over the ranks, as many on each."""
+    """Count the load. Experts are placed in order over the ranks, equally many on each.
+
+    ids: int64 [R, T, K] of all ranks' tokens, -1 for none
+    """
     ranks, tokens, _ = ids.shape
     held = num_experts // ranks
     valid = ids >= 0
     counts = ids[valid].bincount(minlength=num_experts).view(ranks, held)
     goes = ids.new_zeros(ranks, tokens, ranks + 1).scatter_(2, (ids // held).where(valid, ranks), 1)[..., :ranks]
-    rows = goes.sum(1).fill_diagonal_(0)  # from a rank, to a rank
+    rows = goes.sum(1).fill_diagonal_(0)  # [from rank, to rank]
     sent, received = rows.sum(1), rows.sum(0)
     return Load(
         experts=int((counts > 0).sum(1).max()),
@@ -178,7 +185,7 @@ def load_of(ids: Tensor, num_experts: int) -> Load:
 
 
 def counted_floor(config: MoEConfig, load: Load, kind: Kind) -> Floor:
-    """Of a layer with this load. Ids and routing weights do not count as bytes on the wire."""
+    """Return the floor of a layer with a given load. Ids and routing weights do not count as bytes on the wire."""
     machine = kind.machine
     out, back = (1e6 * size / machine.link_bytes_per_s for size in row_bytes(config, kind.wire, 0))
     weights, products = expert_times(
@@ -191,22 +198,22 @@ def floor(
     config: MoEConfig, kind: Kind, ranks: int, tokens: float, *,
     per_host: int = PER_HOST, way: Way = deduplicated, redundant: int = 0,
 ) -> Floor:  # fmt: skip
-    """Of a layer with `tokens` on each rank and uniform routing, by expectations for one rank.
+    """Return the floor of a layer with uniform routing, from expected values of one rank.
 
     Args:
         config: The layer.
         kind: Weights, rows and rates.
-        ranks: Of the EP group.
-        tokens: That each rank sends; a fraction stands for tokens of some ranks alone.
-        per_host: Ranks that NVLink joins.
-        way: How rows travel.
-        redundant: Slots beyond one per expert.
+        ranks: Number of ranks of the EP group.
+        tokens: Tokens that each rank sends. A fraction means that only some ranks have tokens.
+        per_host: Number of ranks of a host, which NVLink connects.
+        way: The kind of transport.
+        redundant: Slots in addition to one per expert.
 
     Returns:
         The floor.
 
     Raises:
-        ConfigError: there are no tokens or no such ranks, or the experts cannot lie on them.
+        ConfigError: There are no tokens, the ranks do not fit hosts, or the experts cannot be placed on them.
     """
     if not tokens > 0:
         raise ConfigError(f"tokens must be positive, got {tokens}")
@@ -223,14 +230,17 @@ def floor(
     return Floor(weights, products, tokens * out, tokens * back, link)
 
 
-DRAWN = 4096  # tokens of all ranks, up to which routes are drawn; with more the busiest rank is near the mean
+DRAWN = 4096  # most tokens of all ranks for which routes are drawn; with more, the busiest rank is near the mean
 _DRAWS = 8
 
 
 def busiest_floor(
     config: MoEConfig, kind: Kind, ranks: int, tokens: int, *, per_host: int, way: Way, redundant: int = 0
 ) -> Floor:
-    """`floor`, where few tokens load ranks unevenly with the mean of the busiest rank; of the same arguments."""
+    """As `floor`, but for few tokens with the mean load of the busiest rank, because few tokens load ranks unevenly.
+
+    The load is that of drawn routes. With redundant experts, or uneven numbers of experts per rank, it is `floor`.
+    """
     found = floor(config, kind, ranks, tokens, per_host=per_host, way=way, redundant=redundant)
     if ranks == 1 or redundant or config.num_experts % ranks or ranks * tokens > DRAWN:
         return found
@@ -242,7 +252,7 @@ def busiest_floor(
 
 @cache
 def _busiest(experts: int, top_k: int, ranks: int, tokens: int) -> tuple[float, float]:
-    """Experts that are touched and routes on the rank that has most of them: the mean of some uniform draws."""
+    """Return the number of experts with rows and of routes on the busiest rank, as means of uniform draws."""
     generator = torch.Generator("cpu").manual_seed(0)
     loads = []
     for _ in range(_DRAWS):
@@ -255,8 +265,11 @@ def _busiest(experts: int, top_k: int, ranks: int, tokens: int) -> tuple[float, 
 
 
 def faster_between(extra_us: float, saved_us: float) -> tuple[float, float]:
-    """First and last number of tokens per rank at which what costs `extra_us` more in any case and saves `saved_us` per
-    token is the faster; infinity as the last for no end, as the first for never."""
+    """Return the first and last number of tokens per rank at which an alternative is faster.
+
+    It costs `extra_us` more in any case and saves `saved_us` per token. The last number is infinite if there is no end,
+    and the first one if it is never faster.
+    """
     if extra_us > 0:
         return (max(extra_us / saved_us, 1), math.inf) if saved_us > 0 else (math.inf, math.inf)
     if saved_us >= 0:
@@ -276,12 +289,13 @@ def tokens_text(between: tuple[float, float]) -> str:
 
 @dataclass(frozen=True)
 class Crossover:
-    """A flat all2all beside the two-level one, of an EP group on several hosts.
+    """A flat all2all compared with a two-level one, for an EP group on several hosts.
 
     Args:
         flat_us: Microseconds on the wire for each token of every rank, out and back, by the floor.
-        two_level_us: The same in two levels.
-        two_level_pays: From how many tokens per rank on it is faster, if it costs `SECOND_LEVEL_US` more, in words.
+        two_level_us: The same for the two-level all2all.
+        two_level_pays: The numbers of tokens per rank at which two levels are faster, in words. It is assumed that they
+            cost `SECOND_LEVEL_US` more.
     """
 
     flat_us: float
@@ -295,12 +309,12 @@ def two_levels_beside_flat(config: MoEConfig, kind: Kind, ranks: int, per_host: 
     Args:
         config: The layer.
         kind: Rows and rates.
-        ranks: Of the EP group.
-        per_host: Ranks that NVLink joins.
-        redundant: Slots beyond one per expert.
+        ranks: Number of ranks of the EP group.
+        per_host: Number of ranks of a host, which NVLink connects.
+        redundant: Slots in addition to one per expert.
 
     Returns:
-        Both.
+        The comparison.
     """
     flat, two = (
         sum(way(config, ranks, per_host, redundant).us(config, kind.wire, kind.machine))
@@ -310,7 +324,7 @@ def two_levels_beside_flat(config: MoEConfig, kind: Kind, ranks: int, per_host: 
 
 
 def saved_by_dedup(config: MoEConfig, kind: Kind, ranks: int, per_host: int = PER_HOST, redundant: int = 0) -> float:
-    """Microseconds per token of each rank that `deduplicated` takes less than `gathered`, both ways, or more (< 0)."""
+    """Return the microseconds per token of each rank that `deduplicated` saves over `gathered`, out plus back."""
     of_gathered, of_dedup = (
         sum(way(config, ranks, per_host, redundant).us(config, kind.wire, kind.machine))
         for way in (gathered, deduplicated)
@@ -319,8 +333,10 @@ def saved_by_dedup(config: MoEConfig, kind: Kind, ranks: int, per_host: int = PE
 
 
 def wire_bound_from(config: MoEConfig, kind: Kind, tokens: float, per_host: int = PER_HOST) -> int | None:
-    """The smallest R that divides E from which on, at `tokens` on each rank, the wire takes longer than the experts;
-    None if it does not even with one expert on a rank."""
+    """Return the smallest R that divides E from which on the wire takes longer than the experts, at `tokens` per rank.
+
+    None if it does not even with one expert on each rank.
+    """
     found = None
     for ranks in range(config.num_experts, 0, -1):
         if config.num_experts % ranks or (ranks > per_host and ranks % per_host):
@@ -332,14 +348,19 @@ def wire_bound_from(config: MoEConfig, kind: Kind, tokens: float, per_host: int 
 
 
 def training_operations(config: MoEConfig, load: Load, *, frozen: bool = False) -> float:
-    """Of forward and backward: each product of forward has two, one for the rows' gradient and, unless weights are
-    frozen, one for the weight's."""
+    """Return the operations of forward and backward.
+
+    For each product of forward, backward has one for the rows' gradient and, unless weights are frozen, one for the
+    weight's gradient.
+    """
     return (2 if frozen else 3) * 2 * load.pairs * config.hidden_size * (config.w13_rows + config.intermediate_size)
 
 
 def training_us(config: MoEConfig, load: Load, rates: Rates, *, frozen: bool = False) -> float:
-    """Of forward and backward in bf16, without the wire: products, or weights that are read twice and their gradients,
-    which frozen ones have not, whichever takes longer."""
+    """Return the microseconds of forward and backward in bf16, without the wire.
+
+    The larger of: the products; reading weights twice and, unless they are frozen, writing their gradients.
+    """
     weights = 2.0 * load.experts * config.hidden_size * (config.w13_rows + config.intermediate_size)
     operations = training_operations(config, load, frozen=frozen)
     return 1e6 * max((2 if frozen else 3) * weights / rates.copy, operations / rates.bf16)

@@ -1,8 +1,8 @@
-"""What benchmarks share: how they start, how they time and how they write their lines.
+"""Shared by all benchmarks: start, timing, and output of lines.
 
-What a benchmark is asked, where it runs and where it writes are checked before anything is timed, and what is wrong is
-one sentence and exit code 2. Timing is of work on the device that is current (`on_device`), or on the CPU where there
-is no GPU: medians, calls taking turns, so that the clock drifts for all. A CSV file has a column for each field.
+Arguments, the machine and output files are checked before anything is timed. An error is printed as one sentence, with
+exit code 2. Times are those of the current device (`on_device`), or of the CPU if there is no GPU. They are medians of
+calls that take turns, so that drift of the clock affects all calls equally. A CSV file has a column for each field.
 """
 
 from __future__ import annotations
@@ -40,8 +40,13 @@ Made = TypeVar("Made")
 
 
 class Where(enum.Enum):
-    """ANYWHERE: on the CPU too; GPU: in a process with one; RANKS: under torchrun, a GPU each; LAUNCHED: under
-    torchrun, on the CPU too."""
+    """What a benchmark needs to run.
+
+    ANYWHERE  one process, on a GPU or the CPU
+    GPU       one process with a GPU
+    RANKS     ranks of torchrun, one GPU each
+    LAUNCHED  ranks of torchrun, on GPUs or the CPU
+    """
 
     ANYWHERE = enum.auto()
     GPU = enum.auto()
@@ -50,21 +55,21 @@ class Where(enum.Enum):
 
 
 def positive(text: str) -> int:
-    """A type of arguments: an integer of at least 1."""
+    """Parse a command-line argument: an integer of at least 1."""
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
 def natural(text: str) -> int:
-    """A type of arguments: an integer of at least 0."""
+    """Parse a command-line argument: an integer of at least 0."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
     return int(text)
 
 
 def not_negative(text: str) -> float:
-    """A type of arguments: a number of at least 0."""
+    """Parse a command-line argument: a number of at least 0."""
     try:
         value = float(text)
     except ValueError:
@@ -75,7 +80,7 @@ def not_negative(text: str) -> float:
 
 
 def check_dealt(experts: int) -> None:
-    """For benchmarks whose peers or floors have as many experts on each rank. Raises ConfigError on all ranks alike."""
+    """Raise ConfigError, on all ranks, unless the ranks divide the experts evenly, as peers and floors assume."""
     ranks = TorchrunEnv.read().world_size
     if experts % ranks:
         raise ConfigError(
@@ -84,7 +89,7 @@ def check_dealt(experts: int) -> None:
 
 
 def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
-    """The arguments. Raises ConfigError, on all ranks alike, where they or this machine will not do."""
+    """Parse and check the arguments. Raise ConfigError, on all ranks, for wrong arguments or an unsuitable machine."""
     parser.add_argument("--json", action="store_true", help="print the lines as one JSON object on stdout, alone there")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     asked = parser.parse_intermixed_args()
@@ -97,10 +102,10 @@ def parse(parser: argparse.ArgumentParser, where: Where) -> argparse.Namespace:
 
 
 def add_models(parser: argparse.ArgumentParser, default: Sequence[str], *, several: bool = True) -> None:
-    """Let a benchmark take models as its first arguments: `parse` gives them as `models`."""
+    """Add positional arguments for models, which `parse` returns as `models`."""
     about = f"{FORMS}; default {' '.join(default)}"
     parser.add_argument("given", nargs="*" if several else "?", metavar="MODEL", help=about)
-    # as it was named before
+    # the option of an earlier release
     parser.add_argument("--models" if several else "--model", dest="models", nargs="+", help=argparse.SUPPRESS)
     parser.set_defaults(default=list(default))
 
@@ -109,7 +114,7 @@ ItemT = TypeVar("ItemT")
 
 
 def tracked(items: Sequence[ItemT], what: str, asked: argparse.Namespace) -> Iterator[ItemT]:
-    """The items, and on the first rank how many of them are done. what: one of them"""
+    """Yield the items, and show progress on the first rank. what: the name of one item"""
     with Progress(len(items), "measuring", what, shown=_is_first() and not asked.quiet) as bar:
         for item in items:
             yield item
@@ -117,26 +122,26 @@ def tracked(items: Sequence[ItemT], what: str, asked: argparse.Namespace) -> Ite
 
 
 def show(console: Console, *tables: Any) -> None:
-    """Print while a bar may be drawn."""
+    """Print to a console while a progress bar may be drawn."""
     with beside_bars():
         console.print(*tables)
 
 
 def own_device() -> torch.device:
-    """This rank's GPU; the CPU where `parse` will say that there is none, or no rank."""
+    """Return this rank's GPU. Without a GPU or torchrun, return the CPU: `parse` reports that later."""
     return local_device() if TorchrunEnv.present() and torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_measured(lines: Sized) -> None:
-    """After the measurements, on all ranks."""
+    """Raise ConfigError if nothing was measured. Called by all ranks."""
     if not lines:
         raise ConfigError("nothing was measured: none of what was asked for can run here; see ep-moe doctor")
 
 
 def one_sentence(main: Callable[[], Any]) -> Callable[[], None]:
-    """A benchmark's main, whose errors are those of a user: printed by rank 0, all ranks having the same.
+    """Wrap the main function of a benchmark: print an error of a user as one sentence on rank 0, and handle --json.
 
-    main: gives its lines, or a dict of them, which --json prints; what it prints itself goes to stderr then
+    main: returns its lines, or a dict of them, which --json prints; its own output then goes to stderr
     """
 
     @functools.wraps(main)
@@ -150,7 +155,7 @@ def one_sentence(main: Callable[[], Any]) -> Callable[[], None]:
         except KeyboardInterrupt:
             _end("interrupted", INTERRUPTED)
         if as_json and _is_first():
-            spec = sys.modules[main.__module__].__spec__  # of -m too, where the module is __main__
+            spec = sys.modules[main.__module__].__spec__  # has the module's own name, even if -m runs it as __main__
             name = (main.__module__ if spec is None else spec.name).rpartition(".")[2]
             sys.stdout.write(
                 json_text({"bench": name, **(found if isinstance(found, dict) else {"lines": found})}) + "\n"
@@ -160,7 +165,7 @@ def one_sentence(main: Callable[[], Any]) -> Callable[[], None]:
 
 
 def json_text(value: Any) -> str:
-    """One line of JSON. Dataclasses become objects; NaN and infinities, which JSON has not, null."""
+    """Return a value as one line of JSON. Dataclasses become objects. NaN and infinities become null."""
     return json.dumps(_plain(value), allow_nan=False)
 
 
@@ -171,7 +176,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, enum.Enum):
         return value.value
-    if hasattr(value, "tolist"):  # of torch and NumPy
+    if hasattr(value, "tolist"):  # tensors, and arrays and scalars of NumPy
         return _plain(value.tolist())
     if isinstance(value, list | tuple | set | frozenset):
         return [_plain(item) for item in value]
@@ -207,7 +212,7 @@ def _check_machine(where: Where) -> None:
         )
 
 
-_WARM = 2  # measurements that are thrown away
+_WARM = 2  # warm-up measurements, which do not count
 
 
 def replayed(
@@ -217,7 +222,7 @@ def replayed(
     replays: int = 15,
     before: Callable[[], Any] = lambda: None,
 ) -> list[float]:
-    """Median microseconds of each call inside a CUDA graph of `repeat` of them. before: what precedes each replay."""
+    """Return the median microseconds of each call in a CUDA graph of `repeat` calls. before: runs before each replay"""
     graphs = [captured(call, repeat) for call in calls]
     return interleaved_times([graph.replay for graph in graphs], repeat, replays, before)
 
@@ -229,7 +234,7 @@ def eager(
     replays: int = 9,
     before: Callable[[], Any] = lambda: None,
 ) -> list[float]:
-    """The same without a graph: the host's work counts where the GPU waits for it."""
+    """Return the median microseconds of each call without a graph. The host's work counts if the GPU waits for it."""
     repeated = [lambda call=call: [call() for _ in range(repeat)] for call in calls]  # type: ignore[misc]
     return interleaved_times(repeated, repeat, replays, before)
 
@@ -237,9 +242,11 @@ def eager(
 def host(
     call: Callable[[], Any], *, calls: int = 20, samples: int = 10, before: Callable[[], Any] = lambda: None
 ) -> float:
-    """Median over `samples` of the microseconds that the host needs for a call: `calls` back to back, of which none
-    waits for the device: it is idle when they begin, and its queue has room for all their kernels.
-    before: what precedes each sample."""
+    """Return the median over `samples` of the microseconds that the host needs for a call.
+
+    A sample is `calls` calls in a row. None of them waits for the device: it is idle when they begin, and its queue has
+    room for all their kernels. before: runs before each sample
+    """
     on_gpu, times = torch.cuda.is_available(), list[float]()
     for _ in range(samples + _WARM):
         before()
@@ -257,8 +264,11 @@ def host(
 def interleaved_times(
     calls: Sequence[Callable[[], Any]], repeat: int, replays: int, before: Callable[[], Any]
 ) -> list[float]:
-    """Median microseconds of a call, of which each of `calls` is `repeat`. Each is called once more ahead, uncounted:
-    ranks whose hosts start apart wait for each other there."""
+    """Return the median microseconds of a call. Each item of `calls` runs `repeat` calls.
+
+    Each item is run once more before it is timed. There, ranks whose hosts start at different times wait for each
+    other.
+    """
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(replays + _WARM):
         for call, own in zip(calls, times, strict=True):
@@ -273,7 +283,7 @@ def interleaved_times(
 
 
 def _now() -> Any:
-    """An event on a GPU, else seconds."""
+    """Return a recorded event on a GPU, else the time in seconds."""
     if not torch.cuda.is_available():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -290,12 +300,13 @@ def _us_since(start: Any) -> float:
 
 
 def captured(call: Callable[[], Any], repeat: int) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `repeat` calls, after three outside it."""
+    """Return a CUDA graph of `repeat` calls, captured after three eager calls."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):  # one that fails leaves its stream on
+    # the outer context restores the stream: a capture that fails leaves its own stream current
+    with torch.cuda.stream(torch.cuda.current_stream()), torch.cuda.graph(graph):
         for _ in range(repeat):
             call()
     return graph
@@ -305,13 +316,13 @@ LineT = TypeVar("LineT")
 
 
 def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | None:
-    """What `make` gives; None on all ranks, with the reason on rank 0's output, where it fails on any."""
+    """Return the result of `make`. If it fails on any rank, return None on all, and print the reason on rank 0."""
     made, reason = None, None
     try:
         made = make()
         if context.device.type == "cuda":
             torch.cuda.synchronize(context.device)
-    except Exception as error:  # whatever a library raises: the others are still to be measured
+    except Exception as error:  # any error of a library: the others must still be measured
         reason = f"{type(error).__name__}: {error}"
     reasons: list[str | None] = [None] * context.layout.ep
     dist.all_gather_object(reasons, reason, group=context.rank_groups["ep"].group)
@@ -322,19 +333,19 @@ def attempt(context: EPContext, what: str, make: Callable[[], Made]) -> Made | N
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:
-    """The largest difference over the largest magnitude; infinite where something is no number."""
+    """Return the largest difference, relative to the largest magnitude of the reference; infinity for a NaN."""
     apart = (out.float() - reference.float()).abs().max() / reference.float().abs().max()
     return float(apart.nan_to_num(torch.inf))
 
 
 def swept() -> None:
-    """Layers and graphs refer to each other; memory without a reference goes back."""
+    """Free unused device memory. Layers and graphs form reference cycles, which need the garbage collector."""
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def write(lines: Sequence[Any], file: Path) -> None:
-    """lines: dataclasses, alike and at least one; None is an empty cell"""
+    """Write lines to a CSV file. lines: at least one, of one dataclass; None becomes an empty cell"""
     with file.open("w", newline="") as target:
         writer = csv.writer(target, lineterminator="\n")
         writer.writerow([field.name for field in dataclasses.fields(lines[0])])
@@ -342,7 +353,7 @@ def write(lines: Sequence[Any], file: Path) -> None:
 
 
 def read(file: Path, kind: type[LineT], bench: str) -> list[LineT]:
-    """What `write` wrote. kind: the dataclass of the lines; ConfigError where it is no file of this benchmark."""
+    """Read a file that `write` wrote. kind: the dataclass of its lines. Raise ConfigError for any other file."""
     kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     try:
         with file.open(newline="") as text:

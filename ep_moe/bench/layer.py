@@ -2,19 +2,20 @@
 
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.layer [MODEL ...] [--tokens T ...] [--csv F] ...
 
-Microseconds of one layer call, the slowest rank's median of CUDA-graph replays that take turns; uniform routing, tuned
-experts, no shared experts, a context made for that many tokens. A graph holds several calls, and a replay that is not
-timed comes before: the ranks' skew after the barrier is not the layer's.
+Times are microseconds of one layer call: the median of CUDA-graph replays on the slowest rank. Lines are replayed in
+turns. Routing is uniform, experts are tuned, and there are no shared experts. The context of a line has its T as
+max_tokens. A graph holds several calls, and each timed replay follows one that is not timed. So the skew of the ranks
+after the barrier does not count.
 
-rows         what travels: out / back
-x peer       the fastest peer with weights of the same kind / this line: above 1 is ahead
-x apart      of the floor that computes and moves rows in turn; x overlap: of the one that does both at once
-error        largest difference from the first line, over its largest magnitude; WRONG beyond ERRORS. A guard against
-             timing what computes something else, no proof
-host us      of the host for one eager call: where it is more than us, eager calls take as long; captured: of the same
-             call after `MoELayer.capture_routed`
-stages       dispatch, experts and combine from a profile of replays, rest before the rows set out
-memory       (--memory) bytes that `plan()` names, and that were really taken by one layer in a context of its own: held
+rows         format of rows on the wire: out / back
+x peer       time of the fastest peer with the same kind of weights / time of this line: above 1 is faster than the peer
+x apart      multiple of the floor that computes and moves rows in turn; x overlap: of the floor that does both at once
+error        largest difference from the first line, relative to its largest magnitude; WRONG beyond ERRORS. It guards
+             against timing a different computation, and proves no more
+host us      time of the host for one eager call: an eager call takes at least this long; captured: the same after
+             `MoELayer.capture_routed`
+stages       dispatch, experts and combine from a profile of replays; rest: before rows are sent
+memory       (--memory) bytes that `plan()` states, and bytes that one layer really took in a context of its own: held
              after a call, and at the peak of a call
 """
 
@@ -78,15 +79,15 @@ from ep_moe.types import Routing
 
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 TOKENS = (1, 16, 128, 1024, 8192)
-OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whatever the wire is called
-INPUT_SCALE = 0.02  # of rows of calibrated schemes
+OUT = {"flashinfer_mega_fp8": "fp8"}  # a fused kernel rounds rows itself, whatever `rows` of its variant says
+INPUT_SCALE = 0.02  # input scale of calibrated schemes
 REPLAYS = 15
-PARTS_FROM = 1024  # tokens per rank: below, weights are what takes time, and each part reads them again
+PARTS_FROM = 1024  # least tokens per rank for parts: with fewer, reading weights dominates, and each part reads them
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A layer of ours. rows: on the wire, out/back; parts: that go one by one"""
+    """A layer of ours. rows: format on the wire, out/back; parts: number of parts that a call is split into"""
 
     experts: str
     scheme: str
@@ -104,7 +105,7 @@ class Variant:
 
     @property
     def tuning(self) -> tuple[str, str]:
-        """Layers that are tuned alike."""
+        """The key of layers that share one tuning."""
         return self.experts, self.scheme
 
     def exactly(self) -> Variant:
@@ -136,7 +137,7 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """p2p: bytes/s."""
+    """Measured rates of the GPUs. p2p: bytes/s"""
 
     rates: Rates
     p2p: float
@@ -151,7 +152,7 @@ def measure(
     *,
     peers: bool = True,
 ) -> list[LayerLine]:
-    """What cannot run here is left out, with its reason on rank 0's output. Collective."""
+    """Measure all variants and peers. Those that cannot run are left out, and rank 0 prints the reason. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
     variants = [variant for variant in variants if variant.parts == 1 or tokens >= PARTS_FROM]
@@ -181,7 +182,10 @@ def built(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer |
 
 
 def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
-    """A layer with random weights, equal on all ranks. Three kinds of expert, that a row at the wrong one shows."""
+    """Make a layer with random weights, equal on all ranks.
+
+    There are three kinds of experts, so that a row at a wrong expert gives a wrong result.
+    """
     scheme, parts = variant.scheme, variant.parts
     there, _, back = variant.rows.partition("/")
     layer = MoELayer(
@@ -195,7 +199,7 @@ def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
         options=ExpertsOptions(exact=variant.exact),
         dtype=torch.bfloat16,
     )
-    # far from the seeds of rows: rows equal to weights would have products as large as nowhere else, and saturate fp8
+    # another seed than those of rows: rows equal to weights would give unusually large products, which saturate fp8
     generator = torch.Generator(device=context.device).manual_seed(1_000_003)
 
     def random(*shape: int) -> Tensor:
@@ -217,7 +221,7 @@ def filled(context: EPContext, config: MoEConfig, variant: Variant) -> MoELayer:
 
 
 def tuned(context: EPContext, tokens: int, layers: dict[Variant, MoELayer]) -> dict[tuple[str, str], Source]:
-    """By kernel and scheme, each measured once; those that fail are left out."""
+    """Tune each pair of kernel and scheme once. Return the results by pair; pairs that fail are left out."""
     rows = [min(context.layout.ep * tokens, ExpertsOptions().chunk_rows)]
     sources: dict[tuple[str, str], Source] = {}
     for variant, layer in layers.items():
@@ -242,7 +246,7 @@ def ours(variant: Variant, layer: MoELayer, x: Tensor, routing: Routing) -> Entr
 
 
 def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[str, floors.Floor]) -> list[LayerLine]:
-    """In the order of the entries; `us` is NaN for one that fails."""
+    """Time the entries and return a line for each, in order. `us` is NaN for one that fails."""
     graphs: dict[int, Callable[[], Any]] = {}
     lines, tokens, reference = [], context.max_tokens or 0, None
     repeat = calls_per_graph(tokens)
@@ -280,9 +284,9 @@ def calls_per_graph(tokens: int) -> int:
 
 
 def extras(context: EPContext, line: LayerLine, call: Callable[[], Any], layer: MoELayer) -> None:
-    """What is measured of our own lines alone."""
+    """Measure what is only measured for our own lines: stages, and the host time of captured calls."""
     what = f"{line.name}, {line.scheme}"
-    in_parts = line.name.endswith(" parts")  # whose stages run side by side
+    in_parts = line.name.endswith(" parts")  # their stages overlap and cannot be separated
     split = None if in_parts else attempt(context, f"{what}, stages", partial(breakdown.measure_stages, context, call))
     if split is not None:
         line.dispatch_us, line.experts_us = split.dispatch, split.experts
@@ -298,7 +302,10 @@ def recorded(layer: MoELayer, tokens: int) -> bool:
 
 
 def host_time(context: EPContext, what: str, call: Callable[[], Any]) -> float | None:
-    """The slowest rank's, of so many calls in a row that reading the clock is nothing and the GPU's queue has room."""
+    """Return the host time of a call on the slowest rank.
+
+    So many calls follow each other that reading the clock hardly counts and the GPU's queue has room for all.
+    """
     calls = 20 if (context.max_tokens or 1) <= 128 else 5
     own = attempt(context, what, partial(host, call, calls=calls, before=partial(barrier, context.device)))
     return None if own is None else slowest(context, own)
@@ -311,7 +318,7 @@ def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: 
 
 
 def load_of(context: EPContext, config: MoEConfig, ids: Tensor) -> floors.Load:
-    """ids: [T, K] of this rank, as many tokens on each. Collective."""
+    """Count the load of all ranks. ids: [T, K] of this rank; all ranks have the same T. Collective."""
     ids = ids.long().contiguous()
     everyone = ids.new_empty(context.layout.ep * len(ids), ids.shape[1])
     all_gather_single(everyone, ids, group=context.rank_groups["ep"].group)
@@ -319,7 +326,7 @@ def load_of(context: EPContext, config: MoEConfig, ids: Tensor) -> floors.Load:
 
 
 def compared(lines: list[LayerLine]) -> list[LayerLine]:
-    """With the ratio to the fastest right peer that has weights of the same kind."""
+    """Set `x_peer` of all lines, from the fastest correct peer with the same kind of weights. Return the lines."""
     for line in lines:
         peers = [p.us for p in lines if (p.owner, p.weights, p.wrong) == ("peer", line.weights, False)]
         line.x_peer = min(peers) / line.us if peers else None
@@ -334,7 +341,7 @@ def machine_of() -> Machine:
 
 
 def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: Sequence[LayerLine]) -> None:
-    """The memory of our own lines, each layer alone in a context."""
+    """Measure the memory of our own lines, each layer alone in a context."""
     for variant in variants:
         swept()
         with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
@@ -385,7 +392,7 @@ def main() -> list[LayerLine]:
         lines += found
         if first and found:
             show(console, table(found), stage_table(found))
-            if asked.csv is not None:  # so far: a run that ends early has left something
+            if asked.csv is not None:  # after each call, so that a run that ends early leaves its lines
                 write(lines, asked.csv)
     check_measured(lines)
     if first and asked.plot is not None:

@@ -1,4 +1,4 @@
-"""Lines of `bench.layer` as tables, CSV and panels."""
+"""Shows lines of `bench.layer` as tables and plots."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rich.table import Table
 from ep_moe.bench import harness
 from ep_moe.bench.harness import Where, one_sentence, parse
 
-ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # beyond which a line computes something else
+ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # errors beyond which a line counts as a different computation, by weights
 
 
 @dataclass
 class LayerLine:
-    """Times in microseconds, memory in bytes; None: not measured, or not to be had."""
+    """A line of `bench.layer`. Times in microseconds, memory in bytes; None: not measured or not available."""
 
     model: str
     ranks: int
@@ -71,7 +71,7 @@ def table(lines: Sequence[LayerLine]) -> Table:
 
 
 def stage_table(lines: Sequence[LayerLine]) -> Table:
-    """Of our own lines."""
+    """Return the table of stages and memory of our own lines."""
     shown = Table(title="stages of our lines, us; memory, MiB")
     numbers = ("us", "dispatch", "experts", "combine", "rest", "plan", "held", "peak", "plan / held", "plan / peak")
     for name in ("what", "weights", "rows", *numbers):
@@ -98,7 +98,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def plot(lines: Sequence[LayerLine], file: Path) -> None:
-    """Multiples of the overlapped floor over tokens: a row of panels for each kind of weights, a column for a model."""
+    """Plot multiples of the overlapped floor over tokens: a row of panels per kind of weights, a column per model."""
     from matplotlib.figure import Figure
 
     models, kinds = list(dict.fromkeys(line.model for line in lines)), sorted({line.weights for line in lines})
@@ -125,12 +125,12 @@ def plot(lines: Sequence[LayerLine], file: Path) -> None:
 
 
 def _key(line: LayerLine) -> tuple[str, str, str, str]:
-    """Of a curve."""
+    """Return the key of the curve that a line belongs to."""
     return line.owner, line.name, line.scheme, line.rows
 
 
 def read(file: Path) -> list[LayerLine]:
-    """What `harness.write` wrote. ConfigError where it is no such file."""
+    """Read a file that `harness.write` wrote. Raise ConfigError for any other file."""
     return harness.read(file, LayerLine, "bench.layer")
 
 

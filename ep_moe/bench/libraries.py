@@ -1,7 +1,7 @@
 """Expert kernels of other libraries for `bench.experts` and `bench.layer`, called as their users call them.
 
-A library is imported when its line is made and is no dependency: one that cannot be imported has that as its reason.
-Sizes are those of a rank: L experts, gate rows of w13 first.
+No library is a dependency. It is imported when its line is measured, and an import error is reported as the reason why
+it is left out. Sizes are those of a rank: L experts, gate rows of w13 first.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ep_moe.types import Activation
 
 DTYPE = torch.bfloat16
 Step = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows [N, H], global ids [N, K], weights [N, K] to [N, H]
-TILES = {(1024, 4, 4), (2048, 4, 8), (2048, 8, 8)}  # BLOCK_H, BLOCK_K, warps of SonicMoE's sum; it has hundreds
+TILES = {(1024, 4, 4), (2048, 4, 8), (2048, 8, 8)}  # BLOCK_H, BLOCK_K, warps: a few of SonicMoE's hundreds for its sum
 
 
 @dataclass(frozen=True)
 class Held:
     """The experts of a rank.
 
-    w13: [L, 2 * I, H]; w2: [L, H, I]; both bf16, or E4M3 with scales, float32 of 128 x 128 each, or codes of 4 bits
-        with scales (`libraries_4bit`)
+    w13: [L, 2 * I, H]; w2: [L, H, I]; both bf16, or E4M3 with a float32 scale for each block of 128 x 128, or 4-bit
+        codes with scales (`libraries_4bit`)
     slots: int32 [E], the slot of each expert, -1 for those of other ranks
-    w13_bias: [L, 2 * I]; w2_bias: [L, H]; of GPT-OSS's experts
+    w13_bias: [L, 2 * I]; w2_bias: [L, H]; for GPT-OSS's experts
     """
 
     w13: Tensor
@@ -51,19 +51,19 @@ class Held:
 
     @property
     def codes(self) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """Both matrices with their scales."""
+        """(codes, scales) of w13 and of w2."""
         assert self.scales is not None
         return (self.w13, self.scales[0]), (self.w2, self.scales[1])
 
 
 def require_plain_swiglu(config: MoEConfig, who: str) -> None:
-    """Raises ConfigError for experts that a peer is not called for: of another activation, or with biases."""
+    """Raise ConfigError for experts with another activation than SwiGLU, or with biases: peers are not run on these."""
     if config.activation is not Activation.SWIGLU or config.expert_bias:
         raise ConfigError(f"{who}: called for experts of SwiGLU without biases; name another model")
 
 
 def imported(name: str) -> Any:
-    """A module of a library. Raises BackendUnavailable, with the reason."""
+    """Import a module of a library. Raise BackendUnavailable, with the reason, if that fails."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -76,7 +76,7 @@ def imported(name: str) -> Any:
 
 
 def vllm(held: Held) -> Step:
-    """vLLM's `fused_experts`, which sorts, multiplies twice and sums."""
+    """Return the call of vLLM's `fused_experts`, which sorts, multiplies twice and sums."""
     fused = imported("vllm.model_executor.layers.fused_moe.fused_moe").fused_experts
     how: dict[str, Any] = {"global_num_experts": len(held.slots), "expert_map": held.slots}
     if held.scales is not None:
@@ -96,7 +96,7 @@ def vllm(held: Held) -> Step:
 
 
 def sglang(held: Held) -> Step:
-    """SGLang's `fused_experts`, on ids of this rank's slots, -1 for others, as its dispatcher makes them."""
+    """Return the call of SGLang's `fused_experts`. As from its dispatcher, ids are this rank's slots, -1 for others."""
     fused = imported("sglang.srt.layers.moe.fused_moe_triton.fused_moe").fused_experts
     routed = imported("sglang.srt.layers.moe.topk").StandardTopKOutput
     settings = imported("sglang.srt.layers.moe.moe_runner").MoeRunnerConfig(
@@ -124,13 +124,15 @@ FUSED_MOE: dict[str, Callable[[Held], Step]] = {"vLLM": vllm, "SGLang": sglang}
 
 
 def deepgemm_products(held: Held, ids: Tensor) -> Callable[[], Any]:
-    """DeepGEMM's contiguous grouped GEMM for both matrices, nothing else: rows are not gathered, activated, rounded or
-    summed, which favors it. ids: int [N, K], global"""
+    """Return the call of DeepGEMM's contiguous grouped GEMM for both matrices, and nothing else.
+
+    Rows are not gathered, activated, rounded or summed, which favors it. ids: int [N, K], global
+    """
     library = imported("deep_gemm")
     slot = held.slots[ids.long()].flatten()
     counts = torch.bincount(slot[slot >= 0].long(), minlength=len(held.w2)).tolist()
     step, parts = library.get_mk_alignment_for_contiguous_layout(), []
-    for expert, count in enumerate(counts):  # each expert's rows, filled up
+    for expert, count in enumerate(counts):  # each expert's rows, padded to the alignment
         padding = -count % step
         parts.append(torch.tensor([expert] * count + [-1] * padding, dtype=torch.int32, device=ids.device))
     experts = torch.cat(parts)
@@ -151,7 +153,10 @@ def deepgemm_products(held: Held, ids: Tensor) -> Callable[[], Any]:
 
 
 def deepgemm_mega(held: Held, config: MoEConfig, group: Any, tokens: int) -> Step:
-    """DeepGEMM's fused layer for Hopper, with the kernel that rounds rows into its buffer. tokens: at most"""
+    """Return the call of DeepGEMM's fused layer for Hopper, with the kernel that rounds rows into its buffer.
+
+    tokens: the most tokens of a call
+    """
     library = imported("deep_gemm")
     first, second = library.transform_weights_for_mega_moe_sm90(*held.codes)
     sizes = (tokens, config.top_k, config.hidden_size, config.intermediate_size)
@@ -171,7 +176,7 @@ def deepgemm_mega(held: Held, config: MoEConfig, group: Any, tokens: int) -> Ste
 
 
 def sonic(held: Held, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
-    """SonicMoE's forward on routes that are listed beforehand, with its default tiles: tuning takes minutes."""
+    """Return the call of SonicMoE's forward on routes listed beforehand. Tiles are defaults: tuning takes minutes."""
     functional, kinds = imported("sonicmoe.functional"), imported("sonicmoe.enums").ActivationType
     default_tiles(held.w2.device)
     slot = held.slots[ids.long()]
@@ -191,12 +196,12 @@ def sonic(held: Held, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor
 
 
 def interleaved(w13: Tensor) -> Tensor:
-    """[L, 2 * I, H], gate first, with rows of gate and up in turns."""
+    """Return w13 [L, 2 * I, H], given with gate first, with the rows of gate and up interleaved."""
     return torch.stack(w13.chunk(2, 1), 2).flatten(1, 2)
 
 
 def default_tiles(device: torch.device) -> None:
-    """Of SonicMoE's GEMMs those that it runs untuned, and a few of its sum's."""
+    """Restrict SonicMoE to the tiles that its GEMMs use untuned, and to `TILES` for its sum."""
     gemms, tuning = imported("quack.gemm_interface"), imported("quack.autotuner")
     for tuner in vars(gemms).values():
         if isinstance(tuner, tuning.Autotuner):
@@ -210,8 +215,10 @@ def default_tiles(device: torch.device) -> None:
 
 
 def transformers_all_to_all(w13: nn.Parameter, w2: nn.Parameter, config: MoEConfig, device: torch.device) -> Step:
-    """transformers' experts over its `all_to_all`, forward and backward: each route's row travels, and the host reads
-    how many do. All ranks are the EP group. Collective."""
+    """Return the call of transformers' experts over its `all_to_all`, for forward and backward. Collective.
+
+    It sends a row for each route, and the host reads their numbers. The EP group is all ranks.
+    """
     modeling = imported("transformers.models.qwen3_moe.modeling_qwen3_moe")
     parallel = imported("transformers.distributed.expert_parallel")
     settings = imported("transformers").Qwen3MoeConfig(

@@ -1,7 +1,8 @@
-"""Kernels of other libraries for weights of 4 bits and bf16 rows, for `bench.experts`: Marlin, and `triton_kernels` of
-OpenAI. Both are called as vLLM 0.26 calls them, on the codes and scales of our layers in the libraries' layouts.
+"""Kernels of other libraries for 4-bit weights and bf16 rows, for `bench.experts`: Marlin, and OpenAI's
+`triton_kernels`.
 
-Canonical codes lie two to a byte, the even column in the low nibble: [L, rows, columns / 2], uint8. Scales are
+Both are called as vLLM 0.26 calls them, on the codes and scales of our layers, converted to the libraries' layouts.
+Canonical codes are uint8 [L, rows, columns / 2], two to a byte, the even column in the low nibble. Scales are
 [L, rows, columns / group], bf16 for INT4 and E8M0 bytes for MXFP4.
 """
 
@@ -23,7 +24,7 @@ UTILS = "vllm.model_executor.layers.quantization.utils"
 
 
 def is_gpt_oss(config: MoEConfig) -> bool:
-    """Whether experts compute what `triton_kernels` fuses: GPT-OSS's activation with its constants, and biases."""
+    """Return whether experts have what `triton_kernels` fuses: GPT-OSS's activation with its constants, and biases."""
     constants = (config.activation_alpha, config.activation_limit)
     return config.activation is Activation.SWIGLU_CLAMPED and config.expert_bias and constants == (1.702, 7.0)
 
@@ -32,11 +33,11 @@ def is_gpt_oss(config: MoEConfig) -> bool:
 
 
 def marlin(held: Held, scheme: str) -> Step:
-    """Make the call of vLLM's `fused_marlin_moe`, which sorts, multiplies twice and sums.
+    """Return the call of vLLM's `fused_marlin_moe`, which sorts, multiplies twice and sums.
 
     Args:
-        held: Experts of SwiGLU without biases.
-        scheme: Of `MARLIN_SCHEMES`.
+        held: SwiGLU experts without biases.
+        scheme: One of `MARLIN_SCHEMES`.
 
     Returns:
         The call.
@@ -49,7 +50,7 @@ def marlin(held: Held, scheme: str) -> Step:
     if scheme == "mxfp4":
         kind, prepare = types.float4_e2m1f, imported(f"{UTILS}.marlin_utils_fp4").prepare_moe_mxfp4_layer_for_marlin
         (w13, w13_scale), (w2, w2_scale) = held.codes
-        layer = SimpleNamespace(params_dtype=DTYPE)  # all that is read of it
+        layer = SimpleNamespace(params_dtype=DTYPE)  # the only attribute that is read
         w13, w2, w13_scale, w2_scale, _, _ = prepare(layer, w13, w2, w13_scale, w2_scale, None, None)
     else:
         kind = types.uint4b8
@@ -64,7 +65,7 @@ def marlin(held: Held, scheme: str) -> Step:
 
 
 def gptq_codes(codes: Tensor) -> Tensor:
-    """Pack canonical INT4 as GPTQ does: code + 8, eight along the columns to an int32, the first one lowest.
+    """Pack canonical INT4 as GPTQ does: code + 8, eight consecutive columns in an int32, the first in the lowest bits.
 
     Args:
         codes: uint8 [L, rows, columns / 2], two's complement.
@@ -76,7 +77,7 @@ def gptq_codes(codes: Tensor) -> Tensor:
 
 
 def _marlin_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """By vLLM's functions, as its oracle `int_wna16` calls them for checkpoints of GPTQ without reordered columns."""
+    """Convert codes and scales as vLLM's oracle `int_wna16` does for GPTQ checkpoints without reordered columns."""
     repack = imported("vllm._custom_ops").gptq_marlin_moe_repack
     permute = imported(f"{UTILS}.marlin_utils").marlin_moe_permute_scales
     experts, rows, columns = len(codes), codes.shape[1], 2 * codes.shape[2]
@@ -89,13 +90,13 @@ def _marlin_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def triton_kernels(held: Held) -> Step:
-    """Make the call of vLLM's experts over `matmul_ogs`, which make the routing data and multiply twice, in MXFP4.
+    """Return the call of vLLM's MXFP4 experts over `matmul_ogs`, which compute the routing data and multiply twice.
 
-    Experts of GPT-OSS run on `OAITritonExperts`: the first product applies the activation, the second one sums. For
-    SwiGLU vLLM has `UnfusedOAITritonExperts`, whose activation and sum are kernels of their own.
+    GPT-OSS's experts run on `OAITritonExperts`: the first product applies the activation, the second one sums. For
+    SwiGLU, vLLM has `UnfusedOAITritonExperts`, with separate kernels for the activation and the sum.
 
     Args:
-        held: Experts of SwiGLU, or with biases those of GPT-OSS.
+        held: SwiGLU experts, or GPT-OSS's experts if they have biases.
 
     Returns:
         The call.
@@ -133,8 +134,8 @@ def triton_kernels(held: Held) -> Step:
 
 
 def _swizzled(codes: Tensor, scale: Tensor) -> tuple[Any, Any]:
-    """The matrix as `matmul_ogs` takes it, and the precision that holds its scales: as vLLM's oracle `mxfp4` does."""
+    """Return the matrix and the precision config with its scales for `matmul_ogs`, as vLLM's oracle `mxfp4` does."""
     swizzle = imported(f"{UTILS}.mxfp4_utils")._swizzle_mxfp4
-    matmul = imported("triton_kernels.matmul_ogs")  # vLLM's own copy, under this name since it was imported
+    matmul = imported("triton_kernels.matmul_ogs")  # vLLM's own copy, which it registers under this name
     matrix, flex, scales = swizzle(codes, scale)
     return matrix, matmul.PrecisionConfig(weight_scale=scales, flex_ctx=matmul.FlexCtx(rhs_data=flex))

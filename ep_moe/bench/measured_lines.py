@@ -1,4 +1,4 @@
-"""What `bench.layer` measured (`docs/reference/benchmarks/layer-*.csv`), beside the floors of `bench.floors`."""
+"""Reads the lines that `bench.layer` measured (`docs/reference/benchmarks/layer-*.csv`), and adds their floors."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ FOLDER = "docs/reference/benchmarks"
 
 @dataclass(frozen=True)
 class MeasuredLine:
-    """One line of a file: a layer in one part, of uniform routing.
+    """One line of a file: a layer in one part, with uniform routing.
 
     Args:
-        file: Its name.
-        gpu: By the file's name, such as "h200".
-        config: Of the model, a bundled one.
-        model: Its name.
-        ranks: Of the EP group.
-        tokens: Of each rank.
+        file: The file's name.
+        gpu: The GPU that the file's name states, such as "h200".
+        config: The configuration of the model, a bundled one.
+        model: The model's name.
+        ranks: Number of ranks of the EP group.
+        tokens: Tokens of each rank.
         pair: Kernel and transport, as in "bf16_triton + nvlink_p2p".
-        scheme: Of the experts.
-        rows: As the file says how rows traveled, such as "fp8 / bf16".
-        us: Measured.
-        floor: Of uniform routing, at the GPU's rates of `runtime.gpus`.
+        scheme: The scheme of the experts.
+        rows: The format of rows on the wire, such as "fp8 / bf16".
+        us: The measured time in microseconds.
+        floor: The floor of uniform routing, at the GPU's rates of `runtime.gpus`.
         drawn: The floor of the routes that this run drew, as a multiple of `floor`. One token on each of 4 ranks may
             well touch a quarter fewer experts than the mean.
     """
@@ -68,14 +68,15 @@ class MeasuredLine:
 
 
 def work_us(floor: Floor) -> float:
-    """The floor in turn of a kernel that reads weights and multiplies beside each other as far as kernels do.
+    """Return the floor in turn, with an experts' time that accounts for imperfect overlap of reads and products.
 
-    Where both take equally long, the floor supposes that one hides the other completely. Own kernels over `nvlink_p2p`
-    take, without launches, 1.2 to 2.1 times the floor where the shorter is over half of the longer, and 0.9 to 1.5
-    times elsewhere; of the root of the sum of squares, 1.0 to 1.7 and 0.9 to 1.5 times.
+    The floor assumes that the longer of reads and products hides the other completely. Here their time is the root of
+    the sum of squares. Our kernels over `nvlink_p2p` take, without launches, 1.2 to 2.1 times the floor if the shorter
+    is over half of the longer, and 0.9 to 1.5 times otherwise. They take 1.0 to 1.7 and 0.9 to 1.5 times the time with
+    the root of the sum of squares.
 
     Args:
-        floor: Of the layer.
+        floor: The floor of the layer.
 
     Returns:
         Microseconds.
@@ -84,33 +85,33 @@ def work_us(floor: Floor) -> float:
 
 
 def log_rows(config: MoEConfig, ranks: int, tokens: int) -> float:
-    """Binary logarithm of the routes that an expert gets in one call, with uniform routing."""
+    """Return the binary logarithm of the number of routes per expert in one call, with uniform routing."""
     return math.log2(tokens * ranks * config.top_k / config.num_experts)
 
 
 def layer_sizes(config: MoEConfig) -> tuple[int, ...]:
-    """What times depend on; equal for layers that take equally long."""
+    """Return the sizes that times depend on. Layers with equal sizes take equally long."""
     return config.hidden_size, config.w13_rows, config.intermediate_size, config.num_experts, config.top_k
 
 
 def expert_numbers(config: MoEConfig) -> int:
-    """Numbers of an expert's matrices."""
+    """Return the number of values in an expert's matrices."""
     return config.hidden_size * (config.w13_rows + config.intermediate_size)
 
 
 def rows_text(wire: Wire) -> str:
-    """How rows travel, out and back, as the files say it."""
+    """Return the format of rows on the wire as the files write it, out / back."""
     return f"{'fp8' if 'fp8' in wire.dispatch else 'bf16'} / {'fp8' if wire.combine == 'fp8' else 'bf16'}"
 
 
 def out_of(rows: str) -> str:
-    """The part of `rows_text` that is about the way out."""
+    """Return the part of `rows_text` for dispatch (out)."""
     return rows.partition(" / ")[0]
 
 
 @cache
 def measured() -> tuple[MeasuredLine, ...]:
-    """Lines of all files: ours, in one part, over a transport."""
+    """Return the lines of all files that are ours, in one part, and over a transport."""
     found = []
     folder = resources.files("ep_moe.bench") / "measured"
     for file in sorted((one for one in folder.iterdir() if one.name.endswith(".csv")), key=lambda one: one.name):
@@ -136,7 +137,7 @@ def _line(file: str, gpu: GPU, line: dict[str, str]) -> MeasuredLine:
     def least(kind: Kind) -> Floor:
         return busiest_floor(config, kind, ranks, tokens, per_host=ranks, way=deduplicated)
 
-    # the file's floor has the rows of `KINDS` whatever the line's rows were
+    # the floor in the file was computed with the rows of `KINDS`, whatever the line's own rows are
     as_filed = least(kind_of(gpu, scheme, KINDS[line["weights"]].wire)).in_turn
     return MeasuredLine(
         file, gpu.name, config, model, ranks, tokens, line["name"], scheme, rows, float(line["us"]),
@@ -145,7 +146,7 @@ def _line(file: str, gpu: GPU, line: dict[str, str]) -> MeasuredLine:
 
 
 def _wire(scheme: str, rows: str) -> Wire:
-    """Of a line: rows in fp8 have the format of the scheme's kernel."""
+    """Return the wire of a line. Rows in fp8 have the format that the scheme's kernel reads."""
     out, _, back = rows.partition(" / ")
     known = {"fp8_static": "fp8_tensor", "fp8_block": "fp8_block"}
     dispatch = "plain" if out == "bf16" else known.get(scheme, "fp8_row")

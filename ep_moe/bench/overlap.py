@@ -1,14 +1,15 @@
-"""What overlap is worth: whole routed layers in one go and in parts, and shared experts in the gap.
+"""The gain of overlapping transfers and computation: whole routed layers in one part and in several, and shared experts
+during transfers.
 
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.overlap [MODEL ...] [--tokens T ...] [--csv F] ...
 
-Microseconds of one layer call, the slowest rank's median of CUDA-graph replays that take turns; uniform routing, tuned
-experts.
+Times are microseconds of one layer call: the median of CUDA-graph replays on the slowest rank. Lines are replayed in
+turns. Routing is uniform, and experts are tuned.
 
-parts        tokens per rank that travel at once; spare: multiprocessors that the experts leave to the transport then
-gain         over the same layer in one go
+parts        tokens per rank in one part; spare: multiprocessors that the experts then leave to the transport
+gain         time of the same layer in one part / time of this line
 beside       share of the transport's kernel time during which another kernel ran too, from a profile of one replay
-hidden       share of the shared experts' own time that the layer does not take longer for
+hidden       share of the shared experts' own time that does not add to the layer's time
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class OverlapLine:
 
 @dataclass
 class Gap:
-    """Microseconds of a layer without its shared experts, of those alone, and of both."""
+    """Microseconds of a layer without its shared experts, of the shared experts alone, and of both together."""
 
     model: str
     tokens: int
@@ -179,7 +180,7 @@ def tune(context: EPContext, sizes: Sequence[int]) -> None:
 
 
 def timeline(call: Callable[[], Any], device: torch.device) -> list[Span]:
-    """The kernels of one call, replayed: eagerly the host is slower than they are."""
+    """Return the kernels of one call, from a profile of a graph replay: in an eager call the host would be too slow."""
     call()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -193,7 +194,7 @@ def timeline(call: Callable[[], Any], device: torch.device) -> list[Span]:
         torch.cuda.synchronize(device)
     barrier(device)
     kernels = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
-    events = [event for event in kernels if not event.name.startswith("ep_moe::")]  # stages, of many kernels each
+    events = [event for event in kernels if not event.name.startswith("ep_moe::")]  # not the ranges of whole stages
     return [(event.name, event.time_range.start, event.time_range.end) for event in events]
 
 
@@ -204,7 +205,7 @@ def travels(name: str) -> bool:
 
 def beside(spans: list[Span]) -> float:
     total = shared_us = 0.0
-    others: list[tuple[float, float]] = []  # that do not overlap each other
+    others: list[tuple[float, float]] = []  # merged intervals, which do not overlap
     for start, end in sorted((start, end) for name, start, end in spans if not travels(name)):
         if others and start <= others[-1][1]:
             others[-1] = (others[-1][0], max(end, others[-1][1]))
@@ -226,7 +227,7 @@ def draw(spans: list[Span], title: str, axes: Any) -> None:
 
 
 def plot(model: str, count: int, variant: Variant, file: Path) -> None:
-    """The profile of one call, in one go and in two parts."""
+    """Plot the profile of one call, in one part and in two."""
     from matplotlib.figure import Figure
 
     config = dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
@@ -244,7 +245,10 @@ def plot(model: str, count: int, variant: Variant, file: Path) -> None:
 
 
 def most_gained(lines: Sequence[OverlapLine], variants: Sequence[Variant], model: str) -> Variant:
-    """Of the variants with the fastest transport, so that a slow one has nothing to gain from being slow."""
+    """Return the variant with the largest gain, among those of the fastest transport.
+
+    A slow transport would have a large gain only because it is slow.
+    """
     best = min((line for line in lines if line.model == model), key=lambda line: line.us)
     own = [line for line in lines if (line.model, line.all2all) == (model, best.all2all)]
     found = max(own, key=lambda line: line.gain)

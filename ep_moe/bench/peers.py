@@ -1,11 +1,14 @@
-"""What a user has without this package, on one host of Hopper GPUs: FlashInfer's parts joined by hand, NCCL's
-collectives around its experts or Triton's `fused_moe`, fused layers of FlashInfer and DeepGEMM, and transformers' own
-expert parallelism. Each is called as its authors would call it: nothing of our adapters runs between the parts, no id
-is renumbered, no row copied.
+"""Alternatives to this package on one host of Hopper GPUs, as peers for `bench.layer`.
 
-The weights are those of our layers, in FlashInfer's layout or the canonical one; FlashInfer's tiles are those that our
-tuner found, because the autotuner of 0.7.2 ends within minutes only sometimes. Experts lie in order, and so a logical
-id is the physical one.
+- FlashInfer's dispatch, experts and combine, connected by hand
+- NCCL collectives around FlashInfer's experts, or around Triton's `fused_moe`
+- fused layers of FlashInfer and of DeepGEMM
+- transformers' own expert parallelism
+
+Each is called as its authors would call it. None of our adapters runs in between, no id is renumbered, and no row is
+copied. Weights are those of our layers, in FlashInfer's layout or the canonical one. FlashInfer uses the tiles that our
+tuner found, because the autotuner of 0.7.2 does not always end within minutes. Experts are placed in order, so logical
+ids are physical ids.
 """
 
 from __future__ import annotations
@@ -36,17 +39,19 @@ from ep_moe.weights.layouts.base import WeightLayout
 
 DTYPE = torch.bfloat16
 CUTLASS = "flashinfer_cutlass"
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # rows, global ids, weights; where the result goes
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor], Any]  # (rows, global ids, weights, output)
 BY_NAME = {"none": "bf16", "fp8_block": "fp8 128 x 128"}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the bench.
+    """One line of the benchmark.
 
-    weights: "bf16" or "fp8"; rows: what travels out and back; call: a layer call's result [T, H]
-    close: gives back what it holds alone; collective
-    graph: whether a CUDA graph can hold the call; others are timed as they are called
+    weights: "bf16" or "fp8"
+    rows: format of rows on the wire, out / back
+    call: runs a layer call; returns its result [T, H]
+    close: frees its own resources; collective
+    graph: the call can be captured in a CUDA graph; others are timed eagerly
     """
 
     owner: str
@@ -61,14 +66,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """A layer whose weights a peer reads, and what its kernel's tuner found."""
+    """A layer whose weights a peer reads, and the tiles that the kernel's tuner found."""
 
     layer: MoELayer
     tiles: list[int]
 
 
 class Rounding:
-    """Rows in E4M3 with the checkpoint's one scale (fp8 per tensor), as their sender writes them."""
+    """Rounds a sender's rows to E4M3 with the single scale of the checkpoint (fp8 per tensor)."""
 
     def __init__(self, source: Source, x: Tensor) -> None:
         weights: Any = source.layer.experts.weights
@@ -81,7 +86,7 @@ class Rounding:
 
     @property
     def quant_scales(self) -> list[Tensor]:
-        """Of `cutlass_fused_moe`; filled by each call."""
+        """The `quant_scales` argument of `cutlass_fused_moe`. Each call writes them."""
         scales = self._scales
         return [scales.alpha1, scales.quant2, scales.alpha2, scales.input_scale]
 
@@ -91,7 +96,7 @@ class Rounding:
 
 
 class DefaultMegaFp8(FlashInferMegaFp8):
-    """FlashInfer's own choices: E4M3 rows out, and back too, summed over a rank's routes first."""
+    """FlashInfer's own defaults: E4M3 rows out, and back too, summed over a rank's routes first."""
 
     @classmethod
     def settings(cls, dispatch_shape: FusedDispatchShape) -> dict[str, Any]:
@@ -99,7 +104,7 @@ class DefaultMegaFp8(FlashInferMegaFp8):
 
 
 class Peers:
-    """Peers of one batch. x: bf16 [T, H]; routing: [T, K]; sources: by kernel and scheme."""
+    """Makes the peers for one batch. x: bf16 [T, H]; routing: [T, K]; sources: by kernel and scheme"""
 
     def __init__(
         self,
@@ -117,10 +122,10 @@ class Peers:
         self._libraries: dict[bool, Any] = {}
 
     def recipes(self) -> dict[str, Callable[[], Entry]]:
-        """How each is made: collective, and each for itself, so that one that cannot run takes no other with it.
+        """Return by name a collective function that makes each peer. They are separate, because some may fail.
 
         Raises:
-            ConfigError: None is called for such experts.
+            ConfigError: No peer is run on such experts.
         """
         libraries.require_plain_swiglu(self.config, "peers")
         hand, nccl = "FlashInfer one-sided + CUTLASS", "NCCL AG/RS + CUTLASS"
@@ -143,8 +148,11 @@ class Peers:
         return made
 
     def hand_made(self, name: str, scheme: str, *, rounds_back: bool = False) -> Entry:
-        """Rows by one-sided writes, experts that write straight into the buffer which combine reads. fp8 per tensor:
-        the sender rounds its rows, once. rounds_back: FlashInfer rounds answers to E4M3 on their way"""
+        """Return FlashInfer's dispatch by one-sided writes, its experts and its combine.
+
+        Experts write directly into the buffer that combine reads. With fp8 per tensor the sender rounds its rows, once.
+        rounds_back: FlashInfer rounds results to E4M3 for combine
+        """
         rounding = Rounding(self._source(CUTLASS, scheme), self.x) if scheme in cutlass_op.PRE_ROUNDED else None
         experts = self._experts(scheme, self.rank_group.size * len(self.x), rounding, all2all=True)
         library, tokens = self._communication(rounds_back), len(self.x)
@@ -167,8 +175,10 @@ class Peers:
         scheme: str = "none",
         library: str | None = None,
     ) -> Entry:
-        """All ranks' rows to all, each computes its own experts' share of every row, and the shares are summed.
-        library: whose `fused_moe` computes, None for FlashInfer's CUTLASS"""
+        """Return an all-gather of rows, each rank's own experts on all rows, and a reduce-scatter of the results.
+
+        library: the library whose `fused_moe` computes; None for FlashInfer's CUTLASS
+        """
         own = (self.x, self.ids, self.weights)
         whole = [tensor.new_empty(self.rank_group.size * len(tensor), *tensor.shape[1:]) for tensor in own]
         out = torch.empty_like(self.x)
@@ -179,7 +189,8 @@ class Peers:
 
         def call() -> Tensor:
             with together():
-                for all_ranks, mine in zip(whole, own, strict=True):  # as bytes: gloo groups but tensors of one dtype
+                # as bytes, because gloo coalesces only tensors of one dtype
+                for all_ranks, mine in zip(whole, own, strict=True):
                     all_gather_single(all_ranks.view(torch.uint8), mine.view(torch.uint8), group=self.rank_group.group)
             reduce_scatter_single(out, experts(*whole), group=self.rank_group.group)
             return out
@@ -187,14 +198,14 @@ class Peers:
         return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", "bf16 / bf16", call)
 
     def deepgemm(self) -> Entry:
-        """DeepGEMM's fused layer for Hopper: E4M3 rows out."""
+        """Return DeepGEMM's fused layer for Hopper, which sends E4M3 rows out."""
         scheme, group = "fp8_block", self.rank_group.group
         step = libraries.deepgemm_mega(self._held(scheme), self.config, group, len(self.x))
         call = partial(step, self.x, self.ids, self.weights)
         return Entry("peer", "DeepGEMM mega", scheme, "fp8", "fp8 / bf16", call)
 
     def transformers(self) -> Entry:
-        """A row travels once for each of its experts."""
+        """Return transformers' expert parallelism, which sends a row once for each of its experts."""
         held = self._held("none")
         w13, w2 = (nn.Parameter(w, requires_grad=False) for w in (held.w13, held.w2))
         step = libraries.transformers_all_to_all(w13, w2, self.config, self.device)
@@ -203,7 +214,7 @@ class Peers:
         return Entry("peer", name, "none", "bf16", "bf16 / bf16", call, graph=False)
 
     def mega(self, name: str, kind: type[FlashInferMega], scheme: str, rows: str) -> Entry:
-        """One of FlashInfer's fused kernels, with buffers of its own and ids that are ready."""
+        """Return one of FlashInfer's fused kernels, with buffers of its own and ids that are ready."""
         experts: Any = self._source(kind.name, scheme).layer.experts
         bundle = experts.bundle({key: tensor.detach() for key, tensor in experts.weights.named_parameters()})
         window = Window(kind, experts.dispatch_shape, self.rank_group, self.device, bundle)
@@ -211,7 +222,7 @@ class Peers:
         return Entry("peer", name, scheme, "bf16" if scheme == "none" else "fp8", rows, call, window.destroy)
 
     def close(self) -> None:
-        """Collective; the entries first."""
+        """Free the shared resources, after the entries are closed. Collective."""
         for library in self._libraries.values():
             library.destroy()
         self._libraries, self._scratch = {}, None
@@ -226,7 +237,7 @@ class Peers:
         return self._sources[kernel, scheme]
 
     def _held(self, scheme: str) -> libraries.Held:
-        """This rank's share of a layer whose weights are in the canonical layout."""
+        """Return this rank's experts of a layer whose weights are in the canonical layout."""
         for source in self._sources.values():
             held = source.layer.expert_weights
             if held.scheme.name == scheme and type(held.weight_layout) is WeightLayout:
@@ -240,7 +251,7 @@ class Peers:
         )
 
     def _into(self, experts: Experts, out: Tensor) -> libraries.Step:
-        """Results go to one tensor, of all calls."""
+        """Return experts that write the result of every call to one tensor."""
 
         def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
             experts(x, ids, weights, out)
@@ -249,7 +260,7 @@ class Peers:
         return call
 
     def _communication(self, rounds_back: bool) -> Any:
-        """The hand-made peers share it: one call at a time."""
+        """Return FlashInfer's communicator. The hand-made peers share it, because they run one call at a time."""
         if rounds_back not in self._libraries:
             group = {
                 "world_size": self.rank_group.size,
@@ -269,13 +280,15 @@ class Peers:
         return self._libraries[rounds_back]
 
     def _grouped(self) -> AbstractContextManager[Any]:
-        """The three gathers as one launch of NCCL."""
+        """Return a context manager that coalesces the three gathers into one launch of NCCL."""
         return dist.distributed_c10d._coalescing_manager(self.rank_group.group)
 
     def _experts(self, scheme: str, rows: int, rounding: Rounding | None, *, all2all: bool) -> Experts:
-        """`cutlass_fused_moe` of this rank's share, with global ids: those of other ranks, and -1, are skipped
-        (`start_expert`, `end_expert` in cutlass_fused_moe_kernels.cuh). all2all: rows without an expert here need no
-        zeros, which no kernel reads."""
+        """Return `cutlass_fused_moe` of this rank's experts, with global ids.
+
+        The kernel skips -1 and the ids of other ranks (`start_expert`, `end_expert` in cutlass_fused_moe_kernels.cuh).
+        all2all: rows without a local expert are not zeroed, because no kernel reads them
+        """
         from flashinfer.fused_moe import cutlass_fused_moe, cutlass_fused_moe_workspace_size
 
         source, config = self._source(CUTLASS, scheme), self.config
@@ -295,7 +308,8 @@ class Peers:
             **share,
             **runner.flags,
         )
-        if self._scratch is None or self._scratch.numel() < size:  # read at each call, and captured when all are made
+        # each call reads `self._scratch`, and graphs are captured after all peers are made: a larger one serves all
+        if self._scratch is None or self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
         scales = [weights.get_parameter(part) for part in ("w13_scale", "w2_scale")] if scheme == "fp8_block" else []
         if rounding is not None:

@@ -1,16 +1,16 @@
-"""The EPLB planner's time and what its plans are worth, beside DeepSeek's own `eplb.py` where there is a copy.
+"""Time and quality of the EPLB planner, compared with a copy of DeepSeek's own `eplb.py` if there is one.
 
     python -m ep_moe.bench.planner [--deepseek eplb.py] [--large] [--repeat N]
 
-Load is rand**4 * 1000, the current map the linear one with its copies behind. In lines marked drift the current map is
-the planner's own for the load before each expert's changed by up to a quarter, up or down. DeepSeek's planner knows no
-current map: its ranks are named as they come.
+Load is rand**4 * 1000. The current map is the linear one with its copies last. In lines marked drift, the current map
+is the planner's own for an earlier load, after which the load of each expert changed by up to a quarter, up or down.
+DeepSeek's planner does not take a current map, so it does not match its ranks to it.
 
-ms          median of calls that take turns. Ours: `plan`, checks, arrays and ExpertMaps included, also comparing with
-            the current map; theirs: `rebalance_experts`, the three tensors it returns
-balance     mean over layers of mean rank / fullest rank; start: of the current map
-worse       layers whose fullest rank is fuller than under DeepSeek's plan
-moved       experts that some rank has to fetch
+ms          median of calls in turns. Ours: `plan` with checks, arrays and ExpertMaps, and with the comparison with the
+            current map; theirs: `rebalance_experts`, which returns three tensors
+balance     mean over layers of mean rank load / largest rank load; start: of the current map
+worse       number of layers whose largest rank load is higher than under DeepSeek's plan
+moved       number of experts that ranks have to fetch, over all ranks
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Planner = Callable[[Floats, Case], list[ExpertMap]]
 
 
 def deepseek(path: Path) -> Callable[[Floats, Case], Any]:
-    """`rebalance_experts` of the user's own copy."""
+    """Return the call of `rebalance_experts` of the user's own copy."""
     if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"--deepseek {path} is no .py file; give the path of a copy of its eplb.py")
     spec = importlib.util.spec_from_file_location("deepseek_eplb", path)
@@ -87,7 +87,7 @@ def as_maps(found: Any, case: Case) -> list[ExpertMap]:
 
 
 def compare(case: Case, theirs: Callable[[Floats, Case], Any] | None, repeat: int) -> list[list[str]]:
-    """A line from the linear map, one after drift, and one after drift where less balance is enough."""
+    """Return a line from the linear map, one after drift, and one after drift with a lower `enough`."""
     rng = np.random.default_rng(0)
     load = rng.random((case.layers, case.experts)) ** 4 * 1000
     current = [ExpertMap.redundant(case.experts, case.ranks, case.slots - case.experts)] * case.layers

@@ -1,14 +1,14 @@
-"""What a rebalance costs the forwards that go on meanwhile: every expert moves to the next rank, layer after layer.
+"""The slowdown of forwards during a rebalance: every expert moves to the next rank, layer after layer.
 
     torchrun --standalone --nproc-per-node 4 -m ep_moe.bench.rebalance [--layers 8] [--tokens 128 ...] ...
 
-A forward is one pass through all layers, a CUDA-graph replay. Its time is the slowest rank's, with the
-`ExpertBalancer.step` behind it. The host is at most two forwards ahead of the device, as in serving.
+A forward is one pass through all layers, a CUDA-graph replay. Its time is that of the slowest rank, and includes the
+`ExpertBalancer.step` after it. The host is at most two forwards ahead of the device, as in serving.
 
-usual       median before anything moves; slowest: of those
-moving      median and slowest forward while experts move, and how many there were
+usual       median forward before anything moves; slowest: the slowest of these
+moving      median and slowest forward while experts move, and the number of these forwards
 ratio       slowest forward while moving / usual; over 1.2: forwards that took more than 1.2 times as long as usual
-seconds     from `move_to` to the last commit; GB: between ranks, all of them together
+seconds     time from `move_to` to the last commit; GB: sent between ranks, over all ranks
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.runtime.devices import on_device_of
 
-# forwards that are thrown away, and that are timed before anything moves: as many as later, so that what holds up the
-# host now and then is not taken for the rebalance
+# warm-up forwards, and forwards that are timed before anything moves: as many as later, so that occasional delays of
+# the host are not attributed to the rebalance
 WARM, USUAL = 20, 1500
-AHEAD = 2  # forwards
+AHEAD = 2  # forwards by which the host may be ahead of the device
 LATE = 1.2
-_MOST = 20_000  # forwards while moving, after which something is wrong
+_MOST = 20_000  # limit of forwards while moving
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,10 @@ def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_p
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """What is there is left alone by Python's collector, as in servers once they are warm: a full collection holds up
-    the host for 14 ms and more, and a plan's objects may be what sets it off."""
+    """Exclude existing objects from Python's garbage collection, as warm servers do.
+
+    A full collection delays the host by 14 ms or more, and the objects of a plan may trigger one.
+    """
     gc.collect()
     gc.freeze()
     try:
@@ -115,7 +117,7 @@ def frozen() -> Iterator[None]:
 
 
 def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Callable[[], Any]:
-    """One pass through the layers with routes of their own."""
+    """Return a call of one pass through the layers, each with its own routes; on a GPU a CUDA-graph replay."""
     x, _ = batch(context, layers[0].config, tokens)
     routes = [batch(context, layer.config, tokens)[1] for layer in layers]
 
@@ -134,7 +136,7 @@ def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Calla
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(context.device)):
         forward()
 
-    def replay(_read: Callable[[], Any] = forward) -> None:  # rows and routes live as long as what was captured
+    def replay(_read: Callable[[], Any] = forward) -> None:  # keeps rows and routes, which the graph reads, alive
         graph.replay()
 
     return replay
@@ -147,8 +149,11 @@ def timed(
     more: Callable[[int], bool],
     begin: Callable[[], None] = lambda: None,
 ) -> tuple[Tensor, float]:
-    """(float64 [forwards], milliseconds, the slowest rank's; seconds of all of them). begin: called before the first,
-    when WARM others are over, or the first would pay for an idle device."""
+    """Return the milliseconds of each forward on the slowest rank, float64 [forwards], and the seconds of all of them.
+
+    begin: called after WARM warm-up forwards, before the first timed one. Without these, the first timed forward would
+    include the start of an idle device.
+    """
     on_gpu, marks, number = context.device.type == "cuda", [_now(context)], -WARM
     while number < 0 or more(number):
         if number == 0:
@@ -180,7 +185,7 @@ def _now(context: EPContext) -> Any:
 
 
 def rotated(placed: ExpertMap) -> ExpertMap:
-    """Each rank's experts on the next rank."""
+    """Return the map with each rank's experts on the next rank."""
     slots = placed.physical_to_logical
     return dataclasses.replace(
         placed, physical_to_logical=slots[-placed.slots_per_rank :] + slots[: -placed.slots_per_rank]
@@ -222,7 +227,7 @@ def main() -> list[dict[str, Any]]:
 
 
 def shown(title: str, results: dict[int, Result]) -> Table:
-    """results: by bytes per step"""
+    """Return the table of results. results: by bytes per step"""
     table = Table(title=title)
     times = ("usual ms", "slowest", "moving ms", "slowest", "ratio", f"over {LATE}")
     for name in ("MB per step", *times, "forwards", "s", "GB"):

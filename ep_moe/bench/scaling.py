@@ -2,12 +2,12 @@
 
     python -m ep_moe.bench.scaling [MODEL ...] [--ranks R ...] [--ep R ...] [--tokens T ...] [--csv F] ...
 
-Nothing is measured here and no device is touched; `--measured` sets files of bench.layer and bench.all2all beside it.
-What the model says and leaves out: docs/explanation/scaling.md.
+It measures nothing and uses no device. `--measured` compares the model with files of bench.layer and bench.all2all.
+docs/explanation/scaling.md explains the model and what it omits.
 
 in turn      microseconds of dispatch, then experts, then combine
 overlapped   the larger of experts and wire, as if one hid the other completely
-w, p, n      which of three the overlapped floor is: weights read, matrix products, the links
+w, p, n      what determines the overlapped floor: weights read, matrix products, or the links
 + N          N redundant experts, by default as many as give all ranks the same number of slots
 """
 
@@ -47,9 +47,9 @@ from ep_moe.integrations.model_name import config_named
 MODELS = ("qwen3-30b-a3b", "deepseek-v3")
 RANKS = (1, 2, 4, 8, 16, 32, 64)
 EP = (16, 32, 64, 128, 144, 256, 320)  # EP groups of several hosts
-TOKENS = (1, 16, 128, 1024, 8192)  # of each rank
-TOTALS = (64, 1024, 8192, 65536)  # of the whole job
-EXTRA_US = (-20.0, 10.0)  # what deduplication costs more than a gather at any number of tokens
+TOKENS = (1, 16, 128, 1024, 8192)  # tokens of each rank
+TOTALS = (64, 1024, 8192, 65536)  # tokens of the whole job
+EXTRA_US = (-20.0, 10.0)  # additional time of deduplication over a gather, for any number of tokens
 
 
 # --- what was measured ---------------------------------------------------------------------------------------------
@@ -57,9 +57,11 @@ EXTRA_US = (-20.0, 10.0)  # what deduplication costs more than a gather at any n
 
 @dataclass(frozen=True)
 class Slope:
-    """A captured transport's time as fixed + tokens * slope, beside the model's slope at that run's peer-to-peer rate.
+    """A captured transport's time as fixed + tokens * slope, in microseconds.
 
-    fixed: microseconds at the fewest tokens; slope: between the two largest numbers of tokens; in us
+    fixed: time at the fewest tokens
+    slope: slope between the two largest numbers of tokens
+    model: the model's slope at the peer-to-peer rate of that run
     """
 
     transport: str
@@ -82,8 +84,10 @@ def read(file: Path, columns: Sequence[str]) -> list[dict[str, str]]:
 
 
 def layer_lines(file: Path, ranks: int) -> list[list[str]]:
-    """Cells of each line of `bench.layer` with weights in bf16 or fp8, beside the model's floors, in the order of the
-    tokens. ranks: where the file does not say."""
+    """Return the cells of each line of `bench.layer` with bf16 or fp8 weights and the model's floors, sorted by tokens.
+
+    ranks: the number of ranks if the file does not state it
+    """
     found = []
     for line in sorted(read(file, ("model", "tokens", "us")), key=lambda line: (line["model"], int(line["tokens"]))):
         scheme = line.get("weights") or line.get("scheme") or "none"
@@ -103,8 +107,10 @@ def layer_lines(file: Path, ranks: int) -> list[list[str]]:
 
 
 def slopes(file: Path, ranks: int) -> list[Slope]:
-    """Of each transport, row format and H of a file of `bench.all2all`, of one host. Eager lines say how long the host
-    took, and are left out."""
+    """Return a slope for each transport, row format and H of a file of `bench.all2all`, of one host.
+
+    Eager lines show the time of the host, so they are left out.
+    """
     series: dict[tuple[str, str, int], list[dict[str, str]]] = {}
     for line in read(file, ("transport", "rows", "hidden", "tokens", "us", "captured", "wire_bytes", "floor_us")):
         if line["captured"] != "True":
@@ -126,7 +132,7 @@ def slopes(file: Path, ranks: int) -> list[Slope]:
 
 
 def benched(hidden: int) -> MoEConfig:
-    """What `bench.all2all` sends."""
+    """Return the configuration that `bench.all2all` uses."""
     return MoEConfig(hidden_size=hidden, intermediate_size=1, num_experts=EXPERTS, top_k=TOP_K)
 
 
@@ -134,7 +140,7 @@ def benched(hidden: int) -> MoEConfig:
 
 
 def redundant_of(config: MoEConfig, ranks: int, asked: argparse.Namespace) -> int:
-    """Slots beyond one per expert on so many ranks."""
+    """Return the number of redundant slots for a number of ranks."""
     return filling(config.num_experts, ranks) if asked.redundant is None else int(asked.redundant)
 
 
@@ -155,7 +161,7 @@ def floors_table(title: str, first: str, lines: Iterable[tuple[str, Sequence[obj
 
 
 def uniform(name: str) -> MoEConfig:
-    """The layer of a model, with a router that knows no groups of experts."""
+    """Return the configuration of a model's layer, with a router without expert groups."""
     config = config_named(name)
     return dataclasses.replace(config, routing=dataclasses.replace(config.routing, num_groups=1, top_groups=1))
 
@@ -173,7 +179,7 @@ def print_model(console: Console, name: str, asked: argparse.Namespace) -> None:
 
 
 def print_hosts(console: Console, name: str, asked: argparse.Namespace) -> None:
-    """EP groups of several hosts, flat and in two levels."""
+    """Print a table of EP groups on several hosts, flat and in two levels."""
     config, per_host = uniform(name), asked.per_host
     groups = [count for count in asked.ep if count > per_host]
     for kind in KINDS.values() if groups else ():
@@ -191,7 +197,7 @@ def print_hosts(console: Console, name: str, asked: argparse.Namespace) -> None:
 
 
 def host_cells(config: MoEConfig, kind: Kind, ranks: int, asked: argparse.Namespace) -> list[str]:
-    """Of a line of `print_hosts`."""
+    """Return the cells of a line of `print_hosts`."""
     redundant, both = redundant_of(config, ranks, asked), (deduplicated, two_level)
     rows = [way(config, ranks, asked.per_host, redundant) for way in both]
     kib = sum(row_bytes(config, kind.wire, config.top_k)) / 1024
@@ -255,8 +261,10 @@ def print_measured(console: Console, file: Path, asked: argparse.Namespace) -> N
 
 
 def lines_of(models: Sequence[str], asked: argparse.Namespace) -> list[dict[str, object]]:
-    """Of the CSV: each model, kind, R and T of all tables; in two levels too, where R ranks are several hosts. Bytes
-    are those that a rank receives in a call."""
+    """Return the lines of the CSV file: each model, kind, R and T of all tables.
+
+    Two levels are included if R ranks are several hosts. Bytes are those that a rank receives in a call.
+    """
     found: list[dict[str, object]] = []
     for name in models:
         config = uniform(name)

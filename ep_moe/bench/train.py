@@ -2,33 +2,34 @@
 
     torchrun --standalone --nproc-per-node 2 -m ep_moe.bench.train [MODEL ...] [--tokens T ...] [--csv F] ...
 
-Milliseconds in bf16, the slowest rank's median of eager calls that take turns; uniform routing, no shared experts. A
-step runs forward and backward and drops the gradients. A step that is not timed comes before: the ranks' skew after the
-barrier is not the layer's. On a CPU everything runs over gloo, without floors and memory.
+Times are milliseconds in bf16: the median of eager calls on the slowest rank. Lines take turns. Routing is uniform, and
+there are no shared experts. A step runs forward and backward and drops the gradients. Each timed step follows one that
+is not timed, so the skew of the ranks after the barrier does not count. On a CPU everything runs over gloo, without
+floors and memory.
 
-auto         the pair of transport and kernel that "auto" chooses; the other lines name their transport
+auto         the pair of transport and kernel that "auto" selects; the other lines name their transport
 by hand      torch alone: sort, all_to_all_single of K copies, grouped_mm, index_add; eager, and compiled
-torchtitan   (where it is installed) its layer over MinimalAsyncEP, whose buffers hold all rows that can arrive: none is
-             dropped. It is computed again in backward, as its trainer demands, eager and compiled; and "4 buffers":
-             nothing again, with more buffers than it has. See train_torchtitan.py
-transformers (where it is installed) its experts over its own `all_to_all`, eager: it waits for the device
-SonicMoE     (where it is installed) its local experts beside --rows, with its default tiles or tuned (--sonic)
+torchtitan   (if installed) its layer over MinimalAsyncEP. Its buffers hold all rows that can arrive, so none is
+             dropped. Backward recomputes the layer, as its trainer requires, eager and compiled. "4 buffers" recomputes
+             nothing, and has more buffers than torchtitan offers. See train_torchtitan.py
+transformers (if installed) its experts over its own `all_to_all`, eager: it synchronizes with the device
+SonicMoE     (if installed) its local experts, with --rows, with its default tiles or tuned (--sonic)
 main_grad    (--main-grad) the "auto" pair after `use_main_grads`: each step overwrites the experts' gradients in place,
              in bf16, and in float32
-accumulate   (--accumulate) a timed step of every line adds to the gradients of the step before; without CUDA graphs
-frozen       (--frozen) no line's experts have gradients: forward and the gradients of rows and routing weights
+accumulate   (--accumulate) a timed step of every line adds to the gradients of the previous step; without CUDA graphs
+frozen       (--frozen) the experts of all lines are frozen: forward, and the gradients of rows and routing weights
 exact        (--exact) the "auto" pair with ExpertsOptions(exact=True)
-float8       (--float8) products in E4M3, but for the matrices' gradients
-CUDA graph   a replay of one captured step, of the "auto" pair in a context of its own
+float8       (--float8) products in E4M3, except those of the matrices' gradients
+CUDA graph   a replay of one captured step of the "auto" pair, in a context of its own
 experts      (--rows) the kernel's own step, without transport, on one rank that holds --slots experts
 floor        the longer of: products at the measured matmul rate (three for each of forward's); weights, read twice, and
-             their gradients, written once, at the measured copy rate. No rows on the wire
-x by hand    the fastest layer by hand / this line: above 1 is ahead
-error        largest difference from the first line over its largest magnitude, of the result and of the gradients of
-             rows, routing weights and some experts; WRONG beyond ERROR (FLOAT8_ERROR). A guard against timing what
-             computes something else, no proof
-peak         of a step, over parameters and inputs, in torch's allocator, but for scratch memory of CUDA graphs;
-             buffers: of `MoELayer.plan`, made once
+             their gradients, written once, at the measured copy rate. Rows on the wire are omitted
+x by hand    time of the fastest layer by hand / time of this line: above 1 is faster than by hand
+error        largest difference from the first line, relative to its largest magnitude, of the result and of the
+             gradients of rows, routing weights and some experts; WRONG beyond ERROR (FLOAT8_ERROR). It guards against
+             timing a different computation, and proves no more
+peak         peak memory of a step in torch's allocator, without parameters, inputs and scratch memory of CUDA graphs;
+             buffers: those of `MoELayer.plan`, allocated once
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ MIB = 2**20
 
 
 def peak(entry: Entry, batch: Batch) -> float | None:
-    """MiB of a step, over what is there before it but for what the entry's calls hold between steps."""
+    """Return the peak memory of a step in MiB, without what exists before it. What calls keep between steps counts."""
     device = batch.x.device
     if device.type != "cuda":
         return None
@@ -119,11 +120,14 @@ def peak(entry: Entry, batch: Batch) -> float | None:
 def measure(
     context: EPContext, entries: Sequence[Entry], batch: Batch, point: TrainLine, options: Options
 ) -> tuple[list[TrainLine], dict[str, Tensor] | None]:
-    """A line for each entry that runs, and the first one's results. point: what the lines share. Collective."""
+    """Return a line for each entry that runs, and the first one's results. Collective.
+
+    point: a line with the fields that all lines share
+    """
     for entry in entries if options.frozen else ():
         for parameter in entry.parameters:
             parameter.requires_grad_(False)
-    torch.compiler.reset()  # each shape is compiled for itself, and none counts as one more of the last one's
+    torch.compiler.reset()  # so that each shape is compiled anew, and does not count as a recompilation
     reference: dict[str, Tensor] | None = None
     lines, able = [], []
     for entry in entries:
@@ -149,7 +153,7 @@ def measure(
 
 
 def took(line: TrainLine, us: float, tera: float) -> None:
-    """tera: operations of a step, 1e12"""
+    """Set the time and the rate of a line. tera: operations of a step / 1e12"""
     line.step_ms, line.tflops = us / 1e3, tera / us * 1e6
 
 
@@ -161,7 +165,7 @@ def captured_line(
     options: Options,
     reference: dict[str, Tensor],
 ) -> TrainLine | None:
-    """The "auto" pair's step as one CUDA graph; None, with the reason, where it cannot be captured. Collective."""
+    """Measure the "auto" pair's step as a CUDA graph; None if it cannot be captured, with the reason. Collective."""
     layer = attempt(context, "a layer to capture", partial(built, context, config, AUTO, options))
     if layer is None:
         return None
@@ -184,7 +188,7 @@ def captured_line(
         return None
     kept = [*found.values(), *(p.grad for p in entry.parameters if p.grad is not None)]
     for tensor in kept:
-        tensor.fill_(torch.nan)  # so that what is compared is what a replay wrote
+        tensor.fill_(torch.nan)  # so that only values that the replay writes can compare equal
     graph.replay()
     error = slowest(context, apart(with_experts(entry, found), reference))
     (us,) = interleaved_times([graph.replay], 1, options.steps, partial(barrier, context.device))
@@ -197,7 +201,7 @@ def point_of(
     model: str, config: MoEConfig, ranks: int, part: str, tokens: int, load: floors.Load, rates: Rates | None, *,
     frozen: bool,
 ) -> TrainLine:  # fmt: skip
-    """What lines of one point share; `tflops` is for now the operations of a step."""
+    """Return a line with the fields that all lines of a point share. Its `tflops` holds the operations of a step."""
     floor = None if rates is None else floors.training_us(config, load, rates, frozen=frozen) / 1e3
     tera = floors.training_operations(config, load, frozen=frozen) / 1e12
     return TrainLine(model, ranks, part, tokens, int(load.pairs), "", "", None, torch.nan, floor, tera, torch.inf)
@@ -206,8 +210,10 @@ def point_of(
 def layer_lines(
     context: EPContext, model: str, config: MoEConfig, tokens: Sequence[int], options: Options, rates: Rates | None
 ) -> list[tuple[Batch, TrainLine, list[TrainLine], dict[str, Tensor] | None]]:
-    """Whole layers: for each number of tokens the batch, the point, its lines and the first one's results. Collective,
-    in a context for the largest."""
+    """Measure whole layers, in a context for the largest number of tokens. Collective.
+
+    Returns for each number of tokens the batch, the point, its lines and the first one's results.
+    """
     found = []
     entries, first = layer_entries(context, config, options)
     titan = train_torchtitan.prepared(context, config, first, options)
@@ -216,7 +222,7 @@ def layer_lines(
         load = load_of(context, config, batch.ids)
         point = point_of(model, config, context.layout.ep, "layer", count, load, rates, frozen=options.frozen)
         with (
-            context.token_limit(count),  # once: it is an exchange of its own
+            context.token_limit(count),  # once per point, because setting it is an exchange of all ranks
             train_torchtitan.connected(context, titan, count, options.torchtitan) as peers,
         ):
             lines, reference = measure(context, [*entries, *peers], batch, point, options)
@@ -227,7 +233,7 @@ def layer_lines(
 def experts_lines(
     context: EPContext, model: str, config: MoEConfig, rows: Sequence[int], options: Options, rates: Rates | None
 ) -> list[TrainLine]:
-    """Local experts alone, on every rank for itself. Collective."""
+    """Measure local experts alone, on each rank separately. Collective."""
     lines: list[TrainLine] = []
     with EPContext.local(context.device) as own:
         entries, first = experts_entries(context, own, config, options)
@@ -241,8 +247,10 @@ def experts_lines(
 
 
 def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: Rates | None) -> list[TrainLine]:
-    """Whole layers, then each point's step as a CUDA graph: a capture that fails may end its context, and takes no
-    other line with it."""
+    """Measure whole layers, then each point's step as a CUDA graph.
+
+    Each graph is captured in a context of its own, because a capture that fails may make its context unusable.
+    """
     config, lines = routed(model), list[TrainLine]()
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         points = layer_lines(context, model, config, asked.tokens, options, rates)
@@ -259,20 +267,20 @@ def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: 
 
 
 def routed(model: str) -> MoEConfig:
-    """Without shared experts."""
+    """Return the configuration of a model without shared experts."""
     return dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
 
 
 def share(model: str, slots: int) -> MoEConfig:
-    """Of one rank with so many experts, to which all rows go."""
+    """Return the configuration of one rank that holds `slots` experts and gets all rows."""
     config = routed(model)
-    # routes are given: no router limits them to groups
+    # routes are given, so groups of experts must not restrict the configuration
     routing = dataclasses.replace(config.routing, num_groups=1, top_groups=1)
     return dataclasses.replace(config, num_experts=slots, routing=routing)
 
 
 def check(asked: argparse.Namespace) -> None:
-    """Raises ConfigError, on all ranks alike, for what a model cannot be measured with."""
+    """Raise ConfigError, on all ranks, for options that exclude each other or do not fit a model."""
     if asked.frozen and (asked.main_grad or asked.accumulate):
         raise ConfigError("--frozen leaves --main-grad and --accumulate without gradients; leave it or them out")
     for model in asked.models:
@@ -284,7 +292,7 @@ def check(asked: argparse.Namespace) -> None:
 
 
 def transports() -> list[str]:
-    """That have a backward."""
+    """Return the names of the transports with a backward."""
     known = [name for name in registry.targets("dispatchers") if name != "local"]
     can = {name: registry.load("dispatchers", name).capabilities for name in known}
     return [name for name in known if can[name].differentiable or can[name].adjoint]
@@ -344,7 +352,7 @@ def main() -> list[TrainLine]:
         lines += compared(found)
         if first and found:
             show(console, *tables(found))
-            if asked.csv is not None:  # so far: a run that ends early has left something
+            if asked.csv is not None:  # after each model, so that a run that ends early leaves its lines
                 write(lines, asked.csv)
     check_measured(lines)
     if first and asked.plot is not None:

@@ -1,8 +1,8 @@
-"""What `bench.train` trains: layers of ours and by hand on equal weights, the rows they get, and one step of each.
+"""Entries of `bench.train`: layers of ours and by hand with equal weights, their input, and a step of each.
 
-By hand (`ByHand`) is a routed layer and its backward in plain torch, as a trainer without this package writes it. Each
-row travels once for each of its K experts (`all_to_all_single`). Rows are sorted by expert, multiplied by
-`grouped_mm`, and summed by `index_add`. Compiled, the stages between two collectives are one `torch.compile` each.
+`ByHand` is a routed layer with its backward in plain torch, as a trainer without this package would write it. A row is
+sent once for each of its K experts (`all_to_all_single`). Rows are sorted by expert, multiplied by `grouped_mm`, and
+summed by `index_add`. In the compiled variant, each stage between two collectives is one `torch.compile`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from ep_moe.types import LocalIds, Received, Routing, RowLayout, Weighting
 
 
 class ByHand:
-    """The layer of one rank; a group of one rank exchanges nothing.
+    """A routed layer by hand. In a group of one rank it exchanges nothing.
 
-    w13: [L, 2 * I, H], gate first; w2: [L, H, I]; both are leaves on the memory that is given. Experts lie in order
-    over the ranks, L on each.
+    w13: [L, 2 * I, H], gate first; w2: [L, H, I]. The parameters are leaves that share the given memory. Experts are
+    placed in order over the ranks, L on each.
     """
 
     def __init__(self, config: MoEConfig, w13: Tensor, w2: Tensor, rank_group: RankGroup, *, compiled: bool) -> None:
@@ -49,7 +49,7 @@ class ByHand:
         self.alone = stage(by_one_rank)
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x: [T, H]; ids: int64 [T, K]; weights: float32 [T, K]. Returns [T, H]."""
+        """Compute the layer. x: [T, H]; ids: int64 [T, K]; weights: float32 [T, K]. Returns [T, H]."""
         group = self.rank_group
         if group.size == 1:
             out: Tensor = self.alone(x, ids, weights, self.w13, self.w2)
@@ -65,7 +65,7 @@ class ByHand:
 
 
 class Exchange(Function):
-    """Rows grouped by destination, to rows grouped by source; backward sends them back."""
+    """Exchanges rows: input grouped by destination rank, output grouped by source rank. Backward reverses it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -80,14 +80,14 @@ class Exchange(Function):
 
 
 def spread(x: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """K copies of each row [T * K, H], sorted by expert; which route each is, and how many each expert has."""
+    """Return K copies of each row [T * K, H], sorted by expert, the route of each, and the number of each expert."""
     expert, order = ids.flatten().sort(stable=True)
     ends = torch.searchsorted(expert, torch.arange(num_experts, device=x.device), right=True)
     return x.index_select(0, order // ids.shape[1]), order, ends.diff(prepend=ends.new_zeros(1))
 
 
 def by_rank(rows: Tensor, counts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """The experts' rows, in the order of rows: by source rank, and by expert within. counts: int64 [R, L]"""
+    """Compute experts on rows sorted by source rank and then by expert; keep this order. counts: int64 [R, L]"""
     ranks, held = counts.shape
     slots = torch.arange(held, device=rows.device).repeat(ranks)
     order = slots.repeat_interleave(counts.flatten(), output_size=len(rows)).argsort(stable=True)
@@ -96,14 +96,14 @@ def by_rank(rows: Tensor, counts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
 
 
 def multiplied(rows: Tensor, counts: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Of rows that are sorted by expert. counts: int64 [L]"""
+    """Compute experts on rows that are sorted by expert. counts: int64 [L]"""
     ends = counts.cumsum(0).int()
     gate, up = grouped_mm(rows, w13.mT, offs=ends).chunk(2, 1)
     return grouped_mm(silu(gate) * up, w2.mT, offs=ends)
 
 
 def merge(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's rows, in float32."""
+    """Return the weighted sum of each token's rows, summed in float32."""
     tokens, top_k = weights.shape
     scaled = rows * weights.flatten()[order].unsqueeze(1)
     out = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
@@ -111,23 +111,33 @@ def merge(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 
 
 def by_one_rank(x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """Everything, where all experts are here."""
+    """Compute the layer on a rank that holds all experts."""
     rows, order, counts = spread(x, ids, len(w2))
     return merge(multiplied(rows, counts, w13, w2), order, weights)
 
 
 BY_HAND = {"eager": False, "compiled": True}
 MAIN_GRADS = {"main_grad": None, "main_grad float32": torch.float32}
-COMPARED = 8  # experts, spread over the slots: gradients of all of them would take a second copy
+COMPARED = 8  # experts whose gradients are compared, spread over the slots: all of them would need a second copy
 
 
 @dataclass(frozen=True)
 class Options:
-    """experts: a kernel's name or "auto"; transports: beside "auto"; by_hand: names of `BY_HAND`; float8: also the
-    "auto" pair by products in E4M3; torchtitan: names of `train_torchtitan.WAYS`; exact: also layers of the "auto" pair
-    with `ExpertsOptions.exact`; main_grad: also that pair after `use_main_grads`, in bf16 and in float32; accumulate: a
-    timed step adds to the gradients of the step before; sonic: a name of `train_sonic.WAYS`, or "none"; transformers:
-    its experts over its `all_to_all`, beside whole layers; frozen: no line's experts have gradients"""
+    """The options of `bench.train`.
+
+    experts: a kernel's name or "auto"
+    transports: transports in addition to "auto"
+    by_hand: names of `BY_HAND`
+    steps: number of timed steps
+    float8: also the "auto" pair with products in E4M3
+    torchtitan: names of `train_torchtitan.WAYS`
+    exact: also the "auto" pair with `ExpertsOptions.exact`, for whole layers
+    main_grad: also the "auto" pair after `use_main_grads`, in bf16 and in float32
+    accumulate: a timed step adds to the gradients of the previous step
+    sonic: a name of `train_sonic.WAYS`, or "none"
+    transformers: also transformers' experts over its `all_to_all`, for whole layers
+    frozen: the experts of all lines are frozen
+    """
 
     experts: str = AUTO
     transports: Sequence[str] = ()
@@ -144,13 +154,18 @@ class Options:
 
     @property
     def eager(self) -> bool:
-        """No step is captured."""
+        """Whether steps are only run eagerly, without CUDA graphs."""
         return self.accumulate or self.frozen
 
 
 @dataclass(frozen=True)
 class Batch:
-    """x, grad: bf16 [T, H], rows and the result's gradient; ids: int64 [T, K]; weights: float32 [T, K]"""
+    """The input of a step.
+
+    x, grad: bf16 [T, H], rows and the gradient of the result
+    ids: int64 [T, K]
+    weights: float32 [T, K]
+    """
 
     x: Tensor
     ids: Tensor
@@ -167,11 +182,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Entry:
-    """What a line trains.
+    """A layer that a line of the benchmark trains.
 
-    call: from x, ids and weights to rows [T, H]; parameters: all that a step leaves gradients in
-    gradients: of a slot's w13 [2 * I, H] and w2 [H, I], after a step; buffers: bytes; allowed: as `Line` has it
-    adds: timed steps add to the gradients that are there; holds: bytes that calls keep between steps
+    call: maps x, ids and weights to rows [T, H]
+    parameters: all parameters that get gradients
+    gradients: returns the gradients of a slot's w13 [2 * I, H] and w2 [H, I] after a step
+    slots: number of slots
+    buffers: bytes of buffers
+    allowed: as in `TrainLine`
+    adds: timed steps add to existing gradients
+    holds: returns the bytes that calls keep between steps
     """
 
     owner: str
@@ -187,8 +207,11 @@ class Entry:
 
 
 def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tuple[list[Entry], MoELayer | None]:
-    """The "auto" pair, the other transports, and the layers by hand on the first layer's weights; and that layer, None
-    where none can be built. Collective."""
+    """Make the entries of whole layers. Collective.
+
+    They are the "auto" pair, the other transports, and layers by hand and of transformers on the first layer's weights.
+    Returns the first layer too; None if no layer can be built.
+    """
     layers: dict[tuple[str, str], MoELayer] = {}
     entries = []
     for transport in (AUTO, *options.transports):
@@ -212,8 +235,10 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tu
 def experts_entries(
     context: EPContext, own: EPContext, config: MoEConfig, options: Options
 ) -> tuple[list[Entry], MoELayer | None]:
-    """Of one rank that holds all experts of config, and the first line's layer. own: this rank's context; context: of
-    all ranks"""
+    """Make the entries of one rank that holds all experts of `config`. Return the first line's layer too.
+
+    own: this rank's context; context: that of all ranks
+    """
     layer = attempt(context, "a layer of one rank", partial(built, own, config, AUTO, options))
     if layer is None:
         return [], None
@@ -229,8 +254,10 @@ def auto_entries(
     outer: EPContext, context: EPContext, config: MoEConfig, options: Options, call: Callable[[MoELayer], Call], *,
     exact: bool = False,
 ) -> list[Entry]:  # fmt: skip
-    """The "auto" pair with main gradients, by products in E4M3, and with exact=True, where these are asked for. outer:
-    of all ranks; context: of the layer"""
+    """Make the requested variants of the "auto" pair: main gradients, products in E4M3, and exact=True.
+
+    outer: the context of all ranks; context: that of the layer
+    """
     ways = [(name, ExpertsOptions(), ERROR) for name in MAIN_GRADS] if options.main_grad else []
     ways += [("float8", ExpertsOptions(float8=True), FLOAT8_ERROR)] if options.float8 else []
     ways += [("exact", ExpertsOptions(exact=True), ERROR)] if exact else []
@@ -248,7 +275,7 @@ def auto_entries(
 def built(
     context: EPContext, config: MoEConfig, transport: str, options: Options, how: ExpertsOptions | None = None
 ) -> MoELayer:
-    """Equal weights, whatever the transport is."""
+    """Make a layer. Its weights do not depend on the transport."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         return MoELayer(config, context, all2all=transport, experts=options.experts, dtype=torch.bfloat16, options=how)
@@ -259,7 +286,7 @@ def over(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def alone(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The kernel's own step."""
+    """Return the call of the kernel alone, without transport."""
     kernel: Any = layer.experts
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -298,7 +325,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def by_hand(outer: EPContext, config: MoEConfig, context: EPContext, layer: MoELayer, options: Options) -> list[Entry]:
-    """context: of the layer, whose weights they read; outer: of all ranks"""
+    """Make the layers by hand, on a layer's weights. context: that of the layer; outer: the context of all ranks"""
     stored = layer.expert_weights.stored_tensors()
     entries = []
     for name in options.by_hand:
@@ -312,7 +339,7 @@ def by_hand(outer: EPContext, config: MoEConfig, context: EPContext, layer: MoEL
 
 
 def over_transformers(context: EPContext, config: MoEConfig, layer: MoELayer, options: Options) -> list[Entry]:
-    """transformers' experts on the layer's weights. Collective."""
+    """Make the entry of transformers' experts, on a layer's weights, if requested. Collective."""
     if not options.transformers:
         return []
     stored = layer.expert_weights.stored_tensors()
@@ -328,7 +355,7 @@ def over_transformers(context: EPContext, config: MoEConfig, layer: MoELayer, op
 
 
 def stacked(owner: str, name: str, call: Call, w13: Tensor, w2: Tensor, options: Options) -> Entry:
-    """Of a peer whose experts are parameters w13 [L, 2 * I, H] and w2 [L, H, I]."""
+    """Make the entry of a peer whose experts are parameters w13 [L, 2 * I, H] and w2 [L, H, I]."""
 
     def gradients(slot: int) -> tuple[Tensor, Tensor]:
         if w13.grad is None or w2.grad is None:
@@ -339,7 +366,7 @@ def stacked(owner: str, name: str, call: Call, w13: Tensor, w2: Tensor, options:
 
 
 def trained(entry: Entry, batch: Batch) -> dict[str, Tensor]:
-    """Forward and backward. Returns the result and the gradients of x and weights; parameters keep theirs."""
+    """Run forward and backward. Return the result and the gradients of x and weights. Parameters keep theirs."""
     x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
     out = entry.call(x, batch.ids, weights)
     out.backward(batch.grad)
@@ -355,7 +382,7 @@ def step(entry: Entry, batch: Batch) -> None:
 
 
 def forward(entry: Entry, batch: Batch) -> None:
-    """As a step's, with all that its backward would need."""
+    """Run the forward of a step, which keeps all that backward would need."""
     entry.call(batch.x.detach().requires_grad_(), batch.ids, batch.weights.detach().requires_grad_())
 
 
@@ -367,7 +394,7 @@ def dropped(entry: Entry) -> None:
 
 
 def results(entry: Entry, batch: Batch) -> dict[str, Tensor]:
-    """Of a step that begins all gradients anew, those of some experts too."""
+    """Return the results of a step that starts without gradients, including gradients of some experts."""
     dropped(entry)
     try:
         return with_experts(entry, trained(entry, batch))

@@ -1,4 +1,4 @@
-"""Lines of `bench.train` as tables, CSV and panels."""
+"""Shows lines of `bench.train` as tables and plots."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from rich.table import Table
 from ep_moe.bench import harness
 from ep_moe.bench.harness import Where, one_sentence, parse
 
-# largest difference of a result or gradient over its largest magnitude, beyond which a line computes something else:
-# sixteen roundings to bf16 (2**-9 each). For dx, the longest, five of ours: h, da, dh, its pairs and the sum; by hand
-# six more, of the activation's operations and of the weighted results, there and back
+# largest difference of a result or gradient relative to its largest magnitude; a line with more counts as a different
+# computation. It is sixteen roundings to bf16 (2**-9 each). dx has most: five of ours, in h, da, dh, its pairs and the
+# sum; six more by hand, in the operations of the activation and the weighted results, in forward and backward
 ERROR = 2**-5
-# with products in E4M3: 2**-4 of each operand, of which a sum of random numbers keeps as much, over two products
+# with products in E4M3: each operand is rounded by 2**-4, a sum of random numbers keeps this relative error, and there
+# are two products
 FLOAT8_ERROR = 2**-3
 
 
 @dataclass
 class TrainLine:
-    """part: "layer", or "experts" of one rank; rows: pairs of a row and an expert on the busiest rank
-    floor_ms: of forward and backward; x_hand: the fastest right layer by hand / this
-    peak_mib: over parameters and inputs; buffers_mib: of the transport and of scratch memory, made once
-    allowed: error beyond which a line computes something else
-    None: not measured, or not to be had
+    """A line of `bench.train`. None: not measured or not available.
+
+    part: "layer", or "experts" of one rank
+    rows: pairs of row and expert on the busiest rank
+    floor_ms: floor of forward and backward
+    x_hand: time of the fastest correct layer by hand / time of this line
+    peak_mib: peak memory of a step without parameters and inputs
+    buffers_mib: memory of the transport and scratch memory, allocated once
+    allowed: error beyond which a line counts as a different computation
     """
 
     model: str
@@ -58,12 +63,12 @@ class TrainLine:
 
     @property
     def point(self) -> tuple[str, int, str, int]:
-        """Lines of one table."""
+        """The key of the table that the line belongs to."""
         return self.model, self.ranks, self.part, self.tokens
 
 
 def compared(lines: list[TrainLine]) -> list[TrainLine]:
-    """Fill in `x_hand`, within each point."""
+    """Set `x_hand` of all lines, from the lines of the same point. Return the lines."""
     for line in lines:
         peers = [p.step_ms for p in lines if (p.point, p.owner, p.wrong) == (line.point, "by hand", False)]
         line.x_hand = min(peers) / line.step_ms if peers else None
@@ -71,7 +76,7 @@ def compared(lines: list[TrainLine]) -> list[TrainLine]:
 
 
 def tables(lines: Sequence[TrainLine]) -> list[Table]:
-    """One for each point."""
+    """Return a table for each point."""
     points = list(dict.fromkeys(line.point for line in lines))
     return [table([line for line in lines if line.point == point]) for point in points]
 
@@ -99,7 +104,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def plot(lines: Sequence[TrainLine], file: Path) -> None:
-    """A column for each model and part; over tokens: milliseconds with the floor, and peak memory."""
+    """Plot milliseconds with the floor, and peak memory, over tokens: a column of panels for each model and part."""
     from matplotlib.figure import Figure
 
     columns = list(dict.fromkeys((line.model, line.part) for line in lines))
@@ -120,7 +125,7 @@ def plot(lines: Sequence[TrainLine], file: Path) -> None:
 def _panel(
     axes: Any, lines: Sequence[TrainLine], value: Callable[[TrainLine], float | None], title: str, label: str
 ) -> None:
-    """A curve for each name, of what is right and was measured."""
+    """Draw a curve for each name, of lines that are correct and were measured."""
     for number, name in enumerate(dict.fromkeys((line.owner, line.name) for line in lines)):
         own = [x for x in lines if (x.owner, x.name) == name and not x.wrong and value(x) is not None]
         style = "o-" if name[0] == "ours" else "x--"
@@ -129,7 +134,7 @@ def _panel(
 
 
 def read(file: Path) -> list[TrainLine]:
-    """What `harness.write` wrote. ConfigError where it is no such file."""
+    """Read a file that `harness.write` wrote. Raise ConfigError for any other file."""
     return harness.read(file, TrainLine, "bench.train")
 
 

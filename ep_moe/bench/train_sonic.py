@@ -1,5 +1,7 @@
-"""SonicMoE's local experts for `bench.train`, from an installed SonicMoE: forward and backward, as its layer calls them
-behind its router. Sorting is in what is timed."""
+"""SonicMoE's local experts for `bench.train`, from an installed SonicMoE.
+
+Forward and backward are called as SonicMoE's layer calls them after its router. Sorting is timed too.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,7 @@ WAYS = {"default": "default tiles", "tuned": "tuned"}  # tuning takes minutes
 
 
 class Sonic:
-    """On a layer's weights.
-
-    w13: [L, 2 * I, H], gate first; w2: [L, H, I]
-    """
+    """SonicMoE's experts on the weights of a layer. w13: [L, 2 * I, H], gate first; w2: [L, H, I]"""
 
     def __init__(self, w13: Tensor, w2: Tensor, *, tuned: bool) -> None:
         self._functional = libraries.imported("sonicmoe.functional")
@@ -30,7 +29,7 @@ class Sonic:
         self.w13, self.w2 = libraries.interleaved(w13.detach()).requires_grad_(), w2.detach().requires_grad_()
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """x: bf16 [T, H]; ids: int [T, K], each a slot; weights: float32 [T, K]"""
+        """Compute the experts. x: bf16 [T, H]; ids: int [T, K], slots; weights: float32 [T, K]. Returns [T, H]."""
         tokens, top_k = ids.shape
         pairs, experts = ids.numel(), len(self.w2)
         counts, ends, source, sorted_at, pair_at = (
@@ -46,15 +45,17 @@ class Sonic:
         return out
 
     def gradients(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Of w13, gate first, and of w2."""
+        """Return the gradients of a slot's w13, gate first, and w2."""
         if self.w13.grad is None or self.w2.grad is None:
             raise ConfigError("SonicMoE's experts are left without a gradient")
         return self.w13.grad[slot].unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1), self.w2.grad[slot]
 
 
 def entries(outer: EPContext, layer: MoELayer | None, options: Options) -> list[Entry]:
-    """Its line, on a layer's weights; none where it is not asked for, or with the reason where it cannot run. outer: of
-    all ranks. Collective."""
+    """Make SonicMoE's entry, on a layer's weights. Return [] if it is not requested or cannot run. Collective.
+
+    outer: the context of all ranks
+    """
     if layer is None or options.sonic not in WAYS:
         return []
     config, stored = layer.config, layer.expert_weights.stored_tensors()

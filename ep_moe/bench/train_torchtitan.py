@@ -1,13 +1,14 @@
 """torchtitan's routed layer for `bench.train`, from an installed torchtitan: its experts over MinimalAsyncEP.
 
-Known is version 0.3.0. Its trainer refuses MinimalAsyncEP unless all of a block is computed again in backward: "eager"
-and "compiled" do that. Two receive buffers take turns there, and the rows that backward's combine brings lie over those
-that the gradients of w1 and w3 are still to be computed from: expect WRONG. "kept" computes nothing again and has a
-buffer for each of a step's four exchanges, which its authors do not offer: what it could do with right gradients.
+It works with torchtitan 0.3.0, which also needs spmd_types and tyro. Its trainer refuses MinimalAsyncEP unless backward
+recomputes the whole block, as "eager" and "compiled" do. They use two receive buffers in turn. Rows that the combine of
+backward receives then overwrite rows from which the gradients of w1 and w3 have not been computed yet: expect WRONG.
+"kept" recomputes nothing, and has a buffer for each of the four exchanges of a step. torchtitan does not offer that; it
+shows its speed with correct gradients.
 
-A buffer holds all rows that can arrive, R * T * min(K, L), for as many tokens as are measured: no row is dropped. Its
-experts run over all of it, for how many rows arrived is known to the GPU alone. Results are weighted after the experts,
-on the rank that sent the rows. It needs spmd_types and tyro beside it.
+A buffer holds all rows that can arrive for the measured number of tokens, R * T * min(K, L), so no row is dropped. The
+experts compute the whole buffer, because only the GPU knows how many rows arrived. Results are weighted after the
+experts, on the rank that sent the rows.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ from ep_moe.parallel.rank_group import RankGroup
 
 DTYPE = torch.bfloat16
 TRANSPORT = "torchtitan.distributed.minimal_async_ep.api"
-# what one process has for all layers: how many buffers take turns, the buffers, and what they were made for
+# attributes that a process has once for all layers: number of buffers, the buffers, and the sizes they were made for
 COUNT, STATE, KEY = "_HIDDEN_RECV_BUFFER_COUNT", "_buffer_state", "_buffer_key"
 
 
 @dataclass(frozen=True)
 class Way:
-    """One line. buffers: receive buffers that take turns; recomputed: the layer runs again in backward"""
+    """A way to run the layer. buffers: receive buffers, used in turn; recomputed: backward runs the forward again"""
 
     name: str
     compiled: bool
@@ -57,7 +58,7 @@ WAYS = {
 
 
 class Block(nn.Module):
-    """What of a transformer block is measured: routes are counted, and its `RoutedExperts` called."""
+    """The measured part of a transformer block: it counts the routes of each expert, and calls `RoutedExperts`."""
 
     def __init__(self, routed: nn.Module, num_experts: int) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Block(nn.Module):
 
 
 class TorchTitan:
-    """The layer of one rank. w13: [L, 2 * I, H], gate first; w2: [L, H, I]; it has w1 and w3 apart, as copies."""
+    """torchtitan's layer. w13: [L, 2 * I, H], gate first; w2: [L, H, I]. Its w1 and w3 are copies of w13's halves."""
 
     def __init__(self, config: MoEConfig, w13: Tensor, w2: Tensor, rank_group: RankGroup) -> None:
         require_plain_swiglu(config, "torchtitan")
@@ -103,8 +104,8 @@ class TorchTitan:
         )  # fmt: skip
 
     def connect(self, tokens: int, buffers: int) -> bool:
-        """Make buffers for so many tokens of each rank. Collective."""
-        self.close()  # a process has them once, of one size
+        """Allocate buffers for a number of tokens of each rank. Collective."""
+        self.close()  # a process has only one set of buffers, of one size
         setattr(self._transport, COUNT, buffers)
         dispatcher, group = self._settings(tokens).build(), self.rank_group.group
         assert group is not None
@@ -113,9 +114,9 @@ class TorchTitan:
         return True
 
     def entry(self, way: Way) -> Entry:
-        """A line of the tokens that are connected for."""
+        """Make an entry for the number of tokens that `connect` was called with."""
         block: nn.Module = Block(self._routed, self.config.num_experts)
-        if way.recomputed:  # as its FullAC does
+        if way.recomputed:  # as torchtitan's FullAC does
             block = checkpoint_wrapper(block, preserve_rng_state=True, early_stop=False)
         step: Callable[..., Tensor] = torch.compile(block, fullgraph=True) if way.compiled else block
 
@@ -132,7 +133,7 @@ class TorchTitan:
         return Entry("torchtitan", way.name, call, (self.w1, self.w2, self.w3), self.gradients, len(self.w2), size)
 
     def gradients(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Of w13 and w2 of one expert."""
+        """Return the gradients of w13 and w2 of one expert."""
         grads = [w.grad for w in (self.w1, self.w3, self.w2)]
         if any(grad is None for grad in grads):
             raise ConfigError("torchtitan's experts are left without a gradient")
@@ -140,13 +141,13 @@ class TorchTitan:
         return torch.cat([first, third]), second
 
     def close(self) -> None:
-        """Let go of the buffers: torchtitan has no call for that."""
+        """Drop the buffers, by resetting attributes: torchtitan has no call for it."""
         for name, value in ((STATE, None), (KEY, None), (COUNT, self._default)):
             setattr(self._transport, name, value)
 
 
 def prepared(context: EPContext, config: MoEConfig, layer: MoELayer | None, options: Options) -> TorchTitan | None:
-    """On the weights of a layer; None, with the reason on rank 0's output, where it cannot be. Collective."""
+    """Make torchtitan's layer on a layer's weights; None if that fails, with the reason on rank 0. Collective."""
     if layer is None or not options.torchtitan:
         return None
     stored = layer.expert_weights.stored_tensors()
@@ -158,7 +159,10 @@ def prepared(context: EPContext, config: MoEConfig, layer: MoELayer | None, opti
 def connected(
     context: EPContext, titan: TorchTitan | None, tokens: int, names: Sequence[str]
 ) -> Iterator[Sequence[Entry]]:
-    """Lines for so many tokens of each rank, none where there are no buffers for them. names: of `WAYS`. Collective."""
+    """Yield the entries for a number of tokens of each rank; none if buffers cannot be allocated. Collective.
+
+    names: of `WAYS`
+    """
     if titan is None:
         yield ()
         return

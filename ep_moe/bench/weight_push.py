@@ -1,15 +1,15 @@
-"""What a push of a trainer's weights into a serving model of another layout takes, beside its floor.
+"""Time of a push of a trainer's weights into a serving model of another layout, compared with its floor.
 
     torchrun --standalone --nproc-per-node 2 -m ep_moe.bench.weight_push [MODEL] [--layers 1] [--schemes none ...] ...
 
-A transformers model with MoE blocks of MODEL's sizes, and attention and embeddings as small as they can be. The trainer
-has its experts in order over the ranks (`--trainer-ep` of them form an EP group), the server as many redundant experts
-as ranks. Seconds are the slowest rank's, the median of `--repeat` pushes after one that is thrown away.
+The model is a transformers model with MoE blocks of MODEL's sizes, and the smallest possible attention and embeddings.
+The trainer has its experts in order over the ranks (`--trainer-ep` of them form an EP group). The server has as many
+redundant experts as ranks. Seconds are those of the slowest rank: the median of `--repeat` pushes after one warm-up.
 
-GB        of all tensors, once, in the trainer's dtype
-gather    seconds of `export_weights` alone, drained
+GB        size of all tensors, each counted once, in the trainer's dtype
+gather    seconds of `export_weights` alone, until all tensors are taken
 push      seconds of `load_weights(server, export_weights(trainer))`; GB/s: GB / push
-floor     GB/s, if experts were broadcast and each rank's share copied at the bandwidths of this run
+floor     GB/s if experts were broadcast, and each rank's share copied, at the bandwidths measured in this run
 of floor  GB/s / floor
 """
 
@@ -43,12 +43,15 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
 
 DEFAULT = ["none", "fp8_dynamic", "fp8_block"]
-_BANDWIDTH_BYTES = 1 << 27  # of the tensor by which bandwidths are measured
+_BANDWIDTH_BYTES = 1 << 27  # size of the tensor by which bandwidths are measured
 
 
 @dataclass(frozen=True)
 class PushLine:
-    """One scheme of the server. Bandwidths in bytes per second; no broadcast where every rank trains all experts."""
+    """The result for one scheme of the server. Bandwidths in bytes per second.
+
+    broadcast: None if every rank of the trainer has all experts
+    """
 
     scheme: str
     ranks: int
@@ -63,17 +66,17 @@ class PushLine:
 
     @property
     def per_second(self) -> float:
-        """GB."""
+        """GB per second of a push."""
         return self.bytes / self.push_s / 1e9
 
     @property
     def floor(self) -> float:
-        """GB/s."""
+        """GB per second of the floor."""
         return self.bytes / self.floor_s / 1e9
 
 
 def model_of(config: MoEConfig, layers: int, context: EPContext, dtype: torch.dtype, **options: Any) -> Any:
-    """On every rank its own experts alone, random and small."""
+    """Make a model with small random weights. Each rank holds only its own experts."""
     made = Qwen3MoeConfig(
         vocab_size=64, hidden_size=config.hidden_size, moe_intermediate_size=config.intermediate_size,
         num_hidden_layers=layers, num_experts=config.num_experts, num_experts_per_tok=config.top_k,
@@ -96,7 +99,7 @@ def measure(
     ours: EPContext, theirs: EPContext, config: MoEConfig, scheme: str, *, layers: int, dtype: torch.dtype,
     experts: str = "auto", repeat: int = 3,
 ) -> PushLine:  # fmt: skip
-    """One scheme. Collective. ours, theirs: contexts of trainer and server"""
+    """Measure one scheme. Collective. ours, theirs: contexts of trainer and server"""
     ranks, trainer_ep = ours.layout.world, ours.layout.ep
     trainer = model_of(config, layers, ours, dtype, experts="reference")
     expert_map = ExpertMap.redundant(config.num_experts, theirs.layout.ep, theirs.layout.ep if ranks > 1 else 0)
@@ -114,7 +117,7 @@ def measure(
 
 
 def bandwidths(context: EPContext) -> tuple[float | None, float]:
-    """Bytes per second of a broadcast to an EP group, and of a copy on all ranks at once."""
+    """Return bytes per second of a broadcast in an EP group (None for one rank), and of a copy on all ranks at once."""
     one, two = (torch.ones(_BANDWIDTH_BYTES, dtype=torch.uint8, device=context.device) for _ in range(2))
     ep, copy = context.rank_groups["ep"], _BANDWIDTH_BYTES / timed(context, 5, lambda: two.copy_(one))
     if ep.size == 1:
@@ -123,7 +126,7 @@ def bandwidths(context: EPContext) -> tuple[float | None, float]:
 
 
 def timed(context: EPContext, repeat: int, call: Callable[[], Any]) -> float:
-    """Median seconds of the slowest rank, after a call that is thrown away."""
+    """Return the median seconds of a call on the slowest rank, after one warm-up call."""
     times = []
     for _ in range(repeat + 1):
         with seconds(context) as spent:

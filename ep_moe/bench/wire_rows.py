@@ -1,11 +1,12 @@
-"""Rows that a rank receives from others, for each kind of transport: the model of bytes of `fit` and `bench.scaling`.
+"""The number of rows that a rank receives from others, for each kind of transport. `fit` and `bench.scaling` use it.
 
-Routing is uniform: a token has K of E experts without repetition. Experts lie as `ExpertMap.redundant` puts them, and
-a token takes any replica of an expert equally often (`Replicas.SPREAD`). Numbers are expectations for each token of
-every rank. `tests/distributed/test_wire_rows.py` counts them on ranks.
+Routing is uniform: a token has K distinct experts of E. Experts are placed as by `ExpertMap.redundant`, and a token
+uses all replicas of an expert equally often (`Replicas.SPREAD`). Numbers are expected values for each token of every
+rank. `tests/distributed/test_wire_rows.py` counts them on ranks.
 
-flat        a row to each rank that has an expert of the token, over NVLink or the network
-two levels  a row to each host that has one, to the rank with the sender's local rank; from there to ranks of the host
+flat        a row goes to each rank that has an expert of the token, over NVLink or the network
+two levels  a row goes once to each host that has one, to the rank with the sender's local rank, and from there to the
+            ranks of the host
 """
 
 from __future__ import annotations
@@ -29,19 +30,20 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 DTYPE = torch.bfloat16
 ROUTE_BYTES = 8  # an id and a weight beside a row
 
-Shares = tuple[tuple[Fraction, int], ...]  # a share of an expert's routes, and how many experts have it
+Shares = tuple[tuple[Fraction, int], ...]  # (share of an expert's routes, number of experts with this share)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Of the rank that receives most, which no rank exceeds on any link in either direction; the way back is the same
-    with sender and receiver exchanged.
+    """Rows per token of the rank that receives most. No rank exceeds them on any link in either direction.
+
+    Combine has the same rows, with sender and receiver exchanged.
 
     Args:
-        near: Over NVLink.
-        far: Over its network card.
-        routes: Ids and weights that travel with a row.
-        in_turn: The second link waits for the first; else both are busy at once.
+        near: Rows over NVLink.
+        far: Rows over the rank's network card.
+        routes: Number of ids and weights that are sent with a row.
+        in_turn: The second link waits for the first. Otherwise both are busy at once.
     """
 
     near: float
@@ -50,16 +52,19 @@ class Rows:
     in_turn: bool = False
 
     def bytes(self, config: MoEConfig, wire: Wire) -> tuple[float, float]:
-        """Out and back."""
+        """Return the bytes per token, out and back."""
         out, back = row_bytes(config, wire, self.routes)
         return (self.near + self.far) * out, (self.near + self.far) * back
 
     def us(self, config: MoEConfig, wire: Wire, machine: Machine) -> tuple[float, float]:
-        """Out and back, in microseconds."""
+        """Return the microseconds per token, out and back."""
         return self._times(config, wire, sum(self._links(machine)) if self.in_turn else max(self._links(machine)))
 
     def busy_us(self, config: MoEConfig, wire: Wire, machine: Machine) -> float:
-        """Of the slower link, both ways: what parts of a call that follow each other cannot go below."""
+        """Return the microseconds per token of the slower link, out plus back.
+
+        It is a lower bound also for a call in parts, which overlap.
+        """
         return sum(self._times(config, wire, max(self._links(machine))))
 
     def _links(self, machine: Machine) -> tuple[float, float]:
@@ -71,36 +76,41 @@ class Rows:
 
 
 class Way(Protocol):
-    """How a kind of transport sends rows."""
+    """A function that counts the rows of a kind of transport."""
 
     def __call__(self, config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
         """Count rows.
 
         Args:
             config: The layer.
-            ranks: Of the EP group.
-            per_host: So many consecutive ones share a host.
-            redundant: Slots beyond one per expert.
+            ranks: Number of ranks of the EP group.
+            per_host: Number of consecutive ranks that share a host.
+            redundant: Slots in addition to one per expert.
 
         Returns:
             The rows.
 
         Raises:
-            ConfigError: there are no such ranks, or the experts cannot lie on them.
+            ConfigError: The ranks do not fit hosts, or the experts cannot be placed on them.
         """
 
 
 def deduplicated(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
-    """Flat all2all, a token once to each rank that has an expert of it. A token with experts on several ranks of
-    another host travels there as often."""
+    """Count rows of a flat all2all, which sends a token once to each rank that has one of its experts.
+
+    A token with experts on several ranks of another host is sent to that host several times.
+    """
     per_host = check_ranks(ranks, per_host)
     one = _most_reached(config, ranks, per_host, redundant, together=1)
     return Rows((per_host - 1) * one, (ranks - per_host) * one, config.top_k)
 
 
 def two_level(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
-    """A token once to each host that has an expert of it, and there once to each such rank. Rows of the own host, too,
-    go through the rank with the sender's local rank, which is the sender."""
+    """Count rows of a two-level all2all.
+
+    It sends a token once to each host that has one of its experts, and there once to each rank that has one. On the
+    sender's own host the rank with the sender's local rank is the sender itself.
+    """
     per_host = check_ranks(ranks, per_host)
     hosts = ranks // per_host
     one, host = (_most_reached(config, ranks, per_host, redundant, together=together) for together in (1, per_host))
@@ -108,7 +118,7 @@ def two_level(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) 
 
 
 def per_route(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
-    """Flat all2all, a row for each route of a token, even where two go to one rank."""
+    """Count rows of a flat all2all that sends a row for each route of a token, even if two go to one rank."""
     per_host = check_ranks(ranks, per_host)
     most = max(map(experts_of, rank_shares(config.num_experts, ranks, redundant)))
     one = float(config.top_k * most / config.num_experts)
@@ -116,27 +126,29 @@ def per_route(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) 
 
 
 def gathered(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
-    """All-gather and reduce-scatter: (R - 1) * T rows. They cross the network once per host, to the rank of the same
-    number, and are spread (or summed) over NVLink: what collectives of several hosts can do at best. `redundant`, a
-    parameter of every `Way`, changes nothing."""
+    """Count rows of all-gather and reduce-scatter: (R - 1) * T.
+
+    A row crosses the network once per host, to the rank with the same local rank, and is spread (or summed) over
+    NVLink. This is the best that collectives over several hosts can do. `redundant` has no effect.
+    """
     per_host = check_ranks(ranks, per_host)
     hosts = ranks // per_host
     return Rows(ranks - hosts, hosts - 1, config.top_k)
 
 
 def gathered_in_turn(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
-    """The same rows, over the rails first and then within the hosts."""
+    """Count rows as `gathered` does, for a transport that first uses the rails and then the links within hosts."""
     rows = gathered(config, ranks, per_host, redundant)
     return Rows(rows.near, rows.far, rows.routes, in_turn=True)
 
 
 def gathered_over_rails(config: MoEConfig, ranks: int, per_host: int, redundant: int = 0) -> Rows:
-    """A token to every host, and there once to each rank that has an expert of it."""
+    """Count rows of a transport that sends a token to every host, and there to each rank with one of its experts."""
     spread = two_level(config, ranks, per_host, redundant)
     return Rows(spread.near, gathered(config, ranks, per_host, redundant).far, config.top_k, in_turn=True)
 
 
-WAYS: Mapping[str, Way] = {  # of transports
+WAYS: Mapping[str, Way] = {  # by name of a transport
     **dict.fromkeys(("local", "nvlink_p2p", "flashinfer_nvlink", "torch_a2a", "deepep", "deepep_static"), deduplicated),
     "allgather": gathered,
     "hierarchical": two_level,
@@ -147,13 +159,13 @@ WAYS: Mapping[str, Way] = {  # of transports
 
 
 def remote_ranks(experts: int, top_k: int, ranks: int, redundant: int = 0) -> float:
-    """d_r: other ranks that a token travels to, the mean over senders."""
+    """Return d_r, the number of other ranks to which a token is sent, as the mean over senders."""
     check_ranks(ranks, per_host=ranks)
     return sum(reached(experts, top_k, ranks, redundant, together=1)) * (ranks - 1) / ranks
 
 
 def check_ranks(ranks: int, per_host: int) -> int:
-    """Ranks of one host."""
+    """Return the number of ranks of one host. Raise ConfigError if hosts would not be full."""
     if ranks < 1:
         raise ConfigError(f"ranks must be at least 1, got {ranks}")
     if per_host < 1 or (ranks > per_host and ranks % per_host):
@@ -162,7 +174,7 @@ def check_ranks(ranks: int, per_host: int) -> int:
 
 
 def row_bytes(config: MoEConfig, wire: Wire, routes: int) -> tuple[int, int]:
-    """Of one row out, with scales, ids and weights, and of one back."""
+    """Return the bytes of one row out, with scales, ids and weights, and of one row back."""
     dispatch_shape = DispatchShape(
         hidden_size=config.hidden_size, top_k=config.top_k, slots_per_rank=1, num_ranks=1, dtype=DTYPE, wire=wire
     )
@@ -174,30 +186,33 @@ def row_bytes(config: MoEConfig, wire: Wire, routes: int) -> tuple[int, int]:
 
 
 def filling(experts: int, ranks: int) -> int:
-    """The fewest redundant slots with which all ranks have as many slots, none of them empty."""
+    """Return the least number of redundant slots with which all ranks have equally many slots, none of them empty."""
     return -experts % ranks
 
 
 @cache
 def rank_shares(experts: int, ranks: int, redundant: int) -> frozenset[Shares]:
-    """What ranks have: all different ones. An expert with n replicas has a share of 1 / n on each of their ranks."""
+    """Return the distinct shares of ranks. An expert with n replicas has a share of 1 / n on each of their ranks."""
     return frozenset(_shares(experts, ranks, redundant, together=1))
 
 
 def experts_of(shares: Shares) -> Fraction:
-    """How many experts' routes these are, in all."""
+    """Return the sum of shares: to how many whole experts they are equivalent."""
     return sum((share * number for share, number in shares), Fraction(0))
 
 
 @cache
 def reached(experts: int, top_k: int, ranks: int, redundant: int, together: int) -> tuple[float, ...]:
-    """Probability that a token goes there, of each run of `together` ranks: each rank, or each host."""
+    """Return the probability that a token goes to each run of `together` consecutive ranks (a rank, or a host)."""
     return tuple(_reached(experts, top_k, shares) for shares in _shares(experts, ranks, redundant, together))
 
 
 def _most_reached(config: MoEConfig, ranks: int, per_host: int, redundant: int, together: int) -> float:
-    """Of the run of ranks that most tokens go to. Groups of experts count between hosts alone: multiples of measured
-    layers, which are of one host, are of floors without them."""
+    """Return the probability of the run of ranks to which most tokens go.
+
+    Expert groups of the router count only between hosts. Predictions use multiples of floors of measured layers. These
+    were measured on one host, and their floors ignore groups.
+    """
     if ranks > per_host and not redundant and config.num_experts % ranks == 0:
         found = within_groups(config, config.num_experts // ranks * together)
         if found is not None:
@@ -206,19 +221,19 @@ def _most_reached(config: MoEConfig, ranks: int, per_host: int, redundant: int, 
 
 
 def within_groups(config: MoEConfig, held: int) -> float | None:
-    """Probability that a token goes to `held` experts in a row, whose first is a multiple of them, where the router
-    chooses groups of experts first (`RoutingConfig.num_groups`).
+    """Return the probability that a token goes to `held` consecutive experts, if the router first selects groups.
 
-    Whole groups are reached if one of them is chosen: an upper bound, which uniform scores come within 2 % of at 2
-    experts per chosen group. A part of a group is reached as if the experts of chosen groups were equally likely.
+    The first of these experts is a multiple of `held`; groups are `RoutingConfig.num_groups`. Whole groups count as
+    reached if one of them is selected. This is an upper bound; uniform scores come within 2 % of it at 2 experts per
+    selected group. Within a part of a group, all experts of selected groups count as equally likely.
 
     Args:
         config: The layer.
-        held: So many experts.
+        held: The number of experts.
 
     Returns:
-        The probability. None where all groups are chosen, or the experts are neither whole groups nor an even part of
-        one.
+        The probability. None if all groups are selected, or if the experts are neither whole groups nor an even part
+        of one.
     """
     groups, best = config.routing.num_groups, config.routing.top_groups
     per_group = config.num_experts // groups
@@ -248,9 +263,10 @@ def _shares(experts: int, ranks: int, redundant: int, together: int) -> list[Sha
 
 @cache
 def _reached(experts: int, top_k: int, shares: Shares) -> float:
-    """1 - the mean, over all choices of K experts, of the probability that each of them is taken elsewhere.
+    """Return the probability that at least one of a token's K experts is used here.
 
-    The sum over choices of products is the coefficient of z^K in the product of 1 + z * (1 - share) over all experts.
+    It is 1 - the mean, over all choices of K experts, of the probability that each of them is used elsewhere. The sum
+    over choices of products is the coefficient of z^K in the product of 1 + z * (1 - share) over all experts.
     """
     elsewhere = experts - sum(number for _, number in shares)
     total = [Fraction(1)] + [Fraction(0)] * top_k
