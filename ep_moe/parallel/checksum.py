@@ -48,7 +48,7 @@ def row_checksums(rows: Tensor) -> Tensor:
     Returns:
         int64 [L] on the device of `rows`.
     """
-    data = rows.detach().flatten(1).contiguous().view(torch.uint8)
+    data = rows.detach().unsqueeze(-1).flatten(1).contiguous().view(torch.uint8)
     padded = torch.nn.functional.pad(data, (0, -data.shape[1] % 8))
     words = padded.view(-1).view(torch.int64).view(len(padded), padded.shape[1] // 8)
     total = words.new_zeros(len(words))

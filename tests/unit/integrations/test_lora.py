@@ -47,7 +47,7 @@ def test_layers_begin_with_numbers_of_their_own(models):
     rows = torch.cat([*first, *other]).flatten(1)
     assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
     # in every process: ranks of several EP groups hold the same experts, and `hash` differs between processes
-    torch.testing.assert_close(first[0].flatten()[:3], torch.tensor([0.0209506247, 0.0442543253, 0.0750679523]))
+    torch.testing.assert_close(first[0].flatten()[:3], torch.tensor([-0.0569672063, 0.0174512416, 0.0497770198]))
 
 
 def test_a_refusal_leaves_the_model_as_it_was():

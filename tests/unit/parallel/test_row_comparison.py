@@ -99,7 +99,7 @@ def test_ids_of_either_width_are_the_same_ids(comparison):
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(3, 2, 16), (2, 5), (1, 19), (0, 8)])
+@pytest.mark.parametrize("shape", [(3, 2, 16), (2, 5), (1, 19), (0, 8), (4,)])
 def test_checksums_of_rows_are_those_of_each(dtype, shape, monkeypatch):
     monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB else
     wide = torch.randint(0, 255, (*shape[:-1], shape[-1] + 3), generator=torch.Generator().manual_seed(0)).to(dtype)
