@@ -42,7 +42,6 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
 
-DEFAULT = ["none", "fp8_dynamic", "fp8_block"]
 _BANDWIDTH_BYTES = 1 << 27  # size of the tensor by which bandwidths are measured
 
 

@@ -48,7 +48,8 @@ def compare_experts(layer: ComparedExperts, rank_group: RankGroup, device: torch
     copies = [slot for slot in held if weights.local_experts[slot] in many]
     tensors = list(weights.stored_tensors().values())
     if held:
-        facts[held, 0] = _of_slots([tensor.unsqueeze(-1).flatten(1)[:, :_SAMPLE] for tensor in tensors])[held].to(device)
+        samples = [tensor.unsqueeze(-1).flatten(1)[:, :_SAMPLE] for tensor in tensors]
+        facts[held, 0] = _of_slots(samples)[held].to(device)
     if copies:
         facts[copies, 1] = _of_slots([tensor[copies] for tensor in tensors]).to(device)
     with rank_group.flight_recorder.step(step, counted=not step.startswith("backward")):

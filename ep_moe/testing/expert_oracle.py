@@ -226,15 +226,12 @@ def dynamic_scales(
     """
     if scheme.activations is not Rounding.FP8_DYNAMIC:
         return []
-    slots_per_rank = torch.inf
+    cap = torch.inf
     if config.activation is Activation.SWIGLU_CLAMPED:
         below = torch.linspace(-10, 0, 10_001, dtype=torch.float64)
         lowest = float((below * below.sigmoid()).min()) / config.activation_alpha
-        slots_per_rank = max(config.activation_limit, -1.001 * lowest) * (config.activation_limit + 1)
-    found = [
-        (activation_bound(config, scheme, t).double() * (longest + 1)).clamp(max=slots_per_rank) / FP8_MAX
-        for t in experts
-    ]
+        cap = max(config.activation_limit, -1.001 * lowest) * (config.activation_limit + 1)
+    found = [(activation_bound(config, scheme, t).double() * (longest + 1)).clamp(max=cap) / FP8_MAX for t in experts]
     return [torch.stack(found).max()] * len(found) if scheme.name == "int4_fp8" else found
 
 

@@ -264,17 +264,17 @@ def _slots_of_wider_ranks(layer: Layer) -> None:
 def _grouped(layer: Layer) -> Iterator[tuple[Received, Tensor]]:
     """Yield BATCHED and CONTIGUOUS rows, with NaN in unused rows, and the expert of each flat row, -1 for none."""
     counts = torch.tensor(COUNTS, dtype=torch.int32, device=layer.device)
-    slots_per_rank, hidden = max(COUNTS), layer.config.hidden_size
+    most, hidden = max(COUNTS), layer.config.hidden_size
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(SLOTS, slots_per_rank, hidden, generator=generator).to(layer.dtype).to(layer.device)
-    valid = torch.arange(slots_per_rank, device=layer.device) < counts.unsqueeze(1)
+    x = torch.randn(SLOTS, most, hidden, generator=generator).to(layer.dtype).to(layer.device)
+    valid = torch.arange(most, device=layer.device) < counts.unsqueeze(1)
     x[~valid] = torch.nan
     ids = torch.where(valid, torch.arange(SLOTS, device=layer.device).unsqueeze(1), -1)
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     spare = torch.full((9, hidden), torch.nan, dtype=layer.dtype, device=layer.device)
     for weighting in layer.kind.capabilities.weightings:
         weighted = weighting is Weighting.EXPERTS
-        weights = torch.rand(SLOTS, slots_per_rank, generator=generator).to(layer.device) + 0.1
+        weights = torch.rand(SLOTS, most, generator=generator).to(layer.device) + 0.1
         batched = Received(
             x=x,
             layout=RowLayout.BATCHED,
