@@ -1,4 +1,4 @@
-"""A state dict brings numbers, and the map under which it was saved: all ranks load it, or the next call says who did
+"""State dicts with other expert maps: all ranks load one and adopt its map, or the next call names the ranks that did
 not."""
 
 import pytest
@@ -24,7 +24,10 @@ def made(context, expert_map, all2all="allgather"):
 
 @distributed(2)
 def test_a_map_that_one_rank_alone_adopted(world_size):
-    """Its rows would be computed by other experts than its router chose."""
+    """Ranks with different expert maps are named in the error.
+
+    Without the error, rows would be computed by other experts than the router chose.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         layer, state = made(context, FIRST), made(context, OTHER).state_dict()
         x = torch.ones(3, 16, device=context.device)
@@ -50,7 +53,10 @@ def test_a_map_with_empty_slots_is_adopted(world_size):
 
 @distributed(2)
 def test_a_state_with_all_experts_serves_the_map_in_force(world_size):
-    """Such as one that is put together of all ranks' files: its metadata are of one of them."""
+    """A state dict with all experts loads under the map in force.
+
+    Such a dict is merged from the files of all ranks, so the map in its metadata is that of one file.
+    """
     first, other = (ExpertMap.from_ranks(ranks, 8) for ranks in (HALVES, [[0, 2, 4, 6], [1, 3, 5, 7]]))
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context, torch.no_grad():
         layer, saved = made(context, first), made(context, other)
@@ -67,7 +73,10 @@ def test_a_state_with_all_experts_serves_the_map_in_force(world_size):
 
 @distributed(2)
 def test_a_state_that_one_rank_alone_loaded(world_size):
-    """In inference too, where no gradient says it. A rank whose load has failed may load again."""
+    """A state dict that only one rank loaded raises on all ranks at the next call, in inference too.
+
+    Inference compares no gradients that could reveal it. A rank whose load failed may load again.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context, torch.no_grad():
         rank, x = context.layout.rank, torch.ones(3, 16, device=context.device)
         layer, other = made(context, FIRST), made(context, FIRST)
@@ -103,7 +112,10 @@ def test_a_state_that_one_rank_alone_loaded(world_size):
 
 @distributed(2)
 def test_a_state_that_one_rank_alone_loaded_over_fixed_buffers(world_size):
-    """Whose calls exchange nothing on the host: each rank waits for the others to load it too, with its map or not."""
+    """With fixed buffers, the first call after a load waits until all ranks have loaded, or raises PeerTimeout.
+
+    Calls over fixed buffers exchange nothing on the host, so the ranks compare loads once. The loaded map may differ.
+    """
     if rank_device().type == "cuda":
         pytest.skip("the host of a rank that did not goes on there, and hears of it at a later step")
     options = {"device": rank_device(), "ranks_per_node": 1, "max_tokens": 4, "deadline_s": 4}
@@ -126,7 +138,10 @@ def test_a_state_that_one_rank_alone_loaded_over_fixed_buffers(world_size):
 
 @distributed(2)
 def test_an_optimizer_that_was_made_before_experts_moved(world_size):
-    """It holds parameters that are the layer's no more: its steps would leave the experts as they are."""
+    """An optimizer of the parameters before a map change is refused.
+
+    Its parameters no longer belong to the layer, so its steps would not update the experts.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         layer, state = made(context, FIRST), made(context, OTHER).state_dict()
         for name, parameter in layer.expert_weights.named_parameters():

@@ -1,5 +1,5 @@
-"""Repeated calls on GPUs: the bits of the layer itself, on ranks that repeat beside ranks that do not, and what is left
-to the host."""
+"""Automatic CUDA graphs on GPUs: replays equal eager calls bit for bit, beside ranks that run eagerly, and save host
+time."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ def test_other_streams_and_a_capture_around_it(world_size):
 
 
 @on_gpus
-@distributed(1, 2, 4, set_device=True)  # what times is the current device\'s
+@distributed(1, 2, 4, set_device=True)  # the timer uses the current device
 @pytest.mark.parametrize("pair", ["bf16", "fp8", "answers given"])
 @torch.no_grad()
 def test_the_host_of_a_replayed_call(pair, world_size):
-    """At one token, where the host is what takes time: less than two thirds of the layer's own."""
+    """A replayed call of one token takes less than 2/3 of the host time of an eager call.
+
+    With one token, host time dominates.
+    """
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
         layer = built(context, pair)
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)

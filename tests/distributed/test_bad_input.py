@@ -1,4 +1,4 @@
-"""Bad input on one rank: one sentence on all of them, before any row travels, and the next good call works."""
+"""Bad input on one rank raises the same error on all ranks before any row travels, and the next good call works."""
 
 import dataclasses
 import warnings
@@ -28,7 +28,7 @@ from tests.fixtures.helpers import fill, integer_routing, integer_rows, moved
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
-BAD = 1  # the rank that passes it
+BAD = 1  # the rank that passes bad input
 LAYOUTS = {
     "dp=4": ParallelConfig(dp=4),
     "tp=4": ParallelConfig(tp=4),
@@ -45,7 +45,8 @@ def made(parallel: ParallelConfig, deadline_s: float = 10) -> EPContext:
 
 
 def bad_calls(x: torch.Tensor, routing: Routing) -> list[tuple[tuple, str]]:
-    """Arguments of `forward_routed` (or, alone, of `forward`) and the sentence they deserve."""
+    """Return arguments of `forward_routed` (a single one is for `forward`), each with the message that it must
+    raise."""
     ids, weights = routing.ids, routing.weights
     far, low = ids.clone(), ids.clone()
     far[1, 0], low[2, 1] = 8, -2
@@ -91,7 +92,10 @@ def test_bad_arguments(parallel, world_size):
 @distributed(4, deadline_s=20)
 @every_layout
 def test_a_users_router_that_errs(parallel, world_size):
-    """What a router returns is known only after the ranks agreed on the call."""
+    """A wrong routing from a custom router on one rank raises on all ranks.
+
+    The router runs after the ranks agreed on the call, so its result is checked later than other arguments.
+    """
     rank = dist.get_rank()
     wrong: list[Callable[[Routing], Routing]] = [
         lambda r: Routing(r.ids + 8, r.weights),
@@ -107,7 +111,7 @@ def test_a_users_router_that_errs(parallel, world_size):
             good = Routing(ids, torch.ones(len(x), 2, device=x.device))
             return wrong[turn[0]](good) if rank == BAD and turn[0] >= 0 else good
 
-        # nvlink_p2p, the default on GPUs, does not wait for the device to see that an id is of no expert
+        # use allgather: nvlink_p2p, the default on GPUs, does not wait for the device to check ids
         layer = fill(MoELayer(CONFIG, context, router=router, all2all="allgather"))
         x = integer_rows(8, 16, batch_of(context.layout, rank)).to(context.device)
         for turn[0] in range(len(wrong)):
@@ -131,7 +135,8 @@ def test_different_token_counts_where_they_are_replicated(layout, world_size):
 
 
 def unlike(x: torch.Tensor, routing: Routing) -> dict[str, tuple[tuple, str]]:
-    """Arguments of the bad rank beside those of its peers, and what differs. Each is a good call by itself."""
+    """Return arguments for the bad rank that differ from its peers', each with the expected message. Each is a valid
+    call."""
     ids, weights = routing.ids, routing.weights
     one = x.clone()
     one[1, 3] += 1
@@ -153,7 +158,7 @@ def test_different_tokens_where_they_are_replicated(layout, world_size):
     with made(LAYOUTS[layout]) as context, torch.no_grad():
         layer = fill(MoELayer(CONFIG, context))
         rank, batch = dist.get_rank(), batch_of(context.layout, dist.get_rank())
-        x = integer_rows(4, 16, batch).to(context.device) * 2 + 1  # no zero, and so no row equal to its negative
+        x = integer_rows(4, 16, batch).to(context.device) * 2 + 1  # no zero, so no row equals its negative
         routing = moved(integer_routing(4, CONFIG, batch), context.device)
         for name, (arguments, sentence) in unlike(x, routing).items():
             given = arguments if rank == BAD else (x, routing) if "routing" in sentence else (x,)
@@ -168,7 +173,10 @@ def test_different_tokens_where_they_are_replicated(layout, world_size):
 
 @distributed(2)
 def test_tp_ranks_that_differ_by_rounding_go_on(world_size):
-    """As two kernels for the same attention do. One warning says so."""
+    """tp ranks whose rows differ only by rounding warn once and go on.
+
+    Two kernels for the same attention may round differently.
+    """
     for dtype, step in ((torch.float32, 2**-20), (torch.bfloat16, 2**-7)):
         with made(ParallelConfig(tp=2)) as context, torch.no_grad():
             layer = fill(MoELayer(CONFIG, context, dtype=dtype))
@@ -185,7 +193,7 @@ def test_tp_ranks_that_differ_by_rounding_go_on(world_size):
 @distributed(4)
 @pytest.mark.parametrize("layout", ["dp=4", "tp=4", "dp=4 etp=2"])
 def test_ranks_in_different_layers(layout, world_size):
-    """Also where the two layers exchange different things."""
+    """Ranks that call different layers are named in the error, even if the two layers exchange different amounts."""
     with made(LAYOUTS[layout]) as context:
         config = dataclasses.replace(CONFIG, top_k=3)
         a = fill(MoELayer(CONFIG, context, all2all="allgather", name="a"))
@@ -201,7 +209,10 @@ def test_ranks_in_different_layers(layout, world_size):
 @distributed(2)
 @pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
 def test_gradients_that_one_rank_alone_wants(all2all, world_size):
-    """Its backward would wait for the others'. The usual case is a rank without rows."""
+    """A gradient that only one rank requires is refused in forward.
+
+    The backward of one rank would wait for the others. The usual cause is a rank without rows.
+    """
     with made(ParallelConfig(dp=2)) as context:
         layer, rank, device = fill(MoELayer(CONFIG, context, all2all=all2all)), dist.get_rank(), context.device
         x = torch.zeros(0 if rank else 3, 16, device=device, requires_grad=rank == 0)
@@ -221,7 +232,10 @@ def test_gradients_that_one_rank_alone_wants(all2all, world_size):
 @distributed(2)
 @pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
 def test_a_backward_that_one_rank_leaves_out(all2all, world_size):
-    """As a loop does that skips a batch whose loss is not finite. gloo would end the process of a rank."""
+    """A rank that skips a backward is named in the error.
+
+    A loop that skips a batch with a non-finite loss does this. gloo itself would end the process of a rank.
+    """
     if rank_device().type != "cpu":
         pytest.skip("compared on CPUs alone")
     with made(ParallelConfig(dp=2)) as context:
@@ -239,13 +253,16 @@ def test_a_backward_that_one_rank_leaves_out(all2all, world_size):
 @pytest.mark.parametrize("all2all", ["torch_a2a", "allgather", "nvlink_p2p"])
 @pytest.mark.parametrize("summed", [False, True])
 def test_backward_of_calls_in_another_order(summed, all2all, world_size):
-    """Calls of equal sizes would be given the gradients of one another. Found at the latest in the second backward."""
+    """Ranks whose backwards run in different orders are named in the error, at the latest in the second backward.
+
+    Calls of equal sizes would otherwise exchange their gradients.
+    """
     with p2p_on_cpu(), made(ParallelConfig(dp=2)) as context:
         layer, rank = fill(MoELayer(CONFIG, context, all2all=all2all)), dist.get_rank()
         x = torch.ones(3, 16, device=context.device)
         first, second = layer(x).sum(), layer(x).square().sum()
         in_order = [first, second]
-        other = [first + second] if summed else [second, first]  # autograd begins a sum's backward by the last call
+        other = [first + second] if summed else [second, first]  # autograd runs a sum's last call first
 
         def backward():
             for loss in other if rank else in_order:
@@ -267,7 +284,10 @@ CONVERTED = {
 @distributed(4)
 @every_layout
 def test_a_layer_that_one_rank_converted(parallel, world_size):
-    """Rows of another size would arrive in its peers' memory."""
+    """A layer that only one rank converted to another dtype or device is refused.
+
+    Its rows would have another size than the buffers of its peers.
+    """
     bad = dist.get_rank() == BAD
     with made(parallel) as context, torch.no_grad():
         for number, (what, convert) in enumerate(CONVERTED.items()):
@@ -301,7 +321,7 @@ def test_a_layer_that_all_ranks_converted(all2all, world_size):
         expected = layer.forward_routed(x, routing)
         y = layer.bfloat16().forward_routed(x.bfloat16(), routing)
         assert y.dtype == torch.bfloat16
-        # integers below 2**8 are exact in bfloat16: what is rounded is the inner row, and each rank's part of the sum
+        # integers below 2**8 are exact in bfloat16; only the activated rows and each rank's partial sum are rounded
         torch.testing.assert_close(y.float(), expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
         text = same_error(InputError, lambda: layer.double().forward_routed(x.double(), routing))
         assert text == (
@@ -315,7 +335,7 @@ def test_a_layer_that_all_ranks_converted(all2all, world_size):
 @distributed(4, deadline_s=30)
 @pytest.mark.parametrize("layout", ["tp=4", "dp=2 tp=2 etp=2", "dp=4 etp=2"])
 def test_gradients_that_one_rank_alone_wants_where_tokens_are_split(layout, world_size):
-    """More ranks than the EP group go backward together."""
+    """Where tokens are split over tp or etp, all ranks of the lockstep group must require the same gradients."""
     bad = dist.get_rank() == BAD
     with made(LAYOUTS[layout]) as context:
         layer = fill(MoELayer(CONFIG, context))
@@ -421,7 +441,7 @@ def test_given_groups(world_size):
         for kind, group in (("tp", pairs), ("ep", strides), ("etp", pairs)):
             assert context.rank_groups[kind].group is group
         check_call(fill(MoELayer(CONFIG, context)), context)
-    assert dist.get_process_group_ranks(pairs)  # destroy leaves the caller's groups alone
+    assert dist.get_process_group_ranks(pairs)  # destroy does not destroy the caller's groups
 
     text = same_error(ConfigError, lambda: with_groups(ep=two))
     assert "groups['ep'] holds ranks [0, 3], but rank 0 of 4" in text, text
@@ -435,7 +455,7 @@ def test_given_groups(world_size):
 @distributed(4, deadline_s=20)
 @pytest.mark.parametrize("wrong", [True, False])
 def test_one_rank_was_given_other_groups(wrong, world_size):
-    """Its peers must not wait for it inside new_group."""
+    """A rank that was given other groups is named in the error, and its peers do not wait for it in new_group."""
     bad = dist.get_rank() == BAD
     strides, two = group_of([0, 2], [1, 3]), group_of([0, 3], [1, 2])
     mine = {"ep": two} if wrong else {}
@@ -444,7 +464,7 @@ def test_one_rank_was_given_other_groups(wrong, world_size):
     assert sentence in text, text
 
 
-BOUNDS = "at least 0.001 and at most 604800"  # of deadline_s
+BOUNDS = "at least 0.001 and at most 604800"  # the allowed range of deadline_s
 
 
 @distributed(2)
@@ -453,5 +473,5 @@ def test_a_bad_deadline_is_refused_on_all_ranks(world_size):
     assert text == f"EPContext: ranks 0, 1: deadline_s must be a number of seconds, {BOUNDS}, got 0"
     text = same_error(ConfigError, lambda: made(ParallelConfig(dp=2), deadline_s=-1 if dist.get_rank() == BAD else 10))
     assert text == f"EPContext: rank 1: deadline_s must be a number of seconds, {BOUNDS}, got -1"
-    with made(ParallelConfig(dp=2)) as context:  # and the next one is the next one on both
+    with made(ParallelConfig(dp=2)) as context:  # new_group calls of both ranks match again
         check_call(fill(MoELayer(CONFIG, context)), context)

@@ -1,5 +1,8 @@
-"""Layers over FlashInfer's Blackwell kernels on ranks, any placement, with and without etp, against float64 on the
-dequantized weights. On the CPU: the kernels are emulations that compute from the bytes that they are handed."""
+"""Layers over FlashInfer's Blackwell kernels on 4 ranks, with any placement and with etp, against float64.
+
+The reference computes with the dequantized weights. On the CPU, emulations of the kernels compute from the bytes that
+they are given.
+"""
 
 import functools
 
@@ -45,7 +48,7 @@ MAPS = {
 
 @functools.cache
 def experts_of(scheme: str) -> list[dict[str, torch.Tensor]]:
-    """With one pair of input scales for all, so that no bound depends on which experts share a rank."""
+    """Return random experts that share one set of input scales, so that the bound does not depend on the placement."""
     tensors = [random_expert(CONFIG, SCHEMES[scheme], expert, BF16) for expert in range(EXPERTS)]
     scales = {name: tensor for name, tensor in tensors[4].items() if name.endswith("_input_scale")}
     return [own | scales for own in tensors]
@@ -53,8 +56,10 @@ def experts_of(scheme: str) -> list[dict[str, torch.Tensor]]:
 
 @functools.cache
 def answered(scheme: str, tokens: int, rank: int) -> tuple[torch.Tensor, Routing, *tuple[torch.Tensor, ...]]:
-    """A rank's rows, their routes, what the experts must give with its limit, and the sum of all routes' sizes: of any
-    map."""
+    """Return a rank's rows, their routes, the expected result, its limit, and the sum of all routes' magnitudes.
+
+    None of these depends on the expert map.
+    """
     tensors = experts_of(scheme)
     x = torch.randn(tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(rank)).bfloat16()
     routing = integer_routing(tokens, CONFIG, rank)
@@ -69,7 +74,7 @@ def answered(scheme: str, tokens: int, rank: int) -> tuple[torch.Tensor, Routing
 def times_the_limit(
     kernel: str, scheme: str, layer_map: ExpertMap, context: EPContext, tokens: int, wire: Wire | None = None
 ) -> float:
-    """The largest error on this rank as a multiple of what rounding may cause."""
+    """Return the largest error on this rank as a multiple of what rounding may cause."""
     tensors, world = experts_of(scheme), dist.get_world_size()
     x, routing, expected, limit, size = answered(scheme, tokens, dist.get_rank())
     asked = {"experts": kernel, "quantization": scheme, "wire": wire, "dtype": BF16}
@@ -78,7 +83,7 @@ def times_the_limit(
         layer.update_expert(expert, **tensors[expert])
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
-    # ranks' partial sums are added in bf16: each addition rounds a sum that is no larger than all routes together
+    # ranks' partial sums are added in bf16; each addition rounds a sum that is at most the sum of all magnitudes
     return worst(y, expected, limit + world * torch.finfo(BF16).eps / 2 * (size + limit))
 
 
@@ -100,7 +105,7 @@ def test_within_the_bound_under_any_map(kernel, scheme, etp, world_size):
 @distributed(4)
 @pytest.mark.parametrize(("kernel", "scheme"), KERNELS)
 def test_rows_rounded_before_the_wire_are_rounded_once(kernel, scheme, world_size):
-    """In the kernel's own format, with its own input scale: the same bound as for plain rows."""
+    """Rows that travel in the kernel's own format meet the same bound as plain rows."""
     on_the_cpu()
     scale = experts_of(scheme)[0].get("w13_input_scale")
     wire = Wire(dispatch="mxfp8") if scale is None else Wire(dispatch="nvfp4", input_scale=float(scale))
@@ -123,7 +128,8 @@ def wrong_interleave() -> None:
 
 
 def wrong_global_scale() -> None:
-    """Alphas without the rows' own scale; the block scales twice as large where there is no other."""
+    """Double the alphas that the kernels multiply by: `alpha1` or, without a global scale, the ones that stand for
+    it."""
     fill = cutlass_op._fill_scales
 
     def filled(scheme, stored, own, input_scale) -> None:

@@ -1,5 +1,5 @@
-"""`MoELayer.capture` on GPUs: the bits of the layer itself, whatever changes between replays, and what is left to the
-host."""
+"""`MoELayer.capture` on GPUs: replays equal eager calls bit for bit, whatever changes between them, and save host
+time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fixtures.distributed_cases import everywhere, ran, same_error
 
 @contextmanager
 def watched(layer: MoELayer) -> Iterator[list[bool]]:
-    """Of each of its calls within, whether it was a replay."""
+    """Record for each call within whether it was a replay."""
     found: list[bool] = []
     replay = layer._graphs.replay
 
@@ -36,7 +36,7 @@ def watched(layer: MoELayer) -> Iterator[list[bool]]:
 
 
 def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool, routed: bool = True) -> None:
-    """A call gives what the layer gives when it runs. Collective."""
+    """Check that a call equals the eager call bit for bit. Collective."""
     x, routing = rows(layer, tokens, seed), routes(layer, tokens, seed) if routed else None
     with watched(layer) as found:
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
@@ -59,7 +59,7 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(pair, world_size):
         with context.token_limit(40):
             layer.capture_routed([1, 4, 32])
             for step in range(12):
-                # captured on some ranks and not on others, in an order that is not that of the captures
+                # numbers of tokens that only some ranks captured, in another order than the captures
                 tokens = (4, 5, 32, 1, 0, 33)[(step + rank) % 6]
                 check(layer, tokens, 10 * step + rank, replays=tokens != 33)
             placed = layer.placement.expert_map
@@ -80,7 +80,8 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(pair, world_size):
 @distributed(2, 4)
 @torch.no_grad()
 def test_layers_that_share_memory_and_shared_experts_beside(world_size):
-    """`forward` with the layer's own router; two layers in turns, the larger and the smaller graphs of each."""
+    """Two captured layers that share buffers take turns and stay right, with shared experts and the layer's own
+    router."""
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
         layers = [built(context, config=SHARED) for _ in range(2)]
@@ -89,7 +90,7 @@ def test_layers_that_share_memory_and_shared_experts_beside(world_size):
         for step in range(8):
             check(layers[step % 2], (16, 64, 2, 0)[(step // 2 + rank) % 4], step, replays=True, routed=False)
         for tokens, captured in ((9, 16), (40, 64), (3, 16)):
-            # with rows of no token behind, and with tokens there
+            # the same rows, with and without tokens in the rows behind them
             more = rows(layers[0], captured, tokens + rank)
             with watched(layers[0]) as found:
                 fewer = layers[0](more[:tokens])
@@ -120,7 +121,7 @@ def test_other_streams_and_a_capture_around_it(world_size):
             other.wait_stream(torch.cuda.current_stream(layer.device))
             with torch.cuda.stream(other):
                 check(layer, 16, step + 10 * rank, replays=False)
-            # without a wait between the streams but the layer's own
+            # no synchronization between streams except the layer's own
             x, routing = rows(layer, 16, step), routes(layer, 16, step)
             torch.cuda.synchronize(layer.device)
             with torch.cuda.stream(other):
@@ -138,9 +139,12 @@ def test_other_streams_and_a_capture_around_it(world_size):
 
 
 @on_gpus
-@distributed(2, 4, set_device=True)  # what times is the current device\'s
+@distributed(2, 4, set_device=True)  # the timer uses the current device
 def test_the_host_of_a_replay(world_size):
-    """At one token, where the host is what takes time: less than half of the layer's own."""
+    """A replay of one token takes less than half of the host time of an eager call.
+
+    With one token, host time dominates.
+    """
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
         layer = built(context)
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
@@ -159,12 +163,15 @@ def test_the_host_of_a_replay(world_size):
 @distributed(2, 4)
 @torch.no_grad()
 def test_load_tuning_and_bad_input(world_size):
-    """What is counted, what ends a capture, and last, for the context is at its end then, a rank that refuses."""
+    """A capture counts no load, `tune` drops captures, and a rank that refuses a call raises on all ranks.
+
+    The refusal comes last, because it closes the context.
+    """
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=64) as context:
         layer = built(context)
         layer.capture_routed([16])
-        layer.capture([16])  # with routes of the layer's own
+        layer.capture([16])  # without a routing: the layer's router is captured too
         assert not any(layer.stats().expert_load), "a capture is no load"
         routing = routes(layer, 16, rank)
         layer.forward_routed(rows(layer, 16, rank), routing)

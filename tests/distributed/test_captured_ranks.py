@@ -1,5 +1,4 @@
-"""Captured calls on ranks, over memory that forked ranks share: replays beside calls that run, a rank that refuses, and
-captures that cannot be."""
+"""Captured calls over memory that forked ranks share: replays beside eager calls, refusals, and captures that fail."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def built(context: EPContext, config: MoEConfig = PLAIN, **asked: object) -> MoE
 
 
 def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool) -> None:
-    """A call with numbers that add up exactly, and whether it was a replay here."""
+    """Check a call against the oracle, and whether it was a replay on this rank. All sums are exact."""
     x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, PLAIN, seed)
     before = EmulatedRecorder.replays
     with torch.no_grad():
@@ -45,7 +44,7 @@ def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool) -> None:
 
 @distributed(2, 4)
 def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
-    """Replays beside calls that run: the answers are right, and the flight recorders stay in step."""
+    """Ranks that replay beside ranks that run eagerly get right results, and their flight recorders stay in step."""
     stand_in()
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=CPU, max_tokens=9) as context:
@@ -77,7 +76,7 @@ def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
 
 @distributed(2)
 def test_calls_in_parts(world_size):
-    """A replay and a peer's own call take the same workspaces in the same order."""
+    """With `pipeline=`, a replay and a peer's eager call use the same workspaces in the same order."""
     stand_in()
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=CPU, max_tokens=9) as context:
@@ -111,7 +110,8 @@ def test_layouts_that_exchange_nothing(sizes, world_size):
 @distributed(2)
 @pytest.mark.parametrize("fault", ["dtype", "tokens"])
 def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
-    """As without captures: it raises at once, its peer's replay gets NaN, and raises the sentence at the next call."""
+    """A rank that refuses a call raises at once; its peer's replay returns NaN, and its next call raises the same
+    error."""
     stand_in()
     with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9, deadline_s=4) as context:
         layer = built(context)
@@ -153,7 +153,7 @@ def test_a_replay_marks_how_far_the_device_is(world_size):
 
 @distributed(2)
 def test_captures_that_cannot_be(world_size):
-    """Each sentence on all ranks alike, and afterwards the layer runs."""
+    """Each refused capture raises the same error on all ranks, and the layer runs afterwards."""
     stand_in()
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9) as context:
@@ -163,11 +163,11 @@ def test_captures_that_cannot_be(world_size):
 
         def recording_fails(self, call):
             before = context.flight_recorder._step
-            call()  # the peers' stand-in needs it
-            context.flight_recorder._step = before  # as if it had failed at once
+            call()  # run the call: the peers' emulation needs it
+            context.flight_recorder._step = before  # as if the capture had failed at once
             context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool.made[
                 0
-            ].busy = True  # as after dispatch
+            ].busy = True  # as after a dispatch
             raise RuntimeError("operation not permitted when stream is capturing")
 
         def on_one_rank(value, other):
@@ -189,7 +189,7 @@ def test_captures_that_cannot_be(world_size):
         assert "block.capture_routed: rank 1: stages are timed" in same_error(
             ConfigError, lambda: layer.capture_routed([4])
         )
-        context._stage_times = StageTimes(CPU, timed=False)  # which takes no times
+        context._stage_times = StageTimes(CPU, timed=False)  # disabled
         busy = context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool
         layer.capture_routed([4])
         context._stage_times = None

@@ -1,4 +1,4 @@
-"""A training step in a CUDA graph of the user's: other rows, routes and weights than were captured, equal bits."""
+"""A training step in the user's own CUDA graph equals eager steps bit for bit, with new rows, routes and weights."""
 
 import pytest
 import torch
@@ -14,11 +14,11 @@ if torch.cuda.get_device_capability() != (9, 0):
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4)
 TOKENS = 96
-REPLAYS = 12  # beyond the calls in which backward compares the ranks
+REPLAYS = 12  # more than the calls in which backward compares ranks
 
 
 class Step:
-    """Forward and backward on tensors that stay where they are."""
+    """Run forward and backward on tensors that keep their addresses."""
 
     def __init__(self, context: EPContext, *, main: bool = False) -> None:
         torch.manual_seed(0)
@@ -50,7 +50,10 @@ class Step:
 @distributed(2)
 @pytest.mark.parametrize("main", [False, True])
 def test_replays_equal_eager_steps(main, world_size):
-    """main: the captured step writes gradients into buffers, the eager one does not"""
+    """A captured training step equals an eager one bit for bit.
+
+    With `main`, the captured step writes gradients into `main_grad` buffers; the eager step does not.
+    """
     device = rank_device()
     with (
         EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=TOKENS) as context,
@@ -79,7 +82,7 @@ def test_replays_equal_eager_steps(main, world_size):
             for name, tensor in wanted.items():
                 assert torch.equal(found[name], tensor), f"replay {replay}: {name}"
                 assert name != "x" or tensor.any()
-            with torch.no_grad():  # as an optimizer: in place, and the router with every rank's gradient alike
+            with torch.no_grad():  # update in place as an optimizer does; the router by an equal amount on every rank
                 for step in (captured, eager):
                     for parameter in step.layer.expert_weights.parameters():
                         parameter -= 1e-3 * parameter.grad.sign()

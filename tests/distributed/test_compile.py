@@ -1,4 +1,4 @@
-"""`torch.compile` of an expert-parallel layer: its call runs between two graphs and gives the eager call's numbers."""
+"""`torch.compile` of an expert-parallel layer: the layer runs between two graphs and equals the eager call."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def made(context: EPContext, dtype: torch.dtype, **how) -> Block:
 
 
 def rows(rank: int, step: int, like: Block) -> torch.Tensor:
-    """Other numbers of tokens on each rank and at each step, and none."""
+    """Return rows of a number that differs between ranks and steps, and is 0 once."""
     tokens = [3 + rank, 0 if rank else 4, 5 - rank][step]
     generator = torch.Generator().manual_seed(10 * rank + step)
     return torch.randn(tokens, 16, generator=generator).to(like.layer.device, like.layer.dtype)
@@ -77,7 +77,7 @@ def test_a_full_graph_is_refused_in_words(what):
     block = made(context, torch.float32, all2all="allgather", experts="reference")
     compiled = torch.compile(block if what == "block" else block.layer, fullgraph=True, backend="eager")
     words = r"compile the model with torch.compile\(model\), without fullgraph=True"
-    if torch.__version__ < "2.13":  # which do not print the reason of a function that is not compiled
+    if torch.__version__ < "2.13":  # older versions do not print why a function is not compiled
         words += "|Hard failure due to fullgraph=True"
     with pytest.raises(Exception, match=words):
         compiled(torch.ones(2, 16, device=block.layer.device))

@@ -1,4 +1,4 @@
-"""`torch.compile` on GPUs, on 2 ranks under torchrun, where no rank has set its current device."""
+"""`torch.compile` on 2 GPUs under torchrun, where no rank sets its current device."""
 
 import os
 import tempfile
@@ -37,7 +37,10 @@ def rows(rank: int, tokens: int, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("how", [{}, {"all2all": "allgather"}, {"all2all": "torch_a2a"}, {"all2all": "nvlink_p2p"}])
 def test_a_compiled_layer_is_the_eager_one(how, mode):
-    """Several calls of each size: the second ones are recorded, and later ones replayed."""
+    """A compiled layer equals the eager one bit for bit.
+
+    Each size is called several times: the second call is recorded, later ones are replayed.
+    """
     torch.compiler.reset()
     with EPContext.from_torchrun(max_tokens=512) as context, torch.no_grad():
         layer, rank = made(context, **how), context.layout.rank
@@ -72,7 +75,10 @@ def test_gradients_of_a_compiled_layer_are_the_eager_ones():
 @distributed(2)
 @pytest.mark.parametrize("experts", ["reference", "bf16_triton"])
 def test_a_local_layer_in_one_graph(experts):
-    """The placement's constants exceed int32, in which inductor writes kernels."""
+    """A layer of one rank compiles with `fullgraph=True`.
+
+    Constants of the placement exceed int32, the index type of inductor's kernels.
+    """
     torch.compiler.reset()
     with EPContext.local(rank_device()) as context, torch.no_grad():
         layer = made(context, experts=experts)
@@ -107,7 +113,7 @@ def test_autocast_around_layers():
 
 @distributed(2)
 def test_generation_with_a_static_cache():
-    """transformers compiles the decoding steps of such a cache by itself."""
+    """`generate` with a static cache works, for which transformers compiles the decoding steps."""
     import transformers
 
     from ep_moe.integrations.transformers import load_pretrained
@@ -134,5 +140,5 @@ def test_generation_with_a_static_cache():
             found = model.generate(ids, **how, cache_implementation="static")
             logits = whole(found).logits[0, ids.shape[1] - 1 : -1].float()
             chosen = logits.gather(1, found[0, ids.shape[1] :, None])[:, 0]
-            # the best one but for bfloat16's rounding: a random model has near ties
+            # within bfloat16 rounding of the best one: a random model has near ties
             assert (logits.max(1).values - chosen <= 2e-2 * logits.abs().max()).all()

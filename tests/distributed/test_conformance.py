@@ -1,4 +1,4 @@
-"""Every transport in the tree against the public contract; those of GPUs on a CPU too, over an emulation of theirs."""
+"""Every transport in the tree against the public contract. GPU transports also run on a CPU, over emulations."""
 
 import dataclasses
 from contextlib import ExitStack
@@ -33,17 +33,17 @@ OF_TORCH = [name for name, can in CAPABLE.items() if "cpu" in can.devices and ca
 
 
 def nvlink(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
-    """The real one on GPUs."""
+    """Build the transport over FlashInfer on GPUs, over its emulation on the CPU."""
     if rank_device().type == "cpu":
         flashinfer_nvlink.communication = communication
     return FlashInferNVLinkDispatcher(shape, rank_group)
 
 
-FEW_WIRES = (Wire(dispatch="fp8_block"), Wire(combine="fp8"))  # rows with scales; rounded on the way back
+FEW_WIRES = (Wire(dispatch="fp8_block"), Wire(combine="fp8"))  # rows with scales; rows rounded for combine
 
 
 def wires(name: str, *, few: bool) -> list[Wire] | None:
-    """For `check_dispatcher`: some of a transport's formats, or None for all of them."""
+    """Return the wire formats for `check_dispatcher`: a few that the transport supports, or None for all."""
     can = CAPABLE[name]
     here = [wire for wire in FEW_WIRES if wire.dispatch in can.dispatch_formats and wire.combine in can.combine_formats]
     return here if few and rank_device().type == "cpu" else None
@@ -52,7 +52,10 @@ def wires(name: str, *, few: bool) -> list[Wire] | None:
 @distributed(4)
 @pytest.mark.parametrize("name", OF_TORCH)
 def test_transports_of_torch(name, world_size):
-    """The hierarchical ones have all formats on several nodes (test_hierarchical)."""
+    """Transports over torch collectives meet the contract.
+
+    Hierarchical ones get few formats here; test_hierarchical checks all formats over several nodes.
+    """
     few = name.startswith("hierarchical")
     check_dispatcher(registry.load("dispatchers", name), top_ks=(3,), wires=wires(name, few=few))
 
@@ -107,13 +110,13 @@ def p2p(shape: DispatchShape, rank_group: RankGroup, kind=nvlink_p2p.NVLinkP2PDi
 
 
 class ManyTokens(nvlink_p2p.NVLinkP2PDispatcher):
-    """As calls of many tokens travel."""
+    """Send by kernels and flags, as calls of many tokens do."""
 
     low_latency_bytes = 0
 
 
 class CopyEngines(nvlink_p2p.NVLinkP2PDispatcher):
-    """As large calls travel beside other work."""
+    """Send by copy engines, as large calls do beside other work."""
 
     low_latency_bytes = copied_bytes = 0
 
@@ -128,7 +131,7 @@ FEW_FORMATS = dataclasses.replace(
 
 
 class Growing(nvlink_p2p.NVLinkP2PDispatcher):
-    """From 2 tokens on."""
+    """Start with room for 2 tokens, so that buffers grow."""
 
     least_room = 2
     capabilities = FEW_FORMATS
@@ -162,8 +165,11 @@ def p2p_copies(shape: DispatchShape, rank_group: RankGroup) -> Dispatcher:
     ids=["packets", "kernels", "copies", "growing", "growing by copies"],
 )
 def test_nvlink_p2p(make, world_size):
-    """On a CPU each way of sending meets all formats on one number of ranks, and `packets` and `kernels`, which differ
-    in how they tell, all dtypes and top-k."""
+    """`nvlink_p2p` meets the contract for each way of sending.
+
+    On a CPU, each way runs all formats on one number of ranks only. `packets` and `kernels` signal differently, so they
+    also run all dtypes and top-k there.
+    """
     if rank_device().type == "cuda" and (why := nvlink_p2p.NVLinkP2PDispatcher.available()):
         pytest.skip(why)
     on_cpu = rank_device().type == "cpu"
@@ -187,7 +193,7 @@ def test_nvlink_p2p(make, world_size):
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_groups_beside_each_other(kind, make, world_size):
-    """All ranks, and the same ranks in pairs, with calls of one under way while the other's go on."""
+    """Transports on all ranks and on pairs of them work while calls of both are in flight."""
     device, rank = rank_device(), dist.get_rank()
     if device.type == "cuda" and (why := kind.available()):
         pytest.skip(why)

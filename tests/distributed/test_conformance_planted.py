@@ -1,4 +1,4 @@
-"""`check_dispatcher` finds transports with one planted fault each."""
+"""`check_dispatcher` finds each planted fault of a transport."""
 
 import pytest
 import torch

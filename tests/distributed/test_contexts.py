@@ -46,7 +46,7 @@ def test_two_contexts_at_once(world_size):
         check_call(on_a, a, tokens=turn, what="first context")
         check_call(on_b, b, tokens=2 * turn, what="second context", seed=1)
     x = integer_rows(2, 16, 0).to(a.device).requires_grad_()
-    (on_b(on_a(x)).sum()).backward()  # one graph through both
+    (on_b(on_a(x)).sum()).backward()  # one autograd graph through both contexts
     assert x.grad is not None
     a.destroy()
     check_call(on_b, b, what="after the first was destroyed", seed=1)
@@ -77,7 +77,7 @@ def test_lifetime(world_size):
         layer(torch.zeros(1, 16, device=context.device))
     check_call(layer, context, what="after a refused nested call")
     context.destroy()
-    if dist.get_rank() == 0:  # once more concerns no other rank
+    if dist.get_rank() == 0:  # a second destroy on one rank waits for no peer
         start = time.monotonic()
         context.destroy()
         assert time.monotonic() - start < 5
@@ -87,7 +87,7 @@ def test_lifetime(world_size):
     for _ in range(3):
         with made(dp=2) as again:
             check_call(fill(MoELayer(CONFIG, again)), again)
-    with pytest.raises(KeyError), made(tp=2) as broken:  # an error on its way out waits for no peer
+    with pytest.raises(KeyError), made(tp=2) as broken:  # a context that an exception leaves does not wait for peers
         raise KeyError
     with pytest.raises(RuntimeError, match="destroyed"):
         MoELayer(CONFIG, broken)
@@ -103,12 +103,12 @@ def test_a_layer_that_is_gone_is_not_counted(world_size):
         assert context.plan() == kept.plan()
         with pytest.raises(ConfigError) as caught:
             MoELayer(CONFIG, context, expert_map=ExpertMap.linear(3, 2))
-        assert caught.tb is not None  # it holds the half-made layer
+        assert caught.tb is not None  # the traceback keeps the half-constructed layer alive
         assert context.plan() == kept.plan()
 
 
 def union(layer: MoELayer) -> dict[str, torch.Tensor]:
-    """The ranks' state dicts put together: a checkpoint."""
+    """Return the merged state dicts of all ranks, as a checkpoint."""
     whole = {}
     for part in everywhere({name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()}):
         whole |= part
@@ -117,7 +117,7 @@ def union(layer: MoELayer) -> dict[str, torch.Tensor]:
 
 @distributed(4)
 def test_weights_move_between_layouts(world_size):
-    """From any map and etp through the union of the state dicts into any other."""
+    """Merged state dicts load from any map and etp into any other."""
     sources = [{"dp": 4}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {"tp": 4, "ep": 1, "etp": 4}, {"dp": 4, "ep": 2}]
     wanted = {f"{e}.{n}": t for e in range(6) for n, t in saved_expert(CONFIG, e).items()}
     for index, sizes in enumerate(sources):
@@ -141,7 +141,7 @@ def test_weights_move_between_layouts(world_size):
 
 @distributed(2)
 def test_a_checkpoint_after_training_holds_what_was_trained(world_size):
-    """w2_bias is whole on every etp rank, but only one of them has its gradient."""
+    """A state dict holds the trained w2_bias, which every etp rank holds whole but only one rank trains."""
     with made(tp=2, ep=1, etp=2) as context:
         layer = fill(MoELayer(CONFIG, context))
         x, routing = integer_rows(4, 16, 0).to(context.device), moved(integer_routing(4, CONFIG, 0), context.device)
@@ -150,7 +150,7 @@ def test_a_checkpoint_after_training_holds_what_was_trained(world_size):
             for parameter in layer.expert_weights.parameters():
                 if parameter.grad is not None:
                     parameter -= parameter.grad
-        trained = everywhere(layer.expert_weights.w2_bias.detach().cpu())[0]  # of etp rank 0
+        trained = everywhere(layer.expert_weights.w2_bias.detach().cpu())[0]  # the one that etp rank 0 trained
         found = layer.expert_weights.state_dict()
         for expert in range(CONFIG.num_experts):
             assert_same(found[f"{expert}.w2_bias"].cpu(), trained[expert], f"expert {expert}")
@@ -182,7 +182,7 @@ def test_construction_on_meta(world_size):
 
 @distributed(2, deadline_s=60)
 def test_torch_distributed_may_end_first(world_size):
-    """The context's groups are gone with it: destroy is quiet, twice too, and a call says what happened."""
+    """After `destroy_process_group()`, a call raises what happened, and `destroy` is silent, also twice."""
     context = made(dp=2)
     layer = MoELayer(DEEP, context)
     x = torch.ones(3, 16, device=context.device)
@@ -197,13 +197,16 @@ def test_torch_distributed_may_end_first(world_size):
     context.destroy()
     with pytest.raises(RuntimeError, match="this EPContext was destroyed"):
         layer(x)
-    store = dist.PrefixStore("again", default[0])  # for the harness, whose last act is a barrier
+    store = dist.PrefixStore("again", default[0])  # for the harness, which ends with a barrier
     dist.init_process_group(default[1], store=store, rank=context.layout.rank, world_size=world_size)
 
 
 @distributed(2)
 def test_a_context_of_groups_that_the_caller_ended(world_size):
-    """One group of its own, and all of them where another default group exists by now."""
+    """A call over a destroyed group raises ContextClosed.
+
+    One group of the context is destroyed, or all of them and a new default group exists.
+    """
     x = torch.ones(3, 16, device=rank_device())
     given = dist.new_group([0, 1])
     context = EPContext.from_groups(ParallelConfig(dp=2), {"ep": given}, device=rank_device(), deadline_s=20)
@@ -242,7 +245,8 @@ def test_a_context_whose_store_is_gone_is_given_back_quietly(world_size):
 
 @distributed(2)
 def test_groups_that_do_not_connect_are_a_sentence(world_size):
-    """As of a deadline too short for them; its watch ends, and nothing warns of a context that never was."""
+    """Groups that cannot connect in time raise PeerTimeout; the watchdog thread ends, and no ResourceWarning
+    follows."""
 
     def rank_groups(*_):
         raise RuntimeError("Gloo connectFullMesh failed with pair.h:311 Connect timeout")
@@ -273,7 +277,7 @@ def test_a_context_that_an_error_left_is_not_named_dropped(world_size):
 @distributed(2, deadline_s=60)
 def test_deadlines_and_devices_that_are_none_are_refused_by_all(world_size):
     for wrong in (float("nan"), float("inf"), 1e300, 0, -1.0, True, "5"):
-        given = wrong if dist.get_rank() else 20.0  # on one rank alone
+        given = wrong if dist.get_rank() else 20.0  # only one rank passes a wrong value
         with pytest.raises(ConfigError, match="deadline_s must be"):
             EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=given)
     with pytest.raises(ConfigError, match=r"device must be a torch.device or its name, such as 'cuda:0', got 1.5"):
@@ -302,7 +306,10 @@ def watches() -> int:
 @distributed(2)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_watch_ends_with_its_context(ep, world_size):
-    """Also of a rank that has no peers in a layer's call, but others to sum gradients with."""
+    """The watchdog thread ends with its context, if destroyed or dropped.
+
+    With ep=1 a rank has no peers in a layer's call, but it sums gradients with others.
+    """
     parallel = ParallelConfig(dp=2, ep=ep)
     context = EPContext.from_groups(parallel, device=rank_device(), deadline_s=10)
     assert watches() == 1
@@ -322,7 +329,7 @@ def test_a_watch_ends_with_its_context(ep, world_size):
 
 @distributed(2, deadline_s=60)
 def test_a_dropped_context_is_named(world_size):
-    """As an open file is; its watch ends."""
+    """A context dropped without `destroy` raises a ResourceWarning, as an open file does, and its watchdog ends."""
     kept = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)
     dropped = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=2)
     layer = MoELayer(DEEP, dropped)

@@ -1,5 +1,7 @@
-"""Layers where torch makes new tensors elsewhere than on the host by default, as after
-`torch.set_default_device("cuda")` or under `torch.device("cuda")`: what is kept on the host says so itself."""
+"""Layers work under another default device, such as `torch.set_default_device("cuda")` or `torch.device("cuda")`.
+
+Tensors that must stay on the host name their device.
+"""
 
 from __future__ import annotations
 

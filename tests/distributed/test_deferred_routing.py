@@ -1,5 +1,4 @@
-"""Placements that leave ids to whoever needs them, as on GPUs: whole layers on the CPU place and count as they do
-without."""
+"""Layers with deferred routing, as on GPUs, give the results and load of layers that place ids at once."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ KINDS = {"nvlink_p2p": NVLinkP2PDispatcher, "torch_a2a": TorchAll2AllDispatcher}
 
 
 def seen_by(kind: type[Dispatcher]) -> list[bool]:
-    """Of each dispatch from now on within this process: whether the transport is given ids that are not placed."""
+    """Record for each later dispatch of this class whether its routing was not yet materialized."""
     seen, before = [], kind._dispatch
 
     def dispatch(self, x, x_scale, routing, problem, max_tokens):
@@ -47,7 +46,10 @@ def seen_by(kind: type[Dispatcher]) -> list[bool]:
 def test_late_ids_are_the_same_ones_and_counted_once(
     shared, all2all, pipeline, low_latency_bytes, late_there, world_size
 ):
-    """Answers and loads; of a call in parts each row keeps its number in the whole call."""
+    """Deferred ids give the same results and load, and are placed once per call.
+
+    In a pipelined call, each row keeps its number in the whole call.
+    """
     on_the_cpu(NVLinkP2PDispatcher, False, low_latency_bytes)
     rank, config = dist.get_rank(), dataclasses.replace(CONFIG, shared_intermediate_size=shared)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:

@@ -1,4 +1,4 @@
-"""Dense gradients that some ranks lack, that are no plain rows of numbers, or that no rank averages; and buffers."""
+"""Dense gradients that are missing on some ranks, sparse, or not averaged; and buffers that differ between ranks."""
 
 import warnings
 
@@ -14,7 +14,7 @@ from tests.fixtures.training_model import CONFIG, WIDTH
 
 
 class Skipping(nn.Module):
-    """Whose parts are used where a call names them."""
+    """A model that uses only the parts that a call names."""
 
     def __init__(self, context: EPContext) -> None:
         super().__init__()
@@ -32,18 +32,21 @@ def made(context: EPContext) -> Skipping:
     return Skipping(context).to(context.device)
 
 
-# what each rank uses in each step
+# the parts that each rank uses in each step
 STEPS = [("first second moe", "first second moe"), ("first", "first"), ("first second", "first"), ("first", "first")]
 
 
 def halves(seed, context):
-    """The rows of both ranks."""
+    """Return the rows of both ranks."""
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed)).to(context.device).chunk(2)
 
 
 @distributed(2, deadline_s=60)
 def test_what_no_rank_uses_does_not_move(world_size):
-    """With zeros for gradients AdamW would move it by its momentum and its decay."""
+    """A dense parameter that no rank uses keeps `grad` None after `sync_gradients`.
+
+    With a zero gradient, AdamW would change it by momentum and weight decay.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
         model, alone = made(context), made(EPContext.local(rank_device()))
         optimizers = [
@@ -69,7 +72,7 @@ def test_what_no_rank_uses_does_not_move(world_size):
 
 @distributed(2, deadline_s=60)
 def test_sparse_gradients_are_refused_on_all_ranks(world_size):
-    """At the first call on a rank without a gradient too, which learns nothing by its own."""
+    """Sparse gradients raise on all ranks before anything changes, even if only one rank has one."""
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
         for using in ({0, 1}, {1}):
             model = made(context)
@@ -117,7 +120,10 @@ WAYS = [averages_all, averages_nothing, averages_the_layer_alone, clips_by_a_ran
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("after", WAYS)
 def test_dense_parameters_that_drift_beside_a_router_that_does_not_are_named(after, ep, world_size):
-    """The router is frozen, or all that the loop averages."""
+    """Dense parameters that drift apart are named even if the router stays equal.
+
+    The router is frozen, or the loop averages only the layer's gradients.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
         model, rank = made(context), context.layout.rank
         if after is not averages_the_layer_alone:
@@ -133,7 +139,7 @@ def test_dense_parameters_that_drift_beside_a_router_that_does_not_are_named(aft
                 optimizer.step()
                 optimizer.zero_grad()
         texts = [str(warning.message) for warning in caught if "train different models" in str(warning.message)]
-        # copies of experts that each rank holds are clipped by one norm
+        # with ep=1 both ranks hold all experts, whose gradients are clipped by one norm
         drifts = after is not averages_all and not (after is clips_by_a_rank_s_norm and ep == 1)
         assert len(texts) == drifts, texts
         assert all("optimizer of its experts steps beside them, on rank 1, differs" in text for text in texts)
@@ -143,7 +149,7 @@ def test_dense_parameters_that_drift_beside_a_router_that_does_not_are_named(aft
 @pytest.mark.parametrize("ep", [1, 2])
 @pytest.mark.parametrize("own", [True, False])
 def test_means_of_the_users_own_beside_a_frozen_router_are_warned_of(own, ep, world_size):
-    """By `all_reduce` of dense gradients, once they have made a step."""
+    """A loop that averages dense gradients by its own `all_reduce` is warned after its first step."""
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
         model = made(context)
         model.moe.router.requires_grad_(False)
@@ -172,7 +178,10 @@ def test_means_of_the_users_own_beside_a_frozen_router_are_warned_of(own, ep, wo
 
 @distributed(2, deadline_s=60)
 def test_a_buffer_that_each_rank_writes_is_no_parameter_that_drifts(world_size):
-    """As BatchNorm's: averaged gradients do not change it, and what does drift later is named all the same."""
+    """A buffer that differs between ranks, such as BatchNorm's, is named once and does not hide later parameter drift.
+
+    Averaged gradients do not change such buffers.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
         torch.manual_seed(0)
         shared = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(context.device)

@@ -1,5 +1,7 @@
-"""A user's script that never calls `torch.cuda.set_device`: device 0 is current on all ranks, and each computes on its
-own. Run under torchrun on 2 GPUs; all is compared with a layer of one process on the same device."""
+"""Scripts that never call `torch.cuda.set_device`: each rank computes on its own GPU although device 0 is current.
+
+Run under torchrun on 2 GPUs. Results are compared with a layer of one process on the same device.
+"""
 
 import time
 
@@ -14,13 +16,13 @@ from tests.fixtures.distributed_cases import everywhere
 
 CONFIG = MoEConfig(hidden_size=512, intermediate_size=256, num_experts=16, top_k=4)
 BF16 = torch.bfloat16
-LIMIT = 0.03  # of the largest magnitude, in bfloat16
+LIMIT = 0.03  # relative to the largest magnitude, in bfloat16
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs, and torchrun with a rank on each")
 
 
 def filled(context, **how):
-    """Equal weights on all ranks, whatever the layout."""
+    """Build a layer with equal weights on all ranks, for any layout."""
     layer = MoELayer(CONFIG, context, dtype=BF16, **how)
     generator = torch.Generator().manual_seed(1)
     for expert in range(CONFIG.num_experts):
@@ -63,7 +65,10 @@ def _device_is_not_set():
 @distributed(2)
 @torch.no_grad()
 def test_a_default_context_and_another_with_fixed_buffers(world_size):
-    """In this order the second one's first call once waited for ever."""
+    """A default context and then one with fixed buffers both work.
+
+    In this order the first call of the second context once hung.
+    """
     device = rank_device()
     x, wanted = rows(device), reference(device)(rows(device))
     with EPContext.from_torchrun(deadline_s=30.0) as first:
@@ -71,7 +76,7 @@ def test_a_default_context_and_another_with_fixed_buffers(world_size):
         same(filled(first)(x), wanted)
         with EPContext.from_torchrun(max_tokens=4096, deadline_s=30.0) as second:
             layer = filled(second)
-            for _ in range(4):  # from the third on it is repeated
+            for _ in range(4):  # the call is replayed from the third on
                 same(layer(x), wanted)
             empty = x[:0] if dist.get_rank() else x
             assert layer(empty).shape == empty.shape
@@ -160,7 +165,7 @@ def test_experts_that_move(world_size):
 
 
 def all_memory(device: torch.device) -> list[torch.Tensor]:
-    """All of a device's, in pieces that become smaller."""
+    """Take all free memory of a device, in pieces of decreasing size."""
     held, size = [], 1 << 34
     torch.cuda.empty_cache()
     while size >= 1 << 20:
@@ -180,7 +185,7 @@ def test_memory_that_is_not_there_on_one_rank(world_size):
     full, start, hold = dist.get_rank() == 1, time.monotonic(), None
 
     def twice():
-        """A rank whose device waits hears of it at the next step at the latest."""
+        """Call twice: a rank whose device waits hears of a failure at its next step at the latest."""
         layer(x)
         torch.cuda.synchronize(device)
         layer(x)
@@ -205,7 +210,10 @@ def test_memory_that_is_not_there_on_one_rank(world_size):
 
 @distributed(2)
 def test_a_group_that_the_user_made_without_a_device(world_size):
-    """`init_process_group("nccl")`, as most scripts have it: communicators are made at the first call."""
+    """A context works over a group that was made without `device_id`, as in most scripts.
+
+    NCCL then creates the communicator at the first collective.
+    """
     device = rank_device()
     group = dist.new_group(list(range(world_size)))
     barrier(device, group)

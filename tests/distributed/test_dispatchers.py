@@ -1,7 +1,7 @@
-"""The contract of a transport, without experts' weights: every expert is the identity.
+"""`allgather` and `torch_a2a` with identity experts.
 
-What `check_dispatcher` asks of any transport stands there; here is what these two promise beyond it: the order of rows,
-how many travel, and one sentence on all ranks for a bad call.
+`check_dispatcher` checks the general contract of transports. These tests check what these two transports promise beyond
+it: the order of received rows, how many rows travel, and the same error on all ranks for a bad call.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ TRANSPORTS = ["allgather", "torch_a2a"]
 
 
 def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[list[float]]:
-    """The rows that must reach rank `mine`, in order."""
+    """Return the rows that rank `mine` must receive, in order."""
     found = []
     for rank in range(ranks):
         ids = routes(rank, counts[rank], ranks, TOP_K).ids
@@ -38,9 +38,9 @@ def arrivals(counts: tuple[int, ...], ranks: int, mine: int, name: str) -> list[
 
 @contextmanager
 def poisoned():
-    """Memory that no rank has written holds NaN."""
+    """Fill new memory with NaN within the block."""
     was = torch.utils.deterministic.fill_uninitialized_memory
-    # what torch.use_deterministic_algorithms calls; that one imports inductor, a second a rank
+    # called directly: torch.use_deterministic_algorithms imports inductor, which takes a second per rank
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -132,7 +132,10 @@ def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
 
 @distributed(2)
 def test_an_exchange_has_one_width():
-    """Ranks in different layers meet in it; longer lists would part them."""
+    """`RankGroup.agree` refuses more than R + 1 numbers.
+
+    Ranks in different layers meet in this exchange, so all exchanges must have one size.
+    """
     with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
         group = context.rank_groups["ep"]
         with context.flight_recorder.step("counts"):

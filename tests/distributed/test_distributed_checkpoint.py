@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint of a model and AdamW: saved on one layout, trained on under another."""
+"""torch.distributed.checkpoint of a model and AdamW: saved under one layout, training goes on under another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.fixtures.training_model import CONFIG, CPU, EPS, EXPERTS, furthest, m
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs of CPU ranks, over gloo")
 
-# the third loss is the first that the optimizer's state has a part in
+# the optimizer's state affects the third loss first
 STEPS, BOUND = 3, 1e-5
 LAYOUTS = {
     "dp 2": (2, {"dp": 2}, "linear"),
@@ -34,8 +34,8 @@ LAYOUTS = {
     "dp 2, tp 2, etp 2": (4, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}, "round robin"),
     "dp 4, ep 2, FSDP2": (4, {"dp": 4, "ep": 2}, "linear"),
 }
-# A checkpoint has no layout: each is written from, and read into. With experts cut over other ranks on both sides,
-# copied and whole.
+# A checkpoint does not depend on the layout. Each layout is saved from once and loaded into once, with experts sharded
+# over other ranks on both sides, replicated, and whole.
 GOES_ON = {
     "dp 2": ("dp 4", "dp 2, ep 1"),
     "dp 2, tp 2, etp 2": ("dp 2", "dp 4, ep 2, FSDP2"),
@@ -44,14 +44,15 @@ GOES_ON = {
 
 
 def part(name: str, folder: str, first: int, flat: bool) -> list[float]:
-    """A run of STEPS on these ranks, from the checkpoint in `folder`, and the first part into it."""
+    """Train for STEPS steps from the checkpoint in `folder`; the first part (`first=0`) writes it instead. Return
+    losses."""
     _, sizes, kind = LAYOUTS[name]
     with EPContext.from_groups(ParallelConfig(**sizes), device=CPU, deadline_s=30) as context:
         ep = context.layout.ep
         expert_map = ExpertMap.round_robin(EXPERTS, ep) if kind == "round robin" else None
         if kind == "redundant":
             expert_map = ExpertMap.redundant(EXPERTS, ep, 2)
-        model = made(context, expert_map, seed=first)  # other numbers, where they are to be loaded
+        model = made(context, expert_map, seed=first)  # other initial weights where a checkpoint is loaded
         wrapped = "FSDP2" in name
         if wrapped:
             training.fully_shard(model, context)
@@ -97,7 +98,10 @@ def test_a_run_goes_on_under_another_layout(source, tmp_path):
 
 @distributed(2)
 def test_an_optimizers_own_state_is_refused(world_size):
-    """It numbers parameters: one rank's state would be all ranks'."""
+    """`dcp.save` of `optimizer.state_dict()` is refused.
+
+    This dict keys state by parameter index, so the state of one rank would stand for all ranks.
+    """
     import tempfile
 
     with EPContext.from_groups(device=CPU, deadline_s=10) as context, tempfile.TemporaryDirectory() as folder:
@@ -107,7 +111,7 @@ def test_an_optimizers_own_state_is_refused(world_size):
         with pytest.raises(BaseException, match="keep optimizer of one rank alone; save get_optimizer_state_dict"):
             dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder)
         path = f"{folder}/rank{dist.get_rank()}.pt"
-        torch.save(optimizer.state_dict(), path)  # a file of each rank's own is right
+        torch.save(optimizer.state_dict(), path)  # a file per rank is correct
         loaded = torch.load(path)
         assert loaded.pop(KEY) == set()
         optimizer.load_state_dict(loaded)
@@ -116,7 +120,10 @@ def test_an_optimizers_own_state_is_refused(world_size):
 
 @distributed(2)
 def test_the_state_of_experts_that_joined_an_optimizer_later_is_refused(tmp_path, world_size):
-    """As where a model is unfrozen bit by bit: the first steps are of dense parameters alone."""
+    """`dcp.save` of `optimizer.state_dict()` is also refused if experts joined by `add_param_group`.
+
+    Gradual unfreezing does this: the first steps train dense parameters only.
+    """
     with EPContext.from_groups(device=CPU, deadline_s=10) as context:
         model = made(context)
         optimizer = torch.optim.AdamW(training.dense_parameters(model))
@@ -131,7 +138,7 @@ def test_the_state_of_experts_that_joined_an_optimizer_later_is_refused(tmp_path
 
 @distributed(2)
 def test_a_rank_finds_its_experts_after_they_moved(world_size):
-    """Saved under the map that EPLB left, loaded into a fresh layer under the first one."""
+    """A state dict saved under a map that EPLB chose loads into a fresh layer with the first map."""
     with EPContext.from_groups(device=CPU, deadline_s=10) as context:
         first = ExpertMap.redundant(EXPERTS, 2, 2)
         moved = ExpertMap.from_ranks([[7, 1, 5, 0, 6], [4, 2, 3, 0, 7]], EXPERTS)
@@ -166,7 +173,10 @@ def test_a_state_dict_of_one_rank_alone_says_who_is_missing(world_size):
 
 @distributed(2, deadline_s=60)
 def test_state_is_read_on_the_groups_of_a_later_context(world_size):
-    """torch keeps by ranks what operations on DTensors give, and with it the groups of the first context."""
+    """State dicts can be read in a second context.
+
+    torch caches DTensor operations by ranks, and with them the groups of the first context.
+    """
     found = []
     for _ in range(2):
         with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=CPU, deadline_s=20) as context:

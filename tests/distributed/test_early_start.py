@@ -1,4 +1,4 @@
-"""Kernels that start before those ahead of them have ended give the bits of those that wait."""
+"""Kernels launched early (PDL) give the same bits as kernels that wait for their predecessors."""
 
 from __future__ import annotations
 

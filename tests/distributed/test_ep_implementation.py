@@ -1,4 +1,4 @@
-"""`DistributedConfig(ep_implementation="ep_moe")`: transformers' training over our transports and kernels."""
+"""`DistributedConfig(ep_implementation="ep_moe")`: transformers' training over ep_moe's transports and kernels."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ if not hasattr(expert_parallel, "EPImplementationInterface"):
 
 # concatenated; interleaved, transposed and with biases; without a gate
 KINDS = ["olmoe", "gpt_oss", "nemotron_h"]
-# sizes of DistributedConfig by the number of ranks
+# sizes of DistributedConfig, by number of ranks
 LAYOUTS = {
     2: [{"fsdp_size": 2, "ep_size": 2}, {"tp_size": 2, "ep_size": 2}],
     4: [
@@ -34,9 +34,9 @@ LAYOUTS = {
         {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
     ],
 }
-# the layouts differ in who holds which experts, the kinds in how those are stored: each kind is cut in all ways
+# a layout decides which rank holds which experts, a kind how experts are stored; each kind is sharded in all ways
 CUT_EACH_WAY = LAYOUTS[4][3]
-TOLERANCE = 1e-5  # of the largest number: float32's rounding in another order of summation
+TOLERANCE = 1e-5  # relative to the largest number: float32 rounding in another summation order
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def loaded(folder, **sizes):
 
 
 def batches(sizes):
-    """All ranks' batches [B, S], one for each that has its own, and this rank's number."""
+    """Return the distinct batches [B, S] of all ranks, and the index of this rank's batch."""
     own = sizes.get("dp_replicate_size", 1) * sizes.get("fsdp_size", 1)
     made = [torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(at)) for at in range(own)]
     return [ids.to(rank_device()) for ids in made], torch.distributed.get_rank() // sizes.get("tp_size", 1)
@@ -68,7 +68,7 @@ def close(found, expected):
 
 @distributed(2, 4, deadline_s=300)
 def test_training_equals_one_process(checkpoints, world_size):
-    """Logits, gradients of every parameter, and logits after an optimizer's step."""
+    """Logits, all gradients, and logits after an optimizer step equal those of one process."""
     quiet()
     register_ep_implementation()
     for kind in KINDS:
@@ -112,7 +112,7 @@ def compare_with_one_process(folder, sizes, where):
 
 @distributed(2)
 def test_nothing_is_held_twice(checkpoints, world_size):
-    """Kernels read the memory of transformers' parameters; layers have none of their own."""
+    """Kernels read the memory of transformers' parameters; layers allocate no expert weights."""
     quiet()
     register_ep_implementation()
     model = loaded(checkpoints / "olmoe" / "fused", tp_size=2, ep_size=2)
@@ -131,7 +131,10 @@ def test_nothing_is_held_twice(checkpoints, world_size):
 
 @distributed(4)
 def test_experts_without_rows_get_zeros(checkpoints, world_size):
-    """Of FSDP's copies of an expert one rank has rows and one has none: both reduce its gradient."""
+    """An expert without rows gets a zero gradient, not None.
+
+    FSDP reduces the gradient over all ranks with a copy of the expert, also where only one of them has rows.
+    """
     quiet()
     register_ep_implementation()
     model = loaded(checkpoints / "olmoe" / "fused", fsdp_size=4, ep_size=2).train()
@@ -143,7 +146,7 @@ def test_experts_without_rows_get_zeros(checkpoints, world_size):
             reached.append(int((received.local_ids >= 0).sum())) or compute(received, *rest)
         )
     experts = model.config.num_experts
-    for block in model.model.layers:  # ranks 0 and 1 send all rows to experts 0 and 1, the others spread theirs
+    for block in model.model.layers:  # ranks 0 and 1 send all rows to experts 0 and 1; the other ranks use all experts
         choose = block.mlp.gate.forward
 
         def chosen(x, choose=choose):
@@ -160,7 +163,7 @@ def test_experts_without_rows_get_zeros(checkpoints, world_size):
 
 @distributed(2)
 def test_generate_and_save(checkpoints, tmp_path, world_size):
-    """Tokens of one process, and a folder that from_pretrained reads bit for bit."""
+    """`generate` gives the tokens of one process, and `save_pretrained` a folder that loads bit for bit."""
     quiet()
     register_ep_implementation()
     for kind in ("olmoe", "gpt_oss"):
@@ -180,7 +183,7 @@ def test_generate_and_save(checkpoints, tmp_path, world_size):
 
 
 class NoBackward(ReferenceExperts):
-    """A kernel of another package, which "auto" takes first."""
+    """A kernel of another package without a backward, which "auto" prefers to `reference`."""
 
     name = "no_backward"
     capabilities = dataclasses.replace(
@@ -256,7 +259,10 @@ def test_refusals_are_alike_on_all_ranks(checkpoints, world_size):
 
 @distributed(1)
 def test_importing_ep_moe_registers_nothing(world_size):
-    """A rank comes from a process that has imported the package, and has called nothing of it."""
+    """Importing ep_moe does not register the implementation in transformers.
+
+    Ranks are forked from a process that imported ep_moe and called nothing of it.
+    """
     assert "ep_moe" not in expert_parallel.EPImplementationInterface()
     register_ep_implementation()
     assert "ep_moe" in expert_parallel.EPImplementationInterface()

@@ -1,4 +1,4 @@
-"""Experts that move while their layers serve: every forward is right, before, meanwhile and after."""
+"""EPLB while layers serve: every forward before, during and after a migration is right."""
 
 import dataclasses
 
@@ -82,7 +82,7 @@ def test_what_a_rank_copies_from_itself_is_not_received(world_size):
 
 @distributed(2, 4)
 def test_a_layer_is_put_in_force_in_pieces(world_size):
-    """Experts that change places with one another, slot by slot: every map on the way serves, and is undone by none."""
+    """A layer with a small `bytes_per_commit` changes its map slot by slot, and every intermediate map serves."""
     with context_of() as context:
         layers = make_layers(context, 2, redundant=0)
         old = layers[0].placement.expert_map
@@ -113,7 +113,10 @@ def test_a_layer_is_put_in_force_in_pieces(world_size):
 
 @distributed(2)
 def test_slots_that_are_empty_or_hold_an_expert_twice(world_size):
-    """Experts that share a rank with themselves travel once and are written twice; empty slots hold what they like."""
+    """Maps with empty slots and with duplicates on one rank are reached.
+
+    An expert in two slots of a rank travels once and is written twice. The content of empty slots is free.
+    """
     with context_of() as context:
         (layer,) = make_layers(context)
         with ExpertBalancer([layer], context, on_request(bytes_per_step=ROW)) as balancer:
@@ -144,7 +147,10 @@ LAYOUTS = {
 @distributed(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout(name, world_size):
-    """By load, of which each layout has its own way to count: in the end all ranks of a group have one map."""
+    """Under every layout, all ranks of an EP group end with one map.
+
+    Each layout counts load in its own way, and the planner here depends on the counted load.
+    """
     with context_of(**LAYOUTS[name]) as context:
         ep = context.layout.ep
         layers = make_layers(context, 2, redundant=6 if ep > 1 else 0)
@@ -152,7 +158,7 @@ def test_every_layout(name, world_size):
 
         def planner(load, current):
             seen.append(load.tolist())
-            seed = int(load[0] @ range(10)) + 100 * len(seen)  # another plan on ranks that have counted another load
+            seed = int(load[0] @ range(10)) + 100 * len(seen)  # ranks that counted another load would get another plan
             return [random_map(ep, placed.slots_per_rank, seed + index) for index, placed in enumerate(current)]
 
         config = EPLBConfig(interval=6, window=4, sync_every=2, bytes_per_step=ROW)
@@ -178,7 +184,7 @@ def test_every_layout(name, world_size):
             mine = (seen, [layer.placement.expert_map.to_json() for layer in layers])
             found = everywhere(mine)
             assert all(found[rank] == mine for rank in block), "all ranks that run together plan alike"
-            # two layers, 4 steps of 5 tokens with 3 routes, a fifth of them none: as many as the block passes
+            # two layers, 4 steps of 5 tokens with 3 routes, of which a fifth is -1, as `check_call` passes them
             passed = len({batch_of(context.layout, rank) for rank in block})
             (first, *_) = seen
             assert 0.5 < sum(first[0]) / (4 * 5 * 3 * passed) < 1
@@ -187,8 +193,10 @@ def test_every_layout(name, world_size):
 
 @distributed(2)
 def test_a_window_counts_its_steps_and_nothing_else(world_size):
-    """Routes of the last 3 of 8 steps; neither what was before, nor padding (-1), nor what `no_stats` covers, nor a
-    reset of the counters by somebody else."""
+    """The planner's load covers exactly the routes of the window's steps.
+
+    Earlier steps, padding (-1), calls under `no_stats` and resets of the counters by others do not count.
+    """
     with context_of() as context:
         (layer,) = make_layers(context)
         rank, windows = dist.get_rank(), []
@@ -213,7 +221,7 @@ def test_a_window_counts_its_steps_and_nothing_else(world_size):
                 balancer.step()
                 if number in (12, 17):
                     balancer.settle()
-            # of steps 7 and 8, for the counters of step 6 were reset; of steps 14 to 16
+            # of steps 7 and 8 only, as the counters were reset in step 6; then of steps 14 to 16
             assert windows == [[4, 4, 0, 0, 0, 0, 0, 0, 0, 4], [6, 6, 0, 0, 0, 0, 0, 0, 0, 6]]
             (stats,) = balancer.stats().layers
             assert stats.expert_load == (6, 6, 0, 0, 0, 0, 0, 0, 0, 6)
@@ -228,7 +236,7 @@ def test_a_window_counts_its_steps_and_nothing_else(world_size):
 
 @distributed(2, 4)
 def test_by_itself_with_the_planner_and_a_price(world_size):
-    """One hot expert: the planner gives it replicas, the ranks' load gets even. An absurdly slow machine refuses."""
+    """With one hot expert, the default planner adds replicas and evens the load; on a very slow machine it declines."""
     with context_of() as context:
         (layer,) = make_layers(context, redundant=2 * world_size - 10 % world_size)
 
@@ -245,7 +253,7 @@ def test_by_itself_with_the_planner_and_a_price(world_size):
             before = layer.placement.expert_map
             config = EPLBConfig(interval=5, window=5, sync_every=1, machine=machine)
             with ExpertBalancer([layer], context, config) as balancer:
-                for _ in range(3):  # each window to its end, so that the last one is counted under the last map
+                for _ in range(3):  # run each window to its end, so that the last window is counted under the last map
                     for _ in range(5):
                         forward()
                         balancer.step()
@@ -271,14 +279,16 @@ def test_every_scheme(scheme, world_size):
 
 
 @distributed(4)
-@pytest.mark.parametrize("scheme", ["none", "nvfp4"])  # of one kind of tensor, and of all
+@pytest.mark.parametrize("scheme", ["none", "nvfp4"])  # one kind of tensor, and all kinds
 def test_schemes_on_more_ranks(scheme, world_size):
     move_in_scheme(scheme, world_size)
 
 
 def move_in_scheme(scheme, world_size):
-    """Slots are the checkpoint's byte for byte, and so is each output that of one process: a row at a time, one expert
-    a row, so that nothing is added in another order."""
+    """Check that slots equal the checkpoint byte for byte, and outputs equal those of one process.
+
+    Calls have one row with one expert, so that summation order cannot differ.
+    """
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=10, top_k=1)
     device = rank_device()
     tensors = [random_expert(config, SCHEMES[scheme], expert, torch.bfloat16, device) for expert in range(10)]
@@ -315,8 +325,7 @@ def same_rows(layer, alone, what):
 @distributed(2, deadline_s=120)
 @pytest.mark.parametrize("row_bytes_per_step", [ROW, ROW // 3])
 def test_weights_written_on_the_way_are_not_lost(row_bytes_per_step, world_size):
-    """Whenever it comes, an update of an expert is in every replica in the end. Half a row before it and half behind
-    it are no damage."""
+    """An `update_expert` at any time of a migration reaches all replicas, also in the middle of a row's transfer."""
     with context_of() as context:
         (layer,) = make_layers(context)
         restarts = 0
@@ -359,7 +368,7 @@ def test_a_state_dict_does_not_depend_on_the_moves(world_size):
 
 @distributed(2)
 def test_a_model_and_a_second_balancer(world_size):
-    """Layers are found in a model; a balancer that was closed leaves nothing behind for the next."""
+    """A balancer finds the layers of a model, and a closed balancer leaves nothing that disturbs the next one."""
     with context_of() as context:
         layers = make_layers(context, 2)
         model = torch.nn.Sequential(torch.nn.Identity(), *layers)
@@ -375,7 +384,7 @@ def test_a_model_and_a_second_balancer(world_size):
 @distributed(4)
 @pytest.mark.parametrize("found", [False, True], ids=["stated", "found"])
 def test_nearest_replicas_first(found, world_size):
-    """Two nodes of two ranks: a rank's own replica, else one of its node, else any; outputs stay the same."""
+    """`Replicas.NEAREST` takes a replica of the own rank, then of the own node, then any; outputs stay the same."""
     with EPContext.from_groups(device=rank_device(), deadline_s=20, ranks_per_node=2 if found else None) as context:
         (layer,) = make_layers(context)
         maps = [ExpertMap.from_ranks([[0, 1, 2, 9], [0, 3, 4, 8], [0, 5, 6, 1], [7, 2, 9, 8]], 10)]
@@ -393,7 +402,7 @@ def test_nearest_replicas_first(found, world_size):
             if rank == 0:
                 assert held[0][0] > 0 == held[1][0] == held[2][0]
                 assert held[0][3] > 0 == held[3][2]
-            if rank == 3:  # expert 0 on rank 2 of its node
+            if rank == 3:  # expert 0 is on rank 2 of the same node
                 assert held[2][0] > 0 == held[0][0] == held[1][0]
                 assert held[0][3] == 0
 

@@ -1,4 +1,4 @@
-"""Ranks that do not do alike while experts move: each raises, and all keep the same maps."""
+"""Ranks that act differently during a migration: each rank raises, and all ranks keep the same maps."""
 
 from unittest import mock
 
@@ -28,7 +28,10 @@ from tests.fixtures.helpers import fill
 
 @distributed(2, 4)
 def test_a_rank_that_skips_a_step_is_found_before_anything_is_put_in_force(world_size):
-    """Its commits would come between other forwards than everybody else's."""
+    """A rank that skips `step()` is found before any commit.
+
+    Its commits would fall between other forwards than those of its peers.
+    """
     with context_of(10.0) as context:
         layers = make_layers(context)
         before = layers[0].placement.expert_map
@@ -68,7 +71,10 @@ def test_a_rank_that_skipped_a_step_while_nothing_moved_is_found(world_size):
 
 @distributed(2)
 def test_a_step_that_is_skipped_just_before_a_commit(world_size):
-    """Too late to be found in time: the call says so, and that rank hears of it and has the others' map."""
+    """A `step()` skipped just before a commit raises in the next call.
+
+    It is too late to prevent the commit. The rank that skipped gets the map of the others and a RebalanceError.
+    """
     with context_of(10.0) as context:
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
@@ -92,7 +98,10 @@ def test_a_step_that_is_skipped_just_before_a_commit(world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("first", ["that rank", "the others"])
 def test_weights_that_one_rank_alone_writes(first, world_size):
-    """After it has reported to the others that it is ready: nothing but the store can tell what they have done."""
+    """A rank that writes weights after it reported ready ends the balancer, and all ranks keep one map.
+
+    Only the store tells then whether the others have committed.
+    """
     with context_of(10.0) as context:
         layers = make_layers(context)
         before, rank = layers[0].placement.expert_map, dist.get_rank()
@@ -104,7 +113,7 @@ def test_weights_that_one_rank_alone_writes(first, world_size):
         if (rank == LOST) == (first == "the others"):
             await_first()
         if rank == LOST and first == "that rank":
-            balancer.step()  # it begins anew, and finds out that it is alone
+            balancer.step()  # restarts, and finds that it is alone
             note_first()
         if rank != LOST and first == "the others":
             balancer.step()
@@ -122,14 +131,16 @@ def test_weights_that_one_rank_alone_writes(first, world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("first", ["the one that lost the others", "the others"])
 def test_ranks_that_hear_different_things_do_the_same(first, world_size):
-    """Rank 1 does not get the answer by which all others put a layer in force. Whoever speaks first in the store, all
-    have the same map after it."""
+    """All ranks have the same map if rank 1 misses the answer that made the others commit.
+
+    The first rank that writes to the store decides.
+    """
     with context_of(10.0) as context:
         layers = make_layers(context)
         before, after = layers[0].placement.expert_map, new_map(layers[0])
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 30, deadline_s=DEADLINE_S))
         balancer.move_to([after])
-        # then all have reported that they are ready, and will hear it at the next step
+        # all have reported ready; the next step brings the answers
         step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
         rank, hear = dist.get_rank(), StatusExchange.hear
 
@@ -148,7 +159,7 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
                 assert balancer.state is State.IDLE
                 balancer._status_exchange.tell(RankStatus(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
                 with pytest.raises(PeerTimeout, match="lost its peers in eplb agree"):
-                    hear(balancer._status_exchange)  # no rank answers one that has lost the others
+                    hear(balancer._status_exchange)  # no rank answers a rank that has lost the others
             else:
                 with pytest.raises((PeerTimeout, RebalanceError), match="the balancer is off"):
                     balancer.step()
@@ -162,7 +173,7 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
 
 @distributed(2)
 def test_another_map_on_the_way(world_size):
-    """Somebody puts a map of his own in force while experts move: theirs stays."""
+    """A map that the user puts in force during a migration stays, and the migration raises."""
     with context_of() as context:
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=ROW))
@@ -184,7 +195,7 @@ def test_another_map_on_the_way(world_size):
 
 @distributed(2)
 def test_a_context_that_is_through_ends_the_balancer_too(world_size):
-    """What the layers' watch has found is raised by the next exchange, and the old map stays."""
+    """A context that was refused ends its balancer: the next exchange raises the error, and the old map stays."""
     with context_of(10.0) as context:
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request(deadline_s=DEADLINE_S))

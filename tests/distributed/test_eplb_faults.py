@@ -1,5 +1,7 @@
-"""A rebalance in which something goes wrong: the old maps stay in force on all ranks, or the new ones on all, and each
-rank raises or warns. Nothing hangs and nothing is lost."""
+"""Faults during a rebalance: all ranks keep the old maps or all have the new ones, and each rank raises or warns.
+
+No rank hangs and no weights are lost.
+"""
 
 import os
 import re
@@ -56,7 +58,7 @@ def test_a_rank_is_lost_on_the_way(how, when, world_size):
     start = time.monotonic()
     with pytest.raises(PeerTimeout) as caught:
         balancer.settle()
-    assert time.monotonic() - start < 3 * DEADLINE_S + 8  # two readings of heartbeats 3 s apart
+    assert time.monotonic() - start < 3 * DEADLINE_S + 8  # heartbeats are read twice, 3 s apart
     sentence = str(caught.value)
     assert f"rank {LOST} " in sentence.lower(), sentence
     assert "of moe0" in sentence
@@ -68,7 +70,7 @@ def test_a_rank_is_lost_on_the_way(how, when, world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize(("naps", "ends"), [(0.3, "commit"), (2.5 * DEADLINE_S, "rollback")])
 def test_a_slow_rank(naps, ends, world_size):
-    """Faster than the deadline: waited for. Slower: all roll back, also the slow one, when it comes."""
+    """A rank slower than the deadline makes all ranks roll back, itself included; a faster one is waited for."""
     with context_of(10.0) as context:
         layers = make_layers(context)
         before = layers[0].placement.expert_map
@@ -110,7 +112,7 @@ def test_a_lost_message(world_size):
 
         with mock.patch.object(Mover, "exchange", drops_one):
             sentence = raises_everywhere(PeerTimeout, balancer, layers, context)
-        # a device whose bytes wait for those of the peer may not have sent its own either
+        # the device that waits for its peer's bytes may not have sent its own either
         assert re.search(f"bytes (to rank {LOST} and )?from rank {LOST} did not arrive within 1 s", sentence)
         assert [layer.placement.expert_map for layer in layers] == before
         is_off(balancer, layers)
@@ -122,7 +124,7 @@ def test_a_lost_message(world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("where", ["sent", "arrived", "copied within the rank", "never written"])
 def test_a_corrupt_row(where, world_size):
-    """One bit of one row, on one rank; or bytes that a transport forgot to write."""
+    """One flipped bit of a row on one rank, or bytes that a transport did not write, are found."""
     with context_of() as context:
         layers = make_layers(context)
         rank, done = dist.get_rank(), []
@@ -193,7 +195,10 @@ def test_a_plan_that_goes_wrong_on_one_rank(fault, words, world_size):
 @distributed(4)
 @pytest.mark.parametrize(("fault", "words"), [("another plan", DIFFERENT), ("no answer", LATE)])
 def test_a_plan_that_goes_wrong_on_one_of_four_ranks(fault, words, world_size):
-    """What a rank finds by itself is told as above; here ranks that are right differ from one, and wait for it."""
+    """A plan that differs or is missing on one of four ranks is found by the others.
+
+    Faults that a rank finds by itself are tested above on fewer ranks.
+    """
     plan_with(fault, words, world_size)
 
 
@@ -207,7 +212,7 @@ def plan_with(fault, words, world_size):
             if not faulty[0]:
                 return good
             if fault == "no answer":
-                assert given_up.wait(30)  # answers after its deadline, into the next plan
+                assert given_up.wait(30)  # answers after its deadline, during the next plan
             return {
                 "another plan": lambda: [good[0], new_map(layers[0], 3)],
                 "another order of layers": lambda: good[::-1],

@@ -1,5 +1,7 @@
-"""Layers captured in CUDA graphs, on GPUs: replays are right while experts move and after they have moved, and counters
-run in the replays too. Run under torchrun."""
+"""EPLB on layers captured in CUDA graphs, on GPUs under torchrun.
+
+Replays are right during and after migrations, and count load.
+"""
 
 from importlib.util import find_spec
 from unittest import mock
@@ -34,10 +36,12 @@ BUDGETS = {"in pieces": 200_000, "all at once": 1 << 30}  # bytes per step; a ro
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@distributed(2, 4)  # before the other tests of this process: what they have compiled is there
+@distributed(2, 4)  # runs first, before other tests compile its kernels
 def test_the_first_rebalance_makes_nothing(world_size):
-    """From a balancer's making to its last commit no memory of the device, no pinned memory and no kernel is made:
-    forwards would wait. Every other slot of one layer has a scale that begins between multiples of 16 bytes."""
+    """The first rebalance allocates no device memory and no pinned memory, and compiles no kernel.
+
+    Forwards would wait for any of these. Every other slot of one layer has a scale that is not aligned to 16 bytes.
+    """
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device()) as context:
         large = MoEConfig(hidden_size=1024, intermediate_size=1024, num_experts=10, top_k=3)
         names = {"all2all": "allgather", "experts": "reference"}
@@ -50,7 +54,7 @@ def test_the_first_rebalance_makes_nothing(world_size):
         torch.cuda.empty_cache()
         with ExpertBalancer(layers, context, config, planner=lambda load, current: maps) as balancer:
             before, compiled = _made(context.device), []
-            # no forwards: they would leave memory behind that a rebalance could use
+            # no forwards: they would leave cached memory that a rebalance could use
             with on_compilation(lambda **found: compiled.append(found["repr"])):
                 while balancer.stats().commits < 2:
                     for layer in layers:
@@ -64,7 +68,7 @@ def test_the_first_rebalance_makes_nothing(world_size):
 
 
 def _made(device):
-    """How often the driver was asked for memory: of the device, and pinned."""
+    """Return how many allocations of device memory and of pinned memory the driver made."""
     return torch.cuda.memory_stats(device)["num_device_alloc"], torch.cuda.host_memory_stats()["num_host_alloc"]
 
 
@@ -75,7 +79,7 @@ def on_compilation(call):
 
 
 def settled(balancer, check, most=3000):
-    """One replay and one step after the other until nothing is under way; every replay must be right."""
+    """Replay and step until the balancer is idle; every replay must be right."""
     for number in range(most):
         if balancer.state is State.IDLE:
             return number
@@ -137,8 +141,11 @@ def test_replays_while_experts_move(scheme, experts, budget, world_size):
 
 @distributed(2, 4)
 def test_a_step_does_not_wait_for_the_device(world_size):
-    """Neither while nothing is under way, nor while bytes travel, nor at a commit: torch raises where it would wait.
-    Counts from a layer over NCCL, one window after the other, by load."""
+    """`step()` never waits for the device, whether idle, sending or committing; torch's sync debug mode raises if it
+    does.
+
+    Load is counted over NCCL, window after window.
+    """
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device) as context:
         layers = make_layers(context, 2, all2all="allgather", experts="reference")
@@ -167,7 +174,7 @@ def test_a_step_does_not_wait_for_the_device(world_size):
 
 @distributed(2)
 def test_a_rank_that_does_not_step_is_given_up(world_size):
-    """The communicator that waits for it is aborted; layers go on, with the old map."""
+    """A rank that stops stepping is given up: its communicator is aborted, and layers go on with the old map."""
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(ParallelConfig(dp=2), device=device, deadline_s=30.0) as context:
         config = MoEConfig(hidden_size=1024, intermediate_size=1024, num_experts=10, top_k=3)

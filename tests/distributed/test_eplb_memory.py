@@ -1,4 +1,5 @@
-"""The balancer's memory: there before anything moves, more for large cycles alone, and said where there is none."""
+"""The balancer's memory is allocated with it and grows only for large cycles. A failed allocation raises on all
+ranks."""
 
 import dataclasses
 import os
@@ -19,7 +20,10 @@ from tests.fixtures.eplb_faults import LOST, goes_on, new_map, raises_everywhere
 
 @distributed(2)
 def test_the_first_rebalance_makes_no_memory(world_size):
-    """Neither for experts nor for counts: forwards would wait. What was made with the balancer is what is used."""
+    """The first rebalance allocates nothing: it uses the buffers made with the balancer, for experts and for counts.
+
+    Forwards would wait for allocations.
+    """
     with context_of() as context:
         layers = [*make_layers(context), *make_layers(context, config=dataclasses.replace(CONFIG, hidden_size=32))]
         maps = [random_map(world_size, layers[0].placement.expert_map.slots_per_rank, seed) for seed in (3, 4)]
@@ -51,7 +55,7 @@ def _addresses(balancer):
 
 @distributed(2)
 def test_a_plan_that_needs_more_than_is_kept(world_size):
-    """Experts that change places in a larger cycle: room is made for them, and given back."""
+    """Experts that change places in a larger cycle get extra staging memory, which is freed afterwards."""
     with context_of() as context, mock.patch.object(transfer, "_CYCLE", 1):
         layers = make_layers(context, 2)
         slots_per_rank = layers[0].placement.expert_map.slots_per_rank
@@ -73,7 +77,8 @@ def test_a_plan_that_needs_more_than_is_kept(world_size):
 
 @distributed(2)
 def test_no_memory_for_a_balancer(world_size):
-    """Said by all ranks, before any group is made; the next balancer works."""
+    """If one rank cannot allocate the balancer's memory, all ranks raise before any group is made, and the next
+    works."""
     with context_of() as context:
         layers = make_layers(context)
         full = mock.patch.object(Staging, "_empty", side_effect=torch.OutOfMemoryError("out of memory"))
@@ -89,7 +94,7 @@ def test_no_memory_for_a_balancer(world_size):
 
 @distributed(2)
 def test_no_memory_for_what_comes(world_size):
-    """Said before anything travels, so that no rank waits for the one that has no room."""
+    """If one rank cannot reserve memory for a migration, all ranks raise before anything travels."""
     with context_of() as context:
         layers = make_layers(context)
         balancer = ExpertBalancer(layers, context, on_request())

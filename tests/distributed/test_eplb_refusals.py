@@ -1,4 +1,4 @@
-"""What a balancer refuses, in one sentence and on all ranks: what it is made for, and what is asked of a closed one."""
+"""What a balancer refuses with the same error on all ranks: its arguments, and calls after `close`."""
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,11 @@ def test_a_close_that_rolls_back_gives_back_its_groups(world_size):
 
 @distributed(2)
 def test_experts_that_move_between_forward_and_backward_are_named(world_size):
-    """Kernels that move rows write past what autograd looks at, and gradients would be of other experts' numbers."""
+    """A backward after its experts moved or were updated raises.
+
+    The kernels that move rows bypass autograd's version counters, and gradients would be computed with other experts'
+    weights.
+    """
     with context_of() as context:
         (layer,) = make_layers(context)
         x = integer_rows(3, 16, dist.get_rank()).to(context.device).requires_grad_()
@@ -83,7 +87,7 @@ def test_experts_that_move_between_forward_and_backward_are_named(world_size):
             found = same_error(InputError, lambda: out.sum().backward())
             assert "experts moved (ExpertBalancer.step" in found
             assert "between the forward and the backward" in found
-            layer(x).sum().backward()  # the next step is right
+            layer(x).sum().backward()  # the next step works
             out = layer(x)
             layer.update_expert(0, **integer_expert(CONFIG, 0))
             assert "weights were written (update_expert" in same_error(InputError, lambda: out.sum().backward())

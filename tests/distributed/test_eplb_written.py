@@ -1,4 +1,4 @@
-"""Experts whose parameters are written while they move: in the end every replica has the new numbers."""
+"""Parameters written while their experts migrate: all replicas end with the new numbers."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def assigned(module, name, numbers):
 
 @torch.no_grad()
 def write(layer, how, seed, experts=range(10)):
-    """What this rank holds of these experts."""
+    """Write new numbers to the tensors of these experts that this rank holds."""
     for expert, module in layer.expert_weights.named_children():
         if int(expert) in experts:
             for name, numbers in saved_expert(layer.config, int(expert), seed).items():
@@ -42,7 +42,7 @@ def write(layer, how, seed, experts=range(10)):
 @distributed(2, deadline_s=120)
 @pytest.mark.parametrize("how", [in_place, many, data, assigned])
 def test_parameters_written_on_the_way_are_not_lost(how, world_size):
-    """Whenever it is, before a forward or behind it. Half a row before it and half behind it are no damage."""
+    """A parameter write at any time of a migration reaches all replicas, also in the middle of a row's transfer."""
     with context_of() as context:
         (layer,) = make_layers(context)
         restarts = 0
@@ -68,7 +68,7 @@ def test_parameters_written_on_the_way_are_not_lost(how, world_size):
 
 @distributed(2)
 def test_an_expert_that_one_rank_alone_holds(world_size):
-    """Its other ranks hear of it before anything is put in force."""
+    """A write to an expert that only one rank holds reaches its new ranks before any commit."""
     with context_of() as context:
         (layer,) = make_layers(context, redundant=0)
         held = layer.placement.expert_map
@@ -87,7 +87,10 @@ def test_an_expert_that_one_rank_alone_holds(world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("first", ["that rank", "the others"])
 def test_a_rank_that_writes_when_it_has_said_that_it_is_ready(first, world_size):
-    """Where it speaks first in the store, all begin anew. Otherwise the others have put former numbers in force."""
+    """A write after reporting ready restarts all ranks, if this rank reaches the store first.
+
+    Otherwise the others have committed the old numbers, and this rank raises.
+    """
     with context_of(10.0) as context:
         (layer,) = make_layers(context)
         rank = dist.get_rank()
@@ -117,7 +120,7 @@ def test_a_rank_that_writes_when_it_has_said_that_it_is_ready(first, world_size)
 
 @distributed(2)
 def test_a_write_to_a_piece_of_etp_is_seen(world_size):
-    """It goes through a DTensor."""
+    """A write to an etp rank's piece, which goes through a DTensor, is noticed."""
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1, etp=2), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2), context)
         weights = layer.expert_weights

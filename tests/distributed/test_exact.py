@@ -1,6 +1,6 @@
-"""`ExpertsOptions(exact=True)`: a token's bits are those of one process that is given that token alone.
+"""`ExpertsOptions(exact=True)`: a token's bits equal those of one process that gets this token alone.
 
-Every rank draws the same examples (seeded, no database), as in test_property.py.
+Every rank draws the same examples (seeded, without a database), as in test_property.py.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from tests.fixtures.helpers import same_bits
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 from tests.fixtures.random_examples import random_examples
 
-EXPERTS, POOL, HIDDEN = 7, 40, 320  # MKL's kernels for 320 columns differ by the number of rows
+EXPERTS, POOL, HIDDEN = 7, 40, 320  # with 320 columns, MKL's kernel depends on the number of rows
 EXACT = ExpertsOptions(exact=True)
 SOFTMAX = MoEConfig(
     hidden_size=HIDDEN,
@@ -78,7 +78,7 @@ def build(config, context, **options):
 
 
 def alone(config, dtype=torch.float32):
-    """Output, gradient of x and routing of each token of the pool, of one process that is given one token a call."""
+    """Return outputs and gradients of x for all tokens, from one process that gets one token per call."""
     outs, gradients = [], []
     with EPContext.local(rank_device()) as context:
         layer = build(config, context, dtype=dtype)
@@ -92,7 +92,7 @@ def alone(config, dtype=torch.float32):
 
 
 def weighed(x):
-    """A gradient of the output that is each token's own."""
+    """Return a gradient of the output that depends on each token's own row."""
     return x.flip(-1) * 0.5
 
 
@@ -111,7 +111,7 @@ def expert_maps(draw, experts: int, ranks: int) -> ExpertMap:
 
 
 def differences(world_size: int, examples: int, config: MoEConfig, dtype: torch.dtype) -> list[str]:
-    """What of which examples was not the bits of a token alone, on any rank."""
+    """Return a description of each result whose bits differ from those of a token alone, on any rank."""
     device, contexts, wrong = rank_device(), {}, []
     outs, gradients = alone(config, dtype)
     x = rows(dtype).to(device)
@@ -146,7 +146,7 @@ def differences(world_size: int, examples: int, config: MoEConfig, dtype: torch.
         problem = None if same_bits(y, outs[mine]) else "out"
         if not same_bits(leaf.grad, gradients[mine]):
             problem = f"{problem}, gradient of x"
-        with torch.no_grad():  # the transport itself may return a row for each route, and add them
+        with torch.no_grad():  # the transport may combine in another way then: one row per route
             if not same_bits(layer(leaf), outs[mine]):
                 problem = f"{problem}, out without gradients"
         if any(found := everywhere(problem)):
@@ -173,7 +173,7 @@ def test_with_groups_of_experts_and_biases_in_bf16(world_size):
 
 
 def of_experts(layer, x):
-    """Gradients of this rank's experts, by logical expert."""
+    """Return the gradients of this rank's experts by parameter name."""
     layer(x).backward(weighed(x))
     found = {}
     for name, parameter in layer.expert_weights.named_parameters():
@@ -202,7 +202,7 @@ def test_gradients_of_experts_are_sums_in_the_order_of_ranks_and_tokens(world_si
 
 
 def in_rank_order(self, work=None):
-    """As a transport combines: routes of one rank are added there first, and ranks in their order."""
+    """Combine in the order that plain transports use: routes of one rank first, then ranks in order."""
     rows, found = self._exchange.run(work)
     order = self._exchange.routing.ids.view_as(self._weights).argsort(dim=1, descending=True, stable=True)
     by_route = rows.view(*self._weights.shape, HIDDEN)
@@ -211,7 +211,7 @@ def in_rank_order(self, work=None):
 
 
 def few_rows(self, x, part):
-    return x[part]  # a tile of as many rows as there are
+    return x[part]  # a tile with as many rows as there are
 
 
 def whole(function, tensors):
@@ -292,7 +292,7 @@ ON_HOPPER = {"bf16_triton": "none", "fp8_channel_triton": "fp8_channel"}
 @distributed(2, 4)
 @torch.no_grad()
 def test_hopper_kernels_over_transports_in_eager_calls_and_replays(world_size):
-    """Tokens of few and of many rows, eagerly and as the graphs that repeated calls become, to one process's bits."""
+    """Exact Hopper kernels give one process's bits for few and many rows, in eager calls and replays."""
     device = rank_device()
     config = dataclasses.replace(SOFTMAX, hidden_size=1024, intermediate_size=256, num_experts=16, top_k=6)
     x = torch.randn(600, 1024, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)

@@ -1,5 +1,5 @@
-"""An exception of one rank's own leaves a layer's call there: every rank raises one sentence that names it, in this
-call and in each further one."""
+"""An exception on one rank within a layer's call: its peers raise RankFailed, which names it, now and in later
+calls."""
 
 import dataclasses
 import time
@@ -30,12 +30,15 @@ from tests.fixtures.planted_errors import FULL, plant, raises_once
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
 DEADLINE_S = 2.0
 ODD = 1
-# the default on GPUs has kernels there that wait for a peer, and go on waiting where it left the call between them
+# the default transport on GPUs has kernels that keep waiting for the peer that left the call
 WAITS = {"all2all": "allgather"}
 
 
 def heard(layer, x):
-    """A call, and on a GPU one more: a host that waits for no device hears of a peer that failed at its next step."""
+    """Call the layer, twice on a GPU.
+
+    There the host does not wait for the device, and learns of a peer's failure at its next step.
+    """
     for _ in range(1 if x.device.type == "cpu" else 2):
         y = layer(x)
     return y
@@ -60,7 +63,7 @@ def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
     layer = fill(MoELayer(config, context, **WAITS, name="block"))
     x = torch.ones(4, 16, device=context.device)
     layer(x)
-    everywhere("")  # a rank that is slow to end this call would hear of the next one's failure in it
+    everywhere("")  # a slow rank would hear of the next call's failure in this one
     odd = dist.get_rank() == ODD
     if odd:
         plant(layer, where, ValueError("no such thing"))
@@ -123,7 +126,10 @@ def test_memory_that_is_not_there_is_named_on_all_ranks(planted, world_size):
 
 @distributed(2, deadline_s=40)
 def test_a_rank_that_goes_on_does_not_meet_another_call(world_size):
-    """The caller that swallows it was one call out of step."""
+    """A rank whose caller swallows the exception cannot go on: its next calls raise too.
+
+    It would be one call out of step with its peers.
+    """
     context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
     layer = fill(MoELayer(CONFIG, context))
     if dist.get_rank() == ODD:
@@ -137,7 +143,10 @@ def test_a_rank_that_goes_on_does_not_meet_another_call(world_size):
 @distributed(2, deadline_s=40)
 @pytest.mark.parametrize("where", ["router", "shared experts"])
 def test_an_error_of_ours_from_a_users_module_is_that_ranks_alone(where, world_size):
-    """What ep_moe raises itself, all ranks raise; a user's code may raise the same class on one."""
+    """An ep_moe error class raised by a user's module counts as a failure of that rank alone.
+
+    Errors that ep_moe raises itself are raised on all ranks; those of user code are not.
+    """
     config = dataclasses.replace(CONFIG, shared_intermediate_size=16)
     context = EPContext.from_groups(device=rank_device(), deadline_s=DEADLINE_S)
     layer = fill(MoELayer(config, context, **WAITS, name="block"))
@@ -189,7 +198,7 @@ def test_a_hook_behind_the_call_leaves_the_ranks_in_step(world_size):
 
 @distributed(2)
 def test_a_recomputation_that_ends_early_breaks_nothing(world_size):
-    """torch ends it by an exception, in the middle of the layer."""
+    """Activation checkpointing works, which stops the recomputation by an exception within the layer."""
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
         layer = fill(MoELayer(CONFIG, context, experts="reference"))
         for _ in range(2):

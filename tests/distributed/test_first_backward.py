@@ -1,4 +1,4 @@
-"""What writes or takes experts' gradients beside the layer, before the first `sync_gradients` divides them."""
+"""Code that writes or reads expert gradients beside the layer before the first `sync_gradients` divides them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,16 @@ def test_what_comes_before_the_first_division_is_warned_of(beside, parallel, wor
                 (loss + beside(model).to(context.device)).backward()
                 loss_of(model, own[1]).backward()
                 training.sync_gradients(model, context)
-            wanted = 2 * (beside is not nothing and not first)  # of each layer
+            wanted = 2 * (beside is not nothing and not first)  # one for each layer
             assert sum("wrote or took them" in str(one.message) for one in caught) == wanted
 
 
 @distributed(2, deadline_s=60)
 def test_a_penalty_behind_an_early_sync_is_that_of_one_process(world_size):
-    """The gradient of the penalty is the same on all ranks, and so is its mean."""
+    """A weight penalty after an early `sync_gradients` has the gradient of one process.
+
+    Its gradient is equal on all ranks, so the mean equals it.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         found = []
         for weight in (0, 1):

@@ -1,4 +1,4 @@
-"""State dicts that torch.distributed.checkpoint is to make whole: refused, with a way that is right."""
+"""Full state dicts of torch.distributed.checkpoint and accelerate are refused, with a remedy."""
 
 import os
 
@@ -59,7 +59,10 @@ def test_ranks_that_hold_all_experts_have_a_full_state():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate's ranks are CPUs here, over gloo")
 @distributed(2)
 def test_files_of_one_rank_are_refused_on_all(tmp_path):
-    """accelerate writes what the first process has, and took views of one memory for one tensor."""
+    """Saving by accelerate is refused on all ranks.
+
+    It would write only the first process's experts, and treated views of one memory as one tensor.
+    """
     accelerate = pytest.importorskip("accelerate")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
@@ -75,13 +78,16 @@ def test_files_of_one_rank_are_refused_on_all(tmp_path):
             with pytest.raises(ConfigError, match=r"of accelerate would save one rank's experts.*get_model_state_dict"):
                 save()
         hook = accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.clear())
-        accelerator.save_state(str(tmp_path))  # the user says what is saved
+        accelerator.save_state(str(tmp_path))  # allowed if a hook of the user decides what is saved
         hook.remove()
 
 
 @distributed(2)
 def test_an_expert_of_two_layers_is_refused():
-    """Each layer would copy the one parameter into its own memory, also in the other's backward."""
+    """Sharing one expert parameter between two layers is refused.
+
+    Each layer would move it into its own memory, also between forward and backward of the other layer.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         one, other = (MoELayer(CONFIG, context) for _ in range(2))
         expert = str(one.expert_weights.local_experts[0])

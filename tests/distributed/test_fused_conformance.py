@@ -1,5 +1,7 @@
-"""FlashInfer's mega kernels through the contract of fused kernels: on the CPU over an emulation, on Hopper GPUs as they
-are (`torchrun --standalone --nproc-per-node 4 -m pytest tests/distributed/test_fused_conformance.py`)."""
+"""FlashInfer's mega kernels through the contract of fused kernels: emulated on the CPU, real on Hopper GPUs.
+
+Run on GPUs with `torchrun --standalone --nproc-per-node 4 -m pytest tests/distributed/test_fused_conformance.py`.
+"""
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tests.emulations.mega import on_the_cpu
 from tests.fixtures.fused_conformance import ready
 from tests.fixtures.fused_routes import RoutesInside
 
-pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its products at first use
+pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its GEMMs at first use
 KINDS = [FlashInferMegaBf16, FlashInferMegaFp8]
 
 
@@ -23,8 +25,8 @@ def test_mega(kind, world_size):
     ready(kind)
     gpu = rank_device().type == "cuda"
     if not gpu and (kind is FlashInferMegaFp8) is (world_size == 4):
-        return  # one number of ranks each is enough for the emulation
-    if kind is FlashInferMegaFp8:  # each shape compiles its products anew
+        return  # the emulation needs only one number of ranks for each kernel
+    if kind is FlashInferMegaFp8:  # each shape compiles its GEMMs again
         check_fused(kind, top_ks=(3,), max_tokens=(24,))
     else:
         check_fused(kind, top_ks=(1, 2, 3, 8) if gpu else (3,), max_tokens=(24, 8, 200) if gpu else (24,))
@@ -52,14 +54,14 @@ class Unweighted(FlashInferMegaBf16):
 
 
 class OwnCopy(FlashInferMegaBf16):
-    """Keeps the weights that it began with."""
+    """Plant: use a copy of the weights from construction time."""
 
     def bundle(self, stored):
         return super().bundle({name: tensor.clone() for name, tensor in stored.items()})
 
 
 class FirstLayersWeights(FlashInferMegaBf16):
-    """All layers of a context compute with those of the first."""
+    """Plant: all layers of a context use the weights of the first one."""
 
     def compute(self, x, routed):
         window = self.pool(self._too_late)
@@ -69,7 +71,7 @@ class FirstLayersWeights(FlashInferMegaBf16):
 
 
 class OddAddress(FlashInferMegaBf16):
-    """Rows as they lie."""
+    """Plant: pass unaligned rows without a copy."""
 
     def compute(self, x, routed):
         if x.data_ptr() % 16:
@@ -83,7 +85,7 @@ class Odd(torch.Tensor):
 
 
 class OnTrust(FlashInferMegaBf16):
-    """Hands ids on as they are."""
+    """Plant: pass ids to the kernel without a check."""
 
     def compute(self, x, routed):
         window = self.pool(self._too_late)
@@ -100,7 +102,7 @@ class LastRowLost(FlashInferMegaBf16):
 
 
 class Restless(FlashInferMegaBf16):
-    """Within the bound, and never the same twice."""
+    """Plant: results within the bound, but different in each call."""
 
     turn = 0
 
@@ -110,7 +112,7 @@ class Restless(FlashInferMegaBf16):
 
 
 class Residue(FlashInferMegaBf16):
-    """Rows without an expert have what was there before."""
+    """Plant: rows without an expert are not zeroed."""
 
     def compute(self, x, routed):
         out = super().compute(x, routed)
@@ -129,7 +131,7 @@ class NumbersForNaN(FlashInferMegaBf16):
 
 
 class NothingAtAll(FlashInferMegaBf16):
-    """Fails where no rank has a token."""
+    """Plant: fail if no rank has a token."""
 
     def compute(self, x, routed):
         tokens = torch.tensor(len(x))

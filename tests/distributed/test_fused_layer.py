@@ -1,5 +1,7 @@
-"""Whole layers around a fused kernel: every layout and map, what a user asks of a layer, and experts that move.
-FlashInfer's mega kernels, on the CPU over an emulation, on Hopper GPUs as they are."""
+"""Whole layers around a fused kernel: all layouts and maps, the features of a layer, and migrating experts.
+
+FlashInfer's mega kernels, emulated on the CPU, real on Hopper GPUs.
+"""
 
 import dataclasses
 import functools
@@ -28,7 +30,7 @@ from tests.fixtures.fused_conformance import ready
 from tests.fixtures.helpers import integer_routing, moved
 from tests.fixtures.layer_static import LAYOUTS, TOKENS, WIDE, Captured
 
-pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its products at first use
+pytestmark = pytest.mark.timeout(600)  # FlashInfer's fp8 kernel compiles its GEMMs at first use
 BF16 = {"experts": "flashinfer_mega_bf16", "quantization": "none", "dtype": torch.bfloat16}
 FP8 = {"experts": "flashinfer_mega_fp8", "quantization": "fp8_block", "dtype": torch.bfloat16}
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=10, top_k=3)
@@ -42,7 +44,7 @@ def kinds() -> None:
 
 @functools.cache
 def checkpoint(config: MoEConfig, expert: int, seed: int = 0, scheme: str = "none", device=None) -> dict:
-    """With blocks whose scales differ by factors, so that one instead of another is seen."""
+    """Return an expert's tensors, whose scale blocks differ by factors, so that a wrong block shows."""
     tensors = random_expert(config, SCHEMES[scheme], 100 * seed + expert, torch.bfloat16, device or "cpu")
     for name in ("w13_scale", "w2_scale"):
         if name in tensors:
@@ -52,7 +54,7 @@ def checkpoint(config: MoEConfig, expert: int, seed: int = 0, scheme: str = "non
 
 
 def build(context: EPContext, names: dict = BF16, config: MoEConfig = CONFIG, seed: int = 0, **options) -> MoELayer:
-    """With as many slots on every rank, filled."""
+    """Return a filled layer with equally many slots on every rank."""
     ranks = context.layout.ep
     spare = -config.num_experts % ranks + ranks
     options = {"expert_map": ExpertMap.redundant(config.num_experts, ranks, spare)} | names | options
@@ -63,8 +65,10 @@ def build(context: EPContext, names: dict = BF16, config: MoEConfig = CONFIG, se
 
 
 def error_of(layer: MoELayer, context: EPContext, tokens: int, seed: int = 0, weights: int = 0) -> float:
-    """Of one call, as a multiple of what rounding may cause; tp ranks share a batch where tokens are replicated.
-    weights: the seed of the layer's."""
+    """Return the error of one call as a multiple of what rounding may cause.
+
+    tp ranks share a batch if tokens are replicated. `weights` is the seed of the layer's weights.
+    """
     batch = 10 * seed + batch_of(context.layout, dist.get_rank())
     generator, config, device = torch.Generator().manual_seed(batch), layer.config, context.device
     x = torch.randn(tokens, config.hidden_size, generator=generator).bfloat16().to(device)
@@ -97,7 +101,7 @@ def test_every_layout(sizes, world_size):
 @distributed(4)
 @pytest.mark.parametrize("names", [BF16, FP8], ids=["bf16", "fp8"])
 def test_any_map_and_experts_that_move(names, world_size):
-    """A balancer moves the stored rows; a call in the midst of it, and after, is right."""
+    """A balancer migrates the stored tensors; calls during and after the migration are right."""
     kinds()
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=MOST) as context:
@@ -164,7 +168,7 @@ def test_the_layers_own_router_and_shared_experts(world_size):
         layer = build(context, config=config)
         tensors = [checkpoint(config, expert, device=context.device) for expert in range(10)]
         x = torch.randn(2, 5 + dist.get_rank(), 256).bfloat16().to(context.device)
-        layer.router.requires_grad_(True)  # FlashInfer takes no tensor that needs a gradient
+        layer.router.requires_grad_(True)  # FlashInfer takes no tensor that requires a gradient
         y = layer(x).view(-1, 256).detach()
         with torch.no_grad():
             routing, own = layer.router(x.view(-1, 256)), layer.shared_experts(x.view(-1, 256))
@@ -202,7 +206,8 @@ FAULTS = {
 @distributed(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_refuses_a_call(fault, world_size):
-    """Rank 1 raises at once; its peer's rows find their experts there all the same, and it hears of it later."""
+    """A rank that refuses a call raises at once; its peer's call still gets right results and learns of the refusal
+    later."""
     kinds()
     spoil, sentence = FAULTS[fault]
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=MOST, deadline_s=8) as context:
@@ -216,7 +221,7 @@ def test_a_rank_that_refuses_a_call(fault, world_size):
         barrier(context.device)
         refusal = said_within(2, context.flight_recorder.check)
         assert re.search(sentence, refusal), f"the peer's refusal did not arrive, got {refusal!r}"
-        barrier(context.device)  # no rank leaves before its peers have heard
+        barrier(context.device)  # no rank ends before its peers have heard
 
 
 @distributed(2, expect_dead={1})
@@ -233,7 +238,7 @@ def test_a_rank_that_dies_is_named(world_size):
 
 @distributed(2)
 def test_a_pick_of_none_travels_nowhere(world_size):
-    """Neither one of the routing's nor one that fills K up to what the kernel is compiled for."""
+    """A route of -1 stays -1 for the kernel, from the routing as well as from padding K to a compiled top-k."""
     kinds()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=MOST) as context:
         layer, seen, run = build(context), [], Window.run
@@ -247,7 +252,7 @@ def test_a_pick_of_none_travels_nowhere(world_size):
 
 @distributed(4)
 def test_contexts_beside_each_other(world_size):
-    """All ranks, and the same ranks in pairs; one more context on the same group."""
+    """Contexts on all ranks, on pairs of them, and a second one on the same group have buffers of their own."""
     kinds()
     device = rank_device()
     with (
@@ -268,7 +273,7 @@ def test_contexts_beside_each_other(world_size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU")
 @distributed(4)
 def test_replays_while_experts_move(world_size):
-    """Two layers captured in graphs of their own, over the same buffers."""
+    """Two layers captured in graphs of their own, over the same buffers, replay rightly while experts migrate."""
     kinds()
     rank, device = dist.get_rank(), rank_device()
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=device, max_tokens=64) as context:
@@ -349,7 +354,7 @@ def test_planted(names, world_size):
 
 @distributed(2)
 def test_planted_in_the_preparation_and_in_memory(world_size):
-    """Rows that were not put in turns; and tensors that went elsewhere, whose addresses FlashInfer must get."""
+    """The comparison finds w13 rows that are not interleaved, and stale addresses of tensors that were reallocated."""
     kinds()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=MOST) as context:
         layer = build(context)

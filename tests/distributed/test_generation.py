@@ -1,4 +1,4 @@
-"""`generate` of expert-parallel models on ranks with different work, and ranks without a batch."""
+"""`generate` of expert-parallel models whose ranks have different work, and ranks without a batch."""
 
 import time
 from unittest import mock
@@ -39,7 +39,7 @@ def made(sizes, family="mixtral", deadline_s=60):
 
 
 def prompt(layout, sequences=None):
-    """Of a dp rank; ranks differ in number and length of sequences."""
+    """Return the prompt of a dp rank. Ranks differ in the number and length of sequences."""
     at = layout.dp_rank + layout.dp * layout.pp_rank
     shape = (1 + at % 2 if sequences is None else sequences, 5 + at)
     return torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(at)).to(rank_device())
@@ -61,7 +61,7 @@ def test_ranks_that_end_at_different_lengths(world_size):
 
 @distributed(2)
 def test_what_ends_a_sequence_and_who_looks_on(world_size):
-    """Stopping criteria, a streamer, and what is returned beside the tokens."""
+    """Stopping criteria, streamers, EOS, and dict outputs work as in transformers."""
     context, model, plain = made({"dp": 2}, "qwen3_moe")
 
     class Streamer(list):
@@ -89,7 +89,7 @@ def test_what_ends_a_sequence_and_who_looks_on(world_size):
 
 @distributed(2)
 def test_a_compiled_decode(world_size):
-    """As transformers compiles it for a GPU: the model's own call, with its hooks."""
+    """Decoding through a compiled `model.__call__` works, as transformers does it on a GPU."""
     context, model, plain = made({"dp": 2})
     with context:
         model._valid_auto_compile_criteria = lambda *_: True
@@ -104,7 +104,8 @@ def test_a_compiled_decode(world_size):
 
 @distributed(2)
 def test_two_models_of_one_context(world_size):
-    """An assistant with expert-parallel blocks runs more often on one rank. Ranks may use different models."""
+    """An assistant model with expert-parallel blocks may run more often on one rank, and ranks may use different
+    models."""
     context, model, plain = made({"dp": 2}, "qwen3_moe")
     with context:
         small = expert_parallel(tiny_model("qwen3_moe", num_hidden_layers=1).to(rank_device()), context)
@@ -117,7 +118,10 @@ def test_two_models_of_one_context(world_size):
 
 @distributed(2)
 def test_an_assistant_of_another_context_is_refused(world_size):
-    """Ranks that need unequal numbers of its forwards would wait for each other in two contexts."""
+    """An assistant model of another context is refused.
+
+    Ranks run the assistant unequally often, and would wait for each other in two contexts.
+    """
     context, model, plain = made({"dp": 2}, "qwen3_moe", deadline_s=20)
     other = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20)
     with context, other:
@@ -152,13 +156,16 @@ def test_a_rank_without_sequences_and_one_that_raises(world_size):
         else:
             with pytest.raises(InputError, match="rank 1: generate was left by ValueError: planted"):
                 model.generate(ids, **how)
-        how |= {"max_new_tokens": 3 + 4 * context.layout.dp_rank}  # later calls are in step
+        how |= {"max_new_tokens": 3 + 4 * context.layout.dp_rank}  # the later calls stay in step
         assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
 
 
 @distributed(2)
 def test_continuous_batching_is_refused_on_all_ranks(world_size):
-    """Its thread calls the model as often as a rank's own requests need, and returns what fails as a short output."""
+    """Continuous batching is refused on all ranks.
+
+    Its thread calls the model as often as the rank's own requests need, and reports a failure as a short output.
+    """
     context, model, plain = made({"dp": 2})
     with context:
         ids, how = prompt(context.layout, 1), {"max_new_tokens": 3 + 2 * context.layout.dp_rank} | GREEDY
@@ -192,7 +199,7 @@ def test_a_timeout_names_a_rank_that_ended_earlier(world_size):
             model.generate(ids, max_new_tokens=4, synced_gpus=False, **GREEDY)
     else:
         model.generate(ids, max_new_tokens=2, synced_gpus=False, **GREEDY)
-        for _ in range(300):  # alive until the peer has found out
+        for _ in range(300):  # stay alive until the peer has noticed
             if default_store().check(["found out"]):
                 break
             time.sleep(0.1)
@@ -203,7 +210,10 @@ def test_a_timeout_names_a_rank_that_ended_earlier(world_size):
 
 @distributed(2, 4)
 def test_sampled_tokens_agree_over_tp(world_size):
-    """Without a common seed, also the last token, which no forward sees; other ranks' random numbers are their own."""
+    """tp ranks sample the same tokens without a common seed, also the last token, which no forward sees.
+
+    The random state of the other tp ranks stays their own.
+    """
     for sizes in [{"tp": 2}] if world_size == 2 else [{"dp": 2, "tp": 2}]:
         context, model, plain = made(sizes)
         with context:
@@ -239,7 +249,7 @@ def test_sampling_by_hand_with_other_seeds_is_refused(world_size):
 @distributed(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_idle_step(family, world_size):
-    """Forward and backward of the peer are those of one process; nothing is counted for the idle rank."""
+    """An idle step of one rank leaves forward and backward of its peer as in one process, and counts no load."""
     context, model, plain = made({"dp": 2}, family)
     with context:
         ids, busy = prompt(context.layout, 2), context.layout.dp_rank == 1
@@ -268,7 +278,7 @@ def test_an_idle_step(family, world_size):
 @distributed(2)
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_padding_of_idle_steps_is_no_record(family, world_size):
-    """Recorded routes and logits are of the rank's own tokens, and a rank without a batch replays none."""
+    """Recorded routes and router logits hold only the rank's own tokens, and an idle rank replays none."""
     context, model, _ = made({"dp": 2}, family)
     with context:
         ids, busy = prompt(context.layout, 1), context.layout.dp_rank == 1

@@ -1,4 +1,4 @@
-"""Models of which the experts alone are replaced, against the untouched ones, in float32."""
+"""Models of which only the experts are replaced equal the original models, in float32."""
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ from tests.fixtures.checkpoint_files import quiet, tiny_model
 from tests.fixtures.distributed_cases import everywhere
 from tests.fixtures.transformers_models import outcome, tiny_ids, tiny_transformers_model
 
-BOUND = 1e-5  # of the largest number: float32's rounding through the layers
-ARIA = ["aria_text"] if transformers.__version__ >= "5.18" else []  # before, not on the experts interface
-# run with 5.24 alone: an activation, zero experts, a norm of each output, experts' rows in one matrix, a sorting router
+BOUND = 1e-5  # relative to the largest number: float32 rounding through the layers
+ARIA = ["aria_text"] if transformers.__version__ >= "5.18" else []  # earlier versions do not use the experts interface
+# written for 5.24: an activation, zero experts, an output norm, experts in one matrix, a sorting router
 NEWER = ["step3p7", "longcat_flash", "muse_spark_text", "dbrx", "jetmoe"] if transformers.__version__ >= "5.24" else []
 FAMILIES = {
     1: ["olmoe", "minimax_m3_vl_text"],
@@ -43,7 +43,7 @@ def assert_close(found, expected, where):
 
 @distributed(1, 2, 4, deadline_s=240)
 def test_logits_are_the_models_own(world_size):
-    """Each family on one layout, in turn."""
+    """Logits equal the original model's, each family on one of the layouts."""
     quiet()
     for at, kind in enumerate(FAMILIES[world_size]):
         sizes = LAYOUTS[world_size][at % len(LAYOUTS[world_size])]
@@ -53,13 +53,16 @@ def test_logits_are_the_models_own(world_size):
             expected = outcome(plain, ids)
             parallel = expert_parallel(plain, context)
             assert any(isinstance(module, ExpertParallelExperts) for module in parallel.modules())
-            assert expected.std() > 0.5  # numbers that a wrong expert would change
+            assert expected.std() > 0.5  # large enough that a wrong expert shows
             assert_close(outcome(parallel, ids), expected, f"{kind} {sizes}")
 
 
 @distributed(2, deadline_s=120)
 def test_bfloat16_is_as_near_to_float32_as_the_models_own(world_size):
-    """A rounding can move a token to another expert: the error of the middle token counts, on both sides."""
+    """In bfloat16, the error to float32 is at most twice that of the original model.
+
+    Rounding can route a token to another expert, so both sides take the median over tokens.
+    """
     quiet()
     for kind in ("qwen3_next", "jamba", "olmoe"):
         with EPContext.from_groups(device=rank_device()) as context:
@@ -86,7 +89,7 @@ def test_known_families_equal_the_generic_way(world_size):
 
 
 def padded(rank):
-    """Token ids and their mask, with padding on the left of rank 0's."""
+    """Return token ids and mask. Rank 0 has padding on the left."""
     ids = torch.randint(3, 120, (3, 9), generator=torch.Generator().manual_seed(rank)).to(rank_device())
     mask = torch.ones_like(ids)
     if rank == 0:
@@ -96,7 +99,10 @@ def padded(rank):
 
 @distributed(2, deadline_s=120)
 def test_padding_and_generation(world_size):
-    """Padding is no load; ranks generate different numbers of tokens, which idle steps keep in step."""
+    """Padding is not counted as load, and ranks may generate different numbers of tokens.
+
+    Idle steps keep the ranks in step.
+    """
     quiet()
     cases = [("olmoe", sizes) for sizes in LAYOUTS[2]] + [("jamba", {"dp": 2})]  # jamba has layers without attention
     for kind, sizes in cases:
@@ -117,7 +123,7 @@ def test_padding_and_generation(world_size):
 @distributed(2, deadline_s=120)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
 def test_gradients_are_the_models_own(checkpointing, world_size):
-    """Rank 1 has no batch. One matrix is frozen, and stays so."""
+    """Gradients equal the original model's if rank 1 has no batch and one matrix is frozen."""
     quiet()
     plain, model = model_of("olmoe"), model_of("olmoe")
     for one in (plain, model):

@@ -1,4 +1,4 @@
-"""torch.amp.GradScaler in a plain loop: ranks skip the same steps, and keep one scale."""
+"""torch.amp.GradScaler in a plain loop: all ranks skip the same steps and keep one scale."""
 
 import math
 

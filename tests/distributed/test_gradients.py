@@ -1,7 +1,7 @@
 """Backward on ranks against backward in one process.
 
-With routing given and integer data all gradients are exact. With the router in it they are floats; the bound is
-BOUND of the largest entry: a few hundred float32 additions in another order.
+With a given routing and integer data, all gradients are exact. With the layer's router they are floats, and the bound
+is BOUND times the largest entry, for a few hundred float32 additions in another order.
 """
 
 import dataclasses
@@ -77,7 +77,7 @@ UNEVEN, ONE_ONLY = (5, 3, 0, 7), (0, 6, 0, 0)
 
 
 def make(config: MoEConfig, context: EPContext, all2all: str = "auto", expert_map: ExpertMap | None = None) -> MoELayer:
-    """A layer with the same weights everywhere: integers in the experts of INTEGER, floats otherwise."""
+    """Return a layer with the same weights on all ranks: integer experts for INTEGER, floats otherwise."""
     layer = MoELayer(config, context, all2all=all2all, expert_map=expert_map)
     if config == INTEGER:
         return fill(layer)
@@ -93,7 +93,7 @@ def make(config: MoEConfig, context: EPContext, all2all: str = "auto", expert_ma
 
 
 def data(config: MoEConfig, batch: int, tokens: int) -> tuple[Tensor, Routing | None, Tensor]:
-    """x, routing (None: the layer routes) and the gradient that comes in from behind."""
+    """Return x, the routing (None: the layer routes) and the gradient of the output."""
     if config == INTEGER:
         x, behind = integer_rows(tokens, 16, batch), integer_rows(tokens, 16, batch + 50)
         return x, integer_routing(tokens, config, batch), behind
@@ -102,7 +102,7 @@ def data(config: MoEConfig, batch: int, tokens: int) -> tuple[Tensor, Routing | 
 
 
 def backward(layer: MoELayer, x: Tensor, routing: Routing | None, behind: Tensor) -> dict[str, Tensor]:
-    """Gradients by name; "x" and, where routing is given, "weights" beside the parameters."""
+    """Return gradients by name: the parameters', "x" and, if routing is given, "weights"."""
     layer.zero_grad()
     device = layer.device
     x = x.detach().to(device).requires_grad_()
@@ -126,7 +126,7 @@ def single(config: MoEConfig) -> MoELayer:
 
 
 def one_process(config: MoEConfig, parts: list) -> dict[str, Tensor]:
-    """Gradients of all batches together, in one process."""
+    """Return the gradients of all batches together in one process."""
     layer = single(config)
     x, behind = torch.cat([part[0] for part in parts]), torch.cat([part[2] for part in parts])
     routing = None
@@ -182,7 +182,7 @@ def test_gradients_equal_one_process(world_size):
                 layer = make(INTEGER, context, all2all, expert_map)
                 for counts in (UNEVEN, ONE_ONLY):
                     check(INTEGER, layer, counts, f"{what}, T={counts}")
-                # gradients through the router, and whose they are, depend on the layout and not on the transport
+                # gradients through the router depend on the layout, not on the transport
                 if world_size == 2 or number % 2 == at:
                     check(FLOAT, make(FLOAT, context, all2all, expert_map), UNEVEN, what)
 
@@ -190,8 +190,10 @@ def test_gradients_equal_one_process(world_size):
 @distributed(2)
 @pytest.mark.parametrize("all2all", ["allgather", "torch_a2a"])
 def test_backward_where_only_the_experts_learn(all2all, world_size):
-    """Neither x nor the routing needs a gradient, and one rank's experts get no token: its backward must still take
-    part in the collectives."""
+    """Backward works if neither x nor the routing requires a gradient and one rank's experts get no token.
+
+    That rank's backward must still take part in the collectives.
+    """
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
         layer = make(INTEGER, context, all2all)
         x = integer_rows(3, 16, dist.get_rank()).to(context.device)
@@ -205,7 +207,7 @@ def test_backward_where_only_the_experts_learn(all2all, world_size):
 
 @distributed(2, 4)
 def test_two_calls_before_their_backwards(world_size):
-    """Activation state is the call's own: gradients of two calls add up, in either order of backward."""
+    """Gradients of two calls add up in either order of backward, as each call keeps its own activations."""
     rank = dist.get_rank()
     with EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
         layer = make(INTEGER, context, "torch_a2a")
@@ -225,7 +227,7 @@ def test_two_calls_before_their_backwards(world_size):
 
 @distributed(2)
 def test_a_sum_of_gradients_leaves_what_it_is_given(world_size):
-    """The gradient that comes in is the caller's, and may be used by another branch; it is summed with the peers'."""
+    """`sum_gradients` does not modify the incoming gradient, which another branch may use."""
     with EPContext.from_groups(ParallelConfig(tp=2), device=rank_device()) as context:
         rank = context.rank_groups["tp"].rank
         x = torch.ones(3, 4, device=context.device, requires_grad=True)
@@ -238,13 +240,16 @@ def test_a_sum_of_gradients_leaves_what_it_is_given(world_size):
 @distributed(2)
 @pytest.mark.parametrize("of", ["x", "parameters"])
 def test_gradients_of_gradients_are_refused(of, world_size):
-    """They would lack what a collective's or a sum's backward does."""
+    """Double backward is refused.
+
+    Second derivatives would lack what the backward of a collective or of a sum contributes.
+    """
     for parallel in LAYOUTS[2]:
         with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
             if of == "x" and context.layout.lockstep == 1:
-                continue  # rows meet no collective
+                continue  # no collective for rows
             if of == "parameters" and context.layout.etp > 1 and torch.__version__ < "2.13":
-                continue  # pieces are DTensors, whose `to_local` has no second derivative there, and does not say so
+                continue  # before torch 2.13, `DTensor.to_local` silently has no second derivative
             layer = make(FLOAT, context, "torch_a2a")
             x = data(FLOAT, dist.get_rank() // context.layout.tp, 4)[0].to(context.device)
             wanted = [x.requires_grad_()] if of == "x" else list(layer.expert_weights.parameters())
@@ -257,13 +262,16 @@ def test_gradients_of_gradients_are_refused(of, world_size):
 @distributed(2)
 @pytest.mark.parametrize("who", ["all ranks", "rank 1"])
 def test_a_batch_of_gradients_is_refused(who, world_size):
-    """No collective takes one. Where a rank alone asks for it, the others learn of it instead of waiting."""
+    """`is_grads_batched=True` is refused on all ranks, as no collective supports it.
+
+    If only one rank asks for it, the others raise instead of waiting.
+    """
     if who == "rank 1" and rank_device().type != "cpu":
         pytest.skip("on GPUs ranks exchange nothing ahead of a collective of backward")
     batched = who == "all ranks" or dist.get_rank() == 1
     for parallel in LAYOUTS[2]:
         with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context:
-            apart = context.layout.tp > 1 and context.layout.ep == 1  # a sum, which ranks do not meet ahead of
+            apart = context.layout.tp > 1 and context.layout.ep == 1  # ranks do not compare ahead of a sum
             if context.layout.lockstep == 1 or (apart and who == "rank 1"):
                 continue
             layer = make(FLOAT, context, "torch_a2a")
@@ -303,7 +311,10 @@ def test_forward_mode_is_refused(world_size):
 
 @distributed(2)
 def test_ranks_with_other_numbers_of_micro_batches_are_named(world_size):
-    """One averages gradients while the other is in a layer's call: gloo would end a process over sizes that differ."""
+    """Ranks with different numbers of micro-batches are named in the error.
+
+    One averages gradients while the other is in a layer's call. gloo would end the process over sizes that differ.
+    """
     if rank_device().type != "cpu":
         pytest.skip("on GPUs the comparison would wait for the device")
     rank = dist.get_rank()
@@ -335,7 +346,10 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named(world_size):
     ],
 )
 def test_ranks_that_clip_otherwise_are_named(given, words, world_size):
-    """They would train different models, or one would be refused and its peer wait for it."""
+    """Ranks that pass different arguments to `clip_grad_norm_` are named in the error.
+
+    They would train different models, or one would raise while its peer waits.
+    """
     if rank_device().type != "cpu":
         pytest.skip("on GPUs the comparison would wait for the device")
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=20) as context:
@@ -347,7 +361,7 @@ def test_ranks_that_clip_otherwise_are_named(given, words, world_size):
 
 
 class Counted(torch.nn.Module):
-    """A parametrization that is not the same each time it is asked, as spectral_norm's."""
+    """A parametrization whose state changes with each access, as that of spectral_norm."""
 
     calls = 0
 
@@ -372,7 +386,7 @@ def test_a_call_runs_the_parametrization_of_a_router_once(world_size):
 
 
 class OwnRouter(torch.nn.Module):
-    """A router of the user's, with parameters of its own or those of another module."""
+    """A custom router whose parameters are its own, or another module's."""
 
     def __init__(self, gate, *, owned):
         super().__init__()
@@ -388,7 +402,10 @@ class OwnRouter(torch.nn.Module):
 @distributed(2)
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp": 2}], ids=str)
 def test_a_router_trains_what_it_holds(sizes, world_size):
-    """Under tp each rank routes a share of the rows, and the layer sums gradients of the router's parameters alone."""
+    """A custom router under tp that trains tensors other than its parameters is refused.
+
+    Under tp each rank routes a share of the rows, and the layer sums the gradients of the router's parameters only.
+    """
     torch.manual_seed(0)
     gate = torch.nn.Linear(16, FLOAT.num_experts, bias=False)
     x = integer_rows(6, 16, 0) / 8
@@ -402,7 +419,7 @@ def test_a_router_trains_what_it_holds(sizes, world_size):
             layer = fill(MoELayer(FLOAT, context, router=router))
             with torch.no_grad():
                 layer(x)
-            given = x + torch.zeros_like(x, requires_grad=True)  # what lies before the rows is not the router's
+            given = x + torch.zeros_like(x, requires_grad=True)  # what precedes the rows is no part of it
             if "tp" in sizes:
                 with pytest.raises(
                     InputError, match=r"router= trains a tensor of shape \[\d+, 16\] that is no parameter"
@@ -418,14 +435,14 @@ def test_a_router_trains_what_it_holds(sizes, world_size):
 
 
 class Operations(TorchDispatchMode):
-    """Keeps the names of operations, as selective checkpointing counts them."""
+    """Record the names of operations, as selective checkpointing counts them."""
 
     def __init__(self):
         super().__init__()
         self.names = []
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator is not torch.ops.aten.detach.default:  # which torch leaves out too
+        if operator is not torch.ops.aten.detach.default:  # selective checkpointing ignores it too
             self.names.append(str(operator))
         return operator(*args, **(kwargs or {}))
 
@@ -433,7 +450,10 @@ class Operations(TorchDispatchMode):
 @distributed(1, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in torch", "by kernels where they run"])
 def test_a_repeated_call_has_the_operations_of_the_first_one(dtype, world_size):
-    """The first call compares ranks, and selective checkpointing finds what it saved by the number of an operation."""
+    """A recomputed call runs the same operations as the first one.
+
+    The first call compares ranks in addition. Selective checkpointing finds saved results by operation number.
+    """
     config = dataclasses.replace(FLOAT, hidden_size=256, intermediate_size=128, expert_bias=False)
     for parallel in LAYOUTS[2] if world_size == 2 else [P()]:
         with EPContext.from_groups(parallel, device=rank_device(), deadline_s=20) as context:

@@ -1,4 +1,4 @@
-"""`nvlink_p2p` without `max_tokens`: buffers that grow with the calls, on all ranks together."""
+"""`nvlink_p2p` without `max_tokens`: buffers grow with the calls, on all ranks together."""
 
 import contextlib
 import dataclasses
@@ -63,7 +63,7 @@ def made(context, **options) -> MoELayer:
 @distributed(2, 4)
 @pytest.mark.parametrize("low_latency_bytes", [0, 256], ids=["by flags", "by packets"])
 def test_all_ranks_grow_together(low_latency_bytes, world_size):
-    """To powers of two that hold the most tokens of any rank, and never back; uneven ranks, some without a token."""
+    """Buffers grow to the power of two that holds the most tokens of any rank, and never shrink."""
     rank = dist.get_rank()
     with growing(low_latency_bytes=low_latency_bytes) as context:
         layer, second = made(context), made(context)
@@ -115,7 +115,7 @@ def test_it_is_said_once_and_explained(world_size):
 
 @distributed(2)
 def test_one_rank_refuses_where_others_would_grow(world_size):
-    """All raise its sentence before a row sets out, nothing has grown, and the context goes on."""
+    """A bad call on one rank raises on all before a row travels; no buffer has grown, and the context goes on."""
     rank = dist.get_rank()
     with growing() as context:
         layer = made(context)
@@ -144,15 +144,15 @@ def test_one_rank_refuses_where_others_would_grow(world_size):
 @distributed(2)
 @torch.no_grad()
 def test_ids_that_name_no_expert_raise_in_a_later_call(world_size):
-    """By packets, by flags and in replays, of one rank, on all of them; the context goes on."""
+    """Ids out of range on one rank raise in a later call on all ranks, by packets, by flags and in replays."""
     rank, gpu = dist.get_rank(), torch.cuda.is_available()
     with growing(low_latency_bytes=1 << 16) as context:
         layer = built(context) if gpu else fill(MoELayer(WIDE, context, experts="reference", dtype=torch.bfloat16))
         experts = layer.config.num_experts
-        layer.forward_routed(wide_rows(layer, 1, 0), wide_routes(layer, 1, 0))  # the first call is checked before
+        layer.forward_routed(wide_rows(layer, 1, 0), wide_routes(layer, 1, 0))  # the first call checks ids at once
         for step, tokens in enumerate((2, 2, 100, 100)):
             x, routing = wide_rows(layer, tokens, rank), wide_routes(layer, tokens, rank)
-            for _ in range(4 * (step % 2)):  # as many as are recorded
+            for _ in range(4 * (step % 2)):  # often enough to be recorded
                 layer.forward_routed(x, routing)
             if gpu:
                 ids = routing.ids.clone()
@@ -162,7 +162,7 @@ def test_ids_that_name_no_expert_raise_in_a_later_call(world_size):
                 assert torch.equal(y, ran(layer, x, Routing(ids, routing.weights)))
                 torch.cuda.synchronize(layer.device)
             else:
-                layer.placement.invalid_ids.word.value = experts + 300 if rank else NO_ID  # as a GPU's kernels write
+                layer.placement.invalid_ids.word.value = experts + 300 if rank else NO_ID  # as GPU kernels write it
             barrier(layer.device)
             text = same_error(InputError, lambda: layer.forward_routed(x, routing))  # noqa: B023
             wanted = f"rank 1: routing.ids must be -1 or in [0, {experts}), got {experts + 300} in an earlier call of "
@@ -204,7 +204,10 @@ def test_a_users_router_that_errs_where_others_would_grow(world_size):
 
 @distributed(2, set_device=True)
 def test_a_refusal_after_the_ranks_agreed(world_size):
-    """It makes room as its peer does, whose rows had set out, and gives it NaN."""
+    """A rank that refuses after the token limit was agreed still grows its buffers, and sends NaN to its peers.
+
+    The peers have sent their rows by then.
+    """
     rank, device = dist.get_rank(), rank_device()
     with growing(deadline_s=8) as context:
         shape = dispatch_shape(2, 3, torch.float32)
@@ -232,7 +235,7 @@ def _without_bound(shape):
 
 @distributed(2, 4, set_device=True)
 def test_calls_in_flight_keep_their_buffers(world_size):
-    """A larger call beside one under way has buffers of its own; the first ones grow when a call needs them to."""
+    """A larger call beside one in flight gets other buffers; the first ones grow when a later call needs it."""
     rank, device = dist.get_rank(), rank_device()
     with growing() as context:
         shape = _without_bound(dispatch_shape(world_size, 3, torch.float32))
@@ -271,7 +274,7 @@ def test_calls_in_flight_keep_their_buffers(world_size):
 @on_the_cpu
 @distributed(2)
 def test_gradients(world_size):
-    """Backward uses the bound that forward agreed on, also where later calls have grown the buffers meanwhile."""
+    """Backward uses the token limit of its forward, also if later calls have grown the buffers."""
     rank = dist.get_rank()
     with growing() as context:
         layers = [made(context), fill(MoELayer(CONFIG, context, all2all="torch_a2a", experts="reference"))]
@@ -298,7 +301,7 @@ def test_gradients(world_size):
 @on_the_cpu
 @distributed(2, 4)
 def test_experts_move_beside_it(world_size):
-    """EPLB, whose steps are between calls that grow."""
+    """EPLB migrates experts between calls that grow the buffers."""
     with growing() as context:
         layers = make_layers(context, 2, experts="reference")
         assert layers[0].choice.all2all == "nvlink_p2p"
@@ -323,7 +326,7 @@ def test_layers_in_another_order(world_size):
 
 @distributed(2)
 def test_a_peer_that_makes_fewer_calls(world_size):
-    """It is named at the deadline, where a call would grow too."""
+    """A peer that makes fewer calls is named at the deadline, also if the call would grow the buffers."""
     with p2p_on_cpu():
         context = EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=3)
         layer = made(context)
@@ -337,7 +340,7 @@ def test_a_peer_that_makes_fewer_calls(world_size):
 
 @distributed(2)
 def test_no_memory_on_one_rank(world_size):
-    """All say so, keep what they have, and go on with calls that fit."""
+    """If one rank cannot allocate, all ranks raise, keep their buffers, and go on with calls that fit."""
     rank = dist.get_rank()
     with growing() as context:
         layer = made(context)
@@ -386,10 +389,10 @@ def test_replays_beside_calls_that_run_and_that_grow(low_latency_bytes, pair, wo
 
 
 @on_gpus
-@distributed(1, 2, 4, set_device=True)  # what times is the current device's
+@distributed(1, 2, 4, set_device=True)  # the timer uses the current device
 @torch.no_grad()
 def test_the_host_of_a_default_call(world_size):
-    """An eager call of one token, without an option, takes the host hardly longer than one over fixed buffers."""
+    """An eager call of one token takes at most 1.5 times the host time of a call over fixed buffers."""
     config = ParallelConfig(dp=world_size)
     with (
         EPContext.from_groups(config, device=rank_device()) as growing,
@@ -401,7 +404,7 @@ def test_the_host_of_a_default_call(world_size):
             x, routing = wide_rows(layer, 1, 0), wide_routes(layer, 1, 0)
             calls += [partial(layer.forward_routed, x, routing), partial(layer, x)]
         turns = []
-        for _ in range(3):  # in turns, less the first: what a process times first is slow
+        for _ in range(3):  # measure in turns and drop the first, as the first measurement in a process is slow
             times = [everywhere(round(host(call, before=lambda: barrier(rank_device())))) for call in calls]
             turns.append([max(ranks) for ranks in times])
     found = [min(times) for times in zip(*turns[1:], strict=True)]
@@ -412,7 +415,10 @@ def test_the_host_of_a_default_call(world_size):
 
 
 def outside_of_torch(device: torch.device) -> int:
-    """Bytes that are taken on a GPU, less a constant, but for those of torch's allocator, where workspaces are."""
+    """Return the bytes in use on a GPU outside torch's allocator, less a constant.
+
+    torch's allocator holds the workspaces, which are not counted.
+    """
     torch.cuda.synchronize(device)
     return -torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
 

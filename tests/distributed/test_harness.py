@@ -1,4 +1,4 @@
-"""The harness itself: a rank that raises, exits or hangs fails the test at once, and says where."""
+"""The test harness: a rank that raises, exits or hangs fails the test at once, and the report says where."""
 
 import os
 import sys
@@ -67,7 +67,7 @@ def hangs() -> None:
         loiters()
     lock = threading.Lock()
     with lock:
-        lock.acquire()  # not in Python code
+        lock.acquire()  # blocks outside of Python code
 
 
 def leaves_a_thread() -> None:

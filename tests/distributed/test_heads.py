@@ -1,4 +1,4 @@
-"""Models that classify, with a MoE body: replaced in memory, loaded, saved, and begun from a language model."""
+"""Classification models with MoE bodies: replaced in memory, loaded, saved, and started from a language model."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ JAMBA = {
     "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0, "mamba_d_state": 8, "mamba_dt_rank": 8,
     "use_mamba_kernels": False,
 }  # fmt: skip
-# known blocks, and experts alone
+# two known blocks; one model of which only the experts are replaced
 KINDS = {
     "qwen3_moe": AutoModelForSequenceClassification,
     "deepseek_v3": AutoModelForTokenClassification,
@@ -42,7 +42,7 @@ def batch(context):
 
 
 def of_tokens(model, given):
-    """Logits of sequences, or of their tokens: padding goes to no expert."""
+    """Return the logits of sequences or of tokens, without padding, which no expert computes."""
     logits = model(**given).logits
     return logits if logits.dim() == 2 else logits[given["attention_mask"] == 1]
 
@@ -92,5 +92,5 @@ def test_a_new_head_is_alike_on_all_ranks_and_learns(tmp_path, world_size):
             labels = torch.tensor([0, 2], device=rank_device())
             loss = model(**batch(context), labels=labels).loss if context.layout.dp_rank else idle_step(model)
             loss.backward()
-            sync_gradients(model, context)  # raises where ranks hold other numbers
+            sync_gradients(model, context)  # raises if ranks hold different weights
             assert model.score.weight.grad.abs().max() > 0

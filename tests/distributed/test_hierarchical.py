@@ -1,4 +1,5 @@
-"""`hierarchical` on ranks that stand for several nodes: right numbers, and one row per (token, remote node)."""
+"""`hierarchical` on ranks that stand for several nodes: results are right, and each (token, remote node) costs one
+row."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ ON_OTHER_NODES = (
     contract.random_delays,
     contract.bounds_that_change,
 )
-# its messages are bytes of any format: rows with scales, and two numbers in a byte
+# its messages are bytes of any format: check rows with scales, and two values per byte
 STATIC_WIRES = (Wire(dispatch="fp8_block"), NVFP4)
 
 
@@ -87,14 +88,14 @@ def test_contract_on_2_nodes_of_2(kind, world_size):
 @distributed(8, deadline_s=240)
 @KINDS
 def test_contract_on_4_nodes_of_2(kind, world_size):
-    with p2p_on_cpu():  # 4 ranks take all wires
+    with p2p_on_cpu():  # all wire formats are checked on 4 ranks
         check_dispatcher(kind, top_ks=(3,), dtypes=(BF16,), wires=[], ranks_per_node=2)
 
 
 @distributed(8, deadline_s=240)
 @KINDS
 def test_rows_with_scales_on_2_nodes_of_4(kind, world_size):
-    """What the numbers of nodes and of their ranks change: where rows go, and when they may be read."""
+    """The checks that depend on the numbers of nodes and of ranks per node pass on 2 nodes of 4."""
     with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), ranks_per_node=4) as context:
         for wire in (Wire(), Wire(dispatch="fp8_block")):
             dispatcher = kind(dispatch_shape(world_size, 3, BF16, wire), context.rank_groups["ep"])
@@ -104,7 +105,7 @@ def test_rows_with_scales_on_2_nodes_of_4(kind, world_size):
 
 
 class GivesNumbers(HierarchicalStaticDispatcher):
-    """What a rank with too many tokens gives to its peers looks like a result."""
+    """Plant: a rank with too many tokens sends its peers numbers instead of NaN."""
 
     def _nans(self, received):
         return super()._nans(received).nan_to_num(0)
@@ -112,7 +113,7 @@ class GivesNumbers(HierarchicalStaticDispatcher):
 
 @distributed(4, deadline_s=120)
 def test_numbers_of_a_call_that_does_not_fit_are_seen(world_size):
-    """By the contract, which the transports of fixed room pass."""
+    """The contract finds this plant."""
     with pytest.raises(AssertionError, match="rows that miss a rank's experts must be NaN"):
         one_token_too_many(GivesNumbers, dispatch_shape(4, 3, BF16), rank_device(), 2)
 
@@ -133,7 +134,7 @@ def maps(ranks: int) -> dict[str, ExpertMap]:
 
 @functools.cache
 def of_one_process(tokens: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Rows, ids and weights of small integers, the layer's answer, and its gradients of rows and weights."""
+    """Return rows, ids, weights, output, and gradients of rows and weights, from one process on small integers."""
     x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, CONFIG, seed)
     given, weights = (t.clone().requires_grad_() for t in (x, routing.weights))
     one = fill(MoELayer(CONFIG, EPContext.local(torch.device("cpu"))))
@@ -146,8 +147,7 @@ def check_layer(
     context: EPContext, expert_map: ExpertMap | None, calls: Iterable[tuple[int, int]], what: object,
     name: str = "hierarchical",
 ) -> None:  # fmt: skip
-    """Calls of so many tokens and such a seed, and their backward, against one process; all numbers are small
-    integers."""
+    """Compare calls, given as (tokens, seed), and their backward with one process. All numbers are small integers."""
     layer = fill(MoELayer(CONFIG, context, expert_map=expert_map, all2all=name))
     for tokens, seed in calls:
         x, ids, weights, *wanted = of_one_process(tokens, seed)
@@ -200,7 +200,7 @@ def chosen(context: EPContext) -> str:
 
 @distributed(4, deadline_s=120)
 def test_ranks_that_are_dealt_out_over_hosts(world_size):
-    """Rank 0 and 2 on one host, 1 and 3 on the other."""
+    """Ranks may alternate between hosts: 0 and 2 on one host, 1 and 3 on the other."""
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = ("even", "odd")[rank % 2]
     with EPContext.from_groups(device=rank_device()) as context:
@@ -213,7 +213,7 @@ def test_ranks_that_are_dealt_out_over_hosts(world_size):
 
 @distributed(4, deadline_s=120)
 def test_calls_in_parts(world_size):
-    """Parts of one call are under way at both levels at once."""
+    """Parts of a pipelined call are in flight on both levels at once."""
     rank = dist.get_rank()
     with EPContext.from_groups(device=rank_device(), ranks_per_node=2, max_tokens=9) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="hierarchical_static", pipeline=4))
@@ -241,7 +241,10 @@ def test_uneven_nodes_are_refused_on_all_ranks(world_size):
 )
 @pytest.mark.parametrize("hosts", ["aabb", "abab"])
 def test_the_layer_with_fixed_room(hosts, name, to_peers, world_size):
-    """to_peers: experts that are trained write there by themselves"""
+    """Layers over hierarchical transports with fixed buffers equal one process.
+
+    With `to_peers`, trained experts write their results to the peers' memory themselves.
+    """
     rank = dist.get_rank()
     os.environ["NCCL_HOSTID"] = hosts[rank]
     kernel = recorded_kernel() if to_peers else nullcontext()
@@ -253,13 +256,17 @@ def test_the_layer_with_fixed_room(hosts, name, to_peers, world_size):
 @distributed(4, deadline_s=120)
 @FIXED
 def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(kind, world_size):
-    """Its bytes are those of the bound, and a token with such an id is NaN, as nothing could be raised in time."""
+    """With fixed buffers, a dispatch needs no host exchange, receives the rows of the token limit, and marks bad ids by
+    NaN.
+
+    An error cannot be raised in time, as the host does not read the ids.
+    """
     ranks, rank, device, bound = 4, dist.get_rank(), rank_device(), 11
     with p2p_on_cpu(), EPContext.from_groups(device=device, ranks_per_node=2) as context:
         dispatcher = kind(dispatch_shape(ranks, TOP_K, BF16), context.rank_groups["ep"])
         x, routing = rows(rank, 5 + rank, BF16), routes(rank, 5 + rank, ranks, TOP_K)
         wanted = expected(x, routing)
-        received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=bound)  # makes its room
+        received = dispatcher.dispatch(x.to(device), moved(routing, device), max_tokens=bound)  # allocates
         dispatcher.combine(identity(received, BF16), received.handle)
         routing.ids[1, 2], routing.ids[4, 0] = ranks * SLOTS, -2
         wanted[[1, 4]] = torch.nan
@@ -270,18 +277,18 @@ def test_fixed_room_waits_for_nobody_and_tells_of_ids_of_no_expert(kind, world_s
         torch.testing.assert_close(y.cpu(), wanted, rtol=0, atol=0, equal_nan=True)
 
 
-# --- what goes between nodes ----------------------------------------------------------------------------------------
+# --- traffic between nodes --------------------------------------------------------------------------------------------
 
 
 def sparse_routes(rank: int, tokens: int, ranks: int) -> PhysicalRouting:
-    """The first token has no expert."""
+    """Return routes of which the first token has no expert."""
     routing = routes(rank, tokens, ranks, TOP_K)
     routing.ids[:1] = -1
     return routing
 
 
 def pairs(ranks: int, per_node: int, counts: tuple[int, ...]) -> int:
-    """(token, remote node) of all ranks together."""
+    """Return the number of (token, remote node) pairs of all ranks."""
     total = 0
     for rank in range(ranks):
         ids = sparse_routes(rank, counts[rank % len(counts)], ranks).ids
@@ -291,7 +298,7 @@ def pairs(ranks: int, per_node: int, counts: tuple[int, ...]) -> int:
 
 
 def check_bytes(kind: type[Dispatcher], per_node: int, wire: Wire) -> None:
-    """One row for each pair each way, and beside it ids and weights, forward and backward."""
+    """Check that each pair costs one row each way, plus ids and weights, in forward and backward."""
     ranks, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
     with EPContext.from_groups(device=device, ranks_per_node=per_node) as context:
         shape = dispatch_shape(ranks, TOP_K, BF16, wire)
@@ -343,7 +350,7 @@ def test_a_row_per_rank_is_seen(world_size):
 
 
 class PaddingTravels(HierarchicalDispatcher):
-    """Sends tokens without an expert to the first node."""
+    """Plant: send tokens without an expert to the first node."""
 
     def _node_major(self, ids):
         found = super()._node_major(ids)
@@ -358,7 +365,7 @@ def test_rows_of_no_expert_are_seen(world_size):
 
 @distributed(4)
 def test_the_host_waits_once(world_size):
-    """One exchange of R + 1 numbers for both levels."""
+    """A dispatch makes one host exchange, of R + 1 numbers for both levels."""
     with EPContext.from_groups(device=rank_device(), ranks_per_node=2) as context:
         dispatcher = HierarchicalDispatcher(dispatch_shape(4, TOP_K, BF16), context.rank_groups["ep"])
         rank = dist.get_rank()
@@ -381,7 +388,7 @@ def test_the_host_waits_once(world_size):
 
 
 def check_order(kind: type[Dispatcher], dtype: torch.dtype) -> None:
-    """In float32: ranks of a node in order, rounded for the rail; nodes in order, rounded."""
+    """Check the order of summation: float32 over a node's ranks, rounded for the rail, then over nodes, rounded."""
     ranks, rank, device = dist.get_world_size(), dist.get_rank(), rank_device()
     with p2p_on_cpu(), EPContext.from_groups(device=device, ranks_per_node=2) as context:
         dispatcher = kind(dispatch_shape(ranks, 8, dtype), context.rank_groups["ep"])

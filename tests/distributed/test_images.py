@@ -1,4 +1,4 @@
-"""Models that see images and videos or hear sounds, on ranks of which one has only text, against untouched ones."""
+"""Models with images, videos or sounds, where one rank has only text, equal the original models."""
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ from tests.fixtures.transformers_models import (
     tiny_video,
 )
 
-BOUND = 1e-5  # of the largest number: float32's rounding through the layers
-# ernie4_5_vl_moe: experts of its own for rows of images; dots3_note: experts in what sees images, which stay
+BOUND = 1e-5  # relative to the largest number: float32 rounding through the layers
+# ernie4_5_vl_moe has separate experts for image rows; dots3_note has experts in its vision tower, which are not split
 KINDS = ("qwen3_vl_moe", "glm4v_moe", "llava", "qwen3_omni_moe_thinker", "ernie4_5_vl_moe", "dots3_note")
-if transformers.__version__ < "5.24":  # not run with it
+if transformers.__version__ < "5.24":  # untested with older versions
     pytest.skip("written against the models of transformers 5.24", allow_module_level=True)
 
 
@@ -33,9 +33,9 @@ def model_of(kind):
 
 
 def inputs_of(model):
-    """Of this rank: all but the last have an image and a video, the thinker then a sound too."""
+    """Return this rank's batches: image and video (and sound for the thinker); the last rank has text only."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    picture = tiny_picture(model)  # gives the model its image token
+    picture = tiny_picture(model)  # also sets the model's image token
     text = {"input_ids": tiny_ids()[rank % 2 :][:1, : 9 + rank]}
     blind = ranks > 1 and rank == ranks - 1
     batches = [text] if blind else [picture]
@@ -61,7 +61,7 @@ def test_logits_with_images_videos_and_sounds(world_size):
             expected = [logits(model, batch) for batch in batches]
             for batch, one in zip(batches, expected, strict=True):
                 for part in ("pixel_values", "pixel_values_videos", "input_features"):
-                    if part in batch:  # the model sees and hears
+                    if part in batch:  # check that the input matters
                         assert (logits(model, batch | {part: batch[part] * 2}) - one).abs().max() > 100 * BOUND
             if kind == "dots3_note":
                 with pytest.warns(UserWarning, match=r"the experts of model\.vision_tower\S* stay whole on every rank"):
@@ -75,7 +75,7 @@ def test_logits_with_images_videos_and_sounds(world_size):
 
 @distributed(2, deadline_s=120)
 def test_gradients_where_one_rank_has_an_image(world_size):
-    """The experts of image rows have gradients on the rank that has no image."""
+    """Experts of image rows get their gradients also on the rank that has no image."""
     quiet()
     with EPContext.from_groups(device=rank_device()) as context:
         plain, model = model_of("ernie4_5_vl_moe"), model_of("ernie4_5_vl_moe")

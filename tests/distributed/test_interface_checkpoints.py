@@ -1,4 +1,5 @@
-"""Checkpoints of models whose experts alone are replaced: logits of from_pretrained, own bytes alone."""
+"""Checkpoints of models of which only the experts are replaced: logits equal from_pretrained, each rank reads its
+share."""
 
 import shutil
 
@@ -18,7 +19,7 @@ from tests.fixtures.checkpoint_files import quiet
 from tests.fixtures.distributed_cases import everywhere
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_checkpoints
 
-KINDS = [kind for kind in MODELS if kind != "gpt_oss"]  # a known family, in test_transformers
+KINDS = [kind for kind in MODELS if kind != "gpt_oss"]  # gpt_oss is a known family, covered by test_transformers
 EXPERTS = 8
 # sizes, map (None: linear)
 LAYOUTS = {
@@ -36,7 +37,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def missing(checkpoints, tmp_path_factory):
-    """OLMoE without one matrix of expert 6."""
+    """Write OLMoE without one matrix of expert 6."""
     folder, good = tmp_path_factory.mktemp("missing_expert"), checkpoints / "olmoe" / "per_expert"
     tensors = load_file(good / SINGLE)
     del tensors["model.layers.0.mlp.experts.6.up_proj.weight"]
@@ -56,7 +57,7 @@ def batch(layout):
 
 
 class Counting(CheckpointSource):
-    """Keeps how much was read of which tensor."""
+    """Count the bytes read of each tensor."""
 
     def raw(self, name, *index):
         before = self.bytes_read
@@ -77,11 +78,11 @@ def test_logits_equal_from_pretrained(checkpoints, world_size, monkeypatch):
         plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / kind / "fused").to(rank_device()).eval()
         for at, (sizes, expert_map) in enumerate(LAYOUTS[world_size]):
             if sizes.get("dp") == world_size and (number + at) % 2:
-                continue  # how a kind's experts are cut depends on the kind, where whole ones are does not
+                continue  # only sharding within experts depends on the kind, so check whole experts for every other one
             with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
                 ids = batch(context.layout)
                 expected = logits(plain, ids)
-                assert expected.std() > 0.1  # numbers that a wrong expert would change
+                assert expected.std() > 0.1  # large enough that a wrong expert shows
                 for form in FORMATS:
                     files.clear()
                     model = load_pretrained(checkpoints / kind / form, context, expert_map=expert_map, progress=False)
@@ -92,7 +93,7 @@ def test_logits_equal_from_pretrained(checkpoints, world_size, monkeypatch):
 
 
 def share_of(model, files, plain, etp):
-    """Bytes of the matrices of this rank's experts, cut over etp where the reader knows their format."""
+    """Return the bytes of this rank's expert matrices, divided by etp if the reader knows their format."""
     held = sum(len(layer.expert_weights.held) for layer in moe_layers(model))
     name, layout = next(iter(files.modules.items()))
     first = {one.name: plain.get_parameter(f"{name}.{one.name}") for one in layout.tensors if "bias" not in one.part}
@@ -101,14 +102,14 @@ def share_of(model, files, plain, etp):
 
 
 def of_experts(files):
-    """Bytes read of matrices of experts."""
+    """Return the bytes read of expert matrices."""
     rest = {name for recipe in files.rest.values() for name in recipe.names()}
     return sum(n for name, n in files.source.read_of.items() if name not in rest and not name.endswith("_bias"))
 
 
 @distributed(2)
 def test_a_missing_expert_is_one_error_on_all_ranks(missing):
-    """Of the other rank, whose bytes this one does not read."""
+    """A missing expert raises on all ranks, also on the one that does not read it."""
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
         with pytest.raises(CheckpointError, match=r"layers.0.mlp.experts.6.up_proj.weight is missing") as caught:
             load_pretrained(missing, context, progress=False)

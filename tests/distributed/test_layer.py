@@ -1,4 +1,4 @@
-"""The layer on ranks against the layer in one process: exact, because all numbers are small integers."""
+"""The layer on ranks equals the layer in one process exactly, because all numbers are small integers."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_every_layout_equals_one_process(all2all, tokens, world_size):
 @distributed(2, 4)
 @pytest.mark.parametrize("all2all", ["allgather", "torch_a2a"])
 def test_dispatched_rows_are_not_computed_twice(all2all, world_size):
-    """TP-replicated tokens: over the whole group each (token, expert) pair is counted once."""
+    """With tp-replicated tokens, each (token, expert) pair is computed once in the whole group."""
     with EPContext.from_groups(ParallelConfig(tp=world_size), device=rank_device()) as context:
         layer = fill(MoELayer(CONFIG, context, all2all=all2all))
         x, routing = integer_rows(11, 16, 0).to(context.device), integer_routing(11, CONFIG, 0)

@@ -1,5 +1,7 @@
-"""Whole layers over a transport with fixed buffers, which neither waits on the host nor changes shape: every layout on
-the CPU over an emulation of FlashInfer's communication, and captured into CUDA graphs on GPUs."""
+"""Whole layers over transports with fixed buffers, which do not wait on the host and have constant shapes.
+
+All layouts run on the CPU over emulations; on GPUs, layers are captured into CUDA graphs.
+"""
 
 import dataclasses
 import re
@@ -30,11 +32,11 @@ WAYS = {
     "flashinfer_nvlink": (FlashInferNVLinkDispatcher,),
     "nvlink_p2p": (NVLinkP2PDispatcher,),
     "nvlink_p2p, to peers": (NVLinkP2PDispatcher, True),
-    "nvlink_p2p, by packets": (NVLinkP2PDispatcher, False, 256),  # those of at most 4 tokens
+    "nvlink_p2p, by packets": (NVLinkP2PDispatcher, False, 256),  # calls of at most 4 tokens go by packets
     "pplx": (PplxDispatcher,),
 }
-# A transport knows its EP group, of two or four ranks, and most tokens: one way has every layout, and every way groups
-# of both sizes, alone and two beside each other.
+# A transport depends on its EP group, of two or four ranks, and on the token limit. One transport runs all layouts, and
+# every transport runs groups of both sizes, alone and two side by side.
 OTHERS = {
     "nvlink_p2p": ("dp 4", "dp 2 tp 2 etp 2", "sharded"),
     "nvlink_p2p, to peers": ("tp 4", "dp 4 etp 2"),
@@ -49,7 +51,10 @@ PAIRS += [(way, name) for way, names in OTHERS.items() for name in names]
 @distributed(4)
 @pytest.mark.parametrize(("way", "sizes"), PAIRS)
 def test_every_layout_equals_one_process(way, sizes, world_size):
-    """pplx delivers BATCHED rows: the layer joins them to a kernel that takes RANK_MAJOR ones."""
+    """Layers over each transport equal one process.
+
+    pplx delivers BATCHED rows, which the layer converts for kernels that take RANK_MAJOR rows.
+    """
     kind = WAYS[way][0]
     on_the_cpu(*WAYS[way])
     device = rank_device()
@@ -94,7 +99,10 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
 @distributed(1)
 @pytest.mark.parametrize("way", ["nvlink_p2p", "nvlink_p2p, by packets"])
 def test_one_rank_is_its_own_peer(way, world_size):
-    """A script for many GPUs on one: no group, no symmetric memory, the same transport."""
+    """A single rank runs the same transport without a group and without symmetric memory.
+
+    A script for many GPUs then also runs on one.
+    """
     own = dispatcher.make_memory
     if not torch.cuda.is_available():
         on_the_cpu(*WAYS[way])
@@ -111,7 +119,7 @@ def test_one_rank_is_its_own_peer(way, world_size):
 @distributed(2)
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_first_call_in_inference_mode_is_one_like_any_other(way, world_size):
-    """What a transport makes then is written by calls outside of it too."""
+    """Buffers made by a first call in inference mode can be written by calls outside of it."""
     kind = WAYS[way][0]
     on_the_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
@@ -129,7 +137,8 @@ def test_a_first_call_in_inference_mode_is_one_like_any_other(way, world_size):
     ("pipeline", "most", "shared"), [(2, 9, 0), (None, 9, 0), (None, 4, 0), (2, 4, 0), (None, 9, 16)]
 )
 def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fault, way, world_size):
-    """It raises at once; its peer, whose rows had set out, gets NaN, and the sentence at a later step."""
+    """A rank that refuses a call raises at once; its peer, which has sent its rows, gets NaN, and the error at a later
+    step."""
     kind = WAYS[way][0]
     on_the_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
@@ -160,7 +169,10 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
 @distributed(2)
 @pytest.mark.parametrize("way", list(WAYS)[:4])
 def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_size):
-    """Its peer's rows have set out in it: buffers of another size would lie where the peer writes."""
+    """A rank that converted its layer refuses the call, but takes part in the old dtype.
+
+    Its peer has sent rows of that size; buffers of another size would lie where the peer writes.
+    """
     kind = WAYS[way][0]
     on_the_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
@@ -291,7 +303,7 @@ def test_captured_with_other_routes_tokens_and_placements(scheme, experts, optio
 
 
 def check_call_eagerly(layer: MoELayer, tensors: list[dict[str, torch.Tensor]], scheme: str) -> None:
-    """The same layer outside the graph, with uneven numbers of tokens."""
+    """Check the layer outside the graph, with uneven numbers of tokens."""
     rank, device = dist.get_rank(), layer.device
     tokens = (33, 0, 64, 7)[rank]
     x = torch.randn(tokens, WIDE.hidden_size, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)

@@ -1,4 +1,4 @@
-"""LoadRecorder: a trace of all ranks' load, or one sentence on all of them."""
+"""LoadRecorder returns a trace of all ranks' load, or raises the same error on all ranks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""LoRA of PEFT on attention and experts: gradients, adapters and merged weights of one process."""
+"""PEFT's LoRA on attention and experts: gradients, adapters and merged weights equal those of one process."""
 
 import pytest
 import torch
@@ -25,9 +25,9 @@ from tests.fixtures.lora_models import lora_config, plain_twin
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 peft = pytest.importorskip("peft")
-# experts of a model's own router, a known family's block, transposed and interleaved ones, some without a gate
+# experts with the model's own router; a known family; transposed and interleaved experts; some without a gate
 KINDS = {"olmoe": interface_model, "qwen3_moe": tiny_model, "gpt_oss": tiny_model, "nemotron_h": interface_model}
-KINDS |= {"llama4_text": tiny_model}  # transposed, which PEFT does not know
+KINDS |= {"llama4_text": tiny_model}  # transposed, which PEFT does not handle
 MADE = KINDS | {"deepseek_v3": tiny_model}
 LAYOUTS = {2: [{"dp": 2}, {"dp": 1, "tp": 2}], 4: [{"dp": 4, "ep": 2}, {"dp": 2, "tp": 2}]}
 TOLERANCE = 2e-5
@@ -53,7 +53,8 @@ def apart(found, expected):
 
 @distributed(2, 4, deadline_s=300)
 def test_training_equals_peft_on_one_process(models, tmp_path, world_size):
-    """From an adapter of PEFT's: logits, the gradients' norm, a step, the adapter that is saved, merged weights."""
+    """Training from a PEFT adapter equals PEFT in one process: logits, gradient norm, a step, saved adapter, merged
+    weights."""
     quiet()
     for kind in KINDS:
         plain = plain_twin(models, kind)
@@ -117,7 +118,10 @@ PER_EXPERT = ["q_proj", "gate_proj", "up_proj", "down_proj"]
 
 @distributed(2)
 def test_linear_layers_of_each_expert(models, tmp_path, world_size):
-    """As adapters name them that were trained where each expert was a module; shared experts are PEFT's."""
+    """Adapters that name the linear layers of each expert load, as trained where each expert was a module.
+
+    Factors of shared experts stay PEFT's.
+    """
     quiet()
     for kind in ("qwen3_moe", "olmoe", "deepseek_v3"):
         changes = {"target_modules": PER_EXPERT, "target_parameters": None}
@@ -150,8 +154,10 @@ def test_linear_layers_of_each_expert(models, tmp_path, world_size):
 
 
 def old_names(plain, kind):
-    """The factors of a model with r for gate and for up as an adapter of transformers 4 held them, and the model's own
-    made equal to them."""
+    """Return a model's factors under the names that an adapter of transformers 4 used, with r per gate and per up.
+
+    The model's own factors are changed to equal them.
+    """
     found = {}
     for name, module in plain.named_modules():
         if not name.endswith("mlp.experts"):
@@ -165,7 +171,7 @@ def old_names(plain, kind):
             rows = b.shape[0] // len(parts)
             for at, part in enumerate(parts):
                 for other in range(len(parts)):
-                    if other != at:  # gate's rows have no part of up's factors
+                    if other != at:  # gate's rows use none of up's factors
                         b[at * rows : (at + 1) * rows, other * rank : (other + 1) * rank] = 0
                 for expert in range(experts):
                     key = f"{name}.{expert}.{part}"
@@ -186,7 +192,10 @@ def write_old(tensors, changes, folder):
 
 @distributed(2)
 def test_fresh_factors_change_nothing_and_learn(models, world_size):
-    """Also on a rank without a batch, where experts alone are adapted, and over a transport with its own backward."""
+    """New factors leave the logits unchanged and train.
+
+    Also on a rank without a batch, with adapted experts only, and over a transport with its own backward.
+    """
     quiet()
     for changes, way in (
         ({}, {}),
@@ -218,7 +227,10 @@ def test_fresh_factors_change_nothing_and_learn(models, world_size):
 
 @distributed(2)
 def test_disabled_adapters_are_those_of_experts_too(models, world_size):
-    """As preference optimization uses them, whose reference is the model without its adapter."""
+    """`disable_adapter()` disables experts' factors too.
+
+    Preference optimization uses the model without its adapter as the reference.
+    """
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context, torch.no_grad():
         model = load_pretrained(models / "olmoe", context, experts="reference", progress=False)
@@ -250,7 +262,8 @@ def test_disabled_adapters_are_those_of_experts_too(models, world_size):
 
 @distributed(2)
 def test_modules_to_save_are_trained_and_saved(models, tmp_path, world_size):
-    """A router that stays the model's, shared experts that moved into our block, and the head."""
+    """`modules_to_save` works for a router that stays the model's, for shared experts that moved into the block, and
+    the head."""
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
         ids = batches(2)[context.layout.rank].to(rank_device())
@@ -276,7 +289,10 @@ def test_modules_to_save_are_trained_and_saved(models, tmp_path, world_size):
 
 @distributed(2)
 def test_peft_alone_is_refused_what_it_would_leave_out(models, tmp_path, world_size):
-    """Routers and experts of replaced blocks, in adapters from disk and new ones. All else works."""
+    """PEFT itself is refused for routers and experts of replaced blocks, in loaded and in new adapters.
+
+    All other targets work.
+    """
     quiet()
     dense = {"target_modules": ["o_proj"], "target_parameters": None}
     cases = (
@@ -286,7 +302,7 @@ def test_peft_alone_is_refused_what_it_would_leave_out(models, tmp_path, world_s
         ("qwen3_moe", {"target_modules": ["o_proj", "gate"]}, "target_parameters names 'gate.weight'"),
         ("olmoe", {"target_parameters": ["experts.down_proj"]}, "target_parameters names 'experts.down_proj'"),
         ("gpt_oss", {"modules_to_save": ["router"]}, "modules_to_save names 'router'"),
-        ("qwen3_moe", {"target_modules": "all-linear"}, "target_parameters names '"),  # experts too, by PEFT
+        ("qwen3_moe", {"target_modules": "all-linear"}, "target_parameters names '"),  # PEFT includes experts
         ("olmoe", {"modules_to_save": ["gate", "lm_head"]}, None),
         ("qwen3_moe", {"modules_to_save": ["lm_head"]}, None),
     )
@@ -308,7 +324,7 @@ def test_peft_alone_is_refused_what_it_would_leave_out(models, tmp_path, world_s
                     with pytest.raises(ConfigError, match=rf"{text}.*load_lora\(model, folder\)"):
                         made(input_ids=ids, use_cache=False)
                 if kind == "gpt_oss":
-                    continue  # PEFT's KeyError, as our router has the same name in another place
+                    continue  # PEFT raises KeyError: ep_moe's router has the same name elsewhere
                 with pytest.raises(ConfigError, match=rf"{text}.*load_lora\(model, folder\)"):
                     peft.PeftModel.from_pretrained(load(), folder)
                 continue
@@ -333,7 +349,7 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
         with pytest.raises(ConfigError, match=r"target_parameters names 'mlp\.gate_up', which is no parameter"):
             add_lora(model, lora_config("olmoe", target_parameters=["mlp.gate_up"]))
         for kind, router, text in (
-            ("qwen3_moe", "mlp.gate", "names 'gate.weight', which is no parameter"),  # as PEFT rewrites it
+            ("qwen3_moe", "mlp.gate", "names 'gate.weight', which is no parameter"),  # the name that PEFT makes of it
             ("gpt_oss", "mlp.router", "names 'mlp.router', which GptOssForCausalLM .* has no more"),
         ):
             known = load_pretrained(models / kind, context, experts="reference", progress=False)
@@ -379,7 +395,7 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
 
 @distributed(2)
 def test_an_adapter_that_cannot_be_written_is_one_error_on_all_ranks(models, tmp_path, world_size):
-    """The first one writes."""
+    """A write error of the first rank, which writes the adapter, raises on all ranks."""
     quiet()
     (tmp_path / "file").touch()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
@@ -392,7 +408,10 @@ def test_an_adapter_that_cannot_be_written_is_one_error_on_all_ranks(models, tmp
 @distributed(2)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmoe"])
 def test_a_model_of_peft_is_no_checkpoint(kind, models, tmp_path, world_size):
-    """Factors of attention alone, too: it has its weights under other names."""
+    """Exporting, loading and saving a PeftModel is refused, as its weights have other names.
+
+    Also if only attention has factors.
+    """
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
         known = load_pretrained(models / kind, context, experts="reference", progress=False)

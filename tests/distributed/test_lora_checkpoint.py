@@ -1,4 +1,4 @@
-"""Distributed checkpoints of experts' LoRA factors: each expert has its own, under any map."""
+"""Distributed checkpoints of experts' LoRA factors: saved per expert, loaded under any map."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A peer that dies, hangs or goes another way: the others get a PeerTimeout that names it and the phase, in time."""
+"""A peer that dies, hangs or leaves the call: the others get a PeerTimeout in time that names it and the phase."""
 
 import os
 import threading
@@ -23,7 +23,7 @@ from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
-DEADLINE_S = 2.0  # heartbeats come every 0.25 s then; a loaded machine delays them
+DEADLINE_S = 2.0  # heartbeats then come every 0.25 s; a loaded host delays them
 LOST = 1
 LAYOUTS = {"dp=4": ParallelConfig(dp=4), "dp=2 tp=2 etp=2": ParallelConfig(dp=2, tp=2, ep=2, etp=2)}
 
@@ -33,7 +33,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    """For ever; the harness ends those that are expected to die once the others are through."""
+    """Block forever. The harness ends expected-dead ranks once the others are through."""
     threading.Event().wait()
 
 
@@ -45,7 +45,7 @@ def survivors_raise(call: Callable[[], Any], sentence: str) -> None:
 
 
 def lose(parallel: ParallelConfig, all2all: str, stage: str, how: Callable[[], None]) -> None:
-    """One good call, then one in which rank LOST goes at `stage`."""
+    """Make one good call, then one in which rank LOST dies or hangs at `stage`."""
     context = EPContext.from_groups(parallel, device=rank_device(), deadline_s=DEADLINE_S)
     layer = fill(MoELayer(CONFIG, context, all2all=all2all, name="block"))
     x = torch.ones(4, 16, device=context.device)
@@ -89,7 +89,10 @@ def test_a_rank_dies(layout, all2all, stage, world_size):
 
 @distributed(2, deadline_s=40, expect_dead=[LOST])
 def test_the_last_step_of_a_rank_that_dies_is_named(world_size):
-    """Heartbeats come once a second here, and all calls are made within one."""
+    """The error names the last step of a dead rank exactly.
+
+    Heartbeats come once a second here, and all calls fall between two of them.
+    """
     context = EPContext.from_groups(device=rank_device(), deadline_s=8)
     layer = fill(MoELayer(CONFIG, context, all2all="torch_a2a", name="block"))
     x = torch.ones(4, 16, device=context.device)
@@ -98,7 +101,7 @@ def test_the_last_step_of_a_rank_that_dies_is_named(world_size):
     if dist.get_rank() == LOST:
         compute = layer.experts.compute
         layer.experts.compute = lambda *args: (die(), compute(*args))
-    last = context.flight_recorder.newest.number + 2  # dispatch and its wait are left, experts run
+    last = context.flight_recorder.newest.number + 2  # dispatch and its wait are left, then experts run
     with pytest.raises(PeerTimeout) as caught:
         layer(x)
     text = str(caught.value)
@@ -137,7 +140,7 @@ def test_a_rank_makes_no_layer_and_no_context(world_size):
 
 @distributed(2)
 def test_a_slow_rank_is_waited_for(world_size):
-    """Slower than a heartbeat, faster than the deadline."""
+    """A rank slower than a heartbeat and faster than the deadline is waited for."""
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
         layer = fill(MoELayer(CONFIG, context))
         if dist.get_rank() == LOST:

@@ -1,4 +1,4 @@
-"""A peer that hangs, on NCCL: the flight recorder's thread frees ranks that wait on a device. Run under torchrun."""
+"""A peer that hangs, on NCCL under torchrun: the flight recorder's thread frees ranks that wait on the device."""
 
 import time
 

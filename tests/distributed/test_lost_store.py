@@ -1,4 +1,7 @@
-"""The host of the store is lost: survivors get a PeerTimeout that names it. A rank with the store may end first."""
+"""The host that holds the store is lost: survivors get a PeerTimeout that names it.
+
+A rank that holds the store may also end normally before the others.
+"""
 
 import os
 import signal
@@ -21,7 +24,7 @@ HELD = (
 
 
 def store_in_rank_0() -> None:
-    """Begin torch.distributed anew, as torchrun does without an agent that holds the store."""
+    """Restart torch.distributed with the store in rank 0, as torchrun does if no agent holds it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     port = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None]
     kept, port[0] = port[0], None if port[0] is None else port[0].port
@@ -42,7 +45,7 @@ def on_two_nodes() -> tuple[EPContext, MoELayer]:
 
 
 def until_unwatched(context: EPContext) -> None:
-    """Until a heartbeat has missed the store."""
+    """Wait until a heartbeat has missed the store."""
     limit = time.monotonic() + 30
     while context.flight_recorder._watched:
         assert time.monotonic() < limit, "the store still answers"
@@ -52,7 +55,7 @@ def until_unwatched(context: EPContext) -> None:
 @distributed(4, deadline_s=90, expect_dead=[0, 1])
 @pytest.mark.parametrize("stage", ["within a call", "between calls", "frozen"])
 def test_the_host_of_the_store_is_named(stage, world_size):
-    """Whether its processes end, or answer no more as those of a host without power."""
+    """The error names the host of the store, if its processes end or stop answering as after a power loss."""
     context, layer = on_two_nodes()
     if dist.get_rank() < 2:
         if stage == "frozen":
@@ -62,7 +65,7 @@ def test_the_host_of_the_store_is_named(stage, world_size):
         layer.experts.compute = lambda *_: os._exit(7)
     if stage == "between calls":
         until_unwatched(context)
-        context.flight_recorder.check()  # it is no failure before something waits for that host
+        context.flight_recorder.check()  # no failure until something waits for that host
     how = "does not answer" if stage == "frozen" else "is gone"
     sentence = rf"of block \(step \d+\): .* The store of the job {how}: {HELD}$"
     start = time.monotonic()

@@ -1,5 +1,7 @@
-"""Gradients in buffers (`use_main_grads`) against the ordinary ones, on ranks: equal to the last bit, since float32
-numbers are added in the same order."""
+"""Gradients in buffers (`use_main_grads`) equal ordinary gradients bit for bit.
+
+Float32 numbers are added in the same order.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def contexts(world_size):
 
 
 def train(model, context, begin_anew, *, main=False):
-    """The losses of some steps of AdamW over two micro-batches each. main: gradients are in `main_grad`"""
+    """Return the losses of some AdamW steps of two micro-batches each. With `main`, gradients are in `main_grad`."""
     layout, losses = context.layout, []
     optimizer = OPTIMIZERS["adamw"](parameter_groups(model))
     for step in range(STEPS):
@@ -88,7 +90,10 @@ def to_zero(optimizer):
 @distributed(2, 4, deadline_s=200)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_losses_are_the_ordinary_ones(kernel, world_size):
-    """Also of fewer redundant ranks, where sums over ranks come between a kernel and the buffers."""
+    """Training with `use_main_grads` has the ordinary losses, also with replicas.
+
+    With replicas, sums over ranks come between the kernel and the buffers.
+    """
     for context, expert_map in contexts(world_size):
         what = f"{context.layout}, {expert_map}"
         wanted = train(made(context, expert_map), context, to_none)
@@ -114,7 +119,7 @@ def test_losses_are_the_ordinary_ones(kernel, world_size):
 
 
 def pair(context, main_dtype=None, dtype=torch.float32, **options):
-    """A layer with ordinary gradients, and its twin with main gradients."""
+    """Return a layer with ordinary gradients and one with main gradients."""
     layers = []
     for _ in range(2):
         torch.manual_seed(3)
@@ -168,7 +173,7 @@ def test_gradients_over_transports_and_options(kernel, all2all, options, world_s
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("parallel", [P(dp=2), P(dp=2, ep=1, etp=2)], ids=str)
 def test_what_begins_anew(kernel, parallel, world_size):
-    """All, some, or none of the parameters; a gradient that is another tensor; kinds and experts that are frozen."""
+    """Buffers follow `grad`: set to None for all, some or no parameters, replaced by another tensor, or frozen."""
     with EPContext.from_groups(parallel, device=rank_device(), deadline_s=30) as context, KERNELS[kernel]():
         layers = pair(context)
 
@@ -216,9 +221,9 @@ def test_what_begins_anew(kernel, parallel, world_size):
 @distributed(2)
 @pytest.mark.parametrize("main_dtype", [None, torch.float32])
 def test_pieces_of_experts_that_are_converted_keep_their_gradients(main_dtype, world_size):
-    """With etp their parameters are made anew."""
+    """With etp, converting a layer recreates its parameters and keeps their gradients."""
     with EPContext.from_groups(P(dp=2, ep=1, etp=2), device=rank_device(), deadline_s=30) as context:
-        layers = pair(context, main_dtype, torch.bfloat16, experts="reference")  # in bf16 others run on GPUs
+        layers = pair(context, main_dtype, torch.bfloat16, experts="reference")  # for bf16, GPUs choose other kernels
         backward(layers, rows(context, 0, torch.bfloat16))
         for layer in layers:
             layer.float()
@@ -231,7 +236,7 @@ def test_pieces_of_experts_that_are_converted_keep_their_gradients(main_dtype, w
 @distributed(2)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_float32_sums_of_bf16_gradients(kernel, world_size):
-    """Each call's gradient is rounded to bf16 by `reference`, and nothing after that."""
+    """Float32 buffers add the bf16 gradients of each call without further rounding."""
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context, KERNELS[kernel]():
         layers = pair(context, torch.float32, torch.bfloat16)
         total = {name: 0.0 for name, _ in layers[0].expert_weights.named_parameters()}
@@ -262,8 +267,11 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 @pytest.mark.parametrize("main_dtype", [None, torch.float32])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"exact": True}], ids=str)
 def test_bf16_triton_adds_by_itself(options, main_dtype, world_size):
-    """In bf16 it gives the bits of torch's sum; in float32 it rounds nothing, where the ordinary gradients are rounded
-    to bf16 once. The divisor, 2, is exact."""
+    """`bf16_triton` adds into the buffers itself.
+
+    In bf16 the bits equal torch's sum. In float32 it rounds nothing, where ordinary gradients are rounded to bf16 once.
+    The divisor, 2, is exact.
+    """
     config = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=16, top_k=4)
     with EPContext.from_groups(P(dp=2), device=rank_device(), max_tokens=64, deadline_s=30) as context:
         layers = []
@@ -274,7 +282,7 @@ def test_bf16_triton_adds_by_itself(options, main_dtype, world_size):
         use_main_grads(layers[1], main_dtype)
         total = dict.fromkeys(grads(layers[0]), 0.0)
         rounded = dict.fromkeys(total, 0.0)
-        for step in range(2):  # the first sync_gradients divides, from then on backward does
+        for step in range(2):  # the first sync_gradients divides, later backward does
             for micro in range(3):
                 generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
                 x = torch.randn(48, 256, generator=generator).to(context.device, torch.bfloat16)
@@ -327,7 +335,7 @@ def test_an_overflow_is_shared_and_ddp_works(world_size):
         same(layers)
 
 
-@distributed(2, set_device=True)  # FSDP2 wants it
+@distributed(2, set_device=True)  # FSDP2 needs it
 def test_what_cannot_have_them_is_refused(world_size):
     with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(BIASED, context)
@@ -343,7 +351,7 @@ def test_what_cannot_have_them_is_refused(world_size):
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(BIASED, context)
         use_main_grads(layer)
-        if dist.get_rank():  # on one rank alone, and refused on both
+        if dist.get_rank():  # wrong on one rank, refused on both
             next(layer.expert_weights.parameters()).register_hook(lambda grad: grad)
         with pytest.raises(InputError, match="has a hook"):
             layer(rows(context, 0))

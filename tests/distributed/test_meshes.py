@@ -37,7 +37,7 @@ def made(mesh, **options) -> EPContext:
 
 
 def along(mesh, axis: str) -> tuple[int, ...]:
-    """The ranks that differ from this one in that axis alone, by the mesh's own tensor."""
+    """Return the ranks that differ from this one only in that axis, from the mesh's own tensor."""
     rows = mesh.mesh.movedim(mesh.mesh_dim_names.index(axis), -1).reshape(
         -1, mesh.size(mesh.mesh_dim_names.index(axis))
     )
@@ -45,7 +45,7 @@ def along(mesh, axis: str) -> tuple[int, ...]:
 
 
 def check(layer: MoELayer, mesh, *, replicated: bool = True) -> None:
-    """One call against the oracle. By the mesh alone: tp ranks share a batch, all others have their own."""
+    """Check one call and its backward against the oracle. tp ranks share a batch, all others have their own."""
     shared = replicated and "tp" in mesh.mesh_dim_names
     batch = along(mesh, "tp")[0] if shared else dist.get_rank()
     tokens, config = (5, 0, 3, 6)[batch % 4], layer.config
@@ -61,7 +61,7 @@ def check(layer: MoELayer, mesh, *, replicated: bool = True) -> None:
 
 
 def check_mesh(mesh, sizes: str, **options) -> None:
-    """sizes: pp dp tp ep etp of the layout"""
+    """Check the context of a mesh. `sizes` holds pp, dp, tp, ep and etp of the layout as digits."""
     replicated = options.get("tokens") is not Tokens.SHARDED
     with made(mesh, **options) as context:
         layout = context.layout
@@ -72,7 +72,7 @@ def check_mesh(mesh, sizes: str, **options) -> None:
             assert rank_group.ranks == ranks, kind
             if rank_group.size > 1 and mesh.mesh.tolist() == mesh.mesh.sort().values.tolist():
                 assert rank_group.group is mesh.get_group(kind), kind
-        if "pp" in mesh.mesh_dim_names:  # no layer reaches into another stage
+        if "pp" in mesh.mesh_dim_names:  # no layer spans two stages
             assert {*along(mesh, "pp")} & {*context.rank_groups["lockstep"].ranks} == {dist.get_rank()}
         for kind in ("tp", "ep", "etp", "lockstep"):
             rank_group = context.rank_groups[kind]
@@ -81,7 +81,7 @@ def check_mesh(mesh, sizes: str, **options) -> None:
         check(fill(MoELayer(CONFIG, context)), mesh, replicated=replicated)
 
 
-# names; shape; pp dp tp ep etp; what is passed beside
+# names; shape; pp dp tp ep etp; other arguments
 MESHES = [
     ("dp tp", (2, 2), "12241", {}),
     ("dp tp", (2, 2), "12222", {"etp": 2, "tokens": Tokens.SHARDED}),
@@ -140,7 +140,7 @@ def test_submeshes_side_by_side(world_size):
     check_mesh(mesh_of("ep dp_replicate", 4, 2)["ep"], "14141")
     halves = [mesh_of("tp dp", 2, 2, ranks=[4 * half + at for at in range(4)]) for half in (0, 1)]
     middle = mesh_of("dp", 4, ranks=[2, 3, 4, 5])
-    if rank < 4:  # and once more than the other half: ranks differ in what they have made
+    if rank < 4:  # one half makes one context more: ranks then differ in the groups they have made
         check_mesh(halves[0], "12241")
     with made(halves[rank // 4]) as context:
         layer = fill(MoELayer(CONFIG, context))
@@ -159,7 +159,10 @@ def test_submeshes_side_by_side(world_size):
 
 @distributed(4)
 def test_ranks_in_any_order(world_size):
-    """torch sorts the ranks of a group that it is given: what needs another order has groups of its own."""
+    """Meshes work with ranks in any order.
+
+    torch sorts the ranks of a new group, so a context makes groups of its own where another order is needed.
+    """
     for ranks in ([3, 1, 0, 2], [1, 0, 3, 2], [0, 1, 3, 2]):
         check_mesh(mesh_of("dp", 4, ranks=ranks), "14141")
         check_mesh(mesh_of("tp dp", 2, 2, ranks=ranks), "12222", etp=2)

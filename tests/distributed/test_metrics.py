@@ -1,4 +1,4 @@
-"""Snapshots on ranks: a rank's own load, the whole EP group's, and what a balancer did."""
+"""Metrics snapshots on ranks: load of the rank and of the whole EP group, and the balancer's migrations."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ROW = 16 * 4  # bytes of a row
 
 
 def call(layer, ids):
-    """With 3 experts a token, of 10: ids of one token."""
+    """Call the layer with these ids, one row of 3 experts (of 10) per token."""
     device = layer.context.device
     ids = torch.tensor(ids, device=device)
     weights = torch.ones(ids.shape, device=device)
@@ -30,7 +30,7 @@ def test_a_ranks_own_load_and_that_of_all(transport, exact, world_size):
     with context_of() as context:
         options = ExpertsOptions(exact=exact)
         layer = MoELayer(CONFIG, context, expert_map=ExpertMap.linear(10, 2), all2all=transport, options=options)
-        call(layer, [[0, 1, 9]] * (1 + rank))  # 2 routes to rank 0, and 1 to rank 1, a token
+        call(layer, [[0, 1, 9]] * (1 + rank))  # per token 2 routes to rank 0 and 1 to rank 1
         (own,) = metrics.snapshot(context).layers
         (whole,) = metrics.snapshot(context, whole=True).layers
         tokens = 1 + rank
@@ -58,7 +58,7 @@ def test_a_token_that_lacks_routes_is_a_whole_row_to_all(world_size):
 def test_rows_to_an_etp_peer_are_not_sent_to_another_ep_rank(world_size):
     with context_of(dp=4, ep=2, etp=2) as context:
         layer = MoELayer(CONFIG, context, expert_map=ExpertMap.linear(10, 2), all2all="torch_a2a")
-        call(layer, [[0, 1, 2]] * 2)  # all to EP rank 0, from the 2 tokens of each etp peer
+        call(layer, [[0, 1, 2]] * 2)  # all routes go to EP rank 0, from 2 tokens of each etp peer
         sent = everywhere(metrics.snapshot(context).layers[0].sent_bytes)
     assert sent == [0, 0, 12 * ROW, 12 * ROW]
 

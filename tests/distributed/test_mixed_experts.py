@@ -1,4 +1,4 @@
-"""Training loops that put ranks' experts, or their gradients, into one another: a later call is refused."""
+"""Training loops that mix the experts of ranks, or their gradients: a later call is refused."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ from tests.fixtures.training_model import CONFIG, EXPERTS, WIDTH
 
 
 def average_all(model: nn.Module, context: EPContext) -> None:
-    """The loop of data-parallel scripts."""
+    """Average all gradients, as data-parallel scripts do."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
         parameter.grad /= dist.get_world_size()
@@ -81,7 +81,10 @@ AVERAGES = {
 @distributed(2)
 @pytest.mark.parametrize("way", AVERAGES)
 def test_an_average_of_weights_late_in_training_is_found_within_128_backwards(way):
-    """Once: ranks' steps have led away from it when they compare."""
+    """Averaging expert weights once, late in training, is found within 128 backwards.
+
+    Later steps of the ranks differ again, so the comparison must find experts that became alike.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         torch.manual_seed(0)
         layer = MoELayer(CONFIG, context)
@@ -89,7 +92,7 @@ def test_an_average_of_weights_late_in_training_is_found_within_128_backwards(wa
         optimizer = SGD(layer.parameters(), lr=0.1)
         train(layer, context, optimizer, training.sync_gradients)
         AVERAGES[way](layer.parameters())
-        layer._checks.watch._backwards["lockstep"] = 256 + 128 - 5  # `train` ends at the comparison
+        layer._checks.watch._backwards["lockstep"] = 256 + 128 - 5  # `train` ends just before the comparison
         train(layer, context, optimizer, training.sync_gradients)
         found = same_error(InputError, lambda: train(layer, context, optimizer, training.sync_gradients))
         assert "the experts of rank 1 became alike to those of rank 0" in found
@@ -99,7 +102,7 @@ def test_an_average_of_weights_late_in_training_is_found_within_128_backwards(wa
 
 @distributed(2)
 def test_right_loops_are_not_refused():
-    """Ranks that hold the same experts, in other slots, have equal gradients. Parameters of ranks can be saved."""
+    """Correct loops are not refused: equal experts in other slots have equal gradients, and parameters can be saved."""
     maps = [ExpertMap.redundant(EXPERTS, 2, 2), ExpertMap.from_ranks([range(EXPERTS), range(EXPERTS)[::-1]], EXPERTS)]
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         for expert_map in maps:
@@ -115,7 +118,10 @@ def test_right_loops_are_not_refused():
 
 @distributed(2)
 def test_a_context_of_other_ranks_is_refused():
-    """It would average nothing, and clip by a norm of each rank's own."""
+    """The training tools refuse a context with another layout than the layers'.
+
+    They would average over no ranks, and clip by each rank's own norm.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         model = nn.Sequential(MoELayer(CONFIG, context))
         model(torch.ones(2, WIDTH, device=context.device)).sum().backward()
@@ -137,7 +143,7 @@ def test_a_context_of_other_ranks_is_refused():
 
 @distributed(2)
 def test_a_step_of_all_parameters_is_refused():
-    """LBFGS's inner products would be of this rank's experts alone."""
+    """LBFGS over experts is refused. Its inner products would cover only this rank's experts."""
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         torch.manual_seed(0)
         layer = MoELayer(CONFIG, context)
@@ -177,7 +183,7 @@ def test_a_step_of_all_parameters_is_served_where_each_rank_has_all_experts():
         assert losses[-1] < losses[0]
 
 
-DRAWN = {  # parts of experts, experts, whether the call is refused
+DRAWN = {  # tensors of experts, number of experts, whether the call is refused
     "all": (("w1", "w3", "w2"), EXPERTS, True),
     "w2 alone": (("w2",), EXPERTS, False),
     "of one expert a rank": (("w1", "w3", "w2"), 2, False),
@@ -188,7 +194,10 @@ DRAWN = {  # parts of experts, experts, whether the call is refused
 @distributed(2)
 @pytest.mark.parametrize("case", DRAWN)
 def test_experts_that_ranks_draw_from_one_seed(case):
-    """As a loop of torch.nn.init over parameters does."""
+    """Experts initialized from one seed on all ranks are refused, or warned of.
+
+    A loop of torch.nn.init over parameters does this.
+    """
     parts, experts, refused = DRAWN[case]
     config = dataclasses.replace(CONFIG, num_experts=experts, top_k=1)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
@@ -221,7 +230,10 @@ def test_experts_that_ranks_draw_from_one_seed(case):
 @pytest.mark.parametrize("after", [training.sync_gradients, partial(training.clip_grad_norm_, max_norm=1.0)])
 @pytest.mark.parametrize("differs", ["order of models", "what learns"])
 def test_gradients_of_other_parameters_are_not_summed(differs, after):
-    """Sizes are equal, so that a sum would be of gradients of different parameters."""
+    """Ranks whose models or frozen parameters differ are named instead of summed.
+
+    Sizes are equal here, so the sum would silently mix gradients of different parameters.
+    """
     if rank_device().type != "cpu":
         pytest.skip("compared on CPUs alone")
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:

@@ -1,4 +1,4 @@
-"""What cannot be done with a model of expert-parallel blocks, and what stays of the model that it was."""
+"""Refusals of models with expert-parallel blocks, and what stays usable."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoints(tmp_path_factory):
 
 @distributed(2)
 def test_a_rank_that_cannot_read_on_stops_all(checkpoints, world_size):
-    """Headers were right; the bytes of one of its experts are not there."""
+    """A read error on one rank stops all ranks, after all headers were read."""
     raw = CheckpointSource.raw
 
     def cut_short(self, name, *index):
@@ -48,7 +48,10 @@ def test_a_rank_that_cannot_read_on_stops_all(checkpoints, world_size):
 @distributed(2)
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_an_id_outside_the_vocabulary_is_one_sentence(family, world_size):
-    """The embedding's own error would be raised on one rank, while the others wait for it in their first layer."""
+    """A token id outside the vocabulary on one rank raises on all ranks.
+
+    The embedding's own error would be raised on one rank while the others wait in their first layer.
+    """
     if rank_device().type == "cuda":
         pytest.skip("ids are not waited for there")
     with EPContext.from_groups(device=rank_device(), deadline_s=20.0) as context, torch.no_grad():
@@ -73,7 +76,7 @@ def test_a_model_is_not_saved_in_part(world_size):
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         for parameter in model.parameters():
             parameter.data.zero_()
-        model.load_state_dict(saved)  # what it says to do instead
+        model.load_state_dict(saved)  # the remedy that the error names
         assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
 
 
@@ -99,7 +102,7 @@ def test_codes_in_memory_are_refused(world_size):
 
 @distributed(1)
 def test_a_checkpoint_outside_the_experts_and_beside_the_weights(checkpoints, world_size):
-    """How it generates, and codes that are no numbers."""
+    """The generation config is loaded, and integer codes where numbers belong raise."""
     with tempfile.TemporaryDirectory() as place, EPContext.from_groups(device=rank_device()) as context:
         folder = shutil.copytree(checkpoints["mixtral shards"].folder, Path(place) / "copy")
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))

@@ -1,4 +1,4 @@
-"""`output_router_logits=True` of models with expert-parallel blocks against the untouched ones, in train mode."""
+"""`output_router_logits=True` with expert-parallel blocks equals the original models, in train mode."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, quiet, save, tiny_model
 from tests.fixtures.distributed_cases import batch_of
 
-WITH_LOSS = ("mixtral", "qwen3_moe", "gpt_oss")  # the others return logits and leave the loss to the user
-# transformers before 5.24 itself returns no router logits of two of them
+WITH_LOSS = ("mixtral", "qwen3_moe", "gpt_oss")  # the others return logits only, and the user computes the loss
+# transformers before 5.24 returns no router logits for two of them
 RETURNED = [f for f in FAMILIES if transformers.__version__ >= "5.24" or f not in ("deepseek_v3", "llama4_text")]
 HOWS = ("argument", "config", "checkpoints")
 BOUND = 1e-5  # as in test_transformers
@@ -26,7 +26,7 @@ LAYOUTS = {1: [{}], 2: [{"dp": 2}, {"tp": 2}, {"tp": 2, "ep": 1, "etp": 2}], 4: 
 
 
 def inputs(batch):
-    """Of a dp rank: padded on the left, labels for what is no padding."""
+    """Return the batch of a dp rank: padded on the left, with labels where there is no padding."""
     shape, device = (2 + batch, 14 - 3 * batch), rank_device()
     ids = torch.randint(0, 64, shape, generator=torch.Generator().manual_seed(batch)).to(device)
     mask = torch.ones_like(ids)
@@ -35,14 +35,14 @@ def inputs(batch):
 
 
 def router_weights(model, family):
-    """Of an untouched model, by layer."""
+    """Return the router weights of an original model, by layer."""
     blocks = [model.model.layers[n] for n in LAYERS[family]]
     blocks = [layer.feed_forward if family == "llama4_text" else layer.mlp for layer in blocks]
     return [(block.router if hasattr(block, "router") else block.gate).weight for block in blocks]
 
 
 def whole_loss(out):
-    """With the auxiliary loss inside; where there is none, a loss of the logits stands for it."""
+    """Return the loss with the auxiliary loss, or with a loss on the router logits if there is none."""
     if getattr(out, "aux_loss", None) is not None:
         return out.loss
     return out.loss + sum(logits.float().logsumexp(-1).square().mean() for logits in out.router_logits)
@@ -55,7 +55,8 @@ def test_logits_losses_and_gradients_equal_the_untouched_model(family, world_siz
     for at, sizes in enumerate(LAYOUTS[world_size]):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
             given = inputs(batch_of(context.layout, dist.get_rank()))
-            # who asks, and who computes again, is the model's part: each once, on two ranks each on another layout
+            # How router logits are asked for, and recomputation, concern only the model. On two ranks each way runs
+            # once, each under another layout.
             for how in HOWS[at::3] if world_size == 2 else HOWS:
                 changes = {"output_router_logits": True} if how == "config" else {}
                 call = given if how == "config" else given | {"output_router_logits": True}

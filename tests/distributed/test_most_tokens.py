@@ -1,4 +1,4 @@
-"""What ranks agree on before a call whose transport's buffers grow: the most tokens, or one error on all of them."""
+"""Ranks agree before a call whose buffers grow: on the most tokens of any rank, or on one error."""
 
 import logging
 import random
@@ -28,7 +28,10 @@ def most(context: EPContext, tokens: int, problem: str | None = None, **given) -
 @distributed(2, 4)
 @pytest.mark.parametrize("blind", [False, True], ids=["by the host's memory", "where one rank sees none"])
 def test_the_most_of_all_ranks(blind, world_size):
-    """Ranks of one group that cannot all see each other's memory ask the process group, all of them alike."""
+    """All ranks get the most tokens of any rank.
+
+    If one rank cannot see the others' host memory, all ranks use the process group instead.
+    """
     rank, heard = dist.get_rank(), logging.Handler()
     heard.emit = mock.Mock()
     logging.getLogger("ep_moe").addHandler(heard)
@@ -99,7 +102,7 @@ def test_a_rank_that_never_comes(world_size):
 
 @distributed(2)
 def test_a_rank_that_fails_elsewhere(world_size):
-    """Its peer hears of it while it waits."""
+    """A rank that waits for the agreement raises if its peer fails elsewhere."""
     context = made(dp=2, deadline_s=20)
     most(context, 1)
     start = time.monotonic()

@@ -1,4 +1,4 @@
-"""Nodes as contexts find them: by the hosts that ranks say they are on, or by `ranks_per_node`."""
+"""Contexts find nodes by the hosts that ranks report, or by `ranks_per_node`."""
 
 import os
 import time
@@ -21,7 +21,7 @@ def test_hosts_are_found_from_the_ranks(world_size):
         assert context.rank_groups["ep"].levels is None
     os.environ["NCCL_HOSTID"] = "left" if rank < 2 else "right"
     with EPContext.from_groups(device=rank_device()) as context:
-        os.environ["NCCL_HOSTID"] = "elsewhere"  # read once
+        os.environ["NCCL_HOSTID"] = "elsewhere"  # the variable is read once
         nodes = context.layout.nodes
         assert (nodes.nodes, nodes.hosts) == ((0, 0, 1, 1), ("left", "right"))
         levels = context.rank_groups["ep"].levels
@@ -44,10 +44,10 @@ def test_ranks_per_node(world_size):
         assert (levels.node.ranks, levels.rail.ranks) == ((rank,), (rank % 2, rank % 2 + 2))
     with EPContext.from_groups(device=rank_device(), ranks_per_node=2) as context:
         layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1), context)
-        for given, per_node in ((None, 2), (4, 4)):  # those that were found, unless it is said
+        for given, per_node in ((None, 2), (4, 4)):  # the context's ranks per node, unless an argument says otherwise
             layer.placement.choose(Replicas.NEAREST, ranks_per_node=given)
             assert layer.placement._ranks_per_node == per_node
-    with EPContext.from_groups(device=rank_device(), ranks_per_node=3) as context:  # other transports go on
+    with EPContext.from_groups(device=rank_device(), ranks_per_node=3) as context:  # without hierarchical transports
         assert "different numbers of ranks" in context.layout.without_rails
         assert context.rank_groups["ep"].levels is None
     with pytest.raises(ConfigError, match="ranks_per_node must be an integer in"):
@@ -61,7 +61,7 @@ def test_ranks_per_node(world_size):
 @distributed(4, deadline_s=40, expect_dead=[2, 3])
 @pytest.mark.parametrize("stage", ["dispatch", "experts"])
 def test_a_host_that_is_lost_within_a_call_is_named(stage, world_size):
-    """One PeerTimeout on each rank that is left, whichever level waits."""
+    """A lost host is named in one PeerTimeout on each remaining rank, whichever level waits."""
     config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=3)
     context = EPContext.from_groups(device=rank_device(), deadline_s=2.0, ranks_per_node=2)
     layer = MoELayer(config, context, name="block")

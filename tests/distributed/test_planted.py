@@ -1,4 +1,4 @@
-"""Planted errors: the comparison that every other test relies on must see each of them."""
+"""The comparison with the oracle, on which all other tests rely, finds each planted error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Experts = Callable[[Received], torch.Tensor]
 
 
 def differs(plant: Callable[[MoELayer], None], config: MoEConfig, all2all: str) -> None:
-    """The comparison holds before the error is planted, and fails on some rank after it."""
+    """Check that the comparison passes before the error is planted, and fails on some rank after it."""
     with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
         layer = fill(MoELayer(config, context, all2all=all2all, expert_map=MAP))
         bounds = {} if config == EXACT else {"rtol": 1e-5, "atol": 1e-2}

@@ -1,7 +1,7 @@
 """Random layouts, maps and batches: the layer on 1, 2 and 4 ranks equals one process exactly, on every transport.
 
-Every rank draws the same examples (seeded, no database), and learns of a mismatch on any other, so that all of them
-stop at the same one. The examples are small, and so they are not shrunk.
+Every rank draws the same examples (seeded, without a database). A mismatch on one rank reaches all ranks, so all stop
+at the same example. The examples are small, so they are not shrunk.
 """
 
 import dataclasses
@@ -58,7 +58,7 @@ def expert_maps(draw, ranks: int) -> ExpertMap:
 
 @st.composite
 def routings(draw, config: MoEConfig) -> Routing:
-    """For one batch: random with some -1, all tokens to one expert, or none at all."""
+    """Draw a routing for one batch: random with some -1, all tokens to one expert, or no routes at all."""
     tokens, kind = draw(st.integers(0, 6)), draw(st.sampled_from(["random", "one expert", "nowhere"]))
     routing = integer_routing(tokens, config, draw(st.integers(0, 99)))
     if kind == "random":

@@ -39,7 +39,7 @@ def test_within_the_bound_under_any_map(scheme, etp, world_size):
     expected, limit = expected_and_limit(
         CONFIG, SCHEMES[scheme], tensors, x, routing.ids, routing.weights, torch.bfloat16
     )
-    # up to 4 ranks' partial sums are added in bf16; each addition rounds by at most what `limit` allows a rank for it
+    # up to 4 ranks' partial sums are added in bf16; each addition rounds by at most a rank's `limit`
     limit = (1 + world_size) * limit
     with EPContext.from_groups(parallel, device=device) as context:
         for name, make in MAPS.items():

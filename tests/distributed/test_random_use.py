@@ -1,6 +1,6 @@
-"""A layer on ranks, used at random as a trainer does, beside a dense layer in plain torch that sees all ranks' tokens.
+"""Random uses of a layer on ranks, as a trainer would, against a dense layer in plain torch that sees all tokens.
 
-Every rank draws the same uses in the same order. What one of them leaves behind, the next one meets.
+Every rank draws the same uses in the same order. State that one use leaves behind meets the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYOUTS = {
     4: [P(dp=4), P(dp=2, tp=2), P(dp=4, ep=2), P(dp=2, tp=2, ep=2, etp=2)],
 }
 STEPS, RATE = 14, 0.05
-BOUND = 1e-4  # of the largest magnitude: sums of some hundred float32 numbers, over STEPS updates
+BOUND = 1e-4  # relative to the largest magnitude: sums of some hundred float32 numbers, over STEPS updates
 KINDS = {"w1": (16, 8), "w3": (16, 8), "w2": (8, 16)}
 
 
@@ -38,7 +38,7 @@ def drawn(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 class Dense:
-    """All experts and the router, as leaves on the CPU."""
+    """Hold all experts and the router as leaf tensors on the CPU."""
 
     def __init__(self, seed: int) -> None:
         experts = range(CONFIG.num_experts)
@@ -68,7 +68,7 @@ class Dense:
 
 @dataclass
 class Use:
-    """A layer and its dense twin, and what has been done with them."""
+    """Hold a layer, its dense reference, and a log of the uses."""
 
     context: EPContext
     layer: MoELayer
@@ -85,12 +85,12 @@ class Use:
         return self.rng.randrange(1 << 20)
 
     def rows(self) -> list[Tensor]:
-        """Of each batch."""
+        """Return the rows of each batch."""
         seed = self.seed()
         return [drawn((self.rng.choice([0, 1, 3, 7]), 8), seed + at) for at in range(self.count)]
 
     def given(self, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        """Routes for x, of which some are none."""
+        """Return routes for x, some of which are -1."""
         ids = drawn((len(x), CONFIG.num_experts), seed).topk(CONFIG.top_k).indices
         return ids.masked_fill(drawn(ids.shape, seed + 1) > 1, -1), drawn(ids.shape, seed + 2)
 
@@ -110,7 +110,7 @@ class Use:
 
     @torch.no_grad()
     def infer(self) -> None:
-        """Of any shape, strides and padding; by the layer's router, or by routes."""
+        """Call without gradients: any shape, strides and mask, by the layer's router or by given routes."""
         x, seed, masked = self.rows()[self.own], self.seed(), self.rng.random() < 0.3
         routed, strided, cube = (self.rng.random() < 0.5 for _ in range(3))
         ids, weights = self.given(x, seed) if routed else self.dense.route(x)
@@ -129,7 +129,7 @@ class Use:
         self.check([self.same(y, wanted, "a result")])
 
     def train(self) -> None:
-        """One or two micro-batches, a mean over ranks, and a step."""
+        """Train one or two micro-batches, average over ranks, and step."""
         problems: list[str | None] = []
         for _ in range(self.rng.choice([1, 1, 2])):
             problems += self.micro_batch(self.rows(), self.seed())
@@ -169,7 +169,7 @@ class Use:
     def trained(
         self, x: Tensor, given: Routing | None, direction: Tensor, *, again: bool
     ) -> tuple[Tensor, list[Tensor]]:
-        """again: computed once more in backward"""
+        """Run forward and backward, with recomputation if `again`."""
         device = self.context.device
         inputs = [t.detach().to(device).requires_grad_() for t in ([x] if given is None else [x, given.weights])]
 
@@ -213,7 +213,7 @@ class Use:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Numbers of one expert, by name."""
+        """Update all tensors of one expert by `update_expert`."""
         e, seed = self.rng.randrange(CONFIG.num_experts), self.seed()
         fresh = {kind: drawn(shape, seed + at).div(4) for at, (kind, shape) in enumerate(KINDS.items())}
         self.layer.update_expert(e, w13=torch.cat([fresh["w1"], fresh["w3"]]), w2=fresh["w2"])
@@ -222,7 +222,7 @@ class Use:
 
     @torch.no_grad()
     def replace(self) -> None:
-        """The numbers of some parameters, or their memory too, which torch does not do to a DTensor."""
+        """Scale some parameters in place, or by new `.data` where the parameter is no DTensor."""
         factor, own = self.rng.choice([0.5, 2.0]), self.context.layout.etp == 1 and self.rng.random() < 0.5
         for (e, kind), leaf in self.dense.experts.items():
             if self.rng.random() < 0.3:
@@ -234,7 +234,7 @@ class Use:
                     parameter.mul_(factor)
 
     def reload(self) -> None:
-        """A state dict, over other numbers."""
+        """Zero the parameters, then load the state dict."""
         state = {name: tensor.clone() for name, tensor in self.layer.state_dict().items()}
         with torch.no_grad():
             for parameter in self.layer.parameters():
@@ -242,7 +242,7 @@ class Use:
         self.layer.load_state_dict(state)
 
     def freeze(self) -> None:
-        """One kind of matrix, or let it learn again."""
+        """Freeze one kind of matrix, or unfreeze it."""
         kind = self.rng.choice(list(KINDS))
         for (e, name), leaf in self.dense.experts.items():
             if name == kind:
@@ -252,7 +252,7 @@ class Use:
                     parameter.grad = None
 
     def main_grads(self) -> None:
-        """Gradients in buffers, from now on."""
+        """Use main gradients from now on."""
         if self.context.layout.etp == 1 and self.layer.expert_weights.main_grads is None:
             self.optimizer.zero_grad()
             use_main_grads(self.layer)

@@ -1,4 +1,4 @@
-"""`bench/rebalance` measures what it says, on small layers on a CPU."""
+"""`bench/rebalance` measures what it claims, on small layers on a CPU."""
 
 import dataclasses
 

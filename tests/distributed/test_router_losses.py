@@ -1,4 +1,4 @@
-"""Losses of routers and bias updates on ranks against one process on all ranks' tokens."""
+"""Router losses and bias updates on ranks equal one process on all ranks' tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COUNTS = (5, 9, 0, 6)  # tokens of each batch
 HIDDEN, EXPERTS, TOP_K = 16, 6, 2
 METHOD = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True)
 CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=16, num_experts=EXPERTS, top_k=TOP_K, routing=METHOD)
-# Of sums of at most 40 tokens times 16 columns in another order: n roundings of 2^-24 each, of the largest entry
+# sums of at most 40 tokens times 16 columns in another order: n roundings of 2^-24 each, of the largest entry
 BOUND = 40 * HIDDEN * 2.0**-24
 
 
@@ -41,7 +41,7 @@ def rows(batch, step=0):
 
 
 class Gate(torch.nn.Module):
-    """A router of the user's."""
+    """A custom router."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def run(layers, x, again=False):
 
 
 def losses(layers, x, weight, context, again=False):
-    """Whole loss and what it has of balance. weight: of the rest."""
+    """Return the whole loss and its load balancing part. `weight` scales the rest."""
     with router_logits(layers) as recorded:
         y = run(layers, x, again)
     assert [tuple(logits.shape) for logits in recorded] == [(len(x), EXPERTS)] * 2
@@ -84,7 +84,7 @@ def losses(layers, x, weight, context, again=False):
 
 @functools.cache
 def one_process(number, own_router):
-    """Loss and gradients of x and of the routers, of `number` batches together."""
+    """Return the balancing loss and the gradients of x and of the routers, for `number` batches together."""
     device = rank_device()
     layers = two_layers(EPContext.local(device), own_router)
     x = torch.cat([rows(batch) for batch in range(number)]).requires_grad_()
@@ -126,7 +126,10 @@ def test_the_mean_over_ranks_is_one_process(world_size, own_router):
 
 @distributed(2)
 def test_the_balance_alone_of_one_rank(world_size):
-    """Without the output's gradient: what tp ranks record has that of all tokens, once, and the z-loss is alike."""
+    """The balance and z-loss of a rank's own tokens, without an output gradient, equal those of one process.
+
+    Logits recorded on tp ranks carry the gradient of all tokens exactly once.
+    """
     device = rank_device()
     plain = two_layers(EPContext.local(device))
     for parallel in (P(tp=2), P(tp=2, ep=1, etp=2), P(dp=2)):
@@ -145,7 +148,7 @@ def test_the_balance_alone_of_one_rank(world_size):
 
 @distributed(2)
 def test_recording_on_a_part_of_the_ranks(world_size):
-    """One dp rank records and the other does not: no step is out of place."""
+    """One dp rank may record router logits while the other does not; the ranks stay in step."""
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=20) as context, torch.no_grad():
         layers, x = two_layers(context), rows(0)
         expected = run(layers, x)
@@ -159,7 +162,7 @@ def test_recording_on_a_part_of_the_ranks(world_size):
 
 
 def trained(layers, context, batches_of, steps=3):
-    """The biases after `steps` optimizer steps of two micro-batches each."""
+    """Return the biases after `steps` optimizer steps of two micro-batches each."""
     optimizer = torch.optim.SGD(parameter_groups(layers), lr=0.0)
     optimizer.register_step_pre_hook(BiasUpdate(layers, context, speed=0.125))
     for step in range(steps):

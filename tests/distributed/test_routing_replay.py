@@ -1,4 +1,4 @@
-"""Routes that are recorded on one layout and replayed on another, over ranks."""
+"""Routes recorded under one layout are replayed under another."""
 
 import pytest
 import torch

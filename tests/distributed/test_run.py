@@ -1,4 +1,4 @@
-"""`ep-moe run` on several ranks: what it reports of all of them."""
+"""`ep-moe run` on several ranks reports on all of them."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace

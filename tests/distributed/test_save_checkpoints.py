@@ -1,4 +1,4 @@
-"""Models with expert-parallel layers saved as checkpoints that transformers loads, bit for bit."""
+"""Models with expert-parallel layers saved as checkpoints that transformers loads bit for bit."""
 
 import json
 import warnings
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
-    """Of each kind what transformers saves, by format, and a folder for each world size."""
+    """Write what transformers saves for each kind and format; return the root, where tests save too."""
     quiet()
     root = tmp_path_factory.mktemp("saved")
     for kind, make in KINDS.items():
@@ -46,7 +46,7 @@ def folders(tmp_path_factory):
 
 
 def check_sizes(folder, most):
-    """Files hold at most so many bytes of tensors, unless there is one."""
+    """Check that files hold at most `most` bytes of tensors, unless a file has only one tensor."""
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118 (no mapping)
@@ -55,7 +55,7 @@ def check_sizes(folder, most):
 
 
 def kinds_of(sizes, at):
-    """All in one process, and on two ranks that cut every expert, as each kind does in its way; else each once."""
+    """Return all kinds for one process and for etp, which cuts experts in a way of each kind; else every other kind."""
     kinds = list(KINDS)
     return kinds if sizes in ({}, {"tp": 2, "ep": 1, "etp": 2}) else kinds[at % 2 :: 2]
 
@@ -71,7 +71,7 @@ def test_files_are_those_of_transformers(folders, world_size):
                     to = folders / f"by {world_size}" / str(at) / kind / form
                     save_pretrained(model, to, save_original_format=original, max_shard_bytes=60_000)
                     assert (to / INDEX).exists() or rank_device().type == "cuda", "no rank returns before it is there"
-                    if dist.get_rank() == 0:  # the folder is not shared by hosts
+                    if dist.get_rank() == 0:  # hosts do not share the folder
                         check_equal(tensors_of(to), tensors_of(folders / kind / form))
                         check_sizes(to, 60_000)
                         whole = json.loads((to / INDEX).read_text())
@@ -85,7 +85,7 @@ def test_files_are_those_of_transformers(folders, world_size):
 
 @distributed(4)
 def test_experts_travel_to_the_rank_that_writes_alone(folders, monkeypatch, world_size):
-    """From their owners in its own EP group: those of other groups have nothing that it lacks."""
+    """Only ranks of the writing rank's EP group send experts. Other EP groups hold nothing that it lacks."""
     send, sent = dist.batch_isend_irecv, []
     monkeypatch.setattr(dist, "batch_isend_irecv", lambda works: sent.extend(works) or send(works))
     for sizes, senders in (({"dp": 2, "tp": 2, "ep": 2, "etp": 2}, {0, 2}), ({"dp": 4, "ep": 2}, {0, 1})):
@@ -105,11 +105,11 @@ def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(folders):
             save_pretrained(model, folders / "olmoe" / "per_expert" / "config.json")
         assert len(set(everywhere(str(caught.value)))) == 1
         ids = torch.arange(5)[None].to(rank_device())
-        assert model(input_ids=ids, use_cache=False).logits.isfinite().all()  # all can go on
+        assert model(input_ids=ids, use_cache=False).logits.isfinite().all()  # all ranks can go on
 
 
 def averaged(model, rank):
-    """What loops over all parameters do ahead of a save, in place, which no later call would be told by."""
+    """Average all parameters in place, as loops do before a save. No later call would report it."""
     with torch.no_grad():
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
@@ -150,7 +150,10 @@ def test_wrong_weights_are_saved_with_a_warning_on_all_ranks(spoil, sentence, fo
 @distributed(2, set_device=True, deadline_s=60)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_a_model_that_fsdp_has_cut_is_refused(ep, tmp_path, world_size):
-    """On all ranks: with ep < dp pieces of experts lie on ranks that do not write."""
+    """A model sharded by FSDP2 is refused on all ranks.
+
+    With ep < dp, ranks that do not write hold shards of experts.
+    """
     quiet()
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
         model = fully_shard(expert_parallel(tiny_model("qwen3_moe").to(rank_device()), context), context)

@@ -1,4 +1,4 @@
-"""What scales gradients beside `use_main_grads`: a pipeline's schedule, and a scaler of losses."""
+"""Scaled gradients with `use_main_grads`: pipeline schedules and loss scalers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def mean(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 @distributed(2)
 @pytest.mark.parametrize("unscaled", ["with the copy", "before it"])
 def test_a_scaler_beside_another_dtype_is_refused(unscaled, world_size):
-    """`grad` is a copy of `main_grad` from before `unscale_` or after it, and nothing tells which."""
+    """GradScaler is refused with main gradients of another dtype.
+
+    `grad` is a copy of `main_grad` made before or after `unscale_`, and nothing tells which.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(CONFIG, context)
         use_main_grads(layer, torch.float32)
@@ -51,7 +54,10 @@ def test_a_scaler_beside_another_dtype_is_refused(unscaled, world_size):
 @distributed(2)
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_a_pipeline_that_scales_gradients(dtype, world_size):
-    """Each rank has a pipeline of one stage, whose micro-batches are calls of a layer of both ranks."""
+    """A schedule with `scale_grads=True` works with main gradients in the parameter dtype, and is refused in another.
+
+    Each rank has a pipeline of one stage, and its micro-batches are calls of a layer over both ranks.
+    """
     alone = [dist.new_group([rank]) for rank in range(world_size)][dist.get_rank()]
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         torch.manual_seed(0)

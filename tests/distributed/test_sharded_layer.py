@@ -1,4 +1,4 @@
-"""What FSDP2 needs of a layer that is a module of its own there."""
+"""Layers that FSDP2 shards as modules of their own."""
 
 import pytest
 import torch
@@ -14,14 +14,17 @@ from tests.fixtures.training_model import CONFIG, WIDTH
 
 @distributed(2, set_device=True)
 def test_a_sharded_layers_result_is_written_in_place():
-    """FSDP2's hook on a module's result gathers its parameters for backward. It is lost with a view that is written."""
+    """An in-place write to the output of a sharded layer keeps gradients right.
+
+    FSDP2's hook on the output gathers the parameters for backward. An in-place write to a view would drop the hook.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         found = []
         for wrapped in (False, True):
             torch.manual_seed(0)
             model = nn.Sequential(MoELayer(CONFIG, context), nn.ReLU(inplace=True))
             if wrapped:
-                for module in (model[0], model):  # the root alone keeps what it gathered
+                for module in (model[0], model):  # only the root keeps its gathered parameters
                     training.fully_shard(module, context)
             x = torch.randn(2, 3, WIDTH, generator=torch.Generator().manual_seed(1)).to(context.device).requires_grad_()
             model(x).square().mean().backward()
@@ -34,7 +37,7 @@ def test_a_sharded_layers_result_is_written_in_place():
 
 @distributed(2, set_device=True)
 def test_a_refusal_leaves_the_layer_as_it_was():
-    """Of experts with factors, on a rank without experts too, and of an option that torch does not know."""
+    """A refused `fully_shard` leaves the layer unchanged, for LoRA experts and for options that torch does not know."""
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(CONFIG, context)
         add_lora(layer.expert_weights, {"w2": LowRank(2, 1.0)}, 0)
@@ -43,7 +46,7 @@ def test_a_refusal_leaves_the_layer_as_it_was():
         merge_lora(layer.expert_weights)
         with pytest.raises(TypeError, match="shard_all"):
             training.fully_shard(layer, context, shard_all=True)
-        training.use_main_grads(layer.requires_grad_(True))  # which wants experts that are whole
+        training.use_main_grads(layer.requires_grad_(True))  # needs unsharded experts
         layer(torch.ones(2, WIDTH, device=context.device)).square().sum().backward()
 
 
@@ -57,7 +60,7 @@ def test_an_expert_that_is_shared_out_is_not_updated():
 
 @distributed(2, set_device=True)
 def test_an_optimizer_of_the_parameters_before_they_were_cut_is_refused():
-    """It would train no expert, without a word."""
+    """An optimizer made before `fully_shard` is refused. It would silently train no expert."""
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(CONFIG, context)
         early = torch.optim.SGD(training.expert_parameters(layer), lr=0.1)

@@ -1,4 +1,4 @@
-"""Tensors that are none of plain rows: computed where they hold these, refused by name elsewhere."""
+"""Tensor subclasses: computed if they hold plain rows, refused by name otherwise."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_tensors_of_other_kinds_are_refused_and_the_context_goes_on(world_size):
         x, mask = torch.ones(4, 16, device=context.device), torch.ones(4, dtype=torch.bool, device=context.device)
         routing = Routing(torch.zeros(4, CONFIG.top_k, dtype=torch.int64, device=context.device), x[:, : CONFIG.top_k])
         for make, words in KINDS.values():
-            odd = [make(x), make(mask), make(routing.ids), make(routing.weights)]  # a mesh is made on all ranks
+            odd = [make(x), make(mask), make(routing.ids), make(routing.weights)]  # all ranks make the mesh
             given = odd if dist.get_rank() == ODD else [x, mask, routing.ids, routing.weights]
             for name, call in (
                 ("x", lambda given=given: layer(given[0])),
@@ -50,7 +50,7 @@ def test_tensors_of_other_kinds_are_refused_and_the_context_goes_on(world_size):
 
 
 class Named(torch.Tensor):
-    """As libraries have them, to know what a tensor is."""
+    """A subclass that only marks a tensor, as libraries have them."""
 
 
 @distributed(1, 2)

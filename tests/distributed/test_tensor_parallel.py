@@ -1,4 +1,4 @@
-"""Dense weights that torch's tensor parallelism cuts over the tp ranks, beside a MoE layer, against one process."""
+"""Dense weights sharded by torch's tensor parallelism beside a MoE layer equal one process."""
 
 import math
 
@@ -21,7 +21,7 @@ BOUND = 1e-5  # relative; sums of some hundred float32 numbers
 
 
 class Model(nn.Module):
-    """Of whose dense part `norm` and the router are whole on each rank."""
+    """A model whose `norm` and router are replicated over tp."""
 
     def __init__(self, context: EPContext) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def backward(model: nn.Module, x: Tensor) -> None:
 
 
 def rows(context: EPContext, step: int = 0) -> tuple[Tensor, Tensor]:
-    """Of this dp rank, and of all."""
+    """Return the rows of this dp rank and of all ranks."""
     x = torch.randn(12, 16, generator=torch.Generator().manual_seed(step)).to(context.device)
     return x.chunk(context.layout.dp)[context.layout.dp_rank], x
 
@@ -60,7 +60,10 @@ def check_norms(model: nn.Module, context: EPContext, alone: nn.Module) -> None:
 
 @distributed(2, deadline_s=60)
 def test_parameter_groups_has_no_group_of_dtensors_and_plain_tensors(world_size):
-    """Each is updated in one call, and `parameter_groups` is the remedy where that is refused."""
+    """`parameter_groups` separates DTensors from plain tensors.
+
+    The optimizer updates a group in one call, which cannot mix them.
+    """
     mesh = init_device_mesh(rank_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     with EPContext.from_mesh(mesh, device=rank_device(), deadline_s=20) as context:
         model = made(context, mesh["tp"])
@@ -75,7 +78,8 @@ def test_parameter_groups_has_no_group_of_dtensors_and_plain_tensors(world_size)
 
 @distributed(4, set_device=True, deadline_s=60)
 def test_the_norm_counts_fsdp_over_tensor_parallel_weights_once(world_size):
-    """FSDP2 cuts the pieces of the tp ranks over dp: four pieces, which torch calls strided shards."""
+    """The gradient norm counts each element once if FSDP2 shards tp-sharded weights over dp (torch's strided
+    shards)."""
     mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     with EPContext.from_mesh(mesh, device=rank_device(), deadline_s=20) as context:
         model, alone = made(context, mesh["tp"]), made(EPContext.local(rank_device()))
@@ -83,13 +87,16 @@ def test_the_norm_counts_fsdp_over_tensor_parallel_weights_once(world_size):
         own, everything = rows(context)
         backward(model, own)
         backward(alone, everything)
-        training.sync_gradients(model, context)  # FSDP's means over dp are served where tokens are replicated
+        training.sync_gradients(model, context)  # FSDP's means over dp are accepted where tokens are replicated
         check_norms(model, context, alone)
 
 
 @distributed(2, deadline_s=60)
 def test_the_norm_is_of_summed_gradients(world_size):
-    """Sequence parallelism leaves each tp rank the summand of its own rows, and the norm is no sum of theirs."""
+    """With sequence parallelism, the norm is that of the gradients summed over tp.
+
+    Each tp rank holds only the contribution of its own rows.
+    """
     mesh = init_device_mesh(rank_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     with EPContext.from_mesh(mesh, device=rank_device(), deadline_s=20) as context:
         norm, alone = nn.LayerNorm(16).to(context.device), nn.LayerNorm(16)
@@ -103,7 +110,7 @@ def test_the_norm_is_of_summed_gradients(world_size):
 
 @distributed(4, deadline_s=60)
 def test_steps_are_those_of_one_process(world_size):
-    """Each tp rank's piece is averaged over dp, and counts once in the norm."""
+    """Steps equal one process: each tp shard is averaged over dp, and counts once in the norm."""
     mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     with EPContext.from_mesh(mesh, device=rank_device(), deadline_s=20) as context:
         model, alone = made(context, mesh["tp"]), made(EPContext.local(rank_device()))
@@ -138,7 +145,7 @@ def test_pieces_that_differ_over_dp_are_found(world_size):
             assert torch.equal(local(parameter.grad), gradient), "a refused call changes nothing"
 
 
-MESHES = {  # of the weights, and the words of the error
+MESHES = {  # meshes of the weights, with a part of the error
     "of dp ranks": (P(dp=4), (2, 2), "up.weight is a DTensor over ranks 0, 1, which are not of one tp group"),
     "of tp ranks with tokens of their own": (
         P(dp=2, tp=2, tokens=Tokens.SHARDED),
@@ -161,7 +168,10 @@ def test_weights_cut_over_other_ranks_are_refused(case, world_size):
 
 @distributed(4, set_device=True, deadline_s=60)
 def test_fsdp_over_some_dp_ranks_is_refused(world_size):
-    """It averages dense gradients over two ranks, where those of experts are sums of four."""
+    """FSDP over only some dp ranks is refused.
+
+    It averages dense gradients over two ranks, where those of experts are sums of four.
+    """
     mesh = init_device_mesh(rank_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     with EPContext.from_groups(P(dp=4), device=rank_device(), deadline_s=20) as context:
         model = made(context)

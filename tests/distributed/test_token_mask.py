@@ -1,4 +1,7 @@
-"""Padding: not counted as load, not sent, and tokens computed as without it. Layers by a mask, models by their own."""
+"""Padding is not counted as load and not sent; tokens equal those without padding.
+
+Layers take a mask, models their attention mask.
+"""
 
 import pytest
 import torch
@@ -29,14 +32,14 @@ BOUND = 1e-5  # as in test_transformers
 
 
 def load(layer):
-    """Routes per expert of all ranks, and begin anew."""
+    """Return the routes per expert of all ranks, and reset the counters."""
     found = torch.tensor(layer.stats().expert_load)
     layer.placement.reset_load()
     return found
 
 
 def batch_and_mask(context):
-    """Of a batch: 6 rows, and which are tokens. Odd batches have no padding, and pass no mask."""
+    """Return 6 rows and the mask of tokens. Odd batches have no padding and no mask."""
     batch = batch_of(context.layout, dist.get_rank())
     x = (integer_rows(6, 16, batch) + 1).to(context.device)
     mask = torch.tensor([False, True, True, False, True, True], device=context.device).roll(batch // 2)
@@ -57,14 +60,14 @@ def test_a_masked_layer_on_every_layout(world_size):
                 chosen = layer.router(x)
                 counted = torch.bincount(chosen.ids[tokens].flatten(), minlength=8)
                 batches = dict(everywhere((batch_of(context.layout, dist.get_rank()), counted.cpu())))
-                groups = context.layout.replicas if context.layout.ep == 1 else 1  # stats are of an EP group
+                groups = context.layout.replicas if context.layout.ep == 1 else 1  # stats cover one EP group
                 expected = sum(batches.values()) if groups == 1 else counted.cpu()
                 for send in (False, True):
                     found = layer(x.view(2, 3, 16), None if mask is None else mask.view(2, 3), send_masked=send)
                     where = f"{sizes} {all2all} send_masked={send}"
                     assert_same(load(layer), expected, where)
                     found = found.view(6, 16)
-                    # sums of some 34 terms in another order, whose terms are as large as the largest output
+                    # sums of some 34 terms in another order, each at most as large as the largest output
                     apart = {"rtol": 0, "atol": BOUND * float(whole.abs().max())}
                     torch.testing.assert_close(found[tokens], whole[tokens], **apart)
                     shared = whole if send else layer.shared_experts(x)
@@ -102,7 +105,7 @@ def test_tp_ranks_with_different_masks_are_refused(world_size):
 
 @distributed(2)
 def test_masked_gradients_are_those_of_the_tokens(world_size):
-    """Against a call without the rows of padding."""
+    """Gradients with a mask equal those of a call without the padding rows."""
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
         one, other = (fill(MoELayer(CONFIG, context)) for _ in range(2))
         other.load_state_dict(one.state_dict())
@@ -133,7 +136,7 @@ ROUTINGS = {
 @distributed(1, 2, 4, set_device=True)  # `torch.equal` of DTensors is a collective on the current device
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_padding_that_is_no_number_is_in_no_gradient(name, world_size):
-    """Against the same call on zeros: the rows of padding reach nothing, and so the same bits are due."""
+    """NaN in padding rows reaches no output of a token and no gradient. The same bits are due as with zeros there."""
     for sizes in LAYOUTS.get(world_size, [{}]):
         for exact in (False, True) if "etp" not in sizes else (False,):
             with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
@@ -153,7 +156,7 @@ def test_padding_that_is_no_number_is_in_no_gradient(name, world_size):
 
 
 def padded(layout):
-    """Token ids of a dp rank and their mask, with padding on the left; none at all on odd ones."""
+    """Return token ids and mask of a dp rank, padded on the left. Odd ranks have no padding."""
     ids = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(layout.dp_rank)).to(rank_device())
     mask = torch.ones_like(ids)
     if layout.dp_rank % 2 == 0:
@@ -162,7 +165,7 @@ def padded(layout):
 
 
 def routes(model, layout):
-    """Tokens that each layer counted, of all ranks with tokens of their own."""
+    """Return the tokens that each layer counted."""
     top_k = model.config.num_experts_per_tok
     return [int(load(layer).sum()) / top_k for layer in moe_layers(model)]
 
@@ -176,11 +179,11 @@ def test_padding_of_a_model(family, world_size):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context, torch.no_grad():
             model = expert_parallel(tiny_model(family).to(rank_device()), context)
             ids, mask = padded(context.layout)
-            # transformers compiles a decode of a static cache on a GPU
+            # on a GPU transformers compiles decoding with a static cache
             how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
             try:
                 plain.generate(ids, attention_mask=mask, **how, cache_implementation="static")
-            except TypeError as error:  # transformers 5.17's own Llama-4, whose masks take fewer arguments
+            except TypeError as error:  # transformers 5.17's own Llama-4, whose mask functions take fewer arguments
                 pytest.skip(f"transformers itself fails: {error}")
             tokens = 21 + 27 * (context.layout.dp - 1)
             expected, found = (m(ids, attention_mask=mask).logits for m in (plain, model))
@@ -215,7 +218,10 @@ def test_generation_goes_on_from_padding_on_the_right_as_transformers_does(world
 
 @distributed(2)
 def test_padding_in_training_is_computed_and_not_counted(world_size):
-    """The whole of transformers' numbers, those of padding too; with activation checkpointing once."""
+    """In training, all outputs equal transformers', those of padding included, and padding is no load.
+
+    Activation checkpointing does not count tokens twice.
+    """
     quiet()
     for family in ("mixtral", "deepseek_v3"):
         with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
@@ -223,7 +229,7 @@ def test_padding_in_training_is_computed_and_not_counted(world_size):
             model = expert_parallel(tiny_model(family).to(rank_device()), context).train()
             model.gradient_checkpointing_enable()
             ids, mask = padded(context.layout)
-            logits = "router_logits" in (plain.model._can_record_outputs or {})  # no DeepSeek's in transformers 5.17
+            logits = "router_logits" in (plain.model._can_record_outputs or {})  # transformers 5.17: not DeepSeek
             how = {"attention_mask": mask, "use_cache": False} | ({"output_router_logits": True} if logits else {})
             outputs = [m(ids, **how) for m in (plain, model)]
             for name in ("logits", "router_logits") if logits else ("logits",):

@@ -1,5 +1,7 @@
-"""Backward by a transport's own calls (`nvlink_p2p`) against backward that autograd follows (`torch_a2a`), on integers:
-gradients are equal to the last bit."""
+"""Backward by the transport's own calls (`nvlink_p2p`) equals backward through autograd (`torch_a2a`) bit for bit.
+
+All numbers are small integers.
+"""
 
 import contextlib
 import dataclasses
@@ -43,7 +45,7 @@ COUNTS = (5, 3, 0, 7), (0, 6, 0, 0)
 
 @contextlib.contextmanager
 def pair(sizes, spare=0, **options):
-    """The layer over nvlink_p2p, and its twin over torch_a2a."""
+    """Yield a layer over nvlink_p2p and the same layer over torch_a2a."""
     parallel, device = ParallelConfig(**sizes), rank_device()
     with (
         p2p_on_cpu(),
@@ -101,7 +103,10 @@ def compare(layers, tokens, seed, what):
 @distributed(2, 4)
 @pytest.mark.parametrize(("spare", "to_peers"), [(0, False), (3, False), (3, True)])
 def test_gradients_are_those_that_autograd_finds(spare, to_peers, world_size):
-    """to_peers: experts write results and gradients of rows there by themselves"""
+    """Gradients equal those of autograd.
+
+    With `to_peers`, experts write results and gradients of rows to their peers' memory themselves.
+    """
     for sizes in LAYOUTS[world_size]:
         if spare and sizes.get("etp"):
             continue
@@ -113,7 +118,7 @@ def test_gradients_are_those_that_autograd_finds(spare, to_peers, world_size):
 
 @distributed(2)
 def test_results_and_gradients_are_both_written_to_the_peers(world_size):
-    """In eager calls, and where recorded ones stand in for CUDA graphs."""
+    """Results and gradients are both written to the peers, in eager and in recorded calls."""
     if rank_device().type == "cpu":
         stand_in()
     written = mock.patch.object(
@@ -146,7 +151,10 @@ def test_a_kernel_of_another_package_takes_no_place_at_the_peers(world_size):
 @distributed(2)
 @pytest.mark.parametrize("options", [{}, {"pipeline": 3}], ids=["whole", "in parts"])
 def test_a_rank_whose_copies_do_not_learn(options, world_size):
-    """It takes part in its peer's sums where the peer sums: behind all that backward exchanges."""
+    """A rank with frozen replicas takes part in the gradient sums of its peer.
+
+    It does so where the peer sums: after all exchanges of backward.
+    """
     with pair({"dp": 2}, 3, **options) as layers:
         if dist.get_rank():
             for layer in layers:
@@ -157,7 +165,7 @@ def test_a_rank_whose_copies_do_not_learn(options, world_size):
 
 @distributed(2)
 def test_copies_that_begin_to_learn_later(world_size):
-    """On one rank, and on none after that."""
+    """Replicas may start to learn later, on one rank only, and stop again."""
     with pair({"dp": 2}, 3) as layers:
         for learns in (False, dist.get_rank() == 0, False):
             for layer in layers:
@@ -167,7 +175,10 @@ def test_copies_that_begin_to_learn_later(world_size):
 
 @distributed(2)
 def test_gradients_pass_through_quantised_experts(world_size):
-    """Of the rows and the routing weights: codes have none. MXFP4 holds these integers as they are."""
+    """Rows and routing weights get gradients through quantized experts.
+
+    Quantized codes have no gradient. MXFP4 represents these integers exactly.
+    """
     config = dataclasses.replace(CONFIG, hidden_size=32, intermediate_size=32)
     with p2p_on_cpu(), EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         layers = [
@@ -185,7 +196,7 @@ def test_parts_are_trained_one_after_the_other(world_size):
 
 @distributed(2)
 def test_calls_in_flight_have_their_own_rows(world_size):
-    """Two forwards, then their backwards in either order; the sum of what each alone gives."""
+    """Two forwards before their backwards keep rows of their own, in either order of backward."""
     with pair({"dp": 2}) as (layer, _):
         rank = dist.get_rank()
         seeds = (rank, rank + 10)
@@ -215,7 +226,7 @@ def test_calls_in_flight_have_their_own_rows(world_size):
 
 @distributed(2)
 def test_some_gradients_alone_leave_the_ranks_in_step(world_size):
-    """Only x's gradient, only the experts', none at all: the calls behind are right."""
+    """Calls after a backward for only x, only the experts, or nothing are right."""
     with pair({"dp": 2}) as layers:
         layer, rank = layers[0], dist.get_rank()
         x, ids, weights, behind = given(layer, 4, rank)
@@ -224,7 +235,7 @@ def test_some_gradients_alone_leave_the_ranks_in_step(world_size):
         y = layer.forward_routed(x.detach(), Routing(ids, weights.detach()))
         y.backward(behind)
         assert any(p.grad is not None for p in layer.expert_weights.parameters()) == bool(layer.expert_weights.held)
-        layer.forward_routed(x, Routing(ids, weights))  # dropped without a backward
+        layer.forward_routed(x, Routing(ids, weights))  # no backward
         with torch.no_grad():
             layer.forward_routed(x, Routing(ids, weights))
         compare(layers, 4, rank, "behind them")
@@ -235,7 +246,7 @@ def test_some_gradients_alone_leave_the_ranks_in_step(world_size):
 
 @distributed(2)
 def test_a_second_derivative_is_refused(world_size):
-    """It would be zero without a word: backward's own calls are in no graph."""
+    """Double backward is refused. It would silently be zero, as the transport's backward is in no graph."""
     with pair({"dp": 2}) as (layer, _):
         x, ids, weights, behind = given(layer, 4, dist.get_rank())
         y = layer.forward_routed(x, Routing(ids, weights))
@@ -263,7 +274,7 @@ def test_activation_checkpointing(world_size):
 
 
 def kept_by(layer, tokens):
-    """The result of a call, and the bytes that autograd keeps beside parameters and what the caller gave."""
+    """Return a call's result, and the bytes that autograd saves beside parameters and the caller's tensors."""
     x, ids, weights, _ = given(layer, tokens, dist.get_rank())
     held = {one.untyped_storage().data_ptr() for one in [x, *layer.parameters()]}
     kept = {}
@@ -280,7 +291,7 @@ def kept_by(layer, tokens):
 
 @distributed(2)
 def test_what_a_call_keeps_is_in_the_plan(world_size):
-    """Every tensor, with room for the rows of the bound in force."""
+    """`plan(train_tokens=)` counts every saved tensor, with room for the rows of the token limit."""
     with pair({"dp": 2}) as layers:
         layer = layers[0]
         for tokens in (MOST, 3):
@@ -315,7 +326,7 @@ def test_what_a_call_keeps_over_buffers_that_grow(world_size):
 
 @distributed(2)
 def test_recomputed_steps_dispatch_once(world_size):
-    """The gradients of a step that keeps everything; backward sends gradients alone, and no row or route again."""
+    """`recompute=True` gives equal gradients, and its backward sends only gradients, no row or route again."""
     with pair({"dp": 2}) as (_, plain):
         context, rank = plain.context, dist.get_rank()
         for name in ("nvlink_p2p", "allgather", "torch_a2a"):
@@ -331,7 +342,10 @@ def test_recomputed_steps_dispatch_once(world_size):
 
 @distributed(2)
 def test_weights_that_are_written_between_forward_and_backward_are_named(world_size):
-    """Ahead of autograd's look at what it saved, which says less, and not on all ranks."""
+    """Weights written between forward and backward raise the same error on all ranks.
+
+    The check comes before autograd's own, which says less and only on some ranks.
+    """
     with pair({"dp": 2}) as (layer, _):
         x, ids, weights, grad = given(layer, 3, dist.get_rank())
         out = run(layer, ids, x, weights)
@@ -343,7 +357,10 @@ def test_weights_that_are_written_between_forward_and_backward_are_named(world_s
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
 @distributed(2)
 def test_the_benchmark_of_transports_with_their_backward(world_size):
-    """Experts that return their input: each rank with an expert of a row adds the row, and its gradient."""
+    """The benchmark of a transport's backward computes right values.
+
+    Experts return their input, so each rank with an expert for a row adds the row once, and its gradient.
+    """
     tokens, hidden = 5, 64
 
     def timed(calls, **_):

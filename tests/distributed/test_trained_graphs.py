@@ -1,5 +1,5 @@
-"""Calls with gradients that are recorded and made again, over memory that ranks share: gradients equal those of a twin
-that runs each call, to the last bit."""
+"""Training calls that are recorded and replayed, over memory that ranks share: gradients equal eager ones bit for
+bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST = 8
 
 @contextlib.contextmanager
 def pair(most=MOST, spare=0):
-    """The layer over nvlink_p2p, and its twin over torch_a2a, which is never recorded."""
+    """Yield a layer over nvlink_p2p, and one over torch_a2a, which is never recorded."""
     stand_in()
     with (
         p2p_on_cpu(),
@@ -50,7 +50,7 @@ def pair(most=MOST, spare=0):
 
 
 class Call:
-    """Forward of one layer on tokens of a seed."""
+    """Run forward of one layer on tokens drawn from a seed."""
 
     def __init__(self, layer, tokens, seed):
         self.x = integer_rows(tokens, 16, seed).requires_grad_()
@@ -73,14 +73,14 @@ def experts(layer):
 
 
 def same(layers, act, what):
-    """What act(layer) finds, on both; and the experts' gradients. Returns how many replays there were."""
+    """Check that act(layer) and the experts' gradients are equal for both layers. Return the number of replays."""
     found, before = [], EmulatedRecorder.replays
     for layer in layers:
         layer.zero_grad()
         found.append(act(layer) | experts(layer))
     for name, wanted in found[1].items():
         own = found[0][name]
-        if own is None or wanted is None:  # None: no token came
+        if own is None or wanted is None:  # None: the expert received no token
             assert not any(one is not None and one.any() for one in (own, wanted)), f"{what}: {name}"
             continue
         assert_same(own, wanted, f"{what}: {name}")
@@ -95,7 +95,7 @@ def step(layer, tokens, seed):
 
 
 def recorded(layers, rank):
-    """Three steps: noted, recorded, and replayed in as many steps of the flight recorder."""
+    """Run three steps: noted, recorded, and replayed. Recording and replay take equally many flight recorder steps."""
     flight_recorder, numbers = layers[0].context.flight_recorder, []
 
     def counted(layer, n):
@@ -115,7 +115,7 @@ def recorded(layers, rank):
 @pytest.mark.parametrize("main", [False, True])
 @pytest.mark.parametrize("spare", [0, 2])
 def test_replayed_steps(main, spare, world_size):
-    """Any number of tokens within the bound, none too; gradients that add up over calls."""
+    """Replays work for any number of tokens up to the limit, for 0 tokens, and for gradients that add up over calls."""
     with pair(spare=spare) as layers:
         rank = dist.get_rank()
         if main:
@@ -133,7 +133,10 @@ def test_replayed_steps(main, spare, world_size):
 
 @distributed(2)
 def test_calls_in_flight(world_size):
-    """A call whose memory another one holds runs eagerly. The order of backwards, and kept graphs, change nothing."""
+    """A call whose memory another call still holds runs eagerly.
+
+    The order of backwards and `retain_graph` do not matter.
+    """
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
@@ -165,7 +168,7 @@ def test_calls_in_flight(world_size):
 
 @distributed(2)
 def test_a_rank_that_runs_what_its_peer_replays(world_size):
-    """Both are right, and in step."""
+    """A rank that runs eagerly beside one that replays: both are right and in step."""
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
@@ -178,7 +181,7 @@ def test_a_rank_that_runs_what_its_peer_replays(world_size):
 
 
 def node_of(call):
-    """The node of autograd's graph that holds what forward left."""
+    """Return the autograd node that holds the saved tensors of a call."""
     node = call.out.grad_fn
     while type(node).__name__ != "_TrainedExchangeBackward":
         node = node.next_functions[0][0]
@@ -187,7 +190,7 @@ def node_of(call):
 
 @distributed(2)
 def test_one_saved_tensor_that_is_held(world_size):
-    """The next call runs eagerly while anything holds one of them, and is a replay after that."""
+    """The next call runs eagerly while anything holds a saved tensor, and replays afterwards."""
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
@@ -206,7 +209,7 @@ def test_one_saved_tensor_that_is_held(world_size):
 
 @distributed(2)
 def test_saved_tensors_that_a_hook_has_copied(world_size):
-    """Backward reads the copies: the next forward has written the memory of the graph."""
+    """Backward reads the copies that a saved-tensor hook made. The next forward overwrites the graph's own memory."""
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
@@ -228,7 +231,7 @@ def test_saved_tensors_that_a_hook_has_copied(world_size):
 
 @distributed(2)
 def test_calls_under_hooks_of_saved_tensors(world_size):
-    """They run eagerly: a hook may read a tensor on another stream without holding it."""
+    """Calls under saved-tensor hooks run eagerly. A hook may read a tensor on another stream without holding it."""
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
@@ -268,7 +271,10 @@ class Seeing(TorchDispatchMode):
 
 @distributed(2)
 def test_calls_whose_operations_are_seen(world_size):
-    """They run, each with the same operations: selective checkpointing finds what it saved by their numbers."""
+    """Calls under a dispatch mode run eagerly, with the same operations each time.
+
+    Selective checkpointing finds saved results by operation number.
+    """
     with pair() as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
@@ -284,7 +290,8 @@ def test_calls_whose_operations_are_seen(world_size):
 
 @distributed(2)
 def test_layers_in_any_order(world_size):
-    """Two layers share what is not kept: forward of one between forward and backward of the other."""
+    """Two layers share the memory that is not saved: forward of one may run between forward and backward of the
+    other."""
     with pair() as first, contextlib.ExitStack() as stack:
         rank, context = dist.get_rank(), first[0].context
         second = [fill(MoELayer(CONFIG, context, all2all=name, experts="reference"), seed=1) for name in
@@ -312,12 +319,12 @@ def test_layers_in_any_order(world_size):
 
 @distributed(2)
 def test_what_graphs_read_moves(world_size):
-    """Weights in other memory, and buffers that have grown: others are recorded."""
+    """Weights in new memory and buffers that have grown cause a new recording, but not again and again."""
     with pair(most=None) as layers:
         rank = dist.get_rank()
         recorded(layers, rank)
         for layer in layers:
-            layer.double().float()  # converted, and so in new memory
+            layer.double().float()  # a round trip that gives new memory
         for n, replays in enumerate((0, 2, 2)):
             assert same(layers, functools.partial(step, tokens=5, seed=40 + rank + n), "moved weights") == replays
         layers[0]._dispatcher().least_room = 1
@@ -335,7 +342,7 @@ def test_what_graphs_read_moves(world_size):
             same(layers, functools.partial(step, tokens=5, seed=70 + rank + n), "other numbers")
         replays, before = [], []
         for n in range(2 * _MOVES + 4):
-            before.append(layers[0].expert_weights.stored_tensors())  # or memory would be used again
+            before.append(layers[0].expert_weights.stored_tensors())  # hold it, or the allocator would reuse it
             for layer in layers:
                 layer.double().float()
             replays.append(same(layers, functools.partial(step, tokens=5, seed=80 + rank + n), "moved each time"))
@@ -362,13 +369,13 @@ def test_few_bounds_are_kept(world_size):
 
 @distributed(2)
 def test_a_call_that_cannot_be_recorded(world_size):
-    """It runs, on all ranks, and a warning says so after a few tries."""
+    """A call that cannot be recorded runs eagerly on all ranks, and warns after a few tries."""
     with pair() as layers:
         rank = dist.get_rank()
 
         def fails(call):
             slot = layers[0]._dispatcher().buffer_pool.made[0]
-            slot.busy = True  # as a capture that ends between dispatch and combine
+            slot.busy = True  # as after a capture that fails between dispatch and combine
             raise RuntimeError("no capture")
 
         broken = mock.patch.object(EmulatedRecorder, "record_within_step", side_effect=fails)
@@ -382,7 +389,7 @@ def test_a_call_that_cannot_be_recorded(world_size):
 
 @distributed(2)
 def test_too_many_tokens(world_size):
-    """The rank that passes them raises at once; its peer, which replays, gets NaN and hears of it."""
+    """A rank with too many tokens raises at once; its replaying peer gets NaN and learns of the refusal."""
     with pair() as (layer, twin):
         rank = dist.get_rank()
         recorded([layer, twin], rank)

@@ -1,4 +1,4 @@
-"""Calls with gradients that are recorded as CUDA graphs by themselves: bits equal those of a layer that runs each."""
+"""Training calls that are recorded as CUDA graphs automatically equal eager calls bit for bit."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ COUNTS = [(96, 96), (96, 96), (96, 96), (96, 96), (5, 90), (0, 33), (96, 0), (64
 
 
 def layers(context, *, main, options=None):
-    """Two that are recorded, and two that are not."""
+    """Return two models of two layers each: one is recorded, the other never."""
     found = []
     for recorded in (True, False):
         torch.manual_seed(0)
@@ -61,7 +61,7 @@ def test_recorded_steps_equal_eager_ones(most, main, options, world_size):
             generator = torch.Generator().manual_seed(10 * step + rank)
             given, behind = (torch.randn(tokens, 256, generator=generator).to(device, torch.bfloat16) for _ in range(2))
             for model in pair:
-                if step % 3 != 1:  # else gradients add up
+                if step % 3 != 1:  # otherwise gradients add up
                     for parameter in model.parameters():
                         parameter.grad = None
                         if hasattr(parameter, "main_grad"):
@@ -86,7 +86,7 @@ def test_recorded_steps_equal_eager_ones(most, main, options, world_size):
 @distributed(2)
 @pytest.mark.parametrize("runs", [0, 1])
 def test_a_rank_that_runs_what_its_peer_replays(runs, world_size):
-    """The bits of two ranks that both run each call, and the flight recorders stay in step."""
+    """A rank that runs eagerly beside one that replays: the bits of eager ranks, and flight recorders in step."""
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(dp=2), device=device) as context:
         rank, pair = dist.get_rank(), layers(context, main=None)

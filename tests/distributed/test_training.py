@@ -1,4 +1,4 @@
-"""Training on ranks against training in one process: gradients' helpers, torch's wrappers, and what is refused."""
+"""Training on ranks equals training in one process: gradient tools, torch's wrappers, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUTS = {
     2: [P(dp=2), P(tp=2), P(tp=2, tokens=Tokens.SHARDED), P(dp=2, ep=1), P(dp=2, ep=1, etp=2)],
     4: [P(dp=4), P(dp=2, tp=2), P(dp=4, ep=2), P(dp=4, ep=2, etp=2), P(dp=2, tp=2, ep=2, etp=2), P(dp=4, ep=1, etp=2)],
 }
-# the third loss is the first that the optimizer's state has a part in
+# the optimizer's state affects the third loss first
 STEPS, BOUND, MAX_NORM = 3, 1e-5, 0.5  # relative; the losses are float32 means of some hundred numbers
 
 
@@ -75,15 +75,18 @@ WAYS = {"by hand": by_hand, "DDP": by_ddp, "FSDP2": by_fsdp}
 @distributed(2, 4, deadline_s=280)
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_are_those_of_one_process(way, world_size):
-    """The wrappers leave experts to the same code as `sync_gradients`: each layout has one of the optimizers there."""
-    # clipped under SGD, whose steps are as long as the gradients; AdamW's hardly depend on a factor
+    """Losses equal one process, by hand and under torch's wrappers.
+
+    Wrappers leave experts to the code of `sync_gradients`, so under them each layout runs with one of the optimizers.
+    """
+    # clip under SGD, whose steps are proportional to the gradients; AdamW hardly depends on their scale
     runs = (("sgd", MAX_NORM, [lambda context: None]), ("adamw", None, [redundant]))
     for at, (optimizer, max_norm, maps) in enumerate(runs):
         wanted = one_process(optimizer, STEPS, max_norm, rank_device())
         for context in contexts(LAYOUTS[world_size] if way == "by hand" else LAYOUTS[world_size][at::2]):
             for expert_map in [found(context) for found in maps]:
                 if way == "FSDP2" and context.device.type == "cuda":
-                    torch.cuda.set_device(context.device)  # torch's FSDP2 asks for it
+                    torch.cuda.set_device(context.device)  # needed by FSDP2
                 model, after = WAYS[way](made(context, expert_map), context)
 
                 def finish(model=model, after=after, context=context, max_norm=max_norm):
@@ -102,7 +105,10 @@ def test_losses_are_those_of_one_process(way, world_size):
 @distributed(2)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_means_of_the_users_own_beside_sums_are_warned_of(ep, world_size):
-    """By `all_reduce` of dense gradients: experts' are twice as large as the user thinks."""
+    """A loop that averages dense gradients by its own `all_reduce` is warned.
+
+    Expert gradients are sums, so twice as large as the user expects.
+    """
     with EPContext.from_groups(P(dp=2, ep=ep), device=rank_device(), deadline_s=30) as context:
         for own in (True, False):
             layer = MoELayer(CONFIG, context)
@@ -139,7 +145,7 @@ def test_the_mean_of_tokens_that_tp_ranks_share_is_one_rank_s(world_size):
 @distributed(2, 4, deadline_s=120)
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_whose_experts_do_not_learn(way, world_size):
-    """A rank without experts, or with frozen ones, goes backward as often as its peers, and meets them there."""
+    """A rank without experts, or with frozen ones, goes backward as often as its peers and takes part there."""
 
     def frozen(model):
         for name, parameter in model.named_parameters():
@@ -169,7 +175,7 @@ def test_ranks_whose_experts_do_not_learn(way, world_size):
 
 
 def check_copies(model, context, what):
-    """After the run all that hold an expert, or the same piece of it, hold the same bits."""
+    """Check that all ranks that hold an expert, or the same piece of it, hold the same bits."""
     own = {
         name: getattr(parameter, "_local_tensor", parameter).detach().cpu()
         for name, parameter in model.named_parameters()
@@ -207,7 +213,10 @@ def test_a_mesh_has_all_ranks_with_tokens_of_their_own(world_size):
 
 @distributed(2, deadline_s=60)
 def test_a_router_in_float32_under_fsdp(world_size):
-    """In a model of 16 bits: torch cuts one dtype alone. The remedy that the refusal names works."""
+    """A float32 router in a 16-bit model is refused by `fully_shard`, and the remedy in the error works.
+
+    FSDP2 shards one dtype per module.
+    """
     routing = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True, float32_logits=True)
     config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2, routing=routing)
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:
@@ -241,7 +250,7 @@ def test_norms_are_those_of_one_process(world_size):
 
 @distributed(2, deadline_s=60)
 def test_what_would_mix_experts_is_refused(world_size):
-    """Each by name, on all ranks."""
+    """Wrappers that would mix ranks' experts are refused by name, on all ranks."""
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
         x = torch.ones(4, WIDTH, device=context.device)
 
@@ -277,7 +286,10 @@ def test_what_would_mix_experts_is_refused(world_size):
 
 @distributed(2, deadline_s=60)
 def test_dense_parameters_that_differ_are_found(world_size):
-    """Outside of the layers, where no call compares them: gradients would be averaged of different models."""
+    """Dense parameters outside the layers that differ between ranks are found by the training tools.
+
+    No layer call compares them, and gradients of different models would be averaged.
+    """
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
         model = made(context, seed=dist.get_rank())
         loss_of(model, batch(0).to(context.device)).backward()
@@ -294,7 +306,7 @@ def test_dense_parameters_that_differ_are_found(world_size):
                 dist.broadcast(parameter, 0)
         training.sync_gradients(model, context)
         torch.manual_seed(dist.get_rank())
-        model.other = torch.nn.Linear(1, 1, device=context.device)  # once the rest was compared
+        model.other = torch.nn.Linear(1, 1, device=context.device)  # added after the rest was compared
         assert "other.weight differs between rank 0" in same_error(lambda: training.sync_gradients(model, context))
     with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=10) as context:
         model = made(context)
@@ -314,7 +326,10 @@ def test_dense_parameters_that_differ_are_found(world_size):
 
 @distributed(4, deadline_s=60)
 def test_experts_that_differ_in_one_expert_group_are_found_by_all(world_size):
-    """Pieces of experts too, and by ranks whose own copies are equal."""
+    """Replicas that differ in one group are found by all ranks, also by those whose own copies are equal.
+
+    Pieces of experts are compared too.
+    """
     for parallel in (P(dp=4, ep=2), P(dp=4, ep=1, etp=2)):
         with EPContext.from_groups(parallel, device=rank_device(), deadline_s=10) as context:
             model = made(context)
@@ -350,7 +365,7 @@ def test_gradients_may_be_averaged_after_each_micro_batch_and_twice(world_size):
 @distributed(4, deadline_s=60)
 def test_a_norm_counts_every_pipeline_stage(world_size):
     with EPContext.from_groups(P(pp=2, dp=2), device=rank_device(), deadline_s=30) as context:
-        model = made(context, seed=context.layout.pp_rank)  # another model on each stage
+        model = made(context, seed=context.layout.pp_rank)  # each stage has another model
         loss_of(model, batch(0).chunk(2)[context.layout.dp_rank].to(context.device)).backward()
         training.sync_gradients(model, context)
         alone = EPContext.local(rank_device())
@@ -365,7 +380,10 @@ def test_a_norm_counts_every_pipeline_stage(world_size):
 
 @distributed(4, deadline_s=60)
 def test_a_wrapper_over_some_ranks_is_refused(world_size):
-    """It would average dense gradients over two ranks, and experts' over four."""
+    """DDP over only some ranks is refused.
+
+    It would average dense gradients over two ranks, where those of experts are sums of four.
+    """
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     with EPContext.from_groups(device=rank_device(), deadline_s=10) as context:
         layer = training.exclude_experts(nn.Sequential(MoELayer(CONFIG, context)))
@@ -377,7 +395,7 @@ def test_a_wrapper_over_some_ranks_is_refused(world_size):
 
 @distributed(2, deadline_s=60)
 def test_ranks_that_train_apart_are_warned(world_size):
-    """A loop without sync_gradients, under every layout: ranks' routers drift apart."""
+    """A loop without sync_gradients is warned under every layout, as the ranks' routers drift apart."""
     for parallel in (P(dp=2), P(dp=2, ep=1), P(dp=2, ep=1, etp=2)):
         for synced in (False, True):
             with EPContext.from_groups(parallel, device=rank_device(), deadline_s=10) as context:
@@ -394,7 +412,7 @@ def test_ranks_that_train_apart_are_warned(world_size):
 @distributed(2, deadline_s=100)
 def test_accelerate_gives_the_losses_of_one_process(world_size):
     accelerate = pytest.importorskip("accelerate")
-    # accelerate counts ranks by torchrun's variables; this process ends with the test
+    # accelerate reads torchrun's variables; this process ends with the test
     for name in ("RANK", "LOCAL_RANK"):
         os.environ.setdefault(name, str(dist.get_rank()))
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -424,7 +442,7 @@ def test_a_layers_numbers_depend_on_the_seed_and_the_expert_alone(world_size):
 
 @distributed(2, deadline_s=60)
 def test_a_rank_without_rows_has_zeros(world_size):
-    """The usual loop over gradients meets a tensor on every rank that holds the expert."""
+    """A rank without rows has zero gradients, not None, so a loop of collectives over gradients works."""
     with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=10) as context:
         model = made(context)
         layer = model.blocks[0].moe

@@ -1,4 +1,4 @@
-"""Models of five families with expert-parallel blocks against the untouched ones, in float32."""
+"""Models of five families with expert-parallel blocks equal the original models, in float32."""
 
 import json
 import shutil
@@ -25,25 +25,25 @@ def checkpoints(tmp_path_factory):
 
 
 def untouched(family):
-    """The model that the family's checkpoints were written from."""
+    """Return the model that the family's checkpoints were written from."""
     return tiny_model(family).to(rank_device())
 
 
 def batch(layout):
-    """Token ids of a dp rank; ranks differ in number and length of sequences, which are longer than any window."""
+    """Return the token ids of a dp rank. Ranks differ in number and length of sequences, all longer than any window."""
     generator = torch.Generator().manual_seed(layout.dp_rank)
     shape = (1 + layout.dp_rank % 3, 20 - 3 * layout.dp_rank)
     return torch.randint(0, 64, shape, generator=generator).to(rank_device())
 
 
 def expert_parameters(config, etp=1):
-    """Of one expert on one rank."""
+    """Return the number of parameters of one expert on one rank."""
     matrices = config.hidden_size * (config.w13_rows + config.intermediate_size) // etp
     return matrices + config.expert_bias * (config.w13_rows // etp + config.hidden_size)
 
 
 def check_parameters(model, plain, family, layout):
-    """All of the untouched model's parameters but other ranks' experts, and no others."""
+    """Check that the model has all parameters of the original, except other ranks' experts, and no others."""
     layers, config = moe_layers(model), CONFIGS[family]
     held = sum(len(layer.expert_weights.held) for layer in layers) * expert_parameters(config, layout.etp)
     of_experts = len(layers) * config.num_experts * expert_parameters(config)
@@ -82,10 +82,10 @@ def test_logits_equal_the_untouched_model(checkpoints, family, world_size):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
             ids = batch(context.layout)
             expected = logits(plain, ids)
-            assert expected.std() > 0.5  # numbers that a wrong expert would change
+            assert expected.std() > 0.5  # large enough that a wrong expert shows
             options = {"expert_map": expert_map, "all2all": all2all}
             models = {"from disk": load_pretrained(folder, context, dtype=torch.float32, **options)}
-            if at % 2 == 0:  # the layers are made and called as those from disk, filled from one process's experts
+            if at % 2 == 0:  # also build the model in memory, and fill it from one process's experts
                 models["in memory"] = expert_parallel(untouched(family), context, **options)
             for name, model in models.items():
                 where = f"{family} {sizes} {expert_map} {name}"
@@ -100,7 +100,7 @@ def test_logits_equal_the_untouched_model(checkpoints, family, world_size):
 @distributed(2)
 @pytest.mark.parametrize("kind", ["deepseek_v3 fp8", "gpt_oss mxfp4", "llama4_text wrapped", "qwen3_moe fused"])
 def test_other_forms_on_disk(checkpoints, kind):
-    """Against transformers on the same numbers without the packing."""
+    """Packed or wrapped checkpoints give the logits of transformers on the same numbers unpacked."""
     checkpoint = checkpoints[kind]
     quiet()
     plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.plain).to(rank_device()).eval()
@@ -114,7 +114,7 @@ def test_other_forms_on_disk(checkpoints, kind):
 
 @distributed(2)
 def test_packed_experts_stay_packed(checkpoints):
-    """The checkpoint's own bytes, through a kernel that unpacks them as it computes: the same logits."""
+    """A kernel that computes from the checkpoint's own MXFP4 bytes gives the same logits."""
     checkpoint = checkpoints["gpt_oss mxfp4"]
     quiet()
     plain = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.plain).to(rank_device()).eval()
@@ -144,7 +144,7 @@ def test_a_model_in_memory_is_quantised(checkpoints):
 
 @distributed(2)
 def test_what_is_not_experts_is_the_untouched_models(checkpoints):
-    """Every parameter and buffer outside the blocks, bit for bit, also computed ones (rotary tables) and tied ones."""
+    """Parameters and buffers outside the blocks equal the original's bit for bit, tied and computed ones included."""
     with EPContext.from_groups(device=rank_device()) as context:
         for family in FAMILIES:
             folder = checkpoints[f"{family} single"].folder
@@ -162,7 +162,10 @@ def test_what_is_not_experts_is_the_untouched_models(checkpoints):
 
 
 def damage(good, root):
-    """name -> (folder, error, what it says), each a copy with one thing wrong outside the experts."""
+    """Write copies of a checkpoint, each with one fault outside the experts.
+
+    Returns name -> (folder, error class, message pattern).
+    """
     cases = {}
 
     def spoiled(name, change, error, pattern):
@@ -206,7 +209,7 @@ def damaged(checkpoints, tmp_path_factory):
 
 @distributed(1, 2)
 def test_damage_is_one_error_on_all_ranks(checkpoints, damaged, world_size):
-    """The whole checkpoint damaged, then rank 1's copy alone."""
+    """A damaged checkpoint raises the same error on all ranks, also if only rank 1's copy is damaged."""
     good = checkpoints["mixtral shards"].folder
     with EPContext.from_groups(device=rank_device()) as context:
         for name, (folder, error, pattern) in damaged.items():

@@ -1,6 +1,8 @@
-"""Whole layers on `flashinfer_trtllm` under any map, with and without etp, and on the monolithic one over an etp group,
-on the CPU: FlashInfer's entries are emulated from the very tensors that they would be given. Against float64 on the
-dequantized weights."""
+"""Whole layers on `flashinfer_trtllm` under any map, with and without etp, and on its monolithic kernel over etp.
+
+On the CPU. FlashInfer's entry points are emulated from the tensors that they would be given. Results are compared with
+float64 on the dequantized weights.
+"""
 
 import dataclasses
 
@@ -32,7 +34,7 @@ MAPS = {
 
 
 def on_the_cpu() -> None:
-    """Within a rank's process."""
+    """Replace FlashInfer's kernels by the emulation in a rank's process."""
     for kind in (FlashInferTrtllmExperts, FlashInferTrtllmMonolithic):
         kind.capabilities = dataclasses.replace(
             kind.capabilities, devices=frozenset({"cpu"}), min_compute_capability=None, max_compute_capability=None
@@ -56,15 +58,15 @@ def shape(scheme: str) -> MoEConfig:
 
 
 def largest_errors(scheme: str, etp: int, maps: list[str], plant=None) -> dict[str, float]:
-    """By map, this rank's largest error as a multiple of what rounding may cause."""
+    """Return this rank's largest error as a multiple of what rounding may cause, by map."""
     on_the_cpu()
     rank, ranks, config = dist.get_rank(), dist.get_world_size(), shape(scheme)
     tokens = (33, 0, 7, 20)[rank]
     tensors = [random_expert(config, SCHEMES[scheme], expert, BF16) for expert in range(EXPERTS)]
     x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(rank)).to(BF16)
-    routing = integer_routing(tokens, config, rank)  # with -1
+    routing = integer_routing(tokens, config, rank)  # some are -1
     expected, limit = expected_and_limit(config, SCHEMES[scheme], tensors, x, routing.ids, routing.weights, BF16)
-    # up to 4 ranks' partial sums are added in bf16; each addition rounds by at most what `limit` allows a rank for it
+    # up to 4 ranks' partial sums are added in bf16; each addition rounds by at most a rank's `limit`
     limit = (1 + ranks) * limit
     found = {}
     parallel = ParallelConfig(dp=ranks, ep=ranks // etp, etp=etp)
@@ -78,7 +80,7 @@ def largest_errors(scheme: str, etp: int, maps: list[str], plant=None) -> dict[s
                 dtype=BF16,
                 experts="flashinfer_trtllm",
             )
-            layer._checks.first_call(layer)  # which would see what is planted
+            layer._checks.first_call(layer)  # before the fault is planted, which this check would find
             for expert in range(EXPERTS):
                 layer.update_expert(expert, **tensors[expert])
             if plant is not None:
@@ -111,13 +113,16 @@ def test_a_global_scale_of_the_slot_next_to_it_is_seen(world_size):
         scale.copy_(scale.roll(1, 0))
 
     (ratio,) = largest_errors("nvfp4", 1, ["redundant"], plant).values()
-    assert ratio > 1 or dist.get_rank() == 1  # which has no tokens
+    assert ratio > 1 or dist.get_rank() == 1  # rank 1 has no tokens
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over an emulation, on the CPU")
 @distributed(2)
 def test_monolithic_over_an_etp_group(world_size):
-    """Each rank routes all tokens of the group, and has a piece of every expert; one adds the output's bias."""
+    """Over etp, each rank routes all tokens of the group and holds a piece of every expert.
+
+    One rank adds the bias of w2.
+    """
     on_the_cpu()
     rank = dist.get_rank()
     routing = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, renormalize=True, correction_bias=True)
@@ -126,7 +131,7 @@ def test_monolithic_over_an_etp_group(world_size):
     x = torch.randn((5, 3)[rank], config.hidden_size, generator=torch.Generator().manual_seed(rank)).to(BF16)
     parallel = ParallelConfig(dp=world_size, ep=1, etp=world_size)
     with EPContext.from_groups(parallel, device=rank_device()) as context:
-        torch.manual_seed(0)  # one router on both ranks
+        torch.manual_seed(0)  # the same router on both ranks
         layer = MoELayer(config, context, quantization="nvfp4", dtype=BF16, experts="flashinfer_trtllm_monolithic")
         for expert in range(8):
             layer.update_expert(expert, **tensors[expert])

@@ -1,4 +1,4 @@
-"""Tuning on several ranks: one measures, all use what it found, and what goes wrong there is raised everywhere."""
+"""Tuning on several ranks: one rank measures, all use its result, and its errors are raised on all."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=2)
 
 
 class Tuned(ReferenceExperts):
-    """Has something to tune: who measured, and what for."""
+    """A kernel to tune, which records which rank measured and for how many rows."""
 
     def tune(self, rows, cache):
         if cache is not None and cache.name == "bad":
@@ -77,7 +77,7 @@ def test_what_goes_wrong_on_the_measuring_rank_is_raised_on_all(world_size):
             layer.tune((8,), cache="bad")
         with pytest.raises(ConfigError, match="tune moe0: rank 1: tune: rows must be integers of at least 1, got 0"):
             layer.tune((0,))
-        assert layer.tune((8,)) == [1, 8]  # and the next call works
+        assert layer.tune((8,)) == [1, 8]  # the next call works
 
 
 @distributed(2)

@@ -1,5 +1,7 @@
-"""A layer that picks by token bucket gives the same output under each bound, by the pair that its file names; ranks
-that measure other times agree, and ranks that have other files raise."""
+"""A layer that chooses by token bucket gives the same output under each token limit, by the pair in its file.
+
+Ranks that measure different times agree. Ranks with different files raise.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ on_the_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="over the
 
 
 class OtherReference(ReferenceExperts):
-    """Another kernel of the same layout."""
+    """A second kernel of the same layout."""
 
     name = "other_reference"
 
@@ -73,7 +75,7 @@ def tuned(context: EPContext, *buckets: Measured, config: MoEConfig = CONFIG, dt
 
 @contextlib.contextmanager
 def recorded(layer: MoELayer) -> Iterator[list[str]]:
-    """Names of the transport and the kernel of each of its calls within; one in parts has several."""
+    """Record the names of the transport and the kernel of each call within; a pipelined call has several."""
     seen: list[str] = []
     dispatched, computed = Dispatcher._begin_dispatch, Experts.__call__
 
@@ -108,7 +110,8 @@ def test_a_transport_that_raises_is_left_out_of_tuning(world_size):
 @distributed(4)
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"dp": 2, "tp": 2, "ep": 2, "etp": 2}], ids=lambda sizes: f"{sizes}")
 def test_each_bound_by_its_own_pair(sizes, world_size):
-    """Bounds below, at and above each bucket's; the last one serves what is above all."""
+    """Each token limit uses the pair of its bucket: limits below, at and above each. The last bucket serves larger
+    limits."""
     own = {"other_reference": f"{__name__}:OtherReference"}
     with (
         mock.patch.dict(registry._BUILT_IN["experts"], own),
@@ -137,14 +140,14 @@ def test_each_bound_by_its_own_pair(sizes, world_size):
         assert all(kernel.weights is layer.expert_weights for kernel in layer._kernels)
         with context.token_limit(2), recorded(layer) as seen, pytest.raises(InputError, match=r"rank \d: x must be"):
             layer(torch.zeros(1, 3, device=context.device))
-        # with etp they hear of it before any row travels
+        # with etp, ranks learn of it before any row travels
         assert seen == ["allgather"] * (context.layout.etp == 1), "all ranks refuse by the transport in force"
 
 
 @on_the_cpu_only
 @distributed(4)
 def test_fixed_buffers_and_parts(world_size):
-    """Each transport's buffers are as large as its largest bucket, made once, and planned."""
+    """Each transport's buffers are sized by its largest bucket, made once, and counted in `plan()`."""
     for kind in (FlashInferNVLinkDispatcher, NVLinkP2PDispatcher):
         on_the_cpu(kind)
     with EPContext.from_groups(ParallelConfig(dp=4), device=rank_device(), max_tokens=9) as context:
@@ -211,8 +214,8 @@ def test_files_that_cannot_be_are_refused_on_all_ranks_alike(world_size):
 
 @distributed(4)
 def test_tuning_alike_on_all_ranks(world_size):
-    """Each rank has another clock, by which each would choose another way."""
-    clocks = {  # of the ranks, per bucket, by transport
+    """All ranks choose the same pairs although their clocks differ."""
+    clocks = {  # times of the ranks, per bucket, by transport
         2: {"torch_a2a": (10, 10, 10, 80), "allgather": (40, 40, 40, 40)},
         5: {"torch_a2a": (50, 10, 60, 10), "allgather": (90, 20, 20, 20)},
     }
@@ -253,7 +256,7 @@ def test_tuning_alike_on_all_ranks(world_size):
 
 
 def _by(clock):
-    """`_times` by another clock, on GPUs too."""
+    """Return a `_times` that uses this clock, on GPUs too."""
 
     def times(context, candidates, *, trial=False):
         calls = [one.call for one in candidates]
@@ -280,7 +283,7 @@ def test_by_the_real_clock(world_size):
 
 @distributed(2)
 def test_rows_under_one_scale_whichever_it_is(world_size):
-    """The scale belongs to the layer, not to its times."""
+    """A tuning file for fp8_tensor rows serves any input scale, as the scale does not change times."""
     asked = tuning.TuneOptions(model="demo", tokens=(3,), quantization="fp8_static", wire="fp8_tensor")
     rows = Wire(dispatch="fp8_tensor", input_scale=0.7)
     of_layer = {"quantization": "fp8_static", "dtype": torch.float32}
@@ -294,7 +297,7 @@ def test_rows_under_one_scale_whichever_it_is(world_size):
 
 @distributed(2)
 def test_what_fails_is_left_out_on_all_ranks(world_size):
-    """A transport whose library fails on every rank, and one kernel that cannot be tuned on one of them."""
+    """A transport that fails on every rank, and a kernel that cannot be tuned on one rank, are left out on all."""
     said: list[str] = []
 
     def broken(self, *_):

@@ -1,4 +1,4 @@
-"""Weights that a trainer pushes into serving models and layers of other layouts, maps and schemes."""
+"""Weights that a trainer pushes into serving models of other layouts, maps and schemes."""
 
 import random
 from dataclasses import replace
@@ -42,10 +42,10 @@ from tests.fixtures.weight_push import (
 )
 
 KINDS_OF = dict.fromkeys(MODELS, interface_model) | dict.fromkeys(FAMILIES, tiny_model)
-# error of a number, of the largest in its matrix: half of E4M3's last bit; MXFP4 ends at three quarters of it at worst
+# largest error relative to the largest number of the matrix: half of E4M3's last bit; MXFP4 may saturate at 3/4 of it
 BLOCK = "fp8_block"
 SCHEMES = {"none": 0.0, "fp8_dynamic": 2**-4, BLOCK: 2**-4, "mxfp4": 2**-2}
-# trainer, server, and the server's map
+# layout of the trainer, of the server, and the server's map
 LAYOUTS = {
     1: [({}, {}, ExpertMap.from_ranks([[5, 0, 1, 2, 3, 4, 5, 6, 7]], 8, allow_duplicates=True))],
     2: [
@@ -66,7 +66,7 @@ def addresses(model):
 
 @distributed(1, 2, 4)
 def test_a_server_has_what_the_trainer_has(world_size):
-    """The bits of a server that is made of the trainer's model: of all layouts, kinds and schemes."""
+    """A pushed server equals one built from the trainer's model bit for bit, for all layouts, kinds and schemes."""
     quiet()
     for trains, serves, expert_map in LAYOUTS[world_size]:
         with context_of(**trains) as ours, context_of(**serves) as theirs:
@@ -86,7 +86,7 @@ def test_a_server_has_what_the_trainer_has(world_size):
 
 @torch.no_grad()
 def check_numbers(server, trained, scheme, where):
-    """Beside the trained model of transformers."""
+    """Compare the server with the trained transformers model: logits, or dequantized weights."""
     if scheme == "none":
         ids = torch.arange(5)[None]
         found, wanted = (m(input_ids=ids.to(m.device), use_cache=False).logits.cpu() for m in (server, trained))
@@ -143,7 +143,10 @@ def test_every_kind_of_model_takes_both_forms_of_names(world_size):
 
 @distributed(1, 2)
 def test_experts_that_are_gathered_a_few_at_a_time_are_the_same(world_size, monkeypatch):
-    """Every tensor that transformers would save, once: where names have the number of an expert, and where not."""
+    """Exporting a few experts at a time gives every tensor once, with the same bits.
+
+    Names may contain the expert's number or not.
+    """
     quiet()
     gathered, gather = [], pushing.gather_experts
     monkeypatch.setattr(pushing, "gather_experts", lambda *given: gathered.append(given[1]) or gather(*given))
@@ -160,7 +163,7 @@ def test_experts_that_are_gathered_a_few_at_a_time_are_the_same(world_size, monk
             gathered.clear()
             monkeypatch.setattr(pushing, "_CHUNK_BYTES", 3 * 3 * 4 * 32 * 48)  # three experts with a gate
             parts = list(export_weights(model))
-            # of longcat_flash's, ids that stand for the row itself have numbers too
+            # in longcat_flash, identity experts have numbers too
             apart = any(".experts.5." in name for name in whole) and kind != "longcat_flash"
             assert (gathered[0] != range(8)) == apart, kind
             gathered.clear()
@@ -175,7 +178,7 @@ def shuffled(weights):
 
 
 def overwritten(weights):
-    """Each tensor in the memory of the one before."""
+    """Yield each tensor in the same memory, overwriting the one before."""
     room = torch.empty(max(tensor.numel() for tensor in weights.values()))
     for name, tensor in weights.items():
         room[: tensor.numel()].copy_(tensor.flatten())
@@ -207,7 +210,7 @@ def test_numbers_are_rounded_to_the_servers_dtype(world_size):
             with torch.no_grad():
                 for parameter in server.parameters():
                     parameter.view(torch.uint8).zero_()
-            if scheme == "none":  # elsewhere the numbers are quantized as they come, and here those of the model
+            if scheme == "none":  # other schemes quantize pushed numbers on arrival
                 models.load_weights(server, KINDS["olmoe"]().state_dict())
                 check_model(server, wanted, scheme)
             models.load_weights(server, KINDS["olmoe"]().bfloat16().state_dict())
@@ -236,7 +239,7 @@ def test_a_rank_keeps_its_own_experts_of_one_layer(world_size, monkeypatch):
     assert held == [4 * expert + 4 * 8 * 32] * 2, "of 8 experts, and the router"
 
 
-@distributed(2, set_device=True)  # torch's own fully_shard takes the current GPU for its mesh's
+@distributed(2, set_device=True)  # torch's fully_shard takes the current GPU for its mesh
 def test_shards_of_fsdp_are_gathered(world_size):
     quiet()
     with context_of() as context:
@@ -259,7 +262,7 @@ def test_shards_of_fsdp_are_gathered(world_size):
 
 @distributed(2)
 def test_codes_are_kept_or_widened(world_size):
-    """As DeepSeek-V3 is published: all matrices in fp8 by block, those of attention too."""
+    """Checkpoints published as DeepSeek-V3's, with all matrices in block fp8, are pushed as codes or widened."""
     quiet()
     with context_of() as context:
         trainer = expert_parallel(KINDS["deepseek_v3"](), context, experts="reference")
@@ -282,7 +285,7 @@ def test_codes_are_kept_or_widened(world_size):
             assert same_bits(models.moe_layers(kept)[0].router.weight, same)
 
 
-# --- beside other things ----------------------------------------------------------------------------------------------
+# --- with other features ----------------------------------------------------------------------------------------------
 
 
 @distributed(2)
@@ -321,7 +324,7 @@ def test_experts_that_move_meanwhile_arrive_with_the_new_weights(world_size):
 
 @distributed(1, 2)
 def test_a_state_dict_of_numbers_is_quantised(world_size):
-    """All ranks' experts in one dict, as a trainer of another layout puts it together."""
+    """A merged state dict of unquantized experts, as a trainer of another layout has it, is quantized on load."""
     for config in (CONFIGS["qwen3_moe"], CONFIGS["gpt_oss"]):
         config = replace(config, hidden_size=128, intermediate_size=256)
         sizes = {} if world_size == 1 else {"tp": 2, "ep": 1, "etp": 2}

@@ -1,4 +1,4 @@
-"""`bench/weight_push` measures what it says, on a small model on a CPU."""
+"""`bench/weight_push` measures what it claims, on a small model on a CPU."""
 
 import torch
 

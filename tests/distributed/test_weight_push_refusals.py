@@ -1,4 +1,4 @@
-"""Pushed weights that are wrong: every rank raises the same error, and none serves a part of them."""
+"""Wrong pushed weights: every rank raises the same error, and no rank serves a partial update."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def published(kind):
 
 
 def changed(name, tensor):
-    """The name's tensor on rank 1 alone; None: none."""
+    """Return a function that replaces a tensor on rank 1 only, or deletes it if `tensor` is None."""
 
     def change(weights):
         if dist.get_rank() == 1:
@@ -41,7 +41,7 @@ def changed(name, tensor):
 
 EXPERTS = "model.layers.1.mlp.experts.gate_up_proj"
 EXTRA = "model.layers.1.mlp.shared_expert.weight"
-SEEN_BEFORE = {  # of a mapping, before anything is written
+SEEN_BEFORE = {  # errors found in a mapping before anything is written
     "experts.gate_up_proj is missing": changed(EXPERTS, None),
     r"must have \[8, 512, 128\]": changed(EXPERTS, lambda t: t[..., :127]),
     "must be bfloat16 or float16 or float32 or float64, got int64": changed(EXPERTS, torch.Tensor.long),
@@ -71,7 +71,7 @@ def test_a_mapping_that_is_wrong_changes_nothing(world_size):
 
 
 def poisoned(at):
-    """A number that is none in one expert of one rank, in the last layer."""
+    """Return a function that sets a number of one expert in the last layer to inf, on rank 1."""
 
     def change(weights):
         if dist.get_rank() == 1:
@@ -83,7 +83,7 @@ def poisoned(at):
 
 @distributed(2)
 def test_what_fails_on_the_way_is_served_by_no_rank(world_size):
-    """Layer 0 has the new weights when layer 1 turns out to be wrong."""
+    """After an error in layer 1, layer 0 has the new weights and refuses calls until all are pushed."""
     quiet()
     with context_of() as context:
         server = serving_model("olmoe", context, quantization="fp8_block", expert_map=ExpertMap.redundant(8, 2, 4))
@@ -110,7 +110,7 @@ def test_what_fails_on_the_way_is_served_by_no_rank(world_size):
 
 @distributed(2)
 def test_a_rank_with_a_bad_tensor_takes_part_to_the_end(world_size):
-    """The trainer's ranks gather each tensor together."""
+    """A rank with a bad tensor goes on to the end before it raises. The trainer's ranks gather each tensor together."""
     quiet()
 
     def spoiled(pairs, value):
@@ -150,7 +150,7 @@ def test_a_folder_that_fails_on_the_way_is_served_by_no_rank(tmp_path, world_siz
         x = torch.ones(2, 128, device=context.device)
         with pytest.raises(CheckpointError, match="holds neither"):
             load_layers(layers, tmp_path, "qwen3_moe", progress=False)
-        layers[0](x)  # as before
+        layers[0](x)  # still works
         text = same_error(CheckpointError, lambda: load_layers(layers, tmp_path / "wrong", "qwen3_moe", progress=False))
         assert "must be finite, got nan" in text
         for layer in layers.values():
@@ -165,7 +165,7 @@ def test_an_iterable_that_is_wrong_from_the_start_changes_nothing(world_size):
     with context_of() as context:
         server = serving_model("olmoe", context)
         ids = torch.arange(5)[None].to(context.device)
-        prefixed = [(f"module.{name}", tensor) for name, tensor in published("olmoe").items()]  # by a wrapper
+        prefixed = [(f"module.{name}", tensor) for name, tensor in published("olmoe").items()]  # a wrapper's prefix
         for weights in ([], prefixed, [("model.layers.0.mlp.odd.weight", torch.ones(1))], ["no pair"], 7):
             with pytest.raises((CheckpointError, InputError)):
                 models.load_weights(server, weights)
@@ -183,7 +183,7 @@ def test_ranks_that_push_different_weights_are_told(world_size):
         ):
             layers = {1: MoELayer(CONFIGS["deepseek_v3"], context, expert_map=ExpertMap.redundant(8, 2, 4))}
             weights = tiny_model("deepseek_v3").state_dict()
-            layers[1](torch.ones(2, 32, device=context.device))  # ranks are compared in the first call
+            layers[1](torch.ones(2, 32, device=context.device))  # the first call compares ranks
             load_layer_weights(layers, weights, "deepseek_v3")
             weights[name] = weights[name] + rank
             assert words in same_error(InputError, lambda: load_layer_weights(layers, weights, "deepseek_v3"))  # noqa: B023
@@ -192,7 +192,7 @@ def test_ranks_that_push_different_weights_are_told(world_size):
 
 @distributed(2)
 def test_routers_of_a_models_own_that_differ_are_told(world_size):
-    """Its experts alone are replaced, and its router lies beside the layer: when it is made, and when it is pushed."""
+    """Differing routers that stay the model's own are found in the first call and after a push."""
     quiet()
     name = "model.layers.1.mlp.gate.weight"
     with context_of() as context:

@@ -1,4 +1,4 @@
-"""Layers whose rows travel in other formats than the layer's."""
+"""Layers whose rows travel in another format than the layer's dtype."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def exact_rows(tokens: int, seed: int, wire: Wire) -> torch.Tensor:
-    """A number in each block that makes its scale a power of two, under which small integers are exact."""
+    """Return integer rows in which one number per block makes the scale a power of two, so that rounding is exact."""
     x = integer_rows(tokens, CONFIG.hidden_size, seed)
     if scales := ROW_FORMATS[wire.dispatch].scales(CONFIG.hidden_size):
         x[:, :: CONFIG.hidden_size // scales] = 6 if wire.dispatch == "nvfp4" else 7
@@ -66,7 +66,7 @@ def rounded_once(layer, wire):
             x = torch.randn(tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
             y = layer.forward_routed(x, routing)
         rounded = oracle(CONFIG, widen_arrived(*round_to_travel(x, wire), wire, torch.float32), routing)
-        if tokens:  # sums of the same numbers in another order, and those of other numbers
+        if tokens:  # equal to rounded rows except for summation order, and different from unrounded rows
             most = float(rounded.abs().max())
             assert (y - rounded).abs().max() < 1e-5 * most, wire
             assert (y - oracle(CONFIG, x, routing)).abs().max() > 1e-3 * most, wire
@@ -76,7 +76,10 @@ def rounded_once(layer, wire):
 @distributed(2)
 @pytest.mark.parametrize("all2all", ["torch_a2a", "allgather"])
 def test_calibrated_rows_have_the_same_bits_on_either_side_of_the_wire(all2all, world_size):
-    """Where the wire's scale is the one that each rank would take itself, the largest of its slots'."""
+    """Rows rounded before the wire by the kernel's own scale give the bits of plain rows.
+
+    Each rank's kernel uses the largest input scale of its slots.
+    """
     on_the_cpu()
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=6, top_k=3)
     tensors = [random_expert(config, SCHEMES["fp8_static"], expert, torch.bfloat16) for expert in range(6)]
@@ -103,7 +106,10 @@ def test_calibrated_rows_have_the_same_bits_on_either_side_of_the_wire(all2all, 
 @distributed(2)
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire.dispatch)
 def test_rows_that_the_transport_rounds_itself(wire, world_size, monkeypatch):
-    """In one go, in parts and beside shared experts; the same numbers as over a transport that does not."""
+    """A transport that rounds rows itself gives the numbers of one that does not.
+
+    In whole calls, in pipelined calls, and beside shared experts.
+    """
     test_layer_static.on_the_cpu(NVLinkP2PDispatcher)
     given, dispatch = [], NVLinkP2PDispatcher._dispatch
 

@@ -1,6 +1,7 @@
-"""The model of bytes (`bench.wire_rows`) against bytes that ranks count, on pretend hosts.
+"""The byte model `bench.wire_rows` equals bytes that ranks count, on simulated hosts.
 
-Each rank sends every choice of K experts, with every choice of replicas, once. Counted bytes then equal expectations.
+Each rank sends every combination of K experts, with every combination of replicas, once. Counted bytes then equal the
+model's expectations.
 """
 
 import itertools
@@ -27,7 +28,7 @@ KINDS = [TorchAll2AllDispatcher, HierarchicalDispatcher, HierarchicalStaticDispa
 
 
 def every_choice(expert_map: ExpertMap) -> torch.Tensor:
-    """int64 [T, K]: physical ids of all tokens that differ; each choice of experts is as frequent."""
+    """Return physical ids, int64 [T, K]: every combination of K experts equally often."""
     slots, most = expert_map.logical_to_physical, max(expert_map.replica_count)
     found = []
     for chosen in itertools.combinations(range(expert_map.num_experts), TOP_K):
@@ -39,7 +40,7 @@ def every_choice(expert_map: ExpertMap) -> torch.Tensor:
 
 
 def received(kind, context: EPContext, expert_map: ExpertMap, wire: Wire) -> tuple[int, tuple[int, int]]:
-    """Tokens of a rank, and the most bytes that any rank gets over each link, near and far, out and back."""
+    """Return the tokens of a rank, and the most bytes of any rank over near and far links, dispatch plus combine."""
     ranks, device, ids = dist.get_world_size(), rank_device(), every_choice(expert_map)
     shape = DispatchShape(
         hidden_size=HIDDEN, top_k=TOP_K, slots_per_rank=expert_map.slots_per_rank, num_ranks=ranks,
@@ -53,13 +54,13 @@ def received(kind, context: EPContext, expert_map: ExpertMap, wire: Wire) -> tup
         out = links.near_received, links.far_received
         links.clear()
         dispatcher.combine(torch.zeros(len(arrived.x), HIDDEN, dtype=torch.bfloat16, device=device), arrived.handle)
-    # the way back is the same with sender and receiver exchanged
+    # for combine, sender and receiver are exchanged
     own = [one + back for one, back in zip(out, (links.near_sent, links.far_sent), strict=True)]
     return len(ids), tuple(max(everywhere(size)) for size in own)
 
 
 def differences(experts: int, redundant: int, per_host: int, wire: Wire = PLAIN, kinds=KINDS) -> list[str]:
-    """Transports whose bytes are not those of the model."""
+    """Return the transports whose bytes differ from the model's."""
     ranks = dist.get_world_size()
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=16, num_experts=experts, top_k=TOP_K)
     expert_map, found = ExpertMap.redundant(experts, ranks, redundant), []
@@ -98,7 +99,7 @@ def test_bytes_of_maps(experts, redundant, per_host, world_size):
 
 
 class TwiceOverTheRail(HierarchicalDispatcher):
-    """Sends each row over the rail twice."""
+    """Plant: send each row over the rail twice."""
 
     def __init__(self, *args):
         super().__init__(*args)

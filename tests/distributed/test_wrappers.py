@@ -1,4 +1,4 @@
-"""Loops of other libraries around a model whose ranks hold different experts, against one process."""
+"""Training wrappers of other libraries around a model with expert parallelism equal one process."""
 
 import os
 
@@ -21,7 +21,10 @@ from tests.fixtures.training_model import CONFIG, OPTIMIZERS, WIDTH, batch, furt
 
 @distributed(2, deadline_s=60)
 def test_a_call_before_the_wrapper_counts_as_those_through_it(world_size):
-    """As DDP averages what a parameter's gradient had before it."""
+    """A backward before DDP wraps the model counts like one through DDP.
+
+    DDP averages whatever a parameter's gradient holds.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
         found = []
         for early in (True, False):
@@ -40,7 +43,7 @@ def test_a_call_before_the_wrapper_counts_as_those_through_it(world_size):
 
 
 def torchs_fsdp(model):
-    """As torch's own tutorial has it, with the experts left out."""
+    """Shard as torch's tutorial does, with experts excluded."""
     fully_shard(model, ignored_params=set(training.expert_parameters(model)))
 
 
@@ -54,16 +57,19 @@ def torchs_fsdp_of_submodules(model):
 @pytest.mark.parametrize("shard", [torchs_fsdp, torchs_fsdp_of_submodules])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_sums_of_experts_beside_torchs_means_are_refused(shard, ep, world_size):
-    """Its experts would take steps of twice the size."""
+    """torch's own `fully_shard` beside experts is refused at the optimizer step.
+
+    Expert gradients are sums over ranks, so experts would take steps of twice the size.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
         model = made(context)
         shard(model)
         optimizers = [
-            torch.optim.SGD(parameters, lr=0.1, foreach=False)  # torch 2.11's mixes no tensors with DTensors
+            torch.optim.SGD(parameters, lr=0.1, foreach=False)  # torch 2.11 cannot mix tensors and DTensors in foreach
             for parameters in (list(training.expert_parameters(model)), list(training.dense_parameters(model)))
         ]
         tokens = batch(0).to(context.device)
-        for step in range(2):  # the second one is a comparison of the ranks too
+        for step in range(2):  # in the second one, ranks are compared too
             loss_of(model, tokens).backward()
             if step == 0:
                 with pytest.raises(ConfigError, match=r"steps 2 times too large; use ep_moe.training.fully_shard"):
@@ -77,7 +83,7 @@ def test_sums_of_experts_beside_torchs_means_are_refused(shard, ep, world_size):
 @distributed(2, set_device=True, deadline_s=60)
 @pytest.mark.parametrize("ep", [1, 2])
 def test_parameters_that_the_user_keeps_from_fsdp(ep, world_size):
-    """Dense ones and experts. Torch averages no gradient of them: `sync_gradients` does."""
+    """`ignored_params` of `fully_shard`, dense and experts, are averaged by `sync_gradients` instead."""
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=30) as context:
         model = made(context)
         ignored = {model.head.weight, *model.blocks[0].moe.expert_weights.parameters()}
@@ -93,7 +99,10 @@ def test_parameters_that_the_user_keeps_from_fsdp(ep, world_size):
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_fsdp1_beside_experts_serves_and_does_not_train(ep, flat, world_size):
-    """It averages all others, also where a frozen router cannot tell."""
+    """FSDP1 beside experts works in inference and is refused in training, also with a frozen router.
+
+    It averages all other gradients.
+    """
     refusal = r"FullyShardedDataParallel averages .* are sums over ranks; shard with ep_moe.training.fully_shard"
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
         model, tokens = made(context), batch(0).to(context.device)
@@ -122,7 +131,10 @@ def test_fsdp1_beside_experts_serves_and_does_not_train(ep, flat, world_size):
 
 @distributed(2, set_device=True, deadline_s=60)
 def test_blocks_and_then_the_model_are_sharded(world_size):
-    """FSDP2's usual order; experts of both ranks are cut with their block."""
+    """Sharding blocks first, then the model, FSDP2's usual order, gives the same losses.
+
+    Experts of both ranks are sharded with their block.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=20) as context:
         losses = []
         for by_block in (False, True):
@@ -145,7 +157,10 @@ def test_blocks_and_then_the_model_are_sharded(world_size):
 
 @distributed(2, set_device=True, deadline_s=60)
 def test_a_group_of_dtensors_and_plain_tensors_is_refused(world_size):
-    """torch updates a group in one call: where it is asked to, and by itself on GPUs."""
+    """A parameter group that mixes DTensors and plain tensors is refused where torch updates it in one call.
+
+    That is with `foreach` or `fused`, and by default on GPUs.
+    """
     on_gpu = rank_device().type == "cuda"
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
         model = training.fully_shard(made(context), context)
@@ -163,7 +178,7 @@ def test_a_group_of_dtensors_and_plain_tensors_is_refused(world_size):
 
 @distributed(2)
 def test_ranks_that_may_end_before_others_are_refused(world_size):
-    """Those that go on would wait for the experts of one that ended."""
+    """`join()` of DDP is refused. Ranks that go on would wait for the experts of a rank that ended."""
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=20) as context:
         wrapped = DistributedDataParallel(training.exclude_experts(made(context)))
         own = batch(0).chunk(2)[context.layout.dp_rank].to(context.device)
@@ -183,17 +198,20 @@ def each_fsdp_module(model):
 @pytest.mark.parametrize("chosen", [root_alone, each_fsdp_module])
 @pytest.mark.parametrize("ep", [1, 2])
 def test_experts_are_divided_by_the_factor_of_fsdp(chosen, ep, world_size):
-    """As loops have it that divide by the number of tokens themselves: gradients of all parameters are sums."""
+    """FSDP's gradient divide factor applies to experts too.
+
+    Loops that divide by the number of tokens themselves set it, so that all gradients are sums.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
         model = training.fully_shard(made(context), context)
         found = []
         own = batch(0).chunk(2)[context.layout.dp_rank].to(context.device)
         for factor in (None, 1.0):
             for module in chosen(model) if factor else ():
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other for a factor
+                module.set_force_sum_reduction_for_comms(True)  # gloo supports a factor only this way
                 module.set_gradient_divide_factor(factor)
             loss_of(model, own).backward()
-            training.sync_gradients(model, context)  # changes nothing
+            training.sync_gradients(model, context)  # no effect
             found.append([local(parameter.grad).clone() for parameter in model.parameters()])
             model.zero_grad()
         for mean, total in zip(*found, strict=True):
@@ -205,7 +223,10 @@ def test_experts_are_divided_by_the_factor_of_fsdp(chosen, ep, world_size):
 @distributed(2, set_device=True, deadline_s=60)
 @pytest.mark.parametrize("shard_experts", [False, True])
 def test_cut_experts_under_a_pipeline_that_splits_backward_are_refused(shard_experts, world_size):
-    """torch's FSDP2 reduces wrongly what it has cut by itself. Each rank has a pipeline of two stages of its own."""
+    """Sharded experts under a pipeline schedule that splits backward are refused.
+
+    FSDP2 reduces the gradients of its shards wrongly there. Each rank has a pipeline of two stages of its own.
+    """
     alone = [dist.new_group([rank]) for rank in range(world_size)][dist.get_rank()]
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=20) as context:
         x = torch.randn(4, WIDTH, device=context.device)
@@ -258,10 +279,13 @@ def clipped_losses_of_one_process(ids):
 
 @distributed(2, deadline_s=120)
 def test_the_trainer_of_transformers_clips_by_the_norm_of_all_ranks(tmp_path, world_size):
-    """By a callback, as docs/how-to/training.md shows: the Trainer's own norm is of one rank's experts."""
+    """transformers' Trainer clips by the global norm through a callback, as docs/how-to/training.md shows.
+
+    The Trainer's own norm covers one rank's experts.
+    """
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    # accelerate counts ranks by torchrun's variables; this process ends with the test
+    # accelerate reads torchrun's variables; this process ends with the test
     for name in ("RANK", "LOCAL_RANK"):
         os.environ.setdefault(name, str(dist.get_rank()))
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):

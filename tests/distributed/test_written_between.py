@@ -1,4 +1,4 @@
-"""Parameters that are written between forward and backward, as autograd refuses it."""
+"""Parameters written in place between forward and backward are refused, as autograd does."""
 
 import pytest
 import torch
@@ -14,7 +14,10 @@ CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
 @pytest.mark.parametrize("main_grads", [False, True])
 @pytest.mark.parametrize("etp", [1, 2])
 def test_experts_written_between_forward_and_backward_are_refused(etp, main_grads, world_size):
-    """Pieces of etp ranks are DTensors, whose writes their memory does not count."""
+    """Experts written between forward and backward are refused, also with etp.
+
+    Pieces of etp ranks are DTensors, whose writes do not increase the version counter of their memory.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2, ep=2 // etp, etp=etp), device=rank_device()) as context:
         layer = MoELayer(CONFIG, context)
         if main_grads:
