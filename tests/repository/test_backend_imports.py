@@ -1,5 +1,7 @@
-"""Who imports backends and the libraries that they drive. The registry's table says which files are backends, so that
-another one needs no entry here."""
+"""Which modules import backends, and the libraries that backends drive.
+
+The registry's table says which files are backends, so a new backend needs no entry here.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,16 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ep_moe"
 KINDS = ("dispatchers", "experts", "fused")
 BACKENDS = {target.partition(":")[0] for kind in KINDS for target in registry._BUILT_IN[kind].values()}
-# where libraries of kernels and transports, and of metrics, may be used
+# modules that may use libraries of kernels, of transports and of metrics
 DRIVERS = ("ep_moe.all2all", "ep_moe.experts", "ep_moe.bench", "ep_moe.metrics")
 CHOOSERS = ("ep_moe.layer", "ep_moe.layer_tools", "ep_moe.layer_parts", "ep_moe.execution", "ep_moe.selection", "ep_moe.context", "ep_moe.cli.app", "ep_moe.integrations")  # fmt: skip  # noqa: E501
-# beside pyproject's dependencies: the command's start, what torch and transformers bring, the driver, PEFT, and pytest
-# for `ep_moe.testing`
+# besides pyproject's dependencies: the command's entry module, what torch and transformers install, the driver, PEFT,
+# and pytest for `ep_moe.testing`
 OWN = {"ep_moe_command", "torch", "triton", "cuda", "nvidia", "huggingface_hub", "peft", "pytest"}
 
 
 def imported(text: str) -> Iterator[str]:
-    """Modules and names that a source file imports, anywhere in it."""
+    """Yield the modules and names that a source file imports at any depth."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -41,7 +43,7 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def declared() -> set[str]:
-    """Distributions of the dependencies, without those of GPUs, as modules are named."""
+    """Return the dependencies by module name, without those for GPUs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     names = [re.match(r"[\w-]+", text).group() for text in (*project["dependencies"], *extras["hf"], *extras["plot"])]

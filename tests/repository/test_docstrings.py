@@ -1,4 +1,4 @@
-"""Public names have an entry in the API reference, and say what they take, return and raise."""
+"""Public names have an entry in the API reference, and document their arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ep_moe.selection import backend_table, explain, resolve, tuned
 
 QUANT = (fp8, kernels, microscale, row_format, schemes)
 SELECTION = (backend_table, explain, resolve, tuned)
-WHOLE = (config, registry, router, types, *QUANT, *SELECTION)  # all that they define is public
+WHOLE = (config, registry, router, types, *QUANT, *SELECTION)  # all names that these modules define are public
 EXPORTS = (ep_moe, eplb, metrics, testing, training)
 BASES = ("ep_moe.all2all.base.Dispatcher", "ep_moe.experts.base.Experts", "ep_moe.experts.fused.base.FusedExperts")
 ROOT = Path(__file__).parents[2]
@@ -29,7 +29,7 @@ ENTRIES = dict(re.findall(r"^::: ([\w.]+)\n((?: .*\n)*)", API, re.MULTILINE))  #
 
 
 def used() -> Iterator[tuple[str, Any]]:
-    """Where, and what pages and examples import."""
+    """Yield each name that pages and examples import, with the place."""
     codes = {path.name: path.read_text() for path in (ROOT / "examples").rglob("*.py")}
     for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         codes[page.name] = "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE))
@@ -41,7 +41,7 @@ def used() -> Iterator[tuple[str, Any]]:
 
 
 def public() -> Iterator[tuple[str, Any]]:
-    """Qualified names and functions or classes that users call."""
+    """Yield qualified names and functions or classes that users call."""
     for name in ENTRIES:
         yield name, pkgutil.resolve_name(name)
     for module in WHOLE:
@@ -60,7 +60,10 @@ def raises(function: Any) -> bool:
 
 
 def missing_of(name: str, found: Any, doc: str | None = None) -> list[str]:
-    """What the docstring of a function, or of a class as its constructor, leaves out. doc: one that it inherits"""
+    """Return what the docstring of a function, or of a class as its constructor, leaves out.
+
+    `doc` is the docstring that a method inherits.
+    """
     doc = inspect.cleandoc(found.__doc__ or doc or "")
     if inspect.isclass(found):
         doc += "\n" + inspect.cleandoc(found.__init__.__doc__ or "")
@@ -76,7 +79,7 @@ def missing_of(name: str, found: Any, doc: str | None = None) -> list[str]:
     if inspect.isclass(found):
         return missing
     gives = signature.return_annotation not in (None, "None", inspect.Signature.empty)
-    one_line = "\n" not in doc and not parameters  # "Name ..." says what a function without arguments gives
+    one_line = "\n" not in doc and not parameters  # which is enough without arguments
     if gives and not (one_line or has(doc, "Returns") or has(doc, "Yields")):
         missing.append(f"{name}: Returns")
     if raises(found) and not has(doc, "Raises"):
@@ -85,7 +88,10 @@ def missing_of(name: str, found: Any, doc: str | None = None) -> list[str]:
 
 
 def missing(name: str, found: Any) -> list[str]:
-    """Of a name and its members, or of the name alone where its entry hides the members."""
+    """Return what the docstrings of a name and its members leave out.
+
+    Members are skipped if the API entry hides them.
+    """
     if inspect.isfunction(found):
         return missing_of(name, found)
     if not inspect.isclass(found):
@@ -114,7 +120,7 @@ def test_public_names_are_documented() -> None:
 
 
 def test_public_names_have_one_entry() -> None:
-    """Exported names, base classes of plug-ins, and all that a page or an example imports."""
+    """Exported names, base classes of plug-ins, and names that pages and examples import have exactly one API entry."""
     entries = [pkgutil.resolve_name(name) for name in ENTRIES]
     exported = [f"{module.__name__}.{name}" for module in EXPORTS for name in module.__all__ if name != "__version__"]
     named = [(name, pkgutil.resolve_name(name)) for name in [*exported, *BASES]]

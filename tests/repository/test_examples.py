@@ -1,4 +1,7 @@
-"""Scripts of examples/ on ranks of gloo, as their own words start them. examples/plugin: `test_plugin_example.py`."""
+"""Scripts of examples/ run on gloo ranks with the commands that they document.
+
+test_plugin_example.py covers examples/plugin.
+"""
 
 import os
 
@@ -38,7 +41,7 @@ def test_a_script_of_2_ranks(name):
 def test_a_run_of_2_ranks_goes_on_with_4(tmp_path):
     first = torchrun("train", 2, "--steps", "2", "--save", str(tmp_path / "checkpoint"))
     assert first.count("loss") == 2
-    # each rank computes all steps in one process too; the third is the first to see the optimizer's state
+    # each rank also computes all steps as one process; the third step is the first to use the optimizer's state
     second = torchrun("train", 4, "--steps", "4", "--resume", str(tmp_path / "checkpoint"), "--check")
     assert second.count("loss") == 2
     assert "4 ranks and one process agree" in second

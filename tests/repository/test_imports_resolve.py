@@ -1,4 +1,4 @@
-"""Names that a module imports from this repository exist, also in modules that skip without a GPU or Triton."""
+"""Names imported from this repository exist, also in modules that skip without a GPU or Triton."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SOURCES = sorted(path for folder in PACKAGES for path in (ROOT / folder).rglob("
 
 
 def module_file(module: str) -> Path | None:
-    """The file of a module of this repository, None for other modules."""
+    """Return the file of a module of this repository, None for other modules."""
     base = ROOT.joinpath(*module.split("."))
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
 def defined(tree: ast.Module) -> set[str]:
-    """Names that a module binds at its top level, in branches too."""
+    """Return the names that a module binds at top level, in branches too."""
     found = {"__doc__", "__file__", "__name__"}
     todo: list[ast.AST] = [tree]
     while todo:
@@ -31,7 +31,7 @@ def defined(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
         else:
-            # an assigned `__getattr__` gives old names (`ep_moe.renamed`), which nothing here uses
+            # an assigned `__getattr__` serves old names (`ep_moe.renamed`), which this repository does not use
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id != "__getattr__":
                 found.add(node.id)
             todo.extend(ast.iter_child_nodes(node))
@@ -45,13 +45,13 @@ def parsed(path: Path) -> ast.Module:
 
 @functools.cache
 def names_of(path: Path) -> set[str] | None:
-    """Names of a module's file, None where a `__getattr__` makes more of them."""
+    """Return the names of a module's file, None if a `__getattr__` adds more."""
     names = defined(parsed(path))
     return None if "__getattr__" in names else names
 
 
 def has(module: str, name: str) -> bool:
-    """Whether `from module import name` finds something; True for modules of other packages."""
+    """Return whether `from module import name` works. True for modules of other packages."""
     if module.split(".")[0] not in PACKAGES:
         return True
     path = module_file(module)
@@ -60,7 +60,7 @@ def has(module: str, name: str) -> bool:
 
 
 def unresolved(tree: ast.AST) -> list[str]:
-    """Imports of this repository, at any depth, and attributes of imported modules, that name nothing."""
+    """Return imports of this repository, at any depth, and attributes of imported modules, that do not exist."""
     missing, modules = [], {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -78,7 +78,7 @@ def unresolved(tree: ast.AST) -> list[str]:
     return missing
 
 
-# Each is one item for all files: modules are parsed once, and not by every worker that has some of them.
+# One item for all files: modules are then parsed once, instead of once per xdist worker.
 
 
 def test_imported_names_exist():
@@ -87,7 +87,10 @@ def test_imported_names_exist():
 
 
 def test_private_methods_that_tests_override_exist():
-    """A planted fault that overrides a method which was renamed plants nothing."""
+    """Private methods that tests override by super() exist.
+
+    If such a method was renamed, a planted fault that overrides it would have no effect.
+    """
     in_tests = [path for path in SOURCES if path.is_relative_to(ROOT / "tests")]
     package = [path for path in SOURCES if path not in in_tests]
     known = {name for path in package for name in re.findall(r"^ *def (\w+)", path.read_text(), re.MULTILINE)}
@@ -99,7 +102,7 @@ def test_private_methods_that_tests_override_exist():
 
 
 def overridden(tree: ast.AST) -> set[str]:
-    """Private methods that a file calls by super()."""
+    """Return the private methods that a file calls on super()."""
     called = [
         node.attr
         for node in ast.walk(tree)

@@ -1,6 +1,7 @@
-"""Launch files over stubs of srun, scontrol, module, torchrun and getent: what they start, and when they stop.
+"""Launch files with stubs of srun, scontrol, module, torchrun and getent: what they start, and when they stop.
 
-One test starts ranks: SLURM's file with a stub of srun that begins the step twice, as on two nodes."""
+One test starts ranks: SLURM's file with a stub of srun that starts the step twice, as on two nodes.
+"""
 
 import json
 import os
@@ -19,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PREFLIGHT = ["-m", "ep_moe", "doctor", "--cluster"]
 PROGRAM = ["train.py", "--steps", "2", "--name", "two words"]
 LOG = 'python3 -c \'import json, sys; print(json.dumps(sys.argv[1:]))\' "${0##*/}" "$@" >> "$CALLS"\n'
-# options are of the form --name=value, so that the first word without dashes is the program
+# options have the form --name=value, so the first word without dashes is the program
 STEP = "while [[ $1 == --* ]]; do shift; done\n"
 STUBS = {
     "scontrol": 'printf "%s\\n" first second',
@@ -31,7 +32,7 @@ STUBS = {
 
 
 class Calls:
-    """Runs commands with stubs in front of PATH, and reads what these were called with."""
+    """Run commands with stubs first in PATH, and read the stubs' arguments."""
 
     def __init__(self, folder: Path) -> None:
         self.bin, self.log = folder / "bin", folder / "calls"
@@ -56,7 +57,7 @@ class Calls:
         return [arguments for program, *arguments in called if program == name]
 
     def steps(self) -> list[list[str]]:
-        """The arguments of both calls of srun: the preflight and the program."""
+        """Return the arguments of both srun calls: the preflight and the program."""
         called = self.of("srun")
         assert len(called) == 2, called
         return called
@@ -75,7 +76,7 @@ def slurm(calls, *program, **variables):
 
 
 def meets(arguments, **options):
-    """That torchrun's options are these, and where its program begins."""
+    """Check the values of torchrun's options."""
     for name, value in options.items():
         assert arguments[arguments.index(f"--{name.replace('_', '-')}") + 1] == value, arguments
 
@@ -131,7 +132,7 @@ def test_slurm_without_a_program(calls):
 
 
 def test_slurm_options_are_before_the_first_command():
-    """sbatch reads #SBATCH lines until the first command."""
+    """All #SBATCH lines come before the first command, where sbatch stops reading them."""
     lines = (ROOT / "launch" / "slurm.sbatch").read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert all(number < first for number, line in enumerate(lines) if line.startswith("#SBATCH"))
@@ -140,7 +141,7 @@ def test_slurm_options_are_before_the_first_command():
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(TorchrunEnv.present(), reason="starts torchrun itself")
 def test_slurm_with_ranks(calls):
-    """The step twice, as on two nodes: doctor over 4 ranks, then the program over 4 ranks."""
+    """The SLURM file runs doctor and then the program over 4 ranks on two simulated nodes."""
     (calls.bin / "torchrun").unlink()
     torchrun = f"{shlex.quote(sys.executable)} -m tests.fixtures.programs"
     calls.stub("scontrol", "echo 127.0.0.1")
@@ -212,14 +213,14 @@ def manifest():
 def test_kubernetes_meets_at_the_headless_service():
     found, job, container = manifest()
     given = {variable["name"]: variable["value"] for variable in container["env"]}
-    # names of pods are <jobset>-<replicated job>-<number of the job>-<number of the pod>
+    # pod names are <jobset>-<replicated job>-<job index>-<pod index>
     service = found["spec"]["network"]["subdomain"]
     assert found["spec"]["network"]["enableDNSHostnames"]
     assert given["HEAD"] == f"{found['metadata']['name']}-{job['name']}-0-0.{service}"
     spec = job["template"]["spec"]
     assert int(given["NNODES"]) == spec["parallelism"] == spec["completions"]
     assert spec["completionMode"] == "Indexed"
-    assert all(isinstance(value, str) for value in given.values())  # Kubernetes refuses others
+    assert all(isinstance(value, str) for value in given.values())  # Kubernetes refuses other types
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
 

@@ -1,8 +1,8 @@
-"""Modules, and names in them, that docstrings, comments and pages have in backticks exist.
+"""Modules, and names in them, that docstrings, comments and pages put in backticks exist.
 
-A reference `first.second` is looked up where `first` is a module or folder of `ep_moe`, or `second` is a constant in
-capitals. Variables, and modules in checkpoints, have some of these names too: `config.top_k` is right because code
-reads it, `router.layer` because code has it as a string.
+A reference `first.second` is checked if `first` is a module or folder of `ep_moe`, or `second` is a constant in
+capitals. Variables, and modules in checkpoints, share some of these names: `config.top_k` is accepted because code
+reads this attribute, `router.layer` because code has this string.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tests.repository.test_imports_resolve import ROOT, SOURCES, module_file, na
 
 REFERENCE = re.compile(r"(?<!`)`([a-z_]\w*(?:\.\w+)+)(?:\([^`]*\))?`(?!`)")
 FILE_ENDINGS = {"cu", "json", "md", "npz", "png", "py", "safetensors", "sbatch", "sh", "toml", "txt"}
-OTHERS = {"flashinfer", "transformers"}  # other packages, after which folders or modules here are named
-GROUPS = {f"ep_moe.{kind}" for kind in get_args(Kind)}  # of entry points
+OTHERS = {"flashinfer", "transformers"}  # other packages, which have folders or modules with names like ours
+GROUPS = {f"ep_moe.{kind}" for kind in get_args(Kind)}  # names of entry point groups
 
 
 @functools.cache
 def modules() -> dict[str, list[str]]:
-    """The last part of the names of modules and packages, to the whole names."""
+    """Map the last part of each module's and package's name to the whole names."""
     found = defaultdict(list)
     for path in SOURCES:
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -41,7 +41,7 @@ def modules() -> dict[str, list[str]]:
 
 @functools.cache
 def used() -> tuple[set[tuple[str, str]], str]:
-    """Of all code: the name before and behind each dot, and the strings that are no sentences."""
+    """Return (name before, name after) of each dot in all code, and all strings without whitespace."""
     pairs, strings = set(), set()
     for node in (node for path in SOURCES for node in ast.walk(parsed(path))):
         if isinstance(node, ast.Attribute):
@@ -53,7 +53,7 @@ def used() -> tuple[set[tuple[str, str]], str]:
 
 
 def within(module: str, parts: list[str]) -> bool:
-    """Whether a module or package has what the parts name: submodules, and then a name."""
+    """Return whether a module or package has the named parts: submodules, then a name."""
     if not parts:
         return True
     inner = f"{module}.{parts[0]}"
@@ -65,12 +65,12 @@ def within(module: str, parts: list[str]) -> bool:
 
 
 def exists(reference: str) -> bool:
-    """Whether a reference names something, as far as its first part can be known."""
+    """Return whether a reference names something, as far as its first part is known."""
     first, second, *_ = parts = reference.split(".")
     constant = len(parts) == 2 and second.isupper()
     if (first not in modules() and not constant) or first in OTHERS or parts[-1] in FILE_ENDINGS or reference in GROUPS:
         return True
-    if any(part.isdigit() for part in parts):  # of tensors in a checkpoint
+    if any(part.isdigit() for part in parts):  # a tensor name of a checkpoint
         return True
     if any(within(module, parts[1:]) for module in modules().get(first, ())):
         return True
@@ -79,14 +79,14 @@ def exists(reference: str) -> bool:
 
 
 def references(text: str) -> Iterator[tuple[int, str]]:
-    """Line, and what stands there in backticks."""
+    """Yield line number and text of each reference in backticks."""
     for number, line in enumerate(text.splitlines(), 1):
         for reference in REFERENCE.findall(line):
             yield number, reference
 
 
 def test_named_modules_exist():
-    sources = [path for path in SOURCES if path != Path(__file__)]  # which plants some that do not
+    sources = [path for path in SOURCES if path != Path(__file__)]  # this file plants wrong references
     texts = [*sources, *(ROOT / "ep_moe").rglob("*.cu"), *PRESENT]
     missing = [
         f"{path.relative_to(ROOT)}:{number}: {reference}"

@@ -1,4 +1,4 @@
-"""examples/plugin, installed into a folder of its own, and used from there as any package's backends are."""
+"""examples/plugin, installed into a folder of its own, works there like any package's backends."""
 
 import dataclasses
 import os
@@ -32,7 +32,7 @@ MAPS = {"linear": ExpertMap.linear(4, 2), "a rank without experts": ExpertMap.fr
 
 
 @pytest.mark.skipif(TorchrunEnv.present(), reason="starts its own ranks")
-# not by find_spec: asked for pip, setuptools leaves this process the distutils of the standard library
+# not importlib.util.find_spec: asked for pip, setuptools would leave distutils of the standard library in this process
 @pytest.mark.skipif(not all(map(PathFinder.find_spec, ("pip", "setuptools"))), reason="needs pip and setuptools")
 def test_the_installed_package_serves_a_layer_and_passes_the_contracts(tmp_path):
     source, installed = tmp_path / "source", tmp_path / "installed"
@@ -52,7 +52,7 @@ def _run(command: list[str], folder: Path, **variables: str) -> None:
 
 
 def in_a_fresh_process(installed: str) -> None:
-    """The kernel is checked while the ranks of the transport's checks wait for each other."""
+    """Check the kernel while the ranks of the transport's checks wait for each other."""
     kernel = registry.load("experts", NAMED["experts"])
     assert Path(sys.modules[kernel.__module__].__file__).is_relative_to(installed)
     with ThreadPoolExecutor(1) as pool:
@@ -78,7 +78,7 @@ def on_a_rank() -> None:
 
 
 def _trained(context: EPContext, expert_map: ExpertMap, **backends: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs of a layer, and the gradients of its parameters in one row."""
+    """Return a layer's output, and the gradients of all its parameters in one row."""
     torch.manual_seed(0)
     layer = MoELayer(CONFIG, context, expert_map=expert_map, **backends)
     assert (layer.choice.all2all, layer.choice.experts) == (backends["all2all"], backends["experts"])
@@ -91,7 +91,7 @@ def _trained(context: EPContext, expert_map: ExpertMap, **backends: str) -> tupl
 
 
 def _with_fault(name: str, right: str, wrong: str) -> type:
-    """The backend of a copy of a file in which `right` is `wrong`."""
+    """Return the backend class of a copy of its file in which `right` is replaced by `wrong`."""
     text = FILES[name].read_text()
     assert text.count(right) == 1, right
     space = {"__name__": f"faulty_{name}"}
@@ -103,7 +103,7 @@ def _with_fault(name: str, right: str, wrong: str) -> type:
 @pytest.mark.parametrize(
     ("right", "wrong", "sentence"),
     [
-        (".float().sum(0)", ".float()[1:].sum(0)", "uneven and empty ranks"),  # combine forgets rank 0
+        (".float().sum(0)", ".float()[1:].sum(0)", "uneven and empty ranks"),  # combine omits rank 0
         ("if problem is not None:", "if False:", "rank 0's problem was not raised"),
     ],
     ids=["a rank is forgotten", "a problem is forgotten"],

@@ -1,4 +1,4 @@
-"""Reading a property changes nothing: what writes, launches or waits is a method."""
+"""Reading a property has no effect. Code that writes, launches or waits is a method."""
 
 import ast
 from pathlib import Path
@@ -14,7 +14,7 @@ def name_of(node: ast.expr) -> str:
 
 
 def effects(function: ast.FunctionDef) -> list[str]:
-    """Lines of a function that assign to what outlives it, or write or wait by name."""
+    """Return the lines of a function that assign to attributes of self, or write or wait by method name."""
     found = []
     for node in ast.walk(function):
         if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
@@ -27,7 +27,7 @@ def effects(function: ast.FunctionDef) -> list[str]:
 
 
 def faults(source: str) -> list[str]:
-    """Properties of a module's classes that have an effect, by themselves or by a method of their class."""
+    """Return the properties of a module's classes that have an effect, directly or through a method of their class."""
     found = []
     for kind in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
         bodies = [node for node in kind.body if isinstance(node, ast.FunctionDef)]

@@ -1,4 +1,4 @@
-"""What a release says of itself is one thing in all places: version, supported versions, templates."""
+"""Version, supported versions and templates agree in all places."""
 
 import re
 import tomllib
@@ -52,7 +52,7 @@ def test_the_table_requires_what_the_project_does():
 
 @pytest.mark.parametrize("name", ["bug_report.yml", "feature_request.yml"])
 def test_issue_templates(name):
-    """As GitHub reads forms: keys that it wants, ids that differ, types that it knows."""
+    """Issue templates have the keys that GitHub requires, distinct ids, and known types."""
     yaml = pytest.importorskip("yaml")
     form = yaml.safe_load(read(f".github/ISSUE_TEMPLATE/{name}"))
     assert {"name", "description", "body"} <= set(form)

@@ -37,7 +37,10 @@ def test_pages_have_their_diagrams(site):
 
 
 def test_lists_and_tables_are_ones(site):
-    """Markdown of the site wants an empty line before a list, and four columns before what is inside an item."""
+    """Lists and tables are rendered as such.
+
+    Python-Markdown needs an empty line before a list, and four columns before an item's content.
+    """
     for path in DOCS.rglob("*.md"):
         built = re.sub(r"<(pre|code)\b.*?</\1>", "", page_of(site, path), flags=re.DOTALL)
         left = re.findall(r"<p>[^<]*\n(?:- |\d{1,2}\. |\|)[^\n]*", built)

@@ -1,4 +1,4 @@
-"""What a plain run of the tests leaves out, and how that is chosen."""
+"""The list of tests that a plain run leaves out, and how it is chosen."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ def functions(file):
 
 
 def test_each_is_there():
-    """By the name of its function: cases come and go with what is installed."""
+    """Each listed test function exists. Its cases may depend on what is installed."""
     names = [test.partition("[")[0].split("::") for test in slow_tests.LIST.read_text().splitlines()]
     assert names
     assert [name for name in names if name[1] not in functions(name[0])] == []

@@ -1,4 +1,4 @@
-"""What tools/snippets.py makes of a page, and how the pages mark their blocks."""
+"""How tools/snippets.py reads a page, and how the pages mark their blocks."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,8 @@ OF_CI = snippets.commands_of_ci()
 
 @pytest.fixture
 def became(tmp_path):
-    """What became of the commands of a page: the first line of each, and whether it failed."""
+    """Return a function that runs a page's commands, and returns line, first line of the result, and failure of each
+    block."""
 
     def run(text, gpus=0):
         (tmp_path / "page.md").write_text(text)

@@ -1,4 +1,4 @@
-"""Two torchrun agents that meet by c10d rendezvous, as on two nodes; NCCL_HOSTID makes a host of each."""
+"""Two torchrun agents with c10d rendezvous, as on two nodes. NCCL_HOSTID makes each a host of its own."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 from ep_moe.parallel.groups import TorchrunEnv
 from tests.fixtures.programs import ON_CPU, ROOT, TORCHRUN, Program
 
-RANKS = 2  # of an agent
+RANKS = 2  # per agent
 
 pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts torchrun itself")
 
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def agents(program: tuple[str, ...]) -> list[tuple[list[str], dict[str, str]]]:
-    """Of both hosts: the words after `python`, and the environment."""
+    """Return, for both hosts, the words after `python` and the environment."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "two agents"]
     words = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", str(RANKS), *meeting, "--local-addr", "127.0.0.1"]
     given = os.environ | ON_CPU | {"PYTHONPATH": str(ROOT)}
@@ -32,7 +32,7 @@ def agents(program: tuple[str, ...]) -> list[tuple[list[str], dict[str, str]]]:
 
 
 def on_two_hosts(*program: str, ends: int = 0) -> str:
-    """What both agents print, which end with so much."""
+    """Return what both agents print. Both must exit with `ends`."""
     with ExitStack() as stack:
         started = [stack.enter_context(Program(*words, env=env)) for words, env in agents(program)]
         found = [agent.ended(timeout_s=150) for agent in started]
@@ -66,7 +66,10 @@ def test_ep_moe_run():
 
 @pytest.mark.timeout(240)
 def test_the_host_of_the_store_is_lost():
-    """In interpreters of their own: forks of an agent would hold its connections open after its end."""
+    """Survivors name the lost store and its host.
+
+    The agents run in interpreters of their own: forks of an agent would keep its connections open after its end.
+    """
     started = [
         subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env

@@ -17,12 +17,13 @@ pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="once is enough")
 
 
 def build(source, out):
-    """A wheel by whichever builder there is, offline."""
+    """Build a wheel offline by whichever builder is installed. Return its path."""
     for module, arguments in (
         ("pip", ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--quiet", "-w", out, source]),
         ("build", ["--wheel", "--no-isolation", "-o", out, source]),
     ):
-        # not by find_spec: asked for pip, setuptools leaves this process the distutils of the standard library
+        # not importlib.util.find_spec: asked for pip, setuptools would leave distutils of the standard library in this
+        # process
         if PathFinder.find_spec(module) and PathFinder.find_spec("setuptools"):
             command = [sys.executable, "-m", module, *map(str, arguments)]
             result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
@@ -33,7 +34,7 @@ def build(source, out):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy of what git would keep, so that nothing is written into the checkout."""
+    """Build a wheel from a copy of the files that git would keep, so that nothing is written into the checkout."""
     root = tmp_path_factory.mktemp("wheel")
     source = root / "source"
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist", ".*")
@@ -59,7 +60,7 @@ def test_wheel_holds_every_file_of_the_package(wheel):
         if "__pycache__" not in folder
     }
     packed = {name for name in names(wheel) if not name.split("/")[0].endswith(".dist-info")}
-    assert packed == files | {"ep_moe_command.py"}  # and so no tests and no tools either
+    assert packed == files | {"ep_moe_command.py"}  # no tests and no tools
     assert {"ep_moe/py.typed", "ep_moe/configs/deepseek-v3.toml", "ep_moe/demo/heldout.txt"} <= packed
     assert any(name.startswith("ep_moe/demo/model-") for name in packed)
 
