@@ -1,4 +1,4 @@
-"""docs/reference/backends.md from the capabilities that the classes state, and from where each was run.
+"""Write docs/reference/backends.md from the capabilities that backend classes declare, and where each was run.
 
 python tools/backends.py > docs/reference/backends.md
 """
@@ -96,7 +96,7 @@ def kernel(name: str, kind: type[Experts]) -> list[str]:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    """Lines of a table; cells that are wide become numbers of notes below it."""
+    """Return the lines of a table. Wide cells become numbers of notes below it."""
     notes: list[str] = []
 
     def short(cell: str) -> str:

@@ -1,10 +1,10 @@
 """Run a part of the tests with several releases of torch on the CPU, each in a virtual environment of its own.
 
-    python tools/compatibility.py                       the oldest supported torch, those between, and the newest
-    python tools/compatibility.py --torch 2.11.0        one of them
-    python tools/compatibility.py --folder ~/venvs      keep the environments there, and use them again
+    python tools/compatibility.py                       the oldest supported torch, releases in between, the newest
+    python tools/compatibility.py --torch 2.11.0        one release
+    python tools/compatibility.py --folder ~/venvs      keep the environments there and reuse them
 
-Prints a table in the form of docs/reference/versions.md. Exits with 1 where a test fails or nothing can be installed.
+Prints a table in the form of docs/reference/versions.md. Exits with 1 if a test fails or a release cannot be installed.
 A release without a CPU build installs its GPU libraries too: several GB each.
 """
 
@@ -41,7 +41,13 @@ _SHOWN = ("torch", "transformers", "numpy")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one release. found: versions by package; result: pytest's last line, or why there is none"""
+    """The outcome for one release.
+
+    Attributes:
+        asked: The release that was asked for.
+        found: Versions by package.
+        result: pytest's last line, or the reason why there is none.
+    """
 
     asked: str
     found: dict[str, str]
@@ -68,7 +74,7 @@ def check(release: str, folder: Path, tests: list[str]) -> Outcome:
     installed = subprocess.run(install, capture_output=True, text=True, check=False)
     if installed.returncode:
         return outcome(f"not installed: {(installed.stderr.strip().splitlines() or ['?'])[-1]}")
-    # the tests import the package of this tree, whatever was installed beside its requirements
+    # the tests import this checkout's package, although another copy was installed with its requirements
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     sys.stderr.write(done.stdout[-6000:] if done.returncode else "")

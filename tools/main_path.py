@@ -1,8 +1,10 @@
-"""Count what a reader of one call goes through: the files and functions of `ep_moe` from `MoELayer.forward` on, and how
-deep they nest. `python tools/main_path.py` prints them, and fails above the limits.
+"""Count what a reader of one call must read: the files and functions of `ep_moe` from `MoELayer.forward` on, and their
+nesting.
 
-A profiler follows a third call without gradients (the first ones compare ranks and make buffers) on the CPU, with
-`allgather` and `reference`. The collective that sends rows stands for the first kernel of a GPU's transport.
+`python tools/main_path.py` prints them, and fails above the limits.
+
+A profiler follows a third call without gradients on the CPU, with `allgather` and `reference`. The first two calls
+compare ranks and allocate buffers. The collective that sends rows stands for the first kernel of a GPU transport.
 """
 
 from __future__ import annotations
@@ -19,19 +21,19 @@ import ep_moe
 from ep_moe import EPContext, MoEConfig, MoELayer
 
 ROOT = str(Path(ep_moe.__file__).parent)
-SENT = "gather_rows"  # where the rows of a call set out
-GOAL = {"files": 20, "frames": 15}  # until then
-LIMIT = {"files": 20, "frames": 11, "files of the whole call": 27}  # what was counted last, and is not to grow
+SENT = "gather_rows"  # the collective that sends rows
+GOAL = {"files": 20, "frames": 15}  # up to this collective
+LIMIT = {"files": 20, "frames": 11, "files of the whole call": 27}  # the last count, which must not grow
 
 
 def traced(call: Callable[[], Any]) -> list[tuple[int, str, str]]:
-    """Follow a call.
+    """Profile a call.
 
     Args:
-        call: What is called.
+        call: What to call.
 
     Returns:
-        Depth among functions of `ep_moe`, file and name of each one that is entered, in order, each once.
+        Nesting depth within `ep_moe`, file and name of each entered function, once each, in order.
     """
     found: dict[tuple[str, str], int] = {}
     depth = 0

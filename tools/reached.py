@@ -1,4 +1,5 @@
-"""The blocks of code that each test reaches, in its ranks too: what `slow_tests.py` writes into the code and runs."""
+"""Record the code blocks that each test reaches, in its ranks too. `slow_tests.py` inserts calls of `reach` and runs
+this."""
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ import torch
 
 FOLDER = os.environ.get("EP_MOE_REACHED", "")
 MOST = 1 << 14  # blocks
-_WORKER = os.environ.setdefault("EP_MOE_REACHED_WORKER", str(os.getpid()))  # forks of a worker's server have it too
+_WORKER = os.environ.setdefault("EP_MOE_REACHED_WORKER", str(os.getpid()))  # forks of a worker's server inherit it
 _reached = bytearray(MOST)
 
 
-@torch.compiler.assume_constant_result  # no break in a compiled graph
+@torch.compiler.assume_constant_result  # no graph break under torch.compile
 def reach(block: int) -> None:
-    """What stands at the beginning of each block."""
+    """Record that a block was reached. Each block begins with a call of this function."""
     _reached[block] = 1
 
 
@@ -33,7 +34,7 @@ def _record(test: str) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Record what the test itself reaches, and its seconds; tell its ranks its name."""
+    """Record the blocks that the test itself reaches, and its seconds; tell its ranks its name."""
     Path(f"{FOLDER}/test.{_WORKER}").write_text(item.nodeid)
     _reached[:] = bytes(MOST)
     start = time.perf_counter()
@@ -49,10 +50,10 @@ _bootstrap = process.BaseProcess._bootstrap  # type: ignore[attr-defined]
 
 
 def _recorded(self: process.BaseProcess, *args: Any, **options: Any) -> int:
-    """A rank, a forked program, or a rank of that."""
+    """Record the blocks that a rank or forked program reaches."""
     try:
         test = Path(f"{FOLDER}/test.{_WORKER}").read_text()
-    except OSError:  # no test has begun
+    except OSError:  # no test has started
         return int(_bootstrap(self, *args, **options))
     _reached[:] = bytes(MOST)
     try:

@@ -2,21 +2,21 @@
 
     python tools/run_snippets.py [--cpu] [--nproc-per-node 2] [--at-once 1] [PAGE ...]
 
-The Python blocks of a page are one program on ranks of torchrun, in their order; no block calls
-`torch.cuda.set_device`. What a page leaves open is given here: a small Qwen3-MoE where it names a checkpoint, a map,
-batches. Commands run behind it, in a folder of the page that has copies of examples/, launch/, docs/ and configs/.
+The Python blocks of a page form one program, run in order on torchrun's ranks. No block calls `torch.cuda.set_device`.
+This tool supplies what a page leaves open: a small Qwen3-MoE where it names a checkpoint, a map, batches. Commands run
+afterwards, in a folder per page with copies of examples/, launch/, docs/ and configs/.
 
-A page says what a block is:
+A page marks its blocks:
 
-- ```python title="use.py": a part of that file, which a command behind it runs, and no part of the program.
+- ```python title="use.py": a part of that file, which a later command runs, and not of the program.
 - ```bash: commands, which must exit with 0.
 - # needs 2 GPUs, as the first line: not run with fewer.
 - # not run in CI: REASON, as the first line: not run by this tool.
 - ```text title="output": lines that the commands before it print on a CPU, in any order.
 
-One line per block: ok, the error, or why it was not run. The exit status is 1 where a block fails.
+Each block prints one line: ok, the error, or why it was not run. The exit status is 1 if a block fails.
 
-Without GPUs, and with `--cpu`, the blocks that need none are run over gloo.
+Without GPUs, and with `--cpu`, the blocks that need no GPU run over gloo.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from snippets import ROOT, Block
 
 CHECKPOINTS = ("path/to/Qwen3-30B-A3B", "path/to/DeepSeek-V3")
 FILES = (*CHECKPOINTS, "map.json")
-OF_GPUS = r"torch\.cuda|quantization=|pipeline=|\.capture\(|max_tokens=|Wire\("  # kernels, or transports, of GPUs
+OF_GPUS = r"torch\.cuda|quantization=|pipeline=|\.capture\(|max_tokens=|Wire\("  # need GPU kernels or transports
 BATCHES = 4
 
-# what stands on a page before its first block, in words
+# what a page describes in words before its first block
 BEFORE = {
     "docs/reference/quantization.md": """
         import torch
@@ -52,7 +52,7 @@ BEFORE = {
         config = MoEConfig(hidden_size=2048, intermediate_size=768, num_experts=128, top_k=8)
     """,
 }
-# what is not made here
+# paths that this tool does not create
 NOT_RUN = {
     "trace.npz": "needs the trace of a model of 256 experts",
     "tuned.json": "needs the file that ep-moe tune writes for these ranks",
@@ -74,7 +74,7 @@ def unsupported_reason(block: Block, gpus: bool) -> str | None:
 
 
 def without_guarded(source: str) -> str:
-    """Source without the statements behind `if ... .type == "cuda":`, which do nothing on a CPU."""
+    """Return the source without statements under `if ... .type == "cuda":`, which do nothing on a CPU."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith(".type == 'cuda'"):
@@ -99,7 +99,7 @@ def main() -> int:
         return on_rank(asked.pages)
     gpus = 0 if asked.cpu else count_gpus()
 
-    def failed(page: str) -> bool:  # processes and a folder for each: what one leaves is not the next one's
+    def failed(page: str) -> bool:  # a process and a folder per page: what one leaves does not reach the next
         with tempfile.TemporaryDirectory() as folder:
             return run_page(page, Path(folder), gpus, asked.nproc_per_node)
 
@@ -114,7 +114,7 @@ def count_gpus() -> int:
 
 
 def run_page(page: str, folder: Path, gpus: int, nproc_per_node: int) -> bool:
-    """Whether a block failed."""
+    """Run a page. Return whether a block failed."""
     failed = False
     reasons = {block: unsupported_reason(block, gpus > 0) for block in program(page)}
     if reasons and all(reasons.values()):
@@ -123,7 +123,7 @@ def run_page(page: str, folder: Path, gpus: int, nproc_per_node: int) -> bool:
     elif reasons:
         ranks = ["--standalone", "--nproc-per-node", str(nproc_per_node)]
         command = [sys.executable, "-m", "torch.distributed.run", *ranks, __file__, "--on-ranks", page]
-        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun warns otherwise
+        own = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}  # torchrun warns if it is unset
         variables = snippets.environment(folder, gpus) | own
         failed |= subprocess.run(command, cwd=folder, env=variables, check=False).returncode != 0
     found = snippets.blocks(page)
@@ -166,18 +166,18 @@ def on_rank(asked: list[str]) -> int:
         status |= failed
     dist.barrier(group=gloo_group)
     sys.stdout.flush()
-    os._exit(status)  # contexts that a page leaves to its reader are not waited for
+    os._exit(status)  # do not wait for contexts that a page leaves open
 
 
 def run(name: str, source: str, line: int, space: dict[str, Any], gloo_group: Any, *, quiet: bool = False) -> bool:
-    """Whether it failed on a rank."""
+    """Run a block. Return whether it failed on a rank."""
     import textwrap
 
     import torch.distributed as dist
 
     error = None
     try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # a line for each block is all
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # print only the line of each block
             exec(compile("\n" * (line - 1) + textwrap.dedent(source), name, "exec"), space)
     except Exception as found:
         error = f"{type(found).__name__}: {found}"
@@ -203,7 +203,7 @@ def own_device() -> Any:
 
 
 def make_files(gloo_group: Any) -> None:
-    """What pages name, in the folder where they run."""
+    """Create the files that pages name, in the folder where they run."""
     import torch
     import torch.distributed as dist
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM

@@ -1,9 +1,9 @@
 """Hooks of `mkdocs build`: pages of files outside docs/, and a place in the navigation for pages that it leaves out.
 
 - Each Python file of examples/ becomes the page `examples/NAME.md`. CONTRIBUTING.md and CHANGELOG.md become pages too.
-- A link to such a file leads to its page. A link to another file outside docs/ becomes its text, because the site has
+- A link to such a file leads to its page. A link to another file outside docs/ becomes plain text, because the site has
   no such file.
-- A page of a folder that `nav` does not name stands at the end of the section of its folder.
+- A page that `nav` does not name is added to the end of the section of its folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def examples() -> dict[str, str]:
-    """Page by file, both relative to the root and to docs/."""
+    """Map each file, relative to the root, to its page, relative to docs/."""
     return {
         path.relative_to(ROOT).as_posix(): path.relative_to(ROOT).with_suffix(".md").as_posix()
         for path in sorted((ROOT / "examples").rglob("*.py"))
@@ -41,7 +41,7 @@ def generated() -> dict[str, str]:
 
 
 def shown(path: str) -> str:
-    """The page of a file."""
+    """Return the page of a file."""
     text = (ROOT / path).read_text()
     if path in DOCUMENTS:
         return text
@@ -49,7 +49,7 @@ def shown(path: str) -> str:
 
 
 def with_links(text: str, folder: str, page: str) -> str:
-    """Links of a file in `folder`, from the root, as they are on `page`, from docs/."""
+    """Rewrite the links of a file in `folder` (from the root) for `page` (from docs/)."""
 
     def link(found: re.Match[str]) -> str:
         label, target = found.groups()

@@ -3,9 +3,13 @@
     python -m tools.slow_tests measure FOLDER     runs all tests once over marked code: half an hour on 2 cores
     python -m tools.slow_tests choose FOLDER      writes the list
 
-A run of all tests keeps every test of at most `ALWAYS` seconds, the shortest case of each test function of at most
-`FUNCTION` seconds, and then, greedily by blocks a second, what reaches a block of `ep_moe` that these do not: a body
-of a function, a branch or a loop. A block is not worth more than `BLOCK` seconds.
+A run of all tests keeps:
+
+- every test of at most `ALWAYS` seconds,
+- the shortest case of each test function of at most `FUNCTION` seconds,
+- then, greedily by blocks per second, tests that reach a block of `ep_moe` that the tests above do not reach.
+
+A block is a body of a function, a branch or a loop. It is worth at most `BLOCK` seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ ALWAYS, FUNCTION, BLOCK = 0.3, 2.5, 2.0
 
 
 class _Marked(ast.NodeTransformer):
-    """A call of `reach` at the beginning of each block."""
+    """Insert a call of `reach` at the beginning of each block."""
 
     def __init__(self) -> None:
         self.blocks = 0
@@ -61,7 +65,7 @@ class _Marked(ast.NodeTransformer):
 
 
 def mark(package: Path) -> int:
-    """Write marks into a package's code. Returns their number."""
+    """Insert marks into a package's code. Return their number."""
     marked = _Marked()
     for file in sorted(package.rglob("*.py")):
         before, tree = marked.blocks, ast.parse(file.read_text())
@@ -79,7 +83,7 @@ def mark(package: Path) -> int:
 
 
 def measure(folder: Path, files: list[str]) -> None:
-    """Run tests over a marked copy of what git's index has."""
+    """Run tests over a marked copy of the files in git's index."""
     copy = folder / "copy"
     copy.mkdir(parents=True)
     subprocess.run(["git", "checkout-index", "--all", f"--prefix={copy}/"], cwd=ROOT, check=True)
@@ -92,7 +96,7 @@ def measure(folder: Path, files: list[str]) -> None:
 
 
 def measured(records: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
-    """Seconds of each test, and the blocks that it reached."""
+    """Return the seconds of each test, and the blocks that it reached."""
     seconds, reached = dict[str, float](), defaultdict[str, set[int]](set)
     for file in records.glob("seconds.*"):
         for line in file.read_text().splitlines():
@@ -107,7 +111,7 @@ def measured(records: Path) -> tuple[dict[str, float], dict[str, set[int]]]:
 
 
 def choose(seconds: Mapping[str, float], reached: Mapping[str, set[int]]) -> set[str]:
-    """The tests that a run of all leaves out."""
+    """Return the tests that a run of all tests leaves out."""
     cases = defaultdict[str, list[str]](list)
     for test in seconds:
         cases[test.partition("[")[0]].append(test)

@@ -1,4 +1,4 @@
-"""Code blocks of pages, and the run of their commands. `run_snippets.py` says how a page marks them."""
+"""Code blocks of pages, and how to run their commands. `run_snippets.py` describes how a page marks blocks."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-CARRIED = ("configs", "docs", "examples", "launch")  # what commands of pages name, besides installed modules
+CARRIED = ("configs", "docs", "examples", "launch")  # folders that commands of pages name
 OUTPUT = "output"
 LIMIT_S = 300.0
 _FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?[^\n]*\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 _MARKER = re.compile(r"# (?:needs (?P<gpus>\d*) ?GPUs?|not run in CI: (?P<reason>.+))")
-_OF_CI = "<!-- ci: cpu -->\n"  # before README's block that .ci/run runs
-_TAIL = 30  # lines of a failed command's output
+_OF_CI = "<!-- ci: cpu -->\n"  # precedes README's block that .ci/run runs
+_TAIL = 30  # lines of a failed command's output to show
 
 
 @dataclass(frozen=True)
 class Block:
-    """kind: the language; line: of the page, where the code begins"""
+    """A code block. `kind` is its language, `line` the line of the page where the code begins."""
 
     page: str
     line: int
@@ -47,7 +47,7 @@ def blocks(page: str, root: Path = ROOT) -> list[Block]:
 
 
 def commands_of_ci() -> frozenset[str]:
-    """The commands that .ci/run runs, those of README too."""
+    """Return the commands that .ci/run runs, those of README included."""
     of_readme = _FENCE.match((ROOT / "README.md").read_text().partition(_OF_CI)[2])
     assert of_readme is not None
     return frozenset(_commands(of_readme[3]) + _commands((ROOT / ".ci" / "run").read_text()))
@@ -58,10 +58,10 @@ def _commands(source: str) -> list[str]:
 
 
 def unsupported_reason(block: Block, gpus: int, of_ci: frozenset[str]) -> str | None:
-    """Why the commands of a block are not run here.
+    """Return why the commands of a block are not run here, None if they are.
 
     Raises:
-        ValueError: The block begins with a comment that looks like a marker and is none.
+        ValueError: The block begins with a comment that looks like a marker, but is none.
     """
     first = block.source.partition("\n")[0]
     marker = _MARKER.fullmatch(first)
@@ -77,19 +77,22 @@ def unsupported_reason(block: Block, gpus: int, of_ci: frozenset[str]) -> str | 
 
 
 def make_folder(folder: Path) -> None:
-    """The files of the repository that commands name; what they write stays out of the checkout."""
+    """Copy the files that commands name, so that the commands write outside the checkout."""
     for name in CARRIED:
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
 
 
 def environment(folder: Path, gpus: int) -> dict[str, str]:
-    """Of commands in a folder: this checkout and this Python come first, and pip installs into the folder."""
+    """Return the environment of commands in a folder.
+
+    This checkout and this Python come first, and pip installs into the folder.
+    """
     packages = folder / ".packages"
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     modules = [str(packages), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    pip = {"PIP_TARGET": str(packages), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0: without isolation
+    pip = {"PIP_TARGET": str(packages), "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}  # 0 means without isolation
     own = {"PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(filter(None, modules)), **pip}
-    # unbuffered, a line of several words is several writes, between which other ranks' come
+    # unbuffered, a line of several words is several writes, and lines of ranks would mix
     given = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     own["PYTHON_EXEC"] = str(ROOT / "tools" / "buffered_python.sh")
     return given | own | ({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})
@@ -102,12 +105,12 @@ def run_commands(
 
     Args:
         found: All blocks of the page.
-        folder: Where commands run; blocks share what they write.
-        gpus: How many there are. Outputs are those of a CPU, and compared where there are none.
+        folder: Where commands run. Blocks share the files that they write.
+        gpus: The number of GPUs. Without GPUs, outputs are compared, as pages show those of a CPU.
         of_ci: `commands_of_ci()`.
 
     Yields:
-        A block, what became of it, and whether it failed.
+        A block, its result, and whether it failed.
     """
     for index, block in enumerate(found):
         if block.kind == "python" and block.title and not _is_named(block.title, found[index:]):
@@ -148,9 +151,9 @@ def _is_named(file: str, found: Sequence[Block]) -> bool:
 
 
 def missing_lines(expected: str, out: str) -> list[str]:
-    """Lines of `expected`, in any order, that `out` has not. `...` stands for anything within a line.
+    """Return the lines of `expected`, in any order, that are not in `out`. `...` matches anything within a line.
 
-    They may stand beside others: ranks that write to one pipe part their lines from their ends.
+    Lines may share a line of `out`: ranks that write to one pipe may write a line and its end apart.
     """
     missing = []
     for line in filter(None, map(str.strip, expected.splitlines())):
@@ -170,7 +173,7 @@ def _run(source: str, folder: Path, variables: dict[str, str]) -> tuple[int, str
     try:
         out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # torchrun ends its ranks
+        os.killpg(process.pid, signal.SIGTERM)  # torchrun then ends its ranks
         time.sleep(5)
         os.killpg(process.pid, signal.SIGKILL)
         return 124, *process.communicate()

@@ -2,9 +2,9 @@
 
     python tools/train_demo.py            # about three minutes on 2 CPU cores
 
-The text is `pydoc_data.topics` (Python's own documentation, PSF license). Every tenth topic is held out;
-the held-out text is written beside the weights, so that a run on another Python version reads the same
-bytes. Training is plain `transformers`: nothing of `ep_moe` takes part in it.
+The text is `pydoc_data.topics` (Python's own documentation, PSF license). Every tenth topic is held out. The held-out
+text is written beside the weights, so that a run on another Python version reads the same bytes. Training is plain
+`transformers`, without `ep_moe`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ HELD_OUT_BYTES = 16384
 
 
 def split_text() -> tuple[bytes, bytes]:
-    """(training bytes, held-out bytes), cut by topic so that no held-out topic was trained on."""
+    """Return training and held-out bytes, split by topic, so that no held-out topic is trained on."""
     names = sorted(topics)
     held_out = names[::10]
     train = "\n\n".join(topics[name] for name in names if name not in held_out)
@@ -89,9 +89,9 @@ def main() -> None:
 
     args.out.mkdir(parents=True, exist_ok=True)
     model.config.output_router_logits = False
-    # several shards, so that the demo takes the path of a large checkpoint
+    # several shards, so that loading the demo takes the path of a large checkpoint
     model.to(torch.bfloat16).save_pretrained(args.out, max_shard_size="1MB")
-    (args.out / "generation_config.json").unlink(missing_ok=True)  # the demo generates nothing
+    (args.out / "generation_config.json").unlink(missing_ok=True)  # the demo is not used for generation
     (args.out / "heldout.txt").write_bytes(held_out)
     print(f"{sum(p.numel() for p in model.parameters())} parameters written to {args.out}")
 

@@ -1,11 +1,12 @@
-"""docs/reference/transformers_models.md: every MoE model type of the installed transformers, run tiny on gloo ranks.
+"""Write docs/reference/transformers_models.md: every MoE model type of the installed transformers, tiny, on gloo
+ranks.
 
 python -m tools.transformers_table > docs/reference/transformers_models.md
 python -m tools.transformers_table --part today     # what CI runs: a part of the model types, against the page
 
 Each model is built with random weights and run by itself, then with `expert_parallel`, in float32 on the CPU. Its
-logits must be those of the model itself up to TOLERANCE of the largest. Beside it stands transformers' own expert
-parallelism (`DistributedConfig(ep_size=...)`) on the same model. Model types that are named are run alone.
+logits must equal those of the model itself up to TOLERANCE of the largest. For comparison, transformers' own expert
+parallelism (`DistributedConfig(ep_size=...)`) runs on the same model. Model types given as arguments run alone.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from tests.fixtures.transformers_models import TEXT_ALONE, moe_model_types, outc
 
 TOLERANCE = 1e-5
 RANKS = (1, 2, 4)
-THEIRS = 2  # ranks on which transformers' own is run
+THEIRS = 2  # the number of ranks for transformers' own expert parallelism
 RIGHT, NONE = "right", "none"
 PAGE = Path(__file__).parents[1] / "docs/reference/transformers_models.md"
-PARTS = 12  # of the model types; CI runs one each day
+PARTS = 12  # parts of the model types; CI runs one each day
 _DEADLINE_S = 1500.0
 
 
@@ -58,7 +59,7 @@ def main() -> None:
 
 
 def check_part(part: int) -> int:
-    """Run a part of the model types on 1 and 2 ranks; 1 if a verdict is not the page's."""
+    """Run a part of the model types on 1 and 2 ranks. Return 1 if a verdict differs from the page's."""
     cells = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     expected = {row[0].strip("| `"): row[1] for row in cells}
     kinds = [kind for kind in moe_model_types()[part::PARTS] if expected.get(kind, RIGHT) != "not run"]
@@ -68,7 +69,7 @@ def check_part(part: int) -> int:
     wrong = []
     for ranks in RANKS[:2]:
         for kind, verdict in verdicts("ours", ranks, kinds).items():
-            allowed = {expected[kind]} if kind in expected else {RIGHT, "refused"}  # of a newer transformers
+            allowed = {expected[kind]} if kind in expected else {RIGHT, "refused"}  # types of a newer transformers
             if verdict.partition(": ")[0] not in allowed:
                 wrong.append(f"{kind} on {ranks}: {verdict}, expected {' or '.join(sorted(allowed))}")
     print("\n".join(wrong) or "all as on the page")
@@ -76,7 +77,7 @@ def check_part(part: int) -> int:
 
 
 def verdicts(what: str, ranks: int, kinds: list[str]) -> dict[str, str]:
-    """By model type. A run that ends early goes on behind the model that ended it."""
+    """Return verdicts by model type. A run that ends early continues after the model that ended it."""
     found: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.jsonl"
@@ -103,7 +104,7 @@ def _read(file: Path) -> list[tuple[str, str]]:
 
 
 def run(what: str, kinds: list[str], file: str) -> None:
-    """On a rank: each model in turn; rank 0 writes what was found."""
+    """Run each model in turn on a rank. Rank 0 writes the verdicts."""
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -117,7 +118,7 @@ def run(what: str, kinds: list[str], file: str) -> None:
 
 
 def _built(kind: str) -> str:
-    """Whether transformers runs it tiny; `none` where it has no experts."""
+    """Return whether transformers runs the tiny model; `none` if it has no experts."""
     try:
         model = tiny_transformers_model(kind)
         experts = any("expert" in name or "router" in name for name, _ in model.named_parameters())
@@ -142,9 +143,9 @@ def _theirs(kind: str) -> str:
 
     model, ids, ranks = tiny_transformers_model(kind), tiny_ids(), dist.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
-        with mock.patch.object(type(model), "should_save_on_this_rank", return_value=True):  # each has its own folder
+        with mock.patch.object(type(model), "should_save_on_this_rank", return_value=True):  # ranks have own folders
             model.save_pretrained(folder)
-        expected = outcome(type(model).from_pretrained(folder).eval(), ids)  # what is not saved is drawn anew
+        expected = outcome(type(model).from_pretrained(folder).eval(), ids)  # unsaved ones: new
         try:
             config = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all")
             parallel = type(model).from_pretrained(folder, distributed_config=config).eval()
@@ -166,14 +167,14 @@ def _compared(compute: Callable[[], torch.Tensor], expected: torch.Tensor) -> st
 
 
 def _short(error: Exception) -> str:
-    """The error's first clause, without a rank or a module's place."""
+    """Return the error's first clause, without rank or module."""
     text = " ".join(str(error).split()).replace("|", "/")
     text = text.split("; ")[0]
     return text if len(text) <= 140 else f"{text[:137]}..."
 
 
 def page(built: dict[str, str], ours: dict[int, dict[str, str]], theirs: dict[str, str]) -> str:
-    """The document."""
+    """Return the document."""
     rows = []
     for kind, why in built.items():
         if why != RIGHT:
