@@ -1,9 +1,10 @@
-"""Everything that is for Blackwell, on such a GPU, in one command:
+"""Everything for Blackwell GPUs, on such a GPU, in one command:
 
-    python -m pytest tests/gpu/test_blackwell.py tests/gpu/test_flashinfer_quantisers_gpu.py
+python -m pytest tests/gpu/test_blackwell.py tests/gpu/test_flashinfer_quantisers_gpu.py
 
-Each kernel in each scheme that it offers there goes through the public contract, against float64 on the dequantized
-weights. What fails here is not supported, whatever else says so; docs/reference/blackwell.md says what was run.
+Each kernel runs through the public contract in each scheme that it offers there, against float64 on the dequantized
+weights. A combination that fails here is not supported, whatever the documents say. docs/reference/blackwell.md says
+what was run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ GPU, SIZE = torch.device("cuda"), 512
 
 
 def offered() -> list[tuple[str, str]]:
-    """(kernel, scheme) of this GPU, of the kernels that want one like it."""
+    """Return the (kernel, scheme) pairs that run on this GPU, of FlashInfer's kernels."""
     found = []
     for name in ("flashinfer_cutlass", "flashinfer_trtllm", "flashinfer_cutedsl"):
         kind = registry.load("experts", name)
@@ -58,7 +59,7 @@ ROUTING = {
 @pytest.mark.parametrize("routing", ROUTING.values(), ids=ROUTING)
 @pytest.mark.parametrize("scheme", ["none", "fp8_block", "nvfp4"])
 def test_routing_inside(scheme, routing):
-    """A whole layer, against the layer's own router and float64."""
+    """The monolithic kernel, which routes itself, equals the layer's own router with float64 experts."""
     if reason := registry.unsupported_reason("fused", "flashinfer_trtllm_monolithic"):
         pytest.skip(reason)
     config = MoEConfig(hidden_size=SIZE, intermediate_size=SIZE, num_experts=16, top_k=4, routing=routing)
@@ -71,6 +72,6 @@ def test_routing_inside(scheme, routing):
         x = torch.randn(33, SIZE, device=GPU, generator=torch.Generator(GPU).manual_seed(0)).bfloat16()
         with torch.no_grad():
             y, routing = layer(x), layer.router(x)
-        weights = routing.weights.bfloat16().float()  # as the kernel has them
+        weights = routing.weights.bfloat16().float()  # rounded as in the kernel
         found = worst(y, *expected_and_limit(config, SCHEMES[scheme], tensors, x, routing.ids, weights, torch.bfloat16))
         assert found <= 1, f"off by {found:.3g} times what rounding may cause"

@@ -1,4 +1,4 @@
-"""Call graphs on a GPU: what calls that follow each other closely are given, and graphs that are gone."""
+"""Call graphs on a GPU: the arguments of calls in quick succession, and graphs that were deleted."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def recorded(held, call=chain) -> CallGraph:
 
 
 def test_each_call_has_its_own_arguments(held):
-    """Hundreds on their way at once."""
+    """Each of hundreds of launched calls reads its own arguments."""
     graph, current = recorded(held), torch.cuda.current_stream()
     calls = 400
     given = [torch.full((SIZE,), call, device=DEVICE) for call in range(calls)]
@@ -117,7 +117,10 @@ def test_what_cannot_be_recorded_leaves_nothing_behind(call, error, sentence, he
 
 @pytest.mark.parametrize("way", ["record", "record_within_step"])
 def test_random_numbers_after_a_capture_that_failed(way):
-    """Of a call that waits for the device, which a capture does not allow."""
+    """Random numbers work after a failed capture.
+
+    It fails because the call waits for the device, which a capture does not allow.
+    """
     recorder = Recorder(DEVICE, Workspaces(DEVICE))
     with pytest.raises(RuntimeError):
         getattr(recorder, way)(lambda: torch.zeros(1, device=DEVICE).item())

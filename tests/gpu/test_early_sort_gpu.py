@@ -1,4 +1,4 @@
-"""Pairs sorted while rows still come, behind a kernel that tells of its ids late and writes its rows later."""
+"""Routes are sorted while rows still arrive, after a kernel that signals its ids late and writes its rows later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pause(us):
 
 @triton.jit
 def send(drawn, ids, rows, written, ids_ready, calls, us, PAIRS: tl.constexpr, PDL: tl.constexpr):  # noqa: N803
-    """As the transport: ids and what tells of them, and much later the call's number as all rows."""
+    """Act as the transport: write ids and their signal, and much later the call's number in place of all rows."""
     pdl_trigger(PDL)
     program, number = tl.program_id(0), tl.load(calls) + 1
     pause(us)

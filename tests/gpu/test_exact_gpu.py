@@ -1,4 +1,5 @@
-"""`ExpertsOptions(exact=True)` on one GPU: a token has the bits that it has alone, in any batch, place and graph."""
+"""`ExpertsOptions(exact=True)` on one GPU: a token's bits equal those of the token alone, in any batch, place and
+graph."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
 
 ROWS = 300
-# start and number: around the tiles of products, which are of 16, 32, 64 and 128 rows
+# start and number, around the tile sizes of the GEMMs: 16, 32, 64 and 128 rows
 CUTS = [(0, 300), (17, 128), (100, 129), (5, 64), (31, 65), (100, 33), (3, 16), (7, 17), (250, 2)]
 CONFIG = MoEConfig(
     hidden_size=512, intermediate_size=256, num_experts=8, top_k=2, shared_intermediate_size=128,
@@ -54,7 +55,10 @@ def rows(context):
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_clamped", "relu2"])
 @torch.no_grad()
 def test_any_batch(activation, name, context):
-    """Of 75 rows an expert, which kernels of many rows multiply, and of fewer, which are streamed past."""
+    """Any part of a batch, and its reverse, gives the bits of each token alone.
+
+    Some parts have many rows per expert (75), for the grouped GEMMs, and some have few, for the streaming GEMMs.
+    """
     config = dataclasses.replace(CONFIG, activation=Activation(activation))
     layer, x = layer_of(context, name, config=config), rows(context)
     alone = torch.cat([layer(token) for token in x.split(1)])
@@ -95,7 +99,10 @@ def test_captured_calls(name, context):
 @HOPPER
 @torch.no_grad()
 def test_without_exact_the_bits_differ(context):
-    """Else these tests could not fail. Without `exact` some kernels sum a row alike in every batch too."""
+    """Without `exact`, some kernel's bits depend on the batch; otherwise the tests above could not fail.
+
+    Some kernels sum a row equally in every batch even without `exact`.
+    """
     x, same = rows(context), []
     for name in KERNELS:
         layer = layer_of(context, name, exact=False)

@@ -1,4 +1,5 @@
-"""`flashinfer_cutlass` on a Hopper GPU: every scheme within its bound, allocation-free, captured, deterministic."""
+"""`flashinfer_cutlass` on a Hopper GPU: each scheme is within its bound, allocates nothing, is captured and
+deterministic."""
 
 from __future__ import annotations
 
@@ -123,7 +124,10 @@ def test_deepseek_share(scheme):
 @pytest.mark.parametrize("tuned", [False, True], ids=["", "tuned"])
 @pytest.mark.parametrize("scheme", ["fp8_static", "fp8_dynamic", "fp8_block"])
 def test_scales_of_experts_that_differ_by_factors(scheme, tuned):
-    """One expert's scale instead of another's would be seen; random experts' are all alike."""
+    """Each expert is multiplied by its own scales.
+
+    Scales differ by factors here; those of random experts are all similar.
+    """
     build.cache_clear()
     experts, tensors = build(*QWEN3, scheme)
     for expert, own in enumerate(tensors):
@@ -324,7 +328,7 @@ def test_layer_captures_and_replays_after_the_placement_changed(quantization):
 
 
 def test_the_runner_that_flashinfer_itself_would_make():
-    """Our direct call and FlashInfer's public function give the same bits."""
+    """The direct call of the runner gives the same bits as FlashInfer's public function."""
     from flashinfer.fused_moe import cutlass_fused_moe
 
     experts, _ = build(*SMALL, "none", BF16, ExpertsOptions(deterministic=True))

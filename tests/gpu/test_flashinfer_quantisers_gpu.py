@@ -1,7 +1,7 @@
-"""The block-scaled formats and layouts against FlashInfer's own functions on a GPU, bit for bit.
+"""Block-scaled formats and layouts equal FlashInfer's own functions on a GPU bit for bit.
 
-FlashInfer compiles its quantizers to nothing below compute capability 10.0 (`__CUDA_ARCH__ >= 1000`), where the swizzle
-and the reciprocal that they use can still be compared.
+FlashInfer's quantizers compile to nothing below compute capability 10.0 (`__CUDA_ARCH__ >= 1000`). Below that, the
+swizzle and the reciprocal that they use are still compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ quantization = pytest.importorskip("flashinfer.quantization", reason="FlashInfer
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 tl, SfLayout = triton.language, quantization.SfLayout
 
-# the first call has FlashInfer compile its module
+# the first call compiles FlashInfer's module
 pytestmark = pytest.mark.timeout(3600)
 blackwell = pytest.mark.skipif(
     torch.cuda.get_device_capability() < (10, 0),
@@ -37,7 +37,7 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], i
 
 
 def rows(dtype: torch.dtype, count: int = 257, columns: int = 1024) -> Tensor:
-    """Normal numbers of sizes that differ by row and by block, with zeros."""
+    """Return normal numbers whose magnitudes differ by row and block, with zeros."""
     generator = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randn(count, columns, device="cuda", generator=generator)
     x *= torch.exp2(
@@ -48,7 +48,10 @@ def rows(dtype: torch.dtype, count: int = 257, columns: int = 1024) -> Tensor:
 
 
 def steps_from_a_tie(exact: Tensor, midpoints: Tensor) -> Tensor:
-    """Whether a float64 number lies within 2**-21 of itself from a midpoint: an approximate reciprocal may decide."""
+    """Return whether a number is within 2**-21 of a midpoint, relative to itself.
+
+    Then the error of an approximate reciprocal may decide the rounding.
+    """
     distance = (exact.abs().unsqueeze(-1) - midpoints).abs().amin(-1)
     return distance <= exact.abs() * 2.0**-21
 
@@ -85,7 +88,7 @@ def test_mxfp8(layout, dtype):
     ours, own = quantize_mxfp8(x)
     wanted = arrange(own, layout)
     assert torch.equal(scale.view(torch.uint8).flatten()[: wanted.numel()], wanted.flatten())
-    assert torch.equal(data.view(torch.uint8), ours.view(torch.uint8))  # powers of two: no tie is moved
+    assert torch.equal(data.view(torch.uint8), ours.view(torch.uint8))  # scales are powers of two, so no tie moves
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (257, 64), (3, 256, 12), (2, 100, 6)], ids=str)
@@ -104,8 +107,11 @@ def reciprocal(x, out, size: tl.constexpr):
 
 
 def test_approximate_reciprocals():
-    """`rcp.approx.ftz.f32` of 6 and 448 is the nearest number, so that scales are equal; of powers of two it is exact,
-    so that MXFP8 is equal to the bit; of other numbers it is a last bit off at most."""
+    """`rcp.approx.ftz.f32` is off by at most the last bit.
+
+    - Of 6 and 448 it is the nearest number, so scales are equal.
+    - Of powers of two it is exact, so MXFP8 is equal bit for bit.
+    """
     constants = torch.tensor([E2M1_MAX, FP8_MAX], device="cuda")
     powers = torch.exp2(torch.arange(-125.0, 126.0, device="cuda"))
     others = torch.rand(4096 - 2 - len(powers), device="cuda") + 0.5

@@ -66,7 +66,7 @@ def test_gemm_activate(activation, block_m, up_first, batched, counts, inner, k)
 
 
 def test_gemm_same_bits():
-    """No order of arithmetic depends on where or when a tile is computed."""
+    """Repeated GEMMs give the same bits, wherever and whenever a tile is computed."""
     a, a_scale, b, b_scale = checks.random_operands(3000, 4, 1024, 1024, "cuda")
     ends = torch.tensor([700, 701, 2000, 3000], dtype=torch.int32, device="cuda")
     outs = [torch.empty(3000, 1024, dtype=torch.bfloat16, device="cuda") for _ in range(20)]
@@ -114,7 +114,7 @@ def test_group_extremes(share):
 
 
 def test_graph():
-    """A whole pass in a CUDA graph gives on new routings what it gives outside of one, bit for bit."""
+    """All kernels of a call in a CUDA graph give, on new routings, the bits of a run outside of one."""
     n, top_k, experts, hidden, inner = 1000, 4, 8, 512, 256
     pairs = n * top_k
     on = {"device": "cuda"}

@@ -1,5 +1,8 @@
-"""`w4a16_triton` and `w4a8_triton` on a Hopper GPU, besides tests/gpu/test_hopper_kernels.py: biases, sizes that are no
-multiples of 128, every tile, rows to peers, exponents far apart, and what the layout refuses."""
+"""`w4a16_triton` and `w4a8_triton` on a Hopper GPU, beyond tests/gpu/test_hopper_kernels.py.
+
+Biases, sizes that are not multiples of 128, every tile, rows to peers, exponents far apart, and what the layout
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ def check(experts, tensors, received, *, output_bias: bool = True) -> None:
 
 
 def sorted_and_grouped(monkeypatch, scheme: str) -> None:
-    """Products of many rows for the fewest too."""
+    """Use the grouped GEMMs, which are for many rows, for the fewest rows too."""
     monkeypatch.setattr(scaling_4bit, "FEWEST", 0)
     monkeypatch.setattr(SCALINGS[scheme], "listed_up_to", (0.0, 0.0))
 
@@ -101,7 +104,10 @@ def test_each_tile(tile, scheme, monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_each_tile_of_the_fewest(tile, scheme, monkeypatch):
-    """More routes of an expert than a tile has, half a block, and fewer blocks than warps that share them."""
+    """Each tile of the skinny GEMM works.
+
+    Cases have more routes per expert than a tile, half a block, and fewer blocks than the warps that share them.
+    """
     monkeypatch.setattr(gemm_skinny_4bit, "tiles_for", lambda _: TileConfig(False, tile, tile))
     for model in [SMALL] + [UNEVEN] * (SCHEMES[scheme].weights.unit[1] <= 32):
         experts, tensors = build(*model, scheme)
@@ -112,7 +118,10 @@ def test_each_tile_of_the_fewest(tile, scheme, monkeypatch):
 @each_scheme
 @pytest.mark.parametrize("rows_at_most", [16, 32, 96, 128, 160])
 def test_each_tile_of_many_rows(rows_at_most, scheme, monkeypatch):
-    """Of experts with one row, with part of a tile and with several tiles, and half a block of columns."""
+    """Each tile of the grouped GEMM works.
+
+    Experts have one row, part of a tile and several tiles. One model has half a block of columns.
+    """
     if rows_at_most > 128 and scheme != "mxfp4_fp8":
         pytest.skip("tiles that registers suffice for with these weights alone")
 
@@ -147,8 +156,10 @@ def test_written_to_peers(count, many, scheme, monkeypatch):
 
 @pytest.mark.parametrize("many", [False, True], ids=["few at once", "many at once"])
 def test_exponents_far_apart_in_e4m3(many, monkeypatch):
-    """Groups as far as 14 below their row's largest are exact; beyond they round to multiples of 2 ** -9. A group of
-    zeros counts for nothing, whatever its exponent."""
+    """Groups whose exponent is up to 14 below the largest of their row are exact in E4M3.
+
+    Beyond that they round to multiples of 2 ** -9. A group of zeros does not count, whatever its exponent.
+    """
     if many:
         sorted_and_grouped(monkeypatch, "mxfp4_fp8")
     experts, tensors = build(*SMALL, "mxfp4_fp8")
@@ -163,7 +174,7 @@ def test_exponents_far_apart_in_e4m3(many, monkeypatch):
         experts.weights.update_expert(expert, own)
     for count in (3, 40, 500):
         check(experts, tensors, rows(*SMALL, count))
-    for own in tensors:  # as the kernel reads them
+    for own in tensors:  # round the expected numbers as the kernel does
         scale = own["w13_scale"]
         scale[:, 1] = scale[:, 0] - 17
         values = SCHEMES["mxfp4_fp8"].dequantize(own, "w13").unflatten(1, (-1, 32))

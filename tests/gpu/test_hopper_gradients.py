@@ -1,4 +1,4 @@
-"""The backward of `bf16_triton` against float64: odd numbers of rows, experts without any, every activation."""
+"""The backward of `bf16_triton` against float64: odd numbers of rows, experts without rows, every activation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ep_moe.experts.shared_experts import activate
 from ep_moe.weights.main_grads import GradientOut
 from tests.fixtures.bf16_triton import check_peer_cells, check_peer_rows
 
-# Each number is rounded to bf16 at most five times on its way (for x: h, da, dh, a pair's gradient and their sum), by
-# 2**-9 of itself each. Of random numbers a norm changes by no more than the sum of these.
+# Each number is rounded to bf16 at most five times on its way (for x: h, da, dh, a route's gradient and their sum), by
+# 2**-9 of itself each. For random numbers, a norm changes by no more than the sum of these.
 BOUND = 5 * 2**-9
 DEVICE = "cuda"
 
 
 def case(rows, top_k, slots, hidden, inner, activation, dropped):
-    """Rows, ids (two experts get none), weights (one is zero), both matrices and the result's gradient."""
+    """Return rows, ids (two experts get none), weights (one is zero), both matrices and the gradient of the result."""
     config = MoEConfig(
         hidden_size=hidden, intermediate_size=inner, num_experts=max(slots, top_k), top_k=top_k, activation=activation
     )
@@ -50,7 +50,7 @@ def case(rows, top_k, slots, hidden, inner, activation, dropped):
 
 
 def exact(config, x, ids, weights, w13, w2, grad, *biases):
-    """The result and all gradients in float64."""
+    """Compute the result and all gradients in float64."""
     given = [tensor.double().requires_grad_() for tensor in (x, weights, w13, w2, *biases)]
     x64, weights64, first, second, *added = given
     y = torch.zeros_like(x64)
@@ -70,7 +70,7 @@ def ours(config, x, ids, weights, w13, w2, grad, *biases, recompute=False, float
 
 
 def backward(step, grad, x, weights, routes, h, into=None):
-    """Gradients of x and weights, and by name those of matrices and biases, which are written to `into`."""
+    """Return the gradients of x and weights, and by name those of matrices and biases, written to `into`."""
     named = {"w13": step.w13, "w2": step.w2, "w13_bias": step.w13_bias, "w2_bias": step.w2_bias}
     outs = into or {name: GradientOut(torch.empty_like(one)) for name, one in named.items() if one is not None}
     dx, dweights = step.backward(grad, x, weights, routes, h, outs, lambda name, product: product(outs[name]))
@@ -78,9 +78,10 @@ def backward(step, grad, x, weights, routes, h, into=None):
 
 
 def largest_weight_gradients(config, x, ids, w13, w2, grad):
-    """What the terms of each route's gradient add up to, signs left out: [rows, K] in float64.
+    """Return the sum of magnitudes of the terms of each route's weight gradient, float64 [rows, K].
 
-    <a, da> may cancel, and is then small beside the terms that were rounded."""
+    <a, da> may cancel, and is then small compared with the terms that were rounded.
+    """
     out = torch.zeros(ids.shape, dtype=torch.float64, device=DEVICE)
     for expert in range(len(w2)):
         row, route = (ids == expert).nonzero(as_tuple=True)
@@ -139,7 +140,7 @@ def test_biases(activation):
     found, wanted = ours(*given, *biases), exact(*given, *biases)
     apart = errors(found, wanted)
     assert max(apart[:2] + apart[3:]) < BOUND
-    # that of a route's weight may cancel, and is then small beside its terms
+    # a weight's gradient may cancel, and is then small compared with its terms
     assert float((found[2].double() - wanted[2]).norm()) < BOUND * 4 * float(wanted[2].norm())
     without = errors(ours(*given, biases[0], torch.zeros_like(biases[1])), wanted)
     assert without[0] > BOUND
@@ -148,8 +149,10 @@ def test_biases(activation):
 
 @pytest.mark.parametrize(("room", "ranks"), [(0, 2), (0, 1), (1 << 40, 2)])
 def test_room_for_pairs_that_do_not_come(room, ranks, monkeypatch):
-    """Counted pairs, and room for all that could be, give the same numbers within rounding: tiles may differ. Where no
-    other rank has experts, pairs are not counted."""
+    """Counted routes and buffers for all possible routes give the same result within rounding, as tiles may differ.
+
+    Routes are not counted if no other rank has experts.
+    """
     config, *rest = case(300, 4, 8, 256, 128, Activation.SWIGLU, 0.3)
     given = (dataclasses.replace(config, num_experts=8 * ranks), *rest)
     monkeypatch.setattr(gradients, "UNCOUNTED", room)
@@ -162,7 +165,10 @@ def test_room_for_pairs_that_do_not_come(room, ranks, monkeypatch):
 
 
 def test_rows_of_the_next_expert_have_no_part():
-    """An expert's rows end anywhere within a block of 64. One row more would be seen."""
+    """An expert's weight gradient uses no row of the next expert, wherever its rows end within a block of 64.
+
+    One row more would exceed the bound.
+    """
     a, b = (torch.randn(100, 128, device=DEVICE).bfloat16() for _ in range(2))
     ends = torch.tensor([37, 37, 100], dtype=torch.int32, device=DEVICE)
     out = torch.full((3, 128, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
@@ -181,7 +187,10 @@ def test_rows_of_the_next_expert_have_no_part():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("across", "columns"), [(64, 64), (128, 320), (320, 192), (1536, 256)])
 def test_weight_gradients_into_a_buffer(across, columns, dtype, accumulate, factor):
-    """Experts without rows, at both ends too, keep what is there, or are zeros where the buffer is written anew."""
+    """Weight gradients are written or added into a buffer.
+
+    Experts without rows, at both ends too, keep the buffer's content, or get zeros if the buffer is overwritten.
+    """
     generator = torch.Generator(DEVICE).manual_seed(across + columns)
     a, b = (torch.randn(200, n, device=DEVICE, generator=generator).bfloat16() for n in (across, columns))
     ends = [0, 37, 37, 101, 200, 200]
@@ -199,7 +208,7 @@ def test_weight_gradients_into_a_buffer(across, columns, dtype, accumulate, fact
         rows, others = a[begin:end].double(), b[begin:end].double()
         new = factor * (rows.T @ others)
         wanted = old + new if accumulate else new
-        # float32 sums, whose steps tensor cores may cut off; what is added is rounded, and the sum
+        # float32 sums, which tensor cores may truncate; the addend and the sum are rounded
         summed = (end - begin + 1) * 2**-22 * factor * (rows.abs().T @ others.abs())
         allowed = summed + rounding * (1 + rounding) * (2 * new.abs() + wanted.abs())
         assert ((own - wanted).abs() <= allowed).all(), (expert, float(((own - wanted).abs() / allowed).max()))
@@ -220,7 +229,10 @@ def test_a_sum_in_bf16_has_the_bits_of_torchs():
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_step_writes_gradients_where_it_is_told(dtype, biased, float8):
-    """Written, then added to, by halves: those of matrices in bf16 have the bits of what is returned elsewhere."""
+    """Backward writes gradients into given buffers, and then adds to them, with factor 0.5.
+
+    Those of matrices in bf16 have the bits of gradients returned without buffers.
+    """
     config, x, ids, weights, w13, w2, grad = case(513, 3, 5, 384, 1152, Activation.SWIGLU, 0.5)
     biases = [torch.randn(w.shape[:2], device=DEVICE).bfloat16() if biased else None for w in (w13, w2)]
     step = gradients.TrainedStep(config, w13, w2, *biases, float8=float8)
@@ -234,7 +246,7 @@ def test_a_step_writes_gradients_where_it_is_told(dtype, biased, float8):
             expected = stored[name] * (1.0 if accumulate else 0.5)
             if dtype == torch.bfloat16 and not name.endswith("bias"):
                 assert torch.equal(buffer, expected), (name, accumulate)
-            # what is returned was rounded to bf16, and a bias in bf16 is rounded after it was added
+            # returned gradients were rounded to bf16, and a bias in bf16 is rounded after its addition
             assert ((buffer - expected.float()).abs() <= 2**-8 * expected.float().abs()).all(), (name, accumulate)
     nowhere = step.forward(x, weights, torch.full_like(ids, -1))[1]
     for accumulate in (True, False):
@@ -246,13 +258,16 @@ def test_a_step_writes_gradients_where_it_is_told(dtype, biased, float8):
 
 
 def e4m3(rows):
-    """Rounded with a scale for each row, in float64."""
+    """Round with a scale per row, in float64."""
     scale = rows.double().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
     return (rows.double() / scale).to(torch.float8_e4m3fn).double() * scale
 
 
 class Rounded(torch.autograd.Function):
-    """a @ w.T with operands in E4M3, and the product for a's gradient; that for w's of the numbers as they are."""
+    """a @ w.T with operands in E4M3.
+
+    The gradient of a is computed with E4M3 operands too, that of w with unrounded ones.
+    """
 
     @staticmethod
     def forward(ctx, a, w):
@@ -266,7 +281,10 @@ class Rounded(torch.autograd.Function):
 
 
 def exact_float8(config, x, ids, weights, w13, w2, grad):
-    """As `exact`, with the products' operands rounded. The weight is multiplied to what `da` gives, as in ours."""
+    """Compute as `exact` does, with the GEMMs' operands rounded to E4M3.
+
+    As in the kernel, the routing weight multiplies the product that gives `da`.
+    """
     given = [tensor.double().requires_grad_() for tensor in (x, weights, w13, w2)]
     x64, weights64, first, second = given
     y = torch.zeros_like(x64)
@@ -283,8 +301,8 @@ def exact_float8(config, x, ids, weights, w13, w2, grad):
     return [y.detach(), found[0], by_weight.detach(), *found[1:]]
 
 
-# Numbers that bf16 rounds to the other side of a step of E4M3, 2**-4 of themselves, move a norm by the root of their
-# share, at most 2 * 2**-9 / 2**-4: 0.25 * 2**-4. Sums of E4M3 have some 14 bits.
+# Numbers that bf16 rounds to the other side of an E4M3 step, 2**-4 of themselves, change a norm by the root of their
+# share, at most 2 * 2**-9 / 2**-4: 0.25 * 2**-4. Sums of E4M3 products have some 14 bits.
 FLOAT8_BOUND = BOUND + 4 * 0.25 * 2**-4
 
 

@@ -1,5 +1,7 @@
-"""This project's expert kernels on a Hopper GPU, one row of KERNELS each (with weights of 4 bits one a
-scheme): within the bound however a call is cut, allocation-free, captured, deterministic, compiled."""
+"""This project's expert kernels on a Hopper GPU, a row of KERNELS each (4-bit kernels: a row per scheme).
+
+Each is within its bound for any split of a call, allocates nothing, is captured, deterministic, and compiled.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,15 @@ MODELS = {"small": SMALL, "odd": ODD, "qwen3": QWEN3, "deepseek": DEEPSEEK}
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What differs between kernels.
+    """Hold what differs between kernels.
 
-    build: (config, slots, **options) -> experts and the tensors of each expert
-    scheme: of the oracle
-    travelled: rows as they come over the wire in the kernel's own format, None if only plain rows come
-    received: rows that show more faults of this kernel than random ones
-    scaling: of `SCALINGS`, that calls must go by; None where there is one alone
-    gemm_grouped_up_to: of `BlockScaled`
+    Attributes:
+        build: (config, slots, **options) -> experts and the tensors of each expert.
+        scheme: The oracle's scheme.
+        travelled: Returns rows as they travel in the kernel's own format. None: only plain rows are received.
+        received: Returns rows that show more faults of this kernel than random ones.
+        scaling: The entry of `SCALINGS` that calls must use. None: there is only one.
+        gemm_grouped_up_to: The attribute of `BlockScaled`.
     """
 
     build: Callable[..., tuple[Experts, Tensors]]
@@ -103,7 +106,7 @@ KERNELS |= {
     for scheme in w4a16_triton.FOUR_BITS_FP8
 }
 each_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-# for each way through a kernel: each program sorts for itself, `gemm_streaming`, `gemm_grouped`
+# one for each path: sorting in each program, `gemm_streaming`, `gemm_grouped`
 each_way = pytest.mark.parametrize("count", [20, 30, 100, 130, 2000], ids=str)
 
 
@@ -133,7 +136,7 @@ def check(kernel: Kernel, model: tuple[MoEConfig, int], tensors: Tensors, receiv
 
 
 def called(experts: Experts, received: Received) -> torch.Tensor:
-    """Into memory that no number was written to."""
+    """Call the kernel with an output full of NaN."""
     return experts(received, torch.full(received.x.shape, torch.nan, dtype=BF16, device="cuda"))
 
 
@@ -197,7 +200,7 @@ def test_nothing_is_allocated_and_a_graph_replays(kernel, count, over_the_wire):
     experts, tensors = kernel.build(*QWEN3)
 
     def made(seed: int) -> tuple[Received, Received]:
-        """Plain rows, and those that the kernel is given."""
+        """Return plain rows, and the rows that the kernel is given."""
         plain = rows(*QWEN3, count, seed=seed)
         return plain, kernel.travelled(plain, tensors) if over_the_wire else plain
 
@@ -229,6 +232,6 @@ def test_compiled_without_a_graph_break(kernel, count):
     def step(x, ids, weights):
         return experts(dataclasses.replace(received, x=x * 1, local_ids=ids, weights=weights)) * 1
 
-    torch.compiler.reset()  # each kernel is another graph of this one function, and Dynamo keeps eight
+    torch.compiler.reset()  # each kernel makes another graph of this function, and Dynamo keeps eight
     y = torch.compile(step, fullgraph=True)(received.x, received.local_ids, received.weights)
     assert torch.equal(y, expected)

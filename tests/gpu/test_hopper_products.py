@@ -1,5 +1,7 @@
-"""The products of this project's Hopper kernels, grouped and streamed, against float64: in bf16, and in E4M3 with one
-scale a matrix, one a row, of weights too, or one a block."""
+"""The grouped and streaming GEMMs of this project's Hopper kernels against float64.
+
+In bf16, and in E4M3 with a scale per matrix, per row, per weight row, or per block.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from tests.fixtures.hopper_gpu import COUNTS, FORMS, exact_sums, operands
 
 pytestmark = pytest.mark.timeout(600)
 each_form = pytest.mark.parametrize("tiles", FORMS, ids=str)
-SPARE_ROWS = 130  # after the last expert's; no product may write to them
+SPARE_ROWS = 130  # after the last expert's rows; no GEMM may write to them
 
 
 def matrix_scales(_rows: int, _experts: int, _n: int) -> MatrixScales:
@@ -34,13 +36,13 @@ def matrix_scales(_rows: int, _experts: int, _n: int) -> MatrixScales:
 
 
 def row_scales(rows: int, experts: int, _n: int) -> RowScales:
-    """Far apart from row to row, and the weights' with a stride."""
+    """Return row scales far apart from row to row, and strided weight scales."""
     row = torch.arange(rows, device="cuda")
     return RowScales(2.0 ** (row * 7 % 11 - 5).float(), torch.rand(experts, 3, 2, device="cuda")[:, 0, 0])
 
 
 def channel_scales(rows: int, experts: int, n: int) -> RowScales:
-    """The weights' differ from row to row as well: no two of an expert are alike."""
+    """Return scales whose weight part differs from row to row too."""
     scales = torch.rand(experts, n, generator=torch.Generator(device="cuda").manual_seed(3), device="cuda") + 0.5
     return RowScales(row_scales(rows, experts, n).rows, scales * 2.0 ** (torch.arange(n, device="cuda") * 5 % 7 - 3))
 
@@ -51,7 +53,7 @@ each_scales = pytest.mark.parametrize(
 
 
 def factor_of(scales: MatrixScales | RowScales, expert: Tensor) -> Tensor:
-    """What each row's sums are multiplied by, [r, 1] or [r, n]."""
+    """Return the factor of each row's sums, [r, 1] or [r, n]."""
     rows = scales.rows.double()[expert] if isinstance(scales, MatrixScales) else scales.rows.double()
     weights = scales.weights.double()[expert]
     return rows.unsqueeze(1) * (weights if weights.dim() == 2 else weights.unsqueeze(1))
@@ -69,8 +71,11 @@ def expert_of(ends: Tensor) -> Tensor:
 @pytest.mark.parametrize("spare", [0, 120], ids=["every multiprocessor", "a few"])
 @each_scales
 def test_grouped_in_e4m3(tiles, spare, made):
-    """Experts without rows and tiles past an expert's last row and column among them. 384 columns: the last tile of
-    256 is half another expert's."""
+    """The grouped GEMM in E4M3 is within its bound.
+
+    Some experts have no rows, and some tiles exceed an expert's last row or column. With 384 columns, half of the last
+    tile of 256 belongs to the next expert.
+    """
     n, k = 384, 384
     a, b, ends, expert = operands(n, k, FP8)
     scales = made(len(a), len(b), n)
@@ -80,14 +85,14 @@ def test_grouped_in_e4m3(tiles, spare, made):
     for part in torch.arange(len(a), device="cuda").split(128):
         expected, lost = exact_sums(a[part].double(), b.double()[expert[part]])
         own = factor[part]
-        # float32: the scales, and one rounding to bf16
+        # the scales in float32, and one rounding to bf16
         limit = own * (lost + 2.0**-8 * (expected.abs() + lost) + 2.0**-20 * expected.abs())
         assert bool(((out[part].double() - own * expected).abs() <= limit).all())
     assert bool(out[len(a) :].isnan().all())
 
 
 def block_scales(rows: int, experts: int, n: int, k: int) -> BlockScales:
-    """Far apart from block to block, along K and across, of rows and of weights."""
+    """Return scales of rows and weights that are far apart from block to block, along K and across."""
     row, block = torch.arange(rows, device="cuda").unsqueeze(1), torch.arange(k // 128, device="cuda")
     scale = (
         torch.rand(experts, n // 128, k // 128, generator=torch.Generator("cuda").manual_seed(3), device="cuda") + 0.5
@@ -99,7 +104,7 @@ def block_scales(rows: int, experts: int, n: int, k: int) -> BlockScales:
 
 
 def sums_of_blocks(a: Tensor, b: Tensor, scales: BlockScales, expert: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-    """Of some rows: products in float64 [r, n], and what tensor cores and sums of blocks in float32 may lose."""
+    """Return products of some rows in float64 [r, n], and what tensor cores and float32 block sums may lose."""
     rows, weights = scales.rows.double()[part], scales.weights.double()[expert[part]].repeat_interleave(128, 1)
     left, right = a[part].double().split(128, 1), b.double()[expert[part]].split(128, 2)
     expected, limit = torch.zeros((), device="cuda"), torch.zeros((), device="cuda")
@@ -115,7 +120,10 @@ def sums_of_blocks(a: Tensor, b: Tensor, scales: BlockScales, expert: Tensor, pa
 @pytest.mark.parametrize("gathered", [False, True], ids=["sorted", "gathered"])
 @pytest.mark.parametrize("spare", [0, 120], ids=["every multiprocessor", "a few"])
 def test_grouped_with_scales_of_blocks(tiles, activation, gathered, spare):
-    """Gathered: from rows that lie elsewhere, whose scales have another stride along K."""
+    """The grouped GEMM with block scales is within its bound.
+
+    Gathered rows are read from other places, and their scales have another stride along K.
+    """
     n, k = 768, 384
     a, b, ends, expert = operands(n, k, FP8)
     scales = block_scales(len(a), len(b), n, k)
@@ -166,7 +174,7 @@ def test_grouped_in_bf16(tiles, spare, n):
     ids=["bf16", "turned", "turned, a part of a tile", "e4m3"],
 )
 def test_gathered_rows_give_the_same_bits(tiles, dtype, turned, n):
-    """Rows that lie elsewhere, some of them read by several experts, beside rows that nothing reads."""
+    """Gathered rows give the bits of sorted rows. Several experts read some of them, and others are read by none."""
     k = 384
     a, b, ends, _ = operands(n, k, dtype)
     if turned:
@@ -188,7 +196,7 @@ def test_gathered_rows_give_the_same_bits(tiles, dtype, turned, n):
 @pytest.mark.parametrize("dtype", [BF16, FP8], ids=["bf16", "e4m3"])
 @pytest.mark.parametrize("n", [384, 320], ids=["whole tiles", "a part of one"])
 def test_rows_written_to_peers_have_the_same_bits(tiles, dtype, n):
-    """To the lines of two memories, in any order, and to nothing between them."""
+    """Rows written to two other memories, in any order, have the same bits, and nothing between them is written."""
     a, b, ends, _ = operands(n, 384, dtype)
     scales = channel_scales(len(a), len(b), n) if dtype is FP8 else None
     out, rows = torch.full((len(a), n), torch.nan, device="cuda", dtype=BF16), int(ends[-1])
@@ -204,13 +212,16 @@ def test_rows_written_to_peers_have_the_same_bits(tiles, dtype, n):
 
 
 def limit_in_bf16(expected: Tensor, size: Tensor, k: int) -> Tensor:
-    """Products of two bf16 are exact in float32; k sums there, and one rounding to bf16."""
+    """Return the bound in bf16: products are exact in float32, k of them are added there and rounded once."""
     return 2.0**-8 * expected.abs() + k * 2.0**-23 * size
 
 
 @pytest.mark.parametrize("tiles", [Tiles(48), Tiles(144), Tiles(192, stages=3)], ids=str)
 def test_every_way_to_activate_gives_the_same_numbers(tiles):
-    """Operands of small integers, whose sums are exact however they are added: equal bits, whatever the tiles."""
+    """All tile sizes give the same bits after the activation.
+
+    Operands are small integers, so sums are exact in any order.
+    """
     generator = torch.Generator(device="cuda").manual_seed(1)
     _, _, ends, _ = operands(256, 256, FP8)
     a = torch.randint(-2, 3, (sum(COUNTS), 256), generator=generator, device="cuda").to(FP8)
@@ -233,7 +244,10 @@ def test_every_way_to_activate_gives_the_same_numbers(tiles):
 @pytest.mark.parametrize("counts", [[130, 0, 1, 64, 129], [0, 0, 0, 3], [1] * 70], ids=["many", "last", "more tiles"])
 @pytest.mark.parametrize(("n", "k"), [(384, 640), (192, 320)], ids=["whole tiles", "a part of one"])
 def test_streamed_in_bf16(counts, ring, n, k):
-    """Experts without rows, whose weights programs fetch all the same, and with more than fit."""
+    """The streaming GEMM in bf16 is within its bound.
+
+    Some experts have no rows, but programs still fetch their weights. Some have more rows than a ring holds.
+    """
     generator = torch.Generator(device="cuda").manual_seed(0)
     total = sum(counts)
     ends = torch.tensor(counts, device="cuda").cumsum(0).int()
@@ -254,7 +268,7 @@ def test_streamed_in_bf16(counts, ring, n, k):
 @pytest.mark.parametrize("ring", [Ring(16, 12), Ring(32, 11), Ring(64, 9)], ids=lambda ring: str(ring.rows))
 @each_scales
 def test_streamed_in_e4m3(ring, made):
-    """Rows where they lie and gathered, whose scales are gathered too."""
+    """The streaming GEMM in E4M3 is within its bound, for rows in place and for gathered rows with their scales."""
     n, k = 384, 384
     a, b, ends, expert = operands(n, k, FP8)
     source = torch.randint(len(a), (len(a),), generator=torch.Generator(device="cuda").manual_seed(2), device="cuda")
@@ -278,8 +292,10 @@ def test_streamed_in_e4m3(ring, made):
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda kind: kind.value)
 def test_gate_and_up_have_channels_of_their_own(tiles, form, activation, biased):
-    """Scales of gates far from those of `up`. Operands of small integers, whose sums are exact; 192 columns: a group's
-    tile is cut off."""
+    """Gate and up rows use their own channel scales, which are far apart here.
+
+    Operands are small integers, so sums are exact. With 192 columns, a group's tile is cut off.
+    """
     generator = torch.Generator(device="cuda").manual_seed(1)
     _, _, ends, expert = operands(128, 128, FP8)
     inner, gated = 192, activation.gated
@@ -297,12 +313,12 @@ def test_gate_and_up_have_channels_of_their_own(tiles, form, activation, biased)
         product(a, b, Lists(ends, ends, ends), out, Ring(32, 11), activation=activation, scales=scales, bias=bias)
     h = torch.cat([part.double() @ b[e].double().T for part, e in grouped(a, expert)]) * factor_of(scales, expert)
     added = torch.zeros_like(h) if bias is None else bias.double()[expert]
-    lost = 2.0**-22 * (h.abs() + added.abs())  # scales, and a bias that may cancel the sum, in float32
+    lost = 2.0**-22 * (h.abs() + added.abs())  # float32 rounding of scales, and of a bias that may cancel the sum
     h = h + added
     gate, up = h.chunk(2, 1) if gated else (h, h)
     value = torch.nn.functional.silu(gate) * up if gated else gate.relu().square()
     of_gate, of_up = lost.chunk(2, 1) if gated else (lost, lost)
-    # slopes of silu are below 1.1; one rounding to bf16, and 2**-16 for exp and division in float32
+    # the derivative of silu is below 1.1; one rounding to bf16, and 2**-16 for exp and division in float32
     limit = value.abs() * (2.0**-8 + 2.0**-16) + 2.0**-30
     limit = limit + 1.01 * (1.1 * of_gate * up.abs() + of_up * gate.abs()) + 1.1 * of_gate * of_up
     assert bool(((out[: len(a)].double() - value).abs() <= limit).all())

@@ -1,5 +1,7 @@
-"""What one of this project's Hopper kernels promises and the others do not: saturation, values that are none, other
-dtypes and layouts, chunks, rows written to peers."""
+"""Properties that only one of this project's Hopper kernels promises.
+
+Saturation, NaN and inf, other dtypes and layouts, chunks, and rows written to peers.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +67,12 @@ def test_activations_saturate(count):
     assert torch.equal(y, torch.full_like(y, config.intermediate_size * 448 * 0.25))
 
 
-# --- fp8_dynamic_triton: rows and activations have one scale each -----------------------------------------------------
+# --- fp8_dynamic_triton: rows and activations have a scale each -------------------------------------------------------
 
 
 @pytest.fixture
 def steps(monkeypatch) -> list[int]:
-    """Passes that went by row."""
+    """Count the kernel's passes with row scaling."""
     seen: list[int] = []
     run = step._pass
 
@@ -138,7 +140,7 @@ def test_written_to_peers(rank, count, steps):
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=str), ids=lambda a: a.value)
 @pytest.mark.parametrize("model", [SMALL, ODD], ids=["small", "odd"])
 def test_biases_with_a_scale_for_each_channel(model, activation, count, output_bias):
-    """In each way through the kernel; that of the result is added by one etp rank."""
+    """Biases work on each path through the kernel, and only one etp rank adds w2's bias."""
     config, slots = dataclasses.replace(model[0], activation=activation, expert_bias=True), model[1]
     tensors = fp8_dynamic_triton.channels_biased(config, slots)
     experts = fp8_dynamic_triton.build(Fp8ChannelTritonExperts, config, tensors)
@@ -195,7 +197,7 @@ def test_grouped_layouts(weighting, chunk_rows):
         SMALL[0], BLOCK, tensors, x.view(-1, hidden), ids, None if weights is None else weights.view(-1, 1), BF16
     )
     value, limit = expected.view(x.shape)[valid], limit.view(x.shape)[valid]
-    limit = limit + 2.0**-9 * value.abs()  # the weight is multiplied in after rounding
+    limit = limit + 2.0**-9 * value.abs()  # the weight is applied after rounding
     batched = Received(
         x=x, layout=RowLayout.BATCHED, weighting=weighting, handle=None, expert_counts=counts, weights=weights
     )  # fmt: skip
@@ -214,7 +216,7 @@ def test_grouped_layouts(weighting, chunk_rows):
 @pytest.mark.parametrize("model", [SMALL, QWEN3], ids=["small", "qwen3"])
 @pytest.mark.parametrize("chunk_rows", [16384, 100])
 def test_batched_rows_rounded_before_the_wire_give_the_same_bits(model, chunk_rows):
-    """In chunks, rows of both layouts."""
+    """Rows rounded before the wire give the bits of plain rows, in chunks and in both layouts."""
     experts, _ = block(*model, chunk_rows=chunk_rows)
     config, slots = model
     received = rows(*model, 257)

@@ -1,4 +1,4 @@
-"""Rows rounded to NVFP4 and MXFP8 by Triton: the same bits as the definition in plain torch."""
+"""Triton's rounding of rows to NVFP4 and MXFP8 equals the definition in plain torch bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [(1, 64), (257, 1024), (33, 7168), (4, 2880), (0, 128)]
 
 
 def rows(count: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """Blocks of every size that the dtype has, zeros, and midpoints of E2M1 in both signs."""
+    """Return blocks of all magnitudes of the dtype, zeros, and E2M1 midpoints of both signs."""
     generator = torch.Generator().manual_seed(count)
     sizes = torch.randint(-40, 20, (count, hidden // 32), generator=generator).float()
     x = torch.randn(count, hidden, generator=generator) * torch.exp2(sizes).repeat_interleave(32, 1)
@@ -70,7 +70,7 @@ def test_nothing_is_allocated():
 
 
 def test_nan_stays():
-    """In NVFP4 in its block of 16, by the scale; in MXFP8 where it was."""
+    """NaN stays: in NVFP4 in its whole block of 16, through the scale, in MXFP8 in its place."""
     x = torch.randn(3, 128)
     x[0, 5] = x[1, 100] = torch.nan
     x[1, 96:100] = x[2, :32] = 0

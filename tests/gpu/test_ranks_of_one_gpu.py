@@ -1,5 +1,8 @@
-"""`nvlink_p2p` between ranks that share one GPU, which serves them in turns: what they do to each other's memory, where
-there is no second GPU. A wait for a peer takes a turn of some milliseconds, and no link is used: times mean nothing."""
+"""`nvlink_p2p` between ranks that share one GPU, to test their memory protocol without a second GPU.
+
+The GPU serves ranks in turns. A wait for a peer takes a turn of some milliseconds, and no link is used, so times mean
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ from ep_moe.testing import rank_device
 from tests.fixtures import p2p_bodies
 from tests.fixtures.captured_layer import need
 
-DEADLINE_S = 100.0  # within pytest's own
+DEADLINE_S = 100.0  # less than pytest's own
 GPU = torch.device("cuda", 0)
 
 
 class SharedMemory:
-    """A `PeerMemory`."""
+    """A `PeerMemory` over CUDA IPC handles."""
 
     def __init__(self, rank_group: RankGroup, device: torch.device, size: int) -> None:
         self.local = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -41,7 +44,7 @@ class SharedMemory:
 
 
 def rank(body: Callable[..., None], given: dict) -> None:
-    """On each rank: a test's body, whose ranks all have this GPU."""
+    """Run a test's body on each rank, with this GPU for all."""
     dispatcher.make_memory = SharedMemory
     dispatcher.NVLinkP2PDispatcher.unsupported_platform = classmethod(lambda cls, layout: None)
     for module in list(sys.modules.values()):
@@ -60,7 +63,7 @@ def run(world: int, body: Callable[..., None], **given: object) -> None:
 @pytest.mark.parametrize("bound", [40, 200], ids=["by packets", "by flags"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_automatic_graphs(world, bound, pair):
-    need(pair)  # here: a forked rank that skips has failed
+    need(pair)  # skip here, because a forked rank that skips counts as failed
     run(world, p2p_bodies.other_rows_routes_tokens_and_maps, bound=bound, pair=pair, world_size=world)
 
 

@@ -36,7 +36,10 @@ def test_equals_a_loop_over_tokens_and_experts(activation, bias, dtype):
 
 @pytest.mark.parametrize("scheme", ["fp8_static", "fp8_dynamic", "fp8_channel", "fp8_block", "int4"])
 def test_weights_have_the_codes_and_scales_of_a_cpu(scheme):
-    """A server that quantizes what a trainer on CPUs pushed holds the bytes of one that loaded them on a GPU."""
+    """Quantizing on a GPU gives the bytes of quantizing on the CPU.
+
+    A server that quantizes weights pushed from a CPU must hold the bytes of one that loaded them on a GPU.
+    """
     generator = torch.Generator().manual_seed(0)
     numbers = {name: torch.randn(256, 256, generator=generator) / 50 for name in ("w13", "w2")}
     if SCHEMES[scheme].activations.calibrated:

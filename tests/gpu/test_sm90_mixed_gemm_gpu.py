@@ -1,4 +1,4 @@
-"""The layouts of the Hopper GEMMs against FlashInfer's own functions, bit for bit."""
+"""Weight layouts of the Hopper mixed-input GEMMs equal FlashInfer's own functions bit for bit."""
 
 import pytest
 import torch

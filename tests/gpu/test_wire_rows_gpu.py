@@ -1,4 +1,4 @@
-"""Rows in every format of the wire, on a GPU: the numbers of the CPU, also inside a captured CUDA graph."""
+"""Rows in every wire format on a GPU equal those of the CPU, also inside a captured CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIRES = [
     Wire(),
     Wire(dispatch="fp8_block"),
     Wire(dispatch="fp8_row"),
-    Wire(dispatch="fp8_tensor", input_scale=0.006),  # some of the rows saturate
+    Wire(dispatch="fp8_tensor", input_scale=0.006),  # some rows saturate
     Wire(dispatch="mxfp8"),
     Wire(dispatch="nvfp4", input_scale=0.002),
 ]
@@ -26,7 +26,7 @@ WIRES = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_captured(wire, dtype):
     x = torch.randn(33, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
-    there = torch.zeros(33, 1024, dtype=dtype, device="cuda")[:, :512]  # a part of a wider tensor
+    there = torch.zeros(33, 1024, dtype=dtype, device="cuda")[:, :512]  # a slice of a wider tensor
 
     def there_and_back() -> torch.Tensor:
         return widen_arrived(*round_to_travel(there, wire), wire, dtype)
