@@ -1,4 +1,4 @@
-"""Repeated calls without a GPU: a driver that writes down what its binaries are given, and a stand-in for graphs."""
+"""Repeated calls without a GPU: a driver that records the arguments of kernels, and emulated graphs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from ep_moe.types import Routing
 from tests.fixtures.launches import Driver
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2)
-MOST = 3  # tokens
+MOST = 3  # the token limit
 CPU = torch.device("cpu")
 
 
@@ -46,7 +46,7 @@ def make_memory(rank_group, device, size: int) -> SimpleNamespace:
 
 
 class Allocations(TorchDispatchMode):
-    """Whether any operation gives what lies nowhere among what it was given."""
+    """Notice operations whose result lies in memory that was not among their arguments."""
 
     seen = False
 
@@ -59,7 +59,7 @@ class Allocations(TorchDispatchMode):
 
 
 class Recording:
-    """In the place of a `Recorder`, and of its graphs. recorded: how many there were"""
+    """Stand in for a `Recorder` and its graphs. `recorded` counts the recordings."""
 
     handle, recorded = 0, 0
     unsupported_reason = staticmethod(lambda device: None)
@@ -94,7 +94,7 @@ class Recording:
 
 
 def changed(found: tuple, given: list[int] | tuple[int, ...]) -> tuple:
-    """A launch with other first arguments; what is None is none of a binary's."""
+    """Return a launch with other first arguments. None in a launch is not an argument of the kernel."""
     places = [place for place, value in enumerate(found[2:], 2) if value is not None][: len(given)]
     other = list(found)
     for place, value in zip(places, given, strict=True):
@@ -104,7 +104,7 @@ def changed(found: tuple, given: list[int] | tuple[int, ...]) -> tuple:
 
 @pytest.fixture
 def driver(monkeypatch):
-    """What a GPU and its driver would be asked, with everything on the CPU: nothing is computed."""
+    """Replace a GPU and its driver. All tensors are on the CPU, and nothing is computed."""
     from triton.runtime import driver
 
     made, tables = Driver(), Placement._tables
@@ -152,7 +152,7 @@ def built(context: EPContext, config: MoEConfig = CONFIG, **asked) -> MoELayer:
 
 @pytest.fixture
 def layer(driver, context):
-    """One whose calls are noted."""
+    """Return a layer whose calls were noted, so that the next one is recorded."""
     made = built(context)
     for _ in range(2):
         forward(made, *given(1))
@@ -173,7 +173,7 @@ def forward(layer: MoELayer, x: Tensor, routing: Routing | None) -> Tensor:
 
 
 def repeats(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
-    """Whether such a call is repeated."""
+    """Return whether such a call is replayed."""
     with mock.patch.object(MoELayer, "run", autospec=True, side_effect=MoELayer.run) as run:
         out = forward(layer, x, routing)
     assert out.shape == x.shape
@@ -182,14 +182,14 @@ def repeats(layer: MoELayer, x: Tensor, routing: Routing | None) -> bool:
 
 
 def every_other(tensor: Tensor) -> Tensor:
-    """The same numbers, one step apart."""
+    """Return the same numbers with a stride of two elements."""
     wide = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)
     wide[..., ::2] = tensor
     return wide[..., ::2]
 
 
 def shifted(tensor: Tensor) -> Tensor:
-    """The same numbers, beginning between two multiples of 16 bytes."""
+    """Return the same numbers, not aligned to 16 bytes."""
     room = torch.zeros(tensor.numel() + 16, dtype=tensor.dtype)
     start = (-room.data_ptr() % 16) // tensor.itemsize + 1
     return room[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)

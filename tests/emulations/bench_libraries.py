@@ -1,5 +1,7 @@
-"""What `ep_moe.bench.libraries` calls, in plain torch, under the names that the libraries have: each computes by its
-own contract (layouts of weights, ids, scales) from the arguments alone."""
+"""The library functions that `ep_moe.bench.libraries` calls, in plain torch under the libraries' names.
+
+Each computes by its own contract (layouts of weights, ids, scales) from its arguments alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ BLOCK = 128
 
 
 def module(name: str, **members: object) -> ModuleType:
-    """Put into sys.modules, with the packages above it."""
+    """Create a module in sys.modules, with its parent packages, and set its members."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         path = ".".join(parts[:count])
@@ -32,7 +34,10 @@ def wide(codes: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def dense(x: Tensor, w13: Tensor, w2: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-    """slots: [N, K] of the experts that are held, below 0 or beyond for none. float32 [N, H]"""
+    """Compute experts densely, as float32 [N, H].
+
+    `slots` are the local experts [N, K]; values below 0 or too large mean none.
+    """
     out = torch.zeros(len(x), w2.shape[1])
     for slot in range(len(w2)):
         row, column = (slots == slot).nonzero(as_tuple=True)
@@ -42,7 +47,7 @@ def dense(x: Tensor, w13: Tensor, w2: Tensor, slots: Tensor, weights: Tensor) ->
 
 
 def vllm(*, quant_config: bool = True) -> None:
-    """quant_config: as it takes scales since 0.11"""
+    """Install the functions of vLLM. With `quant_config`, they take scales as vLLM does since 0.11."""
 
     def compute(x, w1, w2, weights, ids, scales, global_num_experts, expert_map):
         assert len(expert_map) == global_num_experts
@@ -134,7 +139,7 @@ def sonic() -> None:
 
     def down(act, h, w2, b2, scores, ends, tokens, top_k, source, sorted_at, pair_at, offsets, varies, kind):
         assert (b2, offsets, varies, kind) == (None, None, False, "swiglu")
-        again = silu(h[:, 0::2]) * h[:, 1::2]  # its gradient goes by h alone
+        again = silu(h[:, 0::2]) * h[:, 1::2]  # gradients flow through h only
         assert torch.equal(act, again)
         y = torch.cat([again[ends[e] : ends[e + 1]] @ w2[:, :, e].T for e in range(w2.shape[2])])
         return (y[pair_at.long()].unflatten(0, (tokens, top_k)) * scores.unsqueeze(2)).sum(1).to(y.dtype)
@@ -156,7 +161,10 @@ def sonic() -> None:
 
 
 def deepgemm() -> list[tuple[Tensor, Tensor]]:
-    """Returns the experts of rows and the weights of each grouped product so far."""
+    """Install the functions of DeepGEMM.
+
+    Returns a list of each grouped GEMM so far: the experts of its rows, and its weights.
+    """
     products: list[tuple[Tensor, Tensor]] = []
 
     def m_grouped_fp8_gemm_nt_contiguous(a, b, d, layout):
@@ -187,7 +195,7 @@ def deepgemm() -> list[tuple[Tensor, Tensor]]:
             dist.all_gather(parts, own, group=buffer.group)
             whole.append(torch.cat(parts))
         (w13, w13_scale), (w2, w2_scale) = first, second
-        w13 = torch.cat(w13.unflatten(1, (-1, 2, 8)).unbind(2), 1).flatten(1, 2)  # eight rows of each in turns
+        w13 = torch.cat(w13.unflatten(1, (-1, 2, 8)).unbind(2), 1).flatten(1, 2)  # 8 rows of gate, 8 of up
         held = len(w2)
         assert held * ranks == buffer.experts
         out = dense(whole[0], wide(w13, w13_scale), wide(w2, w2_scale), whole[1] - rank * held, whole[2])

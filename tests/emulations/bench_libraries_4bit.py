@@ -1,5 +1,7 @@
-"""What `ep_moe.bench.libraries_4bit` calls of vLLM 0.26, in plain torch. Layouts of Marlin and of `matmul_ogs` have the
-real shapes and dtypes, and another order: tests hold what is given to the functions that make them and to the kernels.
+"""The functions of vLLM 0.26 that `ep_moe.bench.libraries_4bit` calls, in plain torch.
+
+Layouts of Marlin and of `matmul_ogs` have the real shapes and dtypes, but another order. Tests check the arguments of
+the functions that make these layouts, and of the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
 def gptq(packed: Tensor) -> Tensor:
-    """[L, columns / 8, rows], int32, as codes [L, rows, columns]."""
+    """Unpack int32 [L, columns / 8, rows] to codes [L, rows, columns]."""
     codes = torch.stack([(packed >> 4 * place) & 15 for place in range(8)], 2)
     return codes.flatten(1, 2).transpose(1, 2)
 
@@ -28,7 +30,7 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def scaled(values: Tensor, scale: Tensor) -> Tensor:
-    """scale: [L, rows, columns / group]"""
+    """Multiply by group scales. `scale` is [L, rows, columns / group]."""
     return values * scale.float().repeat_interleave(values.shape[2] // scale.shape[2], 2)
 
 
@@ -118,7 +120,7 @@ def triton_kernels() -> None:
             for slot in range(len(second)):
                 row, column = (slots == slot).nonzero(as_tuple=True)
                 both = hidden_states[row].float() @ first[slot].T + config.w1_bias[slot]
-                gate, up = both[:, 0::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)  # rows in turns
+                gate, up = both[:, 0::2].clamp(max=7), both[:, 1::2].clamp(-7, 7)  # rows of gate and up in turns
                 y = ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ second[slot].T + config.w2_bias[slot]
                 total.index_add_(0, row, topk_weights[row, column, None] * y)
             output.copy_(total)

@@ -1,4 +1,4 @@
-"""A layer whose captured calls are made again without a GPU, on the tensors that they were recorded with."""
+"""A layer whose captured calls are replayed without a GPU, on the tensors that they were captured with."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.fixtures.helpers import assert_same
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, shared_intermediate_size=16)
-COUNTED = 1  # where the router's routes are made inside, the number of tokens is copied too
+COUNTED = 1  # a graph that includes the router also copies the number of tokens
 
 
 @pytest.fixture
 def layer(monkeypatch):
-    """On one rank, in float32, with random numbers: sums in another order would show."""
+    """Yield a layer on one rank in float32. Its numbers are random, so that another summation order shows."""
     monkeypatch.setattr(graphs, "Recorder", EmulatedRecorder)
     monkeypatch.setattr(EmulatedRecorder, "replays", 0)
     able = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)
@@ -37,8 +37,10 @@ def rows(*shape: int, seed: int = 0) -> Tensor:
 
 
 def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool:
-    """Whether such a call is a replay; either way it gives what the layer gives otherwise, bit for bit: among as many
-    rows as were recorded, since on a CPU sums over columns depend on how many rows there are."""
+    """Return whether such a call is a replay. Check that it equals the eager call bit for bit.
+
+    The eager call has as many rows as were captured, since on a CPU sums over columns depend on the number of rows.
+    """
     before, tokens = EmulatedRecorder.replays, x.numel() // CONFIG.hidden_size
     with torch.no_grad():
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
@@ -55,7 +57,7 @@ def replayed(layer: MoELayer, x: Tensor, routing: Routing | None = None) -> bool
 
 
 def among(layer: MoELayer, most: int, x: Tensor, routing: Routing | None) -> Tensor:
-    """The call's result with rows behind it that no expert is asked for."""
+    """Return the result of a call that is padded to `most` rows, which no expert computes."""
     tokens = x.numel() // CONFIG.hidden_size
     wide = torch.zeros(most, CONFIG.hidden_size, dtype=x.dtype)
     wide[:tokens] = x.reshape(tokens, CONFIG.hidden_size)

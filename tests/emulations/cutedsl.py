@@ -1,8 +1,8 @@
 """FlashInfer 0.7.2.post1's `CuteDslMoEWrapper` with NVFP4 rows and weights, in plain torch on the CPU.
 
-It takes the tensors that the kernels take and reads scales as they do, from the bare pointer. Nothing here comes from
-ep_moe. Sources, below flashinfer/fused_moe/cute_dsl: fused_moe.py, the two blackwell/blockscaled_contiguous_*.py (G for
-the gather kernel, F for the finalize one), moe_utils.py.
+It takes the tensors that the kernels take and reads scales as they do, from the bare pointer. It imports nothing from
+ep_moe. Sources below flashinfer/fused_moe/cute_dsl: fused_moe.py, moe_utils.py, and the two
+blackwell/blockscaled_contiguous_*.py (G for the gather kernel, F for the finalize kernel).
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ NAMES = {
 
 
 def mma_scales(name: str, view: Tensor, experts: int, rows: int, columns: int) -> Tensor:
-    """[E, rows, columns / 16] as numbers, from the storage: (experts, row tiles, block tiles, 32, 4, 4)."""
+    """Read scales [E, rows, columns / 16] as numbers from the storage.
+
+    The storage is (experts, row tiles, block tiles, 32, 4, 4).
+    """
     tiles, blocks = rows // 128, columns // 16
     block_tiles = -(-blocks // 4)
     shape = (32, 4, tiles, 4, block_tiles, experts)
@@ -50,7 +53,10 @@ def weight(name: str, data: Tensor, scales: Tensor, experts: int, rows: int, col
 
 
 def quantised(values: Tensor, norm: Tensor) -> Tensor:
-    """G:3095-3210: float32 sums straight to codes, `norm` times too large."""
+    """Quantize float32 sums, which the kernel does not round to bf16 before (G:3095-3210).
+
+    The result is `norm` times too large.
+    """
     blocks = values.unflatten(-1, (-1, 16))
     scale = (blocks.abs().amax(-1, keepdim=True) * (1 / 6) * norm).clamp(max=448).to(FP8).float()
     inverse = (norm / scale).clamp(max=torch.finfo(torch.float32).max)
@@ -58,7 +64,7 @@ def quantised(values: Tensor, norm: Tensor) -> Tensor:
 
 
 class Wrapper:
-    """Its constructor and `run`, by name, without what they leave at their defaults."""
+    """Emulate the constructor and `run`, with the arguments that ep_moe passes."""
 
     def __init__(self, **arguments: Any) -> None:
         check(arguments.keys() == NAMES, f"arguments {arguments.keys() ^ NAMES}")
@@ -125,7 +131,7 @@ class Wrapper:
         return torch.where(mine.unsqueeze(2), rounded * weights.unsqueeze(2), 0.0).sum(1).to(dtype)
 
     def _activation(self, h: Tensor) -> Tensor:
-        """G:2790-3062: 64 columns of up, then the same 64 of gate, in each 128."""
+        """Activate (G:2790-3062). Each 128 columns hold 64 columns of up, then the same 64 of gate."""
         if self.a["activation_type"] == RELU2:
             return h.relu().square()
         up, gate = (part.flatten(-2) for part in h.unflatten(-1, (-1, 2, 64)).unbind(-2))

@@ -1,11 +1,15 @@
 """FlashInfer 0.7.2.post1's `cutlass_fused_moe` on sm90, in plain torch on the CPU.
 
-It takes the tensors that the kernel takes, so a test without a GPU sees a wrong row order, interleave or scale.
-Nothing here comes from ep_moe: the layouts are read a second time, from FlashInfer's CUDA sources, and from the side of
-the kernel that consumes them (the register converters), where ep_moe transcribes the side that produces them.
-Names in the comments are below flashinfer/data/csrc: K = fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh,
-B = flashinfer_cutlass_fused_moe_binding.cu next to it, and M = mixed_input_utils.hpp of TensorRT-LLM's
-cutlass_extensions/detail/collective.
+It takes the tensors that the kernel takes, so a test without a GPU finds a wrong row order, interleave or scale. It
+imports nothing from ep_moe. The layouts were read independently from FlashInfer's CUDA sources: here from the code that
+consumes them (the register converters), in ep_moe from the code that produces them.
+
+Names in the comments are below flashinfer/data/csrc:
+
+- K = fused_moe/cutlass_backend/cutlass_fused_moe_kernels.cuh
+- B = flashinfer_cutlass_fused_moe_binding.cu next to it
+- M = mixed_input_utils.hpp of TensorRT-LLM's cutlass_extensions/detail/collective
+
 The reduction over the routes is the unfused one (K:1965): fp32 in the order of the routes, one rounding at the end.
 """
 
@@ -22,13 +26,16 @@ FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
 
 
 def check(condition: bool, sentence: str) -> None:
-    # Not the assert statement: python -O would drop the very thing that this file is for.
+    # Not the assert statement: python -O would drop the checks.
     if not condition:
         raise AssertionError(sentence)
 
 
 def check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, aligned: bool = False) -> None:
-    """The binding itself checks most dtypes and sizes but, humming apart, no strides: it then reads wrong numbers."""
+    """Check dtype, shape and strides of a tensor.
+
+    The binding checks most dtypes and sizes. It checks strides for humming only, and otherwise reads wrong numbers.
+    """
     check(t.dtype == dtype, f"{name} must be {dtype}, it is {t.dtype}")
     check(tuple(t.shape) == shape, f"{name} must have shape {shape}, it has {tuple(t.shape)}")
     check(t.is_contiguous(), f"{name} must be contiguous: the kernel reads from the bare pointer")
@@ -39,12 +46,12 @@ def check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def _fp8(x: Tensor) -> Tensor:
-    """The nearest e4m3 number, as float32: all conversions of these kernels saturate instead of making a NaN."""
+    """Round to e4m3, as float32. All conversions of these kernels saturate and make no NaN."""
     return x.float().clamp(-FP8_MAX, FP8_MAX).to(FP8).float()
 
 
 def _quantize_1x128(x: Tensor) -> Tensor:
-    """What DeepGEMM sees of bf16 rows (fp8_blockscale_gemm_kernel.cuh:979-1000): a scale for each 128 in a row."""
+    """Quantize bf16 rows for DeepGEMM: a scale per 128 columns (fp8_blockscale_gemm_kernel.cuh:979-1000)."""
     blocks = x.float().unflatten(-1, (-1, 128))
     amax = blocks.abs().amax(-1, keepdim=True)
     scale = torch.where(amax > 0, FP8_MAX / amax, torch.ones_like(amax))
@@ -52,9 +59,9 @@ def _quantize_1x128(x: Tensor) -> Tensor:
 
 
 def _quantize_token(x: Tensor, residual: Tensor) -> Tensor:
-    """Humming's activations (K:83, K:1752-1790, K:2538-2570): a dynamic scale for each row, times the residual.
+    """Quantize humming's activations (K:83, K:1752-1790, K:2538-2570): a dynamic scale per row, times the residual.
 
-    The residual of the weights travels in the row's dequantization scale, which the epilogue multiplies in.
+    The residual of the weights travels in the row's dequantization scale, by which the epilogue multiplies.
     """
     amax = x.float().abs().amax(-1, keepdim=True)
     floor = FP8_MAX / torch.finfo(torch.float32).max
@@ -66,7 +73,7 @@ def _quantize_token(x: Tensor, residual: Tensor) -> Tensor:
 
 
 def _words(data: Tensor) -> Tensor:
-    """Little-endian 32-bit words, in int64 so that shifts are unsigned: [E, N/16, 2, 8, K/64, 2, 4].
+    """Return little-endian 32-bit words, in int64 so that shifts are unsigned: [E, N/16, 2, 8, K/64, 2, 4].
 
     The dimensions: E; block of 16 rows; half of it; row in the half; block of 64 columns; half of it; thread of four.
     """
@@ -76,11 +83,12 @@ def _words(data: Tensor) -> Tensor:
 
 
 def decode_fp4_bf16(data: Tensor) -> Tensor:
-    """Scheme d, from the converter M:50-102 and the m64k16 A fragment of WGMMA.
+    """Decode scheme d, from the converter M:50-102 and the m64k16 A fragment of WGMMA.
 
-    Each half of a word (the even and the odd column) holds four codes s eem: three with s at 15, 12, 9 and eem from 8,
-    5, 2 on, the fourth with s at 14, m at 13 and ee from 11 on. They are (row, row+8) x (column, column+8). The half of
-    the 16 rows in which the word lies is no row at all: it is the bit of the column that is worth 16.
+    Each half of a word (the even and the odd column) holds four codes s eem. Three have s at bits 15, 12, 9 and eem
+    from bits 8, 5, 2 on. The fourth has s at 14, m at 13 and ee from 11 on. The codes are (row, row+8) x (column,
+    column+8). The half of the 16 rows in which the word lies is not a row index. It is the bit of the column that is
+    worth 16.
     """
     words = _words(data)
     half = torch.stack([words & 0xFFFF, words >> 16], -1)  # columns 2t and 2t+1
@@ -94,20 +102,21 @@ def decode_fp4_bf16(data: Tensor) -> Tensor:
 
 
 def _place_fp8(codes: Tensor, data: Tensor) -> Tensor:
-    """Eight codes of each word to their places in the m64k32 A fragment: four columns of `row`, four of `row+8`."""
+    """Place the eight codes of each word in the m64k32 A fragment: four columns of `row`, four of `row+8`."""
     codes = codes.unflatten(-1, (2, 4))
     # E, R, c16, r, c64, c32, t, r8, j -> E, R, r8, r, c64, c32, c16, t, j
     return codes.permute(0, 1, 7, 3, 4, 5, 2, 6, 8).reshape(data.shape[0], data.shape[1], -1)
 
 
 def decode_int4_fp8(data: Tensor) -> Tensor:
-    """Scheme e, from M:228-290: nibble i of a word is code i, two's complement."""
+    """Decode scheme e, from M:228-290: nibble i of a word is code i, in two's complement."""
     nibbles = _words(data).unsqueeze(-1) >> torch.arange(0, 32, 4) & 15
     return _place_fp8(torch.where(nibbles > 7, nibbles - 16, nibbles), data)
 
 
 def decode_fp4_fp8(data: Tensor) -> Tensor:
-    """Scheme f, from M:189-211: nibble i of a word has eem of code i, but its bit 3 is the sign of some other code."""
+    """Decode scheme f, from M:189-211: nibble i of a word has eem of code i, but its bit 3 is the sign of another
+    code."""
     words = _words(data).unsqueeze(-1)
     eem = words >> torch.arange(0, 32, 4) & 7
     sign = words >> torch.tensor([7, 15, 23, 31, 3, 11, 19, 27]) & 1
@@ -115,10 +124,11 @@ def decode_fp4_fp8(data: Tensor) -> Tensor:
 
 
 def unfold_scale(name: str, scale: Tensor, experts: int, rows: int, cols: int, group: int) -> Tensor:
-    """[E, N/64, K/128, folded rows, 16 bytes] to [E, N, K/group]; bf16 for group 128, bytes for group 32.
+    """Unfold scales [E, N/64, K/128, folded rows, 16 bytes] to [E, N, K/group].
 
-    16 bytes hold the scales of rows r, r+F, r+2F, ... of a block of 64 (SmemLayoutWeightScaleExpanded of
-    sm90_mma_array_tma_gmma_rs_warpspecialized_mixed_input_.hpp), each with those of its 128 columns side by side.
+    They are bf16 for group 128, and bytes for group 32. 16 bytes hold the scales of rows r, r+F, r+2F, ... of a block
+    of 64, each with those of its 128 columns side by side (SmemLayoutWeightScaleExpanded of
+    sm90_mma_array_tma_gmma_rs_warpspecialized_mixed_input_.hpp).
     """
     dtype = torch.uint8 if group == 32 else torch.bfloat16
     slices = 16 // dtype.itemsize // (128 // group)
@@ -152,7 +162,7 @@ def _weight_humming(name: str, data: Tensor, scale: Tensor) -> Tensor:
     check(scale.dtype == torch.int32, f"{name} must be torch.int32, it is {scale.dtype}")
     offset = unfold_scale(name, scale, data.shape[0], data.shape[1], data.shape[2] * 2, 32).to(torch.int64)
     # Below 1 the code 0.5 reads as 0; above 12 the exponent of the codes 4 and 6 runs into the sign bit.
-    filled = (offset != 0).flatten(1).any(1)  # an empty slot holds zeros, which no row reads
+    filled = (offset != 0).flatten(1).any(1)  # an empty slot holds zeros, which no row uses
     check(bool(((offset >= 1) & (offset <= 12))[filled].all()), f"{name} must hold offsets from 1 to 12")
     codes = decode_fp4_fp8(data)
     eem = codes & 7
@@ -166,7 +176,7 @@ def _weight_humming(name: str, data: Tensor, scale: Tensor) -> Tensor:
 
 @dataclass
 class Gemms:
-    """One scheme's weights as the tensor cores multiply them, and what happens to the operands around them."""
+    """One scheme's weights as the tensor cores multiply them, and the conversion of the operands around them."""
 
     fc1: Tensor
     fc2: Tensor
@@ -185,7 +195,7 @@ def _fp8_per_tensor(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
     check_tensor("fc1_dequant", dequant1, torch.float32, (fc1.shape[0],))
     check_tensor("fc2_quant", quant2, torch.float32, (fc1.shape[0],) if quant2.dim() else ())
     check_tensor("fc2_dequant", dequant2, torch.float32, (fc1.shape[0],))
-    check_tensor("fc1_input_dequant", input_dequant, torch.float32, ())  # LoRA alone reads it
+    check_tensor("fc1_input_dequant", input_dequant, torch.float32, ())  # only LoRA reads it
     per_expert = quant2.expand(fc1.shape[0])
     in2 = lambda h, e: _fp8(h * per_expert[e])  # noqa: E731 (fp32 until here: no rounding to bf16 between)
     return Gemms(fc1.float(), fc2.float(), lambda x, e: x.float(), in2, dequant1, dequant2)
@@ -210,8 +220,8 @@ def _w4a16(fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
 def _w4a8(dtype: torch.dtype, fc1: Tensor, fc2: Tensor, scales: list[Tensor]) -> Gemms:
     scale1, scale2, act1, act2, zero1, zero2, alpha1, alpha2 = scales
     experts, hidden, inter = fc1.shape[0], fc1.shape[2] * 2, fc2.shape[2] * 2
-    # The binding lets them be empty (B:1572-1579). Without fc1's the kernel refuses (K:1859); without fc2's nothing
-    # quantizes (K:4252, K:3430), and GEMM2 reads the bytes of bf16 numbers as fp8.
+    # The binding allows empty act_scales (B:1572-1579). Without fc1's the kernel refuses (K:1859). Without fc2's
+    # nothing quantizes (K:4252, K:3430), and GEMM2 reads the bytes of bf16 numbers as fp8.
     check_tensor("fc1_act_scales", act1, dtype, (hidden,), aligned=True)
     check_tensor("fc2_act_scales", act2, dtype, (inter,), aligned=True)
     for name, zero in (("fc1", zero1), ("fc2", zero2)):
@@ -254,7 +264,7 @@ def _scheme(dtype: torch.dtype, weight: torch.dtype, flags: tuple[bool, ...]) ->
 
 
 def _activation(kind: int, x: Tensor, params: dict[str, float | None]) -> Tensor:
-    """K:2407-2545: fp32; the first half of the columns is up, the second half gate."""
+    """Activate in fp32 (K:2407-2545). The first half of the columns is up, the second half gate."""
     if kind == RELU2:
         return x.relu().square()
     up, gate = x.chunk(2, -1)
@@ -263,7 +273,7 @@ def _activation(kind: int, x: Tensor, params: dict[str, float | None]) -> Tensor
     alpha, beta, limit = (params[name] for name in ("alpha", "beta", "limit"))
     limit = float("inf") if limit is None else limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    # What the caller leaves out has the adaptor's own default, so beta alone is 0 and not GPT-OSS's 1 (K:2253).
+    # A missing argument has the adaptor's own default, so beta alone is 0, not GPT-OSS's 1 (K:2253).
     return gate * torch.sigmoid(gate * (1.0 if alpha is None else alpha)) * (up + (0.0 if beta is None else beta))
 
 
@@ -292,7 +302,7 @@ def emulate(
     use_wfp4afp8_humming: bool,
     output_dtype: torch.dtype,
 ) -> None:
-    """Write what the kernel writes to `output`, or raise AssertionError where it refuses or misbehaves."""
+    """Write what the kernel writes to `output`. Raise AssertionError where it refuses or misbehaves."""
     fc1, fc2, ids, dtype = fc1_expert_weights, fc2_expert_weights, token_selected_experts, input.dtype
     flags = (use_deepseek_fp8_block_scale, use_w4_group_scaling, use_packed_weights, use_wfp4afp8_humming)
     name, num_scales, multiple = _scheme(dtype, fc1.dtype, flags)
@@ -316,7 +326,7 @@ def emulate(
     if token_final_scales is not None:
         check_tensor("token_final_scales", token_final_scales, torch.float32, (tokens, top_k))
     check(output_dtype in (torch.float16, torch.bfloat16), f"an output of {output_dtype} is not possible")
-    # Only fp8 input leaves the choice: the other runners are built for the input's dtype whatever output_dtype says.
+    # Only fp8 input has a choice: other runners are built for the input's dtype, whatever output_dtype says.
     check(dtype in (FP8, output_dtype), f"output_dtype {output_dtype} must be the input's, {dtype}")
     check_tensor("output", output, output_dtype, (tokens, hidden), aligned=True)
     check((fc1_expert_biases is None) == (fc2_expert_biases is None), "there must be both biases or none")
@@ -348,8 +358,11 @@ def run_experts(
     activation_type: int,
     swiglu: dict[str, Tensor | None],
 ) -> None:
-    """What the kernel does with operands that are understood. rows: [T, H] as `gemms.in1` takes them; local: ids of
-    this rank's experts [T, K], others below 0 or too large."""
+    """Run the kernel's computation on decoded operands.
+
+    `rows` are [T, H] as `gemms.in1` takes them. `local` are ids of this rank's experts [T, K]; other ids are below 0 or
+    too large.
+    """
     (tokens, top_k), (experts, hidden) = local.shape, gemms.fc2.shape[:2]
     mine = (local >= 0) & (local < experts)
     for row, keep in zip(local.tolist(), mine.tolist(), strict=True):
@@ -375,6 +388,6 @@ def run_experts(
 
     scales = torch.ones(tokens, top_k) if weights is None else weights
     total = torch.zeros(tokens, hidden)
-    for route in range(top_k):  # a route that is not mine is skipped, even if its weight is a NaN
+    for route in range(top_k):  # routes of other ranks are skipped, even with a NaN weight
         total = total + torch.where(mine[:, route], scales[:, route], 0.0).unsqueeze(-1) * results[:, route]
     output.copy_(total.to(output.dtype))

@@ -1,8 +1,9 @@
 """FlashInfer 0.7.2.post1's `cutlass_fused_moe` on sm100 with block-scaled rows and weights, in plain torch on the CPU.
 
 It takes the tensors that the kernel takes: rows as NVFP4 or MXFP8 with linear scales, weights as int64 or E4M3, scales
-as int32 of swizzled bytes. Nothing here comes from ep_moe: numbers are decoded bit by bit, scales are fetched by the
+as int32 of swizzled bytes. It imports nothing from ep_moe: numbers are decoded bit by bit, scales are fetched by the
 kernel's own index formula, roundings search all codes.
+
 Names in the comments are below flashinfer/data/csrc: K and B as in `cutlass_emulation`, and Q =
 nv_internal/tensorrt_llm/kernels/quantization_utils.cuh.
 """
@@ -26,7 +27,7 @@ SM90_FLAGS = ("use_deepseek_fp8_block_scale", "use_w4_group_scaling", "use_packe
 
 
 def emulate_call(flags: dict[str, bool], output_dtype: torch.dtype, arguments: dict[str, Any]) -> None:
-    """A call of `run_moe` by all its arguments, on the GPU whose kernels take such operands."""
+    """Emulate a call of `run_moe` from all its arguments, as on the GPU whose kernels take such operands."""
     own = {name: arguments[name] for name in NAMES}
     kind = {"activation_type": arguments["base_activation_type"], "output_dtype": output_dtype}
     if arguments["fc1_expert_weights"].dtype == torch.int64 or flags["use_mxfp8_act_scaling"]:
@@ -42,7 +43,7 @@ def emulate_call(flags: dict[str, bool], output_dtype: torch.dtype, arguments: d
 
 
 def e4m3(data: Tensor) -> Tensor:
-    """s eeee mmm: (8 + m) * 2**(e - 10), and m * 2**-9 for e = 0; 0x7f is no number."""
+    """Decode s eeee mmm: (8 + m) * 2**(e - 10), or m * 2**-9 if e = 0. 0x7f is NaN."""
     bits = data.view(torch.uint8).int()
     exponent, mantissa = bits >> 3 & 15, bits & 7
     size = torch.where(exponent == 0, mantissa * 2.0**-9, (8.0 + mantissa) * 2.0 ** (exponent - 10))
@@ -51,21 +52,21 @@ def e4m3(data: Tensor) -> Tensor:
 
 
 def e2m1(codes: Tensor) -> Tensor:
-    """s ee m: (2 + m) * 2**(e - 2), and m / 2 for e = 0."""
+    """Decode s ee m: (2 + m) * 2**(e - 2), or m / 2 if e = 0."""
     exponent, mantissa = codes >> 1 & 3, codes & 1
     size = torch.where(exponent == 0, mantissa / 2.0, (2.0 + mantissa) * 2.0 ** (exponent - 2))
     return torch.where(codes > 7, -size, size)
 
 
 def e8m0(data: Tensor) -> Tensor:
-    """2**(byte - 127); 255 is no number."""
+    """Decode a scale: 2**(byte - 127). 255 is NaN."""
     bits = data.view(torch.uint8)
     return torch.where(bits == 255, torch.nan, torch.exp2(bits.double() - 127)).float()
 
 
 def nearest_e2m1(values: Tensor) -> Tensor:
-    """The nearest of the eight sizes, ties to the even code, too large ones to 6."""
-    codes = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # the even ones first: argmin takes the first of equals
+    """Round to the nearest of the eight magnitudes, ties to the even code, larger ones to 6."""
+    codes = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])  # even codes first: argmin takes the first of equals
     distance = (values.abs().unsqueeze(-1) - e2m1(codes)).abs()
     return torch.copysign(e2m1(codes[distance.argmin(-1)]), values)
 
@@ -76,7 +77,8 @@ def _by_blocks(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
 
 
 def to_nvfp4(values: Tensor, quant: Tensor) -> Tensor:
-    """What the second GEMM multiplies (Q:493-506, by K:1085): codes times block scales, times `quant` too large."""
+    """Return what the second GEMM multiplies: codes times block scales, `quant` times too large (Q:493-506, by
+    K:1085)."""
     blocks, largest = _by_blocks(values, 16)
     scale = (quant * (largest * (1 / 6))).clamp(max=448).to(FP8).float()
     inverse = torch.where(scale == 0, 0.0, 1 / (scale * (1 / quant)))
@@ -84,7 +86,7 @@ def to_nvfp4(values: Tensor, quant: Tensor) -> Tensor:
 
 
 def to_mxfp8(values: Tensor) -> Tensor:
-    """As Q:853-915: the scale is the power of two that is not below the largest / 448."""
+    """Quantize as Q:853-915: the scale is the smallest power of two of at least the largest / 448."""
     blocks, largest = _by_blocks(values, 32)
     scale = torch.exp2((largest * (1 / 448)).double().log2().ceil()).float()
     rounded = (blocks / scale).clamp(-448, 448).to(FP8).float() * scale
@@ -95,7 +97,8 @@ def to_mxfp8(values: Tensor) -> Tensor:
 
 
 def offsets(rows: int, blocks: int, *, swizzled: bool) -> Tensor:
-    """Where the scale of a row and block is, in bytes (get_sf_out_offset_128x4; K:1137 for the linear one)."""
+    """Return the byte offset of each row's and block's scale (get_sf_out_offset_128x4; K:1137 for the linear
+    layout)."""
     row, block = torch.arange(rows).unsqueeze(1), torch.arange(blocks).unsqueeze(0)
     if not swizzled:
         return row * blocks + block
@@ -104,15 +107,18 @@ def offsets(rows: int, blocks: int, *, swizzled: bool) -> Tensor:
 
 
 def weight_scales(name: str, stored: Tensor, experts: int, rows: int, columns: int, block: int) -> Tensor:
-    """int32 [E, rows filled up to 128, columns / block / 4 filled up] to bytes [E, rows, columns / block] (B:1125-1165,
-    B:1493-1530; each expert begins at a whole tile: K:1022)."""
+    """Read weight scales as bytes [E, rows, columns / block] (B:1125-1165, B:1493-1530).
+
+    They are stored as int32 [E, rows padded to 128, columns / block / 4 rounded up]. Each expert begins at a whole tile
+    (K:1022).
+    """
     blocks = columns // block
     check_tensor(name, stored, torch.int32, (experts, -(-rows // 128) * 128, -(-blocks // 4)))
     return stored.view(torch.uint8).reshape(experts, -1)[:, offsets(rows, blocks, swizzled=True)]
 
 
 def row_scales(stored: Tensor | None, rows: int, columns: int, block: int, *, swizzled: bool) -> Tensor:
-    """Bytes [rows, columns / block]. Without them the kernel writes zeros (K:1183)."""
+    """Read row scales as bytes [rows, columns / block]. Without them the kernel writes zeros (K:1183)."""
     check(stored is not None, "rows that are rounded already need their input_sf")
     assert stored is not None
     check(stored.dtype in (torch.uint8, FP8) and stored.is_contiguous(), "input_sf must be contiguous bytes")
@@ -124,7 +130,7 @@ def row_scales(stored: Tensor | None, rows: int, columns: int, block: int, *, sw
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Bytes or 64-bit words [..., n] to their codes [..., n * 2] or [..., n * 16], the lowest bits first."""
+    """Unpack bytes or 64-bit words [..., n] to codes [..., n * 2] or [..., n * 16], the lowest bits first."""
     shifts = torch.arange(0, packed.itemsize * 8, 4)
     return (packed.long().unsqueeze(-1) >> shifts & 15).flatten(-2)
 
@@ -188,7 +194,7 @@ def emulate_sm100(
     use_mxfp8_act_scaling: bool,
     output_dtype: torch.dtype,
 ) -> None:
-    """Write what the kernel writes to `output`, or raise AssertionError where it refuses or misbehaves."""
+    """Write what the kernel writes to `output`. Raise AssertionError where it refuses or misbehaves."""
     fc1, fc2, ids = fc1_expert_weights, fc2_expert_weights, token_selected_experts
     nvfp4, four = not use_mxfp8_act_scaling, fc1.dtype == torch.int64
     check(fc1.dtype in (torch.int64, FP8) and fc2.dtype == fc1.dtype, f"weights are {fc1.dtype} and {fc2.dtype}")

@@ -1,4 +1,4 @@
-"""DeepEP's V1 `Buffer` in normal mode by its documented contract, on gloo. It checks what the real one asserts."""
+"""DeepEP's V1 `Buffer` in normal mode by its documented contract, on gloo. It checks what DeepEP asserts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.emulations.exchange import exchanged
 
 
 class Event:
-    """Rows are there for who waits alone: unfinished tensors hold NaN until then."""
+    """An event whose rows exist only for callers that wait. Until then the tensors hold NaN."""
 
     def __init__(self, finish) -> None:
         self._finish = finish

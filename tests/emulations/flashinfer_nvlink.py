@@ -1,6 +1,8 @@
-"""FlashInfer's one-sided communication by its documented contract, on gloo: the rank of an id, one row per (token,
-rank) in any order, garbage in empty rows, sums of the ranks' rows in float32. It checks what the real one takes on
-trust."""
+"""FlashInfer's one-sided NVLink communication by its documented contract, on gloo.
+
+Rows go to the rank of their ids, one per (token, rank), in any order. Empty rows hold garbage. Combine sums the ranks'
+rows in float32. The emulation checks arguments that FlashInfer does not check.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ sizes_made: list[int] = []  # FlashInfer shares equal workspaces within a proces
 
 @dataclass
 class Communication:
-    """`flashinfer.moe_ep.NVLinkOneSidedAlltoAll`, as far as a dispatcher uses it."""
+    """Emulate `flashinfer.moe_ep.NVLinkOneSidedAlltoAll`, as far as a dispatcher uses it."""
 
     group: Any
     rank: int
@@ -52,7 +54,7 @@ class Communication:
         assert len({bound for *_, bound in everyone}) == 1, "ranks disagree about the layout"
         each = self.params["num_experts"] // self.size
         shape = (self.size, max_tokens_per_rank)
-        # all bits set: a NaN in every dtype that has one
+        # all bits set: NaN in every dtype that has one
         rows, scales = (torch.full((*shape, t.shape[1] * t.itemsize), 255, dtype=torch.uint8) for t in (hidden, scale))
         got_ids = torch.full((*shape, ids.shape[1]), -1, dtype=torch.int32)
         got_weights = torch.full((*shape, ids.shape[1]), torch.nan)
@@ -83,7 +85,7 @@ class Communication:
         assert y.shape == (self.size * self._bound, self.params["hidden_size"])
         assert y.is_contiguous()
         if self.low_precision:
-            y.copy_(y.float().clamp(-448, 448).to(torch.float8_e4m3fn))  # in place where the rows lie in its workspace
+            y.copy_(y.float().clamp(-448, 448).to(torch.float8_e4m3fn))  # in place if the rows lie in its workspace
         everyone = exchanged((y.view(self.size, self._bound, -1), self._plan), self.group)
         total = torch.zeros(self._tokens, y.shape[1])
         for rows, plan in everyone:

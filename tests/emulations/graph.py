@@ -1,4 +1,4 @@
-"""In the place of CUDA graphs: what makes a recorded call again, on the tensors that it was recorded with."""
+"""Emulate CUDA graphs: run a recorded call again, on the tensors that it was recorded with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRAPHS = graphs.Recorder
 
 
 class EmulatedRecorder:
-    """A `Recorder`. replays: how many there were"""
+    """Emulate a `Recorder`. `replays` counts the replays."""
 
     replays, here, handle, among = 0, True, 0, vars(GRAPHS)["among"]
 
@@ -58,7 +58,7 @@ class EmulatedRecorder:
 
 
 def stand_in() -> None:
-    """Within a rank's process."""
+    """Replace the recorder in a rank's process."""
     on_the_cpu(NVLinkP2PDispatcher)
     graphs.Recorder, EmulatedRecorder.replays = EmulatedRecorder, 0
     ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)

@@ -1,8 +1,8 @@
-"""FlashInfer's mega kernels for Hopper by their sources (0.7.2.post1: moe_ep/backends/mega/kernel/sm90 and
-moe_ep/kernel_src/sm90), on gloo.
+"""FlashInfer's mega kernels for Hopper, emulated on gloo from their sources.
 
-Classes with FlashInfer's own fields and methods, so that the adapter runs as it is. They check what the real ones take
-on trust, and read the weights by index formulas of their own. Numbers are rounded where the kernels round them.
+Sources (0.7.2.post1): moe_ep/backends/mega/kernel/sm90 and moe_ep/kernel_src/sm90. The classes have FlashInfer's own
+fields and methods, so the adapter runs unchanged. They check arguments that FlashInfer does not check, read the weights
+by index formulas of their own, and round numbers where the kernels do.
 """
 
 from __future__ import annotations
@@ -89,7 +89,10 @@ class Bf16Weights:
         return e, h, i
 
     def gate_up_down(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Row r of gate lies at 64 * (r // 32) + r % 32, that of up 32 rows further."""
+        """Return gate, up and down of an expert.
+
+        Row r of gate lies at 64 * (r // 32) + r % 32, row r of up 32 rows further.
+        """
         row = torch.arange(self.intermediate_size)
         at = 64 * (row // 32) + row % 32
         return self.w13[expert][at].float(), self.w13[expert][at + 32].float(), self.w2[expert].float()
@@ -123,7 +126,7 @@ class Fp8Weights:
 
 
 class Kernel:
-    """`MegaKernelBackend`, as far as an adapter uses it."""
+    """Emulate `MegaKernelBackend`, as far as an adapter uses it."""
 
     hidden_unit = 256
     config_class: type = Bf16Config
@@ -189,7 +192,7 @@ class Kernel:
         return output
 
     def _routes(self, experts: list[Any], x: Tensor, ids: Tensor) -> dict[tuple[int, int], Tensor]:
-        """(token, k) to the bf16 row that this rank's expert gives."""
+        """Map (token, k) to the bf16 row that this rank's expert gives."""
         found = {}
         for number, matrices in enumerate(experts, start=self.rank * len(experts)):
             at, k = (ids == number).nonzero(as_tuple=True)
@@ -203,7 +206,7 @@ class Kernel:
         return (hidden.float() @ down.T).bfloat16()
 
     def _answers(self, experts: list[Any], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """float32 [T, H]: this rank's part of each of a peer's rows, as it travels: rounded to bf16 once."""
+        """Return this rank's part of each row of a peer, float32 [T, H], rounded to bf16 once, as it travels."""
         total = torch.zeros(x.shape)
         for (token, k), row in sorted(self._routes(experts, x, ids).items()):
             total[token] += weights[token, k] * row.float()
@@ -232,7 +235,7 @@ class Fp8Kernel(Kernel):
         return (rounded((silu(a) * b).bfloat16()) @ down.T).bfloat16()
 
     def _answers(self, experts: list[Any], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """float32 [T, K, H]: a bf16 row for each route, 0 where it is not this rank's."""
+        """Return a bf16 row per route, float32 [T, K, H], 0 for routes of other ranks."""
         found = torch.zeros(len(x), ids.shape[1], x.shape[1])
         for (token, k), row in self._routes(experts, x, ids).items():
             found[token, k] = (weights[token, k] * row.float()).bfloat16().float()
@@ -243,8 +246,11 @@ class Fp8Kernel(Kernel):
 
 
 def rounded(x: Tensor) -> Tensor:
-    """E4M3 with a float32 scale for each 128 columns, widened again; a block of zeros has the scale 1. CUDA's fmaxf and
-    fminf pass by NaN: it does not count for the scale, and becomes the lowest number."""
+    """Quantize to E4M3 with a float32 scale per 128 columns, and dequantize.
+
+    A block of zeros has the scale 1. CUDA's fmaxf and fminf skip NaN: it does not count for the scale, and becomes the
+    lowest number.
+    """
     blocks = x.float().unflatten(1, (-1, 128))
     largest = blocks.abs().nan_to_num(0.0, torch.inf).amax(2, keepdim=True)
     blocks = torch.where(blocks.isnan(), -torch.inf, blocks)
@@ -266,7 +272,7 @@ def library(name: str) -> Any:
 
 
 def on_the_cpu(*kinds: Any) -> None:
-    """Within a rank's process."""
+    """Replace the kernels in a rank's process."""
     from ep_moe.experts.fused import flashinfer_mega
 
     flashinfer_mega.library = library

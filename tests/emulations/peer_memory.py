@@ -1,5 +1,7 @@
-"""Memory that ranks of one CPU really share, instead of NVLink's: a rank that writes too early or reads too late is
-seen."""
+"""Memory that CPU ranks really share, in place of NVLink peer memory.
+
+A rank that writes too early or reads too late is found.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 
 from ep_moe.parallel.rank_group import RankGroup
 
-FLAGS = 256  # bytes at the end, which begin at zero
+FLAGS = 256  # bytes at the end, initially zero
 
 
 class SharedMemory:
@@ -24,7 +26,7 @@ class SharedMemory:
             self.peers = [torch.from_file(name, shared=True, size=size, dtype=torch.uint8) for name in files]
             self.local = self.peers[rank_group.rank]
             self.addresses = torch.tensor([peer.data_ptr() for peer in self.peers])
-            self.local[:-FLAGS] = 255  # NaN in every float
+            self.local[:-FLAGS] = 255  # NaN in every float dtype
             dist.barrier(rank_group.group)
 
 

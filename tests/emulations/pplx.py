@@ -1,5 +1,8 @@
-"""pplx-kernels' intranode `AllToAll` by its documented contract, on gloo: a copy of a row per route, in any order
-within an expert, and a weighted sum on the way back. It checks what the real one takes on trust."""
+"""pplx-kernels' intranode `AllToAll` by its documented contract, on gloo.
+
+Dispatch copies a row per route, in any order within an expert. Combine is a weighted sum. The emulation checks
+arguments that pplx does not check.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The emulation: against a loop over tokens and routes, and against the CUDA interleave kernels, thread by thread."""
+"""The emulation equals a loop over tokens and routes, and the CUDA interleave kernels run thread by thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GATES = torch.tensor([[0.6, 0.4], [1.0, float("nan")], [0.5, 0.5], [0.3, 0.7], [
 
 
 def call(scheme: str, x: Tensor, fc1: Tensor, fc2: Tensor, scales=None, ids=IDS, gates=GATES, **changes) -> Tensor:
-    """The output, of bf16 unless the input is fp16; it starts as NaN, so that a row left alone shows."""
+    """Return the output, fp16 for fp16 input and else bf16. It starts as NaN, so that an unwritten row shows."""
     dtype = torch.float16 if x.dtype == torch.float16 else BF16
     output = torch.full((ids.shape[0], fc2.shape[1]), float("nan"), dtype=dtype)
     kwargs = {
@@ -70,7 +70,7 @@ def swiglu(gate, up, e):
 
 
 def loop(x, w_gate, w_up, w_down, act=swiglu, biases=None, ids=IDS, first=0) -> Tensor:
-    """One token and one route at a time, in float64, with gate and up as two matrices."""
+    """Compute one token and one route at a time, in float64, with gate and up as two matrices."""
     output = torch.zeros(ids.shape[0], w_down.shape[1], dtype=torch.float64)
     for t in range(ids.shape[0]):
         for k in range(ids.shape[1]):
@@ -132,7 +132,7 @@ def test_dense(dtype, name, bias, ranks):
     settings = {**params, **biases, "ids": ids, "activation_type": kind, "ep_size": ep_size, "ep_rank": ep_rank}
     expected = loop(x, gate, up, down, act, (b_gate, b_up, b_down) if bias else None, ids, 3 * ep_rank)
     close(call("dense", x, fc1, down, **settings), expected, 0.01)
-    if bias:  # only the first rank of the tensor parallel group adds fc2's bias
+    if bias:  # only the first etp rank adds fc2's bias
         expected = loop(x, gate, up, down, act, (b_gate, b_up, torch.zeros_like(b_down)), ids, 3 * ep_rank)
         close(call("dense", x, fc1, down, **settings, tp_size=2, tp_rank=1), expected, 0.01)
 
@@ -164,7 +164,7 @@ def test_fp8_per_tensor(per_expert):
 
 def test_fp8_block():
     x, gate, up, down = matrices(3, 256, 128)
-    # One scale for a whole row would lose the first half of it.
+    # One scale for a whole row would lose its first half.
     x, gate, up = x.clone(), gate.clone(), up.clone()
     x[:, :128] *= 2.0**-20
     gate[:, :, :128] *= 2.0**20
@@ -246,7 +246,7 @@ def interleave_fp8(data: Tensor, move_signs: bool) -> Tensor:
 
 
 def fold(scale: Tensor, group: int) -> Tensor:
-    """Element by element: the scale of row r and column group g, in blocks of 64 rows and 128 columns."""
+    """Fold scales element by element, in blocks of 64 rows and 128 columns."""
     experts, rows, groups = scale.shape
     per_block, slices = 128 // group, 16 // scale.itemsize // (128 // group)
     folded = torch.empty(
@@ -322,11 +322,11 @@ def test_humming(kind):
         expected = loop(x, w1, None, w2, ACTIVATIONS["relu2"][1])
     else:
         expected = loop(x, w1[:, 128:], w1[:, :128], w2)
-    for t in (0, 1, 3, 4):  # each row for itself: their sizes differ by powers of ten
+    for t in (0, 1, 3, 4):  # compare rows separately: their magnitudes differ by powers of ten
         assert (ours[t].double() - expected[t]).norm() < 0.1 * expected[t].norm()
 
 
-# --- What the kernel refuses, or answers with wrong numbers
+# --- calls that the kernel refuses, or answers with wrong numbers
 
 
 def bias(e: int, n: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -1,4 +1,4 @@
-"""The emulation of the Blackwell kernels itself: its numbers against torch's, and what it refuses."""
+"""The emulation of the Blackwell kernels: its numbers equal torch's, and it refuses what the kernels refuse."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_nearest_code_and_the_even_one_of_two():
 
 
 def test_blocks():
-    """Within half a step of each block's own scale, and exact where a scale fits."""
+    """Rounding is within half a step of each block's scale, and exact where a scale fits."""
     values = torch.tensor([6.0, 3.0, -1.5, 0.5] * 4 + [0.06, 0.03, 0.0, 0.0] * 4)
     assert torch.equal(emulation.to_nvfp4(values, torch.tensor(64.0))[:16], 64 * values[:16])
     values = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1e-3], [1.0], [1e4]])
@@ -50,7 +50,7 @@ def test_every_scale_has_a_place():
 
 
 def call(**changes) -> torch.Tensor:
-    """MXFP8 rows by MXFP4 weights of two experts; zeros, but for what is changed."""
+    """Multiply MXFP8 rows by MXFP4 weights of two experts. Arguments are zeros, except for `changes`."""
     out = torch.full((6, 128), torch.nan, dtype=BF16)
     scale1, scale2 = torch.zeros(2, 256, 1, dtype=torch.int32), torch.zeros(2, 128, 1, dtype=torch.int32)
     arguments = {

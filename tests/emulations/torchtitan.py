@@ -1,5 +1,8 @@
-"""torchtitan's routed layer as `ep_moe.bench.train_torchtitan` calls it, in plain torch over gloo: its modules, what
-they are configured by, and receive buffers that take turns, over which later rows are written as over NVLink."""
+"""torchtitan's routed layer as `ep_moe.bench.train_torchtitan` calls it, in plain torch over gloo.
+
+It has torchtitan's modules, their configurations, and receive buffers that take turns. Later rows overwrite earlier
+ones, as over NVLink.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,14 @@ class State:
 
 @dataclass
 class Plan:
-    """Where this rank's routes lie: by expert, then by rank and route. arrived: of each row here, which route of all;
-    counts: of each expert here; rank, top_k"""
+    """The order of this rank's routes: by expert, then by rank and route.
+
+    Attributes:
+        arrived: For each row here, the index of its route among all routes.
+        counts: Rows of each expert here.
+        rank: This rank.
+        top_k: K.
+    """
 
     arrived: Tensor
     counts: Tensor
@@ -37,17 +46,20 @@ class Plan:
 
 
 def everyone(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of all ranks, along the first dimension."""
+    """Gather a tensor of all ranks along the first dimension."""
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts)
 
 
 def transport(members: ModuleType) -> SimpleNamespace:
-    """On the state that the module holds."""
+    """Return the transport functions, which use the state of the module."""
 
     def receive(rows: Tensor) -> Tensor:
-        """Into the next buffer, which callers read in place. Its own version: an overwritten row is not noticed."""
+        """Write rows into the next buffer, which callers read in place.
+
+        The result has a version counter of its own, so autograd does not notice overwritten rows.
+        """
         state = members._buffer_state
         number = state.hidden_recv_buffer_index
         state.hidden_recv_buffer_index = (number + 1) % members._HIDDEN_RECV_BUFFER_COUNT
@@ -97,7 +109,7 @@ def transport(members: ModuleType) -> SimpleNamespace:
             return receive(rows[ctx.plan.arrived]), of_weights, None
 
     def returned(y: Tensor, plan: Plan, tokens: int) -> Tensor:
-        """Rows of experts, to where they came from, in the order of routes."""
+        """Return the experts' rows to their senders, in the order of routes."""
         routes = tokens * plan.top_k
         back = torch.zeros(dist.get_world_size() * routes, y.shape[1])
         back[plan.arrived] = y[: len(plan.arrived)].float()
@@ -142,7 +154,7 @@ class Experts(nn.Module):
         )
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Of all rows, those that nothing arrived in too."""
+        """Compute all rows, also those in which nothing arrived."""
         ends = counts.cumsum(0).int()
         gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.w1_EFD, self.w3_EFD))
         return grouped_mm(silu(gate) * up, self.w2_EDF.mT, offs=ends)
@@ -154,7 +166,7 @@ class Routed(nn.Module):
         self.inner_experts, self.token_dispatcher = Experts(config.inner_experts), config.token_dispatcher
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
-        """x: [B, L, H]; weights, ids: [B, L, K]; counts: of this rank's routes by expert"""
+        """Run the layer. x: [B, L, H]; weights, ids: [B, L, K]; counts: this rank's routes by expert."""
         how: Any = self.token_dispatcher
         flat, (rows, top_k) = ids.flatten(0, 1), ids.flatten(0, 1).shape
         assert flat.dtype == torch.int64
@@ -169,7 +181,7 @@ class Routed(nn.Module):
 
 
 def install(*, refused: str | None = None) -> None:
-    """refused: why there are no buffers"""
+    """Install the modules. `refused` is the reason why buffers cannot be made."""
     members = module(TRANSPORT, _HIDDEN_RECV_BUFFER_COUNT=2, _buffer_state=None, _buffer_key=None)
     api = transport(members)
 

@@ -1,4 +1,4 @@
-"""Calls with gradients that are recorded and made again without a GPU: `reference`, with what recorded kernels have."""
+"""Recorded calls with gradients are replayed without a GPU: `reference` with the attributes of recorded kernels."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.emulations.graph import EmulatedRecorder
 
 
 def kernel(wrong: str | None = None) -> dict[str, object]:
-    """Attributes of `reference` with a backward of its own, which writes gradients and is recorded.
+    """Return attributes that give `reference` a backward of its own, which writes gradients and can be recorded.
 
-    wrong: what it does: "kept apart", "product apart" (in memory of its own), "gradient of x", "rows to peers",
-        "gradient to peers", "all to peers"
+    `wrong` plants a fault: "kept apart" and "product apart" (in memory of its own), "gradient of x", "rows to peers",
+    "gradient to peers", "all to peers".
     """
 
     def sent(received, rows, peer_out, what):
         if peer_out is None:
             return rows
-        if peer_out.packets is not None:  # on GPUs, where all rows may be written: peers read their own alone
+        if peer_out.packets is not None:  # on GPUs all rows may be written, as peers read only their own
             peer_out.write(rows)
             return peer_out
         here = (received.local_ids >= 0).any(1) | (wrong == "all to peers")
@@ -35,7 +35,7 @@ def kernel(wrong: str | None = None) -> dict[str, object]:
         return peer_out
 
     def compute_saving(self, received, allocate=None, peer_out=None):
-        # what backward multiplies by, so that memory that another call wrote shows
+        # backward multiplies by it, so that memory overwritten by another call shows
         sum_of_x = received.x.float().nan_to_num().sum()
         kept = sum_of_x.clone() if allocate is None or wrong == "kept apart" else allocate("kept", (), torch.float32)
         return sent(received, self.compute(received, None), peer_out, "rows"), (kept.copy_(sum_of_x),)
@@ -50,7 +50,7 @@ def kernel(wrong: str | None = None) -> dict[str, object]:
         return found._replace(stored=returned, x=sent(received, found.x, peer_out, "gradient"))
 
     def row_gradients(self, received, saved, stored, grad, allocate, peer_out=None):
-        same = saved[0] == received.x.float().nan_to_num().sum()  # else NaN
+        same = saved[0] == received.x.float().nan_to_num().sum()  # otherwise NaN
         found = Experts.gradients(self, received, saved, stored, grad, dict.fromkeys(stored, True))
         products = {}
         for name, gradient in found.stored.items():
@@ -83,7 +83,7 @@ def recorded_kernel(wrong: str | None = None) -> Iterator[None]:
 
 
 def stand_in() -> None:
-    """Within a rank's process."""
+    """Replace recorder and kernel in a rank's process."""
     trained_graphs.Recorder, EmulatedRecorder.replays = EmulatedRecorder, 0
     for name, attribute in kernel().items():
         setattr(ReferenceExperts, name, attribute)

@@ -1,12 +1,17 @@
-"""FlashInfer 0.7.2's TRTLLM MoE entries on sm100, in plain torch on the CPU.
+"""FlashInfer 0.7.2's TRTLLM MoE entry points on sm100, in plain torch on the CPU.
 
-Each entry takes the keyword arguments that the real one takes, so a test without a GPU sees a wrong row order, swizzle,
-scale or id. Nothing here comes from ep_moe. The layouts are read from the side of who produces them, row by row and
-byte by byte: `srcToDstBlk32RowMap` (flashinfer/utils.py) says where a row goes, `computeSFIndex` (nv_internal/
-tensorrt_llm/thop/fp4Op.cpp) where a scale goes. Arithmetic and checks are those of csrc/trtllm_fused_moe_kernel_
-launcher.cu (L), csrc/fused_moe/trtllm_backend/trtllm_fused_moe_dev_kernel.cu (D), the routing kernels next to it, and
-the comments on scales in trtllm-gen's BatchedGemmInterface.h. Sums are in float32; the finalize step adds routes in
-order and rounds once (D, `finalizeKernelVecLoad`).
+Each entry takes the keyword arguments that the real one takes, so a test without a GPU finds a wrong row order,
+swizzle, scale or id. It imports nothing from ep_moe. The layouts come from the code that produces them, row by row and
+byte by byte: `srcToDstBlk32RowMap` (flashinfer/utils.py) places rows, `computeSFIndex`
+(nv_internal/tensorrt_llm/thop/fp4Op.cpp) places scales.
+
+Arithmetic and checks come from:
+
+- csrc/trtllm_fused_moe_kernel_launcher.cu (L)
+- csrc/fused_moe/trtllm_backend/trtllm_fused_moe_dev_kernel.cu (D), and the routing kernels next to it
+- the comments on scales in trtllm-gen's BatchedGemmInterface.h
+
+Sums are in float32. The finalize step adds routes in order and rounds once (D, `finalizeKernelVecLoad`).
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ BF16 = torch.bfloat16
 
 
 def _check(condition: object, sentence: str) -> None:
-    # Not the assert statement: python -O would drop the very thing that this file is for.
+    # Not the assert statement: python -O would drop the checks.
     if not condition:
         raise AssertionError(sentence)
 
@@ -39,7 +44,7 @@ def _check_tensor(name: str, t: Tensor, dtype: torch.dtype, shape: tuple[int, ..
 
 
 def row_places(rows: int, gated: bool) -> Tensor:
-    """Where row r of [up; gate] (or of a matrix without a gate) is stored."""
+    """Return where each row of [up; gate] (or of a matrix without a gate) is stored."""
     row = torch.arange(rows)
     if gated:  # up row i to 2i, gate row i to 2i + 1
         row = torch.where(row < rows // 2, 2 * row, 2 * (row - rows // 2) + 1)
@@ -48,14 +53,14 @@ def row_places(rows: int, gated: bool) -> Tensor:
 
 
 def scale_places(rows: int, columns: int) -> Tensor:
-    """Where the scale of row r and block c is stored, flat: tiles of 128 x 4."""
+    """Return the flat index of each row's and block's scale, in tiles of 128 x 4."""
     r, c = torch.arange(rows).unsqueeze(1), torch.arange(columns)
     tile = (r // 128) * (columns // 4) + c // 4
     return tile * 512 + (r % 32) * 16 + (r % 128 // 32) * 4 + c % 4
 
 
 def _rows(stored: Tensor, gated: bool) -> Tensor:
-    """[E, rows, ...] with the rows of [up; gate] back in order."""
+    """Return [E, rows, ...] with the rows of [up; gate] in order."""
     return _raw(stored)[:, row_places(stored.shape[1], gated)].view(stored.dtype)
 
 
@@ -64,7 +69,7 @@ def _raw(t: Tensor) -> Tensor:
 
 
 def _scales(stored: Tensor, rows: int, columns: int, gated: bool) -> Tensor:
-    """[E, rows * columns] in the swizzle to [E, rows, columns] in order."""
+    """Unswizzle scales [E, rows * columns] to [E, rows, columns]."""
     _check(rows % 128 == 0 and columns % 4 == 0, f"scales of {rows} x {columns} would need padding")
     _check(stored[0].numel() == rows * columns, f"there must be {rows} x {columns} scales, {stored[0].numel()} are")
     flat = _raw(stored).reshape(len(stored), -1)[:, scale_places(rows, columns)]
@@ -72,7 +77,7 @@ def _scales(stored: Tensor, rows: int, columns: int, gated: bool) -> Tensor:
 
 
 def _unblocked(stored: Tensor) -> Tensor:
-    """BlockMajorK [E, K / block, rows, block] to [E, rows, K]."""
+    """Return BlockMajorK weights [E, K / block, rows, block] as [E, rows, K]."""
     _check(stored.shape[-1] * stored.itemsize == 128, "a block must be 128 bytes of a row")
     experts, blocks, rows, width = stored.shape
     k = torch.arange(blocks * width)
@@ -118,7 +123,7 @@ def _round_mxfp8(x: Tensor) -> Tensor:
 
 
 def _round_nvfp4(x: Tensor) -> Tensor:
-    """In units of the global scale, which the caller has divided by."""
+    """Round to NVFP4, in units of the global scale, by which the caller has divided."""
     blocks = x.unflatten(-1, (-1, 16))
     scale = (blocks.abs().amax(-1, keepdim=True) / 6).clamp(max=FP8_MAX).to(FP8).float()
     code = torch.where(scale > 0, blocks / scale.clamp(min=1e-30), 0.0).clamp(-6, 6)
@@ -136,7 +141,7 @@ def _round_blocks(x: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """`PackedScoreIdx`: the id in the upper 16 bits, the weight in bf16 below it."""
+    """Unpack `PackedScoreIdx`: the id is in the upper 16 bits, the weight in bf16 below it."""
     return packed >> 16, (packed & 0xFFFF).to(torch.int16).view(BF16).float()
 
 
@@ -195,9 +200,9 @@ def _deepseek(values: Tensor, bias: Tensor | None, given: dict) -> tuple[Tensor,
 
 @dataclass
 class _Gemms:
-    """One call's operands as the tensor cores multiply them, and what happens around.
+    """One call's operands as the tensor cores multiply them, and the steps around.
 
-    w1: float32 [E, rows, H], [up; gate]; inner: what is made of the activation before the second product
+    `w1` is float32 [E, rows, H] with rows [up; gate]. `inner` converts the activation before the second GEMM.
     """
 
     w1: Tensor
@@ -208,7 +213,7 @@ class _Gemms:
     second: Tensor | None = None
     bias1: Tensor | None = None  # added to the sums before any scale
     bias2: Tensor | None = None
-    summed: Callable[[Tensor], Tensor] = field(default=lambda h: h)  # how the first product leaves its kernel
+    summed: Callable[[Tensor], Tensor] = field(default=lambda h: h)  # converts the first GEMM's sums
     on_input: bool = False
 
 
@@ -229,9 +234,9 @@ def _activated(h: Tensor, expert: int, gemms: _Gemms, given: dict) -> Tensor:
 
 
 def _run(given: dict, route: Callable, rows: Tensor, gemms: _Gemms) -> None:
-    """Write what the kernel writes to `output`, or raise AssertionError where it refuses or misbehaves.
+    """Write what the kernel writes to `output`. Raise AssertionError where it refuses or misbehaves.
 
-    rows: float32 [T, H], as the first product reads them
+    `rows` are float32 [T, H], as the first GEMM reads them.
     """
     tokens, slots, hidden = len(rows), given["local_num_experts"], gemms.w2.shape[1]
     experts, top_k, offset = given["num_experts"], given["top_k"], given["local_expert_offset"]
@@ -397,7 +402,7 @@ _KINDS = {
 
 
 def emulate(entry: str, **given: object) -> None:
-    """FlashInfer's function of that name."""
+    """Emulate FlashInfer's function of this name."""
     name = entry.removeprefix("trtllm_").removesuffix("_moe")
     routed = name.endswith("_routed")
     _KINDS[name.removesuffix("_routed")](given, _routed if routed else _from_logits)
