@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer
-from ep_moe.quant.damaged import damaged
+from ep_moe.quant.damaged import damaged, damaged_products
 from ep_moe.quant.schemes import SCHEMES
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=2, top_k=1)
@@ -97,6 +97,21 @@ def test_scales_that_lose_codes_are_refused(quantization):
         match = rf"expert 1: {name} must not be 0 for \d+ codes of {name.partition('_')[0]} that are not"
         refused(layer, whole | {name: torch.zeros_like(whole[name])}, match)
     assert bool(scales) == (not quantization.startswith("mxfp"))
+
+
+@pytest.mark.parametrize("quantization", ["fp8_channel", "fp8_block", "int4", "int4_fp8", "mxint4", "mxint4_fp8"])
+def test_a_scale_loses_the_codes_that_it_is_of(quantization):
+    """Others are not counted, and a scale of 0 for codes of 0 loses none."""
+    scheme, numbers = SCHEMES[quantization], torch.ones(256, 256)
+    numbers[:128] = 0.0  # with the first two scales in each format
+    numbers[0, :5] = 1.0  # under the first one
+    tensors = scheme.quantize({"w13": numbers, "w2": torch.ones(256, 128)}, torch.bfloat16)
+    found = []
+    for place in (0, 1):
+        scale = tensors["w13_scale"].clone()
+        scale.view(-1)[place] = 0.0
+        found.append(damaged_products("w13", tensors | {"w13_scale": scale}, scheme.weights))
+    assert found == ["w13_scale must not be 0 for 5 codes of w13 that are not; quantize the numbers again", None]
 
 
 @pytest.mark.parametrize("quantization", QUANTIZED)

@@ -265,3 +265,12 @@ def test_mxfp4_takes_the_largest_exponent_rounded_down():
     data, scale = quantize_mxfp4(x)
     assert scale[:, 0].tolist() == [127, 127, 127]
     assert nibbles(data)[:, 0].tolist() == [7, 7, 6]
+
+
+def test_the_power_of_two_above_is_the_least_that_is_not_below():
+    powers = torch.tensor(2.0).pow(torch.arange(-126, 127))
+    above, below = (torch.nextafter(powers, torch.tensor(end)) for end in (torch.inf, -torch.inf))
+    assert torch.equal(microscale.power_of_two_above(powers), powers)
+    assert torch.equal(microscale.power_of_two_above(above), 2 * powers)
+    assert torch.equal(microscale.power_of_two_above(1.5 * powers), 2 * powers)
+    assert torch.equal(microscale.power_of_two_above(below[1:]), powers[1:])
