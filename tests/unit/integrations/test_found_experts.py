@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import silu
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import JetMoeConfig, PretrainedConfig, PreTrainedModel
+from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
 from ep_moe.integrations.experts_probe import is_experts
 from ep_moe.integrations.find_experts import (
@@ -42,6 +43,18 @@ def test_a_module_with_a_buffer_is_not_taken_for_experts(buffers, taken):
 
 def test_a_single_expert_a_token_is_a_number_and_none_is_not():
     assert numbers_of([SimpleNamespace(top_k=1, moe_k=0)]) == [1]
+
+
+@pytest.mark.parametrize("beside", ["none", "router", "block"])
+def test_a_block_that_holds_more_than_experts_a_router_and_a_bias_is_not_taken(beside):
+    """A layer in its place would lose the rest without a word. What the router holds stays with it."""
+    config = JetMoeConfig(hidden_size=40, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2)
+    block = JetMoeMoE(config)
+    if beside != "none":
+        holder = block.router if beside == "router" else block
+        holder.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    found = find_experts(nn.ModuleDict({"moe": block}))
+    assert [one.block for one in found.values()] == ([] if beside == "block" else [True])
 
 
 class Flat(nn.Module):
