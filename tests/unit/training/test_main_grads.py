@@ -267,6 +267,22 @@ def test_a_parameter_that_learns_later_is_not_skipped(context):
     assert late.main_grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("frozen", [(), ("w1",), ("w1", "w3"), ("w2",)], ids="+".join)
+def test_what_is_frozen_has_no_buffer(context, frozen):
+    """It would be as large as the weights. A stored tensor of which one part learns has a buffer for all of it."""
+    layer = layer_of(context)
+    for name, parameter in layer.expert_weights.named_parameters():
+        parameter.requires_grad_(not name.endswith(frozen) if frozen else True)
+    use_main_grads(layer, torch.float32)
+    sizes = {"w13": 4 * 2 * 32 * 16 * 4, "w2": 4 * 16 * 32 * 4}  # experts, rows, columns, bytes
+    for name, parts in (("w13", {"w1", "w3"}), ("w2", {"w2"})):
+        if parts <= {*frozen}:
+            del sizes[name]
+    held = layer.expert_weights.main_grads
+    assert {name: buffer.nbytes for name, buffer in held.buffers.items()} == sizes
+    assert held.bytes == sum(sizes.values())
+
+
 def test_the_plan_counts_buffers(context):
     layer = layer_of(context, dtype=torch.bfloat16, experts="reference")
     numbers = sum(p.numel() for p in expert_parameters(layer))
