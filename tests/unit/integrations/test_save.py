@@ -163,6 +163,7 @@ def test_the_dtype_that_is_saved_is_the_models(tmp_path):
     save_pretrained(model, tmp_path)
     found = json.loads((tmp_path / "config.json").read_text())
     assert (found["dtype"], found["architectures"]) == ("bfloat16", ["OlmoeForCausalLM"])
+    assert {tensor.dtype for tensor in tensors_of(tmp_path).values()} == {torch.bfloat16}
     assert model.config.to_dict() == before
 
 
