@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from ep_moe import CheckpointError
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource, MemorySource, stored_matrix
 from ep_moe.checkpoint.stored import PlainMatrix, check_fits, factors, scalar_factor
-from ep_moe.checkpoint.stored_4bit import Nvfp4Matrix
+from ep_moe.checkpoint.stored_4bit import Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -41,6 +41,52 @@ def test_codes_alone_are_those_of_nvfp4(tmp_path):
     for weight, kind in ((torch.zeros(4, 8).byte(), Nvfp4Matrix), (torch.zeros(4, 16).bfloat16(), PlainMatrix)):
         save_file({"w.weight": weight} | beside, tmp_path / SINGLE)
         assert type(stored_matrix(CheckpointSource(tmp_path), "w.weight")) is kind
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [((3, 4, 2, 16), True), ((4, 2, 16), False), ((1, 3, 4, 2, 16), False), ((3, 4, 2, 8), False), ((3, 32), False)],
+    ids=str,
+)
+def test_blocks_of_mxfp4_are_of_all_experts(shape, fits):
+    """[E, rows, columns / 32, 16], whatever exponents lie beside them."""
+    tensors = {"w_blocks": torch.zeros(shape).byte(), "w_scales": torch.full(shape[:-1], 127).byte()}
+    matrix = Mxfp4Matrix(MemorySource(tensors, "here"), "w", blocks=True, transposed=False, stacked=1)
+    wrong = matrix.wrong()
+    assert wrong is None if fits else "w_blocks must be uint8 of shape [..., 16], got U8" in wrong
+
+
+PACKED = {
+    "nvfp4": (
+        lambda *given, **how: Nvfp4Matrix(*given, packed=True, stacked=1, **how),
+        {"w_packed": torch.uint8, "w_scale": torch.float8_e4m3fn}, (2, 16),
+    ),
+    "mxfp4": (
+        lambda *given, **how: Mxfp4Matrix(*given, blocks=False, stacked=1, **how),
+        {"w_packed": torch.uint8, "w_scale": torch.float8_e8m0fnu}, (2, 32),
+    ),
+    "int4": (Int4Matrix, {"w_packed": torch.int32, "w_scale": torch.float32}, (8, 64)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "all experts"])
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_codes_are_seen_in_rows_however_they_lie(kind, lead):
+    make, dtypes, (per_element, block) = PACKED[kind]
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (*lead, 24, 128 // per_element * dtypes["w_packed"].itemsize), generator=generator)
+    scales = torch.randint(1, 9, (*lead, 24, 128 // block), generator=generator)
+    rows = {"w_packed": codes.byte().view(dtypes["w_packed"]), "w_scale": scales.to(dtypes["w_scale"])}
+    lying = {name: tensor.mT.contiguous() for name, tensor in rows.items()}
+    found = []
+    for tensors, transposed in ((rows, False), (lying, True)):
+        source = MemorySource(tensors | {"w_global_scale": torch.ones(1)}, "here")
+        matrix = make(source, "w", transposed=transposed)
+        assert matrix.wrong() is None
+        assert matrix.shape == (*lead, 24, 128)
+        found.append(matrix.numbers(slice(8, 20), slice(64, 128), 1 if lead else None))
+    assert found[0].shape == (12, 64)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("lead", [(), (3,)], ids=["one", "all experts"])
