@@ -4,9 +4,12 @@ The parent process writes them with `save_pretrained` and beside them the model'
 ranks need no transformers. `tests/distributed/test_transformers.py` uses the same tiny models.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
+import re
 import struct
 from pathlib import Path
 
@@ -61,6 +64,18 @@ def test_layers_hold_the_models_weights(checkpoints, world_size):
                 load_layers(layers, checkpoint.folder, checkpoint.family, progress=False)
                 for number, layer in layers.items():
                     check_layer(layer, expected[number], f"{kind} {sizes} {expert_map} layer {number}")
+
+
+@distributed(2)
+def test_progress_counts_experts_on_the_first_rank(checkpoints):
+    checkpoint = checkpoints["qwen3_moe single"]
+    with EPContext.from_groups(device=rank_device()) as context:
+        layers = make_layers(checkpoint, context, checkpoint.expected, None)
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            load_layers(layers, checkpoint.folder, checkpoint.family)
+        slots = sum(len(layer.expert_weights.local_experts) for layer in layers.values())
+        wanted = rf"loading: {slots} of {slots} experts, \d+\.\d s\n" if context.layout.place == 0 else ""
+        assert re.fullmatch(wanted, said.getvalue()), said.getvalue()
 
 
 @distributed(2)
