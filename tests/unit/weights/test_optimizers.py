@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from ep_moe import ConfigError, ExpertMap
+from ep_moe.weights import optimizers
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.optimizers import (
+    KEY,
     _note_beside,
     _note_router,
     _refuse_mixed_groups,
@@ -81,18 +83,91 @@ def test_what_an_optimizer_steps_beside_experts_is_noted_once_for_each_layer():
     assert [held() for held in layers[1].gradient_sum.beside._held] == second.param_groups[0]["params"]
 
 
+@pytest.mark.parametrize("captured", [[False, True], [True, False], [True, True], [False, False]], ids=str)
+def test_nothing_is_noted_in_a_capture(captured, monkeypatch):
+    """Of any of its layers: the host would wait for the device."""
+    monkeypatch.setattr(optimizers, "capturing", lambda device: device == "captured")
+    layers = [
+        SimpleNamespace(gradient_sum=SimpleNamespace(beside=None), device="captured" if each else "eager")
+        for each in captured
+    ]
+    _note_beside(torch.optim.SGD([parameter(False)], lr=0.1), layers)
+    assert [one.gradient_sum.beside is None for one in layers] == [any(captured)] * 2
+    for each, layer in zip(captured, layers, strict=True):
+        router, layer.gradient_sum.router_steps = nn.Linear(2, 2), False
+        router.weight.grad, layer.gradient_sum.router = torch.ones(2, 2), lambda router=router: router
+        _note_router(torch.optim.SGD(router.parameters(), lr=0.1), layer)
+        assert layer.gradient_sum.router_steps is not each
+
+
+@pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(
-    ("gradient", "held", "steps"),
-    [(1.0, True, True), (0.0, True, False), (None, True, False), (1.0, False, False)],
-    ids=["a step", "zeros", "none", "another's"],
+    ("gradients", "held", "steps"),
+    [
+        ((1.0, None), True, True),
+        ((0.0, 1.0), True, True),
+        ((0.0, 0.0), True, False),
+        ((None, None), True, False),
+        ((1.0, 1.0), False, False),
+    ],
+    ids=["one steps", "another steps", "zeros", "none", "another's"],
 )
-def test_a_router_steps_where_its_optimizer_has_a_gradient_of_it(gradient, held, steps):
-    router = nn.Linear(2, 2, bias=False)
-    router.weight.grad = None if gradient is None else torch.full((2, 2), gradient)
-    noted = SimpleNamespace(router_steps=False, router=lambda: router)
+def test_a_router_steps_where_its_optimizer_has_a_gradient_of_it(gradients, held, steps, before):
+    """One that has stepped stays so."""
+    router = nn.Linear(2, 2)
+    for each, gradient in zip(router.parameters(), gradients, strict=True):
+        each.grad = None if gradient is None else torch.full_like(each, gradient)
+    noted = SimpleNamespace(router_steps=before, router=lambda: router)
     optimizer = torch.optim.SGD(router.parameters() if held else [parameter(False)], lr=0.1)
     _note_router(optimizer, SimpleNamespace(gradient_sum=noted, device=torch.device("cpu")))
-    assert noted.router_steps is steps
+    assert noted.router_steps is (steps or before)
+
+
+@pytest.fixture
+def of_several_ranks(monkeypatch):
+    """Weights as on one of two ranks that hold different experts, with gradients."""
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+    monkeypatch.setattr(weights.gradient_sum, "ep", SimpleNamespace(size=2))
+    for each in weights.parameters():
+        guard_optimizers(each, weights)
+        each.grad = torch.ones_like(each)
+    return weights
+
+
+def test_gradients_are_noted_in_the_first_steps_and_ever_more_rarely(of_several_ranks, monkeypatch):
+    noted, optimizer = [], torch.optim.SGD(of_several_ranks.parameters(), lr=0.1)
+    monkeypatch.setattr(of_several_ranks.gradient_sum, "note_step", lambda: noted.append(step))
+    for step in range(1, 20):  # noqa: B007
+        optimizer.step()
+    assert noted == [1, 2, 4, 8, 16]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_checkpoint_asks_of_an_optimizers_state_is_refused(ranks, of_several_ranks, monkeypatch, tmp_path):
+    """Over several ranks, which number different experts alike. A file of one rank is as torch writes it."""
+    if ranks == 1:
+        for each in of_several_ranks.parameters():
+            del each.differs_between_ranks
+    optimizer = torch.optim.SGD(of_several_ranks.parameters(), lr=0.1, momentum=0.5)
+    for _ in range(3):
+        optimizer.step()
+    assert len(optimizer._optimizer_state_dict_post_hooks) == 1
+    state = optimizer.state_dict()
+    assert (KEY in state) is (ranks == 2)
+    torch.save(state, tmp_path / "state")
+    other = torch.optim.SGD(of_several_ranks.parameters(), lr=0.1, momentum=0.5)
+    other.load_state_dict(torch.load(tmp_path / "state"))
+    assert len(other.state) == len(optimizer.state) > 0
+    if ranks == 2:
+        asked = {
+            "optimizer.state of one": lambda value: value.__create_write_items__("optimizer.state.0", None),
+            "optimizer of one": lambda value: value.__create_write_items__("optimizer." + KEY, None),
+            "the optimizer of one": lambda value: value.__create_chunk_list__(),
+            "keep the optimizer of one": lambda value: value.__get_tensor_shard__(0),
+        }
+        for words, ask in asked.items():
+            with pytest.raises(ConfigError, match=f"numbers parameters.*{words} rank alone"):
+                ask(state[KEY])
 
 
 def test_an_optimizer_of_parameters_on_the_meta_device_is_refused():
