@@ -13,6 +13,7 @@ from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
 from ep_moe.parallel.rank_group import RankGroup, barrier
+from ep_moe.quant.row_format import round_to_travel
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_case import (
     dispatch_shape,
@@ -23,6 +24,7 @@ from ep_moe.testing.transport_case import (
     rows,
     same,
 )
+from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.emulations.deepep import Buffer
 from tests.emulations.flashinfer_nvlink import communication
 from tests.emulations.peer_memory import make_memory
@@ -214,6 +216,43 @@ def test_groups_beside_each_other(kind, make, world_size):
         barrier(device)
         for dispatcher in made:
             dispatcher.destroy()
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in every other place."""
+    room = tensor.new_zeros(*tensor.shape, 2)
+    room[..., 0] = tensor
+    return room[..., 0]
+
+
+@distributed(2)
+@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block")], ids=lambda wire: wire.dispatch)
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [
+        (FlashInferNVLinkDispatcher, nvlink),
+        (nvlink_p2p.NVLinkP2PDispatcher, p2p),
+        (deepep.DeepEPDispatcher, deepep_asking),
+        (pplx.PplxDispatcher, pplx_alone),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_tensors_that_lie_apart_travel_like_others(kind, make, wire, world_size):
+    """Libraries and kernels take one piece of memory for granted."""
+    device, rank = rank_device(), dist.get_rank()
+    if device.type == "cuda" and (why := kind.available()):
+        pytest.skip(why)
+    with EPContext.from_groups(device=device, deadline_s=20) as context:
+        dispatcher = make(dispatch_shape(world_size, 3, torch.bfloat16, wire), context.rank_groups["ep"])
+        x, routing = rows(rank, 5 + rank, torch.bfloat16, wire), routes(rank, 5 + rank, world_size, 3)
+        travelling, scale = round_to_travel(x.to(device), wire)
+        there = moved(routing, device)
+        given = PhysicalRouting(PhysicalIds(apart(there.ids)), apart(there.weights))
+        received = dispatcher.dispatch(apart(travelling), given, None if scale is None else apart(scale))
+        y = dispatcher.combine(apart(identity(received, x.dtype)), received.handle)
+        same(y, expected(x, routing), "tensors in every other place")
+        barrier(device)
+        dispatcher.destroy()
 
 
 # --- fixed buffers --------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ class AllToAll:
         assert not self.destroyed
         assert do_send != do_recv
         assert bound_m is None
+        assert all(given.is_contiguous() for given in (dp_x, dp_x_scale, indices) if given is not None)
         assert (out_expert_x_scale is None) == (dp_x_scale is None) == (not self.g.scales)
         scales = torch.empty(len(dp_x), 0) if dp_x_scale is None else dp_x_scale
         assert scales.shape == (len(dp_x), self.g.scales)
@@ -78,6 +79,7 @@ class AllToAll:
         assert do_send != do_recv
         assert bound_m is None
         assert weights.dtype == torch.float32
+        assert all(given.is_contiguous() for given in (indices, weights, expert_y))
         assert out_tokens.shape == (self.g.max_tokens, self.g.hidden_size)
         if do_send:
             assert self.plan is not None, "combine called before dispatch"
