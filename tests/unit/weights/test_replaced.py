@@ -250,7 +250,14 @@ def by_tensors_of_a_state(layer):
     return lambda: layer.load_state_dict(state)
 
 
-@pytest.mark.parametrize("swap", [by_data, by_assignment, by_tensors_of_a_state])
+def by_one_assignment(layer):
+    """Of one expert's parameter, beside a state that holds the memory of all."""
+    state, expert = layer.state_dict(), layer.expert_weights.get_submodule("3")
+    expert.w1 = nn.Parameter(2 * expert.w1.detach())
+    return lambda: layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("swap", [by_data, by_assignment, by_tensors_of_a_state, by_one_assignment])
 @pytest.mark.parametrize("twice", [False, True])
 def test_numbers_that_are_put_back_are_the_former_ones(context, swap, twice):
     """What is laid into the slots meanwhile goes to other memory than what somebody keeps."""
@@ -275,15 +282,19 @@ def test_numbers_that_are_put_back_are_the_former_ones(context, swap, twice):
             assert torch.equal(parameter.grad, found[name]), name
 
 
-def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context):
+@pytest.mark.parametrize("moved", ["all", "one", "one assigned"])
+def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context, moved):
     """Recorded calls hold that place."""
     layer, x = made(context), rows_of(9)
     layer(x)
-    place = layer.expert_weights.place
+    expert, place = layer.expert_weights.get_submodule("3"), layer.expert_weights.place
     for _ in range(3):
-        for parameter in layer.parameters():
+        before = layer(x).detach()
+        for parameter in layer.parameters() if moved == "all" else [expert.w1] if moved == "one" else []:
             parameter.data = 0.5 * parameter.data
-        layer(x)
+        if moved == "one assigned":
+            expert.w1 = nn.Parameter(0.5 * expert.w1.detach())
+        assert not torch.allclose(layer(x), before)
         assert layer.expert_weights.place == place
 
 
