@@ -102,11 +102,13 @@ def test_load_balancing_loss_is_that_of_transformers(masked):
         assert largest > 0
 
 
+@pytest.mark.parametrize(("sequences", "length"), [(4, 3), (1, 3), (2, 1), (1, 1)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
-def test_sequence_balancing_loss_is_deepseeks(scoring, masked):
-    logits = random_logits(4, 3, 5)
-    mask = padding(4, 3) if masked else torch.ones(4, 3)  # the last sequence is padding alone
+def test_sequence_balancing_loss_is_deepseeks(scoring, masked, sequences, length):
+    logits = random_logits(sequences, length, 5)
+    # the last sequence of several is padding alone
+    mask = padding(sequences, length) if masked else torch.ones(sequences, length)
     given = {} if scoring == "softmax" else {"scoring": scoring}  # softmax is the default
     found = sequence_balancing_loss(logits, 2, **given, attention_mask=mask if masked else None)
     assert found.item() == pytest.approx(sequence_by_hand(logits.tolist(), 2, scoring, mask.tolist()), rel=1e-13)
