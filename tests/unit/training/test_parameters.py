@@ -1,11 +1,12 @@
 """What ranks tell each other of their parameters."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer
+from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer, training
 from ep_moe.training import parameters
 from ep_moe.training.parameters import _first_text
 
@@ -52,3 +53,22 @@ def test_what_cannot_be_compared_and_what_differs_are_errors_of_their_own(functi
         parameters.compare_ranks(model, context, "sync_gradients")
         monkeypatch.setattr(parameters, function, lambda *_: "w is wrong")
         parameters.compare_ranks(model, context, "sync_gradients")  # once is enough
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_model_that_fsdp1_has_flattened_is_refused(flat):
+    """Wherever it holds a piece: FSDP1 marks parameters."""
+    with EPContext.local(torch.device("cpu")) as context:
+        layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2), context)
+        model = torch.nn.Sequential(layer, torch.nn.Linear(16, 16))
+        model[1].bias._fsdp_flattened = flat
+        for call in (training.sync_gradients, lambda *given: training.clip_grad_norm_(*given, 1.0)):
+            with pytest.raises(ConfigError, match="FullyShardedDataParallel") if flat else contextlib.nullcontext():
+                call(model, context)
+
+
+def test_a_pipeline_stage_without_experts_has_nothing_to_remember():
+    """However often it is compared."""
+    with EPContext.local(torch.device("cpu")) as context:
+        for _ in range(2):
+            parameters.compare_ranks(torch.nn.Linear(2, 2), context, "sync_gradients")
