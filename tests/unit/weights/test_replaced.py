@@ -11,8 +11,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm
 
 from ep_moe import ConfigError, ExpertMap, InputError, MoEConfig, MoELayer
+from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import Expert
 from ep_moe.weights.replaced import take_replaced
+from tests.fixtures.expert_weights import REDUNDANT, shape
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
 
@@ -308,3 +310,15 @@ def test_an_assigned_parameter_of_several_ranks_is_guarded(ranks, context, monke
     take_replaced(weights)
     assert weights.get_submodule("3").w1 is assigned
     assert hasattr(assigned, "differs_between_ranks") is (ranks > 1)
+
+
+@pytest.mark.parametrize("frozen", ["w1", "w2", "w3_bias"])
+def test_what_is_frozen_on_the_meta_device_stays_so(frozen):
+    """Parameters with memory are others."""
+    weights = ExpertWeights(shape(), REDUNDANT, device=torch.device("meta"))
+    for name, parameter in weights.named_parameters():
+        parameter.requires_grad_(not name.endswith(frozen))
+    weights.to_empty(device="cpu")
+    learns = {name: parameter.requires_grad for name, parameter in weights.named_parameters()}
+    assert learns == {name: not name.endswith(frozen) for name in learns}
+    assert set(learns.values()) == {False, True}
