@@ -130,6 +130,18 @@ def test_public_names_have_one_entry() -> None:
     assert len(ENTRIES) == API.count("\n::: "), "an entry is there twice, or is not read"
 
 
+def test_documented_names_of_a_package_are_exported() -> None:
+    entries = [pkgutil.resolve_name(name) for name in ENTRIES]
+    held = {
+        f"{module.__name__}.{name}"
+        for module in EXPORTS
+        for name, thing in vars(module).items()
+        if any(thing is one for one in entries)
+    }
+    assert held <= {f"{module.__name__}.{name}" for module in EXPORTS for name in module.__all__}
+    assert len(held) > 50
+
+
 def test_what_is_left_out_is_found() -> None:
     def taken(rows: int, columns: int) -> int:
         """Multiply.
