@@ -203,4 +203,4 @@ def test_dense_parameters_that_torch_averages_over_ranks_of_other_tokens_are_ref
     over_tp = {*torch.tensor(mesh).flatten().tolist()} <= {0, 1}
     refused = pytest.raises(ConfigError, match=r"averages dense gradients over ranks.*sums of 2 ranks.*2 times too")
     with contextlib.nullcontext() if over_tp else refused:
-        _refuse_sums_beside_means(torch.optim.SGD([cut], lr=0.1), weights)
+        _refuse_sums_beside_means(torch.optim.SGD([parameter(False), cut], lr=0.1), weights)
