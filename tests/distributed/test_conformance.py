@@ -226,7 +226,6 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @distributed(2)
-@pytest.mark.parametrize("wire", [Wire(), Wire(dispatch="fp8_block")], ids=lambda wire: wire.dispatch)
 @pytest.mark.parametrize(
     ("kind", "make"),
     [
@@ -237,22 +236,23 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_tensors_that_lie_apart_travel_like_others(kind, make, wire, world_size):
+def test_tensors_that_lie_apart_travel_like_others(kind, make, world_size):
     """Libraries and kernels take one piece of memory for granted."""
     device, rank = rank_device(), dist.get_rank()
     if device.type == "cuda" and (why := kind.available()):
         pytest.skip(why)
     with EPContext.from_groups(device=device, deadline_s=20) as context:
-        dispatcher = make(dispatch_shape(world_size, 3, torch.bfloat16, wire), context.rank_groups["ep"])
-        x, routing = rows(rank, 5 + rank, torch.bfloat16, wire), routes(rank, 5 + rank, world_size, 3)
-        travelling, scale = round_to_travel(x.to(device), wire)
-        there = moved(routing, device)
-        given = PhysicalRouting(PhysicalIds(apart(there.ids)), apart(there.weights))
-        received = dispatcher.dispatch(apart(travelling), given, None if scale is None else apart(scale))
-        y = dispatcher.combine(apart(identity(received, x.dtype)), received.handle)
-        same(y, expected(x, routing), "tensors in every other place")
-        barrier(device)
-        dispatcher.destroy()
+        for wire in (Wire(), Wire(dispatch="fp8_block")):
+            dispatcher = make(dispatch_shape(world_size, 3, torch.bfloat16, wire), context.rank_groups["ep"])
+            x, routing = rows(rank, 5 + rank, torch.bfloat16, wire), routes(rank, 5 + rank, world_size, 3)
+            travelling, scale = round_to_travel(x.to(device), wire)
+            there = moved(routing, device)
+            given = PhysicalRouting(PhysicalIds(apart(there.ids)), apart(there.weights))
+            received = dispatcher.dispatch(apart(travelling), given, None if scale is None else apart(scale))
+            y = dispatcher.combine(apart(identity(received, x.dtype)), received.handle)
+            same(y, expected(x, routing), f"{wire.dispatch} in every other place")
+            barrier(device)
+            dispatcher.destroy()
 
 
 # --- fixed buffers --------------------------------------------------------------------------------------------------
