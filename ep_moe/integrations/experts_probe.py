@@ -74,6 +74,21 @@ def _small(experts: int, hidden: int, inner: int) -> tuple[int, int] | None:
     return (small_hidden, small_inner) if small_hidden >= 2 * WIDTH and small_inner >= WIDTH else None
 
 
+def differs_in_training(
+    module: nn.Module, layout: ModuleLayout, real: tuple[int, int], activation: FoundActivation, *, block: bool
+) -> bool:
+    """Whether a module that was identified computes something else in training, such as dropout or noise."""
+    sizes = _small(layout.experts, *real)
+    assert sizes is not None, "it was identified"
+    probe = (_BlockProbe if block else _Probe)(module, layout, real, sizes)
+    probe.training = True
+    try:
+        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            return not probe.agrees(activation)
+    except Exception:  # it may do anything
+        return True
+
+
 class _Probe:
     """Runs a small copy of a module with given experts.
 
@@ -81,6 +96,7 @@ class _Probe:
     """
 
     has_bias, is_transposed, is_concatenated = False, False, True
+    training = False
 
     def __init__(self, module: nn.Module, layout: ModuleLayout, real: tuple[int, int], sizes: tuple[int, int]) -> None:
         self._module, self._layout, self.has_gate = module, layout, layout.gated
@@ -107,16 +123,23 @@ class _Probe:
     act_fn = _apply_gate
 
     def agrees(self, activation: FoundActivation) -> bool:
-        """Return whether the probe, with random experts, computes each row's weighted sum of experts."""
+        """Return whether the probe, with random experts, computes each row's weighted sum of experts.
+
+        Some numbers are large, where bounds on activations act.
+        """
         count, rows = self._layout.experts, self._inner * (2 if self.has_gate else 1)
         x, chosen = self._random(_ROWS, self._hidden), min(2, count)
         ids = self._random(_ROWS, count).topk(chosen).indices
         ids[0, 0], ids[0, -1] = 0, count - 1
         weights = self._random(_ROWS, chosen)
         w13, w2 = self._random(count, rows, self._hidden) / 4, self._random(count, self._hidden, self._inner) / 4
-        self._tried = {"w13": w13, "w2": w2}, x
-        found = self._call(*self._tried, ids, weights)
-        return _close(found, self._expected(activation, ids, weights))
+        for size in (LARGEST, 1.0):
+            self._tried = {"w13": w13, "w2": w2}, x * size
+            found, expected = self._call(*self._tried, ids, weights), self._expected(activation, ids, weights)
+            largest = expected.abs().max().clamp(min=1.0)
+            if not _close(found / largest, expected / largest):
+                return False
+        return True
 
     def _expected(self, activation: FoundActivation, ids: Tensor, weights: Tensor) -> Tensor:
         experts, x = self._tried
@@ -144,9 +167,12 @@ class _Probe:
         return False
 
     def _call(self, experts: Mapping[str, Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        probe = _copied(self._module, self._parameters(experts), self._attributes)
+        probe = self._made(self._parameters(experts))
         out: Tensor = type(self._module).forward(probe, x, ids, weights)
         return out.reshape(x.shape)
+
+    def _made(self, tensors: Mapping[str, Tensor]) -> Any:
+        return _copied(self._module, tensors, self._attributes, training=self.training)
 
     def _parameters(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         held = self._layout.stored(experts)
@@ -180,7 +206,7 @@ class _BlockProbe(_Probe):
         return out.squeeze(0)
 
     def _probe(self, experts: Mapping[str, Tensor]) -> Any:
-        return _copied(self._module, self._parameters(experts) | self._rest, self._attributes)
+        return self._made(self._parameters(experts) | self._rest)
 
     def _shapes(self) -> dict[str, list[int]]:
         """Return the probe's shapes of the parameters outside the experts."""
@@ -219,7 +245,9 @@ def _one_choice(x: Tensor, expert: int, weight: float) -> tuple[Tensor, Tensor]:
     return ids, x.new_tensor([weight, 0.0]).expand(len(x), 2)
 
 
-def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int, int], prefix: str = "") -> Any:
+def _copied(
+    module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int, int], prefix: str = "", *, training: bool
+) -> Any:
     """Copy a module with other parameters, and with its integer attributes mapped by `sizes`.
 
     The copy has no hooks, and uses the `forward` of its class.
@@ -236,10 +264,10 @@ def _copied(module: nn.Module, tensors: Mapping[str, Tensor], sizes: Mapping[int
         name: None if one is None else tensors[f"{prefix}{name}"] for name, one in module._parameters.items()
     }
     own["_modules"] = {
-        name: None if one is None else _copied(one, tensors, sizes, f"{prefix}{name}.")
+        name: None if one is None else _copied(one, tensors, sizes, f"{prefix}{name}.", training=training)
         for name, one in module._modules.items()
     }
-    own["training"] = False
+    own["training"] = training
     return probe
 
 

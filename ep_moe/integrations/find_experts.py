@@ -19,7 +19,14 @@ from ep_moe.checkpoint.formats import NUMBERS
 from ep_moe.checkpoint.model_names import HeldTensor, ModuleLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.experts_probe import FoundActivation, find_activation, identify, identify_block, is_experts
+from ep_moe.integrations.experts_probe import (
+    FoundActivation,
+    differs_in_training,
+    find_activation,
+    identify,
+    identify_block,
+    is_experts,
+)
 from ep_moe.types import dtype_name
 
 _MOST = 8  # parameters that a module of experts, or a block with its router, may have; others are not probed
@@ -75,6 +82,11 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
         elif (other := _by_twin(module)) is not None:
             found[name] = other
             check_dtypes(module, name, other.layout)
+            if differs_in_training(module, other.layout, other.sizes, other.activation, block=other.block):
+                raise ConfigError(
+                    f"{name}: {type(module).__name__} computes something else in training, such as dropout or noise, "
+                    f"which a layer in its place would leave out; set its rate to 0, as in evaluation, or {KEEP}"
+                )
             kinds.add(type(module))
     for name, module in modules:
         if type(module) in kinds and name not in found:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import dropout, gelu, silu
 
 from ep_moe import Activation, ConfigError
 from ep_moe.integrations import experts_probe
@@ -140,6 +140,34 @@ class Unweighted(Experts):
         return super().forward(rows, ids, torch.ones_like(weights))
 
 
+class Clamped(Experts):
+    """Otherwise from numbers on that no row of usual size has."""
+
+    def expert(self, expert, x):
+        return super().expert(expert, x.clamp(-100, 100))
+
+
+class WithDropout(Experts):
+    def expert(self, expert, x):
+        return super().expert(expert, dropout(x, 0.5, self.training))
+
+
+class WithDropoutModule(Experts):
+    def __init__(self, rate=0.5):
+        super().__init__()
+        self.dropout = nn.Dropout(rate)
+
+    def forward(self, rows, ids, weights):
+        return self.dropout(super().forward(rows, ids, weights))
+
+
+class FailsInTraining(Experts):
+    def forward(self, rows, ids, weights):
+        if self.training:
+            raise RuntimeError("only for evaluation")
+        return super().forward(rows, ids, weights)
+
+
 @pytest.mark.parametrize("kind", [Experts, ByTurns])
 @pytest.mark.parametrize("sizes", [(6, 40, 24), (6, 40, 40), (40, 40, 24), (1, 4, 6), (2, 6, 6)], ids=str)
 @torch.no_grad()
@@ -152,9 +180,20 @@ def test_a_module_is_recognised_by_what_it_computes(kind, sizes):
         assert find_experts(nn.ModuleDict({"experts": kind(*sizes)})) == {"experts": found}
 
 
-@pytest.mark.parametrize("kind", [UpFirst, Reversed, Scaled, WithResidual, Unweighted])
+@pytest.mark.parametrize("kind", [UpFirst, Reversed, Scaled, WithResidual, Unweighted, Clamped])
 def test_a_module_that_computes_otherwise_is_no_experts(kind):
     assert find_experts(nn.ModuleDict({"experts": kind()})) == {}
+
+
+@pytest.mark.parametrize("kind", [WithDropout, WithDropoutModule, FailsInTraining])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_module_that_computes_otherwise_in_training_is_refused(kind, training):
+    model = nn.ModuleDict({"here": kind().train(training)})
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match=r"here: \w+ computes something else in training, .* set its rate to 0"):
+        find_experts(model)
+    assert torch.equal(torch.get_rng_state(), before), "the model's own random numbers"
+    assert list(find_experts(nn.ModuleDict({"here": WithDropoutModule(rate=0.0)}))) == ["here"]
 
 
 def test_a_layer_that_computes_otherwise_than_the_others():
