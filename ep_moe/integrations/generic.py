@@ -9,6 +9,7 @@ calls the replacement as it called its own module: with rows, expert ids and wei
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Mapping
@@ -39,6 +40,8 @@ from ep_moe.integrations.model_hooks import TokenMasks
 from ep_moe.layer import MoELayer
 from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.types import LogicalIds, Routing
+
+ROUTED = ("hidden_states", "top_k_index", "top_k_weights")  # names of transformers' experts interface
 
 
 class ExpertParallelExperts(nn.Module):
@@ -74,6 +77,7 @@ class ExpertParallelExperts(nn.Module):
         self.layout, self.masks = found.layout, masks
         self._zero_experts, self._table, self._top_k = found.zero_experts, table, top_k
         self.calls = 0
+        self._inputs = ROUTED if found.block else tuple(inspect.signature(type(replaced).forward).parameters)[1:4]
         first = held_tensor(replaced, self.tensor_names[0])
         placed: dict[str, Any] = {"name": name, "dtype": first.dtype, "device": first.device}
         # the norm needs each expert's output, and the layer returns sums: `_normalised` calls it once for each choice
@@ -115,14 +119,14 @@ class ExpertParallelExperts(nn.Module):
         """
         return write_expert(self.moe, self.layout, expert, tensors)
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, *given: Tensor, **named: Tensor) -> Tensor:
         """Compute the experts of all tokens of this rank.
 
         Args:
-            hidden_states: [..., H], T rows in all.
-            top_k_index: [T, k] integers, k <= K. An id >= E is no expert, as in transformers. In a model with zero
-                experts it stands for the row itself.
-            top_k_weights: [T, k].
+            given: The positional inputs: hidden_states [..., H], T rows in all; top_k_index [T, k] integers, k <= K;
+                top_k_weights [T, k]. An id >= E is no expert, as in transformers. In a model with zero experts it
+                stands for the row itself.
+            named: The other inputs, by the names that the `forward` of the replaced module has for them.
 
         Returns:
             A tensor with the shape and dtype of `hidden_states`.
@@ -131,6 +135,9 @@ class ExpertParallelExperts(nn.Module):
             InputError: On all ranks, if an argument of any rank is invalid.
         """
         self.calls += 1
+        if len(given) + len(named) != 3 or any(name not in self._inputs[len(given) :] for name in named):
+            self._refuse(f"its experts take {', '.join(self._inputs)}, got {len(given)} inputs and {sorted(named)}")
+        hidden_states, top_k_index, top_k_weights = (*given, *(named[name] for name in self._inputs[len(given) :]))
         moe, most = self.moe, self._top_k
         chosen = top_k_index.shape[-1]
         if moe._logit_taps:

@@ -1,5 +1,6 @@
 """What the experts of a transformers model compute, how they are replaced, and what is refused."""
 
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -50,6 +51,26 @@ def test_ids_of_no_expert_fewer_and_repeated_ones(context):
     assert ours.moe.stats().expert_load[3] == 1 + 6
     with pytest.raises(InputError, match=r"chooses 3 experts a token, and the layer was built for 2"):
         ours(x, torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 3))
+
+
+@pytest.mark.parametrize("kind", ["dbrx", "olmoe"])
+@torch.no_grad()
+def test_inputs_by_the_names_of_the_replaced_module(kind, context):
+    theirs, ours, x = replaced(kind, context)
+    names = list(inspect.signature(type(theirs).forward).parameters)[1:4]
+    given = [x, torch.tensor([[0, 1]] * 6), torch.rand(6, 2, generator=torch.Generator().manual_seed(1))]
+    expected = ours(*given)
+    for count in range(3):
+        named = dict(zip(names[count:], given[count:], strict=True))
+        assert torch.equal(ours(*given[:count], **named), expected)
+    for inputs, more in (
+        (given[:2], {"other": given[2]}),
+        (given, {"other": x}),
+        (given[:2], {}),
+        (given[:2], {names[0]: x}),
+    ):
+        with pytest.raises(InputError, match=rf"its experts take {', '.join(names)}, got \d inputs and"):
+            ours(*inputs, **more)
 
 
 def test_a_table_of_routes_is_seen(context):
