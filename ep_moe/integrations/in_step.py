@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
@@ -258,12 +259,24 @@ def _argument(given: inspect.BoundArguments, name: str) -> Any:
     return (given.arguments | given.arguments.get("kwargs", {})).get(name)
 
 
-def _empty(given: inspect.BoundArguments) -> Tensor | None:
-    """Return the input of an empty batch, which is also the result of `generate`; None for a batch with sequences."""
+def _empty(given: inspect.BoundArguments) -> Any:
+    """Return what `generate` returns for a batch without sequences: its input, in the form that the caller asked for.
+    Return None for a batch with sequences."""
     for name in ("inputs", "input_ids", "inputs_embeds"):
         if isinstance(tensor := _argument(given, name), Tensor) and tensor.dim() and len(tensor) == 0:
-            return tensor
+            ids = tensor.new_empty(0, 0, dtype=torch.int64) if tensor.is_floating_point() else tensor
+            if not _setting(given, "return_dict_in_generate"):
+                return ids
+            beams = (_setting(given, "num_beams") or 1) > 1
+            return (GenerateBeamDecoderOnlyOutput if beams else GenerateDecoderOnlyOutput)(sequences=ids)
     return None
+
+
+def _setting(given: inspect.BoundArguments, name: str) -> Any:
+    """Of `generate`, as transformers looks for it: the argument, its configuration's, the model's."""
+    configs = (_argument(given, "generation_config"), getattr(given.arguments.get("self"), "generation_config", None))
+    values = (_argument(given, name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in values if value is not None), None)
 
 
 # --- modules of experts that a block leaves out -----------------------------------------------------------------------

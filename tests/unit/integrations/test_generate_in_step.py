@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.integrations import in_step
@@ -71,6 +72,33 @@ def test_ranks_are_kept_in_step_instead_of_by_synced_gpus(asked, nested, given, 
     assert model.calls == [("ids", given, {"max_new_tokens": 3}, True)]
     assert begun == ["ids"] * ran
     assert not model.masks._asked.generates
+
+
+@pytest.mark.parametrize(
+    ("asked", "of_call", "of_model", "kind"),
+    [
+        ({}, {}, {}, "Tensor"),
+        ({"return_dict_in_generate": True}, {}, {}, "GenerateDecoderOnlyOutput"),
+        ({}, {"return_dict_in_generate": True}, {}, "GenerateDecoderOnlyOutput"),
+        ({}, {}, {"return_dict_in_generate": True}, "GenerateDecoderOnlyOutput"),
+        ({"return_dict_in_generate": False}, {}, {"return_dict_in_generate": True}, "Tensor"),
+        ({"num_beams": 1}, {"return_dict_in_generate": True, "num_beams": 2}, {}, "GenerateDecoderOnlyOutput"),
+        ({"num_beams": 2}, {"return_dict_in_generate": True}, {}, "GenerateBeamDecoderOnlyOutput"),
+    ],
+)
+def test_no_sequences_come_back_in_the_form_that_is_asked_for(asked, of_call, of_model, kind, context):
+    model = Model()
+    model.generation_config = GenerationConfig(**of_model)
+    Generation.of(context).attach(model, model)
+    config = GenerationConfig(**of_call) if of_call else None
+    ids = torch.empty(0, 5, dtype=torch.int64)
+    found = model.generate(ids, generation_config=config, **asked)
+    assert type(found).__name__ == kind
+    assert torch.equal(found if kind == "Tensor" else found.sequences, ids)
+    found = model.generate(inputs_embeds=torch.empty(0, 5, 8), generation_config=config, **asked)
+    found = found if kind == "Tensor" else found.sequences
+    assert (found.shape, found.dtype) == ((0, 0), torch.int64), "without ids of a prompt"
+    assert model.calls == []
 
 
 def test_layers_of_another_context_are_another_models(context):

@@ -241,11 +241,13 @@ def test_generate_ends_however_it_ends(error, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])
-def test_a_batch_of_no_sequences_is_returned_as_it_is(name):
+def test_a_batch_of_no_sequences_is_returned_as_its_ids(name):
     """However it is given; a number has no sequences to count."""
     signature = inspect.signature(lambda inputs=None, **kwargs: None)
-    empty = torch.zeros(0, 3)
+    empty = torch.zeros(0, 3, dtype=torch.int64)
     assert in_step._empty(signature.bind_partial(**{name: empty})) is empty
+    found = in_step._empty(signature.bind_partial(**{name: torch.zeros(0, 3)}))
+    assert (found.shape, found.dtype) == ((0, 0), torch.int64)
     for other in (torch.zeros(1, 3), torch.tensor(0), None, "text"):
         assert in_step._empty(signature.bind_partial(**{name: other})) is None
 
