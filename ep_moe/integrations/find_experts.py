@@ -123,6 +123,11 @@ def _parts_apart(model: nn.Module) -> tuple[str, ...]:
 
 def _on_interface(experts: Any, name: str) -> FoundExperts:
     kind = type(experts).__name__
+    if not getattr(type(experts).forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
+        raise ConfigError(
+            f"{name}: {kind} has a forward of its own in place of that of transformers' experts interface, which a "
+            f"layer would leave out; {KEEP}"
+        )
     layout = interface_layout(experts)
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
     norm = bool(getattr(experts, f"has_{NORM}", False))  # transformers before 5.18 has none

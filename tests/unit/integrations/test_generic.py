@@ -73,6 +73,17 @@ def test_inputs_by_the_names_of_the_replaced_module(kind, context):
             ours(*inputs, **more)
 
 
+def test_experts_of_the_interface_with_a_forward_of_their_own_are_refused(context):
+    model = tiny_transformers_model("olmoe")
+    experts = model.model.layers[1].mlp.experts
+    kind = type(experts)
+    experts.__class__ = type("Doubled", (kind,), {"forward": lambda self, *given: 2 * kind.forward(self, *given)})
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.experts: Doubled has a forward of its own in place of"):
+        expert_parallel(model, context)
+    experts.__class__ = type("Renamed", (kind,), {})
+    expert_parallel(model, context)
+
+
 def test_a_table_of_routes_is_seen(context):
     model = tiny_transformers_model("deepseek_v4")
     tables = [ours._table for ours in replace_experts(model, context).values()]
