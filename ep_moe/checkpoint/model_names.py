@@ -87,7 +87,7 @@ def names_of(family: str | CheckpointNames) -> CheckpointNames:
     """Return the names of a family, or the given names. Raises ConfigError for an unknown family."""
     if isinstance(family, CheckpointNames):
         return family
-    if family not in CHECKPOINT_NAMES:
+    if not isinstance(family, str) or family not in CHECKPOINT_NAMES:
         raise ConfigError(f"family must be one of {', '.join(CHECKPOINT_NAMES)}, got {family!r}")
     return CHECKPOINT_NAMES[family]
 

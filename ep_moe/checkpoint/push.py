@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ep_moe.checkpoint.formats import ExpertFormat
 from ep_moe.checkpoint.model_names import CheckpointNames, names_of
-from ep_moe.checkpoint.reader import checked, loading, quantised_again, read_experts, read_rest, replacing
+from ep_moe.checkpoint.reader import check_layers, checked, loading, quantised_again, read_experts, read_rest, replacing
 from ep_moe.checkpoint.source import MemorySource, our_name
 from ep_moe.checkpoint.unexpected_tensors import left_out
 from ep_moe.errors import CheckpointError, InputError
@@ -60,8 +60,7 @@ def load_layer_weights(layers: Mapping[int, MoELayer], weights: Weights, family:
         InputError: An item is not a pair of name and tensor, or ranks hold different weights. All ranks raise.
         ConfigError: The family is not known.
     """
-    if not layers:
-        raise InputError("layers must have at least one layer, got none")
+    check_layers(layers)
     called = family if isinstance(family, str) else "of the caller's"
     return push(weights, LayerTarget(layers, names_of(family), called))
 

@@ -20,6 +20,7 @@ from ep_moe.checkpoint.quantized_experts import read_quantized, rounds_again, wr
 from ep_moe.checkpoint.source import CheckpointSource, TensorSource
 from ep_moe.checkpoint.stored import check_finite, check_fits, factors, input_scales, wrong_dtype
 from ep_moe.checkpoint.unexpected_tensors import left_out, other_family, refusal, unread
+from ep_moe.checks import shown
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError, InputError, OutOfMemory, PeerTimeout
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.layer import MoELayer
@@ -61,8 +62,7 @@ def load_layers(
         ConfigError: The family is not known.
     """
     names = names_of(family)
-    if not layers:
-        raise InputError("layers must have at least one layer, got none")
+    check_layers(layers)
     consensus = next(iter(layers.values())).context.consensus
     folder = model_folder(path, consensus, **hub)
     called = family if isinstance(family, str) else "of the caller's"
@@ -87,6 +87,16 @@ def load_layers(
             read_experts(layer, source, block, form, bar)
             read_rest(layer, source, block, names)
     return source
+
+
+def check_layers(layers: object) -> None:
+    """Raise InputError unless a mapping gives at least one layer."""
+    if not isinstance(layers, Mapping) or not layers:
+        got = "none" if isinstance(layers, Mapping) else shown(layers)
+        raise InputError(f"layers must have at least one layer, as {{0: layer}} by its number, got {got}")
+    for number, layer in layers.items():
+        if not isinstance(layer, MoELayer):
+            raise InputError(f"layers[{number!r}] must be a MoELayer, got {type(layer).__name__}")
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, kind_problem
+from ep_moe.checks import shown
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.execution.autocast import CAST
@@ -356,6 +357,8 @@ def mask_problem(mask: TokenMask, x: Tensor) -> str | None:
     tokens, sizes = mask.tokens, list(x.shape[:-1])
     if not isinstance(tokens, Tensor):
         return f"mask must be a Tensor, got {type(tokens).__name__}"
+    if not isinstance(mask.sent, bool | Tensor):
+        return f"send_masked must be True or False, got {shown(mask.sent)}"
     if (problem := kind_problem("mask", tokens)) is not None:
         return problem
     if tokens.dtype != torch.bool:

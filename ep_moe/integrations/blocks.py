@@ -13,6 +13,7 @@ from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
 from ep_moe.checkpoint.model_names import CheckpointNames, fused_layout, names_of
 from ep_moe.checkpoint.reader import checked_block, read_experts
 from ep_moe.checkpoint.source import ModuleSource
+from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
@@ -156,12 +157,28 @@ def _check_activation(block: nn.Module, name: str, config: MoEConfig) -> None:
     )
 
 
+def check_context(what: str, context: object) -> None:
+    """Raise ConfigError for a context that is none. what: what errors call the caller."""
+    check_kind(f"{what}: context", context, EPContext)
+
+
+def check_model(what: str, model: object) -> None:
+    """Raise ConfigError unless a model has modules and a configuration, as those of transformers have."""
+    check_kind(f"{what}: model", model, nn.Module)
+    if not hasattr(model, "config"):
+        raise ConfigError(
+            f"{what}: model must be a model of transformers, got {type(model).__name__}, which has no config; pass the "
+            f"model itself, not a wrapper or a part of it"
+        )
+
+
 def saved_experts(model: Any) -> list[SavedExperts]:
     """Return the layers of a model with the layout of transformers' modules, in the model's order.
 
     Raises:
         ConfigError: The model has no expert-parallel layers.
     """
+    check_kind("model", model, nn.Module)
     prefix = "base_model.model." if hasattr(model, "peft_config") and hasattr(model, "base_model") else ""
     found = []
     for path, module in model.named_modules():

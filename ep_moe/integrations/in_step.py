@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
+from ep_moe.checks import check_kind
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.integrations.model_hooks import TokenMasks
@@ -63,6 +64,7 @@ def idle_step(model: nn.Module) -> Tensor:
     Raises:
         ConfigError: The model has no expert-parallel blocks.
     """
+    check_kind("idle_step: model", model, nn.Module)
     masks = _masks_of(model)
     if not masks:
         raise ConfigError(

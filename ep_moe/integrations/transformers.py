@@ -29,12 +29,13 @@ from ep_moe.checkpoint.reader import largest_input_scale, load_layers, loading
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.stored import check_fits
 from ep_moe.checkpoint.unexpected_tensors import listed, unexpected
+from ep_moe.checks import check_kind, check_path
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
-from ep_moe.integrations.blocks import model_parts, replace_blocks
+from ep_moe.integrations.blocks import check_context, check_model, model_parts, replace_blocks
 from ep_moe.integrations.config_file import read_generation_config
 from ep_moe.integrations.edited import whole_blocks
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
@@ -113,6 +114,8 @@ def expert_parallel(
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
+    check_context("expert_parallel", context)
+    check_model("expert_parallel", model)
     family = whole_blocks(model, FAMILIES.get(model.config.get_text_config().model_type))
     return _parallel(model, context, family, layer_options)
 
@@ -181,6 +184,7 @@ def save_pretrained(
         ConfigError: The model has no expert-parallel layers, they are quantized, or there are pipeline stages.
         CheckpointError: On all ranks, if the writing rank fails.
     """
+    check_path("save_pretrained: folder", folder)
     save_model(model_parts(model), Path(folder), original=save_original_format, shard_bytes=max_shard_bytes)
 
 
@@ -233,6 +237,7 @@ def load_pretrained(
         CheckpointError: On all ranks, if a file of any rank is missing, unreadable or of another model.
         ConfigError: On all ranks, if the model or an argument is not supported.
     """
+    check_context("load_pretrained", context)
     folder = model_folder(path, context.consensus, **hub)
     layer_options: dict[str, Any] = {
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
@@ -295,6 +300,7 @@ def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptio
         CheckpointError: On all ranks, if a rank finds no config.json.
         ConfigError: On all ranks, if the model is of no known family.
     """
+    check_context("read_moe_config", context)
     folder = model_folder(path, context.consensus, weights=False, **hub)
     with loading(folder, context.consensus):
         return checked_config(folder)[1]
@@ -365,6 +371,7 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     Returns:
         Its layers in order.
     """
+    check_kind("moe_layers: model", model, nn.Module)
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 

@@ -328,6 +328,8 @@ def device_mesh(layout: RankLayout, view: str, device_type: str) -> DeviceMesh:
 
 def members(mesh: DeviceMesh) -> tuple[int, ...]:
     """Return the mesh's ranks in torch.distributed, in its order. Raise ConfigError if this rank is not in the mesh."""
+    if not hasattr(mesh, "get_coordinate"):
+        raise ConfigError(f"mesh must be a DeviceMesh, got {shown(mesh)}; make one with init_device_mesh")
     if mesh.get_coordinate() is None:
         raise ConfigError(
             f"mesh must hold the rank that calls from_mesh, got {mesh} on rank {dist.get_rank()}; let "

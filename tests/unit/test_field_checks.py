@@ -30,6 +30,8 @@ from ep_moe import (
     checks,
     load_model_config,
 )
+from ep_moe.checkpoint.push import load_layer_weights
+from ep_moe.checkpoint.reader import load_layers
 from ep_moe.checks import INT32, MOST_EXPERTS, as_id, check_count
 from ep_moe.eplb.cost import Machine
 from ep_moe.eplb.planner.plan import plan
@@ -199,6 +201,11 @@ OF_LAYER = [
     ),
     (lambda layer, v: sync_gradients(layer, v), (None, 1), "context"),
     (lambda layer, v: BiasUpdate(layer, layer.context, v), NO_NUMBER, "speed"),
+    (lambda layer, v: layer(X, torch.ones(len(X), dtype=torch.bool), send_masked=v), (None, 1, "no"), "send_masked"),
+    (lambda layer, v: load_layers(v, ".", "mixtral"), (None, 5, {}, [1], torch.ones(2)), "layers must"),
+    (lambda layer, v: load_layers({0: v}, ".", "mixtral"), (None, "layer"), "layers[0] must be a MoELayer"),
+    (lambda layer, v: load_layers({0: layer}, ".", v), (None, [], "nope"), "family"),
+    (lambda layer, v: load_layer_weights(v, {}, "mixtral"), (None, 5, {}), "layers must"),
 ]  # fmt: skip
 
 

@@ -88,6 +88,8 @@ def test_a_mesh_without_the_rank_that_calls_is_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     with pytest.raises(ConfigError, match=r"mesh must hold the rank that calls from_mesh, got .* on rank 5"):
         connected_ranks.members(SimpleNamespace(get_coordinate=lambda: None))
+    with pytest.raises(ConfigError, match=r"^mesh must be a DeviceMesh, got None; make one with init_device_mesh$"):
+        connected_ranks.members(None)
     mesh = SimpleNamespace(get_coordinate=lambda: [0], mesh=torch.tensor([[4, 5]]))
     assert connected_ranks.members(mesh) == (4, 5)
 
