@@ -275,7 +275,7 @@ def _empty(given: inspect.BoundArguments) -> Any:
 
 
 def _setting(given: inspect.BoundArguments, name: str) -> Any:
-    """Return a setting of `generate`, found as transformers does: the argument, the given configuration, the model's."""
+    """Return a setting of `generate`, found as transformers does: argument, given configuration, model."""
     configs = (_argument(given, "generation_config"), getattr(given.arguments.get("self"), "generation_config", None))
     values = (_argument(given, name), *(getattr(config, name, None) for config in configs))
     return next((value for value in values if value is not None), None)

@@ -1,4 +1,4 @@
-"""What every transport adds to the rows that it delivers."""
+"""Test what every transport adds to the rows that it delivers."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from ep_moe.types import Pending, PhysicalRouting
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_received_rows_say_how_they_were_written(name):
-    """A kernel widens them by that alone."""
+    """`Received` names the row format and scale, from which a kernel can widen the rows."""
     wire = Wire(dispatch=name, input_scale=0.25 if name in ONE_SCALE else None)
     shape = DispatchShape(hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=wire)
     x, ids = torch.randn(3, 256).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
@@ -35,7 +35,7 @@ def test_received_rows_say_how_they_were_written(name):
 
 @pytest.mark.parametrize("name", ROW_FORMATS)
 def test_a_shape_knows_the_bytes_of_its_rows(name):
-    """And what a call without tokens sends."""
+    """`DispatchShape` gives the bytes of a row and its scales, and the empty tensors of a call without tokens."""
     wire = Wire(dispatch=name, input_scale=0.25 if name in ONE_SCALE else None)
     shape = DispatchShape(hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=wire)
     sent, scale = round_to_travel(torch.randn(3, 256).bfloat16(), wire)
@@ -57,7 +57,7 @@ def test_ids_out_of_range_are_named_by_the_ranks_of_the_job():
 
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_transport_writes_to_contiguous_memory_alone(contiguous, monkeypatch):
-    """Into other memory the sum is copied."""
+    """A transport writes the sum only into contiguous memory. It is copied into a non-contiguous `out`."""
     shape = DispatchShape(hidden_size=8, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.float32)
     dispatcher, given = LocalDispatcher(shape, RankGroup.alone()), []
     monkeypatch.setattr(dispatcher, "_combine", lambda y, handle, out: given.append(out) or Pending.of(y))

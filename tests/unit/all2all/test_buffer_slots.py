@@ -1,4 +1,4 @@
-"""Workspaces of a transport: as many as calls in flight, and one that was given back is taken again."""
+"""Test `BufferPool`: one workspace for each call in flight, reused after its release."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def test_as_many_as_calls_are_in_flight():
 
 
 def test_one_that_does_not_serve_is_given_back_and_says_so():
-    """To what was recorded on it."""
+    """A slot that does not fit is destroyed and marked `given_back`, so a graph recorded on it knows."""
     destroyed = []
     pool = BufferPool("mine", lambda device: SimpleNamespace(destroy=lambda: destroyed.append(device)))
     first = pool.take(CPU)
@@ -66,7 +66,10 @@ class Stream:
 
 
 def test_a_call_follows_the_one_before_it_on_another_stream(monkeypatch):
-    """Else it would write into rows that the other one still reads."""
+    """A call that takes a slot waits for the last call that used it, if that ran on another stream.
+
+    Otherwise it would overwrite rows that the earlier call still reads.
+    """
     gpu, here, there = torch.device("cuda", 0), Stream(1), Stream(2)
     now, captured = [here], [False]
     monkeypatch.setattr(buffer_slots, "current_stream", lambda device: {gpu: now[0].cuda_stream}[device])

@@ -1,4 +1,4 @@
-"""Rows that a transport does not carry."""
+"""Test which rows a transport refuses."""
 
 import dataclasses
 
@@ -10,7 +10,10 @@ FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)
 
 
 def test_rows_that_transports_cannot_align():
-    """Numbers of one byte leave rows shorter than those of the layer's dtype."""
+    """Rows of one-byte numbers are refused if they break the transport's alignment.
+
+    They have fewer bytes than rows of the layer's dtype.
+    """
     for name in ("nvlink_p2p", "pplx", "flashinfer_nvlink"):
         kind = registry.load("dispatchers", name)
         assert kind.unsupported_reason(24, 1, 2, torch.bfloat16, 8) is None

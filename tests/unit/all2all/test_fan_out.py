@@ -1,4 +1,4 @@
-"""Rows that go to several ranks, and sums of what comes back: each is the other's derivative."""
+"""Test `spread` (rows to several ranks) and `summed` (sums of what returns): each is the other's derivative."""
 
 import torch
 
@@ -9,7 +9,7 @@ TOKENS, RANKS = 7, 3
 
 def routes():
     wanted = torch.rand(TOKENS, RANKS, generator=torch.Generator().manual_seed(1)) < 0.6
-    wanted[2] = False  # a token that goes nowhere
+    wanted[2] = False  # a token without a destination
     fan_out = FanOut.of(wanted, int(wanted.sum()), RANKS)
     place, token = wanted.t().nonzero(as_tuple=True)
     assert (fan_out.place.tolist(), fan_out.row.tolist()) == (place.tolist(), token.tolist())
@@ -46,7 +46,10 @@ def test_derivatives_of_derivatives():
 
 
 def test_sums_are_rounded_once():
-    """256 + 1 is 256 in bf16, and so is that + 1: in float32 it is 258."""
+    """Sums are accumulated in float32 and rounded once.
+
+    In bf16, 256 + 1 rounds to 256, so adding 1 twice gives 256. In float32 it gives 258.
+    """
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
     token, slots = torch.zeros(3, dtype=torch.int64), torch.tensor([[0, 1, 2]])
     assert summed(rows, token, slots).item() == 258
@@ -56,7 +59,7 @@ def test_sums_are_rounded_once():
 
 
 def test_a_row_is_wanted_where_an_expert_of_it_is():
-    """By bytes of 0 and 1; ids of no expert are of no rank."""
+    """`wanted_places` marks the ranks that own an expert of a row, as a bool tensor. Invalid ids mark no rank."""
     ids = torch.tensor([[0, 1], [5, 2], [-1, 3], [-1, -1], [6, -7], [1, 5]])
     wanted = wanted_places(ids, 2, 3)
     assert wanted.dtype == torch.bool

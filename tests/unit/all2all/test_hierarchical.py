@@ -1,4 +1,4 @@
-"""The `hierarchical` transports without ranks: ids of ranks that may not follow their nodes, and what is given back."""
+"""Test parts of the `hierarchical` transports without ranks: the renumbering of ids, and refused calls."""
 
 import dataclasses
 
@@ -17,7 +17,10 @@ from ep_moe.types import PhysicalIds, PhysicalRouting
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_ids_of_ranks_that_do_not_follow_their_nodes(dtype):
-    """Those of no expert, on either side, stay what they are: all ranks refuse them later, together."""
+    """Ids are renumbered to node-major order if an EP group's ranks are not in node order.
+
+    Ids out of range on either side stay as they are, so that all ranks refuse them later, together.
+    """
     alone = RankGroup.alone()
     node_major = NodeMajorIds(Levels(alone, alone, (0, 2, 1, 3)), slots_per_rank=2)
     ids = torch.tensor([[-1, 0, 1, 2, 3], [4, 5, 6, 7, 8], [9, 100, -7, 2**31 - 1, -(2**31)]], dtype=dtype)
@@ -28,7 +31,10 @@ def test_ids_of_ranks_that_do_not_follow_their_nodes(dtype):
 
 @pytest.mark.parametrize("captures", [False, True])
 def test_a_problem_within_a_capture_sends_nothing(captures, monkeypatch):
-    """Its peers have not set out. Else they have, and get NaN for this rank's rows."""
+    """In a capture, a rank with a problem raises and sends nothing, because its peers have not started.
+
+    Outside a capture its peers have started, so the rank sends, and they get NaN for its rows.
+    """
     sent, gather = [], hierarchical_static.gather_rows
     monkeypatch.setattr(hierarchical_static, "capturing", lambda device: captures)
     monkeypatch.setattr(hierarchical_static, "gather_rows", lambda x, *how: (sent.append(len(x)), gather(x, *how))[1])
@@ -63,7 +69,7 @@ def test_the_transport_within_a_node_has_room_for_all_nodes_and_ends_with_the_wh
 
 @pytest.mark.parametrize("columns", [5, 6, 8])
 def test_rows_of_any_number_of_bytes_share_a_message(columns):
-    """With ids and weights of whole words."""
+    """Rows of any number of bytes share a message with ids and weights, which are aligned to whole words."""
     shape = dataclasses.replace(dispatch_shape(1, 1, torch.bfloat16), hidden_size=columns)
     x = torch.arange(3 * columns, dtype=torch.bfloat16).view(3, columns)
     routing = PhysicalRouting(PhysicalIds(torch.tensor([[0], [1], [-1]])), torch.tensor([[0.5], [2.0], [1.0]]))

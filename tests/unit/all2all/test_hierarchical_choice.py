@@ -1,4 +1,4 @@
-"""Where "auto" takes `hierarchical`, and what transports of one host say of several nodes."""
+"""Test where "auto" takes `hierarchical`, and how one-host transports refuse several nodes."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=32, top_k
 
 
 def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
-    """hosts: a letter a rank."""
+    """Return the layout of ranks on hosts; `hosts` has one letter per rank."""
     nodes = NodeLayout.found(range(len(hosts)), [(host, host) for host in hosts])
     return RankLayout.from_config(
         ParallelConfig(**{"dp": len(hosts)} | sizes), world=len(hosts), rank=rank, nodes=nodes
@@ -45,7 +45,10 @@ def test_auto_takes_it_for_an_ep_group_on_several_nodes(hosts):
 
 
 def test_a_row_that_stays_with_its_rank_takes_no_time_of_nvlink():
-    """Which decides for two nodes of two ranks."""
+    """A row that stays on its rank counts no NVLink time.
+
+    This decides the choice for two nodes of two ranks.
+    """
     config = dataclasses.replace(CONFIG, top_k=2)
     assert choose(config, layout("aabb"), CPU, BF16).all2all == "hierarchical"
 
@@ -60,7 +63,10 @@ def test_auto_does_not_where_a_node_has_nothing_to_pass_on(hosts, sizes):
 
 @pytest.mark.parametrize(("nodes", "chosen"), [(2, "hierarchical"), (16, "hierarchical"), (32, "torch_a2a")])
 def test_auto_does_not_where_the_network_saves_less_than_nvlink_takes(nodes, chosen):
-    """DeepSeek-V3 on nodes of 8: as the model of `bench.scaling` has it, from EP 256 on."""
+    """ "auto" does not take `hierarchical` if the network time saved is less than the additional NVLink time.
+
+    For DeepSeek-V3 on nodes of 8 ranks, that is the case from EP 256 on, as in the model of `bench.scaling`.
+    """
     paper = NodeLayout.counted(range(8 * nodes), 8)
     found = RankLayout.from_config(ParallelConfig(dp=8 * nodes), world=8 * nodes, rank=0, nodes=paper)
     config = dataclasses.replace(CONFIG, num_experts=256)
@@ -88,8 +94,11 @@ def test_uneven_nodes_are_refused_by_name_and_others_go_on():
 
 @pytest.mark.parametrize("name", OF_ONE_HOST)
 def test_transports_of_one_host_refuse_several(name, monkeypatch):
-    """Also where a host shows GPUs for all ranks of an EP group, of which some are on another host; and those whose
-    buffers grow, without `max_tokens`."""
+    """Transports of one host refuse an EP group on several hosts.
+
+    They also refuse it if this host shows as many GPUs as the group has ranks. The same holds without `max_tokens`, for
+    transports whose buffers grow.
+    """
     on_gpus(monkeypatch)
     kind = registry.load("dispatchers", name)
     monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
@@ -126,7 +135,7 @@ def test_where_nvlink_can_carry_rows_within_nodes(monkeypatch):
         said("aaaabbbb") == "hierarchical_nvlink needs 4 GPUs for the ranks of an EP group on a node, and this host "
         "shows 2"
     )
-    assert said("aaaabbbb", ep=4, etp=2) == said("aaaabbbb")  # 2 ranks of an EP group on a node, of 2 GPUs each
+    assert said("aaaabbbb", ep=4, etp=2) == said("aaaabbbb")  # an EP group has 2 ranks on a node, with 2 GPUs each
     assert "needs 8 GPUs for the ranks" in said("a" * 8 + "b" * 8)
     assert "serves at most 8 ranks of an EP group on a node, here are 9" in said("a" * 9 + "b" * 9)
     assert "different numbers of ranks" in said("aaab")

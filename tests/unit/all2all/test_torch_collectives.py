@@ -1,4 +1,4 @@
-"""Transports of torch's collectives on one rank, with experts that are the identity."""
+"""Test transports over torch's collectives on one rank, with identity experts."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_one_rank(name, tokens):
 
 
 def test_a_capture_takes_ids_on_trust(monkeypatch):
-    """To look at them would wait for the device."""
+    """A capture does not check ids, because a check would wait for the device."""
     dispatcher = EPContext.local(torch.device("cpu"))._dispatcher("local", dispatch_shape(1, TOP_K, F32))
     monkeypatch.setattr(torch_collectives, "capturing", lambda device: True)
     routing = routes(0, 3, 1, TOP_K)

@@ -1,4 +1,4 @@
-"""Why transports of GPUs are not chosen, each with its sentence, and where they are."""
+"""Test why GPU transports are refused, with the exact sentence, and where they are chosen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FP8 = Wire(dispatch="fp8_block")
 
 @pytest.fixture(autouse=True)
 def four_gpus(monkeypatch):
-    """One host with 4 Hopper GPUs and FlashInfer, as far as the choice looks: it runs nothing."""
+    """Pretend to be one host with 4 Hopper GPUs and FlashInfer. Only the choice reads this; nothing runs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for kind in (FlashInferNVLinkDispatcher, DeepEPDispatcher, NVLinkP2PDispatcher, PplxDispatcher):
@@ -154,7 +154,10 @@ def test_refusals_of_nvlink_p2p(fields, sentence):
 
 
 def test_gpus_without_nvlink(monkeypatch):
-    """Flags are set by atomic operations in the peers' memory, which not every GPU has over PCI Express."""
+    """`nvlink_p2p` refuses GPUs without native atomics in a peer's memory.
+
+    It sets flags by atomic operations, which not every GPU supports over PCI Express.
+    """
     asked, atomic = [], types.SimpleNamespace(CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED=3)
     apart: dict[tuple[int, int], tuple[int, int]] = {}
 
@@ -203,12 +206,12 @@ def test_bounds_of_a_context():
 
 def test_buffers_are_counted_from_shapes():
     shape = DispatchShape(hidden_size=256, top_k=3, slots_per_rank=5, num_ranks=4, dtype=BF16, max_tokens=128)
-    # 512 rows there and back; top-3 travels as 4 ids and 4 weights of 4 bytes
+    # 512 rows in each direction; top-3 travels as 4 ids and 4 weights of 4 bytes
     assert FlashInferNVLinkDispatcher.buffer_bytes(shape) == 512 * (2 * 512 + 4 * 8)
     assert PplxDispatcher.buffer_bytes(shape) == 5 * 512 * 512
-    # 512 places of all, two for answers, aligned to 256 bytes, and 12 flags; packets of 6 ids and weights and 128 words
-    # there, of 128 words and one more back, each an even number, and for no more than 128 tokens of a rank; a packet
-    # for each of its routes
+    # 512 places, each for a received row, two results, and 3 ids and weights; 12 flags, aligned to 256 bytes. LL
+    # packets for at most 128 tokens of a rank: 6 ids and weights and 128 words there, 128 words and one more back, each
+    # rounded up to an even number. A packet for the weight of each of the rank's routes.
     places = 3 * 512 + 2 * 4 * 3
     assert NVLinkP2PDispatcher.buffer_bytes(shape) == 512 * (places + 8 * (134 + 130)) + 128 * 3 * 8 + 256
     many = dataclasses.replace(shape, max_tokens=1024)
@@ -245,7 +248,10 @@ def test_deepep_is_known_by_what_it_has(library, words, monkeypatch):
     ids=lambda wire: getattr(wire, "dispatch", ""),
 )
 def test_rows_are_aligned_as_they_travel(wire, columns):
-    """128 bytes are 64 numbers in bf16, and 256 where two lie in a byte."""
+    """A transport's alignment applies to the bytes that travel.
+
+    128 bytes are 64 numbers in bf16, and 256 numbers in a format that packs two into a byte.
+    """
 
     class Aligned(LocalDispatcher):
         capabilities = dataclasses.replace(LocalDispatcher.capabilities, alignment_bytes=128, scale_alignment_bytes=1)
@@ -255,7 +261,7 @@ def test_rows_are_aligned_as_they_travel(wire, columns):
 
 
 def test_deepep_makes_no_buffer_in_a_capture(monkeypatch):
-    """Its ranks meet for that on the host."""
+    """DeepEP refuses to make its buffer in a capture, because its ranks exchange addresses on the host."""
     monkeypatch.setattr(deepep, "capturing", lambda device: True)
     own = SimpleNamespace(_buffer=None, name="deepep")
     with pytest.raises(InputError, match="deepep makes its buffer in the first call: run the layer once before"):

@@ -1,4 +1,4 @@
-"""Ids for transports that take them on trust."""
+"""Test the ids for transports that do not check them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_mine_on_arrival():
 
 @pytest.mark.parametrize("width", [2, 3, 4, 6, 8])
 def test_there_and_back_is_the_routing(width):
-    """Over all ranks, each route arrives once at its owner with its weight, and nothing else does."""
+    """Each route arrives once, at its owner and with its weight; nothing else arrives."""
     generator = torch.Generator().manual_seed(width)
     ids = torch.randint(-2, PHYSICAL + 1, (50, 2), generator=generator)
     weights = torch.randn(50, 2, generator=generator)
@@ -113,7 +113,7 @@ def test_distinct_picks_are_the_routing(top_k):
     ("rows", "top_k", "width"), [(1, 1, 1), (7, 3, 4), (300, 8, 8), (2000, 5, 6), (40, 21, 22), (3, 50, 50)]
 )
 def test_the_triton_forms_give_the_same(rows, top_k, width):
-    """On a GPU, or in the interpreter."""
+    """The Triton kernels give the results of torch, on a GPU or in the interpreter."""
     if problem := interpreter_problem():
         pytest.skip(problem)
     on = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Which calls of `nvlink_p2p` go by packets, by kernels and by copies."""
+"""Test which calls of `nvlink_p2p` use LL packets, kernels and copies, and how many are in flight at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def test_few_tokens_go_by_packets(hidden, ranks, most):
 @pytest.mark.parametrize("hidden", [8, 64, 1000, 1024, 1032, 7168, 1 << 17, 1 << 20])
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_all_programs_of_a_call_by_packets_run_at_once(hidden, ranks):
-    """They wait for those of other ranks, which must not wait for room."""
+    """All programs of the largest low-latency call fit on the GPU at once.
+
+    Each program waits for programs of other ranks, so a program that waits for a free multiprocessor would deadlock.
+    """
     most = NVLinkP2PDispatcher._low_latency_tokens(dispatch_shape(hidden, ranks))
     assert most * ranks * pieces(2 * hidden) <= 512
     assert pieces(2 * hidden) * 512 * 4 >= 2 * hidden
@@ -52,7 +55,10 @@ def test_a_token_with_several_answers_has_several_programs(options, most):
 
 @pytest.mark.parametrize(("hidden", "calls"), [(1024, 2), (4096, 2), (8192, 3)])
 def test_answers_that_come_by_copies_take_a_third_call(hidden, calls):
-    """64 tokens are 1 MiB of the widest rows, which copy engines carry beside other work."""
+    """Results that copy engines carry keep their workspace longer, so a call in parts needs a third call in flight.
+
+    64 tokens are 1 MiB of the widest rows. Copy engines carry results of that size beside other work.
+    """
     assert NVLinkP2PDispatcher.calls_in_parts(dispatch_shape(hidden, 8)) == calls
 
 

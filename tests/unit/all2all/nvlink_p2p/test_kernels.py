@@ -1,5 +1,7 @@
-"""The Triton forms of `nvlink_p2p.reference` against the torch forms, which define them: all ranks in one process, one
-after the other, so that no rank waits (the flags say that all others have come)."""
+"""Test the Triton kernels of `nvlink_p2p` against the torch functions of `nvlink_p2p.reference`, which define them.
+
+One process runs all ranks in turn. No rank waits, because the tests set the flags of all other ranks beforehand.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def signalled(made: list[Workspace], rank: int, phase: int) -> bool:
 
 
 def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
-    """Behind the ids and weights lie those of an earlier, larger call, which name experts too."""
+    """Return a rank's rows, scales and routing.
+
+    The memory behind the ids and weights holds those of an earlier, larger call, and they name experts too.
+    """
     generator = torch.Generator().manual_seed(17 * rank + tokens)
     x = torch.randn(tokens, shape.hidden_size, generator=generator).to(shape.dtype)
     ids = torch.randint(-2, shape.num_physical + 2, (tokens + 9, shape.top_k), generator=generator).to(ids_dtype)
@@ -40,7 +45,7 @@ def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
     return (*round_to_travel(x, shape.wire), routing)
 
 
-@pytest.mark.parametrize("way", ["given", "written", "copied"])  # the answers
+@pytest.mark.parametrize("way", ["given", "written", "copied"])  # how the results travel
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
@@ -69,7 +74,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         there = PhysicalRouting(PhysicalIds(routing.ids.to(DEVICE)), routing.weights.to(DEVICE))
         scale = None if scale is None else scale.to(DEVICE)
         if copy:
-            for ours, theirs in zip(found, wanted, strict=True):  # as the engines do
+            for ours, theirs in zip(found, wanted, strict=True):  # as the copy engines do
                 ours.places["rows"].copy_(theirs.places["rows"])
             bulk.announce(found[rank], scale, there, bound)
         else:
@@ -80,7 +85,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         sent = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
         for name in ("rows", "ids", "weights", "scales"):
             mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
-            chosen = slice(None) if name != "scales" else sent  # those of rows that did not travel are no rank's
+            chosen = slice(None) if name != "scales" else sent  # the scales of rows that did not travel are undefined
             assert torch.equal(mine[chosen], wished[chosen]), name
         assert ours.sequence.tolist() == [1, 0, 0, 0, 0], "one call, and the count is ready for the next"
         generator = torch.Generator().manual_seed(theirs.rank)
@@ -97,7 +102,7 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
             bulk.tell_given(ours)
             assert signalled(found, ours.rank, 1)
     for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
-        if way == "given":  # rows that no rank wants are left alone
+        if way == "given":  # rows that no rank wants are not written
             both = (each.places["arrived"].cpu().float() for each in (found[rank], wanted[rank]))
             mine, wished = (arrived.nan_to_num(99.0) for arrived in both)
             assert torch.equal(mine, wished)
@@ -118,9 +123,12 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
 
 
 def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
-    """Small whole numbers, whose sums are exact: the interpreter loses a carry in rounding
-    (`tests/unit/quant/test_fp8_rows_triton.py`). A row of NaN; in E4M3, of which it knows no NaN, larger and smaller
-    ones."""
+    """Return small integers as results, whose sums are exact.
+
+    The interpreter loses a carry when it rounds (`tests/unit/quant/test_fp8_rows_triton.py`). Plain results include a
+    row
+    of NaN. E4M3 results include larger and smaller numbers instead, because the interpreter has no NaN in E4M3.
+    """
     made = torch.randint(-8, 9, workspace.places["answers"].shape, generator=generator).float()
     if workspace.dispatch_shape.wire.combine == "plain":
         made[2] = torch.nan if workspace.rank else -0.0
@@ -130,7 +138,7 @@ def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
 
 
 def stale_cells(workspace: Workspace) -> None:
-    """As a call left them that had number 7."""
+    """Fill the packets as call number 7 left them."""
     for name in ("row_packets", "answer_packets"):
         workspace.places[name].fill_(7 << 32)
     workspace.sequence[2] = 7
@@ -146,8 +154,12 @@ def stale_cells(workspace: Workspace) -> None:
     (4, 8, 256, torch.float32, torch.int64), (2, 2, 2304, torch.bfloat16, torch.int32),
 ])  # fmt: skip
 def test_by_packets_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
-    """Each half of all ranks before the next half of any, as on a GPU no rank waits for what has not set out. Rows of
-    fp8 wires come plain in the second call, and answers are written to the peers."""
+    """Low-latency sends and receives give the bytes of the torch functions.
+
+    Each half runs on all ranks before the next half starts, so no rank waits for packets that have not been sent. In
+    the
+    second call, fp8 wires get plain rows, and results are written to the peers.
+    """
     shape = DispatchShape(
         hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, wire=wire
     )
@@ -192,7 +204,7 @@ def test_by_packets_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
         for rank, ours in enumerate(found):
             tokens = (bound, 0, 3, 5)[rank]
             out = torch.full((tokens, hidden), 9.0, dtype=dtype, device=DEVICE)
-            if call:  # answers are written by whoever has them, and not sent by `receive`
+            if call:  # the expert kernel writes the results, so `receive` does not send them
                 rows = ours.places["answers"][: ranks * bound]
                 travelling = rows if wire.combine == "plain" else round_by(rows, 1.0)
                 ours._by_packets(ours.peer_out(bound)).write(travelling)
@@ -217,8 +229,12 @@ PER_ROUTE = [
 @pytest.mark.parametrize("way", ["written", "given", "packets", "packets given"])
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), PER_ROUTE)
 def test_a_row_for_each_route(ranks, top_k, hidden, dtype, way):
-    """Rows that come back one for a route, which the token's rank weights and adds. In float32 numbers whose products
-    and sums are rounded, each by itself; else small ones, since the interpreter rounds to few bits in its own way."""
+    """With `per_route`, one row returns for each route, and the token's rank weights and adds the rows.
+
+    In float32, products and sums are each rounded. In other dtypes the numbers are small, because the interpreter
+    rounds to
+    few bits in its own way.
+    """
     shape = DispatchShape(
         hidden_size=hidden, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=dtype, max_tokens=9, per_route=True
     )
@@ -283,18 +299,18 @@ def test_a_row_for_each_route(ranks, top_k, hidden, dtype, way):
 
 
 FP8_WIRES = [Wire(dispatch="fp8_block"), Wire(dispatch="fp8_row"), FP8_TENSOR]
-TOKENS = (7, 0, 3)  # of each rank, under a bound of 7
+TOKENS = (7, 0, 3)  # tokens of each rank, with a token limit of 7
 
 
 def routed(shape: DispatchShape, rank: int, tokens: int) -> PhysicalRouting:
-    """Some routes of no expert, and a token without any."""
+    """Return a routing in which some routes have no expert, and one token has no route."""
     there = routes(rank, tokens, shape.num_ranks, shape.top_k)
     there.ids[2:3] = -1
     return moved(there, torch.device(DEVICE))
 
 
 def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """By the kernels, in a launch of their own: `round_to_travel` on GPUs."""
+    """Round rows by kernels in a separate launch. On GPUs this is what `round_to_travel` does."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     if wire.input_scale is not None:
         fp8.launch_round_by(x, wire.input_scale, out)
@@ -309,7 +325,7 @@ def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | N
 @pytest.mark.parametrize("hidden", [128, 384, 2304])
 @pytest.mark.parametrize("blocks", [2, 16])
 def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
-    """All bytes that a call leaves behind, on all ranks."""
+    """Rows rounded inside `send` leave the same bytes in all workspaces as rows rounded before it."""
     shape = DispatchShape(
         hidden_size=hidden, top_k=2, slots_per_rank=SLOTS, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
     )
@@ -335,7 +351,10 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
 @pytest.mark.parametrize("wire", FP8_WIRES, ids=lambda wire: wire.dispatch)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
-    """Numbers that are exact; plain rows to the torch form, and rounded ones."""
+    """Rows rounded inside `send` equal those that torch rounds.
+
+    The numbers are exact in all dtypes. The torch functions get plain rows in one run and rounded rows in another.
+    """
     shape = DispatchShape(
         hidden_size=512, top_k=2, slots_per_rank=SLOTS, num_ranks=3, dtype=dtype, max_tokens=9, wire=wire
     )
@@ -362,7 +381,10 @@ def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
 
 
 def test_numbers_may_overflow():
-    """2**31 calls are four days of a busy server."""
+    """Sequence numbers wrap around at 2**31, and calls go on.
+
+    A busy server makes 2**31 calls in four days.
+    """
     shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     for workspace in (made := workspaces(shape, DEVICE)):
         workspace.sequence[2] = 2**31 - 1
@@ -379,8 +401,12 @@ def test_numbers_may_overflow():
 @pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
 @pytest.mark.parametrize("form", [reference, bulk], ids=["torch", "triton"])
 def test_numbers_of_old_calls_are_awaited_no_less(form):
-    """By their difference they would seem to be later ones, once 2**31 calls have gone by packets, which count and tell
-    nothing: a day of a server that only decodes."""
+    """`receive` waits for a peer whose flag holds the number of a very old call.
+
+    Low-latency calls increase the sequence number but set no flag. After 2**31 of them, a wrapped difference would make
+    an
+    old flag look newer than this call. A server that only decodes makes that many calls in a day.
+    """
     shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     ours = workspaces(shape, DEVICE)[0]
     ours.sent.fill_(-1)

@@ -1,5 +1,7 @@
-"""Ids that `send` places on its way against those that were placed before it, on all ranks; on a CPU in Triton's
-interpreter, one rank after the other, so that no rank waits."""
+"""Test that `send` places logical ids as `Placement` does before a send.
+
+On a CPU, Triton's interpreter runs all ranks in turn, so no rank waits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from ep_moe.all2all.nvlink_p2p import bulk, low_latency
 
 
 def rotated(expert_map: ExpertMap) -> ExpertMap:
-    """Every expert on the next rank."""
+    """Return the map with every expert moved to the next rank."""
     slots, slots_per_rank = expert_map.physical_to_logical, expert_map.slots_per_rank
     return ExpertMap(
         physical_to_logical=slots[slots_per_rank:] + slots[:slots_per_rank],
@@ -32,24 +34,25 @@ def rotated(expert_map: ExpertMap) -> ExpertMap:
 
 
 SENDERS = ["by kernel", "by packets", "announced"]
-PRESENT, MOST = (4, 0, 2, 3), 4  # tokens of each rank, and their bound
-HIDDEN = 1280  # a row by packets in two pieces
+PRESENT, MOST = (4, 0, 2, 3), 4  # tokens of each rank, and the token limit
+HIDDEN = 1280  # a low-latency row has two pieces
 
 
 class Placing:
-    """A rank's placement by the torch form, and one whose tables kernels take; the tensors of a captured call."""
+    """A rank's placement by torch, one whose tables the kernels read, and the tensors of a captured call."""
 
     def __init__(self, expert_map: ExpertMap, rank: int, top_k: int, ids_dtype: torch.dtype) -> None:
         self.before, self.late = [Placement(expert_map, ep_rank=rank).to(device) for device in ("cpu", DEVICE)]
         self.rank, self.tokens, self.experts = rank, PRESENT[rank], expert_map.num_experts
-        self.ids = torch.full((9, top_k), 1, dtype=ids_dtype, device=DEVICE)  # of the other rows, which no rank reads
+        # rows beyond `tokens`, which no rank reads
+        self.ids = torch.full((9, top_k), 1, dtype=ids_dtype, device=DEVICE)
         self.weights = torch.ones(9, top_k, device=DEVICE)
         self.x = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(rank)).to(torch.bfloat16).to(DEVICE)
         self.invalid = HostWord()
         self.tables = self.late.tables._replace(invalid=self.invalid.address)
 
     def draw(self, seed: int) -> None:
-        """Routes of none and of unknown experts among them, and some twice."""
+        """Draw routes; some have no expert, some an unknown expert, and some occur twice."""
         generator = torch.Generator().manual_seed(100 * seed + self.rank)
         ids = torch.randint(-3, self.experts + 3, (self.tokens, self.ids.shape[1]), generator=generator)
         ids[3:4], ids[1:2, -1:] = -1, self.experts
@@ -89,7 +92,7 @@ def send_all(sender: str, made: list[Workspace], calls: list[tuple[torch.Tensor,
 
 
 def placed_already(routing: PhysicalRouting) -> PhysicalRouting:
-    """For the half that reads none: a GPU sends and takes in one launch."""
+    """Return a routing for the receiving half, which reads no ids. On GPUs one launch sends and receives."""
     return PhysicalRouting(PhysicalIds(torch.zeros_like(routing.weights, dtype=torch.int64)), routing.weights)
 
 
@@ -104,7 +107,8 @@ MAPS = [
     (ExpertMap.redundant(6, 4, 10), rotated(ExpertMap.redundant(6, 4, 10)), 4, torch.int32),
     (ExpertMap.uneven([7, 1, 3, 2]), ExpertMap.uneven([7, 1, 3, 2]), 3, torch.int64),
 ]
-# by packets the interpreter takes half a minute for each: a redundant map and an uneven one, as all senders place alike
+# LL packets take half a minute per map in the interpreter. One redundant and one uneven map suffice, since all senders
+# place ids in the same way
 SENT_AND_MAPS = [
     (sender, *maps) for sender in SENDERS for maps in MAPS if sender != "by packets" or maps in (MAPS[1], MAPS[3])
 ]
@@ -112,8 +116,10 @@ SENT_AND_MAPS = [
 
 @pytest.mark.parametrize(("sender", "first", "later", "top_k", "ids_dtype"), SENT_AND_MAPS)
 def test_placed_on_the_way_as_before_it(sender, first, later, top_k, ids_dtype):
-    """All bytes that a call leaves behind, on all ranks, and loads; again on the same tensors after others were written
-    there: ids, then tables, then that nothing is counted."""
+    """Ids placed inside `send` leave the same bytes on all ranks, and the same loads, as ids placed before it.
+
+    The call repeats on the same tensors after changes of the ids, then of the tables, then with counting off.
+    """
     shape = DispatchShape(
         hidden_size=HIDDEN,
         top_k=top_k,
@@ -145,7 +151,7 @@ def test_placed_on_the_way_as_before_it(sender, first, later, top_k, ids_dtype):
         for placing, sum_ in zip(ranks, counted, strict=True):
             ids = placing.ids[: placing.tokens].flatten().tolist()
             unknown = [id_ for id_ in ids if not -1 <= id_ < placing.experts]
-            if sender != "announced" or DEVICE != "cpu":  # placed before, by torch
+            if sender != "announced" or DEVICE != "cpu":  # torch has placed these before
                 assert placing.invalid.read() in (unknown or [-1]), "the host learns one of the ids that name no expert"
             placing.invalid.write(-1)
             sum_ += valid_picks(placing) * (change != "counting")
@@ -156,7 +162,7 @@ def test_placed_on_the_way_as_before_it(sender, first, later, top_k, ids_dtype):
 
 @pytest.mark.parametrize("sender", SENDERS[:2])
 def test_ids_that_were_materialized_are_sent_as_they_are(sender):
-    """And they are counted no second time."""
+    """A routing that was already materialized is sent with its ids, and is not counted again."""
     expert_map = ExpertMap.redundant(10, 4, 6)
     shape = DispatchShape(
         hidden_size=HIDDEN,

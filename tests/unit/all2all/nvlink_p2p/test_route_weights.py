@@ -1,4 +1,7 @@
-"""Numbers of routes on their way back, by Triton and by torch: all ranks in one process, one after the other."""
+"""Test how the gradients of route weights return to the tokens' ranks, in Triton and in torch.
+
+One process runs all ranks in turn.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ BOUND = 37
 @pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize(("ranks", "top_k"), [(2, 8), (3, 3), (4, 1)])
 def test_each_route_gets_the_number_of_its_rank(ranks, top_k, form):
-    """Nothing else is written, and a packet of an earlier call is none of this one."""
+    """Each route gets the number that its expert's rank gave; nothing else is written.
+
+    Packets of an earlier call are ignored.
+    """
     device = DEVICE if form == "triton" else "cpu"
     give, take = (route_weights.give, route_weights.take) if form == "triton" else (
         reference.give_weights, reference.take_weights
@@ -40,7 +46,7 @@ def test_each_route_gets_the_number_of_its_rank(ranks, top_k, form):
         workspace.places["weight_packets"].fill_(STALE)
         workspace.places["ids"][: ranks * BOUND] = ids.view(-1, top_k).to(device)
         workspace.sent[:BOUND] = ids[rank].to(device)
-        workspace.sent[BOUND:] = 0  # of an earlier, larger call
+        workspace.sent[BOUND:] = 0  # left by an earlier, larger call
     numbers = torch.randn(ranks, ranks * BOUND, top_k, generator=generator)
     for workspace, own in zip(made, numbers, strict=True):
         give(workspace, own.to(device), BOUND)
