@@ -1,4 +1,4 @@
-"""ExpertBalancer on one rank: what a step leaves behind, whatever it raises."""
+"""Test `ExpertBalancer` on one rank: its state after each step, including steps that raise."""
 
 import dataclasses
 import threading
@@ -41,7 +41,7 @@ def test_a_step_that_raises_counts_in_its_window(layers, monkeypatch):
     step(balancer, 3)
     monkeypatch.setattr(balancer, "_advance", fails)
     with pytest.raises(RebalanceError, match="rolled back"):
-        balancer.step()  # the window's last
+        balancer.step()  # the last step of the window
     monkeypatch.undo()
     assert balancer.state is State.GATHERING
     balancer.settle()
@@ -49,13 +49,13 @@ def test_a_step_that_raises_counts_in_its_window(layers, monkeypatch):
 
 def test_windows_that_end_while_a_rebalance_is_under_way_are_counted(layers):
     balancer = balancer_of(layers, interval=1, window=1)
-    step(balancer, 3)  # the first begins one, which gathers, sums and then plans
+    step(balancer, 3)  # the first window starts a rebalance, which gathers, sums and then plans
     assert balancer.stats().skipped == 2
     balancer.close()
 
 
 def test_the_next_plan_hears_nothing_of_one_that_failed(layers):
-    """Nor the one after it of the second."""
+    """A failed plan, or two in a row, does not affect the next one."""
     plans = []
 
     def planner(load, current):
@@ -82,7 +82,10 @@ def test_the_next_plan_hears_nothing_of_one_that_failed(layers):
 
 @pytest.mark.parametrize(("options", "commits"), [({"bytes_per_commit": ROW}, 5), ({"bytes_per_step": ROW}, 1)])
 def test_a_commit_rewrites_no_more_than_its_own_bound(layers, options, commits):
-    """Which is not that of a step. Ten experts change places in pairs, and no less than a pair can be in force."""
+    """A commit rewrites at most `bytes_per_commit`, independently of `bytes_per_step`.
+
+    Ten experts change places in pairs, and a pair is the least that a commit can put in force.
+    """
     balancer = balancer_of(layers, interval=0, **options)
     balancer.move_to([ExpertMap.from_ranks([list(reversed(range(10)))], 10)])
     balancer.settle()
@@ -148,7 +151,7 @@ def test_bounds_that_there_is_no_memory_for_are_named(layers, monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(consensus, "Staging", full)
-    size = 8 * ROW + 2 * ROW  # of a commit's experts, and of what is sent in a step
+    size = 8 * ROW + 2 * ROW  # of a commit's experts, and of a step's sends
     words = f"bytes_per_commit=1 and bytes_per_step={2 * ROW} need {size} bytes of memory on cpu"
     with pytest.raises(ConfigError, match=words):
         balancer_of(layers, interval=0, bytes_per_commit=1, bytes_per_step=2 * ROW)

@@ -1,4 +1,4 @@
-"""Predicted time against a sum by hand; accepted exactly where the gain pays in time."""
+"""Test the predicted time against a sum by hand, and that a plan is accepted only if it gains time."""
 
 import contextlib
 import dataclasses
@@ -123,7 +123,7 @@ def test_within_steps_is_a_count():
 
 @pytest.mark.parametrize(("window", "interval", "refused"), [(5, 4, True), (4, 4, False), (5, 0, False)])
 def test_a_window_of_load_is_no_longer_than_the_interval(window, interval, refused):
-    """0: a balancer that is asked."""
+    """`EPLBConfig` refuses a window longer than the interval, unless the interval is 0 (rebalance on request)."""
     words = "EPLBConfig.window must not exceed interval, got window=5, interval=4"
     with pytest.raises(ConfigError, match=words) if refused else contextlib.nullcontext():
         EPLBConfig(window=window, interval=interval)

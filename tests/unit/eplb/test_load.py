@@ -1,4 +1,4 @@
-"""What a recorder makes of the counts of ranks that see the same rows."""
+"""Test the recorded load of ranks that see the same rows."""
 
 from types import SimpleNamespace
 
@@ -21,7 +21,7 @@ def test_members_of_an_etp_group_count_a_row_once():
     layer = layer_of(2, etp=2)
     placement = layer.placement
     recorder = LoadRecorder([layer], RankGroup.alone(), steps=2)
-    placement.expert_load += torch.tensor([4, 0, 2, 2])  # of both members together
+    placement.expert_load += torch.tensor([4, 0, 2, 2])  # the sum over both members
     recorder.step()
     trace = recorder.finish()
     assert trace.counts.tolist() == [[[2, 0, 1, 1]]]
@@ -29,7 +29,7 @@ def test_members_of_an_etp_group_count_a_row_once():
 
 
 def test_tokens_are_those_of_the_layer_with_the_most():
-    """By its own experts of a token."""
+    """The tokens of a trace are those of the layer with the most, by each layer's own top_k."""
     layers = [layer_of(4), layer_of(2)]
     recorder = LoadRecorder(layers, RankGroup.alone(), steps=1)
     for layer in layers:
@@ -39,7 +39,7 @@ def test_tokens_are_those_of_the_layer_with_the_most():
 
 
 def test_tokens_are_rounded_up():
-    """A token may have less than its top_k routes."""
+    """The number of tokens is rounded up, because a token may have fewer than top_k routes."""
     layer = layer_of(2)
     recorder = LoadRecorder([layer], RankGroup.alone(), steps=1)
     layer.placement.expert_load += torch.tensor([2, 0, 1, 2])
@@ -52,7 +52,7 @@ def test_a_layer_that_is_reset_within_a_window_begins_anew(resets, counted):
     layers = [layer_of(2), layer_of(3)]
     placements = [layer.placement for layer in layers]
     for placement in placements:
-        placement.expert_load += 7  # before the window
+        placement.expert_load += 7  # counted before the window starts
     window = LoadWindow(layers, interval=2, window=2)
     for placement in placements:
         placement.expert_load += torch.tensor([4, 0, 2, 2])

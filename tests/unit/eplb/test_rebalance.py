@@ -1,4 +1,4 @@
-"""The load of a window as `ExpertBalancer.stats` tells it: made for who asks, of what was there at its end."""
+"""Test the window's load in `ExpertBalancer.stats`: computed on request, from the values at the window's end."""
 
 import inspect
 from types import SimpleNamespace as Some
@@ -17,7 +17,7 @@ NAMES = ("layers.0", "layers.1")
 
 
 def made(etp: int = 1) -> tuple[ExpertBalancer, list[Any]]:
-    """A balancer without a world, and what it would plan."""
+    """Return a balancer without process groups, and the list of plans that it would start."""
     weights = Some(etp=Some(size=etp), config=None)
     layers = [Some(name=name, placement=Some(expert_map=OLD), expert_weights=weights) for name in NAMES]
     balancer, planned = cast("Any", object.__new__(ExpertBalancer)), list[Any]()
@@ -36,7 +36,7 @@ def test_a_window_is_told_as_it_was():
     (call,) = planned
     load = call.args[0]
     assert load.tolist() == [[4, 2, 3], [1, 0, 5]]
-    load[:] = 0  # a planner may
+    load[:] = 0  # a planner may overwrite its argument
     balancer.layers[0].placement.expert_map = NEW
     found = balancer.stats().layers
     assert found == (LayerStats(NAMES[0], (4, 2, 3), (4.0, 5.0)), LayerStats(NAMES[1], (1, 0, 5), (0.5, 5.5)))

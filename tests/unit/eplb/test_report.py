@@ -1,4 +1,4 @@
-"""What if: a trace planned for other ranks."""
+"""Test the planning of a recorded trace for other numbers of ranks."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""LoadTrace: what is saved comes back, and a bad file is refused by name."""
+"""Test `LoadTrace`: loading returns what was saved, and an error names a bad file."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def test_a_file_returns_the_trace(tmp_path):
 
 
 def test_a_trace_keeps_its_counts():
-    """Whatever becomes of the arrays that it was given."""
+    """A trace copies its arrays, so later changes to them have no effect."""
     counts, tokens = COUNTS.astype(np.int64), np.ones(4, np.int64)
     trace = LoadTrace(counts, tokens)
     counts[:], tokens[:] = 0, 0
@@ -99,12 +99,12 @@ def test_a_damaged_or_other_archive_is_refused(tmp_path):
     file = tmp_path / "trace.npz"
     LoadTrace(COUNTS, np.ones(4, np.int64)).save(file)
     good = file.read_bytes()
-    at = good.index(b"counts.npy") + len(b"counts.npy")  # its bytes follow
+    at = good.index(b"counts.npy") + len(b"counts.npy")  # the member's bytes follow
     file.write_bytes(good[: at + 30] + bytes(8) + good[at + 38 :])
     with pytest.raises(ConfigError, match="is not a load trace"):
         LoadTrace.load(file)
     behind = good.index(b"PK\x01\x02")
-    for offset, value in ((8, 1), (10, 99)):  # encrypted; packed by a method that does not exist
+    for offset, value in ((8, 1), (10, 99)):  # an encrypted member; an unknown compression method
         changed = bytearray(good)
         changed[behind + offset] = value
         file.write_bytes(changed)

@@ -1,4 +1,4 @@
-"""What the planning thread does beside the plan: the digest, the ways, and pauses between them."""
+"""Test what the planning thread does after the plan: digest, transfer schedules, price, and pauses between them."""
 
 import dataclasses
 import threading
@@ -64,7 +64,10 @@ def test_laid_out_pauses_and_that_changes_nothing(maps, most, layers):
 
 
 def test_who_starts_a_thread_does_not_wait_for_it():
-    """Its first act is a pause: Python would run it for milliseconds else, before `Thread.start` returns."""
+    """The planning thread sleeps first, so `Thread.start` returns at once.
+
+    Otherwise Python would run the new thread for milliseconds before `Thread.start` returns.
+    """
     order = []
     real = time.sleep
     with mock.patch.object(decide.time, "sleep", lambda seconds: (order.append("breath"), real(seconds))):
@@ -81,7 +84,7 @@ NOW = [ExpertMap.linear(8, 4)] * 2
 THEN = [ExpertMap.redundant(8, 4, 0), ExpertMap.from_ranks([[0, 2], [1, 3], [4, 6], [5, 7]], 8)]
 SIZE = 1000
 LOAD = np.zeros((2, 8), np.int64)
-LOAD[:, :2] = 1_000_000  # both on rank 0: the second layer's new map halves it
+LOAD[:, :2] = 1_000_000  # both on rank 0; the second layer's new map halves its load
 
 
 def decided(load=LOAD, planner=lambda load, current: THEN, **config):
@@ -115,7 +118,10 @@ def test_what_is_no_map_is_no_plan(found):
 
 @pytest.mark.parametrize("nodes", [None, 1, 2])
 def test_the_price_is_that_of_a_step(nodes):
-    """Loads are of a window of 50 steps, and ranks of a node stand next to each other."""
+    """The price uses the load of one step, and counts consecutive ranks as a node.
+
+    The loads here are sums over a window of 50 steps.
+    """
     found = decided(machine=H200, nodes=nodes)
     rest = {"ranks_per_node": 4 // (nodes or 1)}
     time = dataclasses.replace(LayerTime.of(MOE, H200), expert_bytes=SIZE)
@@ -126,7 +132,10 @@ def test_the_price_is_that_of_a_step(nodes):
 
 
 def test_the_planning_thread_pauses_before_each_part_of_the_price(monkeypatch):
-    """It holds up the host's other threads for no longer than one of them."""
+    """The planning thread sleeps before each part of the price.
+
+    It therefore delays the host's other threads by one part at most.
+    """
     order = []
 
     def noted(name, part):
@@ -140,7 +149,10 @@ def test_the_planning_thread_pauses_before_each_part_of_the_price(monkeypatch):
 
 
 def test_experts_that_go_to_another_node_are_priced_by_its_link():
-    """Both maps have the same load on each rank."""
+    """Experts that move to another node are priced at the bandwidth between nodes.
+
+    Both maps have the same load on each rank.
+    """
     crossed = [ExpertMap.from_ranks([[4, 5], [2, 3], [0, 1], [6, 7]], 8)] * 2
     costs = [decided(machine=H200, nodes=nodes, planner=lambda *_: crossed).price.cost_ms for nodes in (1, 2)]
     assert costs[1] / costs[0] == pytest.approx(H200.link_bytes_per_s / H200.node_link_bytes_per_s)

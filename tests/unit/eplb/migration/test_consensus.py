@@ -1,4 +1,4 @@
-"""What follows from all ranks' facts."""
+"""Test what all ranks decide from their statuses."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ RANKS = (4, 5, 6)
 
 
 def rows(**odd):
-    """All alike but for rank 5."""
+    """Return the statuses of ranks 4, 5 and 6. Only rank 5 differs, by `odd`."""
     return [FACTS, dataclasses.replace(FACTS, **odd), FACTS]
 
 

@@ -1,4 +1,4 @@
-"""The Triton form of EPLB's rows and their checksums against the torch form; on a CPU in Triton's interpreter."""
+"""Test the Triton kernels for EPLB's rows and checksums against torch; on a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def random_words(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 class Case:
-    """Parts of random words, the kernels for them, and their rows by the torch form."""
+    """Tensors of random words, the kernels for them, and their rows computed by torch."""
 
     def __init__(self, words: list[int]) -> None:
         self.host = [random_words(SLOTS, count, seed=index) for index, count in enumerate(words)]
@@ -46,7 +46,7 @@ class Case:
         return torch.cat([*parts, Checksum(CPU).of_parts(parts).view(1).view(torch.uint8)])
 
     def packed(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """With a word before and after it that must stay."""
+        """Pack a part of a slot's row; assert that the words before and after it are unchanged."""
         out = torch.full((stop - start + 16,), 0xAB, dtype=torch.uint8, device=DEVICE)
         self.kernels.pack(slot, start, stop, out[8:-8])
         assert (out[:8] == 0xAB).all()
@@ -63,7 +63,7 @@ class Case:
 @pytest.mark.parametrize("words", [*WORDS, [(1 << 20) + 5, 9], [(1 << 21) + 4096]], ids=str)
 def test_a_row_is_torchs(words):
     case = Case(words)
-    for slot in (2, 0, 2) if sum(words) < 1 << 20 else (1,):  # each leaves the scratch memory as it was
+    for slot in (2, 0, 2) if sum(words) < 1 << 20 else (1,):  # each call leaves the scratch memory at zero
         row = case.packed(slot, 0, case.row_bytes)
         assert torch.equal(row, case.row(slot))
         assert case.examined(row) == 0
@@ -117,7 +117,7 @@ def test_rows_are_written_and_nothing_else(words):
     case = Case(words)
     rows = [case.row(slot).to(DEVICE) for slot in range(SLOTS)]
     before = [part.clone() for part in case.host]
-    # the last pair is not counted
+    # the count is 2, so the third pair is ignored
     pairs = torch.tensor([[2, rows[0].data_ptr()], [0, rows[1].data_ptr()], [1, rows[2].data_ptr()]], device=DEVICE)
     case.kernels.write(pairs, 2)
     for part, old in zip(case.parts, before, strict=True):
@@ -128,7 +128,7 @@ def test_rows_are_written_and_nothing_else(words):
 
 
 def store_of(weights):
-    """Which takes the kernels on a CPU too."""
+    """Return a store that uses the kernels, on a CPU too."""
     found = SlotStore(weights, CHECKSUM)
     assert found._on_gpu() is not None
     return found
@@ -182,10 +182,14 @@ def test_a_store_does_the_same_by_either_form(weights):
 
 @pytest.mark.skipif(DEVICE.type == "cuda" or not sys.platform.startswith("linux"), reason="of a host's addresses")
 def test_an_address_below_2_to_the_31():
-    """Where a Python that is no position-independent executable has its heap."""
+    """The kernels accept an address below 2**31.
+
+    A Python that is not a position-independent executable has its heap there.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
-    low = libc.mmap(None, 4096, 3, 0x62, -1, ctypes.c_long(0))  # readable, writable; private, anonymous, in 31 bits
+    # PROT_READ | PROT_WRITE; MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT
+    low = libc.mmap(None, 4096, 3, 0x62, -1, ctypes.c_long(0))
     assert 0 < low < 2**31
     case = Case([7])
     out = torch.frombuffer((ctypes.c_uint8 * 56).from_address(low), dtype=torch.uint8)
@@ -195,7 +199,7 @@ def test_an_address_below_2_to_the_31():
 
 
 def test_tensors_that_were_replaced_are_found(weights):
-    """By what `.to(device)` calls: other memory. Kernels must not look where they were."""
+    """The kernels use the new addresses after the weights' tensors were replaced, as `.to(device)` does."""
     held = store_of(weights)
     row = whole_row(held, 1)
     kernels = held._on_gpu()

@@ -1,4 +1,4 @@
-"""From two maps to rounds of transfers: simulated, without ranks."""
+"""Test the schedule of transfers between two maps, in a simulation without ranks."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ unhurried = settings(deadline=None)
 
 @st.composite
 def two_maps(draw):
-    """Maps alike in E, R and slots per rank, with empty slots and replicas."""
+    """Draw two maps with equal E, R and slots per rank, with empty slots and replicas."""
     ranks, slots_per_rank = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     experts = draw(st.integers(1, ranks * slots_per_rank))
     found = []
@@ -32,7 +32,10 @@ def two_maps(draw):
 @unhurried
 @given(two_maps(), st.integers(1, 3), st.integers(1, 40), st.integers(1, 200))
 def test_batches_bring_every_rank_what_it_lacks(maps, nodes, row_bytes, budget):
-    """A simulation with one mark per byte: at the end each rank has every byte of what it needs, from a holder."""
+    """The batches bring each rank every byte of the experts that it lacks, from a rank that holds them.
+
+    The simulation marks each byte that arrives.
+    """
     old, new = maps
     per_node = old.num_ranks // nodes if old.num_ranks % nodes == 0 else old.num_ranks
     planned = moves(old, new, ranks_per_node=per_node)
@@ -84,7 +87,12 @@ def test_sources_of_the_same_node_come_first(per_node, expected):
 
 
 def test_holders_send_evenly():
-    """Expert 0 goes to four ranks: both of its holders send two. Who alone has an expert is spared of it."""
+    """Transfers of an expert are spread evenly over its holders.
+
+    Expert 0 goes to four ranks, so both holders send two. A rank that is the only holder of another expert sends that
+    one,
+    and the other holder sends more of expert 0.
+    """
     old = ExpertMap.from_ranks([[0, 1], [0, 2], [3, 4], [5, 6], [7, 8], [9, 10]], 11)
     new = ExpertMap.from_ranks([[0, 1], [0, 2], [3, 4, 0], [5, 6, 0], [7, 8, 0], [9, 10, 0]], 11)
     wide = ExpertMap.from_ranks([[*old.local(rank), -1] for rank in range(6)], 11)
@@ -96,7 +104,7 @@ def test_holders_send_evenly():
 
 @pytest.mark.parametrize("budget", [1, 8, 9, 20, 39])
 def test_pieces_of_a_row_are_of_whole_words(budget):
-    """Kernels read and examine rows as int64."""
+    """A row is cut at multiples of 8 bytes, because kernels read and check rows as int64."""
     old, new = ExpertMap.linear(2, 2), ExpertMap.from_ranks([[1], [0]], 2)
     pieces = [part for batch in batches(moves(old, new), 0, 40, budget) for pair in batch.rounds for part in pair]
     assert len(pieces) > 2

@@ -1,4 +1,4 @@
-"""A slot's bytes and their checksum: nothing of an expert may be left behind, and nothing may change unseen."""
+"""Test a slot's bytes and their checksum: a row holds all of an expert, and every change is detected."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def put(store, rows):
 
 
 def raw(weights, slot):
-    """Every byte that is registered and belongs to a slot, found without `slot_tensors`."""
+    """Return a slot's bytes of all registered tensors, found without `slot_tensors`."""
     held = [*(weights._slots or weights._parameters).items(), *weights._buffers.items()]
     return {name: tensor.detach()[slot].reshape(-1).view(torch.uint8).clone() for name, tensor in held}
 
@@ -52,7 +52,7 @@ def same(one, other):
 @pytest.mark.parametrize("weight_layout", [WeightLayout, CutlassSm90])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_row_holds_all_of_a_slot(scheme, weight_layout):
-    """Read in pieces of any size and written elsewhere, all that is registered has moved, and nothing else."""
+    """Reading a row in pieces of any size and writing it elsewhere copies all registered tensors, and nothing else."""
     weights = weights_of(scheme, weight_layout)
     store = SlotStore(weights, CHECKSUM)
     before, bystander = raw(weights, 0), raw(weights, 1)
@@ -71,7 +71,7 @@ def test_a_row_holds_all_of_a_slot(scheme, weight_layout):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_byte_counts(scheme):
-    """Changed in the row or in the slot, the first and the last byte of each tensor are seen."""
+    """A change in the first or last byte of any tensor is detected, in the row and in the slot."""
     weights = weights_of(scheme, CutlassSm90)
     store = SlotStore(weights, CHECKSUM)
     row = torch.zeros(store.row_bytes, dtype=torch.uint8)
@@ -111,7 +111,10 @@ def test_a_scale_per_slot_that_somebody_adds_moves_too():
 
 
 def test_a_store_is_right_until_a_row_changes():
-    """Its owner keeps it, and asks."""
+    """`SlotStore.fits` returns False once the layout of the weights changes.
+
+    The owner keeps the store, and asks before each use.
+    """
     weights, other = (weights_of("none", WeightLayout) for _ in range(2))
     store = SlotStore(weights, CHECKSUM)
     assert store.fits(weights)
@@ -138,7 +141,10 @@ def test_slots_of_a_rank_without_experts():
 
 
 def test_a_checksum_depends_on_places_over_blocks():
-    """More words than are weighed at a time: a block that changes places is seen, as a word is."""
+    """The checksum detects blocks that change places, as it detects words.
+
+    The data has more words than one block of weights.
+    """
     words = torch.arange(3 << 20, dtype=torch.int64) + (1 << 60)
     data = words.view(torch.uint8)
     blocks = words.view(3, -1)[[1, 0, 2]].reshape(-1).view(torch.uint8)
@@ -146,12 +152,15 @@ def test_a_checksum_depends_on_places_over_blocks():
     pair[[5, 9]] = pair[[9, 5]]
     found = {int(CHECKSUM(part)) for part in (data, blocks, pair.view(torch.uint8), data[:-1], data[:-8])}
     assert len(found) == 5
-    for stop in (19, 20):  # of whole words, and of others
+    for stop in (19, 20):  # whole words, and a remainder
         assert CHECKSUM(data[3:stop]) == CHECKSUM(data[3:stop].clone()), "wherever it begins in memory"
 
 
 def test_a_sum_is_the_same_whatever_was_summed_before():
-    """A CPU's factors grow with what is summed."""
+    """A checksum does not depend on what was summed before.
+
+    On a CPU the table of factors grows with the size of the data.
+    """
     device = torch.device("cpu")
     parts = [torch.arange(size, dtype=torch.int64).to(torch.uint8) for size in (5, 4000, 17, 24_000, 9)]
     alone = [Checksum(device)(part) for part in parts]

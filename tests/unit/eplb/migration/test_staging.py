@@ -1,4 +1,4 @@
-"""Room for experts on their way: what a plan needs of it is there beforehand, but for rare ones."""
+"""Test the staging memory for experts in transit: all but rare plans fit what is reserved."""
 
 from itertools import pairwise
 from unittest import mock
@@ -49,7 +49,10 @@ def zipf(generator, layers, experts):
 
 @pytest.mark.parametrize(("draw", "most"), [(lognormal, 6), (zipf, 190)])
 def test_a_planners_cycles(draw, most):
-    """How many of 600 layers, each with its load, need more than what is kept; when this was written, 4 and 173."""
+    """Few of 600 layers, each with its own load, need more slots than the reserved ones.
+
+    When this test was written, 4 and 173 layers did.
+    """
     larger = 0
     for experts, ranks, redundant in ((128, 4, 0), (128, 8, 8), (256, 8, 0), (256, 8, 32), (256, 32, 32)):
         draws = [draw(np.random.default_rng(seed), 40, experts) for seed in range(3)]
@@ -63,7 +66,10 @@ def test_a_planners_cycles(draw, most):
 
 
 def test_layers_of_several_sizes():
-    """One is on its way at a time: places are as large as the largest row that may lie there."""
+    """The reserved places are as large as the largest row that can occupy them.
+
+    Only one layer is in transit at a time.
+    """
     room = Room.usual([(20, 100), (3, 1000), (0, 8000)], budget=450, commit=1200)
     assert room == Room((1000, 1000, 1000, *[100] * 9), outbox=448)
     assert Room.usual([(3, 10), (3, 1000), (3, 100)], budget=8, commit=1) == Room((1000,) * 3, outbox=8)

@@ -1,4 +1,4 @@
-"""Changes of map in sub-plans: every map on the way is whole, and no larger a step than cycles need."""
+"""Test sub-plans: every intermediate map is complete, and no step is larger than cycles of experts require."""
 
 from itertools import combinations, pairwise
 
@@ -26,7 +26,7 @@ def test_every_map_on_the_way_is_whole(maps, most):
     for before, after in pairwise([old, *way]):
         assert before != after
         for expert in range(old.num_experts):
-            # all of an expert's slots, or none of them, if it leaves any for another
+            # either all slots of an expert change or none, if it gives up any to another expert
             counts = {one.replica_count[expert] for one in (old, new)}
             assert after.replica_count[expert] >= min(counts)
             assert after.replica_count[expert] <= max(counts)
@@ -38,7 +38,7 @@ def test_every_map_on_the_way_is_whole(maps, most):
 @unhurried
 @given(pairs())
 def test_pieces_are_as_small_as_cycles_allow(maps):
-    """With room for one slot a sub-plan holds one group, and no group can be cut: some expert would be nowhere."""
+    """With room for one slot, a sub-plan holds one group that cannot be cut, because an expert would have no slot."""
     old, new = maps
     way = sub_plans(old, new, 1)
     for before, after in pairwise([old, *way]):
@@ -83,7 +83,7 @@ def test_beside_a_cycle_that_is_too_large_only_other_ranks_write():
     old = [[0, 1, 5], [2, 3, 5], [2, 4, 5]]
     new = [[1, 0, 4], [2, 3, 5], [3, 4, 5]]
     between = [[1, 0, 5], [2, 3, 5], [3, 4, 5]]
-    for way in (1, -1):  # the cycle comes before what other ranks write, or behind it
+    for way in (1, -1):  # the cycle comes before the other ranks' writes, or after them
         first, middle, last = (ExpertMap.from_ranks(ranks[::way], 6) for ranks in (old, between, new))
         assert sub_plans(first, last, 1) == sub_plans(first, last, 2) == [middle, last]
         assert sub_plans(first, last, 3) == [last]
@@ -97,7 +97,7 @@ def test_a_rank_may_hold_an_expert_twice_until_it_does_no_more():
 
 @st.composite
 def replaced(draw):
-    """Two maps whose replicas differ, each rank's first slots being the same."""
+    """Draw two maps that differ only in their replicas. The first slots of each rank are the same."""
     ranks, own, spare = draw(st.integers(2, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
     experts = st.lists(st.integers(0, ranks * own - 1), min_size=spare, max_size=spare)
     flats = [[e for r in range(ranks) for e in [*range(r * own, (r + 1) * own), *draw(experts)]] for _ in range(2)]

@@ -1,4 +1,4 @@
-"""One rank's part in a migration, without others: what is prepared for a commit, and when."""
+"""Test one rank's part of a migration: what is prepared for a commit, and when."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -18,7 +18,7 @@ OTHER = ExpertMap.from_ranks([[1, 0, 2, 3]], 4)
 
 
 def start():
-    """A layer, its rows by expert, and a migration of it that needs three steps."""
+    """Return a layer, its slots by expert, and a migration of it that takes three steps."""
     config = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=1)
     weights = ExpertWeights(config, OLD).requires_grad_(False)
     layer = SimpleNamespace(name="layers.0", placement=Placement(OLD), expert_weights=weights)
@@ -31,7 +31,7 @@ def start():
 
 
 def held(layer):
-    """What each expert's slot holds by the map in force."""
+    """Return the contents of each expert's slot under the current map."""
     tensors = layer.expert_weights.slot_tensors()
     placed = layer.placement.expert_map.local(0)
     return {expert: [tensor[slot].clone() for tensor in tensors.values()] for slot, expert in enumerate(placed)}

@@ -1,4 +1,4 @@
-"""plan: legal maps, at least as balanced as the published algorithm, with no move that is not needed."""
+"""Test `plan`: maps are legal, at least as balanced as the published algorithm's, and move nothing needlessly."""
 
 import itertools
 
@@ -19,7 +19,7 @@ EQUAL = 1 + 1e-9
 
 @st.composite
 def expert_loads(draw, experts: int) -> list[float]:
-    """Even, skewed, nearly all in one expert, small integers, partly zero, or all zero."""
+    """Draw loads: even, skewed, nearly all in one expert, small integers, partly zero, or all zero."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     load = rng.random(experts) ** draw(st.sampled_from([0, 1, 4, 12]))
     if draw(st.booleans()):
@@ -32,7 +32,7 @@ def expert_loads(draw, experts: int) -> list[float]:
 
 @st.composite
 def current_maps(draw, experts: int, room: list[int]) -> ExpertMap:
-    """Any legal map with these slots, some of them empty."""
+    """Draw a legal map with these slots, some of them empty."""
     order = draw(st.permutations([rank for rank, slots in enumerate(room) for _ in range(slots)]))
     ranks: list[list[int]] = [[] for _ in room]
     for expert, rank in enumerate(order):
@@ -48,7 +48,7 @@ def current_maps(draw, experts: int, room: list[int]) -> ExpertMap:
 
 @st.composite
 def even_problems(draw, most_experts: int = 12, most_ranks: int = 6):
-    """load, current, slots per rank: each rank has as many, some or nearly all of them for copies."""
+    """Draw a load, a current map and a number of slots per rank, equal on all ranks, with room for replicas."""
     experts = draw(st.integers(1, most_experts))
     ranks = draw(st.integers(1, most_ranks))
     slots = draw(st.integers(-(-experts // ranks), experts))
@@ -76,7 +76,7 @@ def moves(old: ExpertMap, new: ExpertMap) -> int:
 def test_an_expert_twice_on_a_rank_is_there_once_in_the_plan(seed, ranks):
     random = np.random.default_rng(seed)
     slots = [random.integers(0, 6, 4).tolist() for _ in range(ranks)]
-    for expert in range(6):  # each somewhere
+    for expert in range(6):  # each expert is on some rank
         slots[expert % ranks][expert // ranks] = expert
     current = ExpertMap.from_ranks(slots, 6, allow_duplicates=True)
     (planned,) = plan(random.integers(0, 100, (1, 6)), [current])
@@ -180,7 +180,7 @@ def test_layers_of_a_real_size_are_each_as_balanced_and_most_are_better(seed):
     ours = loads_by_rank(load, planned).max(1)
     theirs = np.array([max(loads(one, published(one, 160, 32))) for one in load.tolist()])
     assert (ours <= theirs * EQUAL).all()
-    assert (balancedness(loads_by_rank(load, planned)) > 0.98).all()  # the published algorithm: 0.95 to 0.97
+    assert (balancedness(loads_by_rank(load, planned)) > 0.98).all()  # the published algorithm reaches 0.95 to 0.97
 
 
 def test_layers_do_not_see_each_other():
@@ -212,7 +212,7 @@ def test_a_plan_planned_again_moves_nothing(problem, tolerance):
 )
 def test_a_balanced_map_is_returned_itself(load):
     current = ExpertMap.linear(8, 4)
-    if load[0] == 100:  # 201 to 200: within one part in a hundred
+    if load[0] == 100:  # ranks have 201 and 200: within one percent
         assert plan([load], [current])[0] is current
         load = [1.0] * 8
     assert plan([load], [current], tolerance=0.0)[0] is current
@@ -226,7 +226,7 @@ def test_tolerance_is_measured_from_the_mean_rank():
 
 
 def test_a_layer_changes_for_a_reason():
-    """To be as good as the published algorithm, or to gain what the tolerance asks for."""
+    """A layer's map changes only to match the published algorithm, or to gain at least the tolerance."""
     rng = np.random.default_rng(0)
     load = rng.random((80, 12)) ** 3
     current = plan(load, [ExpertMap.redundant(12, 4, 4)] * 80, tolerance=0.0)
@@ -252,14 +252,16 @@ def test_less_moves_where_less_is_enough():
 
 def test_a_layer_that_stays_keeps_its_holes():
     current = ExpertMap.from_ranks([[0, 1, -1], [2, 3, -1]], 4)
-    load = [[50.0, 50.0, 51.5, 51.5]]  # 100 and 103: more than the tolerance, and nothing better without copies
+    # ranks have 100 and 103: beyond the tolerance, but no better map exists without replicas
+    load = [[50.0, 50.0, 51.5, 51.5]]
     for slots in ([2, 2], [3, 3]):
         assert plan(load, [current], slots=slots, tolerance=0.02)[0] is current
 
 
 def test_one_swap_is_all_that_moves():
     current = ExpertMap.from_ranks([[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]], 12)
-    load = [[6.0, 4.0, 2.0, 1.0, 1.0, 4.0, 3.0, 3.0, 3.0, 4.0, 2.0, 3.0]]  # ranks 12, 6, 9, 9: 4 for 1 balances
+    # ranks have 12, 6, 9, 9: exchanging experts of load 4 and 1 balances them
+    load = [[6.0, 4.0, 2.0, 1.0, 1.0, 4.0, 3.0, 3.0, 3.0, 4.0, 2.0, 3.0]]
     (planned,) = plan(load, current=[current])
     assert moves(current, planned) == 2
     assert fullest(load[0], planned) == 9
@@ -275,7 +277,10 @@ def test_an_expert_that_stays_on_its_rank_keeps_its_slot():
 
 
 def test_ranks_are_named_after_what_they_hold():
-    """The published plan of the current load under other names of the ranks costs next to nothing."""
+    """Planned ranks are numbered to match what ranks hold, so few experts move.
+
+    The current map is the published plan of the same load, with its ranks renumbered.
+    """
     load = np.random.default_rng(4).random((1, 64)) ** 4
     held = published(load[0].tolist(), 64, 16)
     current = ExpertMap.from_ranks([held[(5 * rank) % 16] for rank in range(16)], 64)
@@ -283,7 +288,10 @@ def test_ranks_are_named_after_what_they_hold():
 
 
 def test_a_copy_on_the_wrong_node_goes_and_nothing_else_moves():
-    """Experts 0 to 3 belong to node 0, 4 to 7 to node 1; rank 2 has a copy of expert 1."""
+    """A replica on the wrong node is removed, and nothing else moves.
+
+    Experts 0 to 3 belong to node 0, and 4 to 7 to node 1. Rank 2 has a replica of expert 1.
+    """
     current = ExpertMap.from_ranks([[0, 3], [1, 2], [4, 7, 1], [5, 6]], 8)
     load = [[4.0, 2.0, 3.0, 1.0, 4.0, 0.0, 5.0, 1.0]]
     (planned,) = plan(load, [current], groups=2, nodes=2)
@@ -333,7 +341,7 @@ def test_memory_is_what_the_current_map_uses_and_is_not_forgotten():
 
 
 def test_no_rank_with_memory_is_left_without_an_expert():
-    load = [[36.0, 14.0, 58.0, 56.0, 1.0, 5.0, 5.0, 5.0]]  # node 1 is idle enough for one rank
+    load = [[36.0, 14.0, 58.0, 56.0, 1.0, 5.0, 5.0, 5.0]]  # node 1 has so little load that one rank would suffice
     (planned,) = plan(load, [ExpertMap.redundant(8, 4, 8)], groups=2, nodes=2)
     assert [planned.num_slots(rank) for rank in range(4)] == [4] * 4
 
@@ -401,7 +409,10 @@ def test_refusal_names_the_value(change, message):
 
 
 def test_surplus_copies_leave_the_fullest_ranks():
-    """Expert 0 is on all ranks, and two of its copies go: from ranks 1 and 2, whose other experts are loaded more."""
+    """Surplus replicas are removed from the ranks with the most load.
+
+    Expert 0 is on all ranks. Two copies are removed, from ranks 1 and 2, whose other experts have more load.
+    """
     table = np.array([[[0, 1], [0, 2], [0, 3]]])
     load = np.array([[3.0, 1.0, 9.0, 5.0]])
     found = drop_surplus(load, np.array([[1, 1, 1, 1]]), table)
@@ -410,7 +421,7 @@ def test_surplus_copies_leave_the_fullest_ranks():
 
 
 def test_each_layer_keeps_its_own_slots():
-    """Layers of a balancer may have different memory."""
+    """Each layer keeps its number of slots. A balancer's layers may differ in it."""
     maps = [ExpertMap.linear(6, 2), ExpertMap.redundant(6, 2, 4)]
     load = np.array([[9.0, 9.0, 9.0, 1.0, 1.0, 1.0], [30.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
     found = plan(load, maps)

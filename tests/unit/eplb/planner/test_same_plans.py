@@ -1,6 +1,8 @@
-"""plan: the maps of known loads, by checksum. The properties that plans must have are held in `test_plan`; this holds
-that a change which means to keep plans keeps them. `pytest -vv` shows the numbers of
-other plans."""
+"""Test that `plan` still returns the same maps for known loads, by checksum.
+
+`test_plan` tests the properties of plans. This module guards changes that should not alter plans. `pytest -vv` prints
+the checksums of changed plans.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from ep_moe import ExpertMap
 from ep_moe.eplb import plan
 
 LAYERS, STEPS = 4, 3
-SHARED = 5040  # which all numbers of copies here divide: every sum of loads is exact, on all machines
+SHARED = 5040  # divisible by all replica counts used here, so sums of loads are exact on all machines
 
 
 def random_loads(random: np.random.Generator, experts: int) -> np.ndarray:
-    """[layers, E]: layers of even to skewed load, some experts without any."""
+    """Return int loads [layers, E], from even to skewed; some experts have none."""
     skew = random.choice([0, 1, 4, 12], size=(LAYERS, 1))
     loads = (1000 * random.random((LAYERS, experts)) ** skew).astype(np.int64)
     return loads * (random.random(loads.shape) < 0.9) * SHARED
@@ -49,7 +51,7 @@ KINDS: dict[str, tuple[ExpertMap, dict[str, Any]]] = {
 
 
 def found(kind: str) -> list[int]:
-    """Of plans that follow each other: three loads, from each of two seeds."""
+    """Return checksums of consecutive plans: three loads from each of two seeds."""
     start, options = KINDS[kind]
     sums = []
     for seed in range(2):

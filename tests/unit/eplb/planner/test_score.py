@@ -1,4 +1,4 @@
-"""Rank loads, balancedness, bytes by link; each against a count by hand."""
+"""Test rank loads, balancedness and bytes by link, each against a count by hand."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_traffic_by_link():
     old = ExpertMap.from_ranks([[0, 1], [2, 3], [4, 5], [6, 7]], 8)
     new = ExpertMap.from_ranks([[1, 2], [3, 0], [4, 7], [6, 5]], 8)
     found = traffic([old], [new], expert_bytes=10, ranks_per_node=2)
-    assert found.local.tolist() == [[1, 1, 0, 0]]  # 1 on rank 0, 3 on rank 1
+    assert found.local.tolist() == [[1, 1, 0, 0]]  # expert 1 on rank 0, expert 3 on rank 1
     assert found.same_node.tolist() == [[1, 1, 1, 1]]
     assert found.other_node.tolist() == [[0, 0, 0, 0]]
     assert (found.local_bytes, found.same_node_bytes, found.other_node_bytes, found.lost_bytes) == (20, 40, 0, 0)

@@ -1,4 +1,4 @@
-"""The planner's steps one by one: copies, packing, local search, renaming."""
+"""Test each step of the planner: replicas, packing, local search, relabelling."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ bounded = settings(deadline=None, max_examples=150)
 
 
 def packed_at_random(seed: int):
-    """load [X, E] and a legal table [X, R, S] of rows that differ, with EMPTY and ABSENT slots."""
+    """Return loads [X, E] and a legal table [X, R, S] of rows that differ, with EMPTY and ABSENT slots."""
     rng = np.random.default_rng(seed)
     rows, experts, ranks = int(rng.integers(1, 5)), int(rng.integers(1, 9)), int(rng.integers(1, 5))
     room = rng.integers(-(-experts // ranks), experts + 2, (rows, ranks))
