@@ -1,4 +1,4 @@
-"""Predicted times against those that `bench.layer` measured."""
+"""Test predicted layer times against those that `bench.layer` measured."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ LAUNCHES = 20.0
 
 
 def line_of(ranks: int, tokens: int, multiple: float, **other) -> MeasuredLine:
-    """A line that takes `LAUNCHES` and so many times its floor, which weights alone bind."""
+    """Return a line that took `LAUNCHES` and `multiple` times its floor, which only the weights determine."""
     own = Floor(weights=10.0 * tokens, products=0, out=0, back=0)
     given = {"file": "layer-h200.csv", "gpu": "h200", "config": CONFIG, "model": "small", "pair": "k + t"}
     given |= {"scheme": "none", "rows": "bf16 / bf16", "us": LAUNCHES + multiple * own.weights, "drawn": 1.0}
@@ -97,7 +97,10 @@ def test_work_is_between_the_floor_and_its_parts_in_turn():
 
 
 def test_lines_have_the_floors_of_the_routes_that_they_drew():
-    """With many tokens these are the mean; one token on each of 4 ranks drew a quarter fewer experts."""
+    """Each measured line has the floor of the routes that it drew.
+
+    With many tokens this is the mean floor. With one token on each of 4 ranks, the routes drew a quarter fewer experts.
+    """
     lines = measured()
     assert all(abs(line.drawn - 1) < 0.02 for line in lines if line.tokens * line.ranks >= 256)
     (few,) = {round(line.drawn, 2) for line in lines if (line.file, line.tokens) == ("layer-deepseek-h200.csv", 1)}
@@ -112,7 +115,7 @@ def test_lines_have_the_floors_of_the_routes_that_they_drew():
     [(RANKS, 126, 122, 0.05), (TOKENS, 198, 172, 0.09), (ROWS_BACK, 27, 27, 0.01)],
 )
 def test_held_back_lines_are_predicted(basis, lines, within, median):
-    """What docs/how-to/fit.md says."""
+    """Held-back lines are predicted as accurately as docs/how-to/fit.md says."""
     found = held_back(basis)
     assert len(found.errors) == lines
     assert found.within(0.2) >= within
@@ -131,8 +134,11 @@ def test_another_model_is_an_estimate():
 
 
 def test_what_is_held_back_predicts_nothing(monkeypatch):
-    """One line of 4 ranks takes longer than all others would have it: it does not predict itself, and misleads those
-    of 8 ranks with as many rows per expert."""
+    """A held-back line does not predict itself.
+
+    One line of 4 ranks takes longer than all others predict. It misleads the prediction of the 8-rank line with as many
+    rows per expert.
+    """
     lines = [line_of(4, tokens, 1.0) for tokens in (1, 4, 16)]
     lines += [line_of(8, tokens, 1.0, file="b-h200.csv") for tokens in (1, 2, 8)]
     lines[1] = line_of(4, 4, 3.0)

@@ -1,4 +1,4 @@
-"""The floor of a layer's time, what binds it, and the numbers of tokens and ranks at which another way is faster."""
+"""Test the floor of a layer's time, what bounds it, and from which tokens and ranks another transport is faster."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from tests.fixtures.scaling_model import config_of
 
 # --- floors --------------------------------------------------------------------------------------------------------
 
-# bf16 on 4 ranks at 4.3 TB/s, 800 TFLOP/s, 389 GB/s, reckoned apart from this code: T, in turn, overlapped; in these
-# figures ids and weights do not travel
+# bf16 on 4 ranks at 4.3 TB/s, 800 TFLOP/s, 389 GB/s, computed without this code: (T, in turn, overlapped). These
+# figures do not count ids and weights on the wire.
 FIGURES = {
     "qwen3-30b-a3b": [(1, 16, 16), (16, 70, 69), (128, 78, 70), (1024, 155, 97), (8192, 1243, 773)],
     "deepseek-v3": [(1, 157, 156), (16, 1142, 1139), (128, 1337, 1311), (1024, 1516, 1311), (8192, 8852, 7216)],
@@ -62,7 +62,7 @@ def test_links_work_side_by_side_and_the_slower_counts():
     config = config_of(8, 1)
     machine = Machine(hbm_bytes_per_s=1, flops=1, link_bytes_per_s=100e6, node_link_bytes_per_s=10e6)
     out, back = row_bytes(config, Wire(), 1)
-    rows = deduplicated(config, 4, 2)  # 1/4 of a row from one near rank, and from two far ones
+    rows = deduplicated(config, 4, 2)  # 1/4 of a row from one rank of the same host, and from each of two on the other
     assert rows.us(config, Wire(), machine) == pytest.approx((0.5 * out / 10, 0.5 * back / 10))
     slow = dataclasses.replace(machine, link_bytes_per_s=1e6)
     assert rows.us(config, Wire(), slow) == pytest.approx((0.25 * out / 1, 0.25 * back / 1))
@@ -72,7 +72,7 @@ def test_levels_in_turn_take_their_sum():
     config = config_of(8, 1)
     machine = Machine(hbm_bytes_per_s=1, flops=1, link_bytes_per_s=100e6, node_link_bytes_per_s=10e6)
     out, back = row_bytes(config, Wire(), 1)
-    rows = two_level(config, 4, 2)  # 1/4 of a row from the 2 ranks of another number, 1/2 over the rail
+    rows = two_level(config, 4, 2)  # 1/4 of a row from each of the 2 ranks with another local rank, 1/2 over the rail
     assert (rows.near, rows.far) == (0.5, 0.5)
     assert rows.us(config, Wire(), machine) == pytest.approx((0.55 * out / 10, 0.55 * back / 10))
     assert rows.busy_us(config, Wire(), machine) == pytest.approx(0.5 * (out + back) / 10)
@@ -131,7 +131,10 @@ def test_deduplication_saves_within_a_host_but_not_across_few():
 
 
 def test_two_levels_pay_until_a_host_holds_few_experts():
-    """A token of DeepSeek-V3 has 8 experts, which 32 hosts or more seldom have two of."""
+    """The two-level transport is faster until a host holds few experts.
+
+    A token of DeepSeek-V3 has 8 experts. With 32 hosts or more, a host rarely has two of them.
+    """
     config = scaling.uniform("deepseek-v3")
     found = {
         ranks: two_levels_beside_flat(config, KINDS["fp8"], ranks, 8, filling(256, ranks))
@@ -159,7 +162,7 @@ def test_wire_binds_from_that_number_of_ranks_on(kind, tokens):
 @pytest.mark.parametrize("experts", [12, 96])
 @pytest.mark.parametrize("bound_from", [1, 3, 8, 12, 97])
 def test_only_numbers_of_ranks_that_divide_the_experts_are_asked(experts, bound_from, monkeypatch):
-    """And more than a host's are whole hosts."""
+    """`wire_bound_from` tries only rank counts that divide the experts, and whole hosts where they exceed one host."""
     asked = []
 
     def floor_of(config, kind, ranks, tokens, *, per_host):

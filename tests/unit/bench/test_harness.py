@@ -1,4 +1,4 @@
-"""What the benchmarks share."""
+"""Test the functions that all benchmarks use."""
 
 import torch.distributed as dist
 

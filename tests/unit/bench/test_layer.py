@@ -1,5 +1,4 @@
-"""`bench/layer` and what it stands on, as far as a CPU can tell: floors, stages, tables, and that a line which fails or
-is wrong is reported."""
+"""Test `bench/layer` on a CPU: floors, stages and tables, and that lines which fail or are wrong are reported."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from tests.emulations.flashinfer_nvlink import communication
 # one run on 4 H200: bytes/s copied, bf16 and fp8 operations/s; bytes/s peer to peer
 H200, P2P = Rates(4.3e12, 800e12, 1468e12), 389e9
 
-# microseconds apart and overlapped in bf16, overlapped in fp8, worked out by hand from those rates
+# microseconds in turn and overlapped in bf16, overlapped in fp8, computed by hand from those rates
 FLOORS = {
     "qwen3-30b-a3b": {1: (16, 16, 8), 16: (70, 69, 35), 128: (78, 70, 35), 1024: (155, 97, 53), 8192: (1243, 773, 421)},
     "deepseek-v3": {
@@ -50,7 +49,7 @@ FLOORS = {
 
 
 def expected_load(num_experts: int, top_k: int, ranks: int, tokens: int) -> floors.Load:
-    """Under uniform routing, of any rank."""
+    """Return the expected load of any rank under uniform routing."""
     touched = floors.experts_touched(num_experts, top_k, num_experts // ranks, ranks * tokens)
     rows = tokens * remote_ranks(num_experts, top_k, ranks)
     return floors.Load(touched, tokens * top_k, rows, 2 * rows)
@@ -64,22 +63,22 @@ def test_floors_are_those_worked_out_by_hand(model):
         plain = floors.counted_floor(config, load, floors.KINDS["bf16"].at(H200, P2P))
         rounded = floors.counted_floor(config, load, floors.KINDS["fp8"].at(H200, P2P))
         found = (plain.in_turn, plain.overlapped, rounded.overlapped)
-        if (model, tokens) == ("qwen3-30b-a3b", 1024):  # 96.6 us of products in bf16; in fp8 52.7
+        if (model, tokens) == ("qwen3-30b-a3b", 1024):  # products take 96.6 us in bf16, and 52.7 us in fp8
             assert rounded.overlapped == rounded.products
         assert found[:2] == pytest.approx((apart, overlap), abs=0.51, rel=2e-4)
-        # by hand without the scales of fp8 weights, a float32 for 128 x 128 of them
+        # the hand computation leaves out the scales of fp8 weights, one float32 per 128 x 128 block
         assert found[2] == pytest.approx(fp8, abs=0.51 + fp8 * 4 / 128**2)
 
 
 def test_fp8_rows_travel_out_and_bf16_rows_back():
     config = load_model_config("deepseek-v3").moe
     found = floors.counted_floor(config, floors.Load(1, 1, 1000, 2000), floors.KINDS["fp8"].at(H200, P2P))
-    row = 7168 + 4 * 56 + 2 * 7168  # with 56 scales out
+    row = 7168 + 4 * 56 + 2 * 7168  # the row sent has 56 scales
     assert found.wire == found.link == pytest.approx(1e6 * 1000 * row / P2P)
 
 
 def test_load_of_a_batch():
-    # 2 ranks with experts 0-1 and 2-3; rank 0 has two tokens, rank 1 one and a token without experts
+    # 2 ranks with experts 0-1 and 2-3; rank 0 has two tokens, rank 1 has one and a token without experts
     ids = torch.tensor([[[0, 1], [2, 0]], [[0, 2], [-1, -1]]])
     found = floors.load_of(ids, 4)
     assert found == floors.Load(experts=2, pairs=4, rows=1, both=2)
@@ -93,7 +92,7 @@ def test_load_of_uniform_routes_is_what_is_expected_of_them():
     found, wanted = floors.load_of(ids, 64), expected_load(64, 4, 4, 2048)
     assert found.experts == 16
     assert wanted.experts == pytest.approx(16)
-    # a binomial's largest of 4 (or 8) is within 5 deviations of its mean
+    # the largest of 4 (or 8) binomial draws is within 5 deviations of the mean
     pairs, rows = 5 * wanted.pairs**0.5, 5 * wanted.rows**0.5
     assert found.pairs == pytest.approx(wanted.pairs, abs=pairs)
     assert found.rows == pytest.approx(wanted.rows, abs=rows)
@@ -104,13 +103,13 @@ def test_load_of_uniform_routes_is_what_is_expected_of_them():
 
 
 def call_of(at: float, *, sent: str = "_send", received: str = "_receive") -> list[tuple[str, float, float]]:
-    """13 us from call to call: rest 2, dispatch 3 with a gap before it, experts 4, combine 4."""
+    """Return kernel spans of a call, with 13 us between calls: rest 2, dispatch 3 after a gap, experts 4, combine 4."""
     return [
         ("place", at, at + 2),
         (sent, at + 2.5, at + 5),
         ("gemm", at + 5, at + 7),
         ("Memcpy DtoD", at + 7, at + 7.5),
-        ("gemm", at + 4.5, at + 9),  # launched ahead of the end of the one before
+        ("gemm", at + 4.5, at + 9),  # launched before its predecessor ends
         (received, at + 9, at + 13),
     ]
 
@@ -122,7 +121,7 @@ def call_of(at: float, *, sent: str = "_send", received: str = "_receive") -> li
 def test_stages_add_up_to_the_time_from_call_to_call(sent, received):
     spans = call_of(0, sent=sent, received=received)
     spans[-1] = (received, 9, 63.0)  # it waited for a late rank
-    spans.append(("cast", 63.0 + 13 * 4, 63.0 + 13 * 4 + 1))  # of no call
+    spans.append(("cast", 63.0 + 13 * 4, 63.0 + 13 * 4 + 1))  # belongs to no call
     for number in range(4):
         spans += call_of(63.0 + 13 * number, sent=sent, received=received)
     found = breakdown.split(spans)
@@ -169,7 +168,10 @@ def test_host_time_is_that_of_one_call(monkeypatch):
 
 
 def test_bytes_that_were_taken():
-    """Of 1000 free bytes: a cache of 50 before; 100 in tensors, 20 more at the peak, and 300 for a library."""
+    """`taken` returns the bytes that tensors and libraries took, at rest and at the peak.
+
+    Of 1000 free bytes, a cache held 50 before. Then tensors hold 100, 20 more at the peak, and a library takes 300.
+    """
     before = breakdown._Mark(allocated=40, peak=40, outside=-1000 - 50)
     after = breakdown._Mark(allocated=140, peak=160, outside=-(1000 - 300 - 60) - 110)
     assert breakdown.taken(before, after) == (400, 420)
@@ -220,7 +222,8 @@ def test_tables_csv_and_panels(tmp_path):
     assert "WRONG" in text
     assert "0.900" in text, "plan / held"
     harness.write(lines, tmp_path / "lines.csv")
-    assert repr(layer_report.read(tmp_path / "lines.csv")) == repr(lines)  # some numbers are none
+    # compare by repr, because NaN does not equal itself
+    assert repr(layer_report.read(tmp_path / "lines.csv")) == repr(lines)
     rows = list(csv.DictReader((tmp_path / "lines.csv").open()))
     assert len(rows) == 8
     assert (rows[0]["dispatch_us"], rows[1]["dispatch_us"]) == ("4.5", "")
@@ -318,7 +321,7 @@ OURS = {
 }
 
 
-def cutlass_fused_moe(  # FlashInfer 0.7.2.post1's, by name
+def cutlass_fused_moe(  # the signature of FlashInfer 0.7.2.post1, by name
     input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output_dtype,  # noqa: A002
     quant_scales, *, output, ep_size, ep_rank, enable_alltoall, profile_ids, workspace_buffer, **flags,
 ) -> None:  # fmt: skip
@@ -331,7 +334,7 @@ def cutlass_fused_moe(  # FlashInfer 0.7.2.post1's, by name
         quant_scales, None, None, None, tp_size=1, tp_rank=0, ep_size=ep_size, ep_rank=ep_rank, activation_type=3,
         output_dtype=output_dtype, **{name: flags[name] for name in SM90_FLAGS},
     )  # fmt: skip
-    if enable_alltoall:  # a row without an expert here may be left as it is
+    if enable_alltoall:  # the library may leave rows without a local expert unwritten
         held = len(fc2_expert_weights)
         output[(token_selected_experts // held != ep_rank).all(1)] = torch.nan
 
@@ -357,7 +360,7 @@ def test_flashinfer_takes_what_the_peers_hand_over():
 
 
 def on_the_cpu() -> list[object]:
-    """Within a rank's process. Returns the configurations that mega kernels are made with."""
+    """Replace GPU libraries by emulations in a rank's process. Return the configurations of mega kernels."""
     fused = ModuleType("flashinfer.fused_moe")
     fused.cutlass_fused_moe = cutlass_fused_moe
     fused.cutlass_fused_moe_workspace_size = lambda rows, *shape, **rest: rows
@@ -397,7 +400,7 @@ def test_every_line_is_there_and_computes_the_same(world_size):
     assert {(line.name, line.scheme, line.rows) for line in lines if line.owner == "peer"} == PEERS
     assert {(line.name, line.scheme, line.rows) for line in lines if line.owner == "ours"} == OURS
     assert not [line for line in lines if line.wrong]
-    # the reference is the first, and the others differ from it where they round
+    # the first line is the reference; others differ from it where they round
     assert [line.error for line in lines[:1]] == [0]
     assert all(line.error > 0 for line in lines if line.weights == "fp8")
     assert all(line.x_peer is not None for line in lines)

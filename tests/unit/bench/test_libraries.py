@@ -1,5 +1,8 @@
-"""Other libraries' kernels as the benchmarks call them, over emulations of their contracts: what is handed over is what
-they ask for, and each computes the layer. Without a library its line is left out, with the reason."""
+"""Test the benchmark's calls of other libraries' kernels, over emulations of their contracts.
+
+Each call passes what the library requires, and computes the layer. Without a library, its line is left out and the
+reason is printed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ LIBRARIES = ("vllm", "sglang", "sonicmoe", "quack", "deep_gemm")
 
 @pytest.fixture(autouse=True)
 def nothing_installed():
-    """Whatever a test puts into sys.modules is taken away."""
+    """Hide installed libraries, and remove what a test adds to sys.modules."""
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.partition(".")[0] in LIBRARIES]:
             del sys.modules[name]
@@ -36,7 +39,7 @@ def nothing_installed():
 
 
 def held(scheme: str) -> libraries.Held:
-    """Experts 2 to 4 of 8."""
+    """Return weights of experts 2 to 4 of 8."""
     tensors = [random_expert(CONFIG, SCHEMES[scheme], expert, torch.bfloat16) for expert in range(HELD)]
     slots = torch.full((8,), -1, dtype=torch.int32)
     slots[2 : 2 + HELD] = torch.arange(HELD, dtype=torch.int32)
@@ -45,7 +48,7 @@ def held(scheme: str) -> libraries.Held:
 
 
 def given(count: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, ids, weights, among them rows without an expert here."""
+    """Return rows, ids and weights; some rows have no expert on this rank."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, CONFIG.hidden_size, generator=generator).bfloat16()
     ids = torch.rand(count, 8, generator=generator).topk(2).indices.int()
@@ -58,7 +61,7 @@ def expected(own: libraries.Held, x, ids, weights) -> torch.Tensor:
 
 
 def same(y: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Up to one rounding to bf16 and sums in another order."""
+    """Assert equality up to one rounding to bf16 and another order of sums."""
     assert wanted.std() > 0.1
     assert bool(((y.float() - wanted).abs() <= 2.0**-7 * wanted.abs() + 1e-4).all())
 
@@ -101,7 +104,7 @@ def test_deepgemm_gets_rows_grouped_and_filled_up():
 
 @pytest.mark.parametrize("other", [{"expert_bias": True}, {"activation": Activation.GEGLU}])
 def test_experts_that_no_library_is_called_for(other):
-    """Those of GPT-OSS have biases, which the libraries' calls here do not take."""
+    """Other libraries are left out for experts with biases (as in GPT-OSS) or other activations."""
     said: list[str] = []
     config = dataclasses.replace(CONFIG, **other)
     assert experts.peer_lines("m", config, "none", (16,), RATES, torch.device("cpu"), said.append) == []
@@ -110,7 +113,7 @@ def test_experts_that_no_library_is_called_for(other):
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_block"])
 def test_lines_of_local_experts(scheme, monkeypatch):
-    """Each library's, or why there is none."""
+    """Each library has its line of local experts, or the reason why it has none is printed."""
     monkeypatch.setattr(experts, "replayed", lambda calls: [(calls[0](), 7.0)[1]])
     monkeypatch.setattr(experts, "eager", lambda calls: [(calls[0](), 9.0)[1]])
 
@@ -154,7 +157,7 @@ PEERS = {
 
 
 def lines_of(context: EPContext) -> list[layer.LayerLine]:
-    """Of a rank's process, on the CPU."""
+    """Return the layer's lines in a rank's process, on the CPU."""
     layer.captured = lambda call, repeat: SimpleNamespace(replay=call)
     layer.interleaved_times = lambda calls, repeat, replays, before: [1.0 + (call() is None) for call in calls]
     layer.host = lambda call, calls, before: harness.host(call, calls=1, samples=1, before=before)
@@ -173,7 +176,8 @@ def test_layers_of_other_libraries_compute_the_same(world_size):
     peers = [line for line in lines if line.owner == "peer"]
     assert {(line.name, line.scheme, line.rows) for line in peers} == PEERS
     assert not [line for line in lines if line.wrong]
-    eager = [line.name for line in lines if line.us == 2]  # `repeated` returns nothing, a replayed call its rows
+    # an eager call returns None, and a replayed call returns rows
+    eager = [line.name for line in lines if line.us == 2]
     assert eager == ["transformers all_to_all, eager"]
 
 

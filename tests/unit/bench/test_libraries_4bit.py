@@ -1,5 +1,7 @@
-"""Kernels of other libraries for weights of 4 bits, over emulations of their contracts: what is handed over holds the
-codes and scales of our layers, and each computes the layer."""
+"""Test other libraries' kernels for 4-bit weights, over emulations of their contracts.
+
+Each call passes the codes and scales of our layers, and computes the layer.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SCHEMES_4BIT = ("int4", "mxint4", "mxfp4")
 
 @pytest.fixture(autouse=True)
 def nothing_installed():
-    """Whatever a test puts into sys.modules is taken away."""
+    """Hide installed libraries, and remove what a test adds to sys.modules."""
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.partition(".")[0] in ("vllm", "triton_kernels")]:
             del sys.modules[name]
@@ -46,7 +48,7 @@ def peers(config: MoEConfig, scheme: str, monkeypatch) -> tuple[dict[str, expert
 
 @pytest.mark.parametrize("scheme", SCHEMES_4BIT)
 def test_libraries_get_the_numbers_of_this_ranks_experts(scheme):
-    """Experts 2 to 4 of 8."""
+    """Libraries compute the layer with the weights of this rank's experts, 2 to 4 of 8."""
     emulated.marlin()
     emulated.triton_kernels()
     tensors = [random_expert(CONFIG, SCHEMES[scheme], expert, torch.bfloat16) for expert in range(3)]

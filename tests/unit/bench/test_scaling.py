@@ -1,4 +1,4 @@
-"""The `scaling` command: its tables, and measured times beside the model of larger EP groups."""
+"""Test the `scaling` command: its tables, and measured times beside the model of larger EP groups."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ def test_no_layer_was_measured_below_its_floor():
 
 
 def test_transports_were_measured_a_little_above_their_bytes():
-    """None below what the model says must travel, and FlashInfer's not far above, which it could not be if bytes that
-    do travel were missing from the model."""
+    """Measured transports take at least the time of the model's bytes, and FlashInfer's takes little more.
+
+    If the model missed bytes that travel, FlashInfer's ratio would be larger.
+    """
     lines = scaling.slopes(DOCS / "all2all-h200.csv", 4)
     assert all(line.slope / line.model >= 1 for line in lines)
     best = [line.slope / line.model for line in lines if line.transport == "flashinfer_nvlink"]
     assert best
-    assert max(best) < 1.15  # what the project takes for close to the floor
+    assert max(best) < 1.15  # close to the floor, by this project's definition
 
 
 def write(file: Path, *lines: str) -> Path:
@@ -104,7 +106,8 @@ def test_slopes_leave_out_eager_lines_and_use_the_rate_of_the_run(tmp_path):
     (found,) = scaling.slopes(write(tmp_path / "a2a.csv", head, *one, *eager), 4)
     assert (found.fixed, found.slope) == (12, pytest.approx(2))
     config = MoEConfig(hidden_size=256, intermediate_size=1, num_experts=all2all.EXPERTS, top_k=all2all.TOP_K)
-    assert found.model == pytest.approx(sum(deduplicated(config, 4, 4).bytes(config, Wire())) / 100)  # 1000 / 10 us
+    # the measured rate is 1000 bytes / 10 us
+    assert found.model == pytest.approx(sum(deduplicated(config, 4, 4).bytes(config, Wire())) / 100)
 
 
 def test_a_file_without_a_column_or_none_is_refused(tmp_path):
@@ -119,7 +122,7 @@ def test_a_file_without_a_column_or_none_is_refused(tmp_path):
 
 
 def run(monkeypatch, *words: object) -> list[dict[str, str]]:
-    """Lines of the CSV that the command writes to the last of `words`."""
+    """Run the command, and return the lines of the CSV file that `words` ends with."""
     monkeypatch.setattr(sys, "argv", ["scaling", *map(str, words)])
     scaling.main()
     with Path(words[-1]).open(newline="") as text:

@@ -1,4 +1,4 @@
-"""What a benchmark cannot do is one sentence and exit code 2, before anything is timed."""
+"""Test that a benchmark which cannot run prints one sentence and exits with code 2 before it times anything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEED_RANKS = ("layer", "all2all", "overlap", "rebalance")
 
 
 def ended(monkeypatch, capsys, name, *words, cuda=False):
-    """What it printed, in one line."""
+    """Run a benchmark that must exit with code 2, and return its error output as one line."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(sys, "argv", [name, *words])
     with pytest.raises(SystemExit) as end:

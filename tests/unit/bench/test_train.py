@@ -1,4 +1,4 @@
-"""`bench/train` on a CPU: the layer by hand is right, lines appear, and a line whose gradients are wrong is marked."""
+"""Test `bench/train` on a CPU: the hand-written layer is right, and lines with wrong gradients are marked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def layers(context: EPContext, *, tokens: int = 6, config: MoEConfig = CONFIG, *
 
 @pytest.fixture
 def asked_for(monkeypatch):
-    """Run the benchmark on words, and get what it would measure: (model, arguments, options)."""
+    """Return a function that parses command-line words and returns what would be measured.
+
+    Its result is a list of (model, arguments, options).
+    """
 
     def run(*words):
         found = []
@@ -99,7 +102,7 @@ def test_options_of_a_run_are_those_of_its_lines(asked_for):
     ],
 )
 def test_steps_that_can_be_are_captured_too(changed, captures, monkeypatch):
-    """In a context of each point's tokens."""
+    """Steps that support capture are measured in a CUDA graph too, in a context with that point's tokens."""
     given = {"device": "cuda", "reference": {}, "no_graph": False, "accumulate": False, "frozen": False} | changed
     batch = SimpleNamespace(x=SimpleNamespace(device=SimpleNamespace(type=given["device"])))
     contexts = []
@@ -124,7 +127,7 @@ def test_steps_that_can_be_are_captured_too(changed, captures, monkeypatch):
 
 
 def dense(batch: Batch, w13: torch.Tensor, w2: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every expert for every row, in float64."""
+    """Compute every expert for every row, in float64."""
     x, weights, w13, w2 = (t.detach().double().requires_grad_() for t in (batch.x, batch.weights, w13, w2))
     gate, up = torch.einsum("th,eih->tei", x, w13).chunk(2, 2)
     y = torch.einsum("tei,ehi->teh", silu(gate) * up, w2)
@@ -144,7 +147,7 @@ def test_by_hand_is_a_dense_layer(monkeypatch, compiled):
         return compile_it(function, backend="eager", **options)
 
     monkeypatch.setattr(torch, "compile", compiling)
-    monkeypatch.setattr(train_entries, "attempt", lambda context, what, make: make())  # without ranks
+    monkeypatch.setattr(train_entries, "attempt", lambda context, what, make: make())  # without collectives over ranks
     with EPContext.local("cpu") as context:
         layer = train_entries.built(context, CONFIG, "auto", OPTIONS)
         options = dataclasses.replace(OPTIONS, by_hand=("compiled" if compiled else "eager",))
@@ -167,7 +170,7 @@ def test_by_hand_refuses_what_it_does_not_compute(changed):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_timed_steps_add_to_gradients_where_they_are_asked_to(monkeypatch, accumulate):
-    monkeypatch.setattr(train_entries, "attempt", lambda context, what, make: make())  # without ranks
+    monkeypatch.setattr(train_entries, "attempt", lambda context, what, make: make())  # without collectives over ranks
     options = dataclasses.replace(OPTIONS, accumulate=accumulate)
     with EPContext.local("cpu") as context:
         entries, _ = train_entries.experts_entries(context, context, CONFIG, options)
@@ -186,7 +189,7 @@ def test_timed_steps_add_to_gradients_where_they_are_asked_to(monkeypatch, accum
 
 def test_frozen_experts_have_no_gradients_in_any_line(monkeypatch):
     for module in (train, train_entries):
-        monkeypatch.setattr(module, "attempt", lambda context, what, make: make())  # without ranks
+        monkeypatch.setattr(module, "attempt", lambda context, what, make: make())  # without collectives over ranks
     monkeypatch.setattr(train, "slowest", lambda context, value: value)
     monkeypatch.setattr(train, "barrier", lambda device: None)
     stepped = []
@@ -253,8 +256,12 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
 @distributed(2)
 @pytest.mark.parametrize("fault", ["result", "rows", "weights", "one expert"])
 def test_a_fault_in_a_gradient_is_marked(fault, world_size):
-    """A result 5 % off; rows that come back without their gradient; routing weights without one; an expert's gradient
-    of one rank."""
+    """A wrong result or gradient is marked in the table.
+
+    The planted faults are a result 5 % off, gradients of returned rows 5 % off, and routing weights without a gradient.
+    In
+    the last one, the gradient of one expert on one rank is 5 % off.
+    """
     merge, backward, stacked = train_entries.merge, train_entries.Exchange.backward, train_entries.stacked
     if fault == "result":
         train_entries.merge = lambda rows, order, weights: 1.05 * merge(rows, order, weights)
@@ -295,7 +302,10 @@ def test_what_fails_takes_no_other_with_it(world_size):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a graph that is none, on the CPU")
 @distributed(2)
 def test_the_line_of_a_graph(world_size):
-    """A replay is one step more; one that writes nothing is marked; and what cannot be captured is left out."""
+    """A captured step counts one replay as one step.
+
+    A replay that writes nothing is marked as wrong, and a kernel that cannot be captured is left out.
+    """
     replays = {"works": lambda call: call, "writes nothing": lambda call: lambda: None}
     with p2p_on_cpu(), EPContext.from_groups(device=rank_device(), deadline_s=30, max_tokens=8) as context:
         ((batch, point, _, reference),) = train.layer_lines(context, "m", CONFIG, [6], OPTIONS, RATES)
@@ -324,7 +334,7 @@ def test_a_rank_may_hold_fewer_experts_than_a_router_has_groups():
 
 def test_the_floor_of_a_step():
     many, few = floors.Load(4, 1e6, 0, 0), floors.Load(4, 1, 0, 0)
-    numbers = 32 * 3 * 16  # of an expert
+    numbers = 32 * 3 * 16  # weights of an expert
     assert floors.training_operations(CONFIG, many) == 3 * 2e6 * numbers
     assert floors.training_us(CONFIG, many, RATES) == pytest.approx(1e6 * 6e6 * numbers / 800e12)
     assert floors.training_us(CONFIG, few, RATES) == pytest.approx(1e6 * 3 * 4 * numbers * 2 / 4e12)
@@ -361,17 +371,18 @@ def test_tables_csv_and_panels(tmp_path):
     assert text.count("floor 0.500 ms") == 2, "a table for each point"
     assert text.count("WRONG") == 1
     harness.write(lines, tmp_path / "lines.csv")
-    assert repr(train_report.read(tmp_path / "lines.csv")) == repr(lines)  # a number that is none equals nothing
+    # compare by repr, because NaN does not equal itself
+    assert repr(train_report.read(tmp_path / "lines.csv")) == repr(lines)
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     train_report.plot(lines, tmp_path / "lines.png")
     assert (tmp_path / "lines.png").stat().st_size > 10_000
 
 
 def test_panels_name_the_model_and_the_part():
-    """matplotlib need not be installed: what it would be given is looked at."""
+    """Each panel names the model and the part. A mock stands in for matplotlib, which need not be installed."""
     lines = [line_of("ours", "a", 2.0, tokens=tokens) for tokens in (32, 16)]
     lines += [dataclasses.replace(lines[0], part="experts", owner="by hand", peak_mib=9.0)]
-    lines += [dataclasses.replace(lines[0], part="experts", error=float("nan"))]  # what is wrong has no curve
+    lines += [dataclasses.replace(lines[0], part="experts", error=float("nan"))]  # a wrong line has no curve
     figure = mock.MagicMock()
     above, below = ([mock.MagicMock(), mock.MagicMock()] for _ in range(2))
     figure.subplots.return_value = above, below

@@ -1,5 +1,8 @@
-"""SonicMoE's line of `bench.train`, over an emulation of what it calls: equal weights, rows and routes; and where it
-cannot run, it alone is missing, with the reason."""
+"""Test SonicMoE's line of `bench.train`, over an emulation of the library.
+
+It gets the same weights, rows and routes as our layer. Where it cannot run, only its line is left out, and the reason
+is printed.
+"""
 
 import dataclasses
 import io

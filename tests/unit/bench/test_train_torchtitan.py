@@ -1,5 +1,8 @@
-"""torchtitan's lines of `bench.train`, over an emulation of what they call: equal weights, rows and routes, buffers for
-as many tokens as are measured, given back; and where they cannot run, they alone are missing, with the reason."""
+"""Test torchtitan's lines of `bench.train`, over an emulation of the library.
+
+They get the same weights, rows and routes as our layer. Their buffers have room for the measured tokens, and are freed.
+Where they cannot run, only these lines are left out, and the reason is printed.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ OPTIONS = Options(by_hand=("eager",), steps=1, torchtitan=tuple(WAYS))
 
 @contextmanager
 def installed(**how):
-    """And no other torchtitan."""
+    """Install the emulation in place of any other torchtitan."""
     with mock.patch.dict(sys.modules):
         for name in [name for name in sys.modules if name.partition(".")[0] == "torchtitan"]:
             del sys.modules[name]
@@ -45,11 +48,13 @@ def lines(tokens, options=OPTIONS, config=CONFIG):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the emulation is of CPUs")
 @distributed(2)
 def test_its_layer_computes_what_ours_does(world_size):
-    """Two numbers of tokens: each has buffers of its own. With two buffers that take turns, gradients of w1 and w3 come
-    from rows that were written over."""
+    """torchtitan's layer computes what ours does, with buffers for each number of tokens.
+
+    With two alternating buffers, the gradients of w1 and w3 are wrong, because they read rows that were overwritten.
+    """
     compiled = []
 
-    def compiling(what, **how):  # an emulation's collectives break a graph
+    def compiling(what, **how):  # the emulation's collectives would break a graph
         compiled.append(how)
         return what
 
@@ -64,7 +69,7 @@ def test_its_layer_computes_what_ours_does(world_size):
     for line in theirs:
         assert line.wrong == ("4 buffers" not in line.name), line
         assert line.step_ms > 0
-        rows = 2 * line.tokens * 2  # ranks, experts of a row
+        rows = 2 * line.tokens * 2  # ranks, experts per row
         assert line.buffers_mib == rows * 32 * 2 * (4 if "4 buffers" in line.name else 2) / 2**20
     assert not [line for line in found if line.owner != "torchtitan" and line.wrong]
 
@@ -72,7 +77,7 @@ def test_its_layer_computes_what_ours_does(world_size):
 @distributed(2)
 @pytest.mark.parametrize("fault", ["w1 and w3 swapped", "routing weights of others", "an expert too far"])
 def test_a_fault_is_marked(fault, world_size):
-    """In what is handed over."""
+    """A fault in what torchtitan is given is marked in the table."""
     entry = train_torchtitan.TorchTitan.entry
 
     def faulty(self, way):
@@ -90,7 +95,7 @@ def test_a_fault_is_marked(fault, world_size):
 
 
 def said(tokens):
-    """Lines, and what rank 0 printed."""
+    """Return the lines, and what rank 0 printed."""
     with redirect_stdout(io.StringIO()) as printed:
         found = lines(tokens)
     return found, " ".join(everywhere(printed.getvalue())[0].split())
@@ -98,7 +103,10 @@ def said(tokens):
 
 @distributed(2)
 def test_without_it_the_reason_is_said(world_size):
-    """Once for a model where it cannot be imported, for each number of tokens where it has no buffers."""
+    """Without torchtitan the reason is printed.
+
+    It is printed once for a model if the import fails, and for each number of tokens if the buffers are refused.
+    """
     missing = dict.fromkeys([emulated.TRANSPORT, "torchtitan.models.common.moe"])
     with mock.patch.dict(sys.modules, missing):
         without, reason = said([6, 4])

@@ -1,4 +1,4 @@
-"""Rows on the wire and experts touched: equal to enumeration, and to simulation with the real expert maps."""
+"""Test the counts of rows on the wire and of experts touched, by enumeration and by simulation with expert maps."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ SMALL = [(6, 2, 2), (8, 3, 4), (7, 3, 4), (9, 2, 4), (5, 4, 4), (6, 1, 6), (5, 5
 
 
 def hit(experts: int, held: int, top_k: int) -> float:
-    """Probability that a token has one of `held` experts, in closed form."""
+    """Return the probability that a token has one of `held` experts, in closed form."""
     return 1 - math.comb(experts - held, top_k) / math.comb(experts, top_k)
 
 
 def owners(experts: int, ranks: int) -> torch.Tensor:
-    """[E]: the rank of each expert."""
+    """Return the rank of each expert, [E]."""
     held = ExpertMap.linear(experts, ranks)
     return torch.tensor([held.primary_owner(expert) for expert in range(experts)])
 
 
 def wanted(ids: torch.Tensor, owner: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[T, R] bool: ranks with an expert of a token. ids: [T, K], logical."""
+    """Return which ranks own an expert of each token, bool [T, R]. ids: logical, [T, K]."""
     found = torch.zeros(len(ids), ranks, dtype=torch.bool)
     return found.scatter_(1, owner[ids], True)
 
@@ -46,7 +46,7 @@ def wanted(ids: torch.Tensor, owner: torch.Tensor, ranks: int) -> torch.Tensor:
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), SMALL)
 def test_rows_are_the_mean_over_all_choices(experts, top_k, ranks):
     ids = torch.tensor(list(itertools.combinations(range(experts), top_k)))
-    reached = wanted(ids, owners(experts, ranks), ranks).double().mean(0)  # [R], from any sender
+    reached = wanted(ids, owners(experts, ranks), ranks).double().mean(0)  # [R], the same for any sender
     sent = [reached.sum() - reached[rank] for rank in range(ranks)]
     assert remote_ranks(experts, top_k, ranks) == pytest.approx(float(sum(sent) / ranks), rel=1e-12)
     received = [(ranks - 1) * float(one) for one in reached]
@@ -122,15 +122,16 @@ def test_filling_gives_all_ranks_as_many_slots(experts, ranks, slots):
 
 
 def test_replicas_share_the_work_of_an_expert():
-    """Two ranks, two experts: with two replicas of each, a rank holds both, and has half of the routes of each."""
+    """Replicas of an expert share its work.
+
+    With two ranks and two replicas of two experts, a rank holds both experts and gets half of the routes of each.
+    """
     config = config_of(2, 1)
     one, two = floor(config, KINDS["bf16"], 2, 50), floor(config, KINDS["bf16"], 2, 50, redundant=2)
     assert two.products == pytest.approx(one.products)
     assert two.weights == pytest.approx(2 * one.weights, rel=1e-6)
-    few = floor(config, KINDS["bf16"], 2, 0.5, redundant=2)  # one token, of both ranks together
-    assert few.weights == pytest.approx(
-        floor(config, KINDS["bf16"], 2, 0.5).weights
-    )  # one expert is read, in one place
+    few = floor(config, KINDS["bf16"], 2, 0.5, redundant=2)  # one token over both ranks together
+    assert few.weights == pytest.approx(floor(config, KINDS["bf16"], 2, 0.5).weights)  # one expert is read, on one rank
 
 
 @pytest.mark.parametrize(("ranks", "per_host", "field"), [(0, 8, "ranks"), (12, 8, "per_host"), (4, 0, "per_host")])
@@ -144,8 +145,10 @@ def test_ranks_that_cannot_be_are_refused(ranks, per_host, field):
 
 
 def bernstein(variance: float, most: float, draws: int) -> float:
-    """How far the mean of independent draws in [0, most] is from its expectation at most, but for one case in 1e9
-    (Bernstein's inequality)."""
+    """Return how far the mean of independent draws in [0, most] may be from its expectation, except in one case in 1e9.
+
+    This is Bernstein's inequality.
+    """
     log = math.log(2e9)
     third = most * log / 3
     return (third + math.sqrt(third**2 + 2 * draws * variance * log)) / draws
@@ -160,15 +163,18 @@ def bernstein(variance: float, most: float, draws: int) -> float:
 )
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_uniform_routing_reaches_as_many_ranks_and_experts(experts, top_k, ranks, tokens, seed):
-    """Whether a token reaches rank r, and whether expert e is touched, are negatively associated over r and over e
-    (choices without replacement; Joag-Dev and Proschan, 1983), so the variance of their number is at most
-    sum p (1 - p)."""
+    """Under uniform routing, the closed form gives as many ranks and experts as a simulation.
+
+    Whether a token reaches rank r, and whether expert e is touched, are negatively associated over r and over e
+    (choices
+    without replacement; Joag-Dev and Proschan, 1983). The variance of their number is therefore at most sum p (1 - p).
+    """
     ranks = min(ranks, experts)
     draws = 2000 // tokens
     generator = torch.Generator().manual_seed(seed)
     ids = torch.rand(draws * tokens, experts, generator=generator).topk(top_k).indices
     owner = owners(experts, ranks)
-    even = ids[: len(ids) // ranks * ranks]  # as many tokens from each sender
+    even = ids[: len(ids) // ranks * ranks]  # the same number of tokens from each sender
     reached = wanted(even, owner, ranks)
     itself = torch.arange(len(even)) % ranks
     remote = reached.sum(1) - reached[torch.arange(len(even)), itself].long()
@@ -188,7 +194,7 @@ def test_uniform_routing_reaches_as_many_ranks_and_experts(experts, top_k, ranks
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32])
 @pytest.mark.parametrize("rows", ["plain", "fp8_block", "mxfp8"])
 def test_wire_bytes_are_those_that_the_all2all_bench_counts(ranks, rows):
-    """The mean over draws, within four standard errors of it."""
+    """The closed form of wire bytes agrees with `bench.all2all` within four standard errors of the mean over draws."""
     hidden, tokens, draws = 512, 64, 200
     config = MoEConfig(hidden_size=hidden, intermediate_size=128, num_experts=all2all.EXPERTS, top_k=all2all.TOP_K)
     wire = Wire(dispatch=rows)
