@@ -1,4 +1,4 @@
-"""A layer under `torch.autocast`: it takes and returns the dtypes that `nn.Linear` does, and computes in its own."""
+"""Test a layer under `torch.autocast`: dtypes in and out are those of `nn.Linear`, and it computes in its own dtype."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_dtypes_of_a_linear_and_numbers_of_the_layer(of_x, dtype, cast, routed, 
     gradients = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
     layer.zero_grad()
 
-    x, weights = rows(of_x).requires_grad_(), given(layer, cast).weights  # a model's own router chooses in autocast
+    x, weights = rows(of_x).requires_grad_(), given(layer, cast).weights  # a model's own router runs under autocast
     with torch.autocast("cpu", dtype=cast):
         y, like = call(x, weights), linear(x)
     assert y.dtype == like.dtype == cast

@@ -1,4 +1,4 @@
-"""What repeated calls launch, without a GPU (`tests.emulations.automatic_graphs`): what the layer launches."""
+"""Test what automatic CUDA graphs launch, without a GPU (`tests.emulations.automatic_graphs`): the eager launches."""
 
 # ruff: noqa: F811
 
@@ -69,14 +69,17 @@ KINDS = {
 @pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 @pytest.mark.parametrize("experts", KINDS)
 def test_the_launches_of_the_layer_itself(experts, low_latency_bytes, ids, driver, context, monkeypatch):
-    """In the same order, the same binaries with the same arguments, but for where the sums go."""
+    """A replay launches the same kernels as the eager call, in the same order and with the same arguments.
+
+    Only the address of the output differs.
+    """
     monkeypatch.setattr(NVLinkP2PDispatcher, "low_latency_bytes", low_latency_bytes)
     if experts == "answers given":
         able = dataclasses.replace(Bf16TritonExperts.capabilities, peer_out=False)
         monkeypatch.setattr(Bf16TritonExperts, "capabilities", able)
-    monkeypatch.setattr(scaling_4bit, "FEWEST", 0)  # the fewest routes go by CUDA, which is not compiled here
+    monkeypatch.setattr(scaling_4bit, "FEWEST", 0)  # the CUDA kernel for few routes is not compiled here
     layer = built(context, **KINDS[experts])
-    # to send; to round; to sort; to sort and to activate; to sort, and to round twice
+    # additional kernels: to send; to round; to sort; to sort and to activate; to sort, and to round twice
     more = {"answers given": low_latency_bytes == 0, "fp8 without calibration": True, "4 bits": True}
     more |= {"exact": 2, "exact, fp8 per channel": 3}
     for _ in range(2):
@@ -94,8 +97,10 @@ def test_the_launches_of_the_layer_itself(experts, low_latency_bytes, ids, drive
 def launches(
     driver: Driver, layer: MoELayer, call: Callable[..., Tensor], x: Tensor, routing: Routing, *, sums: bool = True
 ) -> tuple:
-    """All that a call launches, but for where the sums go, which is where they are returned; and what the flight
-    recorder has then. sums: whether they are all that is returned"""
+    """Return all launches of a call, except the output address, and the newest record of the flight recorder.
+
+    The output address must be that of the returned tensor. sums: whether the kernels' sums are all that is returned.
+    """
     driver.found.clear(), driver.functions.clear()
     before = layer.context.flight_recorder.number
     out = call(x, routing)
@@ -107,7 +112,10 @@ def launches(
 
 
 def test_layers_in_turns_under_bounds_and_maps_that_change(driver, context):
-    """Two that share the transport's memory, and one with its own: each call launches what its layer would."""
+    """Layers called in turn launch what an eager call would, under changing token limits and expert maps.
+
+    Two layers share the transport's memory, and one has its own.
+    """
     draw, made = random.Random(0), []
     layers = [built(context), built(context), built(context, **KINDS["fp8 in blocks"])]
     for step in range(300):
@@ -121,7 +129,7 @@ def test_layers_in_turns_under_bounds_and_maps_that_change(driver, context):
         with context.token_limit(bound):
             made.append(repeats(layer, x, routing))
             found, expected = (launches(driver, layer, call, x, routing) for call in (layer.forward_routed, layer.run))
-        if x.data_ptr() % 16:  # copies lie where there is room
+        if x.data_ptr() % 16:  # an unaligned x is copied first, to an address that may differ
             assert not made[-1], step
         else:
             assert found == expected, step
@@ -174,7 +182,10 @@ def test_a_router_of_the_users_is_not_recorded(layer):
 
 @pytest.mark.parametrize("low_latency_bytes", [0, 1 << 18], ids=["by flags", "by packets"])
 def test_shared_experts_are_called_behind_few_rows(low_latency_bytes, driver, context, monkeypatch):
-    """Many travel beside them. Nothing is computed here but what is shared."""
+    """With few rows, shared experts run after the recorded launches. With many, they overlap, and nothing is recorded.
+
+    The emulation computes only the shared experts.
+    """
     monkeypatch.setattr(NVLinkP2PDispatcher, "low_latency_bytes", low_latency_bytes)
     monkeypatch.setattr(recorded_calls.torch, "empty_like", torch.zeros_like)
     config = dataclasses.replace(CONFIG, shared_intermediate_size=64)
@@ -210,12 +221,13 @@ def test_whoever_looks_at_the_placement_goes_on_looking(layer, driver):
 
 
 def test_the_map_in_force(layer, driver):
-    """Tables are rewritten in place."""
+    """A replay reads the tables of the current expert map, which are rewritten in place."""
     x, routing = given(1)
     assert repeats(layer, x, routing)
     tables = [table.data_ptr() for table in layer.placement.tables[:5]]
     assert list(driver.found[-5][6:12]) == [*tables, layer.placement.invalid_ids.address]
     layer.placement.update(layer.placement.expert_map)
     assert repeats(layer, x, routing)
-    layer._modules["placement"] = Placement(layer.placement.expert_map, ep_rank=1)  # which chooses other replicas
+    # another rank chooses other replicas
+    layer._modules["placement"] = Placement(layer.placement.expert_map, ep_rank=1)
     assert [repeats(layer, x, routing) for _ in range(2)] == [False, True]

@@ -1,5 +1,7 @@
-"""Repeated calls over buffers that grow, by `tests.emulations.automatic_graphs`: by the bound of each call, and anew
-once larger buffers have taken the place of those that were recorded."""
+"""Test automatic CUDA graphs over buffers that grow, by `tests.emulations.automatic_graphs`.
+
+Each call uses its own token limit. Graphs are recorded again once larger buffers replace the recorded ones.
+"""
 
 # ruff: noqa: F811
 
@@ -69,7 +71,10 @@ def test_larger_buffers_are_recorded_anew(driver, context):
 
 @pytest.mark.parametrize("changed", ["buffers", "weights"])
 def test_what_changes_where_nothing_is_replayed(changed, driver, context):
-    """Calls with gradients replay nothing, and are recorded all the same: not all graphs are of one time."""
+    """A change of buffers or weights during calls with gradients is noticed.
+
+    Such calls replay nothing but are recorded, so the graphs of one layer differ in age.
+    """
     layer = built(context).requires_grad_(False)
     assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
     if changed == "weights":
@@ -82,7 +87,7 @@ def test_what_changes_where_nothing_is_replayed(changed, driver, context):
 
 
 def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
-    """And ranks agree once in each call, whether it is replayed or not."""
+    """Replays launch what eager calls launch after any growth, and ranks agree on a limit once per call."""
     draw, layers, most, repeated = random.Random(0), [built(context), built(context)], 0, 0
     agrees = mock.patch.object(RankGroup, "begin_most_tokens", autospec=True, side_effect=RankGroup.begin_most_tokens)
     for step in range(200):
@@ -125,7 +130,7 @@ def test_addresses_are_looked_up_while_the_peers_numbers_come(driver, context):
 
 @torch.no_grad()
 def launched(driver: Driver, call, x, routing) -> tuple:
-    """All that a call launches, but for where the sums go."""
+    """Return all launches of a call, except the output address."""
     driver.found.clear(), driver.functions.clear()
     call(x, routing)
     last = driver.found[-1]
@@ -134,7 +139,10 @@ def launched(driver: Driver, call, x, routing) -> tuple:
 
 @torch.no_grad()
 def test_the_first_call_looks_at_ids(driver, context):
-    """Later ones, which would wait for the device each time, do not; nor does a first one with `max_tokens`."""
+    """Only the first call without `max_tokens` checks ids.
+
+    A check in each later call would wait for the device.
+    """
     x, routing = given(2)
     far = dataclasses.replace(routing, ids=routing.ids + CONFIG.num_experts)
     layer = built(context)
@@ -151,7 +159,7 @@ def test_the_first_call_looks_at_ids(driver, context):
 
 
 def test_a_capture_names_max_tokens(driver, context):
-    """That of a graph around the layer, and the layer's own."""
+    """A capture without `max_tokens` raises an error that names it, in a CUDA graph around the layer and in its own."""
     layer = built(context)
     for _ in range(3):
         repeats(layer, *given(2))

@@ -1,4 +1,7 @@
-"""Which calls are replayed, what they leave behind, and what ends it, by `tests.emulations.automatic_graphs`."""
+"""Test which calls are replayed, what they leave behind, and what ends replays.
+
+The calls run over `tests.emulations.automatic_graphs`.
+"""
 
 # ruff: noqa: F811
 
@@ -69,7 +72,7 @@ def test_calls_unlike_others_have_nothing_recorded_again(layer):
 
 
 def test_nothing_is_recorded_of_sharded_experts(driver, context):
-    """Each call gathers their parameters in other memory."""
+    """Calls over sharded experts are not recorded, because each call gathers the parameters at another address."""
     layer = built(context)
     layer.expert_weights.unstack()
     assert [repeats(layer, *given(1)) for _ in range(4)] == [False] * 4
@@ -99,7 +102,7 @@ def test_few_are_kept(driver, context, monkeypatch):
         with context.token_limit(bound):
             assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
     assert len(layer._graphs) == 1
-    for bound in (1, 2, 1, 2):  # each forgets the other, which was seen once, and not what was recorded
+    for bound in (1, 2, 1, 2):  # each evicts the other's note of one call, but not the recorded graph
         with context.token_limit(bound):
             assert not repeats(layer, *given(1))
     with context.token_limit(3):
@@ -185,7 +188,10 @@ def test_calls_that_are_trained_are_not_recorded(driver, context):
 
 @pytest.mark.parametrize("name", ["x", "ids"])
 def test_the_meta_device_is_refused_as_ever(name, layer):
-    """One error each: a layer that refused raises the first sentence again."""
+    """Tensors on the meta device raise the same error as without graphs.
+
+    Each case makes one error, because a layer that refused a call raises the first error again.
+    """
     x, routing = given(2)
     wrong = (x.to("meta"), routing) if name == "x" else (x, Routing(routing.ids.to("meta"), routing.weights))
     with torch.no_grad(), pytest.raises(InputError, match=f"{name} must be on cpu as .* is, got meta"):
@@ -282,7 +288,10 @@ def test_other_weights_are_noted_anew(layer, driver):
 
 
 def test_each_mode_ends_by_itself(layer):
-    """A captured call whose router was replaced ends captured calls alone. It comes first where both serve a call."""
+    """Captured calls and automatic graphs end independently.
+
+    A replaced router ends only the captured calls. A captured call has precedence where both serve a call.
+    """
     x, routing = given(1)
     ((key, automatic),) = layer._graphs._calls.items()
     copied, keeps = (CopiedInputs, key[1], True), [True]

@@ -1,4 +1,4 @@
-"""Captured calls without a GPU (`captured_emulation`): which calls are replayed, what they read and leave behind."""
+"""Test captured calls without a GPU (`captured_emulation`): which are replayed, what they read and leave behind."""
 
 # ruff: noqa: F811
 
@@ -45,7 +45,10 @@ def test_calls_are_replayed_whatever_their_shape(layer):
 
 @pytest.mark.parametrize("routed", [True, False])
 def test_fewer_tokens_than_were_captured(routed, layer):
-    """Rows of an earlier call behind them are none: neither computed nor counted, and they shape nothing."""
+    """A replay with fewer tokens than captured ignores the rows after them.
+
+    These rows of an earlier call are not counted as load.
+    """
     (layer.capture_routed if routed else layer.capture)([6, 2])
     for seed, tokens in enumerate([6, 3, 5, 0, 2, 1, 4, 6]):
         x, routing = rows(tokens, seed=seed), integer_routing(tokens, CONFIG, seed) if routed else None
@@ -60,7 +63,10 @@ def test_fewer_tokens_than_were_captured(routed, layer):
 
 
 def test_padding_in_a_replay(layer):
-    """A mask's rows are neither computed nor counted, by one call alone; calls that no graph can serve run."""
+    """A replay with a mask ignores the masked rows in this call only.
+
+    Calls that no graph can serve run eagerly.
+    """
     layer.capture([6])
     x, masks = rows(5), (torch.tensor([True, False, True, True, False]), torch.zeros(5, dtype=torch.bool), None)
     with torch.no_grad():
@@ -97,7 +103,7 @@ def test_a_later_capture_serves_what_lies_below_it(layer):
 
 
 class Ranked(nn.Module):
-    """Looks from row to row: the routes of a row depend on how many there are."""
+    """A router that mixes rows: the routes of a row depend on the number of rows."""
 
     def forward(self, x: Tensor) -> Routing:
         ids = (torch.arange(3).expand(len(x), 3) + len(x)) % CONFIG.num_experts
@@ -122,7 +128,7 @@ def test_modules_of_the_users_see_tokens_alone(layer):
 
 
 def test_layers_share_what_is_read(layer):
-    """One rank's calls run one after the other, and so what they read has one place."""
+    """Layers share the input tensors of their captured calls, because a rank's calls run one after the other."""
     layer.capture([4])
     second = MoELayer(CONFIG, layer.context)
     second.capture([4])
@@ -145,7 +151,10 @@ def test_copies_of_few_numbers_of_tokens_are_kept_ready(layer):
 
 
 def test_what_is_given_is_copied_in_one_launch_where_it_can_be(layer, monkeypatch):
-    """And what cannot be gives the same: rows that begin between two words, routes apart or narrow."""
+    """Inputs are copied in one launch where possible, and the results are the same otherwise.
+
+    Other copies are needed for rows that are not aligned to words, and for routes that are strided or int32.
+    """
     layer = MoELayer(CONFIG, layer.context, dtype=torch.bfloat16)
     layer.capture_routed([4])
     layer.capture([4])
@@ -209,7 +218,7 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
 @pytest.mark.parametrize("tokens", [4, 3])
 @pytest.mark.parametrize("routed", [True, False])
 def test_first_replayed_in_inference_mode(routed, tokens, layer):
-    """What such a call leaves ready for the next ones may be written outside of that mode."""
+    """A first replay in inference mode leaves no inference tensors that later replays could not write."""
     (layer.capture_routed if routed else layer.capture)([4])
     x, routing = rows(tokens), integer_routing(tokens, CONFIG, 0) if routed else None
     with torch.inference_mode():
@@ -263,7 +272,10 @@ def test_bad_routings_raise_as_before(change, sentence, layer):
 
 
 def test_a_map_that_is_not_the_weights_is_refused_as_before(layer):
-    """A replay would place rows by the one and compute with the experts of the other."""
+    """A replay refuses an expert map that does not match the weights, as an eager call does.
+
+    Otherwise the replay would place rows by one map and compute with the experts of another.
+    """
     layer.capture([4])
     own = layer.placement.expert_map
     layer.placement.update(ExpertMap.from_ranks([[1, 0, 2, 3, 4, 5]], 6))
@@ -276,7 +288,7 @@ def test_a_map_that_is_not_the_weights_is_refused_as_before(layer):
 
 
 def test_streams_and_workspaces(layer, monkeypatch):
-    """A replay waits for a call that ended on another stream, and the next call for the replay."""
+    """A replay waits for a call on another stream that used its workspace, and the next call waits for the replay."""
     layer.capture([4])
     ((_, calls),) = layer._graphs._calls.items()
     followed, buffer_slot = [], BufferSlot(None, stream="elsewhere")
@@ -298,7 +310,7 @@ def test_streams_and_workspaces(layer, monkeypatch):
 
 
 class Cuda:
-    """torch.cuda's part in `Recorder`, by name: its calls, in order."""
+    """A stand-in for torch.cuda in `Recorder`. It records the calls in order."""
 
     def __init__(self, monkeypatch) -> None:
         self.seen: list[tuple[str, ...]] = []

@@ -1,4 +1,4 @@
-"""What ends captured calls, without a GPU (`captured_emulation`), and what replays are to load, steps and the host."""
+"""Test what ends captured calls, and how replays count as load and steps, without a GPU (`captured_emulation`)."""
 
 # ruff: noqa: F811
 
@@ -39,7 +39,7 @@ def assigned(layer: MoELayer) -> None:
 
 
 def inner(layer: MoELayer) -> None:
-    """As an adapter that wraps a matrix."""
+    """Replace a submodule, as an adapter does that wraps a matrix."""
     layer.shared_experts.adapter = nn.Identity()
 
 
@@ -62,7 +62,7 @@ def test_what_takes_the_place_of_what_was_captured(change, layer):
 
 
 def test_sharded_experts_are_not_captured(layer):
-    """Each call gathers their parameters in other memory."""
+    """Sharded experts are not captured, because each call gathers their parameters at another address."""
     layer.capture([4])
     assert replayed(layer, rows(4))
     layer.expert_weights.unstack()
@@ -98,7 +98,7 @@ def test_what_changes_in_place_is_seen(layer):
 
 
 def test_a_parameter_of_an_expert_that_is_replaced_is_seen(layer):
-    """Its numbers go to where the graph reads them."""
+    """New data of an expert's parameter changes the next replay: it is copied to where the graph reads."""
     layer.capture([4])
     assert replayed(layer, rows(4))
     for name in ("w1", "w2"):
@@ -145,7 +145,7 @@ def test_after_the_context(layer):
 
 def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
     layer.capture_routed([4])
-    layer.capture([4])  # with routes of the layer's own
+    layer.capture([4])  # chooses routes by the layer's own router
     assert not any(layer.stats().expert_load)
     one = Routing(torch.tensor([[0, 1, -1]] * 4), torch.ones(4, 3))
     with torch.no_grad():
@@ -158,14 +158,20 @@ def test_replays_are_counted_as_calls_and_a_capture_is_not(layer):
 
 
 def test_rows_of_a_capture_are_no_load_of_a_users_router(layer):
-    """Which is asked about rows that are no tokens: it may look from row to row."""
+    """The rows of a capture do not count as load, though the user's router routes them.
+
+    The router is called with all rows, because it may mix rows.
+    """
     layer = MoELayer(CONFIG, layer.context, router=lambda x: integer_routing(len(x), CONFIG, 0))
     layer.capture([4])
     assert not any(layer.stats().expert_load)
 
 
 def test_what_replays_of_another_layer_left_is_no_input_of_a_capture(layer):
-    """Layers alike share the tensors that replays read; experts of a larger one are none of a smaller one's."""
+    """A capture does not read what replays of another layer left in the shared input tensors.
+
+    The other layer has more experts, so its ids are out of range for this one.
+    """
     config = dataclasses.replace(CONFIG, num_experts=64)
     larger = MoELayer(config, layer.context)
     larger.capture_routed([4])
@@ -177,7 +183,7 @@ def test_what_replays_of_another_layer_left_is_no_input_of_a_capture(layer):
 
 
 def test_a_capture_that_fails_leaves_no_workspace_busy(layer, monkeypatch):
-    """A call that it began ends nowhere; the peers' workspaces are free."""
+    """A capture that fails marks its workspaces as free, because the call that it began never ends."""
     pool = BufferPool("own", lambda device: None)
     monkeypatch.setattr(layer._dispatcher(), "buffer_pool", pool, raising=False)
 
@@ -193,7 +199,10 @@ def test_a_capture_that_fails_leaves_no_workspace_busy(layer, monkeypatch):
 
 @torch.no_grad()
 def test_replays_are_steps_as_calls_are_and_a_recording_is_none(layer):
-    """Peers may run theirs: by the flight recorder a rank is neither ahead nor elsewhere."""
+    """A replay counts as many steps as a call, and a recording counts none.
+
+    Peers may make eager calls, so the flight recorder must show this rank at the same step.
+    """
     recorder = layer.context.flight_recorder
 
     def steps(call) -> tuple:
@@ -224,8 +233,11 @@ def python_calls(call) -> int:
 
 
 def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
-    """A call of a small Python function takes half a microsecond on a fast host and 2 us on a slow one, where 30 are
-    within the 60 us that an eager call may cost."""
+    """A replay calls at most 30 Python functions.
+
+    A call of a small Python function takes 0.5 us on a fast host and 2 us on a slow one. On the slow host, 30 calls fit
+    into the 60 us that an eager call may cost.
+    """
     routing = integer_routing(4, CONFIG, 0)
     x = rows(4)
     with torch.no_grad():
@@ -233,7 +245,7 @@ def test_functions_of_python_that_a_replay_calls(layer, monkeypatch):
         uncaptured = python_calls(lambda: layer.forward_routed(x, routing))
         monkeypatch.setattr(EmulatedRecorder, "record", lambda self, call: (lambda: None, call()))
         layer.capture_routed([4])
-        layer.forward_routed(x, routing)  # the first with as many tokens makes its copies ready
+        layer.forward_routed(x, routing)  # the first replay with this number of tokens prepares its copies
         replayed = python_calls(lambda: layer.forward_routed(x, routing))
     assert replayed <= 30, replayed
     assert uncaptured > 4 * replayed, uncaptured

@@ -1,4 +1,4 @@
-"""`torch.compile` of a layer on one process: the graph holds all of it, and gives the eager call's numbers."""
+"""Test `torch.compile` of a layer in one process: one graph holds all of it, and results equal an eager call's."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def rows(tokens: int, dtype=F32) -> torch.Tensor:
 
 
 def compile_quickly(call):
-    """Inductor's C++ takes many seconds; what is traced, and its gradients, is the same without."""
+    """Compile with the backend "aot_eager", which traces the same graph and gradients without Inductor's C++ build."""
     return torch.compile(call, fullgraph=True, backend="aot_eager")
 
 
@@ -43,7 +43,10 @@ def layer_of(config, context, dtype, **how) -> MoELayer:  # noqa: F811
 
 @pytest.mark.parametrize(("dtype", "sizes"), [(F32, (6, 9, 33, 34, 1, 0)), (BF16, (6,)), (F16, (6,))], ids=str)
 def test_forward_of_any_number_of_tokens(dtype, sizes, context):  # noqa: F811
-    """How a graph depends on sizes is the same for every dtype."""
+    """One compiled layer serves any number of tokens, with at most 4 graphs.
+
+    One dtype gets all sizes, because the graphs depend on sizes in the same way in every dtype.
+    """
     layer = layer_of(shape(shared_intermediate_size=16), context, dtype)
     compiled = compile_quickly(layer)
     torch._dynamo.utils.counters.clear()
@@ -58,7 +61,7 @@ def test_forward_of_any_number_of_tokens(dtype, sizes, context):  # noqa: F811
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_by_inductor(dtype, context):  # noqa: F811
     layer = layer_of(full() if dtype == F32 else shape(shared_intermediate_size=16), context, dtype)
-    # scalar loops: a C++ compiler takes least time for them
+    # a C++ compiler takes least time for scalar loops
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
         check_gradients(layer, torch.compile(layer, fullgraph=True), (6,), dtype)
 
@@ -83,7 +86,10 @@ def check_gradients(layer, compiled, sizes, dtype) -> None:
 
 
 def test_rows_behind_the_last_group_leave_no_trace(context):  # noqa: F811
-    """Routes to no expert stay in the graph, as rows that no expert reads."""
+    """Routes without an expert contribute nothing to outputs and gradients.
+
+    They stay in the graph as rows that no expert reads.
+    """
     layer = layer_of(shape(), context, F32)
 
     class Routed(torch.nn.Module):
@@ -110,7 +116,7 @@ def test_rows_behind_the_last_group_leave_no_trace(context):  # noqa: F811
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F16])
 def test_grouped_mm_is_torchs(dtype):
-    """Rows behind `ends` are zero, and so are their gradients, whatever is in them."""
+    """`grouped` equals torch's `grouped_mm`. Rows after the last of `ends` are zero, and so are their gradients."""
     x, weight = rows(10, dtype).requires_grad_(), rows(24, dtype).view(3, 8, 16).clone().requires_grad_()
     ends = torch.tensor([3, 3, 7], dtype=torch.int32)
     want = torch.nn.functional.grouped_mm(x[:7], weight.transpose(1, 2), offs=ends)
@@ -128,7 +134,10 @@ def test_grouped_mm_is_torchs(dtype):
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_placing_is_bit_for_bit_the_eager_one(rank):
-    """The hash's constants are larger than int32, in which inductor would write them."""
+    """Compiled placement equals eager placement, bit for bit.
+
+    The hash's constants exceed int32, the dtype in which Inductor would write them.
+    """
     placement = Placement(ExpertMap.redundant(16, 4, 16), ep_rank=rank)
     ids = torch.randint(-1, 16, (500, 4), generator=torch.Generator().manual_seed(rank))
     given = Routing(ids, torch.ones(500, 4))
@@ -221,7 +230,7 @@ def test_a_fresh_context_needs_no_eager_call():
 
 
 def test_routes_are_recorded_beside_a_graph(context):  # noqa: F811
-    """And replayed: a call within such a block is no part of it."""
+    """Routes are recorded and replayed for a compiled layer too. Calls within such a block run outside the graph."""
     layer = fill(MoELayer(shape(), context))
     compiled, buffer = torch.compile(layer, backend="aot_eager"), RoutingBuffer(8, 2)
     with torch.no_grad():

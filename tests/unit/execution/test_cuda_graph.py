@@ -1,4 +1,4 @@
-"""Call graphs over a stand-in for the driver, which finds what kernels are given as the driver does, by addresses."""
+"""Test call graphs over a stand-in for the CUDA driver, which reads kernel arguments by address as the driver does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INVALID = 1
 
 
 class Node:
-    """sizes: bytes of the kernel's arguments"""
+    """A kernel node. sizes: bytes of each kernel argument."""
 
     def __init__(self, sizes: list[int], values: list[int]) -> None:
         self.own = [ctypes.create_string_buffer(v.to_bytes(s, "little"), s) for s, v in zip(sizes, values, strict=True)]
@@ -37,7 +37,10 @@ def given(how: SimpleNamespace) -> list[int]:
 
 
 class Driver(ModuleType):
-    """launched: stream, and of each kernel the arguments; destroyed: by what; sets: of arguments"""
+    """A stand-in for the CUDA driver.
+
+    launched: stream and arguments of each kernel; destroyed: what was destroyed; sets: number of argument updates.
+    """
 
     CUstreamCaptureMode = SimpleNamespace(CU_STREAM_CAPTURE_MODE_THREAD_LOCAL="this thread's")
 
@@ -125,11 +128,14 @@ def test_the_first_and_the_last_are_given_what_a_call_brings(driver):
 
 
 def test_arguments_are_set_where_they_are_others(driver):
-    """In a loop tensors lie where those of its last round lay."""
+    """Arguments are updated in the graph only where they differ from the last launch.
+
+    In a loop, tensors usually have the addresses of the previous round.
+    """
     graph, first, sets = recorded(driver), [*FIRST], []
     for call in range(5):
         if call in {1, 2, 4}:
-            first[2] = 30 if call == 1 else FIRST[2] + call  # the caller's own list
+            first[2] = 30 if call == 1 else FIRST[2] + call  # the caller changes its own list
         graph((first, LAST), 9)
         sets.append(driver.sets)
     assert [launched[1][2] for launched in driver.launched] == [7, 30, 9, 9, 11]
@@ -175,7 +181,7 @@ def test_what_fails_while_it_is_recorded_leaves_the_stream(driver, monkeypatch):
 def test_a_driver_that_refuses_is_heard(what, driver):
     graph, other = recorded(driver), [*FIRST[:2], 8]
     driver.failing = what
-    for _ in range(2):  # what the driver refused is not taken for given
+    for _ in range(2):  # arguments that the driver refused do not count as set
         with pytest.raises(BackendUnavailable, match="the CUDA driver"):
             graph((other, LAST), 9)
 
@@ -191,7 +197,10 @@ def test_it_gives_back_what_it_has(driver):
 
 
 class Graph:
-    """Of torch's, whose generator is left as within a capture that failed. captures: those under way or left so"""
+    """A stand-in for torch's CUDAGraph. Its generator stays in capture mode after a failed capture.
+
+    captures: captures under way, or never ended.
+    """
 
     captures, made = 0, 0
 
@@ -209,7 +218,10 @@ class Graph:
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_capture_that_fails_is_followed_by_one_that_does_not(fails, monkeypatch):
-    """Else random numbers of the device raise from then on."""
+    """A failed capture is followed by an empty one that succeeds and resets the generator.
+
+    Otherwise random numbers on the device would raise from then on.
+    """
     monkeypatch.setattr(Graph, "captures", 0)
     monkeypatch.setattr(Graph, "made", 0 if fails else 1)
     own = {"CUDAGraph": Graph, "stream": lambda stream: nullcontext(), "current_stream": lambda device: STREAM}

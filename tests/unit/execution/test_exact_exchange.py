@@ -1,4 +1,4 @@
-"""How the ways of an exact layer's rows meet again."""
+"""Test how the three uses of an exact layer's rows are joined in backward."""
 
 import torch
 
@@ -9,17 +9,21 @@ def test_gradients_of_the_three_ways_are_added_in_float32():
     x = torch.zeros(2, 4, dtype=torch.bfloat16, requires_grad=True)
     grads = [torch.full((2, 4), value, dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
     torch.autograd.backward(three_ways(x, None), grads)
-    assert torch.equal(x.grad, torch.full((2, 4), 258.0, dtype=torch.bfloat16))  # 256 in bfloat16, one by one
+    # adding one by one in bfloat16 would give 256
+    assert torch.equal(x.grad, torch.full((2, 4), 258.0, dtype=torch.bfloat16))
 
 
 def test_gradients_of_the_three_ways_are_added_in_one_order():
     x = torch.zeros(1, requires_grad=True)
     torch.autograd.backward(three_ways(x, None), [torch.tensor([value]) for value in (1.0, 1e8, -1e8)])
-    assert x.grad.tolist() == [0.0]  # 1.0 the other way round
+    assert x.grad.tolist() == [0.0]  # the opposite order would give 1.0
 
 
 def test_padding_is_seen_by_shared_experts_alone():
-    """What it holds, perhaps NaN, would be in the gradients of the router and the experts."""
+    """Padding rows reach only the shared experts.
+
+    The router and the experts get zeros, because padding may hold NaN, which would enter their gradients.
+    """
     x, padding = torch.tensor([[1.0, 2.0], [torch.nan, 3.0]], requires_grad=True), torch.tensor([[False], [True]])
     to_router, to_experts, to_shared = three_ways(x, padding)
     hidden = [[1.0, 2.0], [0.0, 0.0]]

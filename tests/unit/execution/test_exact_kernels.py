@@ -1,5 +1,7 @@
-"""A token's routes, written out and added by one kernel each, against torch's operators, bit for bit: on a GPU, or in
-Triton's interpreter."""
+"""Test the kernels that repeat a token's row for its routes and sum the results, bit for bit against torch.
+
+They run on a GPU or in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def test_the_bits_of_torch(tokens, top_k, size, dtype, weighted):
     given = ()
     if weighted:
         ids, weights = torch.ones(tokens, top_k).int(), torch.rand(tokens, top_k, generator=generator)
-        ids[:1, -1], weights[:1, -1] = -1, torch.nan  # of a route that a mask took away
+        ids[:1, -1], weights[:1, -1] = -1, torch.nan  # a masked route
         given = (ids.to(DEVICE), weights.to(DEVICE))
     found = sum_routes(rows, top_k, *given)
     with mock.patch.object(exact_exchange, "triton", object.__new__(exact_exchange.Missing)):

@@ -1,4 +1,4 @@
-"""A call's way without ranks: what an exchange hands its dispatcher, and the bound that a dispatcher takes."""
+"""Test one call without ranks: what `Exchange` passes to its dispatcher, and the token limit that a dispatcher uses."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -32,11 +32,11 @@ FORMAT = Wire(dispatch="fp8_row")
 
 
 class Refused(Exception):
-    """What a dispatcher raises for the problem that it is given."""
+    """Raised by the stand-in dispatcher with the problem that it is given."""
 
 
 def exchange(tokens: int, *, most: int | None, bound: int | None, rows_per_token: int = 1, rounds=()):
-    """One whose dispatcher notes what it is given, and refuses. Returns it with the notes."""
+    """Return an exchange whose dispatcher notes its arguments and raises, and the list of notes."""
     given = []
 
     def note(x, routing, problem=None, *, x_scale=None, max_tokens=None):
@@ -60,7 +60,10 @@ def exchange(tokens: int, *, most: int | None, bound: int | None, rows_per_token
 
 @pytest.mark.parametrize(("most", "bound", "width"), [(8, 8, 8), (4, 8, 4)], ids=["in one part", "in parts"])
 def test_a_refused_call_sends_no_rows_and_no_scales(most, bound, width):
-    """In parts the rows are replaced before they are cut; scales of rows in fp8 go with them."""
+    """A refused call sends no rows and no scales, in one part and in several.
+
+    In parts, the rows are replaced by none before they are cut. Scales of fp8 rows are replaced too.
+    """
     call, given = exchange(6, most=most, bound=bound)
     assert call.x_scale is not None
     with pytest.raises(Refused):
@@ -72,7 +75,7 @@ def test_a_refused_call_sends_no_rows_and_no_scales(most, bound, width):
 
 
 def test_a_problem_within_a_capture_is_raised_at_once(monkeypatch):
-    """A capture has no peers that wait for this rank's parts."""
+    """In a capture a problem is raised at once, because no peers wait for this rank's parts."""
     call, given = exchange(6, most=4, bound=8)
     monkeypatch.setattr(exchange_module, "capturing", lambda device: True)
     with pytest.raises(Refused, match="planted"):
@@ -82,7 +85,7 @@ def test_a_problem_within_a_capture_is_raised_at_once(monkeypatch):
 
 @pytest.mark.parametrize("rounds", [False, True])
 def test_rows_are_rounded_once(rounds):
-    """By the transport, where it does."""
+    """Rows are rounded once: by the transport if it can, otherwise by the exchange."""
     call, given = exchange(6, most=8, bound=8, rounds={FORMAT.dispatch} if rounds else set())
     with pytest.raises(Refused):
         call.run()
@@ -103,7 +106,10 @@ def test_rows_are_rounded_once(rounds):
     ],
 )
 def test_a_call_is_trained_where_anything_wants_a_gradient(x, weights, held, trained, wanted, grad, capable):
-    """And its kernel can give one: experts whose parameters want one compute without, too."""
+    """A call records gradients if any input or expert wants one and the kernel is differentiable.
+
+    With a kernel that is not, the call computes without gradients even if parameters want them.
+    """
     experts = SimpleNamespace(
         capabilities=SimpleNamespace(differentiable=capable), weights=SimpleNamespace(held=held, trained=trained)
     )
@@ -123,7 +129,7 @@ def test_rows_in_parts_go_with_their_scales_and_routing():
 
 
 def test_a_bound_of_tokens_is_one_of_the_rows_that_travel_for_each():
-    """As an exact call sends a row for each route."""
+    """A token limit is multiplied by the rows per token. An exact call sends a row for each route."""
     call, given = exchange(6, most=8, bound=4, rows_per_token=2)
     with pytest.raises(Refused):
         call.run()
@@ -131,7 +137,7 @@ def test_a_bound_of_tokens_is_one_of_the_rows_that_travel_for_each():
 
 
 def test_ranks_agree_on_a_bound_for_calls_that_want_gradients_alike():
-    """Where none is in force."""
+    """Without a token limit, ranks agree on one, and pass the names of the inputs that want gradients."""
     call, given = exchange(6, most=None, bound=None)
     asked = []
     call.dispatcher.grows = True
@@ -144,14 +150,16 @@ def test_ranks_agree_on_a_bound_for_calls_that_want_gradients_alike():
 
 @pytest.mark.parametrize(("top_k", "columns"), [(1, 4), (4, 4), (5, 8), (8, 8)])
 def test_gradients_of_routing_weights_travel_in_rows_of_whole_words(top_k, columns):
-    """Of 16 bytes, in float32 whatever the layer's rows are."""
+    """Gradients of routing weights travel in float32 rows of a multiple of 16 bytes, whatever the layer's dtype."""
     rows = dispatch_shape(2, top_k, torch.bfloat16)
     assert rows.of_weights == dataclasses.replace(rows, hidden_size=columns, dtype=torch.float32)
 
 
 def in_parts(tokens: int):
-    """An exchange of three parts over a transport that writes down what happens. Returns it, the events, what experts
-    gave for each part, and where its sums were wanted."""
+    """Return an exchange of three parts over a transport that logs its events.
+
+    Also return the events, the outputs of the experts for each part, and the tensors where the sums were wanted.
+    """
     events, given, outs = [], [], []
 
     def wait(event, value=None):
@@ -192,7 +200,10 @@ def in_parts(tokens: int):
 
 
 def test_parts_are_computed_while_others_travel():
-    """In one order on all ranks, as kernels wait for peers: the last part sets out once the one before has returned."""
+    """Parts overlap in a fixed order: the last part is sent once the one before it has returned.
+
+    The order is the same on all ranks, because kernels wait for peers.
+    """
     call, events, _, outs = in_parts(10)
     out, _ = call.run()
     assert [event for event in events if event != "sent"] == [
@@ -239,7 +250,7 @@ def test_beside_other_work_is_while_a_call_is_given_alone():
 
 
 class Noting(LocalDispatcher):
-    """Notes the bound and the problem of each call."""
+    """A dispatcher that notes the token limit and problem of each call."""
 
     def _dispatch(self, x, x_scale, routing, problem, max_tokens):
         self.given = problem, max_tokens
@@ -251,7 +262,10 @@ class Noting(LocalDispatcher):
     [(None, 3, 8), (5, 3, 5), (8, 3, 8), (5, 6, 5), (None, 9, 8), (9, 3, 8), (0, 0, 8), (-1, 3, 8)],
 )
 def test_the_bound_that_a_transport_is_given(asked, rows, taken, monkeypatch):
-    """That of the call, and where it is what is wrong, the geometry's: the peers' is not known on this rank."""
+    """A dispatcher uses the call's token limit, or the shape's `max_tokens` if the call's limit is wrong.
+
+    In that case this rank does not know which limit its peers use.
+    """
     dispatcher: Dispatcher = Noting(
         dataclasses.replace(dispatch_shape(1, 2, torch.float32), max_tokens=8), RankGroup.alone()
     )
@@ -271,7 +285,7 @@ def test_the_bound_that_a_transport_is_given(asked, rows, taken, monkeypatch):
 
 
 def test_a_sum_is_wanted_where_it_cannot_be_written_at_once(monkeypatch):
-    """A transport is given contiguous places alone."""
+    """`combine` returns its result in `out`. The transport writes there only if it is contiguous."""
     given = []
     dispatcher = LocalDispatcher(dispatch_shape(1, 2, torch.float32), RankGroup.alone())
     monkeypatch.setattr(dispatcher, "_combine", lambda y, handle, out: (given.append(out), Pending.of(y + 1))[1])
@@ -298,7 +312,7 @@ def test_parts_have_from_one_token_to_all_that_a_rank_sends(monkeypatch):
 
 @pytest.mark.parametrize(("per_route", "rows"), [(False, 3), (True, 6)])
 def test_a_refused_call_returns_as_many_rows_as_its_transport_expects(per_route, rows):
-    """All of them NaN; a transport that carries routes brings back a row for each."""
+    """A refused call returns rows of NaN, as many as the transport expects: one per row, or one per route."""
     shape = SimpleNamespace(hidden_size=4, returned=2, dtype=torch.float32)
     of = SimpleNamespace(dispatcher=SimpleNamespace(dispatch_shape=shape))
     received = SimpleNamespace(x=torch.zeros(3, 8), per_route=per_route)
@@ -316,7 +330,10 @@ def test_a_refused_call_leaves_no_number_in_peers_memory():
 
 @pytest.mark.parametrize("noted", [0, 3])
 def test_recorded_calls_make_room_for_others(noted):
-    """Those that were only noted go first. Where all are recorded, they go."""
+    """If too many calls are kept, those that were only noted are dropped first.
+
+    If all are recorded, all automatic ones are dropped. The user's captured calls stay.
+    """
     calls = graphs.CallGraphs.__new__(graphs.CallGraphs)
     keys = [(CallerInputs, number) for number in range(graphs._AUTOMATIC)]
     calls._calls = {key: None if at < noted else graphs.Sizes() for at, key in enumerate(keys)}
@@ -327,7 +344,10 @@ def test_recorded_calls_make_room_for_others(noted):
 
 @pytest.mark.parametrize("train", [False, True])
 def test_a_capture_with_a_kernel_that_waits_is_refused(train, monkeypatch):
-    """By name, before a row sets out; the layer goes on."""
+    """A capture refuses a kernel that waits for the device before it sends a row, and names the kernel.
+
+    The layer serves later calls.
+    """
     with EPContext.local("cpu") as context, torch.set_grad_enabled(train):
         layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2), context)
         x = torch.randn(3, 16)
@@ -342,7 +362,10 @@ def test_a_capture_with_a_kernel_that_waits_is_refused(train, monkeypatch):
 @pytest.mark.parametrize("allocated", [False, True])
 @pytest.mark.parametrize("wired", [False, True])
 def test_rows_that_backward_reads_are_no_memory_of_the_transport(wired, allocated):
-    """Which the next call writes; a weight of zero is one again."""
+    """Rows kept for backward are private copies, because the next call overwrites the transport's memory.
+
+    Routing weights that were sent as a tiny number are zero again.
+    """
     ids, given = torch.tensor([[4, 5], [-1, 6]], dtype=torch.int32), {}
     weights = torch.tensor([[0.5, trained_exchange._TINY], [1.0, 2.0]])
     own = {"wire_ids": WireIds(ids, 4)} if wired else {"local_ids": LocalIds(ids - 4)}

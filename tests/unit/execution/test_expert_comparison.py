@@ -1,4 +1,4 @@
-"""What ranks compare of their experts, on one rank."""
+"""Test how ranks compare their experts, on one rank."""
 
 from types import SimpleNamespace as Some
 
@@ -20,7 +20,10 @@ from ep_moe.parallel.rank_group import RankGroup
     ids=["copies", "broadcast"],
 )
 def test_what_should_or_should_not_be_equal_is_named_by_the_ranks_of_the_job(slots, facts, sentence, monkeypatch):
-    """facts: of each rank, two checksums of each slot: of a sample, and of a copy"""
+    """Experts that should be equal, or should differ, raise an error that names the ranks of the job.
+
+    facts: for each rank, two checksums per slot: of a sample, and of a replica.
+    """
     expert_map = ExpertMap.from_ranks(slots, 1 + max(map(max, slots)))
     weights = Some(sharded=False, is_meta=False, local_experts=expert_map.local(0))
     weights.stored_tensors = lambda: {"w13": torch.zeros(2, 1, 1)}

@@ -1,4 +1,4 @@
-"""A gradient that no kernel can give is refused, whatever wants it."""
+"""Test that a layer refuses inputs that it cannot serve, such as gradients that no kernel can compute."""
 
 import dataclasses
 import re
@@ -29,7 +29,7 @@ def test_gradients_of_a_kernel_without_a_backward_are_refused(wanting, monkeypat
 
 
 def test_a_kernel_that_serves_other_numbers_of_tokens_needs_a_backward_too():
-    """A tuned layer's next call may be its own."""
+    """All kernels of a tuned layer need a backward, because any of them may serve the next call."""
     layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), experts="reference")
     without = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
     layer._others = {"fewer": SimpleNamespace(name="fewer", capabilities=without)}
@@ -69,7 +69,7 @@ def test_what_is_wrong_with_rows_is_said(x, words):
     said = layer_checks.rows_problem(x, 16, torch.float32, cpu, cpu)
     assert said is None if words is None else said.startswith(words)
     if isinstance(x, torch.Tensor) and x.dtype == torch.float64:
-        assert said.endswith("float64")  # autocast converts none such
+        assert said.endswith("float64")  # autocast does not convert float64
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_shared_experts_return_is_of_the_rows_shape(out, words):
 
 
 def test_a_kernel_that_routes_inside_is_called_by_forward_alone(monkeypatch):
-    """Under the map of construction, and without a mask."""
+    """A kernel that routes inside serves only `forward`, with the original expert map and without a mask."""
     layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), experts="reference")
     monkeypatch.setattr(layer, "_routes_inside", True)
     monkeypatch.setitem(layer._asked, "expert_map", layer.placement.expert_map)

@@ -1,4 +1,4 @@
-"""Bytes of a layer by kind, counted from shapes alone: `execution.memory_plan`, in one process."""
+"""Test `execution.memory_plan` in one process: bytes of a layer by kind, computed from shapes alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2, shared_intermediate_size=32)
-EXPERT = 3 * 16 * 8 * 4  # bytes: gate, up and down in float32
+EXPERT = 3 * 16 * 8 * 4  # bytes of gate, up and down in float32
 SHARED = 3 * 16 * 32 * 4
 ROUTER = 6 * 16 * 4
 
@@ -29,7 +29,7 @@ def layer():
 
 @pytest.fixture
 def recomputing():
-    """What it keeps for backward follows from shapes."""
+    """A layer with recomputation, whose memory for backward follows from shapes."""
     with EPContext.local("cpu") as context:
         yield MoELayer(CONFIG, context, options=ExpertsOptions(recompute=True))
 
@@ -61,7 +61,7 @@ def test_what_is_kept_for_backward_grows_with_the_tokens(recomputing):
     saved = [memory_plan.layer_bytes(recomputing, tokens)["saved"] for tokens in (1, 2, 8)]
     assert saved[0] > 0
     assert saved == [saved[0], 2 * saved[0], 8 * saved[0]]
-    row = 16 * 4 + CONFIG.top_k * (4 + 4)  # numbers in float32; ids and weights of its routes
+    row = 16 * 4 + CONFIG.top_k * (4 + 4)  # a row in float32; ids and weights of its routes
     assert saved[0] >= row
 
 

@@ -1,4 +1,4 @@
-"""What wrappers do to a layer's experts, as one rank sees it."""
+"""Test the checks of wrappers such as DistributedDataParallel around a layer, on one rank."""
 
 import warnings
 from types import SimpleNamespace
@@ -34,7 +34,10 @@ def layer():
 
 
 def test_each_wrapper_of_a_layer_is_looked_at(layer, monkeypatch):
-    """A model may be wrapped anew, and otherwise: the second one averages over a part of the ranks."""
+    """Each new wrapper of a layer is checked.
+
+    A model may be wrapped again in another way. The second wrapper here averages over a part of the ranks.
+    """
     ranks = {"all": [0, 1, 2, 3], "half": [0, 1]}
     monkeypatch.setattr(dist, "get_process_group_ranks", ranks.get)
 
@@ -54,7 +57,7 @@ def test_each_wrapper_of_a_layer_is_looked_at(layer, monkeypatch):
 
 
 def test_a_wrapper_may_average_over_the_ranks_with_tokens_of_their_own(layer, monkeypatch):
-    """tp ranks have equal dense gradients."""
+    """A wrapper may average over the ranks with different tokens only, because tp ranks have equal dense gradients."""
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [2, 0])
     wrapper = Wrapper(process_group=None, _module_parameters=())
     monkeypatch.setattr(DistributedDataParallel, "_active_ddp_module", wrapper)
@@ -88,7 +91,10 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", [*KNOWN, *UNKNOWN])
 def test_hooks_that_may_leave_sums_are_named(name, layer, monkeypatch):
-    """Dense gradients would be sums beside experts' means."""
+    """A communication hook that is not known to average gets a warning, once per wrapper.
+
+    With such a hook, dense gradients could be sums while expert gradients are means.
+    """
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1, 2, 3])
     hook = (KNOWN | UNKNOWN)[name]
     wrapper = Wrapper(_comm_hooks=[(hook, None)], process_group=None, _module_parameters=())

@@ -1,4 +1,4 @@
-"""What ranks compare of a layer, on one rank."""
+"""Test how ranks compare what they hold of a layer, on one rank."""
 
 import warnings
 from types import SimpleNamespace as Some
@@ -27,7 +27,7 @@ CONFIG = MoEConfig(
 
 
 def test_all_that_ranks_hold_alike_is_compared():
-    """A correction bias is a buffer, and decides as a parameter does."""
+    """All replicated parameters and buffers are compared. The correction bias is a buffer that affects routing."""
     with EPContext.local(torch.device("cpu")) as context:
         layer = MoELayer(CONFIG, context)
         held = {name for name in layer.state_dict() if name.startswith(("router.", "shared_experts."))}
@@ -59,11 +59,11 @@ def test_the_ranks_that_differ_from_most_are_named(rows, named, monkeypatch):
         ([[0, 5, 5], [0, 5, 5]], [], False),
         ([[0, 0, 0], [0, 0, 0]], [], False),
         ([[0, 5, 7], [0, 5, 8], [0, 5, 7]], [1], True),
-        ([[0, 5, 7], [0, 6, 8]], [], False),  # other pieces from the first step on
-        ([[0, 0, 0], [0, 5, 7]], [], False),  # no expert on one rank
+        ([[0, 5, 7], [0, 6, 8]], [], False),  # the ranks differ from the first step on
+        ([[0, 0, 0], [0, 5, 7]], [], False),  # one rank has no expert
         ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 8]], [], True),  # tp ranks that differ by rounding
         ([[0, 5, 7], [1, 5, 8], [0, 5, 7], [1, 5, 9], [1, 5, 8]], [3], True),
-        ([[0, 5, 7], [1, 5, 8]], [], False),  # tp ranks alone
+        ([[0, 5, 7], [1, 5, 8]], [], False),  # tp ranks only
     ],
     ids=str,
 )
@@ -78,7 +78,7 @@ class Watched(Some):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """A layer whose ranks are compared in two kinds of group, and what `_drifted` is to find in each comparison."""
+    """Return a layer in two kinds of rank group, and the results that `_drifted` returns in each comparison."""
     found = {"drifts": None, "buffer": None, "steps": False, "asked": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
     groups = {kind: Some(kind=kind) for kind in ("lockstep", "expert_data")}
@@ -95,7 +95,10 @@ def watched(monkeypatch):
 
 
 def test_backward_compares_ranks_ever_more_seldom(watched):
-    """With how far this rank has come since its last backward, which peers have too."""
+    """Backward calls compare ranks at growing intervals.
+
+    Ranks also compare how far the call's number is from that of the previous backward, which is equal on all ranks.
+    """
     layer, found = watched
     watch = Watch(layer)
     for call in (1, 2, 3, 5, 6, 7, 8, 11, 12):
@@ -107,7 +110,7 @@ def test_backward_compares_ranks_ever_more_seldom(watched):
 
 
 def test_ranks_that_drift_apart_are_named_once(watched):
-    """And not compared any more, in the groups that have found it."""
+    """Ranks that drift apart are named once, and the group that found it stops comparing."""
     layer, found = watched
     watch, weights = Watch(layer), layer.expert_weights
     found["drifts"] = "router.weight"
@@ -142,7 +145,7 @@ def test_a_buffer_is_named_once_and_parameters_are_watched_all_the_same(watched)
 
 
 def test_a_capture_compares_no_ranks(watched, monkeypatch):
-    """It would wait for the device."""
+    """A capture does not compare ranks, because the comparison would wait for the device."""
     layer, found = watched
     watch = Watch(layer)
     monkeypatch.setattr(rank_comparison, "capturing", lambda device: True)
@@ -153,7 +156,7 @@ def test_a_capture_compares_no_ranks(watched, monkeypatch):
 
 @torch.no_grad()
 def test_a_models_own_router_is_compared_too():
-    """It lies beside the layer, in the block that holds the experts."""
+    """A model's own router is compared too. It is not part of the layer, but of the block that holds the experts."""
     pytest.importorskip("transformers")
     from ep_moe.integrations.generic import replace_experts
     from tests.fixtures.transformers_models import tiny_transformers_model

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what backward computes again is no load, and gradients are those of a run without it."""
+"""Test activation checkpointing: recomputation counts no load, and gradients equal those of a run without it."""
 
 from functools import partial
 
@@ -24,7 +24,7 @@ def run(layer: MoELayer, how: dict | None):
     layer.placement.reset_load()
     x = torch.randn(7, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
     h = x
-    for _ in range(2):  # the layer twice in a model, as blocks are checkpointed one by one
+    for _ in range(2):  # the layer occurs twice in a model; blocks are checkpointed one by one
         h = h + (layer(h) if how is None else checkpoint(layer, h, **how))
     h.square().sum().backward()
     loads = [layer.placement.expert_load.clone(), layer.placement.slot_load.clone()]
@@ -57,7 +57,7 @@ def test_selective_checkpointing_saves_products(context):  # noqa: F811
 
 @pytest.mark.parametrize("kind", [MoELayer, Router])
 def test_checkpoints_around_submodules(kind, context):  # noqa: F811
-    """torch assigns each submodule again, wrapped or as it is."""
+    """Checkpoint wrappers around submodules change no load and no gradient. torch reassigns each submodule."""
     layer = fill(MoELayer(shape(), context, dtype=torch.float32))
     loads, gradients = run(layer, None)
     model = nn.Sequential(layer)
@@ -69,13 +69,16 @@ def test_checkpoints_around_submodules(kind, context):  # noqa: F811
 
 
 class _OnGpu(torch.Tensor):
-    """Ids that say they are on a GPU, for what is handed to kernels there."""
+    """Ids that claim to be on a GPU, so that placement is deferred to kernels."""
 
     is_cuda = True
 
 
 def test_kernels_are_handed_a_zero(context):  # noqa: F811
-    """On a GPU the sending kernel counts, by what lies in `counting`."""
+    """In recomputation, kernels get a `counting` tensor of zero, and the layer's own stays 1.
+
+    On a GPU the send kernel counts load if `counting` is 1. Captured graphs read the layer's own tensor.
+    """
     layer = MoELayer(shape(), context, dtype=torch.float32)
     seen = []
 

@@ -1,4 +1,4 @@
-"""Routes that are recorded and replayed: the layer in one process."""
+"""Test recording and replay of routes with a layer in one process."""
 
 import contextlib
 from types import SimpleNamespace as Some
@@ -61,7 +61,7 @@ def test_no_expert_has_no_weight_and_spoils_no_gradient(routing):
     logits = torch.randn(3, EXPERTS, requires_grad=True)
     weights = weights_of(logits, torch.tensor([[2, -1], [-1, -1], [0, 5]]), routing)
     assert (weights == 0).tolist() == [[False, True], [True, True], [False, False]]
-    with torch.autograd.set_detect_anomaly(True):  # raises for a NaN on the way, too
+    with torch.autograd.set_detect_anomaly(True):  # raises for a NaN in an intermediate gradient too
         weights.square().sum().backward()
     assert logits.grad.isfinite().all()
     assert not logits.grad[1].any()
@@ -76,7 +76,7 @@ def test_calls_are_recorded_in_their_order(layer):
         layer(x[:0])
         layer.forward_routed(x[:1], Routing(torch.tensor([[4, -1]]), torch.ones(1, 2)))
         layer(x[3:])
-    layer(x)  # no longer
+    layer(x)  # outside the block
     ids, weights = buffer.read()
     assert ids.dtype == torch.int32
     assert ids.tolist() == [*routing.ids[:3].tolist(), [4, -1], *routing.ids[3:].tolist()]
@@ -105,7 +105,7 @@ def test_an_idle_step_within_a_block_leaves_its_record_and_its_ids(context):
     with layer.record_routing(buffer), layer.replay_routing(ids):
         for _ in range(2):
             with contextlib.suppress(KeyError), layer._routes.idle():
-                layer(rows_of(3))  # of another number: these are no tokens
+                layer(rows_of(3))  # another number of rows: an idle step has no tokens
                 raise KeyError
         layer(x)
     assert torch.equal(buffer.read()[0], ids)
@@ -174,7 +174,7 @@ def test_rows_outside_the_mask_are_routed(layer):
     ids, _ = recorded(layer, rows_of(8, seed=5))
     assert not torch.equal(layer.router(x).ids, ids)
     mask = torch.tensor([[True] * 4, [False] * 4])
-    ids[4:] = 0  # without a record, and so neither distinct nor looked at
+    ids[4:] = 0  # not recorded, so neither distinct nor checked
     with layer.replay_routing(ids.view(2, 4, TOP_K), mask):
         found = layer(x.view(2, 4, HIDDEN)).view(8, HIDDEN)
     live = layer(x)
@@ -209,7 +209,7 @@ def test_a_call_that_is_computed_again_gets_the_same_ids_and_is_recorded_once(co
     assert buffer.read()[0].tolist() == ids.tolist()
 
 
-# a reentrant checkpoint leaves no graph of its call, and only the newest is known
+# a reentrant checkpoint records no graph of its call, so only the newest call is known
 @pytest.mark.parametrize(("later", "reentrant"), [(False, False), (True, False), (False, True)])
 def test_computing_again_outside_of_the_block_is_refused(context, later, reentrant):
     layer, x = MoELayer(shape(), context), rows_of(6).requires_grad_()
@@ -217,7 +217,7 @@ def test_computing_again_outside_of_the_block_is_refused(context, later, reentra
     with layer.replay_routing(ids):
         out = checkpoint(layer, x, use_reentrant=reentrant)
     if later:
-        layer(x)  # the newest call is of other routes
+        layer(x)  # the newest call has other routes
     with pytest.raises(InputError, match="call backward within replay_routing"):
         out.sum().backward()
     del out
@@ -263,7 +263,10 @@ def test_ids_that_are_written_later_are_refused_too(context, wrong):
 
 @pytest.mark.parametrize("routing", METHODS, ids=lambda routing: f"{routing.method.value}-{routing.renormalize}")
 def test_an_id_of_no_expert_has_no_weight(routing):
-    """A GPU's ids are not looked at in each call: they must not index memory."""
+    """An id beyond the experts has weight 0, as -1 does.
+
+    Ids on a GPU are not checked in each call, so they must not index memory.
+    """
     logits = torch.randn(2, EXPERTS)
     named, none = (weights_of(logits, torch.tensor([[2, last], [0, 5]]), routing) for last in (-1, EXPERTS + 90))
     assert same_bits(named, none)
@@ -324,7 +327,7 @@ def test_a_models_record_is_replayed_from_a_file(context, tmp_path):
         for layer in model.layers:
             layer.router.weight.neg_()
     assert not torch.equal(routed, wanted)
-    wrapped = model  # as FSDP, checkpoint_wrapper, torch.compile and DistributedDataParallel name it
+    wrapped = model  # the wrapper names of FSDP, checkpoint_wrapper, torch.compile and DistributedDataParallel
     for name in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"):
         wrapped = nn.ModuleDict({name: wrapped})
     with replay_routing(wrapped, ids | {"layers.7": ids["layers.0"]}):
@@ -378,7 +381,10 @@ def test_an_exact_replay_is_the_record_bit_for_bit():
 
 @pytest.mark.parametrize("local", [True, False], ids=["its etp peers' rows too", "its own tokens"])
 def test_a_router_is_given_the_ids_of_the_rows_that_it_sees(local):
-    """Where an etp group is part of a tp group, a rank routes the rows of its etp peers."""
+    """A router gets the replayed ids of the rows that it routes.
+
+    If the etp group is part of a tp group, a rank also routes the rows of its etp peers.
+    """
     ids, given = torch.arange(12).view(6, 2), []
     flow = Some(etp_rows_are_local=local, etp_gather=lambda x, call: x[:4], local_tokens=lambda x, call: x[2:4])
 

@@ -1,4 +1,4 @@
-"""What tells experts of different ranks that were averaged from others, without ranks."""
+"""Test, without ranks, how experts that were averaged over ranks are told apart from independent ones."""
 
 from types import SimpleNamespace as Some
 
@@ -19,7 +19,7 @@ def drawn(seed):
 
 
 def of_one_dense_layer(seed):
-    """Experts that began as copies of one layer."""
+    """Return experts that began as copies of one layer."""
     return drawn(9)[:1] + 0.3 * drawn(seed)
 
 
@@ -28,7 +28,7 @@ def of_one_dense_layer(seed):
     [
         (drawn(0), drawn(1), 0.0),
         (drawn(0), drawn(0), 1.0),
-        (drawn(0) + 0.5 * drawn(1), drawn(0) + 0.5 * drawn(2), 0.8),  # averaged, and trained apart since
+        (drawn(0) + 0.5 * drawn(1), drawn(0) + 0.5 * drawn(2), 0.8),  # averaged, and then trained separately
         (of_one_dense_layer(0), of_one_dense_layer(1), 0.0),
         (drawn(0), drawn(0).roll(2, 0), 0.0),
     ],
@@ -58,7 +58,7 @@ def test_an_average_of_some_ranks_alone_is_looked_for():
 
 
 class Experts:
-    """Two ranks' experts, by the numbers that they have."""
+    """A stand-in for two ranks' experts with given weights."""
 
     def __init__(self, first, other):
         self.updates, self.named, self.sharded, self.is_meta, self.num_slots = 0, True, False, False, SLOTS
@@ -97,7 +97,7 @@ def test_what_became_alike_since_is_named_by_the_ranks_of_the_job(monkeypatch):
 
 
 def test_numbers_are_taken_from_all_of_a_matrix():
-    """Not from its first rows alone, which may be a part that does not learn."""
+    """The sample covers all of a matrix, because its first rows may be a part that does not learn."""
     w13 = torch.arange(2 * 4096, dtype=torch.float32).view(2, 64, 64)
     weights = Some(stored_tensors=lambda: {"w13": w13}, is_meta=False, num_slots=2, local_experts=(0, -1))
     found = _sample(weights, 3, torch.device("cpu"))
