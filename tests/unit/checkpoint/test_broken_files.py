@@ -1,4 +1,4 @@
-"""A model's folder whose files are broken, on one rank or on all: one sentence that names the file."""
+"""Test a model's folder with broken files, on one rank or on all: one sentence names the file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def without(field):
 
 
 def other_dtype(folder):
-    """A dtype in the header that no torch has: the sizes are right."""
+    """Replace the dtype in the header by one that torch does not have. Sizes stay right."""
     path = next(folder.glob("*.safetensors"))
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -54,7 +54,7 @@ def other_dtype(folder):
 
 DEEP = b'{"a":' * 50_000
 CONFIG = "config.json"
-# what is done -> what the sentence says
+# what is broken -> (how to break it, pattern of the error)
 BROKEN = {
     "deep config": (text(CONFIG, DEEP), r"config\.json is nothing that transformers can read: RecursionError"),
     "deep config that ends": (text(CONFIG, b'{"a":' * 800 + b"1" + b"}" * 800), r"config\.json"),
@@ -153,7 +153,10 @@ def test_the_text_model_of_a_multimodal_configuration_is_read(checkpoints):
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_dtype_that_no_model_has_is_named_in_each_part(inside, field, checkpoints, tmp_path):
-    """transformers takes any attribute of torch, in the text model's configuration too."""
+    """A dtype that no model can have is named, in each part of config.json.
+
+    transformers accepts any attribute of torch as a dtype, in the text model's configuration too.
+    """
     folder = tmp_path / "model"
     shutil.copytree(checkpoints["llama4_text wrapped"].folder, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -185,7 +188,7 @@ def test_paths_that_are_none(path):
     "name", ["block_sparse_moe.experts.1.w3.weight", "block_sparse_moe.gate.weight", "self_attn.q_proj.weight"]
 )
 def test_numbers_that_a_dtype_cannot_hold(name, checkpoints, tmp_path):
-    """They became infinite without a word."""
+    """Numbers that the requested dtype cannot hold are refused. They used to become infinite silently."""
     shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / SINGLE)
     full = next(one for one in tensors if one.endswith(f"layers.1.{name}"))
@@ -208,7 +211,10 @@ ON_ONE_RANK = ("deep config", "heads 0", "hidden_act", "dtype int64", "generatio
 
 @distributed(2)
 def test_a_broken_file_of_one_rank_is_one_sentence_on_all(checkpoints):
-    """Also where its peer goes on meanwhile, making layers."""
+    """A broken file on one rank raises the same sentence on all ranks.
+
+    The other rank has meanwhile gone on to make layers.
+    """
     good = checkpoints["mixtral single"].folder
     with tempfile.TemporaryDirectory() as place, EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
         for what in ON_ONE_RANK:
@@ -222,7 +228,7 @@ def test_a_broken_file_of_one_rank_is_one_sentence_on_all(checkpoints):
             said = [None, None]
             dist.all_gather_object(said, (type(caught.value).__name__, str(caught.value)))
             assert said[0] == said[1], what
-        assert load_pretrained(good, context, progress=False) is not None  # they are in step
+        assert load_pretrained(good, context, progress=False) is not None  # the ranks are still in step
 
 
 class Surprise(Exception):
@@ -231,7 +237,7 @@ class Surprise(Exception):
 
 @distributed(2)
 def test_any_exception_of_one_rank_is_raised_on_all(checkpoints):
-    """Of any type, wherever loading is."""
+    """An exception of any type on one rank, at any stage of loading, is raised on all ranks."""
     from ep_moe.integrations import load as meta_model
     from ep_moe.integrations import transformers as integration
 

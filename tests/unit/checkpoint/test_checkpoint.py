@@ -1,6 +1,6 @@
-"""Checkpoints of five families, as transformers writes them, into layers on ranks.
+"""Test loading checkpoints of five families, as transformers writes them, into layers on ranks.
 
-The parent process writes them with `save_pretrained` and beside them the model's own weights in canonical form; the
+The parent process writes them with `save_pretrained`, together with the model's own weights in canonical form. The
 ranks need no transformers. `tests/distributed/test_transformers.py` uses the same tiny models.
 """
 
@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory):
 
 # --- weights -----------------------------------------------------------------------------------------------------
 
-# sizes and the map: None is linear
+# ParallelConfig's sizes and the expert map; None is linear
 LAYOUTS = {
     1: [({}, None)],
     2: [({"dp": 2}, ExpertMap.redundant(8, 2, 3)), ({"tp": 2, "ep": 1, "etp": 2}, None)],
@@ -48,7 +48,7 @@ LAYOUTS = {
 }
 
 KINDS = [f"{family} {way}" for family in FAMILIES for way in ("shards", "single", "fused")]
-# transformers' own names for Mixtral's experts are in no published checkpoint
+# no published checkpoint has transformers' own names for Mixtral's experts
 KINDS.remove("mixtral fused")
 KINDS += ["llama4_text wrapped", "deepseek_v3 fp8", "gpt_oss mxfp4"]
 
@@ -57,7 +57,7 @@ KINDS += ["llama4_text wrapped", "deepseek_v3 fp8", "gpt_oss mxfp4"]
 def test_layers_hold_the_models_weights(checkpoints, world_size):
     for at, (sizes, expert_map) in enumerate(LAYOUTS[world_size]):
         with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device()) as context:
-            # on four ranks each has two of the layouts: one with experts that are cut, and one with whole ones
+            # on four ranks each checkpoint gets two layouts: one with whole experts, one with experts cut by etp
             for kind in KINDS[at % 2 :: 2] if world_size == 4 else KINDS:
                 checkpoint, expected = checkpoints[kind], checkpoints[kind].expected
                 layers = make_layers(checkpoint, context, expected, expert_map)
@@ -80,7 +80,7 @@ def test_progress_counts_experts_on_the_first_rank(checkpoints):
 
 @distributed(2)
 def test_any_layer_of_a_checkpoint_in_another_dtype(checkpoints):
-    """One layer of two, in bfloat16, with a shared expert left out."""
+    """A single layer loads in another dtype: one layer of two, in bfloat16, without its shared expert."""
     checkpoint = checkpoints["deepseek_v3 shards"]
     expected = checkpoint.expected[2]
     config = dataclasses.replace(checkpoint.config, shared_intermediate_size=0)
@@ -91,7 +91,7 @@ def test_any_layer_of_a_checkpoint_in_another_dtype(checkpoints):
         assert layer.expert_weights.updates > before, "EPLB moves nothing that was loaded meanwhile"
         for slot, expert in enumerate(layer.expert_weights.local_experts):
             assert torch.equal(layer.expert_weights.w13[slot].cpu(), expected["experts"]["w13"][expert].bfloat16())
-        # the correction bias stays in float32, whose last bits decide between experts
+        # the correction bias stays in float32, because its last bits decide between experts
         assert torch.equal(layer.router.e_score_correction_bias.cpu(), expected["router"]["e_score_correction_bias"])
 
 
@@ -99,7 +99,10 @@ def test_any_layer_of_a_checkpoint_in_another_dtype(checkpoints):
 
 
 def header(folder):
-    """Name -> (shape, bytes) of all tensors in a folder, from the files' headers as the format describes them."""
+    """Return name -> (shape, bytes) of all tensors in a folder.
+
+    The headers of the files are parsed by the format's definition.
+    """
     tensors = {}
     for path in Path(folder).glob("*.safetensors"):
         with path.open("rb") as file:
@@ -113,7 +116,7 @@ def header(folder):
 
 
 class Watched:
-    """A safetensors file, or a slice of it, that notes every read as (tensor, index, bytes)."""
+    """A safetensors file, or a slice of one, that logs each read as (tensor, index, bytes)."""
 
     def __init__(self, inner, reads, name=None):
         self._inner, self._reads, self._name = inner, reads, name
@@ -133,7 +136,7 @@ class Watched:
 
 
 def watched_load(checkpoint, layers):
-    """load_layers with every read noted: (its source, the reads)."""
+    """Run `load_layers` with every read logged. Return its source and the reads."""
     reads = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source_module, "safe_open", lambda *args, **kwargs: Watched(safe_open(*args, **kwargs), reads))
@@ -142,7 +145,7 @@ def watched_load(checkpoint, layers):
 
 
 def visits(reads, tensors, device):
-    """How often each element of each tensor was read, over all ranks."""
+    """Return how often each element of each tensor was read, over all ranks."""
     counts = {name: torch.zeros(shape, dtype=torch.int64) for name, (shape, _) in tensors.items()}
     for name, index, _ in reads:
         counts[name][index] += 1
@@ -153,7 +156,7 @@ def visits(reads, tensors, device):
 
 
 def in_block(name, layers):
-    """Does a tensor belong to the experts' blocks of these layers, and to what: "expert", "rest" or None."""
+    """Return what a tensor is to these layers' MoE blocks: "expert", "rest", or None outside of them."""
     names = name.removeprefix("language_model.").split(".")
     block = names[3:4] and names[3] in ("mlp", "block_sparse_moe", "feed_forward")
     if not block or int(names[2]) not in layers:
@@ -162,14 +165,17 @@ def in_block(name, layers):
 
 
 def number_of(name):
-    """The expert's number in a tensor's name; None for a tensor of all experts."""
+    """Return the expert's number in a tensor's name, or None for a tensor of all experts."""
     part = name.split("experts.")[1].split(".")[0]
     return int(part) if part.isdigit() else None
 
 
 @distributed(1, 2, 4)
 def test_each_rank_reads_its_own_experts_bytes(checkpoints, world_size):
-    """Every expert's bytes once over all ranks, router and shared expert on each, nothing else at all."""
+    """Each rank reads only its own experts.
+
+    Over all ranks, experts are read once. Each rank reads the router and the shared expert, and nothing else.
+    """
     with EPContext.from_groups(device=rank_device()) as context:
         for kind in KINDS:
             checkpoint = checkpoints[kind]
@@ -194,7 +200,7 @@ def test_each_rank_reads_its_own_experts_bytes(checkpoints, world_size):
 
 @distributed(2, 4)
 def test_etp_halves_the_bytes(checkpoints, world_size):
-    """etp = 2: half of each matrix on each of the two; an output bias is whole on both."""
+    """With etp = 2, each of the two ranks reads half of a matrix. Both read the whole output bias."""
     sizes = ParallelConfig(dp=world_size // 2, tp=2, etp=2)
     with EPContext.from_groups(sizes, device=rank_device()) as context:
         for kind in KINDS:
@@ -206,7 +212,7 @@ def test_etp_halves_the_bytes(checkpoints, world_size):
             expected = 0
             for name, (_, size) in tensors.items():
                 part, whole = in_block(name, layers), name.endswith("down_proj_bias")
-                # factors and blocks of quantized matrices do not end where the pieces do
+                # scales and blocks of quantized matrices do not end at the etp boundaries
                 quantised = name.endswith(("_scale_inv", "down_proj_blocks", "down_proj_scales"))
                 if part == "expert":
                     expected += size // (world_size // 2) // (1 if whole else 2)
@@ -226,7 +232,10 @@ def test_etp_halves_the_bytes(checkpoints, world_size):
 
 @distributed(2)
 def test_replicas_are_read_once(checkpoints):
-    """A rank that holds an expert three times reads it once; what no rank holds twice is read once over all."""
+    """A rank that holds several replicas of an expert reads it once.
+
+    Over all ranks, an expert is read once per rank that holds it.
+    """
     checkpoint = checkpoints["mixtral shards"]
     ranks = [[0, 1, 0, 2, 3, 0], [4, 5, 6, 7, 0]]
     with EPContext.from_groups(device=rank_device()) as context:
@@ -244,7 +253,7 @@ def test_replicas_are_read_once(checkpoints):
 
 
 class Bar:
-    """Stands for `Progress`."""
+    """A stand-in for `Progress`."""
 
     def __init__(self, total, *_, shown):
         self.total, self.shown, self.done = total, shown, 0
@@ -278,7 +287,7 @@ def test_only_rank_0_shows_a_bar(checkpoints, world_size):
 
 
 def test_the_contexts_first_rank_shows_the_bar(checkpoints, monkeypatch):
-    """Whatever its number in the job is."""
+    """The first rank of the context shows the bar, whatever its rank in the job."""
     bars, checkpoint = [], checkpoints["mixtral shards"]
     monkeypatch.setattr(reader, "Progress", lambda *given, **options: bars.append(Bar(*given, **options)) or bars[-1])
     layout, recorder, cpu = RankLayout(world=1, rank=3, ranks=(3,)), FlightRecorder(), torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What config.json states of codes, for all of a checkpoint and for some of its modules, and what factors make."""
+"""Test what config.json declares about codes, for a whole checkpoint or some modules, and how scales apply."""
 
 import json
 
@@ -21,7 +21,7 @@ INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "g
 
 
 def groups(*found, **more):
-    """compressed-tensors' configuration of (target, weights)."""
+    """Return compressed-tensors' configuration for pairs of (target, weights)."""
     config_groups = {
         f"group_{n}": {"targets": [target], "weights": weights} for n, (target, weights) in enumerate(found)
     }
@@ -29,7 +29,7 @@ def groups(*found, **more):
 
 
 def write(folder, make, how, *, block=BLOCK, **options):
-    """A layer's checkpoint. Returns the numbers of its matrices."""
+    """Write a layer's checkpoint. Return the values of its matrices."""
     generator, tensors, numbers = torch.Generator().manual_seed(0), {}, {}
     for expert in range(CONFIG.num_experts):
         for name, shape in SHAPES.items():
@@ -101,7 +101,7 @@ def test_packings_that_are_not_read(make, how, match, tmp_path):
     ],
 )
 def test_gptq_modules_of_their_own(own, options, tmp_path):
-    """`dynamic` of GPTQModel."""
+    """Modules with their own settings in GPTQModel's `dynamic` are read by these settings."""
     rules = {"-:.*self_attn.*": {}, "+:.*experts.*": own, ".*": {"bits": 8}}
     check_read(tmp_path, write(tmp_path, gptq, GPTQ | {"dynamic": rules}, **options))
 
@@ -150,7 +150,7 @@ def test_a_group_that_contradicts_its_tensors(own, match, tmp_path):
     ],
 )
 def test_a_factor_for_a_whole_row_whatever_its_length(make, how, tmp_path):
-    """128 columns of gate and up, 64 of down."""
+    """A scale per whole row is read for rows of any length: 128 columns of gate and up, 64 of down."""
 
     def rows_alone(rows, columns, generator):
         return make(rows, columns, generator, group=columns)
@@ -252,7 +252,8 @@ def mxfp4(rows, columns, generator):
 
 
 MXFP4 = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
-LARGE = {  # format: (maker, its options, config.json, name of the factors, one that is too large, schemes that keep it)
+# format: (maker, its options, config.json, name of the scales, a scale that is too large, schemes that keep it)
+LARGE = {
     "nvfp4": (nvfp4, {"packed": False}, {"quant_method": "modelopt"}, "weight_scale_2", 1e38, "nvfp4a16"),
     "nvfp4 packed": (nvfp4, {"packed": True}, {"quant_method": "x"}, "weight_global_scale", 1e-40, "nvfp4a16"),
     "mxfp4": (mxfp4, {}, MXFP4, "weight_scale", 253, "mxfp4"),
@@ -294,7 +295,12 @@ def test_the_largest_numbers_that_are_finite(tmp_path):
 
 @pytest.mark.parametrize(("inner", "ambiguous"), [(96, True), (224, True), (64, False), (192, False), (128, False)])
 def test_blocks_over_gate_and_up_that_can_be_two_things(inner, ambiguous, tmp_path):
-    """Blocks of 128 rows begin anew with up, or run on into it: as many where gate fills more than half of its last."""
+    """A fused gate_up tensor in fp8 blocks is refused if the blocks are ambiguous.
+
+    Blocks of 128 rows may start again at up, or continue from gate into up. The number of blocks is the same in both
+    cases
+    if gate fills more than half of its last block.
+    """
     config = MoEConfig(hidden_size=128, intermediate_size=inner, num_experts=1, top_k=1)
     generator, blocks = torch.Generator().manual_seed(0), 2 * -(-inner // 128)
     tensors = {f"{BLOCK}.gate.weight": torch.randn(1, 128)}

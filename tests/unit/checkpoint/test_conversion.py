@@ -1,4 +1,4 @@
-"""Experts of transformers models read one by one by transformers' own names, and the rest of the models."""
+"""Test that experts of transformers models are read one by one under transformers' names, and the rest with them."""
 
 import json
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def olmoe(checkpoints, tmp_path):
-    """A folder of the test's own, and how to write other tensors into it."""
+    """Return a function that writes changed tensors into a temporary checkpoint folder."""
 
     def write(change, form="per_expert"):
         tensors = load_file(checkpoints / "olmoe" / form / SINGLE)
@@ -86,7 +86,7 @@ def test_all_tensors_are_those_of_from_pretrained(checkpoints, kind, form, dtype
     assert rest.keys() == reference.keys()
     for name in reference.keys() - seen:
         torch.testing.assert_close(rest[name], reference[name], rtol=0, atol=0)
-    assert all(rest[name].is_meta for name in seen)  # no rank makes room for all experts
+    assert all(rest[name].is_meta for name in seen)  # no rank allocates all experts
     if (kind, dtype) == ("ernie4_5_moe", torch.bfloat16):
         assert any(tensor.dtype == torch.float32 for name, tensor in rest.items() if name.endswith("gate.weight"))
 
@@ -107,7 +107,7 @@ def test_two_experts_of_eight_are_a_quarter_of_the_bytes(checkpoints, kind, form
 
 
 def test_saving_reverts_all_names(checkpoints):
-    """The mapping that is kept on the model is the one of a model that from_pretrained loaded."""
+    """The kept weight mapping is that of a model loaded by from_pretrained, so saving restores all names."""
     folder = checkpoints / "olmoe" / "per_expert"
     kept = loaded(folder).model._weight_conversions
     reference = AutoModelForCausalLM.from_pretrained(folder)._weight_conversions
@@ -155,7 +155,7 @@ def test_broken_files_are_refused_by_name(olmoe, change, message):
 
 
 def test_what_the_models_class_ignores_is_no_reason_to_refuse(olmoe, monkeypatch):
-    """By the name in the files, or by that which transformers would give it."""
+    """Tensors that the model's class ignores are not refused, by their name in the file or by transformers' name."""
     folder = olmoe(put("model.layers.0.mlp.experts.0.extra.weight", lambda tensors: torch.zeros(2)))
     rename = conversion.rename_source_key
 
@@ -172,7 +172,7 @@ def test_what_the_models_class_ignores_is_no_reason_to_refuse(olmoe, monkeypatch
 
 
 def test_codes_beside_experts_are_called_by_their_quantisation(olmoe):
-    """All weights are there, and so what is superfluous says what the files are."""
+    """A file with codes besides all expert weights is refused, and the error names the quantization."""
     folder = olmoe(put("model.layers.0.mlp.experts.0.gate_proj.absmax", lambda tensors: torch.zeros(2)))
     with pytest.raises(CheckpointError, match=r"quantized by bitsandbytes.*absmax is there; dequantize"):
         files_of(folder)
@@ -276,7 +276,10 @@ def test_operations_across_experts_are_refused_by_name(olmoe, monkeypatch, opera
 
 @pytest.mark.parametrize("change", [{"is_concatenated": False}, {"is_transposed": True}])
 def test_experts_in_another_order_than_their_files_are_in_no_known_format(checkpoints, change):
-    """Known formats take gate and up of a file as they are."""
+    """Experts whose gate and up are ordered differently from their file match no known format.
+
+    Known formats take gate and up from a file as they are.
+    """
     model = on_meta(checkpoints / "olmoe" / "per_expert")
     names = list(find_experts(model))
     for name in names[1:]:
@@ -288,7 +291,7 @@ def test_experts_in_another_order_than_their_files_are_in_no_known_format(checkp
 
 
 def test_a_tensor_may_hold_several_parameters(olmoe, checkpoints, monkeypatch):
-    """One file tensor with gate, up and down becomes two parameters."""
+    """A file tensor with gate, up and down becomes two parameters."""
     reference = load_file(checkpoints / "olmoe" / "fused" / SINGLE)
     whole = {
         n: t[:, :64] if n.endswith("gate_up_proj") else t[:, :, :32] for n, t in reference.items() if "expert" in n
@@ -313,7 +316,7 @@ def test_a_tensor_may_hold_several_parameters(olmoe, checkpoints, monkeypatch):
 
 
 def test_numbers_of_another_quantization_are_named():
-    """Of a parameter outside the experts."""
+    """An error about a quantized parameter outside the experts names the quantization."""
     others = {"lm_head.qzeros": "AutoRound"}
     source = SimpleNamespace(
         dtype=lambda name: "I32", foreign=lambda prefix: others if prefix == "lm_head" else {},

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is one sentence, on all ranks."""
+"""Test that each fault of a checkpoint is one sentence, on all ranks."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ SHARD = "model-00002-of-0000"
 
 
 def without(part):
-    """A change that removes the tensors with this in their names."""
+    """Return a change that removes tensors whose names contain `part`."""
     return lambda tensors: {name: tensor for name, tensor in tensors.items() if part not in name}
 
 
@@ -37,7 +37,7 @@ def reshaped(name, *shape):
     return lambda tensors: tensors | {name: torch.ones(shape)}
 
 
-# what is wrong: (the checkpoint, what becomes of its tensors, what the error must say)
+# fault -> (checkpoint, change of its tensors, pattern of the error)
 CHANGED_TENSORS = {
     "missing expert": (
         "qwen3_moe single",
@@ -106,7 +106,7 @@ def pickle_alone(folder):
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
-# what is wrong: (what becomes of the files of "qwen3_moe shards", what the error must say)
+# fault -> (change of the files of "qwen3_moe shards", pattern of the error)
 CHANGED_FILES = {
     "missing shard": (lambda folder: shard_of(folder).unlink(), rf"{SHARD}.*is missing, though {INDEX}"),
     "truncated shard": (cut_shard, rf"{SHARD}.*is not a readable safetensors file"),
@@ -139,7 +139,10 @@ CHANGED_FILES |= {
 
 
 def damage(root, checkpoints):
-    """name -> (folder, family, what the error must say); each a copy of a good checkpoint with one thing wrong."""
+    """Return name -> (folder, family, pattern of the error).
+
+    Each folder is a copy of a good checkpoint with one fault.
+    """
     good = checkpoints["qwen3_moe shards"]
     cases = {
         "no folder": (str(root / "nothing here"), "qwen3_moe", "there is no folder .*nothing here; give the folder"),
@@ -174,7 +177,10 @@ def refuse(*args, **kwargs):
 
 @distributed(1, 2)
 def test_damage_is_one_error_on_all_ranks(checkpoints, damaged, world_size):
-    """The whole checkpoint damaged, then rank 1's copy alone. No collective is entered; the context stays usable."""
+    """A damaged checkpoint raises one error on all ranks, whether all copies are damaged or only the last rank's.
+
+    No collective is entered, and the context stays usable.
+    """
     last = world_size - 1
     with EPContext.from_groups(device=rank_device()) as context:
         for name, (folder, family, pattern) in damaged.items():
@@ -193,7 +199,7 @@ def test_damage_is_one_error_on_all_ranks(checkpoints, damaged, world_size):
                 assert len({message for message, _ in said}) == 1, f"{name}, {where}: {said}"
                 if where == "one rank":
                     assert f"rank {last}:" in said[0][0]
-                    # the folder that is damaged is the one that is named
+                    # the error names the damaged folder
                     assert said[last][1] in said[0][0]
                 for n, layer in layers.items():
                     assert torch.equal(layer.expert_weights.w13, before[n]), f"{name}: half loaded"
@@ -205,7 +211,7 @@ def test_damage_is_one_error_on_all_ranks(checkpoints, damaged, world_size):
 
 @distributed(2)
 def test_ranks_may_read_copies_of_their_own(checkpoints):
-    """Node-local copies lie under different paths."""
+    """Ranks may read separate copies of a checkpoint, because node-local copies have different paths."""
     ways = ["mixtral shards", "mixtral single"]
     checkpoint = checkpoints[ways[dist.get_rank()]]
     with EPContext.from_groups(device=rank_device()) as context:
@@ -216,7 +222,7 @@ def test_ranks_may_read_copies_of_their_own(checkpoints):
 
 @pytest.mark.parametrize("part", ["experts.3.up_proj", "shared_experts.down_proj"])
 def test_numbers_that_the_layers_dtype_cannot_hold_are_refused(checkpoints, tmp_path, part):
-    """They would be infinite, of shared experts too."""
+    """Numbers that the layer's dtype cannot hold are refused, in shared experts too. They would become infinite."""
     checkpoint, name = checkpoints["deepseek_v3 single"], f"model.layers.1.mlp.{part}.weight"
     tensors = load_file(Path(checkpoint.folder) / SINGLE)
     tensors[name][0, 0] = 70000.0
@@ -251,7 +257,7 @@ def test_an_error_names_the_folder_once(said, error):
 
 
 def test_source_reads_parts(checkpoints):
-    """The source alone: shapes, parts, and their bytes."""
+    """`CheckpointSource` returns shapes and parts, and counts the bytes that it read."""
     checkpoint = checkpoints["deepseek_v3 fp8"]
     source = CheckpointSource(checkpoint.folder)
     name = "model.layers.1.mlp.experts.0.up_proj.weight"
@@ -261,14 +267,17 @@ def test_source_reads_parts(checkpoints):
     assert source.bytes_read == 0
     plain = load_file(Path(checkpoint.plain) / SINGLE)[name]
     assert torch.equal(source.read(name, slice(100, 130), slice(127, 129)), plain[100:130, 127:129])
-    assert source.bytes_read == 30 * 2 + 4 * 4  # fp8 and four float32 factors
+    assert source.bytes_read == 30 * 2 + 4 * 4  # fp8 codes and four float32 scales
     assert torch.equal(source.read(name), plain)
     with pytest.raises(CheckpointError, match="nowhere is missing in"):
         source.read("nowhere")
 
 
 def test_a_loading_that_wrote_nothing_counts_as_an_update_too():
-    """Of ranks that fail at different experts some have written theirs: EPLB begins again on all or on none."""
+    """A failed load counts as an update of the weights even if it wrote nothing.
+
+    Ranks that fail at different experts have written different ones. EPLB must start again on all ranks or on none.
+    """
     with EPContext.local(torch.device("cpu")) as context:
         layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2), context)
         before = layer.expert_weights.updates

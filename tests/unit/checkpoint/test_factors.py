@@ -1,4 +1,4 @@
-"""What belongs to codes in a checkpoint: exponents are decoded, and what is no factor is refused by name."""
+"""Test the scales beside codes in a checkpoint: exponents are decoded, and invalid scales are refused by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def config(**fields) -> MoEConfig:
 
 
 def each(make) -> dict[str, Tensor]:
-    """Of every matrix of every expert: what follows its name, by its shape and number."""
+    """Return the tensors of every expert matrix. `make` returns name suffix -> tensor from a shape and a generator."""
     tensors = {f"{BLOCK}.gate.weight": torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))}
     for expert in range(EXPERTS):
         for number, (name, shape) in enumerate(SIZES.items()):
@@ -69,7 +69,7 @@ def power_of_two(exponent: Tensor) -> Tensor:
 
 
 def matrix(tensors: dict[str, Tensor], expert: int, name: str) -> Tensor:
-    """The numbers, by the format's description."""
+    """Return a matrix's values by the format's definition."""
     full = f"{BLOCK}.experts.{expert}.{name}.weight"
     weight = tensors[full].float()
     scale = tensors.get(f"{full}_scale_inv", tensors.get(f"{full}_scale"))
@@ -175,7 +175,7 @@ def test_a_factor_whose_numbers_no_float32_holds_is_refused(tmp_path):
 
 
 def test_a_factor_of_0_for_zeros_alone(tmp_path):
-    """Exporters write it for a block without another number."""
+    """A scale of 0 is accepted for a block of zeros, as exporters write it, and only there."""
     tensors = each(
         lambda r, c, g: {"weight": codes(r, c, g), "weight_scale_inv": torch.ones(-(-r // 128), -(-c // 128))}
     )
@@ -204,7 +204,7 @@ def test_the_exponent_and_the_code_that_are_nan(quantization, tmp_path):
 
 @pytest.mark.parametrize("quantization", ["fp8_block", "mxfp4", "int4_fp8"])
 def test_numbers_that_are_quantised_are_finite(quantization, tmp_path):
-    """In 4 bits a NaN would become a number."""
+    """Numbers to quantize must be finite, because a NaN would become a number in 4 bits."""
     tensors = each(lambda r, c, g: {"weight": torch.randn(r, c, generator=g)})
     tensors[f"{ONE}.weight"][1, 2] = float("nan")
     write(tmp_path, tensors)
@@ -262,7 +262,7 @@ def test_each_companion_is_looked_at(make, end, value, quantization, sentence, t
 
 
 def test_a_scale_of_nvfp4_that_rounds_to_0(tmp_path):
-    """That of a block whose numbers are small beside the matrix's."""
+    """An NVFP4 scale that rounded to 0 is accepted. It occurs in blocks much smaller than the matrix's maximum."""
     tensors = each(nvfp4)
     tensors[f"{ONE}.weight_scale"].view(torch.uint8)[:, 3] = 0
     write(tmp_path, tensors)
@@ -306,7 +306,10 @@ def test_mxfp4_as_gpt_oss(end, change, sentence, quantization, tmp_path):
 @pytest.mark.parametrize("quantization", ["none", "mxfp4"])
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 def test_two_sets_of_codes_are_refused(name, quantization, tmp_path):
-    """Blocks were taken, and the plain numbers beside them left out without a word."""
+    """A file with quantized blocks and plain numbers of one matrix is refused.
+
+    The plain numbers used to be ignored silently.
+    """
     shape = {"gate_up_proj": (EXPERTS, HIDDEN, 2 * INNER), "down_proj": (EXPERTS, INNER, HIDDEN)}[name]
     write(tmp_path, gpt_oss() | {f"{BLOCK}.experts.{name}": torch.randn(shape)})
     with pytest.raises(CheckpointError, match=rf"{name}_blocks is there, and .*experts\.{name} too; remove the one"):

@@ -1,4 +1,4 @@
-"""Tensors of an expert in each layout of a checkpoint, numbers chosen so that each says where it lay."""
+"""Test an expert's tensors in each layout of a checkpoint. Each number tells where it was stored."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Checkpoints in E4M3 with a scale a matrix or a row: bytes kept where a layer is quantized alike, numbers else."""
+"""Test E4M3 checkpoints with a scale per matrix or per row.
+
+A layer in the same scheme keeps the bytes, and any other layer keeps the values.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ SCALES = {"gate_proj": 0.5, "up_proj": 0.5, "down_proj": 0.75}
 
 
 def linear(rows: int, columns: int, seed: int, scale: Tensor, input_scale: float | None) -> dict[str, Tensor]:
-    """One quantized matrix by its names in a file."""
+    """Return one quantized matrix under its names in a file."""
     numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 40
     found = {"weight": numbers.clamp(-448, 448).to(FP8), "weight_scale": scale}
     return found if input_scale is None else found | {"input_scale": torch.tensor(input_scale)}
@@ -65,7 +68,7 @@ def numbers(matrix: dict[str, Tensor]) -> Tensor:
 
 
 def as_ours(projections: dict[str, dict[str, Tensor]], scheme: str) -> dict[str, Tensor]:
-    """Canonical tensors of a file's, gate first; with a scale a matrix gate and up have the same one."""
+    """Return the canonical tensors of a file's expert, gate first. With one scale per matrix, gate and up share it."""
     gate, up, down = (projections[name] for name in PROJECTIONS)
     whole = {
         "w13": torch.cat([m["weight"].view(torch.uint8) for m in (gate, up)]).view(FP8),
@@ -101,8 +104,12 @@ def test_bytes_are_kept(scheme, calibrated, one, tmp_path):
 @pytest.mark.parametrize("calibrated", [False, True])
 @pytest.mark.parametrize("end", [(1,), ()], ids=["[rows, 1]", "[rows]"])
 def test_bytes_with_a_scale_a_row_are_kept(end, calibrated, tmp_path, recwarn):
-    """bf16 scales, as compressed-tensors writes them, become the same numbers in float32. Input scales are not needed:
-    each row of activations gets its own."""
+    """Codes with a scale per row keep their bytes.
+
+    bf16 scales, as compressed-tensors writes them, become the same numbers in float32. Input scales are not needed,
+    because
+    each row of activations gets its own.
+    """
     given = experts(0.7, by_row=True, calibrated=calibrated)
     for each in given:
         for matrix in each.values():
@@ -119,7 +126,11 @@ def test_bytes_with_a_scale_a_row_are_kept(end, calibrated, tmp_path, recwarn):
 
 @pytest.mark.parametrize("etp", [2, 4])
 def test_a_rank_of_etp_reads_its_piece_with_the_scales_of_its_rows(etp, tmp_path):
-    """Rows of w13 are cut, and their scales with them; of w2 columns, and each rank has the scales of all rows."""
+    """An etp rank reads its piece with the scales of its rows.
+
+    w13 is cut along its rows, and its scales with it. w2 is cut along its columns, so each rank has the scales of all
+    rows.
+    """
     whole = as_ours(save(tmp_path, experts(by_row=True))[1], "fp8_channel")
     gate, up = whole["w13_scale"].chunk(2)
     for rank, (piece, _) in enumerate(check_etp_pieces(tmp_path, "fp8_channel", whole, etp)):
@@ -138,8 +149,12 @@ def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
 
 @pytest.mark.parametrize("larger", ["gate", "up"])
 def test_gate_and_up_under_two_scales(larger, tmp_path):
-    """The half with the larger keeps its bytes; the other is within half a step of E4M3 under that scale: 2**-4 of
-    itself, or half of the smallest number."""
+    """If gate and up have different scales, the half with the larger scale keeps its bytes.
+
+    The other half is rounded to the larger scale, within half a step of E4M3: 2**-4 of the value, or half of the
+    smallest
+    number.
+    """
     matrices = save(tmp_path, experts(0.4 if larger == "gate" else 0.7))
     layer = load(tmp_path, "fp8_static")
     kept = 0 if larger == "gate" else 1
@@ -158,7 +173,10 @@ def test_gate_and_up_under_two_scales(larger, tmp_path):
 @pytest.mark.parametrize("by_row", [False, True], ids=["a matrix", "a row"])
 @pytest.mark.parametrize("quantization", ["none", "fp8_dynamic", "mxfp8"])
 def test_numbers_are_kept_in_another_scheme(quantization, by_row, tmp_path):
-    """With a scale a row fp8_dynamic is another one, too."""
+    """A layer in another scheme gets the checkpoint's values.
+
+    With a scale per row, fp8_dynamic is another scheme too.
+    """
     matrices = save(tmp_path, experts(by_row=by_row))
     layer, scheme = load(tmp_path, quantization), SCHEMES[quantization]
     for e, projections in enumerate(matrices):
@@ -183,7 +201,7 @@ def test_any_part_of_a_matrix_is_read(shape, tmp_path):
 
 
 def test_the_scale_that_rows_travel_under(tmp_path):
-    """The largest of gate's and up's, in all layers; of no other projection."""
+    """`largest_input_scale` returns the largest input scale of gate and up over all layers, and ignores others."""
     matrices = save(tmp_path)
     tensors = load_file(tmp_path / SINGLE)
     tensors |= {f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_scale": torch.tensor([0.25])}
@@ -195,13 +213,19 @@ def test_the_scale_that_rows_travel_under(tmp_path):
     save_file(tensors, tmp_path / SINGLE)
     expected = max(float(e[name]["input_scale"]) for e in matrices for name in ("gate_proj", "up_proj"))
     assert largest_input_scale(tmp_path, "qwen3_moe") == expected
-    tensors[f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_global_scale"] = torch.tensor(0.5)  # a reciprocal
+    # input_global_scale is a reciprocal
+    tensors[f"{BLOCK.replace('0', '11')}.experts.7.up_proj.input_global_scale"] = torch.tensor(0.5)
     save_file(tensors, tmp_path / SINGLE)
     assert largest_input_scale(tmp_path, "qwen3_moe") == 2.0
 
 
 def scales_of_others(block: str, experts: int) -> dict[str, Tensor]:
-    """A layer that predicts more tokens, the first expert that no layer has, and names that end alike."""
+    """Return input scales that must be ignored.
+
+    They belong to a layer that predicts additional tokens, to an expert index beyond the last, and to names with the
+    same
+    ending.
+    """
     names = (
         "model.layers.3.mlp.experts.0.gate_proj",
         f"{block}.experts.{experts}.up_proj",
@@ -222,7 +246,7 @@ def test_layers_that_the_model_has_not(tmp_path):
     save_file(tensors | {"model.layers.3.mlp.experts.0.up_proj.input_scale": torch.tensor(5.0)}, tmp_path / SINGLE)
     assert largest_input_scale(tmp_path, "qwen3_moe") == 5.0
     assert largest_input_scale(tmp_path, "qwen3_moe", layers=[0]) == expected
-    inner = {"text_config": {"num_hidden_layers": 3}}  # the innermost one is the model's
+    inner = {"text_config": {"num_hidden_layers": 3}}  # the innermost text_config describes the model
     for config in (
         {"num_hidden_layers": 3},
         inner,
@@ -254,7 +278,7 @@ def test_input_scales_are_numbers(number, sentence, tmp_path):
 
 
 def test_one_input_scale_for_each_matrix(tmp_path):
-    """The larger of two numbers, or of two names, was taken for the range of rows."""
+    """Several input scales for one matrix are refused. The larger one used to be taken."""
     matrices = experts()
     matrices[1]["gate_proj"]["input_scale"] = torch.tensor([0.25, 5.0])
     save(tmp_path, matrices)
@@ -277,7 +301,7 @@ def test_input_scales_of_any_float_dtype(dtype, shape, tmp_path):
 
 @pytest.mark.parametrize(("name", "found"), [("gate_up_proj", True), ("down_proj", False)])
 def test_input_scales_of_experts_in_one_tensor(name, found, tmp_path):
-    """Those of gate and up, which the layer's rows meet."""
+    """Input scales of all experts in one tensor are read for gate and up, which multiply the dispatched rows."""
     save_file({f"{BLOCK}.experts.{name}_input_scale": torch.tensor([0.125, 0.5, 0.25])}, tmp_path / SINGLE)
     if found:
         assert largest_input_scale(tmp_path, "qwen3_moe") == 0.5
@@ -301,7 +325,7 @@ def test_an_expert_that_calibration_never_reached_is_named(tmp_path):
     sentence = r"experts\.2\.up_proj\.input_scale is missing.*calibrate with more data, or choose fp8_dynamic"
     with pytest.raises(CheckpointError, match=sentence):
         load(tmp_path, "fp8_static")
-    load(tmp_path, "fp8_dynamic")  # which needs none
+    load(tmp_path, "fp8_dynamic")  # needs no input scale
 
 
 @pytest.mark.parametrize("options", [{"calibrated": False}, {"by_row": True}], ids=["no input scales", "a scale a row"])
@@ -341,7 +365,7 @@ def test_one_matrix_with_scales_of_rows_is_refused_where_bytes_are_kept(tmp_path
 
 
 def exported(tensors: dict[str, Tensor], *, by_row: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """All matrices of the layers but routers' in E4M3: (file, what it stands for)."""
+    """Quantize all matrices of the layers except routers to E4M3. Return (tensors of the file, their values)."""
     file, plain = {}, {}
     for name, tensor in tensors.items():
         file[name] = plain[name] = tensor
@@ -357,7 +381,10 @@ def exported(tensors: dict[str, Tensor], *, by_row: bool) -> tuple[dict[str, Ten
 @pytest.mark.parametrize("by_row", [False, True], ids=["a matrix", "a row"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_load_pretrained(family, by_row, tmp_path):
-    """Plain blocks give what transformers gives on the numbers; shared experts and attention are read as numbers."""
+    """A quantized model loads whole: plain blocks give the logits that transformers computes from the values.
+
+    Shared experts and attention are dequantized.
+    """
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers import AutoModelForCausalLM
 
@@ -371,7 +398,7 @@ def test_load_pretrained(family, by_row, tmp_path):
     how = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
     if not by_row:
         file |= scales_of_others("model.layers.0.mlp", 8)
-        # deepseek_v3: a layer that is dense in the model
+        # a layer that is dense in the model
         file |= {"model.layers.0.mlp.experts.0.gate_proj.input_scale": torch.tensor(5.0)} if "deep" in family else {}
     saved_twice(tmp_path, file, plain, how)
     tokens = torch.arange(12).view(2, 6)

@@ -1,4 +1,4 @@
-"""Names of the Hugging Face Hub where a folder may stand: the cache, one download per host, and what goes wrong."""
+"""Test names of the Hugging Face Hub in place of folders: the cache, one download per host, and errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def checkpoints(tmp_path_factory):
 
 
 def cached(cache: Path, source, commit: str = COMMIT, ref: str | None = "main", name: str = NAME) -> Path:
-    """A folder as huggingface_hub's cache holds it: a snapshot of links to blobs. Returns the snapshot."""
+    """Make a folder like huggingface_hub's cache: a snapshot of links to blobs. Return the snapshot."""
     repository = cache / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / commit
     for part in ("blobs", "refs", f"snapshots/{commit}"):
@@ -54,7 +54,7 @@ def local():
 
 
 def test_a_name_is_found_in_the_cache(checkpoints, tmp_path):
-    """Whole models, layers, configurations; in a revision."""
+    """A cached name loads as a whole model, as layers and as a configuration, also in another revision."""
     checkpoint = checkpoints["mixtral single"]
     snapshot = cached(tmp_path, checkpoint.folder)
     options = {"cache_dir": tmp_path, **HERE}
@@ -85,7 +85,7 @@ def test_links_to_blobs_of_the_cache_alone_leave_a_folder(tmp_path):
 
 
 def test_a_folder_comes_first(checkpoints, tmp_path, monkeypatch):
-    """Also one whose relative path could be a name."""
+    """A folder takes precedence over a name, even if its relative path could be a name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("looked up"))
     shutil.copytree(checkpoints["mixtral single"].folder, NAME)
@@ -109,7 +109,7 @@ def test_what_is_asked_of_the_library(checkpoints, monkeypatch):
     assert whole.items() >= given.items()
     assert "*.safetensors" in whole["allow_patterns"]
     for _, small in others:
-        assert "*.safetensors" not in small["allow_patterns"]  # a configuration is small
+        assert "*.safetensors" not in small["allow_patterns"]  # configurations are small
         assert {"*.json", "*.model"} <= set(small["allow_patterns"])
     wanted = ["model.safetensors", "config.json", "tokenizer.model", "merges.txt", "chat_template.jinja"]
     same_weights = [f"{form}/model.safetensors" for form in ("original", "metal", "onnx")]
@@ -151,7 +151,7 @@ def test_names_that_are_nowhere(tmp_path, monkeypatch):
 
 
 def counted(cache, commits, downloads):
-    """snapshot_download that reaches a Hub: who asks for a download gets it, into the cache."""
+    """Return a `snapshot_download` that fakes the Hub: a download puts the model into the cache."""
     honest = huggingface_hub.snapshot_download
 
     def download(name, **options):
@@ -166,8 +166,11 @@ def counted(cache, commits, downloads):
 @pytest.mark.parametrize("asked", [{}, {"local_files_only": False}])
 @pytest.mark.parametrize("first", [True, False])
 def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, asked, tmp_path, monkeypatch):
-    """By the first rank of a host, or by another whose cache is its own, which is looked into first. A folder is there
-    at once."""
+    """Only the rank that may download waits for a long time; a local folder needs no wait.
+
+    The first rank of a host downloads. Another rank downloads only if its own cache, which it reads first, lacks the
+    model.
+    """
     done, tries = [], []
 
     def download(name, **options):
@@ -188,7 +191,7 @@ def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, asked, tmp_path
     assert done == (["download", long, long] if first else [long, "download", long])
     done.clear()
     model_folder(tmp_path, consensus)
-    assert done == [None, None]  # the context's own
+    assert done == [None, None]  # the context's own deadline
 
 
 @distributed(2)
@@ -202,8 +205,8 @@ def test_one_rank_of_a_host_downloads():
         patch.setattr(huggingface_hub, "snapshot_download", counted(one, [COMMIT, COMMIT], downloads))
         assert model_folder(NAME, context.consensus, cache_dir=one).name == COMMIT
         assert sum(map(len, everywhere(downloads))) == 1
-        assert moe_layers(load_pretrained(NAME, context, progress=False, cache_dir=one))  # in the cache by now
-        # two hosts, each with a cache of its own
+        assert moe_layers(load_pretrained(NAME, context, progress=False, cache_dir=one))  # cached by now
+        # two hosts, each with its own cache
         mine = Path(places[dist.get_rank()]) / "own"
         patch.setattr(hub.socket, "gethostname", lambda: f"host{dist.get_rank()}")
         downloads.clear()
@@ -240,12 +243,12 @@ def test_an_error_of_one_rank_is_raised_on_all():
         path = str(DEMO) if dist.get_rank() == 0 else "/no/such/folder"
         with pytest.raises(CheckpointError, match="rank 1: there is no folder /no/such/folder"):
             load_pretrained(path, context)
-        assert load_pretrained(str(DEMO), context, progress=False) is not None  # they are in step
+        assert load_pretrained(str(DEMO), context, progress=False) is not None  # the ranks are still in step
 
 
 @pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
 def test_the_command_line_takes_names(tmp_path, monkeypatch):
-    """Looked up before ranks start; `tune` takes its configuration from there too."""
+    """Commands look up a name before ranks start. `tune` reads its configuration from there too."""
     honest = huggingface_hub.snapshot_download
     cached(tmp_path, DEMO, OLDER, ref="v1")
 

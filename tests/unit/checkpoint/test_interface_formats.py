@@ -1,6 +1,6 @@
-"""Formats of codes in checkpoints of models whose experts alone are replaced, against the numbers that they stand for.
+"""Test formats of codes in checkpoints of models in which only the experts are replaced, against their values.
 
-Codes and numbers are made here, entry by entry as the formats define them, and never by the package.
+The test makes codes and values entry by entry, from the formats' definitions and without the package.
 """
 
 import functools
@@ -24,7 +24,7 @@ from tests.fixtures.checkpoint_files import quiet, save, saved_twice
 from tests.fixtures.interface_models import FORMATS, interface_model
 from tests.fixtures.packed_codes import awq, channel, gptq, int4, nvfp4
 
-BOUND = 1e-5  # of the largest logit: weights are equal bit for bit, sums in float32 are not
+BOUND = 1e-5  # relative to the largest logit: weights are bitwise equal, but float32 sums are not
 SIZES = {
     "hidden_size": 256,
     "intermediate_size": 128,
@@ -35,7 +35,7 @@ SIZES = {
 
 
 def written(folder, kind, form, make, how, **options):
-    """Folders "quantised" and "plain", the test's own. Returns the tensors of the former."""
+    """Write the folders "quantised" and "plain" for a test. Return the tensors of the former."""
     once, stored = _written(kind, form, make, json.dumps(how), **options)
     shutil.copytree(once.name, folder, dirs_exist_ok=True)
     return dict(stored)
@@ -43,7 +43,7 @@ def written(folder, kind, form, make, how, **options):
 
 @functools.cache
 def _written(kind, form, make, how, **options):
-    """A folder that ends with this process, and its tensors: of all experts, one expert after another."""
+    """Return a folder that lasts until the process ends, and its tensors, expert by expert."""
     quiet()
     once, how = tempfile.TemporaryDirectory(), json.loads(how)
     folder = Path(once.name)
@@ -114,7 +114,8 @@ CASES = {
     "gptq-zeros-v2": (gptq, {"group": 32, "symmetric": False, "less": 0}, of_gptq(32, sym=False, **V2)),
     "gptq-reordered": (gptq, {"group": 32, "reordered": True}, of_gptq(32, desc_act=True)),
 }
-FAMILIES = [("olmoe", "per_expert"), ("granitemoe", "per_expert"), ("olmoe", "fused")]  # the latter two: all experts
+# in the latter two a tensor holds all experts
+FAMILIES = [("olmoe", "per_expert"), ("granitemoe", "per_expert"), ("olmoe", "fused")]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ FAMILIES = [("olmoe", "per_expert"), ("granitemoe", "per_expert"), ("olmoe", "fu
         (*family, case)
         for family in FAMILIES
         for case, (make, *_) in CASES.items()
-        if make not in (awq, gptq) or family != ("olmoe", "fused")  # these name codes after modules
+        # AWQ and GPTQ name codes after modules, which fused experts are not
+        if make not in (awq, gptq) or family != ("olmoe", "fused")
     ],
 )
 def test_numbers_are_those_of_the_codes(kind, form, case, tmp_path):
@@ -163,7 +165,7 @@ KEPT = {"int4-128": "int4", "int4-32": "mxint4", "gptq-128": "int4", "gptq-v2": 
 
 
 def experts_of(folder, model, scheme):
-    """w13 and w2 of each expert: as a layer holds them, and the plain numbers."""
+    """Yield the w13 and w2 of each expert as pairs: dequantized from the layer, and the plain values."""
     plain = AutoModelForCausalLM.from_pretrained(folder / "plain")
     theirs = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
     for layer, other in zip(moe_layers(model), theirs, strict=True):
@@ -177,7 +179,12 @@ def experts_of(folder, model, scheme):
 @pytest.mark.parametrize(("kind", "form"), FAMILIES[:2])
 @pytest.mark.parametrize("case", KEPT)
 def test_codes_of_int4_are_kept(kind, form, case, tmp_path, recwarn):
-    """Scales in float16 are rounded to bfloat16, 8 bits, and a warning says so: exactly where all fit."""
+    """A layer of an INT4 scheme keeps the codes of the checkpoint.
+
+    Scales in float16 are rounded to bfloat16 (8 significant bits), and a warning says so. No rounding and no warning
+    occur
+    if all scales fit into bfloat16.
+    """
     make, options, how = CASES[case]
     stored = written(tmp_path, kind, form, make, how, **options)
     of_words = make is gptq
@@ -240,7 +247,8 @@ def test_zero_points_count(case, tmp_path):
     make, options, how = CASES[case]
     stored = written(tmp_path, "olmoe", "per_expert", make, how, **options)
     name = next(name for name in stored if name.endswith("0.down_proj.qzeros"))
-    stored[name] = stored[name] ^ (1 if case == "gptq-32" else 0x44444444)  # of one of eight; by 4, of all
+    # one of eight zero points; otherwise all, by 4
+    stored[name] = stored[name] ^ (1 if case == "gptq-32" else 0x44444444)
     save_file(stored, tmp_path / "quantised" / SINGLE, {"format": "pt"})
     if case == "gptq-32":
         with pytest.raises(CheckpointError, match=r"0\.down_proj\.qzeros has zero points 7 to 8, .* states sym: true"):
@@ -316,7 +324,10 @@ def test_a_forgotten_offset_of_zero_points_would_be_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_part_is_that_of_the_whole(case, tmp_path):
-    """As ranks that cut an expert read it; not only at whole words and groups."""
+    """Any part of a matrix equals that part of the whole, as ranks with etp read it.
+
+    Parts need not start at whole words and groups.
+    """
     make, options, how = CASES[case]
     written(tmp_path, "olmoe", "per_expert", make, how, **options)
     matrix = CheckpointSource(tmp_path / "quantised").matrix("model.layers.0.mlp.experts.2.up_proj.weight")

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of models on transformers' experts interface, against the same numbers without codes."""
+"""Test quantized checkpoints of models on transformers' experts interface, against the same values without codes."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from tests.fixtures.dequantize import mxfp4_loop
 from tests.fixtures.interface_models import FORMATS, interface_model
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-# whole blocks of 128
+# multiples of the block size 128
 SIZES = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32}
 INNER = {"olmoe": "intermediate_size", "granitemoe": "intermediate_size", "nemotron_h": "moe_intermediate_size"}
 
 
 def written(tmp_path, kind, form, quantise, how):
-    """Folders "quantised" and "plain" of a model whose tensors `quantise` has turned into both."""
+    """Write the folders "quantised" and "plain" of a model, with the tensors that `quantise` returns."""
     quiet()
     save(interface_model(kind, **SIZES, **{INNER[kind]: 128}), tmp_path / "source", save_original_format=FORMATS[form])
     packed, plain = {}, {}
@@ -36,7 +36,7 @@ def written(tmp_path, kind, form, quantise, how):
 
 
 def fp8_blocks(name, tensor):
-    """DeepSeek-V3's way, of one expert after another where a tensor has all."""
+    """Quantize as DeepSeek-V3 does, expert by expert if a tensor holds all of them."""
     if tensor.dim() != 3 or ("experts" not in name and "linear" not in name):
         packed, plain = quantise_fp8({name: tensor})
         return packed, plain[name]
@@ -47,7 +47,7 @@ def fp8_blocks(name, tensor):
 
 
 def fp8_matrices(name, tensor):
-    """One factor for each matrix of an expert."""
+    """Quantize with one scale per expert matrix."""
     if "experts" not in name:
         return {name: tensor}, tensor
     scale = tensor.abs().amax() / 448
@@ -56,7 +56,7 @@ def fp8_matrices(name, tensor):
 
 
 def mxfp4(name, tensor):
-    """Random codes as compressed-tensors packs them."""
+    """Return random codes, packed as compressed-tensors does."""
     if "experts" not in name:
         return {name: tensor}, tensor
     generator = torch.Generator().manual_seed(len(name))
@@ -78,7 +78,7 @@ def logits(model):
 
 MXFP4 = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
 MATRICES = {"quant_method": "compressed-tensors", "format": "float-quantized"}
-# the last: a scheme that the codes are in, and the codes of down of expert 5 of layer 1
+# last: the scheme that keeps the codes, and the name of the down matrix of expert 5 in layer 1
 CASES = [
     ("olmoe", "per_expert", fp8_blocks, BLOCKS, ("fp8_block", "mlp.experts.5.down_proj.weight")),
     ("olmoe", "fused", fp8_blocks, BLOCKS, ("fp8_block", "mlp.experts.down_proj")),
@@ -92,7 +92,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "form", "quantise", "how", "kept"), CASES)
 def test_numbers_are_those_of_the_codes(kind, form, quantise, how, kept, tmp_path):
-    """Dequantized for a plain layer; in the file's own bytes for a layer that is quantized alike."""
+    """Values are those of the codes. A layer in the same scheme keeps the file's bytes."""
     packed = written(tmp_path, kind, form, quantise, how)
     expected = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
     torch.testing.assert_close(logits(loaded(tmp_path / "quantised")), expected, rtol=1e-5, atol=1e-5)
@@ -127,7 +127,10 @@ def test_codes_without_factors_are_refused(tmp_path):
 
 
 def test_a_matrix_in_other_codes_than_those_beside_it_is_refused(tmp_path):
-    """Its numbers would be rounded a second time, where the bytes of the others are kept."""
+    """A matrix in another format than its neighbours is refused if a layer keeps the neighbours' bytes.
+
+    Its values would be rounded a second time.
+    """
 
     def mixed(name, tensor):
         other = name == "model.layers.1.mlp.experts.3.up_proj.weight"

@@ -1,4 +1,7 @@
-"""Quantized and plain matrices side by side: each keeps its bytes, is quantized once, or is refused by name."""
+"""Test quantized and plain matrices in one checkpoint.
+
+Each keeps its bytes, is quantized once, or is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ HIDDEN, INNER, EXPERTS = 256, 256, 4
 BLOCK = "model.layers.0.mlp"
 CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=2)
 SIZES = {"gate_proj": (INNER, HIDDEN), "up_proj": (INNER, HIDDEN), "down_proj": (HIDDEN, INNER)}
-# kind of file -> the scheme whose bytes it has
+# kind of file -> the scheme that has its bytes
 SCHEME = {"blocks": "fp8_block", "int4": "int4_fp8", "matrix": "fp8_dynamic", "rows": "fp8_channel"}
 
 
 def quantised(kind: str, rows: int, columns: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Codes that no quantizer gives again: the largest is far below what its factor allows."""
+    """Return codes that a quantizer would not produce: the largest is far below the maximum of its scale."""
     if kind == "int4":
         words = torch.randint(-(2**31), 2**31, (rows, columns // 8), generator=generator).int()
         scale = torch.rand(rows, columns // 128, generator=generator).bfloat16()
@@ -45,13 +48,13 @@ def quantised(kind: str, rows: int, columns: int, generator: torch.Generator) ->
 
 
 def write(folder, kind: str, plain=(), change=None) -> dict[str, Tensor]:
-    """plain: (expert, projection) of those that are not quantized"""
+    """Write a checkpoint. plain: (expert, projection) of the matrices that are not quantized."""
     tensors = {f"{BLOCK}.gate.weight": torch.randn(EXPERTS, HIDDEN, generator=torch.Generator().manual_seed(0))}
     for expert in range(EXPERTS):
         for number, (name, (rows, columns)) in enumerate(SIZES.items()):
             generator = torch.Generator().manual_seed(10 * expert + number)
             parts = quantised(kind, rows, columns, generator)
-            if kind == "matrix" and name == "up_proj":  # one scale for both
+            if kind == "matrix" and name == "up_proj":  # gate and up share one scale
                 gate = f"{BLOCK}.experts.{expert}.gate_proj.weight_scale"
                 parts["weight_scale"] = tensors.get(gate, parts["weight_scale"]).clone()
             if (expert, name) in plain:
@@ -68,7 +71,7 @@ def load(folder, quantization: str) -> MoELayer:
 
 
 def wanted(tensors: dict[str, Tensor], expert: int, names: tuple[str, ...], scheme: str) -> dict[str, Tensor]:
-    """Parts of a canonical matrix: each projection's own bytes, or its numbers quantized once."""
+    """Return the parts of a canonical matrix: each projection's own bytes, or its values quantized once."""
     halves = []
     for name in names:
         full = f"{BLOCK}.experts.{expert}.{name}.weight"
@@ -158,7 +161,7 @@ def test_a_calibrated_scheme_takes_no_plain_matrix(tmp_path):
 
 
 def other_blocks(tensors: dict[str, Tensor]) -> None:
-    """A factor for each row."""
+    """Replace the block scales of a matrix by one scale per row."""
     name = f"{BLOCK}.experts.2.up_proj.weight"
     del tensors[f"{name}_scale_inv"]
     tensors[f"{name}_scale"] = torch.rand(INNER, 1)
@@ -223,7 +226,10 @@ def test_pieces_of_etp_are_those_of_the_whole(case, kind, tmp_path):
 
 @pytest.mark.parametrize(("row_block", "step", "kept"), [(1, 1, True), (128, 1, True), (1, 2, True), (128, 2, False)])
 def test_factors_of_several_rows_are_of_rows_side_by_side(row_block, step, kept):
-    """Where gate and up alternate, a block of rows has both."""
+    """A matrix keeps its codes only if each scale covers adjacent rows.
+
+    Where gate and up rows alternate, a block of rows contains both.
+    """
     matrix = SimpleNamespace(keeps=lambda scheme: scheme == "fp8_block", row_block=row_block)
     projection = Projection(matrix, 256, step=step)
     assert projection.keeps("fp8_block") is kept
@@ -233,7 +239,10 @@ def test_factors_of_several_rows_are_of_rows_side_by_side(row_block, step, kept)
 @pytest.mark.parametrize("scheme", ["fp8_dynamic", "nvfp4"])
 @pytest.mark.parametrize("larger", [1.0, 2.0])
 def test_a_half_that_is_rounded_again_is_said_in_each_scheme(larger, scheme):
-    """Under equal scales the bytes are kept without a word."""
+    """A warning says that one half of w13 is rounded again, in each scheme.
+
+    Under equal scales bytes are kept silently.
+    """
     weights = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
     gate = SCHEMES[scheme].weights.quantize(weights, torch.bfloat16)
     name = "_global_scale" if scheme == "nvfp4" else "_scale"

@@ -1,4 +1,4 @@
-"""A model's folder: tied weights as transformers ties them, names that leave it, code in it."""
+"""Test a model's folder: tied weights as in transformers, links out of the folder, and code in it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def logits(model):
 
 
 def test_a_matrix_that_was_seen_as_one_is_seen_as_two(tmp_path):
-    """Gate and up in one tensor: blocks of factors are counted from the beginning of each."""
+    """A matrix can be viewed as one and later as two stacked matrices.
+
+    In a fused gate_up tensor, blocks of scales are counted from the start of each half.
+    """
     save_file({"gate_up": torch.ones(8, 4)}, tmp_path / SINGLE)
     source = CheckpointSource(tmp_path)
     seen = [
@@ -94,7 +97,7 @@ def test_a_tied_tensor_is_pushed_by_either_name(name, tied):
 
 
 def test_what_a_model_has_no_place_for_is_not_among_the_pushed_names(tied):
-    """Also where it comes ahead of the rest of its layer."""
+    """`load_weights` does not return names of tensors that the model has no place for, whatever their order."""
     model = load(tied, dtype=torch.float32)
     weights = dict(export_weights(model))
     more = {"score.weight": torch.ones(2, 32), "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
@@ -131,7 +134,7 @@ def test_weights_that_the_model_has_no_place_for_are_one_warning(tied, tmp_path)
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_other_parts_are_those_of_a_multimodal_model(nested, tied, tmp_path):
-    """They are ignored where config.json has a text model in another, at whatever depth."""
+    """Tensors of other parts of a multimodal model are ignored, if config.json nests the text model at any depth."""
     more = {name: torch.ones(32) for name in ("vision_model.norm.weight", "model.visual.merger.norm.weight")}
     folder = with_tensors(
         tied, tmp_path / "model", lambda t: t.update(more | {"model.layers.7.norm.weight": torch.ones(32)})
@@ -157,7 +160,7 @@ def test_a_whole_model_is_loaded_without_a_word(family, checkpoints):
 
 
 def moved(folder, elsewhere, name):
-    """The weights out of the folder, and an index that names them."""
+    """Move the weights out of the folder, and write an index that names them."""
     elsewhere.mkdir()
     shutil.move(folder / SINGLE, elsewhere / "x.safetensors")
     names = load_file(elsewhere / "x.safetensors")
@@ -165,7 +168,7 @@ def moved(folder, elsewhere, name):
 
 
 def indexed(folder, *left_out, single=False):
-    """The weights as one shard, and an index that leaves some out."""
+    """Write the weights as one shard, and an index that leaves some out."""
     tensors = load_file(folder / SINGLE)
     save_file(tensors | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}, folder / "one.safetensors")
     names = dict.fromkeys(tensors.keys() - set(left_out), "one.safetensors")
@@ -175,7 +178,10 @@ def indexed(folder, *left_out, single=False):
 
 
 def test_tensors_that_the_index_does_not_name(checkpoints, tmp_path):
-    """A tied head was taken from the embedding in silence, though the shard has another."""
+    """Tensors in a shard that the index leaves out are named in a warning.
+
+    A tied head used to be taken from the embedding silently, though the shard has another.
+    """
     shutil.copytree(checkpoints["qwen3_moe single"].folder, tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / SINGLE) | {"lm_head.weight": torch.randn(64, 32)}
     save_file(tensors, tmp_path / SINGLE, {"format": "pt"})
@@ -185,7 +191,10 @@ def test_tensors_that_the_index_does_not_name(checkpoints, tmp_path):
 
 
 def test_a_tensor_in_two_shards(checkpoints, tmp_path):
-    """transformers takes the one of the last shard, whatever the index names."""
+    """A tensor in two shards is read from the one that the index names, and a warning names the other.
+
+    transformers reads the last shard, whatever the index names.
+    """
     shutil.copytree(checkpoints["qwen3_moe single"].folder, tmp_path, dirs_exist_ok=True)
     indexed(tmp_path)
     tensors = load_file(tmp_path / "one.safetensors")
@@ -202,7 +211,10 @@ def test_a_tensor_in_two_shards(checkpoints, tmp_path):
 
 
 def test_a_single_file_beside_shards_is_refused(checkpoints, tmp_path):
-    """transformers reads the single file, and the shards were read here."""
+    """A single file beside an index of shards is refused.
+
+    transformers reads the single file, and this package used to read the shards.
+    """
     shutil.copytree(checkpoints["mixtral single"].folder, tmp_path, dirs_exist_ok=True)
     indexed(tmp_path, single=True)
     with pytest.raises(CheckpointError, match=rf"holds {SINGLE}, and {INDEX} with other files; remove the one"):
@@ -219,7 +231,7 @@ def test_names_that_leave_the_folder(name, checkpoints, tmp_path):
 
 
 def test_links(checkpoints, tmp_path):
-    """Into the folder and to a cache's blobs they are followed, elsewhere they are not."""
+    """Links into the folder and to the blobs of a cache are followed. Other links are refused."""
     good, other = checkpoints["mixtral single"].folder, tmp_path / "other"
     shutil.copytree(good, other)
     for name in ("model", "inside", "cache/models--org--model/snapshots/abc"):
@@ -234,7 +246,7 @@ def test_links(checkpoints, tmp_path):
     shutil.copy(Path(good) / SINGLE, tmp_path / "inside" / "weights")
     (tmp_path / "inside" / SINGLE).symlink_to(f"weights/{SINGLE}")
     load(tmp_path / "inside")
-    # as huggingface_hub lays it out: a snapshot's link to a blob, which may be a link to one that repositories share
+    # huggingface_hub's layout: a snapshot links to a blob, which may link to a blob shared by repositories
     repository = tmp_path / "cache" / "models--org--model"
     (repository / "blobs").mkdir()
     (tmp_path / "cache" / "blobs" / "ab").mkdir(parents=True)
@@ -248,7 +260,7 @@ def test_links(checkpoints, tmp_path):
 
 
 def planted(folder, **fields):
-    """Code that says it ran, by a file."""
+    """Put code into the folder that creates a file when it runs."""
     (folder / "configuration_own.py").write_text(
         f"open({str(folder / 'it ran')!r}, 'w')\nfrom transformers import MixtralConfig as Own\n"
     )
@@ -262,7 +274,7 @@ def test_a_models_own_code_is_not_run(checkpoints, tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(checkpoints["mixtral single"].folder, folder)
     planted(folder)
-    load(folder)  # transformers has the class
+    load(folder)  # transformers has this class
     planted(folder, model_type="own_kind")
     with pytest.raises(CheckpointError, match=r"config\.json: model_type 'own_kind' .*needs code of its repository"):
         read_config(folder)
@@ -270,7 +282,7 @@ def test_a_models_own_code_is_not_run(checkpoints, tmp_path, monkeypatch):
 
 
 def test_every_from_pretrained_states_it():
-    """Those of the package that could run code."""
+    """Every `from_pretrained` call of an Auto class in the package passes trust_remote_code=False."""
     for file in (Path(__file__).parents[3] / "ep_moe").rglob("*.py"):
         for call in ast.walk(ast.parse(file.read_text())):
             name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""

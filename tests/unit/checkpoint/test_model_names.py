@@ -1,4 +1,4 @@
-"""How a module of experts holds its tensors, and back: numbers that say where they lay."""
+"""Test how a module of experts stores its tensors, in both directions. Each number tells where it was stored."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Plain numbers under the names that published checkpoints have, and a whole model inside another."""
+"""Test plain numbers under the names of published checkpoints, and a whole model nested in another."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_experts_as_mlx_names_them(family, tmp_path):
 @pytest.mark.parametrize("sizes", [(256, 128), (128, 128), (128, 64)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_fused_experts_either_way_round(turned, sizes, family, tmp_path):
-    """Also where one of the two matrices is square."""
+    """Fused experts are read in either orientation, even if one of the two matrices is square."""
     wanted = expert_numbers(*sizes)
     both = {"experts.gate_up_proj": torch.cat([wanted["gate"], wanted["up"]], 1), "experts.down_proj": wanted["down"]}
     router = {ROUTER_NAMES.get(family, "gate.weight"): torch.randn(EXPERTS, sizes[0])}
@@ -114,7 +114,7 @@ def as_int4(matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def as_bytes(matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """fp8 under exponents of blocks, one for each."""
+    """Quantize to fp8 with one exponent per block."""
     exponents = torch.tensor([[118 + i + j for j in range(-(-matrix.shape[1] // 128))]
                               for i in range(-(-matrix.shape[0] // 128))], dtype=torch.uint8)  # fmt: skip
     codes = (matrix * 50).to(FP8)
@@ -128,7 +128,7 @@ def as_bytes(matrix: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     (as_bytes, {"quant_method": "fp8", "scale_fmt": "ue8m0"}),
 ])  # fmt: skip
 def test_a_model_inside_another_is_read_whole(make, stated, tmp_path):
-    """Attention and shared experts too, under the names of a multimodal model."""
+    """A model nested in a multimodal model is read whole, with attention and shared experts."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM

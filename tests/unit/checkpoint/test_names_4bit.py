@@ -1,4 +1,7 @@
-"""4-bit codes as published checkpoints name and arrange them: numbers by the formats' own descriptions, bytes kept."""
+"""Test 4-bit codes as published checkpoints name and arrange them.
+
+Values follow the formats' own definitions, and bytes are kept.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Numbers of E2M1, two to a byte, the even column low."""
+    """Return E2M1 values, two per byte, with the even column in the low bits."""
     return torch.stack([E2M1[(packed & 0xF).long()], E2M1[(packed >> 4).long()]], -1).flatten(-2)
 
 
@@ -49,7 +52,7 @@ def compressed_nvfp4(wanted: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict
 @pytest.mark.parametrize("quantization", ["none", "mxfp8", "nvfp4"])
 @pytest.mark.filterwarnings("ignore:.*a second time")
 def test_nvfp4_of_compressed_tensors(quantization, tmp_path):
-    """Its global scales are the reciprocals of ModelOpt's."""
+    """NVFP4 of compressed-tensors is read. Its global scales are the reciprocals of ModelOpt's."""
     tensors, found = compressed_nvfp4(expert_numbers())
     write_block(tmp_path, tensors, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"})
     layer = load_block(tmp_path, quantization=quantization)
@@ -61,7 +64,7 @@ def test_nvfp4_of_compressed_tensors(quantization, tmp_path):
         assert torch.equal(own["w13"], torch.cat(data))
         assert own["w13_global_scale"] == 1 / torch.tensor(3000.0 + 100 * expert)
         assert own["w13_input_scale"] == 1 / torch.tensor(50.0)
-        # the reciprocal is rounded: half a unit in the last place, and as much for each product
+        # the reciprocal is rounded by half a unit in the last place, and each product by as much
         down = SCHEMES["nvfp4"].dequantize(own, "w2")
         torch.testing.assert_close(down, found["down"][expert], rtol=3 * 2.0**-24, atol=0)
     return None
@@ -77,7 +80,10 @@ def test_a_global_scale_of_0_has_no_reciprocal(tmp_path):
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_fused_experts_in_nvfp4(turned, tmp_path):
-    """As ModelOpt exports Llama-4: packed along the columns, [E, H / 2, 2I], whichever way round."""
+    """Fused NVFP4 experts are read as ModelOpt exports Llama-4.
+
+    They are packed along the columns, [E, H / 2, 2I], in either orientation.
+    """
     generator, tensors, found = torch.Generator().manual_seed(2), {}, {}
     for name, rows, columns in (("gate_up", 2 * INNER, HIDDEN), ("down", HIDDEN, INNER)):
         packed = torch.randint(0, 256, (EXPERTS, rows, columns // 2), dtype=torch.uint8, generator=generator)
@@ -102,7 +108,7 @@ def test_fused_experts_in_nvfp4(turned, tmp_path):
 @pytest.mark.parametrize("quantization", ["none", "mxint4", "mxint4_fp8", "int4", "int4_fp8", "mxfp4"])
 @pytest.mark.filterwarnings("ignore:.*a second time")
 def test_int4_in_groups(quantization, group, tmp_path):
-    """Kimi-K2-Thinking has groups of 32, whose bytes are those of mxint4."""
+    """INT4 in groups is read. Kimi-K2-Thinking has groups of 32, whose bytes are those of mxint4."""
     tensors, found = int4_experts(group)
     write_block(tmp_path, tensors, family="deepseek_v3")
     layer = load_block(tmp_path, "deepseek_v3", quantization)

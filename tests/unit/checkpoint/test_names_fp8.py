@@ -1,4 +1,4 @@
-"""FP8 as published checkpoints name and arrange it: numbers by the formats' own descriptions, bytes kept."""
+"""Test FP8 as published checkpoints name and arrange it. Values follow the formats' definitions, and bytes are kept."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fixtures.checkpoint_names import (
 
 
 def in_blocks(matrix: Tensor, rows: int = 128, columns: int = 128) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, factors, and the numbers that they stand for, block by block."""
+    """Return codes, scales and the values that they stand for, block by block."""
     codes, found = torch.empty_like(matrix, dtype=FP8), torch.empty_like(matrix)
     factors = torch.empty(-(-matrix.shape[0] // rows), -(-matrix.shape[1] // columns))
     for i in range(factors.shape[0]):
@@ -36,7 +36,7 @@ def in_blocks(matrix: Tensor, rows: int = 128, columns: int = 128) -> tuple[Tens
 
 
 def stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """torch.stack, also of float8."""
+    """Stack tensors as torch.stack does, float8 included."""
     found = [torch.stack([part[i].float() for part in parts]) for i in range(len(parts[0]))]
     return [tensor.to(parts[0][i].dtype) for i, tensor in enumerate(found)]
 
@@ -44,8 +44,12 @@ def stacked(parts: list[tuple[Tensor, ...]]) -> list[Tensor]:
 @pytest.mark.parametrize("name", ["scale_inv", "weight_scale_inv", "weight_scale"])
 @pytest.mark.parametrize("inner", [128, 192, 160, 48])
 def test_fused_experts_in_fp8_blocks(inner, name, tmp_path):
-    """As transformers saves them. Where gate's rows are no whole blocks both halves have blocks of their own, unless
-    their sum is whole ones."""
+    """Fused experts in fp8 blocks are read as transformers saves them.
+
+    If gate does not end at a block boundary, gate and up have separate blocks, unless their sum is a multiple of the
+    block
+    size.
+    """
     wanted, apart = expert_numbers(HIDDEN, inner), inner in (160, 48)
     gate_ups, downs = [], [in_blocks(matrix) for matrix in wanted["down"]]
     for gate, up in zip(wanted["gate"], wanted["up"], strict=True):
@@ -93,8 +97,10 @@ def test_fused_experts_with_a_scale_for_each_matrix(family, turned, shape, tmp_p
 
 
 def one_factor_for_gate_and_one_for_up(shape: tuple[int, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """As transformers saves blocks as large as a matrix; factors of gate_up in another shape where that is asked for.
-    Returns tensors, and their numbers."""
+    """Return tensors with one scale for gate and one for up, and their values.
+
+    transformers saves this for blocks as large as a matrix. `shape` may request gate_up scales of another shape.
+    """
     wanted = expert_numbers()
     gate_up = (torch.cat([wanted["gate"], wanted["up"]], 1) * 50).to(FP8)
     down, factors = (wanted["down"] * 50).to(FP8), torch.arange(1, 1 + 2 * EXPERTS).view(EXPERTS, 2, 1) / 64
@@ -124,7 +130,10 @@ def test_factors_that_fit_neither_blocks_nor_halves_are_refused(grid, tmp_path):
 
 
 def test_fused_experts_with_a_scale_for_each_output(tmp_path):
-    """As FBGEMM writes Llama-4: codes [E, H, 2I] and [E, I, H], scales [E, 1, 2I] and [E, H, 1]."""
+    """Fused experts with a scale per output are read as FBGEMM writes Llama-4.
+
+    Codes are [E, H, 2I] and [E, I, H]; scales are [E, 1, 2I] and [E, H, 1].
+    """
     wanted = expert_numbers()
     both = torch.cat([wanted["gate"], wanted["up"]], 1)
     tensors, found = {}, {}
@@ -143,7 +152,7 @@ def test_fused_experts_with_a_scale_for_each_output(tmp_path):
 
 @pytest.mark.parametrize("family", ["llama4_text", "mixtral"])
 def test_a_matrix_for_each_expert_of_llama4(family, tmp_path):
-    """compressed-tensors, a bf16 factor for each row."""
+    """Llama-4 with a matrix per expert is read: compressed-tensors with a bf16 scale per row."""
     wanted, found = expert_numbers(), {name: torch.empty_like(tensor) for name, tensor in expert_numbers().items()}
     scale = {name: (1 + torch.arange(t.shape[1]) % 5).bfloat16().unsqueeze(1) for name, t in wanted.items()}
     for name in wanted:
@@ -160,7 +169,7 @@ def test_a_matrix_for_each_expert_of_llama4(family, tmp_path):
 
 @pytest.mark.parametrize("end", ["weight_scale", "scale", "qscale_weight"])
 def test_blocks_under_other_names(end, tmp_path):
-    """compressed-tensors' strategy "block", DeepSeek-V4, Mistral."""
+    """Block scales are read under other names: compressed-tensors' strategy "block", DeepSeek-V4, Mistral."""
     wanted = expert_numbers()
     parts = {name: [in_blocks(matrix) for matrix in tensor] for name, tensor in wanted.items()}
     order = iter([part for name in ("gate", "up", "down") for part in parts[name]])

@@ -1,4 +1,7 @@
-"""NVFP4 checkpoints as ModelOpt exports them: bytes kept where a layer is quantized alike, numbers kept elsewhere."""
+"""Test NVFP4 checkpoints as ModelOpt exports them.
+
+A layer in the same scheme keeps the bytes, and any other layer keeps the values.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 def linear(rows: int, columns: int, seed: int, global_scale: float, input_scale: float) -> dict[str, Tensor]:
-    """One quantized matrix by its names in a file, of random bytes: any code, any finite scale."""
+    """Return one quantized matrix under its names in a file, with random bytes: any code, any finite scale."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.randint(0, 127, (rows, columns // 16), dtype=torch.uint8, generator=generator)
     return {
@@ -40,7 +43,10 @@ def linear(rows: int, columns: int, seed: int, global_scale: float, input_scale:
 
 
 def experts(global_scales: tuple[float, float] = (0.003, 0.003)) -> list[dict[str, dict[str, Tensor]]]:
-    """Gate and up have the same global scale by default, and each projection an input scale of its own."""
+    """Return random experts.
+
+    Gate and up share a global scale by default, and each projection has its own input scale.
+    """
     found = []
     for e in range(EXPERTS):
         scales = dict(zip(PROJECTIONS, (*global_scales, 0.007), strict=True))
@@ -60,7 +66,7 @@ def load(folder, quantization: str, config: MoEConfig = CONFIG) -> MoELayer:
 
 
 def as_ours(projections: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Canonical tensors of a file's, where gate and up have one global scale: gate first."""
+    """Return the canonical tensors of a file's expert whose gate and up share a global scale, gate first."""
     gate, up, down = (projections[name] for name in PROJECTIONS)
     scales = torch.cat([m["weight_scale"].view(torch.uint8) for m in (gate, up)]).view(torch.float8_e4m3fn)
     return {
@@ -111,7 +117,7 @@ def test_a_rank_of_etp_reads_its_piece_alone(etp, tmp_path):
 
 @pytest.mark.parametrize("columns", [(0, 64), (16, 48), (3, 21), (31, 32), (17, 18)])
 def test_any_part_of_a_matrix_is_read(columns, tmp_path):
-    """Pieces that begin inside a block of 16, or inside a byte."""
+    """Any part of a matrix can be read, including parts that start inside a block of 16 or inside a byte."""
     whole = numbers(save(tmp_path)[0]["down_proj"])
     source, name = CheckpointSource(tmp_path), f"{BLOCK}.experts.0.down_proj.weight"
     assert source.shape(name) == (HIDDEN, INNER)
@@ -132,8 +138,12 @@ def test_numbers_are_kept_in_another_scheme(quantization, tmp_path):
 
 @pytest.mark.parametrize("larger", ["gate", "up"])
 def test_gate_and_up_under_two_global_scales(larger, tmp_path):
-    """The half with the larger keeps its bytes; the other is within the rounding to the larger: half a step of E2M1,
-    and the scale's own, 2**-4 of itself or 2**-10 of the global scale."""
+    """If gate and up have different global scales, the half with the larger one keeps its bytes.
+
+    The other half is rounded to the larger scale. Its error is at most half a step of E2M1, plus the rounding of the
+    block
+    scale. That rounding is 2**-4 of the block scale, or 2**-10 of the global scale.
+    """
     pair = (0.006, 0.005) if larger == "gate" else (0.005, 0.006)
     matrices = save(tmp_path, experts(pair))
     layer = load(tmp_path, "nvfp4")
@@ -162,7 +172,7 @@ def test_an_expert_that_calibration_never_reached_is_named(tmp_path):
     save(tmp_path, without=missing)
     with pytest.raises(CheckpointError, match=r"experts\.2\.up_proj\.input_scale is missing.*calibrate with more data"):
         load(tmp_path, "nvfp4")
-    load(tmp_path, "none")  # which needs none
+    load(tmp_path, "none")  # needs no input scale
 
 
 def test_other_checkpoints_have_no_input_scales(tmp_path):
@@ -201,7 +211,7 @@ def test_other_shapes_are_refused(name, change, sentence, tmp_path):
 
 
 def test_factors_of_the_input_are_refused(tmp_path):
-    """NVFP4_AWQ: the weights mean nothing without them."""
+    """Input factors (NVFP4_AWQ's pre_quant_scale) are refused, because the weights are wrong without them."""
     save(tmp_path, more={f"{BLOCK}.experts.1.down_proj.pre_quant_scale": torch.ones(INNER)})
     for quantization in ("nvfp4", "none"):
         with pytest.raises(CheckpointError, match=r"down_proj\.pre_quant_scale is a factor of the layer's input"):
@@ -212,7 +222,10 @@ def test_factors_of_the_input_are_refused(tmp_path):
 
 
 def exported(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """ModelOpt's names and roundings for all matrices of the layers but routers': (file, what it stands for)."""
+    """Quantize all matrices of the layers except routers as ModelOpt does.
+
+    Return (tensors of the file, their values).
+    """
     file, plain = {}, {}
     for name, tensor in tensors.items():
         file[name] = plain[name] = tensor
@@ -230,8 +243,11 @@ def exported(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, T
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_load_pretrained(family, tmp_path):
-    """NVFP4 in all matrices of the layers: plain blocks give what transformers gives on the numbers, quantized ones
-    have the file's bytes. Shared experts and attention are read as numbers."""
+    """A model with NVFP4 in all matrices of its layers loads whole.
+
+    Plain blocks give the logits that transformers computes from the values, and quantized ones keep the file's bytes.
+    Shared experts and attention are dequantized.
+    """
     pytest.importorskip("transformers", reason="transformers is not installed")
     from transformers import AutoModelForCausalLM
 
@@ -253,7 +269,7 @@ def test_load_pretrained(family, tmp_path):
     quantised = load_pretrained(
         tmp_path / "quantised", EPContext.local(CPU), quantization="nvfp4", dtype=torch.bfloat16
     )
-    # rows in E4M3 have the same range: 448 times the scale, where NVFP4's is 2688 times it
+    # E4M3 rows get the same range: 448 times their scale equals NVFP4's 2688 times its own
     for dispatch, scale in (("nvfp4", 0.01), ("fp8_tensor", 0.06)):
         wire = calibrated_wire(tmp_path / "quantised", EPContext.local(CPU), dispatch)
         assert wire.input_scale == pytest.approx(scale, rel=1e-6)
@@ -267,7 +283,7 @@ def test_load_pretrained(family, tmp_path):
 
 
 def test_scales_move_with_their_expert(tmp_path):
-    """Through a state dict, and one at a time."""
+    """Scales move with their expert, through a state dict and through `update_expert`."""
     save(tmp_path)
     layer = load(tmp_path, "nvfp4")
     other = MoELayer(CONFIG, EPContext.local(CPU), quantization="nvfp4", dtype=torch.bfloat16)

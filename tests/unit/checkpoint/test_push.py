@@ -1,4 +1,4 @@
-"""Weights that are pushed tensor by tensor, on a rank where one is wrong."""
+"""Test weights that are pushed tensor by tensor, with a fault on one rank."""
 
 import contextlib
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_a_rank_with_a_problem_gathers_the_rest_with_its_peers(monkeypatch):
 
 
 def test_the_first_problem_of_several_is_raised():
-    """What comes behind it may be wrong by it."""
+    """The first of several problems is raised, because later ones may be consequences of it."""
 
     def take(name, tensor):
         raise CheckpointError(f"{name} is wrong")
@@ -43,7 +43,7 @@ def test_the_first_problem_of_several_is_raised():
 @pytest.mark.parametrize("before", ["", "a load that failed"])
 @pytest.mark.parametrize("writer", [None, 0, 1])
 def test_layers_are_served_again_where_no_rank_wrote(writer, before, world_size):
-    """If they were served before."""
+    """After a failed push, layers that were served before are served again if no rank wrote to them."""
     with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
         layer = MoELayer(CONFIG, context)
         layer._unfinished = before
@@ -90,7 +90,7 @@ def test_what_is_no_pair_of_name_and_tensor_is_refused(pair, words):
 
 
 def test_a_part_comes_in_one_piece():
-    """It is written once it is complete; a tensor that comes behind would be lost."""
+    """A part is written once it is complete, so a tensor that arrives later is refused instead of being lost."""
     written = []
     target = SimpleNamespace(
         part=lambda name: name[0], own=set(), write=written.append,
@@ -108,7 +108,7 @@ def test_a_part_comes_in_one_piece():
 
 @pytest.mark.parametrize(("names", "written"), [(["x1", "x2"], False), (["a1", "x1"], True), (["x1", "a1"], True)])
 def test_a_write_is_not_forgotten(names, written):
-    """Parts that the model has no place for (x) write nothing, before or after others."""
+    """A write is remembered, whether parts that the model has no place for (x) come before or after it."""
     target = SimpleNamespace(
         part=lambda name: name, own=set(), write=lambda plan: None, check_whole=lambda covered: None,
         stage=lambda tensors, headers: push.Staged(frozenset(n for n in tensors if n[0] == "a"), list(tensors), None),
@@ -122,7 +122,7 @@ def test_a_write_is_not_forgotten(names, written):
 
 
 def test_a_write_that_fails_half_way_is_one():
-    """Layers that hold a part of the new weights are not served."""
+    """A write that fails half way counts as a write, so layers with a part of the new weights are not served."""
 
     def write(plan):
         raise CheckpointError("a number that cannot be written")

@@ -1,4 +1,4 @@
-"""What is read off a folder's JSON of its quantization, and which tensors tell of one that is not read."""
+"""Test what a folder's JSON declares of its quantization, and which tensors reveal an unsupported one."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_a_quantization_is_known_by_a_tensor(part, called):
 
 
 def test_the_surest_of_several_tensors_comes_first():
-    """Others have names that several quantizations use."""
+    """The tensor that identifies a quantization best comes first. Other names are used by several quantizations."""
     names = [f"{UP}.{part}" for part in ("scales", "codebooks", "W_q")]
     assert list(foreign(names, Declared())) == [f"{UP}.W_q", f"{UP}.codebooks", f"{UP}.scales"]
 

@@ -1,4 +1,4 @@
-"""A quantized checkpoint in a layer quantized alike keeps its bytes; in any other it keeps its numbers."""
+"""Test that a layer in a checkpoint's own scheme keeps its bytes, and any other layer its values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.fixtures.checkpoint_files import load_one
 CPU = torch.device("cpu")
 HIDDEN, INNER, EXPERTS = 256, 128, 3
 BLOCK = "model.layers.0.mlp"
-# checkpoint -> (family, the scheme whose bytes it holds)
+# checkpoint -> (family, the scheme that has its bytes)
 KINDS = {"fp8": ("deepseek_v3", "fp8_block"), "mxfp4": ("gpt_oss", "mxfp4"), "int4": ("qwen3_moe", "int4_fp8")}
 
 
@@ -35,7 +35,7 @@ def config(kind: str) -> MoEConfig:
 
 
 def canonical(kind: str, expert: int) -> dict[str, Tensor]:
-    """An expert in the checkpoint's scheme, as a user would quantize it."""
+    """Return an expert in the checkpoint's scheme, as a user would quantize it."""
     torch.manual_seed(expert)
     tensors = {"w13": torch.randn(2 * INNER, HIDDEN), "w2": torch.randn(HIDDEN, INNER)}
     if kind == "mxfp4":
@@ -44,12 +44,12 @@ def canonical(kind: str, expert: int) -> dict[str, Tensor]:
 
 
 def interleaved(rows: Tensor) -> Tensor:
-    """Gate first to alternating rows."""
+    """Convert [gate; up] to alternating rows."""
     return torch.stack(rows.chunk(2), 1).flatten(0, 1)
 
 
 def save(kind: str, folder) -> None:
-    """Written with the formats' own definitions, independent of the readers."""
+    """Write a checkpoint by the formats' own definitions, independently of the readers."""
     tensors: dict[str, Tensor] = {}
     experts = [canonical(kind, expert) for expert in range(EXPERTS)]
     if kind == "mxfp4":
@@ -79,7 +79,7 @@ def save(kind: str, folder) -> None:
 
 
 def packed_words(data: Tensor) -> Tensor:
-    """compressed-tensors: number + 8, eight to an int32 from the low bits up."""
+    """Pack as compressed-tensors does: number + 8, eight to an int32, from the low bits up."""
     codes = torch.stack([data & 0xF, data >> 4], -1).flatten(-2).long()
     numbers = torch.where(codes > 7, codes - 16, codes) + 8
     words = sum(numbers[..., place::8] << (4 * place) for place in range(8))
@@ -124,7 +124,7 @@ def test_numbers_are_kept_in_another_scheme(kind, quantization, tmp_path):
 
 
 def test_pieces_of_etp_are_those_of_the_whole_in_another_scheme(tmp_path):
-    """Biases too."""
+    """Pieces for etp ranks are pieces of the whole expert in another scheme, biases included."""
     save("mxfp4", tmp_path)
     source, of = CheckpointSource(tmp_path), config("mxfp4")
     found = find_format(source, BLOCK, names_of("gpt_oss").experts)
@@ -163,7 +163,7 @@ def test_static_scales_cannot_come_from_these_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
 def test_half_a_matrix_that_is_quantized_must_be_finite(wrong):
-    """Where the other half has the scheme's bytes."""
+    """A half of w13 that is quantized must be finite, even if the other half keeps its bytes."""
     scheme = SCHEMES["fp8_channel"]
     codes = scheme.weights.quantize(torch.ones(16, 32), torch.bfloat16)
     numbers = torch.ones(16, 32)

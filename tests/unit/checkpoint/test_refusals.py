@@ -1,4 +1,4 @@
-"""Checkpoints and models whose numbers would be misread, or that a configuration does not fit: refused by name."""
+"""Test that checkpoints and models which would be misread, or do not fit a configuration, are refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(**fields) -> MoEConfig:
 
 
 def each(make) -> dict[str, Tensor]:
-    """Of every matrix: by how its name goes on, from its shape."""
+    """Return the tensors of every matrix. `make` returns name suffix -> tensor from a shape."""
     found = {f"{P}.gate.weight": torch.randn(E, H).bfloat16()}
     for expert in range(E):
         for name, shape in SIZES.items():

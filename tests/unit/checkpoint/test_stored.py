@@ -1,4 +1,4 @@
-"""Factors beside a checkpoint's matrices."""
+"""Test the scales beside a checkpoint's matrices."""
 
 import contextlib
 
@@ -15,7 +15,7 @@ from ep_moe.checkpoint.stored_4bit import Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 @pytest.mark.parametrize("positive", [False, True])
 @pytest.mark.parametrize(("factors", "expert"), [([0.0], None), ([2.0, 0.0], 1)])
 def test_a_factor_of_0_is_refused_where_it_must_be_positive(factors, expert, positive, tmp_path):
-    """One for all, or that of an expert."""
+    """A scale of 0 is refused where it must be positive, for all experts or for one."""
     save_file({"input_scale": torch.tensor(factors)}, tmp_path / SINGLE)
     source = CheckpointSource(tmp_path)
     with pytest.raises(CheckpointError, match="input_scale") if positive else contextlib.nullcontext():
@@ -36,7 +36,7 @@ def test_numbers_that_are_infinite_already_are_kept():
 
 
 def test_codes_alone_are_those_of_nvfp4(tmp_path):
-    """Whatever lies beside a matrix of numbers."""
+    """Only codes are read as NVFP4. Plain numbers are not, whatever tensors lie beside them."""
     beside = {"w.weight_scale_2": torch.ones(()), "w.weight_scale": torch.ones(4, 1).to(torch.float8_e4m3fn)}
     for weight, kind in ((torch.zeros(4, 8).byte(), Nvfp4Matrix), (torch.zeros(4, 16).bfloat16(), PlainMatrix)):
         save_file({"w.weight": weight} | beside, tmp_path / SINGLE)
@@ -128,13 +128,16 @@ def test_a_tensor_in_memory_has_the_header_that_it_has_in_a_file(dtype, tmp_path
     in_file, in_memory = CheckpointSource(tmp_path), MemorySource(tensors, "here")
     assert in_memory.header("w") == in_file.header("w")
     assert torch.equal(in_file.raw("w").view(torch.uint8), in_memory.raw("w").view(torch.uint8))
-    if dtype != torch.float8_e4m3fn:  # codes of a matrix, which are read as float32
+    if dtype != torch.float8_e4m3fn:  # fp8 codes are read as float32
         assert in_memory.dtype("w") == in_file.dtype("w") == dtype
 
 
 @pytest.mark.parametrize("end", ["_scale_inv", "_scale", "_scale_2", "_zero_point", "_global_scale"])
 def test_plain_numbers_have_nothing_of_codes_beside_them(end, tmp_path):
-    """It would change what they mean, or belongs to another matrix."""
+    """Plain numbers with a scale or zero point beside them are refused.
+
+    It would change what they mean, or belongs to another matrix.
+    """
     save_file({"w.weight": torch.ones(4, 4), f"w.weight{end}": torch.ones(4)}, tmp_path / SINGLE)
     wrong = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight").wrong()
     assert wrong is not None

@@ -1,4 +1,4 @@
-"""Parts of matrices that AWQ and GPTQ write in words of eight numbers: each part is that of the whole matrix."""
+"""Test parts of AWQ and GPTQ matrices, stored in words of eight numbers: each part equals that of the whole matrix."""
 
 import json
 
@@ -33,7 +33,7 @@ class InMemory:
 
 
 def matrix(kind):
-    """Of several experts, with words and factors of every value."""
+    """Return a matrix of several experts, with words and scales of every value."""
     generator = torch.Generator().manual_seed(0)
 
     def words(*shape):
@@ -61,7 +61,7 @@ def test_a_part_is_that_of_the_whole(kind, expert):
 def test_codes_of_all_experts_are_those_of_each():
     stored = matrix(GptqMatrix)
     stored.tensors.declared = Declared(method="gptq", bits=frozenset({4}), groups=frozenset({GROUP}))
-    stored.tensors.tensors["qzeros"].fill_(0x77777777)  # the middle
+    stored.tensors.tensors["qzeros"].fill_(0x77777777)  # the middle of the range
     whole, each = stored.codes(ALL, ALL), [stored.codes(ALL, ALL, expert) for expert in range(EXPERTS)]
     assert whole[""].shape == (EXPERTS, ROWS, COLUMNS // 2)
     assert all(torch.equal(codes, torch.stack([one[part] for one in each])) for part, codes in whole.items())
@@ -94,7 +94,10 @@ def test_other_bits_beside_four_are_refused(bits, wrong, kind, method):
     ],
 )
 def test_groups_and_words_are_whole(kind, rows, columns, groups, fits):
-    """The last columns would be of a group that is not there, the last rows have no zero point."""
+    """A matrix whose size is not a multiple of its groups and words is refused.
+
+    Its last columns would need a missing group, and its last rows would have no zero point.
+    """
     codes = (columns, rows // 8) if kind is AwqMatrix else (columns // 8, rows)
     shapes = {"qweight": codes, "qzeros": (groups, rows // 8)}
     tensors = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a model has no place for."""
+"""Test which tensors of a checkpoint are reported because a model has no place for them."""
 
 from types import SimpleNamespace
 
@@ -20,10 +20,10 @@ def said(*names, ignored=None, multimodal=False, known=("model.norm.weight", "lm
 @pytest.mark.parametrize(
     "name",
     [
-        "model.norm.weight",  # the model's own
-        "model.norm.weight_scale",  # which comes with it
-        "model.layers.0.mlp.more",  # within a MoE block, which is read by itself
-        "model.rotary_emb.inv_freq",  # computed
+        "model.norm.weight",  # the model's own parameter
+        "model.norm.weight_scale",  # its scale
+        "model.layers.0.mlp.more",  # within a MoE block, which is checked separately
+        "model.rotary_emb.inv_freq",  # a buffer that the model computes
     ],
 )
 def test_a_tensor_with_a_place_or_without_a_use_is_not_named(name):
@@ -37,13 +37,13 @@ def test_a_tensor_without_a_place_is_named(name):
 
 @pytest.mark.parametrize("ignored", [[r"^mtp\."], ["nothing", r"mtp\..*weight"]])
 def test_what_the_models_class_ignores_is_not_named(ignored):
-    """transformers loads such a model without a word too."""
+    """Tensors that the model's class ignores are not named. transformers ignores them silently too."""
     assert said("mtp.weight", ignored=ignored) is None
     assert said("mtp.weight", ignored=["nothing"]).startswith("mtp.weight is not loaded")
 
 
 def test_of_a_multimodal_model_other_parts_are_not_named():
-    """Its text model has no place for the images' part."""
+    """Tensors of other parts of a multimodal model are not named, because the text model has no place for them."""
     images, text = "vision.blocks.0.weight", "model.norm.bias"
     assert said(images, text, multimodal=True).startswith(f"{text} is not loaded")
     assert said(images, text).startswith(f"{images}, {text} is not loaded")

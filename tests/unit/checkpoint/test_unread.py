@@ -1,4 +1,4 @@
-"""Tensors under a loaded block that the loader does not read: refused, named in one warning, or harmless."""
+"""Test tensors under a loaded block that the loader does not read: refused, named in one warning, or harmless."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def load(folder, layer, tensors, family="qwen3_moe"):
     return load_layers({0: layer}, folder, family, progress=False)
 
 
-# what a qwen3_moe block may have besides, and the reader has no place for
+# what a qwen3_moe block may contain that the reader has no place for
 CHANGING = {
     "a shared expert": {f"shared_expert.{name}.weight": shape for name, shape in MATRIX.items()},
     "another's shared experts": {"shared_experts.up_proj.weight": (I, H)},
@@ -118,7 +118,7 @@ def test_what_the_caller_loads_is_one_warning(context, tmp_path):
 
 
 def test_names_of_the_callers(context, tmp_path):
-    """The way out that the refusal names."""
+    """Names in the entry's `elsewhere` are left to the caller with a warning, as the refusal suggests."""
     more = {f"{P}.shared_expert.{name}.weight": torch.randn(shape) for name, shape in MATRIX.items()}
     mine = dataclasses.replace(names_of("qwen3_moe"), elsewhere=("shared_expert",))
     with pytest.warns(UserWarning, match="mlp.shared_expert is not loaded: the family's entry leaves it to the caller"):
@@ -141,7 +141,7 @@ def test_a_configuration_of_another_model_is_named(context, tmp_path):
 
 @distributed(2)
 def test_one_ranks_file_is_refused_on_all(checkpoints):
-    """Rank 1's copy has a fifth expert's matrix; rank 0's has not."""
+    """An additional tensor in one rank's file is refused on all ranks. Rank 1's copy has a matrix of a ninth expert."""
     good = checkpoints["qwen3_moe single"]
     with tempfile.TemporaryDirectory() as place, EPContext.from_groups(device=rank_device()) as context:
         folder = Path(place) / "copy"
@@ -164,7 +164,7 @@ def test_every_family_of_models_has_names():
 
 
 def entry_without(family):
-    """An entry, once for each thing that it could forget."""
+    """Yield a family's entry several times, each time without one thing."""
     names = model_names.CHECKPOINT_NAMES[family]
     for key in names.router:
         yield key, dataclasses.replace(names, router={k: v for k, v in names.router.items() if k != key})
@@ -174,7 +174,10 @@ def entry_without(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_entry_accounts_for_what_transformers_saves(family, checkpoints, context):
-    """Nothing in the blocks is left, and an entry that forgets a tensor is found by the file."""
+    """Each family's entry covers all tensors that transformers saves in a block.
+
+    An entry that leaves out a tensor is refused, and the error names the tensor.
+    """
     checkpoint = checkpoints[f"{family} single"]
     layers = make_layers(checkpoint, context, LAYERS[family])
     with warnings.catch_warnings():
@@ -185,7 +188,7 @@ def test_an_entry_accounts_for_what_transformers_saves(family, checkpoints, cont
     for what, names in entry_without(family):
         layer = MoELayer(CONFIGS[family], context, router=router)
         if what == "shared":
-            layer.shared_experts = torch.nn.Identity()  # the caller's own
+            layer.shared_experts = torch.nn.Identity()  # provided by the caller
         block = names.block.format(layer=number)
         with pytest.raises(CheckpointError, match="does not read") as caught:
             checked(source, names, number, layer, family)
@@ -195,7 +198,7 @@ def test_an_entry_accounts_for_what_transformers_saves(family, checkpoints, cont
 
 @pytest.mark.parametrize("kind", ["deepseek_v3 fp8", "gpt_oss mxfp4", "qwen3_moe fused", "mixtral shards"])
 def test_what_counts_as_read_is_read(kind, checkpoints, context, monkeypatch):
-    """On one rank, which holds all experts: the names whose bytes are read are those of the blocks."""
+    """On one rank, which holds all experts, the tensors that are read are those of the blocks."""
     checkpoint, seen = checkpoints[kind], set()
     raw = CheckpointSource.raw
     monkeypatch.setattr(CheckpointSource, "raw", lambda self, name, *i: (seen.add(name), raw(self, name, *i))[1])
@@ -215,11 +218,11 @@ def test_a_block_in_memory_that_has_more():
         expected = model(ids).logits
     with pytest.warns(UserWarning, match=r"layers\.2\.mlp\.shared_expert_gate is Linear, and nothing by the conf"):
         model = expert_parallel(model, EPContext.local(torch.device("cpu")))
-    with torch.no_grad():  # which the block itself does not read
+    with torch.no_grad():  # the block does not use the gate itself
         torch.testing.assert_close(model(ids).logits, expected)
 
 
-# models that have more than the family whose names come nearest: class of the configuration, fields
+# models with more tensors than the family whose names are closest: configuration class, fields
 NEAREST = {
     "qwen2_moe": ("Qwen2MoeConfig", "qwen3_moe", {
         "num_experts": E, "moe_intermediate_size": I, "shared_expert_intermediate_size": I, "num_experts_per_tok": 2,

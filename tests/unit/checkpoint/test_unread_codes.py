@@ -1,4 +1,4 @@
-"""Codes of quantisations that are not read are refused by name, and config.json says what tensors alone do not."""
+"""Test that unsupported quantizations are refused by name, and that config.json tells what tensors do not."""
 
 from __future__ import annotations
 
