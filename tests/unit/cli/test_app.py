@@ -1,4 +1,4 @@
-"""The options of `ep-moe`'s commands, and the classes that hold them."""
+"""Test the options of `ep-moe`'s commands, and the classes that hold them."""
 
 import inspect
 import logging
@@ -33,11 +33,11 @@ COMMANDS = [
     (Question, report, ["plan", "trace.npz"]),
 ]
 CALLED = {"deadline_s": "--deadline", "within_steps": "--steps-to-pay"}
-NOT_THE_SAME = {"model", "log_level"}  # the command line has a model and a level where the classes have none
+NOT_THE_SAME = {"model", "log_level"}  # these options have no field in the classes
 
 
 class Asked(Exception):
-    """With the fields that a command fills."""
+    """Raised with the fields that a command fills."""
 
 
 def filled(monkeypatch, kind, module, args) -> dict[str, object]:
@@ -64,7 +64,7 @@ def test_an_option_fills_the_field_of_its_name(kind, module, args, monkeypatch):
     wanted, options = {}, []
     for number, field in enumerate(fields(kind), 2):
         name, option = field.name, CALLED.get(field.name, f"--{field.name.replace('_', '-')}")
-        if name in NOT_THE_SAME or name in ("gpus", "machine"):  # given above; without an option
+        if name in NOT_THE_SAME or name in ("gpus", "machine"):  # given above, or without an option
             continue
         if "bool" in field.type:
             wanted[name] = not field.default
@@ -121,7 +121,10 @@ def test_ranks_that_are_forked_log_as_the_command_does(kind, module, args, words
 
 @pytest.mark.parametrize("launched", [False, True], ids=["alone", "under torchrun"])
 def test_a_command_ends_by_one_line_where_it_began_the_ranks(launched, monkeypatch):
-    """Afterwards, and under torchrun, whose ranks began none, SIGTERM is handled as before."""
+    """A command that starts ranks handles SIGTERM while it runs, and restores the handler afterwards.
+
+    Under torchrun the command starts no ranks, and leaves the handler alone.
+    """
     during = []
     monkeypatch.setattr(TorchrunEnv, "present", lambda: launched)
     monkeypatch.setattr(app_module, "run_model", lambda _: during.append(signal.getsignal(signal.SIGTERM)))
@@ -152,7 +155,7 @@ def test_a_process_that_a_signal_ends_has_the_exit_code_of_shells():
     ],
 )
 def test_numbers_behind_a_number_belong_to_its_option(words, spread, monkeypatch):
-    """Of the options that take more than one."""
+    """Several numbers after an option belong to it, for options that take more than one."""
     monkeypatch.setattr(app_module.TyperCommand, "parse_args", lambda self, ctx, args: args)
     assert app_module._NumberLists("plan").parse_args(None, words.split()) == spread.split()
 
@@ -176,7 +179,7 @@ def test_tokens_that_are_tuned_by_default(monkeypatch):
 
 
 def test_what_was_tuned_is_in_the_file(monkeypatch, tmp_path):
-    """A folder that is not there is named before anything is measured."""
+    """`tune` writes its result to the file. A missing folder is reported before anything is measured."""
     line = Measured(tokens=1, experts="reference", all2all="allgather", us=2.5)
     tuned = Tuned(machine={"device": "cpu"}, layer={"H": 8}, versions={}, buckets=(line,), measured=(line,))
     began = []
@@ -197,7 +200,7 @@ def test_what_was_tuned_is_in_the_file(monkeypatch, tmp_path):
     ],
 )
 def test_a_benchmark_has_the_words_behind_its_name(words, given, level, monkeypatch):
-    """And is as quiet as the command is asked to be."""
+    """A benchmark gets the arguments after its name, and the log level that the command was given."""
     ran = []
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(planner, "main", lambda: ran.append((sys.argv, logging.getLogger("ep_moe").level)))

@@ -1,4 +1,4 @@
-"""`ep-moe check-exact` from end to end."""
+"""Test `ep-moe check-exact` from end to end."""
 
 import contextlib
 import json
@@ -46,7 +46,7 @@ def test_a_model_is_equal_over_ranks_maps_transports_and_batches():
     ]
     assert ways == one + two
     assert len({run["checksum"] for run in answer["runs"]}) == 1
-    assert len({run["logits"] for run in answer["runs"]}) == 2  # None where the layers ran alone
+    assert len({run["logits"] for run in answer["runs"]}) == 2  # None where only the layers ran
     assert {run["first_difference"] for run in answer["runs"]} == {None}
 
 
@@ -129,7 +129,7 @@ def test_transports_that_are_compared_are_those_that_run_here(ranks, device, ava
 
 
 def test_the_second_map_has_no_more_copies_than_slots_for_them():
-    """One of an expert on each other rank at most."""
+    """The redundant map has at most one replica of an expert on each other rank."""
     maps = check_exact._maps(8, 4)
     assert list(maps) == ["linear", "redundant"]
     assert maps["redundant"] == ExpertMap.redundant(8, 4, 4)
@@ -139,7 +139,10 @@ def test_the_second_map_has_no_more_copies_than_slots_for_them():
 
 @pytest.mark.parametrize(("deadline", "longest"), [(7.0, 900.0), (400.0, 1200.0)])
 def test_ranks_are_started_for_each_number_that_was_asked_for(deadline, longest, monkeypatch):
-    """With one thread for dense parts: their sums must not be cut otherwise where ranks are fewer."""
+    """Ranks are started for each requested number of ranks, with one thread for dense parts.
+
+    Another number of threads could split their sums differently.
+    """
     started = []
 
     def run_local_ranks(target, world, arguments, **how):
@@ -173,7 +176,7 @@ def test_under_torchrun_its_own_ranks_are_compared(monkeypatch):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_rank_loads_and_reads_what_was_asked_for(exact, rank, monkeypatch):
-    """On each map and transport; the first rank alone has the answer."""
+    """A rank loads and reads what was requested, for each map and transport. Only the first rank has the answer."""
     opened, loaded, read, looked_up, digested = [], [], [], [], []
     context = SimpleNamespace(consensus="of all ranks")
 

@@ -1,4 +1,4 @@
-"""What `ep-moe check-exact` compares: the rows of each layer, in batches of other sizes, and who calls how often."""
+"""Test what `ep-moe check-exact` compares: rows of each layer in batches of other sizes, with equal calls on ranks."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Two layers, whose rows and results it writes to, as models may."""
+    """A model of two layers that overwrites their inputs and outputs, as models may."""
 
     device = CPU
 
@@ -51,7 +51,7 @@ def ranks(monkeypatch, world, rank):
 
 
 def test_rows_in_batches_of_other_sizes_are_those_that_the_model_gave(model, monkeypatch):
-    """Whatever the model does with them afterwards."""
+    """Layers get the rows that the model gave them, in batches of other sizes, even after the model overwrote them."""
     windows = torch.arange(10).view(2, 5)
     found = list(_digests(model, windows, ranks(monkeypatch, 1, 0)))
     assert [batching for batching, *_ in found] == ["prompts", "tokens of 3", "all at once"]
@@ -63,7 +63,10 @@ def test_rows_in_batches_of_other_sizes_are_those_that_the_model_gave(model, mon
 
 
 def test_a_rank_without_prompts_calls_as_often_as_the_others(model, monkeypatch):
-    """Rank 1 has one of three prompts: 5 rows, where rank 0 has 10."""
+    """A rank without prompts calls its layers as often as the others.
+
+    Rank 1 has one of three prompts: 5 rows, where rank 0 has 10.
+    """
     windows = torch.arange(15).view(3, 5)
     for batching, *_ in _digests(model, windows, ranks(monkeypatch, 2, 1)):
         called, model.called = model.called, []
@@ -78,7 +81,10 @@ def test_a_layer_is_left_without_our_hooks(model, monkeypatch):
 
 
 def test_a_digest_is_of_rows_and_not_of_how_they_were_cut(monkeypatch):
-    """Rows that lie apart and parts without rows included."""
+    """A digest depends on the rows, and not on how they are split.
+
+    It accepts strided rows and parts without rows.
+    """
     context, x = ranks(monkeypatch, 1, 0), torch.randn(6, 4)
     whole = _digest([x], context)
     assert _digest([x[:2], x[2:2], x[2:]], context) == whole

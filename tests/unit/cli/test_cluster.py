@@ -1,4 +1,4 @@
-"""The verdict of `ep-moe doctor --cluster`, from facts and rates; and ranks that never come, die or hang."""
+"""Test the verdict of `ep-moe doctor --cluster` from facts and rates, and ranks that never come, die or hang."""
 
 import os
 import socket
@@ -126,7 +126,7 @@ def test_every_pair_transfers_once(hosts):
 
 
 def test_links_between_hosts_are_measured_under_equal_load():
-    """All ranks at once, and none within a host beside them."""
+    """All links between hosts are measured at once, and none within a host at the same time."""
     for pairs in transfer_rounds(THREE):
         between = [pair for pair in pairs if THREE.node(pair[0]) != THREE.node(pair[1])]
         assert len(between) in (0, 4)
@@ -155,7 +155,7 @@ def test_nccl_only_where_it_can_work(change, backend):
 
 
 def test_ranks_without_gpus_use_gloo():
-    """Without a reason, where no rank has one."""
+    """Ranks without GPUs use gloo. No reason is given if no rank has a GPU."""
     facts = [replace(entry, compared={"device": "cpu"}, gpu=None) for entry in sound(TWO)]
     assert cluster.chosen_backend(facts) == ("gloo", "")
     facts[3] = replace(facts[3], compared={"device": "cuda"}, gpu="gpu 3")
@@ -178,7 +178,10 @@ def test_the_launchers_variables(environment):
 
 
 def test_torchruns_variables_count_within_a_job_of_slurm():
-    """srun starts torchrun's agent there, and gives its ranks its own variables."""
+    """torchrun's variables take precedence in a SLURM job.
+
+    There srun starts torchrun's agent, which sets its own variables for its ranks.
+    """
     launch = cluster.LaunchEnvironment.read(SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"} | TORCHRUN)
     assert (launch.rank, launch.world, launch.local_rank, launch.bound) == (3, 4, 1, False)
     assert cluster.LaunchEnvironment.read(SRUN).bound
@@ -214,7 +217,7 @@ def test_the_tables_show_each_value_and_rate():
 
 
 def ranks_of_srun(world, come, *program):
-    """Exit codes and what each printed, of the ranks that come."""
+    """Return exit codes and outputs of the ranks that come."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -256,7 +259,7 @@ def test_without_a_launcher_it_says_how_to_launch():
 
 
 def test_a_links_rate_is_the_best_of_all_passes(monkeypatch):
-    """What another job slowed in one pass is no slow link."""
+    """A link's rate is the best of all passes, so a pass slowed by another job does not count as a slow link."""
     passes = [{(0, 1): 9.0}, {(0, 1): 4.0}, {(0, 1): 6.0}]
     ours = iter(passes)
     monkeypatch.setattr(cluster, "PASSES", len(passes))

@@ -1,4 +1,4 @@
-"""Facts of a rank with a GPU, which is not here; and which links and hosts are called odd."""
+"""Test the facts of a rank with a fake GPU, and which links and hosts are reported."""
 
 import subprocess
 from itertools import combinations
@@ -28,7 +28,10 @@ def rates_of(nodes, within=300.0, between=40.0):
 
 @pytest.fixture
 def four_gpus(monkeypatch):
-    """Of which the others but the last can reach GPU 1. What nvidia-smi says, for a test to change."""
+    """Pretend to have four GPUs, of which the others cannot access the last one.
+
+    Return nvidia-smi's answer, for a test to change.
+    """
     smi = dict(SMI)
     found = SimpleNamespace(uuid="GPU-abc", name="H200", major=9, minor=0, total_memory=141 * 2**30)
     for name, value in {
@@ -101,7 +104,7 @@ def test_a_sum_on_the_gpu_tells_whether_it_computes(ones, fault, monkeypatch):
 
 @pytest.mark.parametrize("uuid", ["abc", "GPU-abc"], ids=str)
 def test_nvidia_smi_is_asked_about_one_gpu(uuid, monkeypatch):
-    """By its identity, with and without the prefix; no longer than it may take."""
+    """nvidia-smi is queried for one GPU by its UUID, with or without the prefix, and with a timeout."""
     asked = []
 
     def run(words, **how):
@@ -141,7 +144,7 @@ def test_an_answer_of_another_length_says_nothing(monkeypatch):
 
 
 def test_the_one_link_of_two_ranks_is_no_rank_that_is_slow():
-    """Either end may be."""
+    """The only slow link of two ranks is reported as a link, because either rank may be the cause."""
     nodes = nodes_of("aabbcc")
     found = slow_links(rates_of(nodes) | {(0, 1): 1.0}, nodes)
     assert found == ["link of ranks 0, 1 (host a): 1 GB/s, less than half of the median within hosts, 300 GB/s"]
@@ -169,7 +172,10 @@ def test_the_best_of_slow_links_is_told(slow, words):
 
 
 def test_rates_between_hosts_are_the_mean_of_the_links_times_the_ranks():
-    """Whichever host the lower rank is on: 1 and 2 are on the second and on the first one."""
+    """The rate between hosts is the mean of the links times the ranks, whichever host the lower rank is on.
+
+    Ranks 1 and 2 are on the second and on the first host.
+    """
     nodes = nodes_of("abab")
     rates = {(0, 1): 10.0, (0, 3): 20.0, (1, 2): 30.0, (2, 3): 40.0, (0, 2): 1.0, (1, 3): 1.0}
     assert node_rates(rates, nodes) == {(0, 1): 50.0}

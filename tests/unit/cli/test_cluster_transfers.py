@@ -1,4 +1,4 @@
-"""How ranks of `ep-moe doctor --cluster` meet, and how their transfers are timed: on one rank, without a network."""
+"""Test how ranks of `ep-moe doctor --cluster` meet and time transfers, on one rank without a network."""
 
 import threading
 from contextlib import nullcontext
@@ -29,7 +29,10 @@ CPU = torch.device("cpu")
     ],
 )
 def test_rank_0_serves_the_store_unless_the_agent_does(rank, more, serve, serves, monkeypatch):
-    """A rank waits for the store as long as was asked, and not until all ranks are there."""
+    """Rank 0 serves the store unless torchrun's agent does.
+
+    A rank waits for the store up to its deadline, and not for all ranks to connect.
+    """
     made = []
     monkeypatch.setattr(cluster, "TCPStore", lambda *given, **how: made.append((given, how)) or HashStore())
     LaunchEnvironment.read(ENVIRONMENT | {"RANK": rank} | more).store(7.0, serve=serve)
@@ -37,7 +40,10 @@ def test_rank_0_serves_the_store_unless_the_agent_does(rank, more, serve, serves
 
 
 def test_what_an_earlier_attempt_left_in_the_store_is_not_read(monkeypatch):
-    """torchrun's agent keeps its store over restarts."""
+    """Entries that an earlier attempt left in the store are not read.
+
+    torchrun's agent keeps its store over restarts.
+    """
     kept = HashStore()
     monkeypatch.setattr(cluster, "TCPStore", lambda *_, **__: kept)
     first, second = (
@@ -51,7 +57,7 @@ def test_what_an_earlier_attempt_left_in_the_store_is_not_read(monkeypatch):
     ("bound", "visible", "gpu"), [(False, 8, 5), (False, 4, 5), (True, 8, 5), (True, 1, 0), (False, 0, None)]
 )
 def test_a_rank_takes_the_gpu_of_its_local_rank(bound, visible, gpu, monkeypatch):
-    """Whether it is there or not; srun may show each process its own GPU alone."""
+    """A rank takes the GPU with its local rank, visible or not, unless srun shows each process only its own GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     launch = LaunchEnvironment(0, 8, 5, "head", 5, False, "0", bound)
@@ -59,7 +65,10 @@ def test_a_rank_takes_the_gpu_of_its_local_rank(bound, visible, gpu, monkeypatch
 
 
 def test_a_rate_is_that_of_the_best_transfer_after_the_first(monkeypatch):
-    """The first one connects, and is not counted however fast it was."""
+    """A rate is that of the best transfer after the first.
+
+    The first one connects, and is not counted however fast it was.
+    """
     seconds = iter([0.001, 4.0, 3.0, 5.0, 6.0, 2.0])
     now, made = [0.0], []
 
@@ -78,7 +87,7 @@ def test_a_rate_is_that_of_the_best_transfer_after_the_first(monkeypatch):
 
 
 def meeting(answers, world=2, lost=()):
-    """Of rank 0, whose peers answer so in each pass."""
+    """Return rank 0's side of a meeting whose peers give these answers in each pass."""
     passes = iter(answers)
     return SimpleNamespace(
         launch=SimpleNamespace(world=world), deadline_s=60.0, tell=lambda *_: None, missing=lambda _: list(lost),
@@ -92,7 +101,10 @@ def measured(monkeypatch, answers, **more):
 
 
 def test_a_link_has_the_rate_of_its_slower_end(monkeypatch):
-    """Both ends time the same transfers. One pass is enough where none is slow."""
+    """A link has the rate of its slower end, since both ends time the same transfers.
+
+    One pass suffices if no link is slow.
+    """
     assert measured(monkeypatch, [[("", [(1, 9.0)]), ("", [(0, 7.0)])]]) == ({(0, 1): 7.0}, [], [])
     assert measured(monkeypatch, [[("", [(1, 5.0)]), ("", [(0, 7.0)])]]) == ({(0, 1): 5.0}, [], [])
 
@@ -113,7 +125,10 @@ def test_one_rank_has_no_transfers(monkeypatch):
 
 
 def test_the_watch_over_transfers_ends_with_them(monkeypatch):
-    """It would end the process. A daemon, so that it holds up no exit."""
+    """The timer that watches transfers is cancelled after them, because it would end the process.
+
+    It is a daemon thread, so it does not delay the exit.
+    """
     made = []
 
     class Watch(threading.Timer):
@@ -144,7 +159,10 @@ def test_each_rank_times_its_pairs_with_the_other_end(rank, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1"])
 def test_transfers_outlast_the_watch_that_names_who_is_behind(device, monkeypatch):
-    """On a GPU the process group is bound to it, and connects at once."""
+    """The process group's timeout is longer than the watch, which names the ranks that are behind.
+
+    On a GPU the process group is bound to it, and connects at once.
+    """
     made = []
     monkeypatch.setattr(cluster.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(cluster.dist, "init_process_group", lambda backend, **how: made.append((backend, how)))
@@ -173,11 +191,14 @@ def test_a_transfer_that_raises_is_told_and_gives_no_rates(monkeypatch):
     ("rank", "missing", "shows"), [(0, [], True), (1, [], False), (1, [0], True), (1, [1], False)], ids=str
 )
 def test_the_first_rank_that_is_here_shows_the_report(rank, missing, shows, monkeypatch):
-    """One that came after the others had given up shows nothing, and waits for none."""
+    """The first rank that is present shows the report.
+
+    A rank that came after the others gave up shows nothing, and waits for none of them.
+    """
     store, shown = HashStore(), []
     if rank not in missing:
         store.set("shown", "")
-        store.add("left", 1)  # the other rank has gone
+        store.add("left", 1)  # the other rank has left
     launch = LaunchEnvironment(rank, 2, 0, "head", 5, False, "0", False)
     report = ClusterReport(["odd"])
     assert cluster._Meeting(launch, store, 1.0).part(report, shown.append, missing) is report
@@ -186,7 +207,7 @@ def test_the_first_rank_that_is_here_shows_the_report(rank, missing, shows, monk
 
 @pytest.mark.parametrize(("rates", "ends"), [({(0, 1): 9.0}, True), ({}, False)], ids=["measured", "failed"])
 def test_the_process_group_of_transfers_that_failed_is_left_alone(rates, ends, monkeypatch):
-    """NCCL may wait for them."""
+    """The process group is not destroyed after failed transfers, because NCCL may wait for them."""
     ended = []
     monkeypatch.setattr(cluster.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(cluster.dist, "destroy_process_group", lambda: ended.append(True))

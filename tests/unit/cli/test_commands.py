@@ -1,4 +1,4 @@
-"""What all commands share: models, JSON, log records, suggestions, exit codes, and the page that says so."""
+"""Test what all commands share: models, JSON, log records, suggestions, exit codes, and the page about them."""
 
 import json
 import logging
@@ -44,14 +44,14 @@ def invoke(*args, code=0, env=None):
 
 
 def under(title):
-    """The rows of a section's first table, of the page: cells, of which the first is code or a number."""
+    """Return the rows of the first table in a section of the page, as lists of cells."""
     section = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
 def object_of(result):
-    """The one object on stdout."""
+    """Return the one JSON object on stdout."""
     lines = result.stdout.splitlines()
     assert len(lines) == 1, result.stdout
     return json.loads(lines[0])
@@ -77,7 +77,7 @@ def test_options_in_common(name):
     options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
     wanted = set(re.findall(r"--[a-z-]+", " ".join(row[0] for row in under("Options in common"))))
     assert wanted == {"--json", "--quiet", "--log-level"}
-    # a benchmark takes --json itself
+    # a benchmark parses --json itself
     assert wanted - ({"--json"} if name == "bench" else set()) <= options
 
 
@@ -366,7 +366,10 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def said_by_runs():
-    """What each of RUNS wrote to stdout and to stderr: in a process of its own, whose fork server has its stderr."""
+    """Return what each of RUNS wrote to stdout and stderr.
+
+    They run in one separate process, because a fork server keeps the stderr that it started with.
+    """
     pytest.importorskip("transformers")
     code, *written = ran("tests/fixtures/commands_in_turn.py", json.dumps(list(RUNS.values())))
     assert code == 0, written
@@ -386,7 +389,7 @@ def test_ranks_that_are_forked_log_too(level, said_by_runs):
 
 @forks
 def test_a_run_that_is_piped(said_by_runs):
-    """Lines at the ends of steps, and no bars."""
+    """A run whose output is piped prints a line at the end of each step, and no progress bars."""
     out, err = said_by_runs["piped"]
     assert "perplexity" in out
     assert "\r" not in err
@@ -396,7 +399,10 @@ def test_a_run_that_is_piped(said_by_runs):
 
 
 def test_codes_of_ends(monkeypatch):
-    """Of ranks that failed: by an error of ours, or by any other."""
+    """Exit codes depend on the error: 2 for an error of this package, 130 for Ctrl-C.
+
+    Other errors raise a traceback.
+    """
 
     def ends(error):
         def run(_):
@@ -413,7 +419,7 @@ def test_codes_of_ends(monkeypatch):
     monkeypatch.setattr(cli, "run_model", ends(RanksFailed("1 of 4 ranks failed", {})))
     with pytest.raises(RanksFailed, match="1 of 4 ranks failed"):
         invoke("run")
-    monkeypatch.setattr(cli, "run_model", lambda _: SimpleNamespace())  # a bug: no report
+    monkeypatch.setattr(cli, "run_model", lambda _: SimpleNamespace())  # a bug: the result is not a report
     with pytest.raises(AttributeError, match="no attribute 'title'"):
         invoke("run")
 
@@ -438,7 +444,10 @@ def test_bench_alone_lists_the_benchmarks(words):
 
 
 def test_benchmarks_take_models_as_all_commands_do():
-    """A folder, a bundled config, the option of an earlier release, before and behind options."""
+    """Benchmarks take models as all commands do.
+
+    A model is a folder, a bundled config, or the option of an earlier release, before or after other options.
+    """
     pytest.importorskip("transformers")
     sizes = ("--ranks", "4", "--tokens", "16", "--totals", "64", "--json")
     for words in ((DEMO, *sizes), ("demo", *sizes), (*sizes, "demo"), ("--models", "demo", *sizes)):

@@ -1,4 +1,4 @@
-"""`ep-moe doctor` and `ep-moe explain` name every backend, and say why one cannot run."""
+"""Test that `ep-moe doctor` and `ep-moe explain` name every backend, and say why one cannot run."""
 
 import re
 

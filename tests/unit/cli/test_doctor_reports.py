@@ -1,4 +1,4 @@
-"""What `ep-moe doctor` says of versions and GPUs, and the report of a cluster as text, JSON and exit code."""
+"""Test `ep-moe doctor`'s lines about versions and GPUs, and the cluster report as text, JSON and exit code."""
 
 import json
 from dataclasses import replace
@@ -76,7 +76,7 @@ def test_a_sound_cluster_is_said_to_be(hosts, line):
 
 
 def invoked(monkeypatch, report, *words, rank="0"):
-    """The command on the rank that shows the report, and the deadline that it had."""
+    """Run the command on the rank that shows the report. Return its result and the deadlines that it used."""
     asked = []
 
     def run(deadline_s, show):
@@ -97,7 +97,7 @@ def test_the_exit_code_says_whether_a_cluster_is_sound(odd, code, monkeypatch):
 
 
 def test_any_rank_may_show_the_report(monkeypatch):
-    """Rank 0 may be the one that never came."""
+    """Any rank may show the report, because rank 0 may never have come."""
     assert "sound: 2 ranks on 1 host" in invoked(monkeypatch, report_of([0, 0]), rank="1")[0].stdout
 
 
@@ -146,7 +146,7 @@ def test_a_triton_whose_launcher_is_not_known_is_slower(version, known, warned, 
     ids=["files", "in torch"],
 )  # fmt: skip
 def test_the_nccl_that_is_loaded_has_its_file(maps, where, monkeypatch):
-    """Two of them are two lines to look at; each is named once."""
+    """The loaded NCCL library is shown with its file. Each file is named once, and two files show a conflict."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
     monkeypatch.setattr(Path, "is_file", lambda self: True)

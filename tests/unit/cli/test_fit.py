@@ -1,4 +1,4 @@
-"""`ep-moe fit`, and `ep-moe explain --gpu`: GPUs that are not here."""
+"""Test `ep-moe fit` and `ep-moe explain --gpu` for GPUs that this machine does not have."""
 
 import csv
 import dataclasses
@@ -96,7 +96,10 @@ def test_bytes_are_those_of_real_layers():
 
 
 def test_bytes_are_those_that_gpus_held():
-    """What torch's allocator held on 4 H200 for a layer, and `plan` there; kernels whose workspace is known here."""
+    """Predicted bytes are within 3 % of what torch's allocator held for a layer on 4 H200, and of `plan` there.
+
+    The test compares kernels whose workspace can be computed without a GPU.
+    """
     compared = 0
     with (DOCS / "layer-h200.csv").open(newline="") as text:
         lines = [line for line in csv.DictReader(text) if line["plan_bytes"]]
@@ -117,7 +120,10 @@ def test_bytes_are_those_that_gpus_held():
 
 
 def test_a_model_that_no_prediction_knows():
-    """GPT-OSS on 4 H100, measured after the prediction was made; its lines are not among those that predict."""
+    """Predictions hold for a model that they are not based on: GPT-OSS on 4 H100.
+
+    It was measured after the prediction was made, and its lines are not among those that predict.
+    """
     with (DOCS / "layer-gpt-oss-h100-ep4.csv").open(newline="") as text:
         lines = list(csv.DictReader(text))
     assert len(lines) == 2
@@ -176,7 +182,7 @@ def test_what_only_a_library_knows_is_not_in_the_total(monkeypatch):
 
 
 def test_a_kernel_with_a_transport_inside_has_none_that_is_counted():
-    """Its buffers are its own."""
+    """A kernel with an internal transport reports no transport bytes, because its buffers are its own."""
     assert fit._transport_bytes(None, None, BackendChoice(INSIDE, "flashinfer_mega", "possible", ""), None) is None
 
 
@@ -184,7 +190,10 @@ def test_a_kernel_with_a_transport_inside_has_none_that_is_counted():
 
 
 def test_a_layer_that_was_measured_gets_its_time():
-    """Of all lines that the command can ask for; it has no option for rows in fp8 on the way back."""
+    """A measured layer gets its measured time, for all lines that the command can ask for.
+
+    The command has no option for fp8 rows on the way back.
+    """
     formats, asked = {"fp8_static": "fp8_tensor", "fp8_block": "fp8_block"}, 0
     for line in measured():
         experts, _, all2all = line.pair.partition(" + ")
@@ -233,7 +242,10 @@ def test_what_was_not_measured_is_said():
 
 @pytest.mark.parametrize(("tp", "etp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_bytes_of_a_call_are_those_of_its_tokens(tp, etp):
-    """The ranks of an etp group send each other's tokens too, and gather and sum rows, as a tp group gathers them."""
+    """Bytes of a call are those of its tokens, including the traffic within tp and etp groups.
+
+    Ranks of an etp group also send each other's tokens. They gather and sum rows, as a tp group gathers them.
+    """
     found = run_fit(FitOptions(**ANSWER | {"gpus": 16, "tp": tp, "etp": etp, "tokens": 64}))["wire"]
     assert found["tokens_sent_by_a_rank"] == 64 * etp
     rows = two_level(load_model_config("qwen3-30b-a3b").moe, 16 // etp, 8 // etp)
@@ -371,7 +383,8 @@ def test_explain_of_gpus_that_are_not_here():
     assert "fp8_block_triton" not in blackwell
     assert "NOT RUN on compute capability 10.0" in blackwell
     output = ask("explain", "--config", "deepseek-v3", "--gpu", "h200", "--dp", 8)
-    reason = registry.unsupported_reason("dispatchers", "pplx")  # built apart, and asked here
+    # pplx is installed separately, so its state here decides
+    reason = registry.unsupported_reason("dispatchers", "pplx")
     assert reason is None or f"pplx: {reason}" in output
     assert "gpu (--gpu) must be one of" in ask("explain", "--config", "demo", "--gpu", "x", code=2)
 

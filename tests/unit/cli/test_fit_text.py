@@ -1,4 +1,4 @@
-"""An answer of `ep-moe fit` as text: each number with its unit, what it is of, and where it comes from."""
+"""Test an answer of `ep-moe fit` as text: each number has its unit, its meaning and its source."""
 
 import copy
 
@@ -160,7 +160,7 @@ def test_what_is_not_known_is_not_told(answer, words):
 
 
 def test_errors_of_predictions_are_those_of_their_kind():
-    """A line that was measured itself has none."""
+    """A prediction states the errors of its kind. A line that was measured has none."""
     assert fit._accuracy(Expected(1.0, 1.0, "", ITSELF)) == {"predicted_from": None}
     held, found = held_back(RANKS), fit._accuracy(Expected(1.0, 1.0, "", RANKS))
     assert (found["predicted_from"], found["held_back_lines"]) == (RANKS, len(held.errors))

@@ -1,4 +1,4 @@
-"""What commands print: as it is, whole, and on one rank; and where log records go."""
+"""Test what commands print: verbatim, complete, and on one rank only; and where log records go."""
 
 import logging
 
@@ -9,7 +9,7 @@ from ep_moe.cli import output
 from ep_moe.cli.output import Output, log_records
 from ep_moe.parallel.local_launch import RanksFailed
 
-MARKED = "[rank 0] [bold]loses[/bold] no :smile: here"  # what rich has styles and pictures for
+MARKED = "[rank 0] [bold]loses[/bold] no :smile: here"  # rich would turn these into styles and emoji
 LONG = "a sentence that says which option is wrong, and what to write in its place, " * 3
 SAY = {
     "line": lambda text: Output(False, False).line(text),
@@ -28,7 +28,10 @@ def _a_narrow_terminal_of_rank_0(monkeypatch):
 @pytest.mark.parametrize("text", [MARKED, LONG.strip()], ids=["brackets", "a long line"])
 @pytest.mark.parametrize("how", SAY)
 def test_a_text_is_printed_as_it_is(how, text, capsys):
-    """Names may have brackets and colons, and a line is not broken in the middle of a command to copy."""
+    """Text is printed verbatim.
+
+    Names may contain brackets and colons, and a line break would split a command that users copy.
+    """
     SAY[how](text)
     out, err = capsys.readouterr()
     on_stderr = how in ("progress beside json", "note")
@@ -43,7 +46,10 @@ def test_a_cell_is_printed_as_it_is(capsys):
 
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_a_row_of_numbers_is_one_line_with_all_digits(columns, capsys, monkeypatch):
-    """However narrow the terminal is; a wide one has room for more than 120 characters."""
+    """A row of numbers is one line with all digits, on a terminal of any width.
+
+    A wide terminal has room for more than 120 characters.
+    """
     monkeypatch.setenv("COLUMNS", columns)
     count = 10 if columns == "40" else 18
     row = ["layer 0", *(f"{10**6 + rank}" for rank in range(count))]
@@ -79,7 +85,7 @@ def test_log_records_leave_the_level_that_was_set(caplog):
 
 
 def test_log_records_have_the_rank_of_the_process_group(monkeypatch, capsys):
-    """Ranks that are forked here have no launcher's variable of their own."""
+    """Log records carry the rank of the process group. Forked ranks have no launcher's variable of their own."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(output.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(output.dist, "get_rank", lambda: 3)

@@ -1,4 +1,4 @@
-"""Perplexities of `ep-moe run`: which must equal transformers', and what a rebalance counts."""
+"""Test the perplexities of `ep-moe run`, which must equal transformers', and what a rebalance counts."""
 
 import json
 from unittest import mock

@@ -1,4 +1,4 @@
-"""`ep-moe plan`: a row for each combination, from the code that plans online."""
+"""Test `ep-moe plan`: one row for each combination, computed by the planner that runs online."""
 
 import importlib.util
 import json
@@ -61,7 +61,8 @@ def test_a_plan_that_does_not_pay_is_refused(file):
 
 
 def test_nodes_that_do_not_divide_the_ranks_are_named(file):
-    assert "nodes must divide the 2 ranks, got 4" in ask(file, "--ranks", "2", "--nodes", "4", code=1)  # nothing can be
+    # no combination is valid
+    assert "nodes must divide the 2 ranks, got 4" in ask(file, "--ranks", "2", "--nodes", "4", code=1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Times that ranks agree on, and attempts that fail on one of them."""
+"""Test times that ranks agree on, and attempts that fail on one rank."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def test_a_time_is_the_slowest_ranks_to_the_nanosecond():
 
 
 def consensus(raised=None, heard=None):
-    """Agrees on what this rank has found, or raises what another one has."""
+    """Return a context whose consensus raises what another rank raised, or this rank's own problem."""
 
     def healthy(what, problem):
         if heard is not None:

@@ -1,4 +1,4 @@
-"""What reports say, and what a run's report draws."""
+"""Test the text of reports, and the heat maps of a run's report."""
 
 import sys
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from ep_moe.selection.tuned import Measured, Tuned
 
 
 class Heard:
-    """What is printed for a reader, and what for a program."""
+    """An output that records what is printed for a reader and for a program."""
 
     def __init__(self):
         self.lines, self.tables, self.results = [], [], []
@@ -31,7 +31,10 @@ class Heard:
 
 
 def test_a_heat_map_has_loads_over_their_layers_mean(tmp_path):
-    """matplotlib need not be installed: what it would be given is looked at."""
+    """A heat map shows loads divided by their layer's mean.
+
+    A mock stands in for matplotlib, which need not be installed.
+    """
     figure = mock.MagicMock()
     maps = figure.subplots.return_value = mock.MagicMock(), mock.MagicMock()
     report = SimpleNamespace(title="a run", expert_load=[[1, 3, 0, 0], [0, 0, 0, 0]], rank_load=[[4, 0], [0, 0]])
@@ -84,7 +87,10 @@ def found(ranks, batching, *, logits=None, **digests):
 
 
 def test_what_differs_from_the_first_way_is_told_with_its_layer():
-    """Layers alone have no logits, which are no difference."""
+    """A difference from the first run is printed with its layer.
+
+    Runs of the layers alone have no logits. Missing logits do not count as a difference.
+    """
     ways = [found(1, "prompts", a="1", b="2", logits="3"), found(2, "tokens of 3", a="1", b="2")]
     ways.append(found(2, "prompts", a="1", b="x", logits="3"))
     out = Heard()
@@ -129,7 +135,10 @@ def test_a_report_has_the_loads_of_ranks_and_experts():
 
 @pytest.mark.parametrize("recorded", [None, "a trace"])
 def test_each_file_that_a_run_wrote_is_told(recorded, monkeypatch, tmp_path):
-    """Beside a load trace stands what reads it; its name ends as numpy writes it."""
+    """Each file that a run wrote is named.
+
+    For a load trace, the command that reads it follows, and the name ends as numpy writes it.
+    """
     written = []
     monkeypatch.setattr(reports, "plot_load", lambda report, file: written.append(file))
     trace = SimpleNamespace(save=written.append)

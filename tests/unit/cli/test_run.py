@@ -1,4 +1,4 @@
-"""`ep-moe run` of the demo and of small models: its report has the numbers of one process."""
+"""Test `ep-moe run` of the demo and of small models: its report has the numbers of one process."""
 
 import functools
 import math
@@ -32,12 +32,15 @@ REBALANCED = {"window": 128, "text_tokens": 2048, "batch": 2, "redundant": 4, "e
 
 @functools.cache
 def rebalanced(**options):
-    """The report of a run, for two tests."""
+    """Return the report of a rebalanced run, cached for two tests."""
     return run(RunOptions(**REBALANCED | options))
 
 
 def test_demo_rebalanced(monkeypatch):
-    """The words of the command and its report; `test_rebalanced` has the numbers of the same run."""
+    """`ep-moe run --eplb` passes its options, and prints the report.
+
+    `test_rebalanced` checks the numbers of the same run.
+    """
     asked = []
     monkeypatch.setattr("ep_moe.cli.app.run_model", lambda options: asked.append(options) or rebalanced())
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in REBALANCED.items() if name != "eplb"]
@@ -53,7 +56,7 @@ def test_demo_rebalanced(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["olmoe", "glm4_moe", "jamba"])
 def test_a_model_with_its_own_router(kind, tmp_path):
-    """Families of which only the experts are ours."""
+    """A model that keeps its own router runs. In these families only the experts are replaced."""
     quiet()
     tiny_transformers_model(kind).save_pretrained(tmp_path / kind)
     text = tmp_path / "text.txt"
@@ -73,7 +76,7 @@ def test_demo_on_four_ranks():
     ours, theirs = both.groups()
     assert ours == theirs
     assert len(ours.replace(".", "")) == 5
-    assert 1 < float(ours) < 256  # bytes, better than guessing
+    assert 1 < float(ours) < 256  # perplexity over bytes, better than guessing
     for line in (r"layer 2( +\d+){4} +[01]\.\d{3}\n", r"expert 15( +\d+){3}\n", r"combine +[\d.]+ +\d+ +\d+%\n"):
         assert re.search(line, result.output), line
 
@@ -83,7 +86,7 @@ def test_demo_on_four_ranks():
     [
         {},
         {"dp": 4, "text_tokens": 384},  # three windows: dp rank 3 has none
-        {"dp": 4, "text_tokens": 640, "batch": 1},  # five windows: dp rank 0 steps twice
+        {"dp": 4, "text_tokens": 640, "batch": 1},  # five windows: dp rank 0 runs two forwards
         {"etp": 2},
         {"dp": 4, "ep": 2, "all2all": "allgather", "text_tokens": 640, "etp": 2},
         {"tp": 4, "ep": 2},
@@ -129,9 +132,9 @@ def test_rebalanced(options):
     assert f"{found.perplexity:#.5g}" == f"{report.perplexity:#.5g}"
     alone = len(report.rank_load[0]) == 1
     assert list(map(sum, report.rank_load)) == list(map(sum, report.expert_load)), "the same routes"
-    # with redundant experts it reckons with equal shares of their replicas
+    # with redundant experts, the balancer assumes equal shares of an expert's replicas
     assert found.before == pytest.approx(critical_path(report.rank_load), abs=0.01 if options["redundant"] else 1e-9)
-    # an expert that is alone can be no lighter than it is
+    # an expert without a replica cannot get less load
     hottest = [0 if options["redundant"] else max(load) for load in report.expert_load]
     mean = [sum(load) / len(load) for load in report.rank_load]
     bound = sum(mean) / sum(map(max, mean, hottest))
@@ -147,7 +150,7 @@ def critical_path(loads: list[list[int]]) -> float:
 
 
 def planted(**kwargs):
-    """run_on_rank with a reference that is wrong in the fourth digit."""
+    """Run `run_on_rank` with a reference that is wrong in the fourth digit."""
     honest = run_module.reference_perplexity
     run_module.reference_perplexity = lambda *args: 1.001 * honest(*args)
     return run_module.run_on_rank(**kwargs)
@@ -162,7 +165,7 @@ def test_a_difference_is_exit_code_1(monkeypatch):
     result = invoke("run", "--text-tokens", 512)
     assert result.exit_code == 1
     assert "DIFFERENT" in result.output
-    # in bfloat16, or quantized, nothing is promised
+    # in bfloat16 or quantized, equality is not promised
     for flags in (("--dtype", "bfloat16"), ("--quantization", "fp8_dynamic")):
         result = invoke("run", "--text-tokens", 512, *flags)
         assert result.exit_code == 0, result.output
@@ -170,7 +173,7 @@ def test_a_difference_is_exit_code_1(monkeypatch):
 
 
 def without_memory(**kwargs):
-    """run_on_rank where the untouched model does not fit."""
+    """Run `run_on_rank` where the untouched model does not fit into memory."""
 
     def reference(*_):
         raise torch.OutOfMemoryError("no room for the whole model")
@@ -193,7 +196,7 @@ def test_a_reference_that_cannot_run_is_one_sentence(monkeypatch):
 
 
 def test_rows_rounded_on_the_wire(tmp_path):
-    """Of a tuned file, which says how rows travel, and by the flag: perplexities differ then, and may."""
+    """Rows may be rounded on the wire, by a flag or by a tuned file. Perplexities may then differ."""
     found = run(RunOptions(text_tokens=512, wire="fp8_block"))
     assert not found.exact
     assert found.perplexity != found.reference
@@ -206,7 +209,10 @@ def test_rows_rounded_on_the_wire(tmp_path):
 
 
 def test_a_calibrated_checkpoint_with_rows_under_its_scale(tmp_path):
-    """The demo's experts in E4M3, as the Model Optimizer writes them."""
+    """Rows are rounded by a calibrated checkpoint's input scale.
+
+    The checkpoint has the demo's experts in E4M3, as Model Optimizer writes them.
+    """
     tensors = {
         name: tensor for file in Path(str(DEMO)).glob("*.safetensors") for name, tensor in load_file(file).items()
     }
@@ -238,7 +244,7 @@ def test_without_reference():
 
 
 def test_a_large_reference_is_left_out(monkeypatch):
-    """Of a model that one process could not hold; unless it is asked for."""
+    """The reference is left out for a model too large for one process, unless the user asks for it."""
     monkeypatch.setattr(run_module, "_REFERENCE_BYTES", 1000)
     monkeypatch.setattr(run_module, "run_local_ranks", here)
     result = invoke("run", "--text-tokens", 512, "--dp", 1)
@@ -259,7 +265,7 @@ def test_the_reference_keeps_no_graph(monkeypatch):
 
 @pytest.mark.parametrize(("model", "looked_up"), [("org/name", "org/name"), (None, str(DEMO))])
 def test_a_rank_looks_up_the_model_that_was_asked_for(model, looked_up, monkeypatch):
-    """With its consensus: ranks of torchrun are started apart."""
+    """A rank looks up the requested model with its context's consensus, because torchrun starts ranks separately."""
 
     class LookedUpError(Exception):
         pass
@@ -305,7 +311,7 @@ def test_rank_0_reads_the_reference_where_it_is_asked_for_or_small(reference, si
 
 
 def here(target, world, arguments, **_):
-    """In this process, whose settings a test has changed."""
+    """Run a rank in this process, whose settings a test has changed."""
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

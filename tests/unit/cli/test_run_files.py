@@ -1,4 +1,4 @@
-"""The files of `ep-moe run`: a trace of the profiler, a picture, and a load trace that `ep-moe plan` reads."""
+"""Test the files of `ep-moe run`: a profiler trace, a plot, and a load trace that `ep-moe plan` reads."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def test_a_run_writes_its_files_and_plan_follows_on(tmp_path):
     found = json.loads(invoke(*words, "--no-reference", "--json", *files).stdout)
     assert "recorded" not in found
     recorded = LoadTrace.load(load)
-    assert (recorded.steps, recorded.model) == (2, "demo")  # 8 windows, 2 a rank and forward
+    assert (recorded.steps, recorded.model) == (2, "demo")  # 8 windows, 2 per rank and forward
     assert recorded.counts.sum(0).tolist() == found["expert_load"], "the profiled forward is counted nowhere"
     assert recorded.tokens.tolist() == [512, 512]
     events = json.loads(trace.read_text())["traceEvents"]
@@ -54,7 +54,10 @@ def test_a_run_writes_its_files_and_plan_follows_on(tmp_path):
 
 
 def test_plan_takes_the_model_that_the_trace_names(tmp_path):
-    """In the forms of all commands; and says it where there is none."""
+    """`plan` takes the model that the trace names, in all forms that commands accept.
+
+    It asks for a model if the trace names none.
+    """
     file = tmp_path / "trace.npz"
     LoadTrace(np.ones((4, 2, 8), dtype=np.int64), np.full(4, 8), "mixtral-8x7b").save(file)
     assert "ranks 8" in invoke("plan", file).stdout
@@ -87,7 +90,7 @@ def test_files_of_a_report(tmp_path):
 
 @pytest.mark.parametrize(("layers", "columns"), [(8, [f"layer {n}" for n in range(8)]), (9, ["all layers"])])
 def test_eight_layers_stand_side_by_side(layers, columns):
-    """More are summed."""
+    """Up to eight layers are shown in columns. More are summed."""
     load = [[index, 1] for index in range(layers)]
     tables = []
     out = SimpleNamespace(table=lambda title, names, rows: tables.append((title, names, rows)))

@@ -1,4 +1,4 @@
-"""`ep-moe run` with a user's model and text, and the flags and files that it refuses in one sentence."""
+"""Test `ep-moe run` with a user's model and text, and the flags and files that it refuses in one sentence."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of i
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory):
-    """A folder with a byte-level model, one with a small vocabulary, one with a tokenizer, and a text."""
+    """Return a folder with a byte-level model, one with a small vocabulary, one with a tokenizer, and a text."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     root = tmp_path_factory.mktemp("users")
@@ -104,7 +104,7 @@ BAD = {
     "--revision v2": "--revision is for models of the Hub, got 'v2' with no model; leave it out",
     "{bytes} --text {text} --revision v2": "--revision is for models of the Hub, got 'v2' with '.*bytes'; leave it out",
     "--text {bytes}": "--text .*bytes is not a file",
-    # found by the ranks
+    # detected by the ranks
     "--window 64 --text-tokens 63": "gives 63 tokens .at most --text-tokens., fewer than one --window of 64",
     "--etp 3": "etp must divide dp . tp, got etp=3, dp=2, tp=2",
     "--ep 3": "ep.*=3",
@@ -145,7 +145,10 @@ def test_unparsable_flags():
     ],
 )
 def test_ranks_are_shared_out_evenly(given, world, found):
-    """What does not fit is refused; where both are given, by the layout itself."""
+    """Ranks are divided into dp and tp evenly, and a tp that does not divide them is refused.
+
+    If both are given, the layout itself refuses what does not fit.
+    """
     if found is None:
         with pytest.raises(ConfigError, match="tp=3 must divide the number of ranks, got 4; give --dp and --tp"):
             settle(RunOptions(**given), world)
@@ -158,6 +161,6 @@ def test_ranks_are_shared_out_evenly(given, world, found):
 def test_files_above_32_gib_have_no_reference_unless_it_is_asked_for(files, tmp_path):
     for number, size in enumerate(files):
         with (tmp_path / f"{number}.safetensors").open("wb") as file:
-            file.truncate(size << 30)  # of holes
+            file.truncate(size << 30)  # a sparse file
     sentence = "its weights have 33 GiB, all of them in one process; --reference runs it all the same"
     assert _too_large(tmp_path) == (sentence if sum(files) > 32 else None)

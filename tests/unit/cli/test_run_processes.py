@@ -1,4 +1,4 @@
-"""Processes of `ep-moe`: ranks end with the command, and the command runs as a module and under torchrun."""
+"""Test processes of `ep-moe`: ranks end with the command, which runs as a module and under torchrun."""
 
 import contextlib
 import os
@@ -26,9 +26,9 @@ def command(*args):
 
 
 def started(*args, processes, folder):
-    """A command, once it has so many processes, and they.
+    """Start a command, and wait until it has this many processes. Return it and their ids.
 
-    folder: for its temporary files
+    folder: for its temporary files.
     """
     root = Path(__file__).parents[3]
     process = subprocess.Popen(
@@ -46,7 +46,7 @@ def started(*args, processes, folder):
 
 
 def session(leader):
-    """Processes of a session, those that ended left out."""
+    """Return the live processes of a session."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -62,8 +62,10 @@ def session(leader):
     [("SIGINT", "ranks"), ("SIGTERM", "ranks"), ("SIGKILL", "ranks"), ("SIGINT", "imports"), ("SIGKILL", "imports")],
 )
 def test_ranks_end_with_the_command(how, when, tmp_path):
-    """And so does the fork server, which imports for seconds before it looks. With ranks: itself, the resource tracker,
-    the fork server, its guard and the ranks."""
+    """Ranks and the fork server end with the command, even while the fork server still imports.
+
+    With ranks, the processes are the command, the resource tracker, the fork server, its guard and the ranks.
+    """
     args = ("run", "--text-tokens", "16384", "--no-reference", "--window", "32", "--batch", "1", "--quiet")
     count = 4 + (run_module.LAPTOP_RANKS if when == "ranks" else 0)
     process, members = started(*args, processes=count, folder=tmp_path)
@@ -81,15 +83,18 @@ def test_ranks_end_with_the_command(how, when, tmp_path):
         time.sleep(0.05)
     output = process.stdout.read()
     assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[how], output
-    # gloo itself says, line by line, that a peer ended to which it was still connecting
+    # gloo prints lines about peers that ended while it connected to them
     said = [line for line in output.splitlines() if line.strip() and "gloo" not in line.lower()]
-    assert said == (["interrupted"] if how == "SIGINT" else [])  # nor a word of leaked semaphores
-    if (how, when) != ("SIGKILL", "imports"):  # there was nothing else to remove them
+    assert said == (["interrupted"] if how == "SIGINT" else [])  # no warning about leaked semaphores
+    if (how, when) != ("SIGKILL", "imports"):  # after a kill during imports, no process is left to remove the files
         assert not [path for path in tmp_path.rglob("*") if path.name.startswith(("store", "stack"))]
 
 
 def test_torchruns_ranks_end_at_once_by_sigterm(monkeypatch):
-    """A handler of Python's would wait for the collective that the rank waits in."""
+    """Ranks under torchrun end at once on SIGTERM, because the default handler is in place.
+
+    A Python handler would run only after the collective that the rank waits in.
+    """
     found = []
     for present in (True, False):
         monkeypatch.setattr(TorchrunEnv, "present", lambda present=present: present)

@@ -1,4 +1,4 @@
-"""How `ep-moe run` starts its ranks, what it loads, and which parts of it a rank is asked for."""
+"""Test how `ep-moe run` starts its ranks, what it loads, and which parts a rank runs."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would be started, and the lines on stderr."""
+    """Return the calls that would start ranks, and the lines on stderr."""
     found, noted = [], []
 
     def run_local_ranks(target, world, arguments, **how):
@@ -53,7 +53,7 @@ def test_more_ranks_than_a_machine_has_room_for_are_refused(started):
 
 
 def test_a_quiet_run_of_a_model_of_the_hub(started):
-    """Whose ranks have a quarter of an hour at least, however soon a silent peer is lost."""
+    """A run of a model from the Hub gives ranks at least 15 minutes, even with a shorter deadline for peers."""
     found, noted = started
     run(RunOptions(model="org/m", revision="v2", text=__file__, quiet=True, deadline_s=5.0))
     ((_, _, arguments, how),) = found
@@ -62,7 +62,7 @@ def test_a_quiet_run_of_a_model_of_the_hub(started):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchruns_ranks_are_taken_as_they_are(fails, monkeypatch):
-    """Their process group ends with the run, however it ends."""
+    """Ranks of torchrun are used as they are. Their process group is destroyed after the run, even if it fails."""
     asked, ended = [], []
 
     def on_rank(options, device):
@@ -97,14 +97,14 @@ def test_torchruns_ranks_are_taken_as_they_are(fails, monkeypatch):
     ],
 )
 def test_what_is_left_open_is_filled_in(options, world, found):
-    """The demo shows tp = 2 where it can, in float32, in which perplexities agree."""
+    """Open options are filled in: the demo uses tp = 2 where possible, in float32, in which perplexities agree."""
     settled = settle(options, world)
     assert (settled.dp, settled.tp, settled.dtype) == found
 
 
 @pytest.mark.parametrize(("forked", "level"), [(True, "info"), (True, None), (False, "info")])
 def test_log_records_are_those_of_a_rank_in_a_process_of_its_own(forked, level, monkeypatch):
-    """Elsewhere logging is set already."""
+    """A rank sets up log records only in a forked process. Elsewhere logging is set up already."""
     levels = []
 
     class Opened(Exception):
@@ -178,7 +178,7 @@ def test_weights_are_large_by_all_their_files(room, large, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("rank", "error"), [(0, None), (0, OSError("no space left")), (1, None)])
 def test_a_trace_is_of_one_forward_of_rank_0_that_is_not_counted(rank, error, monkeypatch):
-    """What cannot be written is said on all ranks."""
+    """A trace has one forward of rank 0, which is not counted as load. A write error is raised on all ranks."""
     counted, forwards, written, problems = [True, True], [], [], []
 
     class Layer:

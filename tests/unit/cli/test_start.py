@@ -1,4 +1,4 @@
-"""The command before its modules are imported: one line at Ctrl-C, and a word at once on a terminal."""
+"""Test the command before its modules are imported: one line at Ctrl-C, and a message at once on a terminal."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ FORMS = pytest.mark.parametrize("form", [COMMAND, MODULE, ("-u", *MODULE)], ids=
 
 @pytest.fixture
 def started(tmp_path):
-    """Start a form of the command that never ends to import torch."""
+    """Return a function that starts a form of the command whose import of torch never ends."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
 
     def start(form, *words, **streams):
@@ -61,7 +61,7 @@ def test_ctrl_c_of_another_program_is_its_own(started):
     ids=str,
 )
 def test_the_module_form_is_known_by_the_word_behind_m(words, begins, monkeypatch):
-    """Behind the last word is none."""
+    """The module form is recognized by the word after -m. A final -m has no such word."""
     begun = []
     monkeypatch.setattr(sys, "orig_argv", ["python", *words])
     monkeypatch.setattr(ep_moe_command, "_begin", lambda: begun.append(True))
@@ -70,9 +70,9 @@ def test_the_module_form_is_known_by_the_word_behind_m(words, begins, monkeypatc
 
 
 def read_to_end(terminal: int) -> str:
-    """What was written to a terminal that no process has open any more. Closes it."""
+    """Return what was written to a terminal that no process has open any more, and close it."""
     found = b""
-    with open(terminal, "rb", buffering=0) as written, contextlib.suppress(OSError):  # EIO is the end on Linux
+    with open(terminal, "rb", buffering=0) as written, contextlib.suppress(OSError):  # Linux signals the end by EIO
         while part := written.read(1000):
             found += part
     return found.decode()
@@ -92,7 +92,7 @@ def test_a_terminal_hears_of_it_first(form, words, said, started, monkeypatch):
 
 
 def test_it_becomes_the_command():
-    """With Python's own handler again, which the commands count on."""
+    """The early stub becomes the command, and restores Python's own SIGINT handler, which the commands rely on."""
     code = "import sys; sys.argv = ['ep-moe', '--version']; import ep_moe_command; ep_moe_command.main()"
     done = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""What `ep-moe tune` gives its candidates, without measuring any."""
+"""Test what `ep-moe tune` gives its candidates, without measuring any."""
 
 import dataclasses
 import re
@@ -24,7 +24,10 @@ def layer_of(rank: int = 0, chunk_rows: int = 10**6) -> SimpleNamespace:
 
 
 def test_kernels_are_tuned_for_the_rows_of_all_ranks():
-    """Half of the tokens from each of 4 ranks: tp ranks share them. No more than a chunk."""
+    """Kernels are tuned for the rows of all ranks, up to one chunk.
+
+    Each of 4 ranks sends half of its tokens, because tp ranks share them.
+    """
     layer = layer_of()
     assert tune._rows(layer.context, layer, [1, 8]) == [4, 16]
     layer = layer_of(chunk_rows=10)
@@ -132,7 +135,7 @@ def test_every_number_of_tokens_is_within_bounds(tokens):
 
 
 def test_pairs_are_those_that_can_run_as_two(monkeypatch):
-    """A fused kernel has no transport of its own to be timed with."""
+    """`tune` times only transport and kernel pairs. A fused kernel has no separate transport."""
     rows = [
         BackendChoice("local", "reference", "chosen", ""), BackendChoice("allgather", "reference", "possible", ""),
         BackendChoice("torch_a2a", "reference", "refused", "no"), BackendChoice(INSIDE, "fused", "possible", ""),
