@@ -1,4 +1,4 @@
-"""What the capabilities of a kernel refuse, each by its own field."""
+"""Test what the capabilities of a kernel refuse, field by field."""
 
 import dataclasses
 
@@ -89,7 +89,7 @@ def test_rows_are_aligned_in_the_narrowest_numbers_that_are_read(dtype, options,
 
 
 def test_defaults_promise_nothing():
-    """And ask nothing of a layer's sizes or of the ranks."""
+    """The defaults promise no optional feature, and restrict neither a layer's sizes nor the ranks."""
     for can, rest in (
         (
             EXPERTS,

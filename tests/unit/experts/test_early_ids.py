@@ -1,4 +1,4 @@
-"""Ids that come before rows, on their way to the kernel that sorts: what experts' operators launch it with."""
+"""Test that ids which arrive before their rows reach the kernel that sorts routes, by its launch arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scales_of(scaling: str) -> list[torch.Tensor]:
 
 
 def weights_of(scaling: str) -> tuple[torch.dtype, list[torch.Tensor], list[torch.Tensor]]:
-    """Of rows that traveled: their dtype, w13 and w2, and scales as `SCALINGS` names them."""
+    """Return the dtype of received rows, w13 and w2, and the scales of a scaling."""
     sizes = (2 * INNER, HIDDEN), (HIDDEN, INNER)
     kind = SCALINGS[scaling]
     if issubclass(kind, Packed):
@@ -44,7 +44,7 @@ def weights_of(scaling: str) -> tuple[torch.dtype, list[torch.Tensor], list[torc
 
 
 def step(scaling: str, launch: Any, given: tuple, space: torch.Tensor, chunk: int) -> None:
-    """One call of rows that have been rounded before they came."""
+    """Run one call of rows that were rounded before they were sent."""
     dtype, weights, scales = weights_of(scaling)
     x, out = torch.zeros(ROWS, HIDDEN).to(dtype), torch.zeros(ROWS, HIDDEN).bfloat16()
     by_row = torch.ones(ROWS, 1)
@@ -62,9 +62,9 @@ def step(scaling: str, launch: Any, given: tuple, space: torch.Tensor, chunk: in
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("early", [True, False])
 def test_the_first_sort_waits_for_ids_alone(early, parts, scaling, monkeypatch):
-    """Those of later passes come after a kernel that has awaited all."""
+    """Only the sort of the first part waits for ids. Later parts come after a kernel that has waited for all rows."""
     made = []
-    monkeypatch.setattr(gemm_grouped_4bit, "product", lambda *_, **__: None)  # in CUDA
+    monkeypatch.setattr(gemm_grouped_4bit, "product", lambda *_, **__: None)  # a CUDA kernel
 
     def launch(kernel: Any, grid: Any, *args: Any, **constants: Any) -> None:
         if kernel is route_sort._place_pairs:

@@ -1,4 +1,4 @@
-"""The reference experts against a loop over tokens and experts in float64, within a derived bound."""
+"""Test the reference experts against a loop over tokens and experts in float64, within a derived error bound."""
 
 import dataclasses
 
@@ -38,7 +38,7 @@ IDS = ["some of them", "all rows to one expert", "experts without rows", "no row
 
 
 def gradient(weights: ExpertWeights, name: str) -> Tensor:
-    """That of a stored tensor, of all slots."""
+    """Return the gradient of a stored tensor, for all slots."""
     parts = [dict(weights.get_submodule(str(e)).named_parameters()) for e in weights.held]
     names = [part for part in (name.replace("w13", "w1"), name.replace("w13", "w3")) if part in parts[0]]
     return torch.stack([torch.cat([own[part].grad for part in dict.fromkeys(names)]) for own in parts])
@@ -60,7 +60,7 @@ def test_equals_a_loop_over_tokens_and_experts(activation, bias, dtype):
     error = (y.double() - loop(config, p, call.x.double(), call.local_ids, call.weights.double())).abs()
     limit = bound(config, p, call, dtype)
     assert (error <= limit).all(), f"{(error / limit.clamp(min=1e-30)).max():.2f} times the bound"
-    assert limit.median() < y.double().std() / 4  # else the bound would say nothing
+    assert limit.median() < y.double().std() / 4  # otherwise the bound would allow any result
 
 
 @pytest.mark.parametrize("kind", IDS)
@@ -83,7 +83,7 @@ def test_rows_without_local_expert_are_exactly_zero(kind, dtype):
     ids[4] = -1
     call = received(ids, dtype)
     without = (ids < 0).all(1)
-    call.x[without] = torch.nan  # nor is anything computed from them
+    call.x[without] = torch.nan  # these rows are not read either
     y = experts(shape(bias=True), dtype)(call)
     assert (y[without] == 0).all()
     assert y[~without].isfinite().all()
@@ -102,7 +102,10 @@ def test_rows_do_not_touch_each_other():
 
 
 def test_rank_without_experts_returns_zeros():
-    """L = 0: a rank whose slots are all empty still gets rows where a transport sends every row to every rank."""
+    """A rank without experts (L = 0) returns zeros.
+
+    It still gets rows from a transport that sends every row to every rank.
+    """
     config = shape()
     weights = ExpertWeights(config, ExpertMap.uneven([0, EXPERTS]), ep_rank=0)
     call = received(local_ids("rows without an expert"))
@@ -121,7 +124,7 @@ def test_equal_calls_give_equal_bits():
 
 @torch.no_grad()
 def test_results_are_written_where_the_caller_wants_them():
-    """By experts whose weights are parameters, too."""
+    """Results are written into `out`, also by experts whose weights are parameters."""
     run, call = experts(shape(bias=True)), received(local_ids("some of them"))
     assert run.weights.named
     out = torch.full_like(call.x, torch.nan)
@@ -131,7 +134,7 @@ def test_results_are_written_where_the_caller_wants_them():
 
 
 def test_weights_are_read_at_each_call():
-    """An update in place is seen: the kernel keeps no copy."""
+    """Weights are read at each call, so an in-place update takes effect. The kernel keeps no copy."""
     run, call = experts(shape()), received(local_ids("some of them"))
     before = run(call)
     with torch.no_grad():
@@ -146,7 +149,10 @@ def test_weights_are_read_at_each_call():
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
 def test_gradients_equal_those_of_the_loop(activation, bias, kind):
-    """Every gradient is a sum of at most H + I + N * K products of 4 factors, each known to some 10 eps32."""
+    """Gradients equal those of the loop.
+
+    Each is a sum of at most H + I + N * K products of 4 factors. Each factor is known to about 10 eps32.
+    """
     config = shape(activation, bias)
     run, call = experts(config), received(local_ids(kind))
     call.x.requires_grad_()
@@ -182,7 +188,10 @@ def test_no_gradient_where_nothing_was_computed():
 
 @pytest.mark.parametrize("kind", ["no rows", "rows without an expert"])
 def test_output_stays_in_the_graph_without_rows(kind):
-    """Else this rank would skip the collectives of its peers' backward."""
+    """The output stays in the autograd graph without rows.
+
+    Otherwise this rank would skip the collectives of its peers' backward.
+    """
     call = received(local_ids(kind))
     call.x.requires_grad_()
     y = experts(shape())(call)
@@ -194,7 +203,7 @@ def test_output_stays_in_the_graph_without_rows(kind):
 
 @pytest.mark.parametrize("slots", [EXPERTS, 0])
 def test_output_without_rows_hangs_on_the_parameters_too(slots):
-    """As where rows come, whose input may need no gradient."""
+    """The output without rows depends on the parameters too, as with rows, whose x may need no gradient."""
     weights = ExpertWeights(shape(), ExpertMap.uneven([slots, EXPERTS - slots]))
     y = ReferenceExperts(shape(), weights)(received(local_ids("rows without an expert")))
     assert y.requires_grad
@@ -203,7 +212,10 @@ def test_output_without_rows_hangs_on_the_parameters_too(slots):
 
 
 def test_a_sum_as_the_loss():
-    """Its gradient is an expanded scalar, which grouped_mm's backward would refuse."""
+    """The sum of the output can be the loss.
+
+    Its gradient is an expanded scalar, which grouped_mm's backward refuses.
+    """
     run, call = experts(shape()), received(local_ids("some of them"))
     run(call).sum().backward()
     assert gradient(run.weights, "w13").abs().max() > 0
@@ -213,7 +225,7 @@ def test_a_sum_as_the_loss():
 
 
 def test_gate_comes_first():
-    """w13 is 1 for the gate and 2 for the up rows: silu(x) * 2x, and not silu(2x) * x."""
+    """w13 has the gate first. With 1 for the gate and 2 for up, the result is silu(x) * 2x and not silu(2x) * x."""
     config = shape(hidden_size=4, intermediate_size=4, num_experts=1, top_k=1)
     weights = ExpertWeights(config, ExpertMap.linear(1, 1))
     eye = torch.eye(4)
@@ -232,7 +244,7 @@ def test_gate_comes_first():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_clamped_activation_is_gpt_oss(dtype):
-    """Theirs reads gate and up by turns, ours one half after the other."""
+    """The clamped activation is GPT-OSS's. transformers alternates gate and up rows, and ours are in two halves."""
     gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
     module = gpt_oss.GptOssExperts.__new__(gpt_oss.GptOssExperts)
     torch.nn.Module.__init__(module)
@@ -302,7 +314,10 @@ def test_rows_are_grouped_by_expert_in_their_order():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_expected_pairs_are_those_of_uniform_routes(ranks):
-    """Rows of all tokens, of which many are for other ranks; within six deviations of their number."""
+    """`expected_pairs` is within six deviations of the routes counted under uniform routing.
+
+    The rows are those of all tokens, and many of their experts are on other ranks.
+    """
     config, rows = shape(num_experts=32, top_k=4), 4000
     ids = torch.rand(rows, 32, generator=torch.Generator().manual_seed(2)).topk(4).indices
     found = int((ids < 32 // ranks).sum())
@@ -320,7 +335,7 @@ def test_reducing_undoes_grouping():
 
 
 def test_rows_are_weighted_and_summed_in_float32():
-    """256 + 1 - 256 is 0 in bfloat16, and so is 256 * 1.0039 - 256."""
+    """Rows are weighted and summed in float32. In bfloat16, 256 + 1 - 256 is 0, and so is 256 * 1.0039 - 256."""
     ids = torch.tensor([[0, 1, 2], [0, -1, 2]])
     call = dataclasses.replace(
         received(ids, torch.bfloat16), weights=torch.tensor([[1.0, 1.0, 1.0], [1.00390625, 1.0, 1.0]])
@@ -382,7 +397,10 @@ def test_reference_serves_every_activation_and_dtype(activation, dtype):
 
 
 def test_rows_of_slots_that_this_rank_has_not_are_of_no_expert():
-    """Ranks differ in their slots, and a transport has as many for each."""
+    """Rows of slots beyond this rank's count as rows without an expert.
+
+    Ranks may have different numbers of slots, and a transport uses the same number for all.
+    """
     rows = Received(
         x=torch.zeros(3, 2, 4), layout=RowLayout.BATCHED, weighting=Weighting.COMBINE, handle=None,
         expert_counts=torch.tensor([1, 2, 2]),
@@ -403,7 +421,7 @@ def test_one_rank_of_etp_adds_the_bias_of_outputs():
 
 
 def test_what_a_call_does_not_use_has_a_gradient_of_zeros():
-    """Backward of a kernel without one of its own: a call without routes reads no weights."""
+    """A parameter that a call does not use gets a gradient of zeros. A call without routes reads no weights."""
     config = MoEConfig(hidden_size=8, intermediate_size=32, num_experts=2, top_k=1)
     weights = ExpertWeights(config, ExpertMap.linear(2, 1))
     kernel = ReferenceExperts(config, weights)

@@ -1,4 +1,4 @@
-"""Every kernel in the tree against the public contract, and errors that it must see."""
+"""Test every kernel of this repository against the public contract, and that the contract detects errors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from tests.fixtures.main_grads import writing_kernel
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
-FEW_ROWS = (33, 1, 0)  # an emulation in torch has no tiles; the reference has many rows once
+FEW_ROWS = (33, 1, 0)  # an emulation in torch has no tiles; the reference is tested once with many rows
 
 
-@pytest.mark.timeout(400)  # float64 on a CPU that other processes may share
+@pytest.mark.timeout(400)  # float64 on a CPU that other processes may use
 @pytest.mark.parametrize("scheme", ["fp8_block", "fp8_channel", "int4_fp8"])
 def test_reference_quantised(scheme, monkeypatch):
     monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
@@ -40,10 +40,10 @@ def test_reference_quantised(scheme, monkeypatch):
 
 @pytest.mark.parametrize("only", [None, [Activation.SWIGLU]], ids=["few rows", "many rows"])
 def test_reference_with_every_activation(only, monkeypatch):
-    """An activation is the same for every size."""
+    """The reference computes each activation. Few rows suffice, since the activation does not depend on the size."""
     if only is None:
         monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
-    cases = 6 * len(only or Activation)  # as many as for one scheme and activation above
+    cases = 6 * len(only or Activation)  # as many cases as above for one scheme and activation
     options = {"schemes": ["none"], "activations": only, "hidden": 128, "inner": 128}
     assert check_experts(ReferenceExperts, device=CPU, **options) == cases
 
@@ -79,7 +79,7 @@ def test_only_what_a_gpu_computes_is_tried_on_it():
 
 
 class Wrong(ReferenceExperts):
-    """Changes what it was given, or what it returns."""
+    """A kernel that changes its input or its result."""
 
     def compute(self, received, out):
         y = self.after(super().compute(self.before(received), None), received)
@@ -138,7 +138,7 @@ class EightChoicesAreTooMany(Wrong):
 
 
 class ByLogicalId(ReferenceExperts):
-    """Takes an expert's number for its slot."""
+    """A kernel that reads the slot with the expert's logical id."""
 
     def compute(self, received, out):
         numbers = torch.tensor([*self.weights.local_experts, -1], device=received.x.device)
@@ -147,7 +147,7 @@ class ByLogicalId(ReferenceExperts):
 
 
 class WeightsKept(ReferenceExperts):
-    """Those of the first call."""
+    """A kernel that keeps the weights of its first call."""
 
     capabilities = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
 
@@ -188,7 +188,7 @@ class TwoChoicesAreTooFew(Wrong):
 
 
 class GroupedRowsAreAnothers(Wrong):
-    """Each is of one expert."""
+    """A kernel that doubles rows with one expert each, as grouped layouts have."""
 
     def after(self, y, received):
         return y * 2 if received.local_ids is not None and received.local_ids.shape[1] == 1 else y
@@ -271,7 +271,7 @@ def test_it_is_seen(wrong, sentence):
 
 
 def test_each_comparison_has_the_limit(monkeypatch):
-    """What is off by as much as rounding may cause passes, and what is off by more in one place does not."""
+    """Each comparison allows an error up to the rounding bound, and fails for a larger one in one place."""
     monkeypatch.setattr(kernel_contract, "ROWS", (2, 1))
     monkeypatch.setattr(kernel_contract, "_gradients", lambda layer: None)
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=3, activation=Activation.RELU2)
@@ -287,7 +287,11 @@ def test_each_comparison_has_the_limit(monkeypatch):
 
 @pytest.mark.parametrize(("reads", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
 def test_rows_in_a_format_are_compared_with_the_numbers_that_a_kernel_has(reads, dtype):
-    """All bits of those that travelled where it reads the format; else what widening leaves of them."""
+    """Rows in a wire format are compared with the numbers that a kernel reads.
+
+    A kernel that reads the format gets all bits of the rounded rows. Any other kernel gets them widened to the layer's
+    dtype.
+    """
     x, wanted, wire = torch.randn(2, 128).bfloat16(), [], Wire(dispatch="fp8_block")
     formats = frozenset({"plain", "fp8_block"} if reads else {"plain"})
     layer = SimpleNamespace(
@@ -304,7 +308,8 @@ def test_rows_in_a_format_are_compared_with_the_numbers_that_a_kernel_has(reads,
 
 
 def test_the_contract_of_kernels(monkeypatch):
-    monkeypatch.setattr(kernel_contract, "ROWS", (33, 1, 0))  # where a tensor is made is the same for any number
+    # the device of a tensor does not depend on the number of rows
+    monkeypatch.setattr(kernel_contract, "ROWS", (33, 1, 0))
     with torch.device("meta"):
         asked = {"schemes": ["none", "fp8_block"], "activations": [Activation.SWIGLU], "hidden": 128}
         assert check_experts(ReferenceExperts, device=torch.device("cpu"), **asked) > 0
@@ -312,7 +317,7 @@ def test_the_contract_of_kernels(monkeypatch):
 
 @pytest.mark.parametrize("wrong", [None, "factor", "accumulate", "returned"])
 def test_gradients_that_a_kernel_writes_are_those_that_it_returns(wrong, monkeypatch):
-    """And each of three errors in what is written is seen."""
+    """Gradients written into buffers equal those returned, and three planted errors are detected."""
     monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
     with writing_kernel(wrong):
         sentence = "what is returned for w13" if wrong == "returned" else "the written gradient of w13 is wrong"
@@ -333,7 +338,10 @@ def test_gradients_that_a_kernel_writes_are_those_that_it_returns(wrong, monkeyp
     ],
 )
 def test_calls_that_are_recorded_or_write_to_peers(wrong, sentence, monkeypatch):
-    """And each of six errors is seen, of which two are in memory that a replay does not write."""
+    """Recorded calls and writes to peers are checked, and six planted errors are detected.
+
+    Two of the errors are in memory that a replay does not write.
+    """
     monkeypatch.setattr(kernel_contract, "ROWS", FEW_ROWS)
     with recorded_kernel(wrong), nullcontext() if wrong is None else pytest.raises(AssertionError, match=sentence):
         check_experts(ReferenceExperts, device=CPU, schemes=["none"], activations=[Activation.SWIGLU])

@@ -1,4 +1,4 @@
-"""Why a GPU kernel is not chosen: every refusal has a sentence, and what serves a scheme best comes first."""
+"""Test why a GPU kernel is refused, with the exact sentence, and that the best kernel for a scheme comes first."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def layout(etp: int = 1) -> RankLayout:
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch):
-    """An H200 with both libraries, as far as the choice looks: it runs nothing."""
+    """Pretend to have an H200 with both libraries. Only the choice reads this; nothing runs."""
     here = {"capability": (9, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: here["capability"])
     own = (Bf16TritonExperts, Fp8BlockTritonExperts, Fp8ChannelTritonExperts, Fp8TensorTritonExperts)
@@ -90,7 +90,7 @@ def test_what_was_not_run_on_a_gpu_says_so(scheme, hopper):
 
 
 def test_a_scale_for_each_channel_has_one_fast_kernel():
-    """FlashInfer's CUTLASS kernels have no such scales of weights."""
+    """fp8_channel has one fast kernel. FlashInfer's CUTLASS kernels support no scale per channel of weights."""
     found = choose(config(), layout(), GPU, BF16, scheme=SCHEMES["fp8_channel"])
     assert found.experts == "fp8_channel_triton"
     for kernel in ("flashinfer_cutlass", "fp8_dynamic_triton", "fp8_block_triton"):
@@ -218,8 +218,11 @@ def test_every_activation_is_served_or_refused(kernel):
 
 @pytest.mark.parametrize("kind", ["experts", "fused"])
 def test_each_kernel_computes_what_its_program_has(kind):
-    """An activation that is new to the package is refused by each kernel but the reference, until its program has it:
-    programs take an activation that they do not know for the last one of their cases."""
+    """Each kernel declares exactly the activations that its program computes.
+
+    All kernels except the reference must refuse a new activation, because programs treat an unknown one as their last
+    case.
+    """
     programs = {
         "reference": set(Activation),
         "flashinfer_cutedsl": {Activation.SWIGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2},
@@ -295,7 +298,10 @@ def test_bad_fields_of_a_layer():
     ],
 )
 def test_what_a_kernel_of_others_returns_is_looked_at(returned, got, monkeypatch):
-    """Rows of another dtype would be the layer's result, and on one rank alone end a process in gloo."""
+    """The result of an external kernel is checked for type, dtype and shape.
+
+    Rows of another dtype would become the layer's result. If only one rank had them, gloo would end a process.
+    """
     config = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=4, top_k=2)
     with EPContext.local(torch.device("cpu")) as context:
         layer, honest = MoELayer(config, context, experts="reference"), ReferenceExperts.compute

@@ -1,4 +1,4 @@
-"""`ExpertsOptions(recompute=True)`: a forward keeps its rows, and backward computes what lies between."""
+"""Test `ExpertsOptions(recompute=True)`: forward keeps its rows, and backward recomputes the intermediate results."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ CONFIG = MoEConfig(hidden_size=16, intermediate_size=64, num_experts=6, top_k=2,
 
 
 def trained(layer, x):
-    """Gradients, and the numbers that autograd keeps of the experts' step."""
+    """Return the gradients, and the number of elements that autograd keeps for the experts' step."""
     kept = {}
 
     def keep(tensor):

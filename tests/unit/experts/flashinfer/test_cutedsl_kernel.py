@@ -1,4 +1,4 @@
-"""`flashinfer_cutedsl` without a GPU: what it hands to FlashInfer, by an emulation; planted errors; its rules."""
+"""Test `flashinfer_cutedsl` without a GPU: its calls of an emulated FlashInfer, planted errors, and its limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def shape(activation: Activation = Activation.SWIGLU, *, inner: int = 128, **fie
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch) -> list[dict]:
-    """FlashInfer's object replaced by the emulation; the arguments of its calls."""
+    """Replace FlashInfer's wrapper by the emulation. Return the arguments of its calls."""
     made: list[dict] = []
 
     class Recording(Wrapper):
@@ -50,7 +50,7 @@ def calls(monkeypatch) -> list[dict]:
 
 
 def planted(monkeypatch, change) -> None:
-    """Let `change(arguments)` change what the kernel is given."""
+    """Replace arguments of the kernel's calls by those that `change(arguments)` returns."""
     make = cutedsl_op.wrapper
 
     def wrong(kernel, device):
@@ -69,7 +69,7 @@ def build(config: MoEConfig, **options) -> tuple[FlashInferCuteDslExperts, Tenso
 
 
 def one_input_scale(tensors: Tensors) -> Tensors:
-    """What the kernel takes of them: the largest scale of the second product's input."""
+    """Return the tensors with the input scale that the kernel uses: the largest of the second product's inputs."""
     largest = torch.stack([own["w2_input_scale"] for own in tensors]).max()
     return [own | {"w2_input_scale": largest} for own in tensors]
 
@@ -235,7 +235,7 @@ def test_rows_that_arrive_rounded_give_the_same_bits(calls):
 
 
 def test_without_weights(calls):
-    """Weighting.COMBINE: rows of one expert each, whose weight the transport applies."""
+    """With Weighting.COMBINE each row has one expert, and the kernel applies no weight. The transport applies it."""
     experts, tensors = build(shape())
     ids = rows().local_ids.clone()
     ids[:, 1:] = -1
@@ -244,7 +244,10 @@ def test_without_weights(calls):
 
 
 def test_edges_of_the_contract(calls):
-    """No rows, rows without a local expert (and anything in them), ids as they traveled, out of range and twice."""
+    """Edge cases keep the contract.
+
+    They are: no rows, rows without a local expert that hold NaN or inf, global ids, ids out of range, and repeated ids.
+    """
     experts, _ = build(shape(), deterministic=True)
     assert experts(rows(count=0)).shape == (0, 256)
     assert not calls

@@ -1,4 +1,4 @@
-"""`flashinfer_cutlass` in Blackwell's schemes: planted errors, which the bound must see, and what its calls hold."""
+"""Test `flashinfer_cutlass` in Blackwell's schemes: the error bound detects planted errors, and edge cases hold."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_gate_first_is_seen(name, monkeypatch):
 @pytest.mark.parametrize("left", ["w13_scale", "w13_bias"])
 @each_scheme
 def test_a_tensor_with_gate_first_is_seen(name, left, monkeypatch):
-    """Data turned and scales (or biases) not."""
+    """Scales or biases left in [gate; up] order are detected, where the data is in [up; gate] order."""
     swapped = cutlass_layouts.CutlassSm90._swapped
 
     def planted(self, tensors):
@@ -69,7 +69,10 @@ def test_nibbles_and_bytes_the_other_way_round_are_seen(name):
     "tensor", ["w13_global_scale", "w2_global_scale", "w13_input_scale", "w2_input_scale", "w13_scale", "w2_scale"]
 )
 def test_a_wrong_nvfp4_scale_is_seen(tensor, monkeypatch):
-    """Input scales only where what divides and what multiplies disagree: both at once change little."""
+    """A wrong NVFP4 scale is detected.
+
+    An input scale is changed only where it divides or only where it multiplies. A change of both has little effect.
+    """
     experts, tensors = build(shape(), SCHEMES["nvfp4"])
     if "input" in tensor:
         at = 2 if tensor.startswith("w13") else 5
@@ -208,7 +211,11 @@ def test_planned_memory_is_what_a_call_takes(name, emulated):  # noqa: F811
 
 @each_scheme
 def test_edges_of_the_contract(name, emulated):  # noqa: F811
-    """No rows, rows without a local expert, with anything in them, ids as they traveled and out of range, zeros."""
+    """Edge cases keep the contract.
+
+    They are: no rows, rows without a local expert that hold NaN or inf, global ids, ids out of range, and rows of
+    zeros.
+    """
     experts, _ = build(shape(), SCHEMES[name])
     assert experts(rows(shape(), count=0)).shape == (0, 256)
     assert not emulated
@@ -228,7 +235,7 @@ def test_edges_of_the_contract(name, emulated):  # noqa: F811
 
 
 def travelled(received: Received, name: str, input_scale: float) -> Received:
-    """Rows that were rounded before the wire."""
+    """Round the rows as a transport does before it sends them."""
     wire = Wire(dispatch="nvfp4", input_scale=input_scale) if name == "nvfp4" else Wire(dispatch="mxfp8")
     data, scale = round_to_travel(received.x, wire)
     return dataclasses.replace(received, x=data, x_scale=scale, format=wire.dispatch, input_scale=wire.input_scale)
@@ -273,7 +280,7 @@ def test_no_slots(name, emulated):  # noqa: F811
 
 @each_scheme
 def test_pieces_of_etp(name, monkeypatch):
-    """Each rank within the bound of its piece, and rank 0 alone with the output's bias."""
+    """With etp, each rank is within the error bound of its piece, and only rank 0 adds the output bias."""
     config = shape(Activation.SWIGLU_CLAMPED, bias=True, inner=256)
     whole = [random_expert(config, SCHEMES[name], expert, BF16) for expert in range(SLOTS)]
     for rank in range(2):

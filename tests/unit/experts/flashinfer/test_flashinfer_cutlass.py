@@ -1,4 +1,4 @@
-"""`flashinfer_cutlass` without a GPU: what it hands to FlashInfer, computed by an emulation of its layout."""
+"""Test `flashinfer_cutlass` without a GPU: what it passes to FlashInfer, computed by an emulation of its layout."""
 
 from __future__ import annotations
 

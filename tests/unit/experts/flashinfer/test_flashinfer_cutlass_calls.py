@@ -1,4 +1,4 @@
-"""`flashinfer_cutlass` without a GPU: chunks, memory of the caller, other row layouts, and its advice."""
+"""Test `flashinfer_cutlass` without a GPU: chunks, the caller's memory, other row layouts, and its error messages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_in_chunks_as_in_one(scheme, chunk, monkeypatch, emulated):  # noqa: F81
     assert times_the_limit(parts, tensors, received) <= 1
     sizes = [len(call["input"]) for call in emulated]
     assert sizes == [min(chunk, 24 - start) for start in range(0, 24, chunk)]
-    for scales in seen:  # one scale for all rows, whatever the chunks
+    for scales in seen:  # all chunks use one scale for all rows
         assert all(
             torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
             for a, b in zip(scales, seen[0], strict=True)
@@ -63,7 +63,7 @@ def test_a_chunk_is_never_more_than_the_kernel_can_count():
     config = MoEConfig(hidden_size=7168, intermediate_size=8192, num_experts=4, top_k=2)
     experts = object.__new__(FlashInferCutlassExperts)
     experts.config, experts.options = config, ExpertsOptions(chunk_rows=10**9)
-    for etp in (1, 2):  # a rank's pieces of experts
+    for etp in (1, 2):  # ranks that share an expert
         experts.weights = type("Weights", (), {"etp": etp_link(etp, 0)})()
         widest = config.w13_rows // etp
         assert experts.chunk_rows * config.top_k * widest < 2**31
@@ -97,7 +97,7 @@ COUNTS = [3, 0, 5, 1, 2]  # rows of each expert
 
 
 def by_expert(config: MoEConfig) -> tuple[Received, Tensor, Tensor, Tensor]:
-    """RANK_MAJOR rows with one expert each, sorted by it; and these rows, experts and weights alone."""
+    """Return RANK_MAJOR rows with one expert each, sorted by expert. Also return the rows, experts and weights."""
     generator = torch.Generator().manual_seed(4)
     expert = torch.repeat_interleave(torch.arange(SLOTS), torch.tensor(COUNTS))
     x = torch.randn(len(expert), config.hidden_size, generator=generator).to(BF16)
@@ -124,7 +124,7 @@ def test_contiguous_rows_are_rank_major_ones(scheme, weighting):
     expected = experts(
         dataclasses.replace(received, weighting=weighting, weights=received.weights if weighted else None)
     )
-    junk = torch.full((4, 256), torch.nan, dtype=BF16)  # room for more than were sent
+    junk = torch.full((4, 256), torch.nan, dtype=BF16)  # room for more rows than were sent
     contiguous = Received(
         x=torch.cat([x, junk]),
         layout=RowLayout.CONTIGUOUS,

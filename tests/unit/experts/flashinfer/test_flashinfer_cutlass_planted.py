@@ -1,4 +1,4 @@
-"""`flashinfer_cutlass` with errors planted, which the check must see, and the cases at the edge of its numbers."""
+"""Test that the error bound detects planted errors in `flashinfer_cutlass`, and test edge cases of its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, TOP_K, build, emulate
 from tests.fixtures.flashinfer_cutlass_planted import before_run, each_scheme, ratio, times_the_limit
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*EPContext.tune:UserWarning")
-BOTH = {"none": SCHEMES["none"], "int4_fp8": SCHEMES["int4_fp8"]}  # one call of the kernel, and one that measures rows
+# one scheme with one kernel call, and one that measures rows first
+BOTH = {"none": SCHEMES["none"], "int4_fp8": SCHEMES["int4_fp8"]}
 each_of_both = pytest.mark.parametrize("scheme", BOTH.values(), ids=BOTH)
 
 
@@ -66,7 +67,7 @@ def test_weights_that_are_not_interleaved_are_seen(name, function, monkeypatch):
 
 def test_another_interleave_is_seen(monkeypatch):
     monkeypatch.setattr(cutlass_mixed, "interleave_mxfp4_fp8", cutlass_mixed.interleave_int4_fp8)
-    assert ratio(SCHEMES["mxfp4_fp8"]) > 1  # its signs stay where they were
+    assert ratio(SCHEMES["mxfp4_fp8"]) > 1  # the signs stay where they were
 
 
 @pytest.mark.parametrize(("name", "function"), [("mxfp4", "fold_mxfp4_scale"), ("int4_fp8", "fold_int4_scale")])
@@ -116,7 +117,12 @@ def test_a_missing_residual_is_seen(which):
 
 @pytest.mark.parametrize("name", [name for name in SM90_SCHEMES if name != "none"])
 def test_scales_of_the_other_matrix_are_seen(name, monkeypatch):
-    """Without a gate and with I = H both matrices have scales of one shape. Those of w2 are made another size."""
+    """Scales of the other matrix are detected.
+
+    Without a gate and with I = H, the scales of both matrices have the same shape. The test makes those of w2 8 times
+    as
+    large.
+    """
     config = shape(Activation.RELU2, inner=256)
     experts, tensors = build(config, SCHEMES[name])
     for expert, own in enumerate(tensors):
@@ -147,7 +153,7 @@ def next_rows_weights(arguments: dict) -> None:
 
 
 def twice(at: int):
-    """One of the scales, as where the scale that divides and the one that multiplies are not the same."""
+    """Return a change that doubles one scale, so that the scale that divides differs from the one that multiplies."""
 
     def planted(arguments: dict) -> None:
         arguments["quant_scales"][at] = arguments["quant_scales"][at] * 2
@@ -159,7 +165,7 @@ def without(name: str):
     return lambda arguments: arguments.update({name: None})
 
 
-# what is planted: (change of the call's arguments, schemes, configuration)
+# planted error -> (change of the call's arguments, schemes, configuration)
 IN_THE_CALL = {
     "ids that are one off": (next_expert, SM90_SCHEMES, shape()),
     "weights of the next row": (next_rows_weights, ["none"], shape()),
@@ -188,7 +194,7 @@ def test_missing_clamp_constants_are_seen(name, monkeypatch):
 
 
 def pieces(config: MoEConfig, scheme: Scheme) -> list[tuple[FlashInferCutlassExperts, list[dict[str, Tensor]]]]:
-    """Both ranks of an etp group, with their pieces of the experts."""
+    """Return the kernels of both ranks of an etp group, with their pieces of the experts."""
     whole = [random_expert(config, scheme, expert, BF16) for expert in range(SLOTS)]
     made = []
     for rank in range(2):
@@ -235,7 +241,7 @@ def test_a_repeated_id_counts_once_with_all_its_weight(scheme, dtype):
 def test_ids_out_of_range_count_as_none(scheme, dtype):
     experts, _ = build(shape(), scheme)
     received = rows(shape(), count=3)
-    received.x[1] *= 50  # whose row has no expert then, and must not count for the scale
+    received.x[1] *= 50  # a row without an expert must not affect the scale
     ids = torch.tensor([[2, SLOTS, -7], [1000, -1, -2], [SLOTS - 1, 0, 2**31 - 1]], dtype=dtype)
     y = experts(with_ids(received, ids, received.weights))
     valid = torch.where((ids >= 0) & (ids < SLOTS), ids, -1)
@@ -245,7 +251,7 @@ def test_ids_out_of_range_count_as_none(scheme, dtype):
 
 
 def test_weights_may_be_a_part_of_a_wider_tensor():
-    """As `torch_a2a` delivers them: beside the ids in one message."""
+    """Weights may be a slice of a wider tensor. `torch_a2a` delivers them beside the ids in one message."""
     experts, _ = build(shape(), PLAIN)
     received = rows(shape())
     wide = torch.cat([torch.full_like(received.weights, 99.0), received.weights], 1)
@@ -267,7 +273,7 @@ def test_the_weight_of_an_absent_expert_is_not_read():
 
 @each_scheme
 def test_rows_may_be_a_part_of_a_wider_tensor(scheme):
-    """As a model that hands `x[:, :H]` to a layer on one rank."""
+    """Rows may be a slice of a wider tensor, as when a model passes `x[:, :H]` to a layer on one rank."""
     experts, _ = build(shape(), scheme)
     received = rows(shape())
     y = experts(received)
@@ -354,7 +360,7 @@ def test_small_rows_in_half_precision_under_int4():
 
 @pytest.mark.parametrize("alpha", [0.01, 0.1])
 def test_the_bound_holds_for_every_alpha(alpha):
-    """|activation| <= activation_bound for all gates and ups, or fp8 saturates below what it must hold."""
+    """|activation| <= activation_bound for all gates and ups. Otherwise fp8 would saturate below that value."""
     config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=1.0, activation_alpha=alpha)
     experts, _ = build(config, SCHEMES["fp8_dynamic"])
     gate = torch.linspace(-500, 50, 50_001, dtype=torch.float64)
@@ -373,7 +379,10 @@ def test_the_bound_holds_for_the_alpha_of_gpt_oss(limit):
 
 
 def test_the_bound_reaches_the_kernel(emulated):  # noqa: F811
-    """Where rows are long their bound is above it, and fp8 is spread over no more than activations reach."""
+    """The kernel scales fp8 by the activation's bound where long rows would give a larger one.
+
+    Activations then use the whole range of fp8.
+    """
     config = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_limit=0.01)
     experts, _ = build(config, SCHEMES["fp8_dynamic"])
     experts(rows(config))

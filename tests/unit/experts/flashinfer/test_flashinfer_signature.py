@@ -1,4 +1,4 @@
-"""What this project hands to FlashInfer, held against FlashInfer's own source; runs wherever it is installed."""
+"""Test what this project passes to FlashInfer against FlashInfer's own source, wherever it is installed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FLAGS = cutlass_op.runner_of(torch.bfloat16, torch.bfloat16, "none", True).flags
 
 
 def test_arguments_of_run_moe_and_their_order():
-    """The C++ parameter list of the compiled function that `cutlass_op` calls."""
+    """RUN_MOE has the C++ parameters of the compiled function that `cutlass_op` calls, in their order."""
     (declared,) = re.findall(r"void runMoe\((.*?)\)\s*\{", BINDING.read_text(), re.DOTALL)
     flat = re.sub(r"=\s*[^,]*?\{\}|=\s*[\w:]+", "", declared)
     names = [part.split()[-1] for part in re.sub(r"<[^()]*?>+", "", flat).split(",")]
@@ -53,7 +53,7 @@ def test_arguments_of_run_moe_and_their_order():
 
 
 def test_python_hands_them_over_in_that_order():
-    """FlashInfer's own Python calls the compiled function with these, min-latency outputs aside."""
+    """FlashInfer's own Python passes the same arguments in that order, except min-latency outputs."""
     (call,) = re.findall(r"\n        run_moe\((.*?)\n        \)", SOURCE, re.DOTALL)
     names = [part.strip() for part in call.split(",") if part.strip() and not part.strip().startswith("*")]
     names = [re.sub(r"\s+", " ", name) for name in names]
@@ -102,7 +102,7 @@ PREDICATES = {"nvfp4": "isNvfp4Quant", "mxfp4_mxfp8": "isWMxfp4AMxfp8Quant", "mx
 
 @pytest.mark.parametrize("scheme", QUANT_SCALES)
 def test_order_of_the_block_scales(scheme):
-    """The names that the binding gives to `quant_scales` by place, and which of our tensors stands there."""
+    """Each tensor of ours is at the index of `quant_scales` that the binding gives its name."""
     body = BINDING.read_text().split("QuantParams getQuantParams(")[1]
     branch = body.split(f"if ({PREDICATES[scheme]}())")[1].split("return kernels::")[0]
     named = re.findall(r"(\w+) = quant_scales\.value\(\)\[(\d)\]", branch)
@@ -120,7 +120,7 @@ def test_order_of_the_block_scales(scheme):
 
 
 def predicate(name: str, runner: cutlass_op.Runner) -> bool:
-    """One of the binding's `is...Quant`, evaluated for a runner."""
+    """Evaluate one of the binding's `is...Quant` predicates for a runner."""
     (text,) = re.findall(rf"bool {name}\(\) const \{{\s*return (.*?);", BINDING.read_text(), re.DOTALL)
     text = re.sub(r"//.*", "", text).replace("&&", " and ").replace("||", " or ").replace("!m", " not m")
     dtypes = {"dl_float8_e4m3fn": torch.float8_e4m3fn, "dl_int64": torch.int64, "dl_uint8": torch.uint8}
@@ -137,7 +137,7 @@ def predicate(name: str, runner: cutlass_op.Runner) -> bool:
 
 @pytest.mark.parametrize("scheme", PREDICATES)
 def test_the_binding_knows_our_runners(scheme):
-    """Each scheme is the one kind that its predicate says, and no other scheme is."""
+    """Each scheme satisfies only its own predicate."""
     stored = torch.float8_e4m3fn if scheme == "mxfp8" else torch.uint8
     runner = cutlass_op.runner_of(torch.bfloat16, stored, scheme, True)
     kinds = (*PREDICATES.values(), "isFp8Quant", "isWMxfp4AFp8Quant", "isWFP4A16Quant")
@@ -172,7 +172,10 @@ def test_the_layouts_of_flashinfers_own_helpers():
 
 
 def parameters_of(function: str) -> tuple[set[str], set[str]]:
-    """(all, those without a default) of a method of `CuteDslMoEWrapper`. Its file needs Triton, so it is read only."""
+    """Return (all, required) parameters of a method of `CuteDslMoEWrapper`.
+
+    Its file is parsed and not imported, because it needs Triton.
+    """
     tree = ast.parse((CUTE_DSL / "fused_moe.py").read_text())
     (kind,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "CuteDslMoEWrapper")
     (found,) = (n for n in kind.body if isinstance(n, ast.FunctionDef) and n.name == function)
@@ -213,7 +216,7 @@ def test_bounds_of_the_cutedsl_kernels():
 
 
 def test_top_ks_of_the_one_sided_all2all():
-    """The switch that its kernels are compiled by."""
+    """TOP_KS has the cases of the switch that compiles the kernels."""
     folder = Path(flashinfer.__file__).parent / "data/csrc/nv_internal/tensorrt_llm/kernels/communicationKernels"
     source = (folder / "moeAlltoAllKernels.cu").read_text()
     (switch,) = re.findall(r"#define SWITCH_TOP_K(.*?)default:", source, re.DOTALL)
@@ -221,7 +224,7 @@ def test_top_ks_of_the_one_sided_all2all():
 
 
 def test_the_group_that_the_one_sided_all2all_is_given():
-    """It asks the backend that it is given to cut itself, and takes what comes: ours gives itself."""
+    """The one-sided all2all splits the communication backend that it is given. Ours returns itself."""
     assert list(inspect.signature(TorchDistBackend.__init__).parameters) == ["self", "group"]
     assert list(inspect.signature(TorchDistBackend.Split).parameters) == ["self", "color", "key"]
     assert NVLinkOneSidedConfig(comm_backend=None).comm_backend is None
@@ -229,7 +232,7 @@ def test_the_group_that_the_one_sided_all2all_is_given():
 
 
 def test_calls_of_the_one_sided_all2all():
-    """What the dispatcher calls, bound against FlashInfer's own classes."""
+    """The dispatcher's calls bind to FlashInfer's own classes."""
     nothing = object()
     BootstrapConfig(world_size=4, rank=1, device=1, process_group=None)
     MoEEpCommParams(num_experts=12, top_k=4, max_tokens_per_rank=24, hidden_size=256, dtype=torch.bfloat16)

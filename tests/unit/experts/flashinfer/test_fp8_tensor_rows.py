@@ -1,5 +1,7 @@
-"""Rows in E4M3 under one scale: their numbers, and `flashinfer_cutlass` (fp8_static) on rows that came so, computed by
-an emulation of FlashInfer's kernel."""
+"""Test E4M3 rows with one scale: their values, and `flashinfer_cutlass` (fp8_static) on such rows.
+
+An emulation of FlashInfer's kernel computes them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def test_there_and_back(dtype, scale):
     assert (data.dtype, data.shape, beside) == (E4M3, x.shape, None)
     assert (data.float().abs() < 2**-6).any(), "subnormal numbers are among them"
     back = widen_arrived(data, beside, wire, torch.float32)
-    # half a step, of 4 bits of mantissa or of the smallest numbers, 2**-9 apart; and float32's own in x / scale * scale
+    # half a step of a 4-bit significand or of the smallest numbers, 2**-9 apart; plus float32's rounding of x / scale *
+    # scale
     limit = torch.maximum(x.float().abs() * 2**-4, torch.tensor(2**-10 * scale)) + x.float().abs() * 2**-23
     assert ((back - x.float()).abs() <= limit).all()
     assert (back[3] == 0).all()
@@ -77,7 +80,7 @@ def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():
 
 
 def travelled(received: Received, input_scale: float) -> Received:
-    """Rows that were rounded before the wire."""
+    """Round the rows as a transport does before it sends them."""
     wire = Wire(dispatch="fp8_tensor", input_scale=input_scale)
     data, _ = round_to_travel(received.x, wire)
     return dataclasses.replace(received, x=data, format=wire.dispatch, input_scale=wire.input_scale)
@@ -107,7 +110,7 @@ def test_rows_that_arrive_rounded_give_the_same_bits(chunk, dtype, emulated):  #
 
 @pytest.mark.parametrize("factor", [0.8, 3.0])
 def test_the_scale_that_they_were_divided_by_counts(factor):
-    """Not the largest of the slots', which says nothing of these rows."""
+    """The kernel uses the scale that the rows were divided by, and not the largest input scale of its slots."""
     experts, tensors = build(shape(), STATIC)
     received, input_scale = rows(shape()), factor * largest_of(tensors)
     arrived = travelled(received, input_scale)
@@ -133,6 +136,6 @@ def test_ids_as_they_travelled_and_rows_without_an_expert():
 
 
 def test_which_schemes_read_them():
-    """Others round to another scale, or not at all."""
+    """Only fp8_static reads these rows. Other schemes round by another scale, or do not round."""
     reads = {name for name in SM90_SCHEMES if "fp8_tensor" in build(shape(), SCHEMES[name])[0].row_formats}
     assert reads == {"fp8_static"}

@@ -1,4 +1,4 @@
-"""The Triton forms of `fp8_tensor_rows` against the torch forms, which define them."""
+"""Test the Triton kernels of `fp8_tensor_rows` against the torch functions, which define them."""
 
 from __future__ import annotations
 

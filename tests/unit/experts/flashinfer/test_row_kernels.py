@@ -1,4 +1,4 @@
-"""The Triton forms of `call_scales` against the torch forms, which define them."""
+"""Test the Triton kernels of `call_scales` against the torch functions, which define them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def test_rounding_and_its_scales(dynamic, bound):
     expected, on_device = found
     for one, other in zip(expected[1:], on_device[1:], strict=True):
         assert torch.equal(one, other)
-    if DEVICE != "cpu":  # the interpreter (3.6) loses the carry when a mantissa rounds up to the next power of two
+    # the interpreter (Triton 3.6) loses the carry when a mantissa rounds up to the next power of two
+    if DEVICE != "cpu":
         assert torch.equal(expected[0], on_device[0])
     values = expected[0].view(torch.float8_e4m3fn).float() * expected[4]
     torch.testing.assert_close(values, x.float().clamp(-448 * expected[4], 448 * expected[4]), rtol=2**-4, atol=1e-2)

@@ -1,4 +1,4 @@
-"""Tuned tiles: kept by what they depend on, read again, and never measured inside a capture."""
+"""Test tuned tiles: stored with what they depend on, read again, and never measured inside a capture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fixtures.flashinfer_cutlass import BF16, build, emulated, shape  # no
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch) -> list[int]:
-    """The rows that were measured; tiles are made up from them."""
+    """Fake the measurement of tiles. Return the numbers of rows that were measured."""
     counts: list[int] = []
 
     def measure(self: Tactics, rows: int) -> list[int]:
@@ -61,7 +61,7 @@ def test_findings_are_read_again_and_added_to(measured, tmp_path):
     assert measured == [9]
     assert kernel().tune((8, 9, 64), folder) == [8, 1, 3, 9, 2, 4, 64, 1, 4]
     assert measured == [9]
-    assert [path.suffix for path in folder.iterdir()] == [".json"]  # no draft is left
+    assert [path.suffix for path in folder.iterdir()] == [".json"]  # no temporary file is left
 
 
 CHANGES = {

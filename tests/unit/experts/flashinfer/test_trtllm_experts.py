@@ -1,4 +1,4 @@
-"""`flashinfer_trtllm` without a GPU: what it hands to FlashInfer, computed by an emulation of its layouts."""
+"""Test `flashinfer_trtllm` without a GPU: what it passes to FlashInfer, computed by an emulation of its layouts."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ each_scheme = pytest.mark.parametrize("name", trtllm_op.ENTRIES)
 
 @each_scheme
 def test_contract(name, monkeypatch):
-    """Every activation, with biases and without, every row layout, etp, ids as they traveled."""
-    monkeypatch.setattr(trtllm, "HIDDEN_UNITS", {})  # the emulation needs no more than whole tiles
+    """Each activation, with and without biases, fulfils the contract for all row layouts, etp and global ids."""
+    monkeypatch.setattr(trtllm, "HIDDEN_UNITS", {})  # the emulation needs whole tiles only
     monkeypatch.setattr(kernel_contract, "HIDDEN", 256 if name == "mxint4" else 128)
     monkeypatch.setattr(kernel_contract, "ROWS", (33, 1, 0))
     cpu = torch.device("cpu")
@@ -82,7 +82,7 @@ def test_packed_ids_and_weights():
 
 
 def test_the_packing_is_that_of_the_documentation():
-    """`(expert_id << 16) | (weight_bf16.view(int16))`, for weights of either sign."""
+    """Ids and weights are packed as documented: `(expert_id << 16) | (weight_bf16.view(int16))`, for either sign."""
     ids, weights = torch.tensor([[3, 1]], dtype=torch.int32), torch.tensor([[0.25, -2.0]])
     packed = torch.empty_like(ids)
     trtllm_op.pack(ids, weights, 5, packed)
@@ -120,7 +120,7 @@ def test_ids_out_of_range_and_weights_of_zero_have_no_expert():
 
 
 def test_a_repeated_id_counts_with_all_its_weights():
-    """The routing kernel for few tokens would drop one of them."""
+    """A repeated id counts with the sum of its weights. The routing kernel for few tokens would drop one of them."""
     experts, _ = build(shape(), "none")
     received = rows(2)
     ids = torch.tensor([[1, 4, 1], [0, 0, 0]])
@@ -191,7 +191,7 @@ def test_out_is_written_and_what_was_given_stays(name):
 
 @each_scheme
 def test_a_slot_moves_as_bytes(name):
-    """What EPLB does: all tensors of two slots change places, and so do their experts."""
+    """A slot's expert moves with the bytes of all its tensors, as EPLB moves it."""
     experts, tensors = build(shape(bias=name in trtllm_op.FP4), name)
     for tensor in experts.weights.slot_tensors().values():
         plain = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -1,4 +1,4 @@
-"""`flashinfer_trtllm` with errors planted, each of which a check must see."""
+"""Test that planted errors in `flashinfer_trtllm` are detected."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_scale_twice_as_large_is_seen(name, which):
     experts, tensors = build(shape(), name)
     stored = experts.weights.get_parameter(f"{which}_scale")
     if stored.dtype == torch.uint8:
-        stored.add_(1)  # E8M0
+        stored.add_(1)  # E8M0: one exponent more
     else:
         stored.copy_((stored.float() * 2).clamp(max=448).to(stored.dtype))
     assert times_the_limit(experts, tensors, rows()) > 1
@@ -172,7 +172,7 @@ def test_another_experts_global_scale_is_seen(key):
 
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_each_experts_own_input_scale_for_the_first_product_is_seen(name, monkeypatch):
-    """The rows have one scale, the largest: an expert that scales by its own is wrong."""
+    """An expert that scales the first product by its own input scale is detected. Rows have one scale, the largest."""
     output_scales = trtllm_op.output_scales
 
     def planted(scheme, stored, gated):
@@ -181,7 +181,7 @@ def test_each_experts_own_input_scale_for_the_first_product_is_seen(name, monkey
         return first * (share if gated else 1), gate * share, second
 
     experts, tensors = build(shape(), name)
-    for expert, own in enumerate(tensors):  # far apart, whatever the bound
+    for expert, own in enumerate(tensors):  # input scales far apart, so that the error exceeds the bound
         own["w13_input_scale"] = own["w13_input_scale"] * (1 + expert % 2)
         experts.weights.update_expert(expert, own)
     assert times_the_limit(experts, tensors, rows()) <= 1
@@ -202,7 +202,10 @@ CLAMPED = dataclasses.replace(shape(Activation.SWIGLU_CLAMPED), activation_alpha
 
 
 def times_gate_scale(key: str):
-    """A constant in units of values where the kernel takes units of the sums of codes, or the other way round."""
+    """Return a change that multiplies a constant by the gate scale.
+
+    The constant is then in units of values where the kernel expects units of code sums, or the opposite.
+    """
 
     def planted(given: dict) -> None:
         factor = given["output1_scale_gate_scalar"]
@@ -229,11 +232,11 @@ def next_rows_weights(given: dict) -> None:
 def next_rows_scale(given: dict) -> None:
     scale = given["hidden_states_scale"]
     raw = scale.view(torch.uint8) if scale.itemsize == 1 else scale
-    # fp8_block has it turned: float32 [H / 128, T]
+    # fp8_block has transposed scales: float32 [H / 128, T]
     given["hidden_states_scale"] = raw.roll(1, 1 if scale.dtype == torch.float32 else 0).view(scale.dtype)
 
 
-# what is planted: (change of the call's arguments, schemes, configuration)
+# planted error -> (change of the call's arguments, schemes, configuration)
 IN_THE_CALL = {
     "a bias in units of values": (times_gate_scale("gemm1_bias"), ["nvfp4"], shape(bias=True)),
     **{
@@ -263,9 +266,9 @@ def turned(given: dict) -> None:
     given["hidden_states_scale"] = given["hidden_states_scale"].T.contiguous()
 
 
-# what is planted: (change of the call's arguments, schemes, what the emulation says)
+# planted error -> (change of the call's arguments, schemes, the emulation's error)
 REFUSED = {
-    # the routes of none are then routes of the last expert
+    # routes without an expert become routes of the last expert
     "an offset of one": (lambda given: given.update(local_expert_offset=1), ["nvfp4"], "one row has an expert twice"),
     "row scales that are not turned": (turned, ["fp8_block"], "hidden_states_scale must have shape"),
     "weights said not to be shuffled": (
@@ -288,7 +291,7 @@ PACK = trtllm_op.pack
 
 
 def packed(bits):
-    """Packs ids as ever, and beside them what `bits` makes of the weights."""
+    """Return a `pack` that packs ids correctly, and the weights by `bits`."""
 
     def planted(ids: Tensor, weights: Tensor, slots: int, out: Tensor) -> None:
         out.copy_(torch.where(ids < 0, slots << 16, (ids << 16) | bits(weights)))
@@ -296,7 +299,7 @@ def packed(bits):
     return planted
 
 
-# what is planted: (another `pack`, what the emulation says; None where the numbers are off)
+# planted error -> (another `pack`, the emulation's error, or None if only the results are wrong)
 PACKED = {
     "a route of none names a local expert": (
         lambda ids, weights, slots, out: PACK(ids.clamp(min=0), None, slots, out), "one row has an expert twice",
@@ -304,7 +307,7 @@ PACKED = {
     "minus one for a route of none": (
         lambda ids, weights, slots, out: PACK(ids, weights, -1, out), "ids must be in",
     ),
-    # not masked; what is seen depends on where the sign lands
+    # not masked; the error depends on where the sign bit lands
     "a weight's sign runs into the id": (packed(lambda w: w.to(torch.bfloat16).view(torch.int16).int()), "."),
     "weights in half precision": (packed(lambda w: w.half().view(torch.int16).int() & 0xFFFF), None),
 }  # fmt: skip

@@ -1,6 +1,8 @@
-"""What `trtllm_op` hands to FlashInfer, and what `Trtllm` stores, held against FlashInfer's own code; runs wherever it
-is installed. The quantizers and the scale swizzle are CUDA kernels: where FlashInfer's preparation calls them they are
-replaced by torch, all else in it is its own."""
+"""Test what `trtllm_op` passes to FlashInfer and what `Trtllm` stores, against FlashInfer's own code.
+
+The tests run wherever FlashInfer is installed. Its quantizers and scale swizzle are CUDA kernels, which torch replaces.
+All other preparation code is FlashInfer's own.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ BF16 = torch.bfloat16
 LAUNCHER = (Path(flashinfer.__file__).parent / "data/csrc/trtllm_fused_moe_kernel_launcher.cu").read_text()
 each_gate = pytest.mark.parametrize("gated", [True, False], ids=["gated", "not gated"])
 
-# what is left to FlashInfer's defaults; any other parameter is given
+# parameters left to FlashInfer's defaults; all others are passed
 LEFT = {
     "trtllm_bf16_routed_moe": {"enable_pdl", "gemm1_lora_delta", "tune_max_num_tokens", "routing_replay_out"},
     "trtllm_fp8_per_tensor_scale_routed_moe": {
@@ -74,7 +76,7 @@ def shape(activation: Activation = Activation.SWIGLU, *, bias: bool = False) -> 
 
 
 def call_arguments(config: MoEConfig, name: str, routing: dict, **rest) -> dict:
-    """Those of one call, with empty weights."""
+    """Return the arguments of one call, with empty weights."""
     specs = Trtllm(config, SCHEMES[name], BF16).specs()
     stored = {key: torch.ones(SLOTS, *spec.shape).to(spec.dtype) for key, spec in specs.items()}
     own = {
@@ -120,7 +122,10 @@ def test_a_call_binds_to_flashinfers_function(name, config):
 
 @pytest.mark.parametrize(("name", "config"), SERVED)
 def test_flashinfers_own_function_takes_it(name, config, monkeypatch):
-    """Its Python runs as it is, down to the compiled module, which is replaced; packed ids are known for such there."""
+    """FlashInfer's Python accepts each call, down to the compiled module, which is replaced.
+
+    It recognizes packed ids as such.
+    """
     taken: list[tuple] = []
 
     class Module:
@@ -135,13 +140,16 @@ def test_flashinfers_own_function_takes_it(name, config, monkeypatch):
     assert function == trtllm_op.ENTRIES[name] or function == monolithic.ENTRIES[name]
     for tensor in (value for value in given.values() if isinstance(value, torch.Tensor)):
         assert any(tensor is other for other in handed)
-    if name != "mxint4":  # whose entry takes no other form
+    if name != "mxint4":  # the mxint4 entry has only this mode
         assert core.RoutingInputMode.PackedPrecomputed in handed
 
 
 @pytest.mark.parametrize(("name", "config"), SERVED)
 def test_a_monolithic_call_binds_too(name, config):
-    """Besides, LoRA is for routed calls alone, and these normalize weights and can record their choice."""
+    """A monolithic call binds too.
+
+    It takes no LoRA argument, and has defaults that normalize weights and record ids.
+    """
     logits = torch.zeros(ROWS, config.num_experts, dtype=BF16)
     on_input = name == "fp8_static"
     given = call_arguments(config, name, monolithic.routing_arguments(config, logits, None), on_input=on_input)
@@ -164,7 +172,7 @@ def test_numbers_of_enums():
 
 
 def test_limits_of_routing():
-    """Those that `routing_problem` states still stand in FlashInfer's source."""
+    """The limits that `routing_problem` states are still in FlashInfer's source."""
     folder = Path(flashinfer.__file__).parent / "data/csrc/fused_moe/trtllm_backend"
     llama4 = (folder / "trtllm_fused_moe_routing_llama4.cu").read_text()
     deepseek = (folder / "trtllm_fused_moe_routing_deepseek.cu").read_text()
@@ -176,7 +184,7 @@ def test_limits_of_routing():
 
 
 def test_limits_of_the_launcher():
-    """The checks that `expert_count` and `MAX_TOP_K` are made for still stand in FlashInfer's source."""
+    """The checks that `expert_count` and `MAX_TOP_K` satisfy are still in FlashInfer's source."""
     assert "TVM_FFI_ICHECK_EQ(args->num_experts % 4, 0)" in LAUNCHER
     assert "TVM_FFI_ICHECK_GT(args->num_experts, args->top_k)" in LAUNCHER
     assert f"args->top_k <= {MAX_TOP_K} && args->top_k > 0" in LAUNCHER
@@ -185,7 +193,7 @@ def test_limits_of_the_launcher():
 
 @pytest.mark.parametrize("kernel", ["routingIndicesBlockKernel", "routingPermutation"])
 def test_picks_outside_of_the_local_experts_are_left_out(kernel):
-    """What `pack` builds on: routing compares each id with the local range, whatever else it does."""
+    """FlashInfer's routing compares each id with the local range, and `pack` relies on that."""
     folder = Path(flashinfer.__file__).parent / "data"
     texts = [
         (folder / "csrc/fused_moe/trtllm_backend/trtllm_fused_moe_routing_custom.cuh").read_text(),
@@ -202,7 +210,7 @@ def test_picks_outside_of_the_local_experts_are_left_out(kernel):
 
 
 def flashinfers_order(rows: int, gated: bool) -> Tensor:
-    """FlashInfer's permutation of [up; gate], on canonical rows: gate first."""
+    """Return FlashInfer's permutation of [up; gate] rows, applied to canonical rows [gate; up]."""
     weight = torch.zeros(rows, 8, dtype=torch.uint8)
     order = core._maybe_get_cached_w3_w1_permute_indices({}, weight, 128, is_gated_act_gemm=gated)
     return (order + rows // 2) % rows if gated else order
@@ -246,7 +254,7 @@ def test_the_helpers_of_one_matrix():
 
 
 def swizzled(scale: Tensor) -> Tensor:
-    """`block_scale_interleave` by the emulation's formula."""
+    """Compute `block_scale_interleave` by the emulation's formula."""
     flat = torch.empty_like(scale).flatten()
     flat[scale_places(*scale.shape).flatten()] = scale.flatten()
     return flat
@@ -266,7 +274,7 @@ def on_the_cpu(monkeypatch):
 
 
 def flashinfers(name: str, w13: Tensor, w2: Tensor, gated: bool) -> dict[str, Tensor]:
-    """FlashInfer's preparation of bf16 weights, [E, up; gate, H] and [E, H, I]."""
+    """Run FlashInfer's preparation of bf16 weights, [E, up; gate, H] and [E, H, I]."""
     sizes = {"num_local_experts": SLOTS, "hidden_size": HIDDEN, "intermediate_size": INNER}
     rest = {**sizes, "activation": SwiGLU() if gated else ReLU2()}
     pairs = {
@@ -295,8 +303,10 @@ def flashinfers(name: str, w13: Tensor, w2: Tensor, gated: bool) -> dict[str, Te
 
 
 def weights(name: str, rows: int, columns: int, seed: int) -> Tensor:
-    """bf16 numbers that a scheme stores exactly, with scales that both sides find alike: powers of two, and in every
-    block the largest number that the format has."""
+    """Return bf16 weights that a scheme stores exactly, with scales that both sides compute equally.
+
+    Scales are powers of two, and each block contains the largest number of the format.
+    """
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-4, 3, (SLOTS, rows, columns // 32, 1), generator=generator)
     if name in ("none", "fp8_static", "fp8_block"):
@@ -327,7 +337,7 @@ def test_whole_experts_as_flashinfer_prepares_them(name, gated, on_the_cpu):
     for e in range(SLOTS):
         tensors = {"w13": canonical[e], "w2": w2[e]}
         tensors = SCHEMES[name].quantize(tensors, BF16)
-        if name == "nvfp4":  # FlashInfer's preparation knows a global scale of 1 alone
+        if name == "nvfp4":  # FlashInfer's preparation supports only a global scale of 1
             for key, whole in (("w13", canonical[e]), ("w2", w2[e])):
                 tensors[key], tensors[f"{key}_scale"] = quantize_nvfp4(whole, 1.0)
         ours = weight_layout.prepare(tensors)
@@ -340,7 +350,7 @@ def test_whole_experts_as_flashinfer_prepares_them(name, gated, on_the_cpu):
 
 @each_gate
 def test_output_scales_of_fp8_as_flashinfer_derives_them(gated):
-    """FlashInfer's multipliers are one over our scales."""
+    """Output scales equal FlashInfer's. Its multipliers are the reciprocals of our scales."""
     config = shape(Activation.SWIGLU if gated else Activation.RELU2)
     w13, w2 = weights("fp8_static", config.w13_rows, HIDDEN, 1) * 2, weights("fp8_static", HIDDEN, INNER, 2) * 8
     theirs = flashinfers("fp8_static", w13, w2, gated)

@@ -1,4 +1,4 @@
-"""What a fused kernel cannot serve, by name and with the reason; and what selection says of one."""
+"""Test what a fused kernel refuses, with the reason, and how the backend table shows it."""
 
 import dataclasses
 
@@ -107,7 +107,7 @@ def test_every_built_in_loads_and_runs_here_or_says_what_is_missing():
 
 @pytest.fixture
 def here(monkeypatch):
-    """As if they ran on this CPU."""
+    """Make both mega kernels available on this CPU."""
     for kind in BOTH:
         monkeypatch.setattr(kind, "available", classmethod(lambda cls: None))
         monkeypatch.setattr(kind, "unsupported_platform", classmethod(lambda cls, layout, device: None))
@@ -191,9 +191,11 @@ def test_a_shard_of_each_expert_sizes_the_buffers():
 
 
 def test_planned_memory_is_the_sum_of_what_flashinfer_allocates():
-    """Counted out: window and runner buffers in FlashInfer 0.7.2.post1 (protocol.py, cake_runner.py, runner.py),
-    without alignment and flags."""
-    routes, padded = 4 * 100 * 4, 1664  # to a multiple of 128
+    """Planned memory is the sum of what FlashInfer allocates, without alignment and flags.
+
+    The sizes are those of window and runner buffers in FlashInfer 0.7.2.post1 (protocol.py, cake_runner.py, runner.py).
+    """
+    routes, padded = 4 * 100 * 4, 1664  # padded to a multiple of 128
     window = 400 * 512 * 2 + routes * 16 + 100 * 4 * 512 * 2
     runner = padded * (512 * 2 + 4 * 4 + 4 + 256 * 2 + 512 * 2) + 400 * 4 + 400 * 4 * 4 + 400 * 4
     assert FlashInferMegaBf16.buffer_bytes(dispatch_shape(FlashInferMegaBf16)) == window + runner

@@ -1,4 +1,7 @@
-"""A fused kernel that routes inside, in a layer: a stand-in for FlashInfer's monolithic ones, in plain torch."""
+"""Test a fused kernel that routes inside, in a layer.
+
+It stands in for FlashInfer's monolithic kernels, in plain torch.
+"""
 
 # ruff: noqa: F811
 
@@ -86,7 +89,7 @@ def test_maps_that_it_does_not_see_are_refused():
     with pytest.raises(BackendUnavailable, match=r"serves the linear expert map without replicas alone, not ExpertMap"):
         layer_of(expert_map=placed)
     layer = layer_of()
-    layer.placement.update(placed)  # as a balancer would
+    layer.placement.update(placed)  # as a balancer does
     with pytest.raises(InputError, match="routes inside: call forward, under the map of construction"):
         layer(torch.randn(3, 16))
 
@@ -118,7 +121,7 @@ def test_a_call_of_another_kind(routed, sentence):
 
 
 def test_its_buffers_hold_what_a_rank_sends(monkeypatch):
-    """The ranks of a tp group may send each a part of a call's tokens, or all of them."""
+    """Buffers have room for the tokens that a rank sends: a part of a call's tokens in a tp group, or all of them."""
     monkeypatch.setattr(EPContext, "_max_dispatch_tokens", property(lambda self: 12))
     layer = layer_of()
     assert layer.context.max_tokens != 12

@@ -1,5 +1,8 @@
-"""What the mega kernels' adapter hands to FlashInfer, held against FlashInfer's own classes; runs wherever it is
-installed, without a GPU. The emulation that stands in for them on CPUs has the same fields and methods."""
+"""Test what the mega kernels' adapter passes to FlashInfer, against FlashInfer's own classes.
+
+The tests run wherever FlashInfer is installed, without a GPU. The emulation used on CPUs has the same fields and
+methods.
+"""
 
 import dataclasses
 import inspect
@@ -105,7 +108,7 @@ def test_numbers_that_are_stated_here():
 
 
 def test_memory_is_that_of_what_they_allocate():
-    """The sizes that `buffer_bytes` adds up."""
+    """FlashInfer's buffers are still those that `buffer_bytes` adds up."""
     source = inspect.getsource(cake_runner.Sm90CakeBf16MoERunner._init_buffers)
     found = re.findall(r"self\.(\w+) = torch\.empty\(\s*self\.m_buf,\s*(\w+|self\.I)?,? ?dtype=torch\.(\w+)", source)
     assert [name for name, *_ in found] == ["a1", "meta", "row_expert", "h2", "y"]
@@ -116,8 +119,12 @@ def test_memory_is_that_of_what_they_allocate():
 
 
 def test_which_half_is_the_gate_and_what_is_skipped():
-    """In the CUDA sources: SiLU of the first half; ids below zero are no routes, ids from E on trap; room for every
-    route, at a capacity factor of 1."""
+    """FlashInfer's CUDA sources still treat halves, ids and capacity as the adapter expects.
+
+    SiLU applies to the first half. Ids below zero are no routes, and ids from E on trap. At a capacity factor of 1
+    there is
+    room for every route.
+    """
     cuda = (Path(inspect.getfile(protocol)).parents[1] / "src/a2a/sm90_push_a2a_ops.cu").read_text()
     assert "const __nv_bfloat16* hb = ha + I;" in cuda
     assert re.search(

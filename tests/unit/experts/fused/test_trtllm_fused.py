@@ -1,4 +1,4 @@
-"""`flashinfer_trtllm_monolithic` in a layer, without a GPU: FlashInfer's entries are emulated, routing included."""
+"""Test `flashinfer_trtllm_monolithic` in a layer, without a GPU. FlashInfer's entries and routing are emulated."""
 
 # ruff: noqa: F811
 
@@ -49,7 +49,7 @@ ON_INPUT = RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch, emulated) -> None:
-    """The kernel runs here, over the emulation."""
+    """Make the kernel available on this CPU, over the emulation."""
     can = dataclasses.replace(
         FlashInferTrtllmMonolithic.capabilities,
         devices=frozenset({"cpu"}),
@@ -92,7 +92,7 @@ def build(config: MoEConfig, scheme: str = "none", **options) -> tuple[MoELayer,
 
 
 def ratio(layer: MoELayer, tensors: list[dict[str, Tensor]], tokens: int = TOKENS) -> float:
-    """The largest error as a multiple of what rounding may cause, with the router's own ids and weights."""
+    """Return the largest error divided by the rounding bound, with the router's own ids and weights."""
     config = layer.config
     x = torch.randn(tokens, config.hidden_size, generator=torch.Generator().manual_seed(1)).to(BF16)
     routing = layer.router(x)
@@ -146,11 +146,11 @@ def test_in_chunks(emulated):
 
 
 def test_the_correction_bias_goes_in_as_it_is(emulated):
-    """In bf16 it would choose other experts than the router does."""
+    """The correction bias is passed in float32. In bf16 it would choose other experts than the router does."""
     layer, tensors = build(shape())
     bias = layer.router.e_score_correction_bias
-    bias.copy_(1.0 + torch.linspace(0, 0.003, EXPERTS))  # one number in bf16
-    layer.router.weight.data.zero_()  # all scores alike: the bias alone decides
+    bias.copy_(1.0 + torch.linspace(0, 0.003, EXPERTS))  # equal numbers in bf16
+    layer.router.weight.data.zero_()  # all scores are equal, so only the bias decides
     assert ratio(layer, tensors) <= 1
     assert emulated[-1]["routing_bias"].dtype == torch.float32
     assert bias.to(BF16).unique().numel() < 3

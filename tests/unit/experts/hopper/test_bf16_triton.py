@@ -1,8 +1,7 @@
-"""`bf16_triton` against the float64 oracle, and `fp8_block_triton` with few rows; on a CPU the kernels for few rows in
-Triton's interpreter.
+"""Test `bf16_triton`, and `fp8_block_triton` with few rows, against the float64 oracle.
 
-`tests/gpu/test_hopper_kernels.py` calls the kernel with a model's sizes, `tests/gpu/test_hopper_products.py` its large
-products.
+On a CPU the kernels for few rows run in Triton's interpreter. `tests/gpu/test_hopper_kernels.py` calls the kernel with
+a model's sizes, and `tests/gpu/test_hopper_products.py` tests its large products.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def test_every_activation(activation, count):
 @pytest.mark.parametrize("count", [3, 20, sorted_first(90)], ids=str)
 @pytest.mark.parametrize("activation", COMPUTED, ids=lambda a: a.value)
 def test_biases(activation, count, etp_rank):
-    """That of the result is added by one etp rank."""
+    """Biases are added, and the output bias by one etp rank only."""
     config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=True)
     experts, tensors = build(config, SMALL[1])
     experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=etp_rank)
@@ -75,7 +74,7 @@ def test_biases(activation, count, etp_rank):
 @pytest.mark.parametrize("activation", [Activation.SWIGLU_CLAMPED, Activation.RELU2], ids=lambda a: a.value)
 @pytest.mark.parametrize(("hidden", "inner"), [(192, 320), (320, 192)], ids=str)
 def test_sizes_that_are_no_whole_tiles(hidden, inner, activation, biases, count):
-    """Multiples of 64, as GPT-OSS's."""
+    """Sizes may be multiples of 64 that do not fill whole tiles, as GPT-OSS's."""
     config = dataclasses.replace(
         SMALL[0], hidden_size=hidden, intermediate_size=inner, activation=activation, expert_bias=biases
     )
@@ -94,14 +93,17 @@ def test_every_row_on_one_expert(count):
 @pytest.mark.parametrize("kind", [Bf16TritonExperts, Fp8BlockTritonExperts])
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_fewer_picks_than_experts(count, kind):
-    """A program for each route: several of one expert, of none, of weight 0, of other ranks."""
+    """Calls with fewer routes than experts are right: one program per route.
+
+    Routes share an expert, or have none, weight 0, or an expert of another rank.
+    """
     experts, tensors = build(SMALL[0], 12, kind)
     received = rows(SMALL[0], 12, count, empty=0.0)
-    received.local_ids[:, 0] = 7  # all rows' own, after another's in the first one
+    received.local_ids[:, 0] = 7  # the same expert for all rows; in the first row it comes after another
     received.local_ids[0] = torch.tensor([3, 7, 11, -1], device=DEVICE)
     check(experts, tensors, received)
-    received.weights[0, 1] = 0.0  # the first route of 7 is none, and the next one stands for it
-    wire = torch.where(received.local_ids < 0, 52, received.local_ids + 40).int()  # 52: the next rank's
+    received.weights[0, 1] = 0.0  # the first route of expert 7 is void, and the next one takes its place
+    wire = torch.where(received.local_ids < 0, 52, received.local_ids + 40).int()  # 52 is on the next rank
     y = experts(dataclasses.replace(received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), 40)))
     none = received.local_ids.clone()
     none[0, 1] = -1
@@ -117,14 +119,18 @@ def test_no_rows_of_ours(count):
 
 @pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
 def test_ids_as_they_travelled(count):
-    """Others' experts, ids beyond all, and routes of weight 0 are none; a route of ours may stand anywhere."""
+    """Global ids are accepted in any column.
+
+    Ids of other ranks, ids out of range and routes of weight 0 count as no route.
+    """
     experts, _ = build(*SMALL)
     received = rows(*SMALL, count)
     base, local = 40, received.local_ids
     others = torch.where(torch.arange(local.shape[1], device=DEVICE) % 2 == 0, 3, base + SMALL[1])
     wire = torch.where(local < 0, others, local + base).int()
     weights = received.weights.clone()
-    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])  # ours by its id, without an expert by its weight
+    # an id of this rank whose weight 0 makes it no route
+    wire[:, 3] = torch.where(local[:, 3] < 0, base + 1, wire[:, 3])
     weights[:, 3] = torch.where(local[:, 3] < 0, 0.0, weights[:, 3])
     travelled = dataclasses.replace(
         received, local_ids=None, wire_ids=WireIds(PhysicalIds(wire), base), weights=weights
@@ -134,7 +140,7 @@ def test_ids_as_they_travelled(count):
 
 @pytest.mark.parametrize("count", [20, sorted_first(90)], ids=str)
 def test_weights_are_left_to_combine(count):
-    """One row per pair, as CONTIGUOUS transports deliver them."""
+    """Weighting.COMBINE leaves weights to the transport. CONTIGUOUS transports deliver one row per route."""
     experts, tensors = build(*SMALL)
     counts = torch.tensor([count, 0, 3, 1, 7], device=DEVICE)
     total = int(counts.sum())
@@ -174,7 +180,7 @@ def test_passes_of_few_rows_give_the_same_answer():
 def test_written_to_peers(kind, ranks, rank, bound, chunk):
     experts, _ = build(*SMALL, kind, chunk_rows=chunk)
     received = rows(*SMALL, ranks * bound)
-    received.weights[::3] = 0.0  # with a weight of 0 a row is written, for whoever sent it reads it
+    received.weights[::3] = 0.0  # rows of weight 0 are written too, because their sender reads them
     check_peers(experts, received, ranks, rank)
     wire = torch.where(received.local_ids < 0, 3, received.local_ids + 40).int()
     check_peers(
@@ -195,7 +201,7 @@ def test_blocks_within_the_bound(activation, count):
 def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
     experts, _ = build(*SMALL, Fp8BlockTritonExperts)
     received = rows(*SMALL, count)
-    if DEVICE.type == "cpu":  # whose casts to E4M3 differ from torch's: values that both hold
+    if DEVICE.type == "cpu":  # the interpreter's casts to E4M3 differ from torch's, so use values that both represent
         data, scale = round_blocks(received.x)
         wide = (data.float().unflatten(-1, (-1, 128)) * 2**-4).flatten(-2)
         received = dataclasses.replace(received, x=wide.to(BF16))
@@ -208,12 +214,12 @@ def test_blocks_of_rows_that_were_rounded_before_give_the_same_bits(count):
     "moved", ["x", "ids", "weights", "weighting", "out", "count", "experts", "wire", "scratch", "peers"]
 )
 def test_a_call_on_other_memory_is_not_taken_for_an_earlier_one(moved):
-    """What is launched again for rows that lie where others lay. moved: what is not as it was"""
+    """A recorded launch is not reused for tensors at other addresses. moved: the tensor or argument that changes."""
     experts, _ = build(*SMALL)
     received = rows(*SMALL, 6)
     out = torch.zeros_like(received.x)
     to: torch.Tensor | PeerRows = peer_rows(out[:3], out[3:]) if moved == "peers" else out
-    for seed in range(3):  # the first is seen, the second recorded, the third launched again
+    for seed in range(3):  # the first call is seen, the second recorded, and the third launched from the record
         ahead = rows(*SMALL, 6, seed)
         for name in ("x", "local_ids", "weights"):
             getattr(received, name).copy_(getattr(ahead, name))

@@ -1,4 +1,4 @@
-"""What products in CUDA are launched with, beside the parameters that their kernels declare. It runs none."""
+"""Test the launch arguments of CUDA matrix products against the parameters that the kernels declare. None is run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOTS, HIDDEN, INNER, ROWS = 3, 256, 128, 6
 
 
 def declared(text: str, name: str) -> list[tuple[str, str]]:
-    """Kinds and names of a kernel's parameters."""
+    """Return the kinds and names of a kernel's parameters."""
     given = re.search(rf"\b{name}\((const [^{{]*?)\)\s*\{{", text, re.DOTALL)
     found = []
     for one in given[1].split(","):
@@ -31,8 +31,10 @@ def declared(text: str, name: str) -> list[tuple[str, str]]:
 
 
 def launched(run) -> tuple[dict[str, object], int, int]:
-    """Arguments by the names of parameters, with what the text is compiled with, its products, and the threads of a
-    program; the programs, and the bytes of shared memory of a launch."""
+    """Return a launch: its arguments by parameter name, the number of programs, and bytes of shared memory.
+
+    The arguments include the compile-time definitions, the products in the source, and the threads of a program.
+    """
     made = {}
 
     def kernel(text, name, form, device):
@@ -58,7 +60,7 @@ def launched(run) -> tuple[dict[str, object], int, int]:
 
 
 def products(text: str) -> dict[tuple[str, str], list[int]]:
-    """Widths of the text's products by the kind of numbers and the order of operands."""
+    """Return the widths of the products in a source text, by kind of numbers and order of operands."""
     found = {}
     for width, depth, kind, named, order, sums, read in re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\S+) (.*?), more, 1, 1(.*?);}\"\s*: (.*?) : (.*?)\);",
@@ -119,7 +121,10 @@ def test_the_fewest_rows_of_four_bits(int4, e4m3):
 
 
 def test_as_many_routes_of_four_bits_as_there_may_be():
-    """Behind an activation: a row for each route, and none of the parts that may be absent."""
+    """The largest number of routes is supported for the product after an activation.
+
+    It has a row per route, and none of the optional tensors.
+    """
     w = dataclasses.replace(weights(INNER, HIDDEN, e4m3=False, int4=False), bias=None, factor=None)
     x, ids, out = torch.zeros(32, HIDDEN).bfloat16(), torch.zeros(16, 2, dtype=torch.int32), torch.empty(32, INNER)
     tile = gemm_skinny_4bit.tiles_for(32).second
@@ -178,7 +183,7 @@ def test_rows_of_four_bits_that_are_gathered():
 
 
 EACH = torch.ones(SLOTS)
-SCALES = {  # and the steps from one to the next, of rows and of weights
+SCALES = {  # kind -> scales, and the strides of row scales and of weight scales
     "none": (None, 0, 1),
     "one of rows": (MatrixScales(0.5, EACH), 0, 1),
     "of experts": (MatrixScales(EACH.clone(), EACH, EACH.clone()), 1, 1),
@@ -268,4 +273,4 @@ def test_gradients_of_weights(accumulate, factor, dtype):
 
 def test_numbers_have_room_in_both_kernels():
     assert "8 * EXPONENTS" in numbers_text("gemm_skinny_4bit.cu")
-    assert "scales + 2 * EXPONENTS" in gemm_grouped.kernel_text()  # floats, of 8 bytes each
+    assert "scales + 2 * EXPONENTS" in gemm_grouped.kernel_text()  # the pointer counts floats, and an entry has 8 bytes

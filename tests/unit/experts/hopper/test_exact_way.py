@@ -1,4 +1,7 @@
-"""Exact Hopper kernels: ways of one order of sums, and bf16 as it is trained. Launches nothing."""
+"""Test exact Hopper kernels: which paths share one order of sums, and how bf16 matches training.
+
+Nothing is launched.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +25,7 @@ SCALES = {
 
 
 def ways(scaling: str, rows: int, exact: bool, activation: str = "swiglu") -> list[str]:
-    """Which of a scaling's ways one call takes."""
+    """Return the paths of a scaling that one call takes."""
     dtype, taken = BF16 if scaling in ("none", "trained") else E4M3, []
     weights = [torch.zeros(SLOTS, *size).to(dtype) for size in ((2 * INNER, HIDDEN), (HIDDEN, INNER))]
     kind = SCALINGS[scaling]
@@ -48,16 +51,22 @@ def ways(scaling: str, rows: int, exact: bool, activation: str = "swiglu") -> li
 
 @pytest.mark.parametrize("scaling", SCALES)
 def test_ways_of_one_order_of_sums(scaling):
-    """Whose bits are the same, which `tests/gpu/test_exact_gpu.py` shows; that of the fewest rows has another order."""
+    """An exact call takes only paths that add in the same order.
+
+    `tests/gpu/test_exact_gpu.py` tests that their bits are equal. The path for the fewest rows adds in another order.
+    """
     found = [ways(scaling, rows, True) for rows in (1, 30, 200, 600)]
     assert found == [["streamed"], ["streamed"], ["streamed"], ["grouped"]]
     gelu = [ways(scaling, rows, True, "geglu") for rows in (1, 600)]
     assert gelu == [["streamed" if scaling == "trained" else "grouped"], ["grouped"]]
-    assert ways(scaling, 1, False) == ["run_skinny"]  # the way of few rows otherwise
+    assert ways(scaling, 1, False) == ["run_skinny"]  # otherwise few rows take this path
 
 
 def test_bf16_computes_as_it_is_trained():
-    """Rounded between the first product and the activation: a rollout's bits are the trainer's."""
+    """Exact bf16 rounds between the first product and the activation, as training does.
+
+    The bits of a rollout therefore equal the trainer's.
+    """
     held: Any = SimpleNamespace(num_slots=4, dtype=BF16, anchor=None, etp=SimpleNamespace(size=1))
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=8, top_k=1)
     exact, plain = (Bf16TritonExperts(config, held, options=ExpertsOptions(exact=flag)) for flag in (True, False))

@@ -1,4 +1,4 @@
-"""The Triton kernels for fp8 blocks against plain torch in float64; on a CPU in Triton's interpreter.
+"""Test the Triton kernels for fp8 blocks against plain torch in float64; on a CPU, in Triton's interpreter.
 
 The checks are functions of a device: `tests/gpu/test_fp8_block_kernels_gpu.py` calls them with other shapes.
 """
@@ -78,11 +78,11 @@ def test_reduce(rows, top_k, size, weighted):
 
 @pytest.mark.parametrize("size", [128, 1280])
 def test_copy_rows(size):
-    """Into all places that are named, and nowhere else."""
+    """Each row is copied to all its places, and nothing else is written."""
     x = torch.randn(5, size, device=DEVICE)
     slots = torch.tensor([[3, -1], [0, 6], [-1, -1], [7, 2], [1, -1]], dtype=torch.int32, device=DEVICE)
     room = torch.full((8, size), torch.nan, device=DEVICE)
-    route_sort.copy_rows(x, slots, room[:7])  # place 7 is beyond, no row has places 4 and 5
+    route_sort.copy_rows(x, slots, room[:7])  # place 7 is outside, and no row has places 4 and 5
     assert torch.equal(room[[3, 0, 6, 2, 1]], x[[0, 1, 1, 3, 4]])
     assert bool(room[[4, 5, 7]].isnan().all())
 
@@ -90,7 +90,7 @@ def test_copy_rows(size):
 @pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (300, 5, 6), (700, 3, 40), (600, 7, 270)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_group(rows, top_k, experts, dtype):
-    """The last one is counted first."""
+    """Routes are grouped by expert, with local ids and with global ids."""
     check_group(rows, top_k, experts, dtype=dtype)
     check_group(rows, top_k, experts, dtype=dtype, base=64)
 
@@ -98,7 +98,7 @@ def test_group(rows, top_k, experts, dtype):
 @pytest.mark.parametrize(("rows", "top_k", "experts"), [(1, 1, 1), (300, 5, 6), (700, 3, 40), (4097, 3, 37)])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_group_beside_rows_that_still_come(ranks, rows, top_k, experts):
-    """All ranks have ids_ready of their ids."""
+    """Routes are grouped while rows still travel, once all ranks have set `ids_ready`."""
     calls = torch.tensor([2**31 - 1, 0], dtype=torch.int32, device=DEVICE)
     ids_ready = torch.full((ranks,), -(2**31), dtype=torch.int32, device=DEVICE)
     check_group(rows, top_k, experts, ids_ready=(ids_ready, calls))
@@ -124,7 +124,7 @@ def check_awaited(call, place, number):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="what is written while a kernel runs: in the interpreter alone")
 def test_programs_wait_for_each_other():
-    """One of two, for the other."""
+    """At the grid barrier, each of two programs waits for the other."""
     made, calls = [], torch.tensor([7, 0], dtype=torch.int32)
     ids, room = torch.randint(0, 5, (2049, 2), dtype=torch.int32), torch.zeros(3 * 4098, dtype=torch.int32)
     lists = room[:4098], room[4098:8196].view(2049, 2), room[8196:8201]
@@ -137,7 +137,7 @@ def test_programs_wait_for_each_other():
 
 
 def test_group_in_few_programs(monkeypatch):
-    """Each takes several parts of the pairs."""
+    """A grid of few programs is right, where each one handles several parts of the routes."""
     monkeypatch.setattr(route_sort, "PROGRAMS", 10)
     check_group(1500, 3, 40, base=64)
 

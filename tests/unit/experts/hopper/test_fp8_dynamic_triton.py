@@ -1,6 +1,8 @@
-"""`fp8_dynamic_triton` and `fp8_channel_triton` against the float64 oracle, and where the former goes the way of
-`fp8_block_triton` against that on the same numbers, bit for bit; on a CPU in Triton's interpreter. More rows:
-tests/gpu/test_hopper_kernels.py."""
+"""Test `fp8_dynamic_triton` and `fp8_channel_triton` against the float64 oracle.
+
+Where `fp8_dynamic_triton` takes the path of `fp8_block_triton`, both are compared bit for bit on the same numbers. On a
+CPU the kernels run in Triton's interpreter. tests/gpu/test_hopper_kernels.py tests more rows.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ from tests.fixtures.fp8_dynamic_triton import (
 )
 
 COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
-# weights with a scale for each what -> kernel, experts, and how the oracle rounds
+# scale per matrix or per channel -> kernel, maker of experts, and how the oracle rounds
 KINDS = {
     "matrix": (Fp8DynamicTritonExperts, scales_apart, BY_ROW),
     "channel": (Fp8ChannelTritonExperts, channels_apart, CHANNEL),
@@ -46,12 +48,12 @@ each_kind = pytest.mark.parametrize(("kernel", "made", "scheme"), KINDS.values()
 
 @pytest.fixture(autouse=True)
 def compiles(monkeypatch):
-    """What NVRTC compiles is for more rows."""
+    """Pretend that NVRTC is present. What it compiles is for more rows."""
     monkeypatch.setattr(nvrtc, "missing", lambda: None)
 
 
 def in_blocks_only(experts: Experts) -> Experts:
-    """As where no NVRTC is."""
+    """Return the experts as they are without NVRTC."""
     experts._compiles = False
     return experts
 
@@ -67,7 +69,7 @@ def within(y, scheme: Scheme, tensors, x, received: Received) -> None:
 @pytest.mark.parametrize("count", [1, 3, 16, 60])
 @pytest.mark.parametrize("travelled", [False, True])
 def test_few_rows_with_one_scale_each(count, travelled, kernel, made, scheme):
-    """Plain ones are rounded first; those that came rounded are read as they are."""
+    """Rows with one scale each are right: plain rows are rounded first, and rounded rows are read as they are."""
     experts = build(kernel, SMALL[0], tensors := made(*SMALL))
     received = apart(rows(*SMALL, count))
     given, x = received, received.x
@@ -96,7 +98,7 @@ def test_every_activation_of_few_rows(activation, kernel, made, scheme):
 @pytest.mark.parametrize("count", [3, 20])
 @pytest.mark.parametrize("activation", COMPUTED, ids=lambda a: a.value)
 def test_biases_with_a_scale_for_each_channel(activation, count, etp_rank):
-    """That of the result is added by one etp rank."""
+    """Biases are added with a scale per channel, and the output bias by one etp rank only."""
     config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=True)
     experts = build(Fp8ChannelTritonExperts, config, tensors := channels_biased(config, SMALL[1]))
     experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=etp_rank)
@@ -139,7 +141,7 @@ def test_rows_that_travelled_in_blocks(count):
 
 @pytest.mark.parametrize("count", [1, 40, sorted_first(130), sorted_first(2000)], ids=str)
 def test_one_scale_of_a_row_stands_for_each_of_its_blocks(count):
-    """Where kernels want one for each 128 columns."""
+    """Kernels that need a scale per 128 columns get the row's scale for each block."""
     dynamic, block, tensors = both()
     received = apart(rows(*SMALL, count))
     travelled = by_row(received)
@@ -174,7 +176,7 @@ def test_grouped_rows(weighting):
 
 
 def test_what_goes_by_row():
-    """Rows of bf16 layers that are not grouped, plain or with a scale each, where the GEMM for many compiles."""
+    """bf16 layers compute ungrouped rows by their row scale, if NVRTC can compile the GEMM for many rows."""
     dynamic, half = both()[0], both(torch.float16)[0]
     received = rows(*SMALL, 60)
     data, scale = round_blocks(received.x)

@@ -1,7 +1,7 @@
-"""`fp8_tensor_triton` against the float64 oracle; on a CPU the kernels for few rows in Triton's interpreter.
+"""Test `fp8_tensor_triton` against the float64 oracle; on a CPU, few rows in Triton's interpreter.
 
-`tests/gpu/test_hopper_kernels.py` calls the kernel with a model's sizes, `tests/gpu/test_hopper_products.py` its large
-products.
+`tests/gpu/test_hopper_kernels.py` calls the kernel with a model's sizes, and `tests/gpu/test_hopper_products.py` tests
+its large products.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ TINY = (MoEConfig(hidden_size=128, intermediate_size=128, num_experts=16, top_k=
 
 
 def exact(received: Received, input_scale: float) -> Received:
-    """With values that E4M3 holds: the interpreter's casts differ from torch's. input_scale: a power of two"""
+    """Return rows with values that E4M3 represents, because the interpreter's casts differ from torch's.
+
+    input_scale: a power of two.
+    """
     if DEVICE.type == "cuda":
         return received
     return dataclasses.replace(received, x=(received.x.float() / input_scale).to(FP8).to(BF16) * input_scale)
@@ -69,7 +72,7 @@ def test_rows_that_were_rounded_before_give_the_same_bits(count):
 
 
 def test_rows_are_rounded_by_what_they_say():
-    """Not by the weights' calibration, which a wire need not share."""
+    """Rounded rows are widened by their own scale, which may differ from the weights' input scale."""
     experts, tensors = build(*SMALL)
     received = exact(rows(*SMALL, 20), 2.0**-5)
     expected, limit = expected_and_limit(
@@ -85,7 +88,7 @@ def test_rows_are_rounded_by_what_they_say():
 
 
 def test_large_values_saturate():
-    """448 * 2**-8 is 1.75: many are beyond it."""
+    """Values beyond 448 * scale saturate. Here that is 1.75, and many values exceed it."""
     scale = 2.0**-8
     experts, _ = build(*TINY, input_scale=scale)
     received = exact(dataclasses.replace(rows(*TINY, 20), x=rows(*TINY, 20).x.clamp(-1.75, 1.75)), scale)
@@ -95,7 +98,7 @@ def test_large_values_saturate():
 
 
 def test_large_activations_saturate():
-    """The second product's input is 448 * scale at most: weights of it that are all 1 show the sum."""
+    """Activations beyond 448 * scale saturate. The weights of the second product are all 1, so results show the sum."""
     config = dataclasses.replace(SMALL[0], activation=Activation.RELU2)
     experts, tensors = build(config, SMALL[1])
     for expert, own in enumerate(tensors):
@@ -108,7 +111,8 @@ def test_large_activations_saturate():
     received = dataclasses.replace(
         received, x=torch.ones_like(received.x), local_ids=ids, weights=torch.ones_like(received.weights)
     )
-    expected = config.intermediate_size * 448 * 2.0 ** -(ids[:, 0] + 4).float()  # powers of two times 7: exact in bf16
+    # 7 times a power of two is exact in bf16
+    expected = config.intermediate_size * 448 * 2.0 ** -(ids[:, 0] + 4).float()
     assert torch.equal(experts(received).float(), expected.unsqueeze(1).expand(-1, config.hidden_size))
 
 
@@ -122,7 +126,7 @@ def test_ids_as_they_travelled(count):
 
 
 def test_weights_are_left_to_combine():
-    """One row per pair, as CONTIGUOUS transports deliver them."""
+    """Weighting.COMBINE leaves weights to the transport. CONTIGUOUS transports deliver one row per route."""
     experts, tensors = build(*SMALL)
     counts = torch.tensor([20, 0, 3, 1, 7], device=DEVICE)
     received = Received(
@@ -161,9 +165,13 @@ def test_written_to_peers(ranks, rank, bound, chunk):
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_rows_are_rounded_once(listed):
-    """To where slots send them, and nowhere else; by the largest scale, which is left on the device."""
-    hidden, scales = 1152, torch.tensor([0.25, 0.5, 0.125], device=DEVICE)  # more than a program's columns
-    x = (torch.randint(-8, 9, (5, hidden), device=DEVICE) * 0.5).to(BF16)  # in eighths of 4: numbers of E4M3 by 0.5
+    """Rows are rounded once, to the places that `slots` names and nowhere else.
+
+    They use the largest scale, which the kernel writes to a tensor on the device.
+    """
+    hidden, scales = 1152, torch.tensor([0.25, 0.5, 0.125], device=DEVICE)  # more than the columns of one program
+    # eighths of 4, so E4M3 represents them divided by 0.5
+    x = (torch.randint(-8, 9, (5, hidden), device=DEVICE) * 0.5).to(BF16)
     x[1, 7], x[2, 3] = 1000.0, -1000.0
     slots = torch.tensor([[3, -1], [-1, -1], [0, 7], [1, 5], [9, -1]], dtype=torch.int32, device=DEVICE)
     guarded = torch.full((11 if listed else 7, hidden), 9.0, device=DEVICE).to(FP8)

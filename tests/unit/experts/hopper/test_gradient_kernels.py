@@ -1,5 +1,7 @@
-"""Derivatives of activations, and sums of pairs' rows for the gradients of biases, against float64: on a GPU, or in
-Triton's interpreter."""
+"""Test derivatives of activations and bias gradients (sums over rows of an expert) against float64.
+
+They run on a GPU, or in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from ep_moe.types import Activation
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = [0, 1, 70, 0, 33]  # rows of each expert
-STEP = 2**-8 if DEVICE.type == "cuda" else 2**-7  # the interpreter's casts cut off
+STEP = 2**-8 if DEVICE.type == "cuda" else 2**-7  # the interpreter's casts truncate
 
 
 def sorted_rows(size: int):
-    """Rows and two more behind the last expert's, their ends, experts, and routes in another order."""
+    """Return sorted rows, two more rows of NaN after the last expert's, ends, experts, shuffled routes and weights."""
     generator = torch.Generator().manual_seed(size)
     count = sum(COUNTS)
     rows = torch.randn(count + 2, size, generator=generator).bfloat16().to(DEVICE)
@@ -66,7 +68,7 @@ def test_dots_with_the_experts_bias(size):
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "geglu", "swiglu_clamped", "relu2"])
 def test_derivatives_of_an_activation(activation, weighed):
-    """Also where gates and ups are clamped, from above and from below."""
+    """Derivatives are right, also where gate and up are clamped from above and from below."""
     activation, size, limit = Activation(activation), 72, 1.0
     config = MoEConfig(
         num_experts=5, top_k=1, hidden_size=8, intermediate_size=size, activation=activation, activation_alpha=1.7,
@@ -86,7 +88,7 @@ def test_derivatives_of_an_activation(activation, weighed):
         h, grad, routes, weights if weighed else None, ends, activation, 1.7, limit, grad_weights=out, weighted=grad,
         grad_h=grad_h,
     )  # fmt: skip
-    small = 2**-16  # of float32's functions, where a result is the difference of larger numbers
+    small = 2**-16  # error of float32 functions where a result is the difference of larger numbers
     assert ((grad.double() - wanted).abs() <= STEP * wanted.abs() + small * 8).all()
     assert ((grad_h.double() - slope).abs() <= STEP * slope.abs() + small * 8).all()
     assert ((out.double()[at] - dots).abs() <= 2**-16 * terms).all()
@@ -94,7 +96,10 @@ def test_derivatives_of_an_activation(activation, weighed):
 
 @pytest.mark.parametrize(("activation", "size"), [("swiglu", 1032), ("relu2", 72)])
 def test_rows_rounded_beside_the_activation_have_the_bits_of_rounded_rows(activation, size):
-    """Forward's and backward's, of rows within the count; those behind it are left alone."""
+    """Rows rounded by the activation kernel have the bits of rows rounded afterwards, in forward and backward.
+
+    Rows after the count are not written.
+    """
     activation, count = Activation(activation), 9
     given, _, _, routes, weights = sorted_rows(size)
     given, ends, form = given[: count + 2], torch.tensor([4, 4, count], device=DEVICE).int(), (activation, 1.7, 1.0)

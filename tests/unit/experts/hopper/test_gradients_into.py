@@ -1,4 +1,4 @@
-"""What the training step tells its kernels of buffers that gradients are written into. What these give: tests/gpu."""
+"""Test which buffers for gradients the training step passes to its kernels. tests/gpu tests their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("w13", "w2", "w13_bias", "w2_bias")
 
 @contextlib.contextmanager
 def without_kernels():
-    """Yields the products of weights' gradients. Sums of biases' rows are ones."""
+    """Replace kernels by mocks. Yield the mock of the weight gradients' product; sums of bias rows are ones."""
 
     def ones(rows, ends, out, *_, **__):
         out.fill_(1.0)
@@ -42,7 +42,7 @@ def without_kernels():
 
 
 def backward(count, wanted, into=None, *, adds=True):
-    """adds: this rank adds the bias of the result, and not another etp rank"""
+    """Run a backward pass. adds: whether this etp rank adds the output bias."""
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=SLOTS, top_k=1)
     shapes = ((2 * INNER, HIDDEN), (HIDDEN, INNER), (2 * INNER,), (HIDDEN,))
     stored = {name: torch.zeros(SLOTS, *shape) for name, shape in zip(NAMES, shapes, strict=True)}
@@ -95,7 +95,7 @@ def test_a_rank_without_rows(accumulate):
 
 
 def test_the_bias_of_the_result_that_another_rank_adds():
-    """It has a gradient of zeros here, and no product."""
+    """An etp rank that does not add the output bias gets zeros as its gradient, without a product."""
     with without_kernels() as product:
         found = backward(ROWS, True, adds=False)
     assert product.call_count == 2

@@ -1,4 +1,4 @@
-"""How large products are tiled, on a machine without a GPU. What they give: tests/gpu."""
+"""Test how large matrix products are tiled, without a GPU. tests/gpu tests their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
 
 
 def chosen(rows: int, experts: int, columns: int) -> Tiles:
-    """Of 132 multiprocessors."""
+    """Return the tiles chosen for 132 multiprocessors."""
     w = torch.empty(experts, columns * gemm_grouped.WEIGHTS, 64, device="meta")
     with mock.patch.object(gemm_grouped, "multiprocessors", return_value=132):
         return tiles_for(rows, w)
@@ -32,8 +32,12 @@ def chosen(rows: int, experts: int, columns: int) -> Tiles:
 
 @pytest.mark.parametrize(("rows", "most"), [(96, 112), (128, 96), (192, 112), (256, 144), (512, 144), (1024, 192)])
 def test_tiles_fill_the_waves(rows, most):
-    """32 experts of Qwen3-30B-A3B: 128 rows of each are 192 tiles, two waves for the work of 1.5, and half as wide they
-    are three; 256 are two tiles of 128 or 144 each, 384 tiles, three waves."""
+    """Tiles fill whole waves of multiprocessors where possible.
+
+    Example: 32 experts of Qwen3-30B-A3B. With 128 rows each, one tile per expert gives 192 tiles: two waves for the
+    work
+    of 1.5. Narrower tiles make three. With 256 rows, two tiles of 128 or 144 each give 384 tiles, three waves.
+    """
     assert chosen(rows, 32, 6).rows == most
 
 
@@ -57,7 +61,7 @@ def test_all_tiles_fit(tiles):
     ],
 )
 def test_which_kernel_multiplies_with_scales_of_blocks(each, exact, dtype, expected):
-    """Exact layers have one order of sums, whatever the number of rows."""
+    """Exact layers use one kernel for any number of rows, because its order of sums is fixed."""
     w = torch.empty(2, 128, 128, device="meta")
     products = Products(w, w, [], dtype, Activation.SWIGLU, 0.0, 0.0, 0, at_once, exact=exact)
     ways = dict.fromkeys(("by_gemm_grouped", "multiply", "rounded", "sorted", "_plain"), mock.DEFAULT)
@@ -95,8 +99,12 @@ def test_which_kernel_multiplies_with_scales_of_blocks(each, exact, dtype, expec
     ],
 )
 def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activation):
-    """A word would be of products that wait for each other, for want of registers. Small: instructions of both products
-    of a layer stay in a multiprocessor's cache (docs/explanation/performance_log.md)."""
+    """The kernels compile for Hopper without compiler output, and stay small.
+
+    Output would warn of products that wait for each other because registers are short. The kernels of both products of
+    a
+    layer must fit into a multiprocessor's instruction cache (docs/explanation/performance_log.md).
+    """
     form = gemm_grouped.options(itemsize, out_bytes, activation, **scaled)
     text = gemm_grouped.source_text(itemsize, "blocks" if "blocks" in scaled else "")
     binary, words = nvrtc.compile_kernels(text, form)
@@ -131,7 +139,7 @@ def test_weights_of_four_bits_compile_for_hopper_without_a_word(activation, tile
 
 @pytest.mark.parametrize("scheme", FOUR_BITS)
 def test_programs_of_a_multiprocessor_share_its_memory(scheme):
-    """228 KiB, of which each program takes one besides."""
+    """Programs on one multiprocessor share its 228 KiB of shared memory. Each program reserves 1 KiB more."""
     w = four_bits(scheme)
     for tile in gemm_grouped_4bit.candidates_of(w):
         assert gemm_grouped_4bit.shared_bytes(tile, 256, w) <= 228 * 1024 // tile.programs - 1024

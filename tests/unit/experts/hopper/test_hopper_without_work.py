@@ -1,4 +1,4 @@
-"""The Hopper kernels where there is nothing to launch, which needs no Triton, and what is kept of calls."""
+"""Test the Hopper kernels where nothing is launched, which needs no Triton, and what calls keep."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ CONFIG = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=
 
 
 def kernel(monkeypatch, slots: int) -> Bf16TritonExperts:
-    monkeypatch.setattr(Bf16TritonExperts, "workspace_bytes", lambda self: 1)  # made with Triton's help
+    monkeypatch.setattr(Bf16TritonExperts, "workspace_bytes", lambda self: 1)  # the real method needs Triton
     held = ExpertMap.uneven([slots, CONFIG.num_experts - slots])
     return Bf16TritonExperts(CONFIG, ExpertWeights(CONFIG, held, dtype=torch.bfloat16, trainable=False))
 
@@ -37,7 +37,7 @@ def received(rows: int) -> Received:
 
 @pytest.mark.parametrize(("slots", "rows"), [(0, 3), (2, 0)], ids=["no experts", "no rows"])
 def test_nothing_to_compute(slots, rows, monkeypatch):
-    """Rows are zeros, and peers that wait learn that none come."""
+    """Without rows or experts the result is zeros, and waiting peers are told that no rows come."""
     experts, given = kernel(monkeypatch, slots), received(rows)
     out = torch.full_like(given.x, torch.nan)
     assert experts.compute(given, out) is out
@@ -83,7 +83,7 @@ def test_all_that_launches_are_made_of_tells_calls_apart(monkeypatch):
 
 def test_rows_of_slots_that_only_wider_ranks_have_are_none_of_ours():
     given = received(12)
-    offsets = torch.tensor([0, 3, 5, 9, 12])  # of 4 slots, and this rank has 2
+    offsets = torch.tensor([0, 3, 5, 9, 12])  # of 4 slots; this rank has 2
     grouped = dataclasses.replace(given, layout=RowLayout.CONTIGUOUS, expert_offsets=offsets)
     assert [bound.tolist() for bound in row_bounds(grouped, 2)] == [[0, 3], [3, 5]]
     batched = dataclasses.replace(

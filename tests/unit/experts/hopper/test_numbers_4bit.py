@@ -1,5 +1,7 @@
-"""What the kernels make of codes of 4 bits: tables of those in CUDA under rows in E4M3, as torch reads E4M3, and the
-factors of INT4 in bf16."""
+"""Test how kernels decode 4-bit codes: the CUDA tables for E4M3 rows, and the scales of INT4 in bf16.
+
+torch's E4M3 is the reference.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ TEXT = numbers_text("numbers_4bit.cu")
 
 
 def e4m3(words: list[int], size: int) -> torch.Tensor:
-    """Little-endian words of E4M3 as numbers."""
+    """Return the values of little-endian words of E4M3."""
     found = torch.tensor([list(word.to_bytes(size, "little")) for word in words], dtype=torch.uint8)
     return found.view(torch.float8_e4m3fn).float()
 
 
 def table() -> torch.Tensor:
-    """[EXPONENTS, 8]"""
+    """Return the CUDA source's table as values, [EXPONENTS, 8]."""
     listed = re.search(r"NUMBERS_OF\[EXPONENTS\] = \{(.*?)\};", TEXT, re.DOTALL)
     return e4m3([int(word, 16) for word in re.findall(r"0x[0-9a-f]+(?=ull)", listed[1])], 8)
 
@@ -63,7 +65,7 @@ def test_int4_by_its_scale_is_rounded_once(text):
 
 
 def decoded(words: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """As `numbers` of E2M1 does it, of a row's words and exponents."""
+    """Decode a row's words and exponents as the CUDA function `numbers` does for E2M1."""
     numbers, largest = table(), int(factor.log2()) + ROW_SCALE
     found = torch.zeros(words.shape[0] * 128)
     for block, row in enumerate(words[:, 0].tolist()):

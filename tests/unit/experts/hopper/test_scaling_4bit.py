@@ -1,4 +1,4 @@
-"""Which kernel takes a product with weights of 4 bits, and what it is given. Launches nothing."""
+"""Test which kernel computes a product with 4-bit weights, and its arguments. Nothing is launched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ each_scheme = pytest.mark.parametrize("scheme", KINDS)
 
 
 def made(scheme: str, *, exact: bool = False) -> tuple[Packed, dict[str, torch.Tensor]]:
-    """A step, and its scratch memory."""
+    """Return a step, and its scratch memory."""
     kind = KINDS[scheme]
     w13 = torch.zeros(SLOTS, HIDDEN // 128, 2 * INNER, 16, dtype=torch.int32)
     w2 = torch.zeros(SLOTS, INNER // 128, HIDDEN, 16, dtype=torch.int32)
@@ -40,7 +40,7 @@ def made(scheme: str, *, exact: bool = False) -> tuple[Packed, dict[str, torch.T
 
 
 def calls_of(run) -> list[tuple[str, dict[str, object]]]:
-    """Products that `run` makes, by their module, with their arguments by name."""
+    """Return the products that `run` makes, by module, with their arguments by name."""
     found = []
 
     def noted(module, names):
@@ -63,7 +63,7 @@ def calls_of(run) -> list[tuple[str, dict[str, object]]]:
 
 
 def check(step: Packed, own: dict[str, torch.Tensor], calls: list[tuple[str, dict[str, object]]]) -> None:
-    """What all kernels are given alike."""
+    """Check the arguments that all kernels have in common."""
     (_, first), (_, second) = calls
     p, names = step.products, step.names
     for which, (given, data, bias) in enumerate(((first, p.w13, p.biases[0]), (second, p.w2, p.biases[1]))):
@@ -143,7 +143,7 @@ def test_sorted_rows(each, writes_to_peers, exact, scheme):
 
 
 def test_few_rows_in_bf16_are_listed():
-    """And none in E4M3: that kernel knows no such numbers."""
+    """Only bf16 rows use the kernel for listed routes, because it does not read E4M3."""
     assert all(
         (max(kind.listed_up_to) > 0) == ("act_scale" not in kind.scratch(1, 1, 1, True, torch.bfloat16))
         for kind in KINDS.values()
@@ -152,7 +152,7 @@ def test_few_rows_in_bf16_are_listed():
 
 @pytest.mark.parametrize("e4m3", [False, True])
 def test_tiles_by_rows_of_an_expert(e4m3):
-    """Wider with more rows, and two programs of a multiprocessor for few alone."""
+    """Tiles have more rows if experts do. Two programs share a multiprocessor only for few rows."""
     data = torch.empty(32, 16, 1536, 16, device="meta")
     w = Weights(data, torch.empty(32, 16, 1, 1536, device="meta"), "mxfp4", 32, None, None, e4m3)
     with mock.patch.object(gemm_grouped, "multiprocessors", return_value=132):

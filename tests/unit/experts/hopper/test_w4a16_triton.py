@@ -1,5 +1,7 @@
-"""`w4a16_triton` against the float64 oracle of the dequantized weights, in Triton's interpreter. More rows:
-tests/gpu/test_hopper_4bit.py."""
+"""Test `w4a16_triton` against the float64 oracle of the dequantized weights, in Triton's interpreter.
+
+tests/gpu/test_hopper_4bit.py tests more rows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.fixtures.bf16_triton import BF16, CUT_OFF, SMALL, check_peers, rows
 from tests.fixtures.w4a16_triton import FOUR_BITS, UNEVEN, build
 
 each_scheme = pytest.mark.parametrize("scheme", FOUR_BITS)
-# more rows than a tile has; the last rows of an expert in half a tile and in all of it
+# fewer and more rows than a tile; the last rows of an expert fill half a tile, and a whole one
 WAYS = {"some": (1, 16), "more": (50, 16), "half": (50, 64), "whole": (100, 64)}
 
 
@@ -62,7 +64,7 @@ def test_sizes_that_leave_half_a_block_or_tile(block_n, scheme, monkeypatch):
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=lambda a: a.value), ids=lambda a: a.value)
 @pytest.mark.parametrize("etp_rank", [0, 1])
 def test_every_activation_with_biases(etp_rank, activation, scheme):
-    """That of the result is added by one etp rank."""
+    """Each activation is right with biases. The output bias is added by one etp rank only."""
     config = dataclasses.replace(SMALL[0], activation=activation, expert_bias=True)
     experts, tensors = build(config, SMALL[1], scheme)
     experts.weights.etp = dataclasses.replace(experts.weights.etp, rank=etp_rank)

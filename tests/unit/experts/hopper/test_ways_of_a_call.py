@@ -1,4 +1,4 @@
-"""How a call of Hopper's kernels is cut, by its rows and the GPU's memory. Launches nothing."""
+"""Test how a call of the Hopper kernels is split, by its rows and the GPU's memory. Nothing is launched."""
 
 import torch
 
