@@ -1,4 +1,4 @@
-"""What `expert_parallel` and `load_pretrained` hand on: options to the layers, the Hub's to the lookup of a model."""
+"""Test what `expert_parallel` and `load_pretrained` pass on: options to layers, and Hub options to the model lookup."""
 
 import contextlib
 from pathlib import Path
@@ -22,7 +22,7 @@ HUB = {"revision": "v2", "token": "t", "cache_dir": "c", "local_files_only": Tru
 
 
 class Asked(Exception):
-    """With what was handed on."""
+    """Raised with the arguments that were passed on."""
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_every_option_of_layers_reaches_those_of_a_checkpoint(context, tmp_path,
     ids=["load_pretrained", "calibrated_wire", "read_moe_config", "num_experts"],
 )
 def test_a_model_is_looked_up_by_all_ranks_as_was_asked(call, weights, context, monkeypatch):
-    """Weights are not fetched for sizes alone."""
+    """All ranks look up a model with the given options. Weights are not downloaded if only sizes are needed."""
     monkeypatch.setattr(module, "model_folder", raises)
     with pytest.raises(Asked) as asked:
         call(context)
@@ -90,7 +90,10 @@ def test_a_configuration_is_looked_up_without_weights(monkeypatch):
 
 
 def test_a_calibrated_wire_has_the_scale_of_the_models_own_layers(context, tmp_path, monkeypatch):
-    """Up to the largest number of the format, and not of layers that the model lacks."""
+    """`calibrated_wire` takes the input scale of the model's own layers, up to the format's largest number.
+
+    Layers that the model does not have are ignored.
+    """
     save(tiny_model("qwen3_moe"), tmp_path)
     asked = []
     monkeypatch.setattr(module, "largest_input_scale", lambda *given, **how: asked.append((given, how)) or 0.25)
@@ -102,7 +105,7 @@ def test_a_calibrated_wire_has_the_scale_of_the_models_own_layers(context, tmp_p
 
 @pytest.mark.parametrize("stated", [None, "its own"])
 def test_a_loaded_model_generates_as_its_folder_says(stated, context, tmp_path, monkeypatch):
-    """By the class's defaults where the folder says nothing."""
+    """A loaded model generates by its folder's generation config, or by the class's defaults without one."""
     save(tiny_model("mixtral"), tmp_path)
     kept = []
     monkeypatch.setattr(module, "read_generation_config", lambda folder: stated)

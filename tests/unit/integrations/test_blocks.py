@@ -1,4 +1,4 @@
-"""Layers in place of whole blocks: their names and dtypes, what is frozen, and what of a block is refused."""
+"""Test layers that replace whole blocks: names and dtypes, frozen parameters, and blocks that are refused."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def blocks_of(model):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_a_layer_has_the_name_of_the_block(family, context):
-    """Errors and metrics say it."""
+    """A layer is named after its block. Errors and metrics contain the name."""
     model = expert_parallel(tiny_model(family), context)
     assert [layer.name for layer in moe_layers(model)] == [f"model.layers.{n}.mlp" for n in LAYERS[family]]
 
 
 def test_a_layer_has_the_dtype_of_the_experts(context):
-    """Not that of a router in float32, which comes first in Mixtral's block."""
+    """A layer has the dtype of the experts, and not of a float32 router, which comes first in Mixtral's block."""
     model = tiny_model("mixtral").bfloat16()
     for block in blocks_of(model):
         block.gate.float()
@@ -50,7 +50,7 @@ def test_a_layer_has_the_dtype_of_the_experts(context):
     ],
 )
 def test_what_is_frozen_of_a_block_stays_frozen(theirs, ours, context):
-    """And all else learns."""
+    """Parameters of a block that are frozen stay frozen, and all others require gradients."""
     model = tiny_model("gpt_oss")
     for block in blocks_of(model):
         for name, parameter in block.named_parameters():

@@ -1,4 +1,4 @@
-"""What a module of transformers lends to its layer: which tensors, in which layout, and to which ranks."""
+"""Test what a transformers module lends to its layer: which tensors, in which layout, and on which ranks."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ E, H, INNER = 3, 8, 16
 
 
 def experts(*, gate=True, bias=False, transposed=False, interleaved=False, **more):
-    """A module's parameters, and the same numbers in our layout."""
+    """Return a module with parameters, and the same numbers in our layout."""
     rows = INNER * (2 if gate else 1)
     own = {"w13": torch.randn(E, rows, H), "w2": torch.randn(E, H, INNER)}
     own |= {"w13_bias": torch.randn(E, rows), "w2_bias": torch.randn(E, H)} if bias else {}
@@ -38,7 +38,7 @@ def experts(*, gate=True, bias=False, transposed=False, interleaved=False, **mor
 
 
 class Layer:
-    """What a borrower makes; keeps what it was lent."""
+    """A stand-in for the layer that a borrower makes. It keeps the tensors that it was lent."""
 
     def __init__(self, config, dtype, trains):
         self.config, self.dtype, self.trains, self.name = config, dtype, trains, "a layer"
@@ -59,7 +59,7 @@ class Layer:
 
 @pytest.fixture
 def borrower(monkeypatch):
-    """Makes one, over a layer whose kernel has a backward or not."""
+    """Return a function that makes a borrower, over a layer whose kernel has a backward or not."""
 
     def make(module, *, trains=True, top_k=None):
         config = lambda experts, kind, most: SimpleNamespace(top_k=most, num_experts=E)  # noqa: E731
@@ -81,7 +81,7 @@ def borrower(monkeypatch):
     ids=str,
 )  # fmt: skip
 def test_the_numbers_that_are_lent_are_in_our_layout(form, borrower):
-    """A module without a gate has nothing by turns, whatever its flag says."""
+    """Lent tensors are in our layout. A module without a gate alternates no rows, whatever its flag says."""
     module, own = experts(**form | ({"interleaved": False} if not form.get("gate", True) else {}))
     module.is_concatenated = not form.get("interleaved", False)
     made = borrower(module)
@@ -93,7 +93,7 @@ def test_the_numbers_that_are_lent_are_in_our_layout(form, borrower):
 
 
 def test_numbers_at_an_odd_address_are_lent_aligned(borrower):
-    """As kernels read them, 16 bytes at a time."""
+    """Tensors at an unaligned address are lent as aligned copies, because kernels read 16 bytes at a time."""
     module, own = experts()
     storage = torch.empty(own["w2"].numel() + 1)
     module.down_proj = storage[1:].view(own["w2"].shape).copy_(own["w2"])
@@ -123,7 +123,10 @@ def test_a_token_takes_no_more_experts_than_there_is_room_for(chosen, borrower):
 
 
 def test_an_expert_that_is_chosen_twice_is_called_once(borrower):
-    """A router of the model's may look its choices up in a table."""
+    """A repeated expert id is merged into one route with the sum of its weights.
+
+    A model's router may read its choices from a table, and so repeat an id.
+    """
     made = borrower(experts()[0])
     made(torch.ones(1, H), torch.tensor([[1, 1]]), torch.tensor([[0.25, 0.5]]))
     assert made.layer.routing.ids.tolist() == [[1, -1]]
@@ -132,7 +135,10 @@ def test_an_expert_that_is_chosen_twice_is_called_once(borrower):
 
 @pytest.mark.parametrize(("trains", "layers"), [(True, [False]), (False, [False, True])])
 def test_calls_with_gradients_have_a_layer_of_their_own_where_they_must(trains, layers, borrower):
-    """All layers of a model are listed, in its order."""
+    """Calls with gradients use a separate layer only if the first one has no backward.
+
+    `borrowing_layers` lists all layers of a model in order.
+    """
     made = borrower(experts()[0], trains=trains)
     model = nn.Sequential(nn.Identity(), nn.Identity())
     model[1].__dict__["ep_moe_borrower"] = made
@@ -168,7 +174,7 @@ def test_a_layer_that_cannot_train_says_why(borrower, monkeypatch):
     ],
 )
 def test_a_backward_is_of_the_kernel_and_of_the_transport(kernel, transport, adjoint, without, monkeypatch):
-    """Which may have one of its own, or an adjoint."""
+    """A layer has a backward if its kernel and its transport have one. An adjoint of the transport counts too."""
     can = SimpleNamespace
     kinds = {
         "experts": can(name="computes", capabilities=can(differentiable=kernel)),
@@ -213,7 +219,7 @@ class Mesh:
 )
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_context_has_the_ranks_of_the_meshes(device, world, tp, ep, groups, monkeypatch):
-    """A mesh of one rank has no group that would be worth one."""
+    """The context's groups are those of the device meshes. A mesh of one rank has no group."""
     made = []
 
     class Context:

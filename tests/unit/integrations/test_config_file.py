@@ -1,4 +1,4 @@
-"""Fields of config.json that are no sizes are refused by their names."""
+"""Test that invalid fields of config.json other than sizes are refused by name."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_size_is_a_positive_integer(name, size, tmp_path):
 
 @pytest.mark.parametrize("where", ["rope_theta", "rope_parameters", "list"])
 def test_a_number_is_finite_wherever_it_stands(where, tmp_path):
-    """Python reads NaN, which JSON has not."""
+    """Every number must be finite, at any depth. Python's json accepts NaN, which JSON does not have."""
     quiet()
     tiny_config("qwen3_moe").save_pretrained(tmp_path)
     file, nan = tmp_path / "config.json", float("nan")

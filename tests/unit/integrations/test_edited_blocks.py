@@ -1,4 +1,4 @@
-"""Blocks of a known family that were changed in memory: what was changed is computed, or refused."""
+"""Test blocks of a known family that were changed in memory: the change is computed, or refused."""
 
 import warnings
 
@@ -114,10 +114,10 @@ def test_what_nobody_changed_is_replaced_whole(family, context):
     shared = next(
         (one for name, one in model.named_modules() if name.endswith(("shared_experts", "shared_expert"))), None
     )
-    if shared is not None:  # stays in the layer
+    if shared is not None:  # the shared experts stay a module of the layer
         shared.register_forward_hook(lambda *_: None)
     if family in ("mixtral", "qwen3_moe"):
-        model(IDS, output_router_logits=True)  # transformers hooks its routers
+        model(IDS, output_router_logits=True)  # transformers adds hooks to its routers
     state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,4 +1,4 @@
-"""Registration of `ep_implementation="ep_moe"`, and what it refuses."""
+"""Test the registration of `ep_implementation="ep_moe"`, and what it refuses."""
 
 import weakref
 from contextlib import nullcontext
@@ -70,7 +70,7 @@ def test_layers_are_made_as_was_asked(monkeypatch):
 
 @pytest.mark.parametrize("top_k", [None, 2])
 def test_how_many_experts_a_token_takes_must_be_known(top_k, monkeypatch):
-    """By a known name of the configuration, or as it was given."""
+    """The number of experts per token comes from a known field of the configuration, or from an argument."""
     experts = SimpleNamespace(config=SimpleNamespace(), has_gate=True, has_bias=False, gate_up_proj=torch.ones(1))
     asked = SimpleNamespace(top_k=top_k)
     monkeypatch.setattr(ep_implementation, "config_of", lambda experts, kind, most: most)
@@ -84,7 +84,7 @@ def test_how_many_experts_a_token_takes_must_be_known(top_k, monkeypatch):
 
 
 class Made:
-    """Of one process group, or of no group."""
+    """A stand-in for a device mesh or context with one rank."""
 
     device_type = "cpu"
 
@@ -96,7 +96,7 @@ class Made:
 
 
 def test_modules_of_one_mesh_share_a_context(monkeypatch):
-    """As long as one of them lives: those of the next model have ranks of their own."""
+    """Modules of one mesh share a context while any of them lives. A later model may have other ranks."""
     monkeypatch.setattr(ep_implementation.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(ep_implementation.EPContext, "from_groups", Made)
     contexts, (mesh, other) = ep_implementation._Contexts(), (Made(), Made())
@@ -113,7 +113,7 @@ def test_modules_of_one_mesh_share_a_context(monkeypatch):
 
 
 class Named:
-    """Stands in for layers, of which one trains by its name."""
+    """A stand-in for layers, of which one trains by its name."""
 
     config = SimpleNamespace(top_k=2, num_experts=4)
     expert_weights = SimpleNamespace(borrow=lambda tensors: nullcontext())

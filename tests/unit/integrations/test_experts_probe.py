@@ -1,4 +1,4 @@
-"""What experts are found to compute: activations by their numbers, and modules that are on no interface."""
+"""Test how the computation of experts is identified: activations by their values, and modules off the interface."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from ep_moe.integrations.find_experts import find_experts
 
 
 class Gated(nn.Module):
-    """As a class of transformers' experts interface, as far as its activation goes."""
+    """A module with the activation of transformers' experts interface."""
 
     has_gate, has_bias, is_transposed, is_concatenated, has_post_expert_norm = True, False, False, True, False
 
@@ -88,7 +88,7 @@ def test_an_activation_that_cannot_be_computed_alone():
 
 
 class Experts(nn.Module):
-    """Computes on the rows of each expert, as transformers' own modules do."""
+    """Experts that compute the rows of each expert in turn, as transformers' own modules do."""
 
     def __init__(self, experts=6, hidden=40, inner=24):
         super().__init__()
@@ -223,9 +223,9 @@ def test_an_id_of_no_expert_stands_for_the_row_or_for_nothing():
     ("experts", "hidden", "inner", "small"),
     [
         (8, 4096, 1024, (2 * WIDTH, WIDTH)),
-        (2 * WIDTH, 4096, 1024, (2 * WIDTH + 1, WIDTH)),  # no size is E by chance
+        (2 * WIDTH, 4096, 1024, (2 * WIDTH + 1, WIDTH)),  # no size equals E by chance
         (WIDTH, 4096, 1024, (2 * WIDTH, WIDTH + 1)),
-        (8, 4096, 4096, (2 * WIDTH, 2 * WIDTH)),  # sizes that are equal stay equal
+        (8, 4096, 4096, (2 * WIDTH, 2 * WIDTH)),  # equal sizes stay equal
         (4 * WIDTH, 4 * WIDTH, 1024, (4 * WIDTH, WIDTH)),
         (4 * WIDTH, 4096, 4 * WIDTH, (2 * WIDTH, 4 * WIDTH)),
         (2, 2, 1024, None),  # sizes too small to differ

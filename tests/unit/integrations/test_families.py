@@ -1,4 +1,4 @@
-"""Families of models: their configurations, and what is refused of their blocks."""
+"""Test families of models: their configurations, and which of their blocks are refused."""
 
 import pytest
 import torch

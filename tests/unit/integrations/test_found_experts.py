@@ -1,4 +1,4 @@
-"""Which modules are taken for experts by what they compute, and which numbers say how many a token takes."""
+"""Test which modules are recognized as experts by what they compute, and how experts per token are found."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ from ep_moe.integrations.find_experts import (
 
 
 class Experts(nn.Module):
-    """Computes as an expert layer does, and may hold more than its matrices."""
+    """An expert layer that may have buffers besides its matrices."""
 
     def __init__(self, **buffers):
         super().__init__()
@@ -37,7 +37,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize(("buffers", "taken"), [({}, True), ({"scale": torch.ones(4)}, False)], ids=["none", "one"])
 def test_a_module_with_a_buffer_is_not_taken_for_experts(buffers, taken):
-    """A layer would have no place for it."""
+    """A module with a buffer is not recognized as experts, because a layer has no place for the buffer."""
     assert bool(find_experts(nn.ModuleDict({"experts": Experts(**buffers)}))) is taken
 
 
@@ -58,7 +58,7 @@ def test_a_block_that_holds_more_than_experts_a_router_and_a_bias_is_not_taken(b
 
 
 class Flat(nn.Module):
-    """The rows of all experts one below another, in one matrix for each projection."""
+    """Experts whose rows are stacked in one matrix for each projection."""
 
     def __init__(self, order):
         super().__init__()
@@ -97,7 +97,7 @@ class Sees(PreTrainedModel):
 
 
 def test_experts_of_a_part_that_sees_images_are_apart():
-    """Also those that are not on transformers' interface."""
+    """Experts of a part that reads images are listed separately, even if they are not on transformers' interface."""
     model = nn.ModuleDict({"experts": Experts(), "visual": Sees(SeesConfig())})
     model.config = PretrainedConfig()
     assert experts_apart(model) == ["visual.experts"]
@@ -112,7 +112,7 @@ def test_a_number_of_experts_is_read_under_each_name_that_models_have(name):
 
 
 def on_interface(**flags):
-    """A module on transformers' experts interface: gated, in rows, gates first."""
+    """Return a module on transformers' experts interface: gated, not transposed, gate first."""
     usual = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 
     class OnInterface(nn.Module):
@@ -159,7 +159,10 @@ def test_a_module_without_a_flag_of_the_interface_is_not_on_it(flag):
 
 
 def test_the_nearest_statement_says_how_many_experts_a_token_takes():
-    """The experts' own, then what is beside them, then further out, then the configuration."""
+    """The closest field decides how many experts a token takes.
+
+    The experts' own field is first, then their neighbours', then outer modules', then the configuration's.
+    """
     model = nn.ModuleDict({"layer": nn.ModuleDict({"experts": Experts(), "router": nn.Identity()})})
     model.config = PretrainedConfig(num_experts_per_tok=5)
     found = []

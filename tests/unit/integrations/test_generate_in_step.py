@@ -1,4 +1,4 @@
-"""`generate` of one rank: what it is called with, when peers are asked, and whose random numbers are drawn."""
+"""Test `generate` on one rank: its arguments, when peers are asked, and whose random numbers are drawn."""
 
 import contextlib
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ CONFIG = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
 
 
 class Model(nn.Module):
-    """As one of transformers, whose forward and `generate` keep what they were called with."""
+    """A stand-in for a transformers model, whose forward and `generate` record their arguments."""
 
     def __init__(self):
         super().__init__()
@@ -40,7 +40,10 @@ def context():
 
 
 def test_an_idle_step_is_one_row_that_is_no_token():
-    """Without a cache, whose length would be another than the peers'."""
+    """An idle step computes one row that is not a token, without a cache.
+
+    A cache would differ in length from the peers'.
+    """
     model = Model()
     loss = idle_step(model)
     ((given, idle),) = model.calls
@@ -58,7 +61,10 @@ def test_an_idle_step_is_one_row_that_is_no_token():
     [(None, False, False, True), (True, False, False, True), (False, False, False, False), (True, True, True, False)],
 )
 def test_ranks_are_kept_in_step_instead_of_by_synced_gpus(asked, nested, given, ran, context, monkeypatch):
-    """Unless the caller says that they need not be. An assistant's call is inside another's, and is left as it is."""
+    """Ranks are kept in step by this package instead of synced_gpus, unless the caller passes synced_gpus=False.
+
+    The call of an assistant model is nested in another call, and is not changed.
+    """
     model, begun = Model(), []
     generation = Generation.of(context)
     assert Generation.of(context) is generation
@@ -112,7 +118,7 @@ def test_layers_of_another_context_are_another_models(context):
 
 
 def in_group(size, rank=0, split=1, rows=None):
-    """A generation of a rank of a group, and what it says to the group."""
+    """Return a rank's `Generation` in a group, and the list of what it sends to the group."""
     made, asked = object.__new__(Generation), []
     group = SimpleNamespace(
         size=size, rank=rank, exchange=lambda row: asked.append(row) or rows,
@@ -127,7 +133,7 @@ def in_group(size, rank=0, split=1, rows=None):
 
 
 def test_peers_are_asked_before_all_other_hooks_of_a_forward():
-    """An idle step runs those."""
+    """Peers are asked before all other hooks of a forward, because an idle step runs those hooks."""
     made, _ = in_group(2)
     model, order = Model(), []
     model.register_forward_pre_hook(lambda *_: order.append("another"))
@@ -140,7 +146,7 @@ def test_peers_are_asked_before_all_other_hooks_of_a_forward():
 
 @pytest.mark.parametrize(("depth", "serving", "asks"), [(1, False, True), (0, False, False), (1, True, False)], ids=str)
 def test_peers_are_asked_within_generate_alone(depth, serving, asks):
-    """And not in a step that serves another model of theirs."""
+    """Peers are asked only within `generate`, and not in a step that serves a peer's other model."""
     made, served = in_group(2)[0], []
     turns = iter([4, 4, 7])
     asked = []
@@ -158,7 +164,10 @@ def test_peers_are_asked_within_generate_alone(depth, serving, asks):
 
 @pytest.mark.parametrize(("split", "rank", "shared"), [(1, 1, False), (2, 0, True), (2, 1, True)])
 def test_tp_ranks_draw_the_numbers_of_the_first_one(split, rank, shared):
-    """Afterwards each has its own again, as if it had drawn none."""
+    """tp ranks draw the random numbers of the first tp rank.
+
+    Afterwards each has its own random state again, as if it had drawn none.
+    """
     first = torch.Generator().manual_seed(5).get_state().view(torch.int64)
     torch.manual_seed(9)
     own = torch.rand(3, generator=torch.Generator().manual_seed(9))

@@ -1,4 +1,4 @@
-"""What the experts of a transformers model compute, how they are replaced, and what is refused."""
+"""Test how the experts of a transformers model are identified and replaced, and which are refused."""
 
 import inspect
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def context():
 
 
 def replaced(kind, context):
-    """The first experts module and what replaces it, and rows for both."""
+    """Return the first experts module, its replacement, and rows for both."""
     model = tiny_transformers_model(kind)
     theirs = model.get_submodule(next(iter(find_experts(model))))
     ours = next(iter(replace_experts(model, context).values()))
@@ -39,9 +39,10 @@ def test_ids_of_no_expert_fewer_and_repeated_ones(context):
     if transformers.__version__ < "5.18":
         pytest.skip("its experts take no id of no expert")
     theirs, ours, x = replaced("olmoe", context)
-    theirs.config._experts_implementation = "eager"  # others heed the id of no expert under expert parallelism alone
+    # other implementations accept the id of no expert only under expert parallelism
+    theirs.config._experts_implementation = "eager"
     weights = torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
-    ids = torch.tensor([[0, 8], [8, 3], [8, 8], [1, 2], [7, 0], [5, 8]])  # 8 is transformers' id of no expert
+    ids = torch.tensor([[0, 8], [8, 3], [8, 8], [1, 2], [7, 0], [5, 8]])  # in transformers, id 8 means no expert here
     torch.testing.assert_close(ours(x, ids, weights), theirs(x, ids, weights), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours(x, ids[:, :1], weights[:, :1]), theirs(x, ids[:, :1], weights[:, :1]))
     assert sum(ours.moe.stats().expert_load) == 7 + 4
@@ -140,7 +141,7 @@ def test_dtypes_and_modes_stay(context):
     ],
 )
 def test_a_frozen_tensor_stays_frozen(name, parts, context):
-    """All others learn."""
+    """A frozen tensor stays frozen, and all others require gradients."""
     model = tiny_transformers_model("gpt_oss")
     for experts in find_experts(model):
         model.get_submodule(experts).get_parameter(name).requires_grad_(False)
@@ -219,7 +220,7 @@ def test_a_model_is_quantised_where_no_calibration_is_needed(context):
             expert_parallel(model, context, quantization=scheme)
     plain = model(ids).logits
     expert_parallel(model, context, quantization="fp8_dynamic")
-    scale = plain.std()  # E4M3 rounds to 2**-4 of a number: far from equal, and far from other experts
+    scale = plain.std()  # E4M3 rounds to 2**-4 of a number: the logits differ, but by less than with other experts
     assert 1e-4 < (model(ids).logits - plain).std() / scale < 2**-4
 
 
@@ -263,7 +264,10 @@ def test_ids_that_stand_for_the_row_itself(context):
 
 
 def test_each_experts_output_is_normalised(context):
-    """With gradients of the norm and of the weights; a row may name fewer experts than others."""
+    """The output of each expert is normalized, with gradients of the norm and of the routing weights.
+
+    A row may name fewer experts than other rows.
+    """
     theirs, ours, x = replaced("muse_spark_text", context)
     theirs.config._experts_implementation = "eager"
     ids = torch.tensor([[0, 8], [1, 3], [8, 8], [1, 2], [7, 0], [5, 6]])
@@ -291,7 +295,7 @@ def test_a_norm_of_each_output_is_no_part_of_one_layer(context):
     ("kind", "which"), [("qwen3_moe", "down_proj"), ("dbrx", "mlp.v1"), ("jetmoe", "output_linear.weight")]
 )
 def test_experts_of_mixed_or_quantized_numbers_are_refused(kind, which, dtype):
-    """Of transformers' interface, and those that are found by what they compute."""
+    """Experts of mixed or quantized dtypes are refused, on transformers' interface and off it."""
     model = tiny_transformers_model(kind)
     name = next(iter(find_experts(model)))
     owner, _, parameter = f"{name}.{which}".rpartition(".")

@@ -1,4 +1,4 @@
-"""Idle steps: of which models, and what they give on one rank."""
+"""Test idle steps: which models run them, and what they give on one rank."""
 
 import contextlib
 import inspect
@@ -28,7 +28,7 @@ def test_idle_steps_are_for_models_with_blocks():
 
 
 def test_an_idle_step_that_raised_is_over(monkeypatch):
-    """The next `generate` of this rank meets its peers again."""
+    """An idle step that raised is over, so the next `generate` of this rank meets its peers again."""
     generation = object.__new__(in_step.Generation)
     generation._models, generation._serving = [lambda: torch.nn.Identity()], False
 
@@ -43,7 +43,7 @@ def test_an_idle_step_that_raised_is_over(monkeypatch):
 
 
 class Experts(torch.nn.Module):
-    """As one of a block's modules of experts."""
+    """A stand-in for a block's experts module."""
 
     def __init__(self, name, calls):
         super().__init__()
@@ -89,13 +89,16 @@ def test_what_a_block_leaves_out_is_called_behind_it(gradients):
 
 
 def test_a_block_that_leaves_out_what_comes_first_is_refused():
-    """The others were called already, as the first of a peer's calls."""
+    """A block that skips its first module is refused.
+
+    The modules after it were already called, where a peer calls the first one.
+    """
     with pytest.raises(InputError, match="text was not called, and what its block calls after it was; ranks differ"):
         Block("text", "image")(torch.ones(2), "image")
 
 
 class Pair(torch.nn.Module):
-    """A block that calls one of its two modules of experts."""
+    """A block that calls one of its two experts modules."""
 
     def __init__(self, number, calls):
         super().__init__()
@@ -106,7 +109,7 @@ class Pair(torch.nn.Module):
 
 
 def test_only_what_its_own_block_leaves_out_is_called_behind_it():
-    """Modules of two blocks have the list of blocks in common."""
+    """Only modules that their own block skipped are called after it. Modules of other blocks in the list are not."""
     calls, model = [], torch.nn.Module()
     model.layers = torch.nn.ModuleList(Pair(number, calls) for number in range(2))
     in_step.attach_all_called(
@@ -117,7 +120,7 @@ def test_only_what_its_own_block_leaves_out_is_called_behind_it():
 
 
 def test_logits_that_are_recorded_have_no_rows_of_idle_steps():
-    """There is one for each layer all the same, as on the ranks that have tokens."""
+    """Idle steps record logits without rows, one for each layer, as ranks with tokens record one for each layer."""
     context = EPContext.local(torch.device("cpu"))
     model = expert_parallel(tiny_model("mixtral"), context)
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
@@ -139,7 +142,7 @@ def test_a_block_that_returns_rows_alone_returns_them():
 
 @pytest.mark.parametrize(("x_grad", "grad"), [(True, True), (True, False), (False, True)])
 def test_gradients_are_of_calls_that_have_them(x_grad, grad):
-    """What is called without rows has a backward where the others' calls have one."""
+    """A skipped module is called with gradients if the calls of the other modules have them."""
     block = Block("text", "image")
     with torch.set_grad_enabled(grad):
         block(torch.ones(2, requires_grad=x_grad), "text")
@@ -147,7 +150,7 @@ def test_gradients_are_of_calls_that_have_them(x_grad, grad):
 
 
 class Inner(transformers.PreTrainedModel):
-    """A model within a model, whose parts are no block's."""
+    """A model within a model, whose parts do not form a block."""
 
     config_class = transformers.PretrainedConfig
 
@@ -158,7 +161,10 @@ class Inner(transformers.PreTrainedModel):
 
 @pytest.mark.parametrize("kind", ["block", "list", "dict", "model"])
 def test_ranks_are_kept_in_step_in_blocks_of_several_modules(kind, monkeypatch):
-    """Layers in a list, and parts of a model, are all called."""
+    """Only blocks with several experts modules are attached.
+
+    Layers in a list and the parts of a model are all called anyway.
+    """
     holder = {
         "block": torch.nn.Sequential,
         "list": lambda: torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()]),
@@ -184,7 +190,7 @@ def test_the_innermost_module_holds_both(one, other, common):
 
 
 def generation(size=2, failed=False):
-    """Of ranks that get the error which this one raises."""
+    """Return a `Generation` whose peers receive the error that this rank raises, and the list of what it sent."""
     made, sent = object.__new__(in_step.Generation), []
     made._context = SimpleNamespace(
         flight_recorder=SimpleNamespace(failed=failed), _broken_by=lambda error: sent.append(("broken", str(error)))
@@ -211,7 +217,10 @@ def generation(size=2, failed=False):
     ],
 )
 def test_peers_hear_of_an_error_that_leaves_generate(size, failed, inside, sent):
-    """Where they wait: within a forward, or between two. None waits where a step has failed already."""
+    """Peers learn of an error that leaves `generate` where they wait: within a forward, or between two forwards.
+
+    If a step has already failed, no peer waits.
+    """
     made, heard = generation(size, failed)
     made._inside = inside
     made._tell(KeyError("x"))
@@ -220,7 +229,10 @@ def test_peers_hear_of_an_error_that_leaves_generate(size, failed, inside, sent)
 
 @pytest.mark.parametrize("error", [None, KeyError("x"), InputError("on all ranks")], ids=repr)
 def test_generate_ends_however_it_ends(error, monkeypatch):
-    """The next one begins anew, outside of any forward. An error of ours is all ranks' own."""
+    """`generate` resets its state however it ends, and the next one starts outside of any forward.
+
+    An error of this package is raised on all ranks already, so peers are not told.
+    """
     made, _ = generation()
     sent, finished = [], []
     monkeypatch.setattr(in_step.Generation, "_random_state_of_tp", lambda self: contextlib.nullcontext())
@@ -242,7 +254,10 @@ def test_generate_ends_however_it_ends(error, monkeypatch):
 
 @pytest.mark.parametrize("name", ["inputs", "input_ids", "inputs_embeds"])
 def test_a_batch_of_no_sequences_is_returned_as_its_ids(name):
-    """However it is given; a number has no sequences to count."""
+    """The ids of a batch without sequences are returned, whichever argument holds it.
+
+    A scalar has no sequences to count.
+    """
     signature = inspect.signature(lambda inputs=None, **kwargs: None)
     empty = torch.zeros(0, 3, dtype=torch.int64)
     assert in_step._empty(signature.bind_partial(**{name: empty})) is empty

@@ -1,4 +1,4 @@
-"""Models that are loaded: heads that a checkpoint does not have, classes that are none, and tensors without a place."""
+"""Test loaded models: heads that a checkpoint lacks, invalid model classes, and tensors without a place."""
 
 import shutil
 from unittest import mock
@@ -30,7 +30,7 @@ def test_a_head_that_is_drawn_is_alike_on_all_ranks_and_leaves_the_random_state(
     quiet()
     model = tiny_model("mixtral")
     drawn = []
-    for seed in (1, 2):  # ranks are seeded as they please
+    for seed in (1, 2):  # ranks may have different seeds
         torch.manual_seed(seed)
         wanted = torch.rand(3)
         torch.manual_seed(seed)
@@ -41,7 +41,11 @@ def test_a_head_that_is_drawn_is_alike_on_all_ranks_and_leaves_the_random_state(
 
 
 def test_a_head_is_drawn_alike_in_whatever_order_its_tensors_are_named():
-    """Of a set, whose order is another on each rank; also where transformers takes it for initialized."""
+    """A head is initialized equally on all ranks, in any order of its names.
+
+    The names are a set, whose order differs between ranks. It is initialized even if transformers marks it as
+    initialized.
+    """
     quiet()
     model = transformers.AutoModelForQuestionAnswering.from_config(tiny_config("mixtral"))
     names, drawn = ["model.layers.0.self_attn.q_proj.weight", "qa_outputs.weight", "qa_outputs.bias"], []
@@ -79,7 +83,7 @@ def test_tied_weights_may_be_in_the_file_under_either_name(has, tmp_path):
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_first_rank_of_a_job_says_how_much_it_holds(rank, tmp_path, caplog):
-    """Buffers too."""
+    """The first rank of the job logs how much memory the weights take, buffers included."""
     quiet()
     tiny_model("mixtral").save_pretrained(tmp_path)
     layout, recorder, cpu = RankLayout(world=1, rank=rank, ranks=(rank,)), FlightRecorder(), torch.device("cpu")
@@ -112,7 +116,10 @@ def test_classes_that_are_none_are_refused(tmp_path):
 
 
 def test_the_user_is_not_asked_to_run_code_of_a_checkpoint(monkeypatch):
-    """Ranks have no terminal, and no code that a checkpoint names is ever run."""
+    """The user is not asked to run code of a checkpoint.
+
+    Ranks have no terminal, and code that a checkpoint names is never run.
+    """
     config, asked = tiny_config("mixtral"), []
     config.auto_map = {"AutoModelForImageClassification": "someone/model--modeling.Model"}
     monkeypatch.setattr("builtins.input", asked.append)
@@ -134,7 +141,7 @@ def test_a_head_that_is_no_language_models_is_asked_for_by_its_class(task, tmp_p
 
 
 class Scorer(transformers.PreTrainedModel):
-    """A user's, around a language model, which initializes what it adds as transformers asks for."""
+    """A user's model around a language model. It initializes its own parameters by `post_init`."""
 
     config_class = transformers.PretrainedConfig
 
@@ -146,7 +153,10 @@ class Scorer(transformers.PreTrainedModel):
 
 @pytest.mark.parametrize("loaded", ["mixtral", "olmoe", "in place"])
 def test_post_init_leaves_the_numbers_of_a_loaded_model(loaded, checkpoints, tmp_path):
-    """Its own, and that of a model around it: a block that is replaced whole, experts alone, a model in memory."""
+    """`post_init` keeps the weights of a loaded model, called on it or on a model around it.
+
+    The cases are a block replaced whole, experts only, and a model converted in memory.
+    """
     quiet()
     context = EPContext.local(rank_device())
     if loaded == "in place":
@@ -172,7 +182,10 @@ def test_what_the_model_has_no_place_for_is_one_warning(checkpoints, tmp_path):
 
 
 def test_an_adapter_beside_a_model_is_one_warning(tmp_path):
-    """transformers puts it on the model, whose numbers would be others without a word."""
+    """An adapter in a model's folder causes one warning.
+
+    transformers would apply it silently, and so change the model's weights.
+    """
     peft = pytest.importorskip("peft")
     quiet()
     plain = tiny_model("mixtral")

@@ -1,4 +1,4 @@
-"""LoRA of PEFT on one rank: fresh factors, what is trained of an adapter, and which do not fit."""
+"""Test PEFT's LoRA on one rank: new factors, what is trained of an adapter, and which adapters are refused."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def models(tmp_path_factory):
 
 
 def test_layers_begin_with_numbers_of_their_own(models):
-    """By the seed and the layer's name alone."""
+    """Each layer's factors depend only on the seed and the layer's name."""
 
     def factors(**seed):
         with EPContext.local(torch.device("cpu")) as context:
@@ -46,7 +46,7 @@ def test_layers_begin_with_numbers_of_their_own(models):
     assert all(map(torch.equal, first, again))
     rows = torch.cat([*first, *other]).flatten(1)
     assert len(rows.unique(dim=0)) == len(rows), "nor do experts share theirs"
-    # in every process: ranks of several EP groups hold the same experts, and `hash` differs between processes
+    # equal in every process: ranks of several EP groups hold the same experts, but `hash` differs between processes
     torch.testing.assert_close(first[0].flatten()[:3], torch.tensor([-0.0569672063, 0.0174512416, 0.0497770198]))
 
 
@@ -76,7 +76,7 @@ def test_weights_with_factors_beside_them_are_neither_saved_nor_pushed(models, t
 
 
 def test_a_configuration_that_names_nothing_is_refused_as_pefts():
-    """No model is frozen without a factor to train."""
+    """A configuration without targets is refused as PEFT refuses it, and no parameter is frozen."""
     with EPContext.local(torch.device("cpu")) as context:
         model = expert_parallel(interface_model("olmoe"), context)
         with pytest.raises(ValueError, match="target_modules"):
@@ -95,7 +95,7 @@ def test_a_parameter_beside_experts_needs_no_module():
 
 def test_patterns_of_ranks_and_of_alphas_are_apart():
     of, name = SimpleNamespace(name="layers.0.mlp"), "experts.down_proj"
-    target = Target(of=of, parameter=name, stored="w2", depth=0, turned=False)  # r is 4, lora_alpha 8
+    target = Target(of=of, parameter=name, stored="w2", depth=0, turned=False)  # r is 4, lora_alpha is 8
     assert target.low_rank(lora_config("olmoe", alpha_pattern={name: 12})) == LowRank(4, 3.0)
     assert target.low_rank(lora_config("olmoe", rank_pattern={name: 2})) == LowRank(2, 4.0)
     assert target.low_rank(lora_config("olmoe", rank_pattern={name: 2}, alpha_pattern={name: 5})) == LowRank(2, 2.5)
@@ -103,7 +103,10 @@ def test_patterns_of_ranks_and_of_alphas_are_apart():
 
 
 def test_wrappers_leave_factors_of_experts_alone(models):
-    """Each rank has those of its experts; the others are averaged."""
+    """Data-parallel wrappers ignore the factors of experts, and average all others.
+
+    Each rank has its experts' factors.
+    """
     with EPContext.local(torch.device("cpu")) as context:
         model = add_lora(load_pretrained(models / "olmoe", context, progress=False), lora_config("olmoe"))
         learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -113,7 +116,10 @@ def test_wrappers_leave_factors_of_experts_alone(models):
 
 
 def test_the_scale_of_some_layers_of_peft_may_change(models):
-    """That of all is meant for experts too, which do not follow."""
+    """The scale of some PEFT layers may change, but not of all at once.
+
+    A change of all is meant for the experts too, whose scale does not follow.
+    """
     from peft.tuners.lora import LoraLayer
 
     ids = torch.arange(4).view(1, 4)
@@ -162,7 +168,10 @@ def test_factors_of_peft_are_trained_where_those_of_experts_are(models, tmp_path
 
 @pytest.mark.parametrize("initial", [False, "gaussian", "orthogonal", "eva", "pissa"])
 def test_adapters_that_began_otherwise_are_loaded(models, tmp_path, initial):
-    """The file has all factors. Only ways to begin that change the weights too are refused."""
+    """Adapters with another initialization are loaded, because the file has all factors.
+
+    Only initializations that also change the weights are refused.
+    """
     import peft
 
     plain = plain_twin(models, "olmoe").eval()
@@ -250,7 +259,7 @@ def test_factors_without_a_rank_or_a_scale_are_refused(changes, words, models):
 
 @pytest.mark.parametrize("modules", [["q_proj"], []], ids=["of PEFT", "of experts alone"])
 def test_a_second_adapter_is_refused(models, tmp_path, modules):
-    """Until the first one is merged."""
+    """A second adapter is refused until the first one is merged."""
     with EPContext.local(rank_device()) as context:
         model = add_lora(
             load_pretrained(models / "olmoe", context, progress=False), lora_config("olmoe", target_modules=modules)
@@ -269,7 +278,10 @@ def test_a_second_adapter_is_refused(models, tmp_path, modules):
 
 
 def test_shared_experts_go_by_transformers_names():
-    """They lie in our block; a name that only begins alike is another module's."""
+    """Shared experts keep transformers' names, though they are in our block.
+
+    A name that only starts with theirs belongs to another module.
+    """
     kept = object.__new__(lora_targets._Kept)
     kept._shared = [("layers.0.mlp.shared", "layers.0.mlp.moe.shared_experts")]
     names = ("layers.0.mlp.shared", "layers.0.mlp.shared.up_proj", "layers.0.mlp.shared_gate", "layers.0.mlp.gate")

@@ -1,4 +1,4 @@
-"""Which configurations of PEFT a model looks at, and when."""
+"""Test which PEFT configurations a model checks, and when."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from ep_moe.integrations import lora_guard
 
 @pytest.fixture
 def looked(monkeypatch):
-    """The names of configurations in the order in which the model looked at them."""
+    """Return the names of checked configurations, in order."""
     names = []
 
     def check_modules(config, model, asked):
@@ -29,7 +29,10 @@ def adapter(name):
 
 
 def test_an_adapter_is_looked_at_once(looked):
-    """A call's host time does not grow with the calls before it. A configuration of ours is not PEFT's to check."""
+    """An adapter is checked once, so the host time of a call does not grow.
+
+    Configurations of this package are not checked.
+    """
     model, x = nn.Identity(), torch.zeros(1)
     lora_guard.guard_adapters(model)
     model(x)
@@ -79,6 +82,6 @@ def test_scales_of_all_layers_are_not_changed_while_experts_have_factors():
     with pytest.raises(ConfigError, match=r"from {'default': 1.0} to {'default': 3.0} in the first"):
         model(x)
     with pytest.raises(ConfigError, match="the scale of all LoRA layers of PEFT was changed"):
-        model.ep_moe_scales()  # as before merging
+        model.ep_moe_scales()  # also checked before merging
     experts.lora = None
     model(x)

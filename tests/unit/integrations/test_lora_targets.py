@@ -1,4 +1,4 @@
-"""What a `LoraConfig` names in a model with expert-parallel layers, and how factors of experts lie in a file."""
+"""Test what a `LoraConfig` names in a model with expert-parallel layers, and how a file stores experts' factors."""
 
 from types import SimpleNamespace
 
@@ -26,12 +26,15 @@ def factors():
 
 @pytest.mark.parametrize(("depth", "inside"), [(0, ""), (1, ".base_layer")])
 def test_a_factor_has_the_name_that_peft_gives_it(depth, inside):
-    """Wrappers of PEFT's stand within each other: one for each parameter of a module."""
+    """A factor has PEFT's name. PEFT nests one wrapper for each parameter of a module."""
     assert target(depth=depth).key("A") == f"base_model.model.layers.0.experts{inside}.lora_A.weight"
 
 
 def test_factors_of_all_experts_are_one_tensor_each():
-    """Of A one expert below another, of B with the expert running fastest."""
+    """Factors of all experts are one tensor each in a file.
+
+    A stacks experts along its rows. In B, the expert index varies fastest along the columns.
+    """
     a, b = factors()
     one = target()
     file = one.in_file(a, b)
@@ -43,7 +46,7 @@ def test_factors_of_all_experts_are_one_tensor_each():
 
 
 def test_rows_by_turns_are_so_in_the_file():
-    """Of gate and up, which transformers' parameter has by turns; of down there are none."""
+    """Interleaved gate and up rows are interleaved in the file too. down has none."""
     a, b = factors()
     plain, by_turns = target("w13"), target("w13", interleaved=True)
     rows = [row for pair in zip(range(OUTSIDE // 2), range(OUTSIDE // 2, OUTSIDE), strict=True) for row in pair]
@@ -133,5 +136,5 @@ def test_names_are_those_without_pefts_wrappers(name, bare):
     ],
 )
 def test_a_field_names_what_peft_takes_it_for(field, wanted, name, found):
-    """Modules that are saved by any end of their name, parameters by whole parts of it."""
+    """A field matches names as PEFT does: saved modules by any suffix, and parameters by whole components."""
     assert lora_targets._wanted(None, field, wanted, name) == found

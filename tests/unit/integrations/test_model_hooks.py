@@ -1,4 +1,4 @@
-"""Hooks on models of transformers, and what a call that raises leaves behind."""
+"""Test hooks on transformers models, and the state after a call that raises."""
 
 from unittest import mock
 

@@ -1,4 +1,4 @@
-"""`register_family` and `check_family`: what an entry can forget, each forgotten in turn."""
+"""Test `register_family` and `check_family`: each thing that an entry can leave out is reported."""
 
 import dataclasses
 import warnings
@@ -58,7 +58,7 @@ def glm_config(**changes):
 
 
 def glm_blocks(c, *, activation=Activation.SWIGLU, shared=None, **routing):
-    """routing: what an entry writes there wrongly."""
+    """Return a GLM-4 layer configuration. routing: fields that the entry sets wrongly."""
     right = {
         "method": RoutingMethod.SIGMOID_TOPK, "renormalize": c.norm_topk_prob, "num_groups": c.n_group,
         "scaling_factor": c.routed_scaling_factor, "top_groups": c.topk_group, "correction_bias": True,
@@ -105,7 +105,7 @@ def test_models_without_an_entry_are_compared_too(context):
     assert "norm_topk_prob=True" in check_family(config, context=context)
 
 
-# what an entry forgets or says wrongly -> family, names, what is raised
+# what an entry leaves out or gets wrong -> family, names, error, pattern of its message
 FORGOTTEN = {
     "a selection bias": (
         written(correction_bias=False), dataclasses.replace(NAMES, router=without("e_score_correction_bias")),
@@ -166,7 +166,7 @@ def test_what_is_forgotten_is_named(what, context):
 
 @pytest.mark.parametrize("kind", ["Qwen2MoeConfig", "Qwen3NextConfig"])
 def test_a_gate_is_not_forgotten(kind, context, tmp_path):
-    """Of shared experts: the block that has it is refused in memory and from its file, before anything is computed."""
+    """A missing gate of the shared experts is refused, in memory and from a file, before anything is computed."""
     own = {"num_experts": 8, "shared_expert_intermediate_size": 48, "linear_num_key_heads": 2}
     own |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     config = getattr(transformers, kind)(**COMMON | own)
@@ -194,7 +194,7 @@ def test_a_gate_is_not_forgotten(kind, context, tmp_path):
 
 
 def test_a_scale_in_the_file_is_not_forgotten(context, tmp_path):
-    """Such as a model has that was published with more than transformers' class."""
+    """A scale in the file is refused. A published model may have tensors that transformers' class lacks."""
     from safetensors.torch import load_file, save_file
 
     register_family("glm4_moe", GLM, NAMES)
@@ -211,7 +211,7 @@ def test_a_scale_in_the_file_is_not_forgotten(context, tmp_path):
 
 
 def test_what_no_file_has_is_not_forgotten(context):
-    """A buffer that the class computes."""
+    """A buffer that the class computes, and that is in no file, is refused."""
     register_family("glm4_moe", GLM, NAMES)
     model = transformers.AutoModelForCausalLM.from_config(glm_config())
     model.model.layers[1].mlp.gate.register_buffer("scale", torch.ones(8), persistent=False)
@@ -220,7 +220,10 @@ def test_what_no_file_has_is_not_forgotten(context):
 
 
 def test_a_tensor_that_the_probe_cannot_see_is_named(context):
-    """One expert a token of one: the router's numbers change nothing."""
+    """`check_family` names a tensor whose change does not affect the logits.
+
+    With as many experts per token as experts in total, the correction bias changes nothing.
+    """
     register_family("glm4_moe", GLM, NAMES)
     with pytest.raises(AssertionError, match=r"other numbers in .*e_score_correction_bias do not change the logits"):
         check_family(glm_config(num_experts_per_tok=8, n_group=1), context=context)

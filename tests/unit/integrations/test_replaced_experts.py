@@ -1,4 +1,4 @@
-"""Layers in place of experts alone: their names, calls without rows, masks, and what stays of a module."""
+"""Test layers that replace only the experts: names, calls without rows, masks, and what remains of a module."""
 
 import pytest
 import torch
@@ -20,12 +20,12 @@ def context():
 
 @pytest.fixture
 def experts(context):
-    """The first module of a model in bfloat16."""
+    """Return the first replaced module of a model in bfloat16."""
     return next(iter(replace_experts(interface_model("olmoe").bfloat16(), context).values()))
 
 
 def test_a_layer_has_the_name_of_the_module(context):
-    """Errors and metrics say it."""
+    """A layer is named after its module. Errors and metrics contain the name."""
     model = interface_model("olmoe")
     names = list(find_experts(model))
     made = replace_experts(model, context)
@@ -34,7 +34,7 @@ def test_a_layer_has_the_name_of_the_module(context):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_call_without_rows_is_one_of_the_layers_dtype(gradients, experts):
-    """With a backward where the peers' calls have one: of rows and of weights."""
+    """A call without rows has the layer's dtype, and a backward for rows and weights if the peers' calls have one."""
     given = []
     forward = experts._routed
 

@@ -1,4 +1,4 @@
-"""What `save_pretrained` writes on one rank, what a failure leaves, and what is refused."""
+"""Test what `save_pretrained` writes on one rank, what a failure leaves, and what is refused."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_a_save_that_fails_leaves_no_files(tmp_path, monkeypatch):
 
 
 def test_a_failure_is_not_forgotten_for_what_is_written_after_it(tmp_path, monkeypatch):
-    """There may be room again for the next file."""
+    """A failed write is reported even if later writes succeed, because disk space may be free again."""
     write, failed = saving.save_file, []
 
     def full_once(tensors, path, metadata):
@@ -75,7 +75,10 @@ def test_a_failure_is_not_forgotten_for_what_is_written_after_it(tmp_path, monke
 
 
 def test_ranks_wait_long_for_the_one_that_writes(tmp_path, monkeypatch):
-    """Before each layer's experts, and for the files' names at the end."""
+    """Ranks wait for the writing rank with a long deadline.
+
+    They wait before each layer's experts, and at the end for the files' names.
+    """
     with local() as context:
         model = expert_parallel(interface_model("olmoe"), context)
         waits, step = [], context.flight_recorder.step
@@ -94,7 +97,7 @@ def test_ranks_wait_long_for_the_one_that_writes(tmp_path, monkeypatch):
 
 
 def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
-    """A view would keep the experts of its layer."""
+    """A tensor that waits to be written is copied if it is a view. A view would keep its layer's experts in memory."""
     writer, whole = saving._Writer(tmp_path, 1000), torch.ones(8, 100)
     writer.write({"first": whole[0], "all": whole[:1]})
     assert [tensor.untyped_storage().nbytes() for tensor in writer._pending.values()] == [400, 400]
@@ -102,7 +105,7 @@ def test_what_waits_to_be_written_keeps_its_own_memory_alone(tmp_path):
 
 @pytest.mark.parametrize(("shard_bytes", "files"), [(1600, 1), (1599, 2), (10, 3)])
 def test_a_file_has_at_most_the_bytes_that_are_asked_for(tmp_path, shard_bytes, files):
-    """A tensor that is larger has one of its own."""
+    """A file has at most the requested bytes. A larger tensor has its own file."""
     writer = saving._Writer(tmp_path, shard_bytes)
     writer.write({"a": torch.ones(100), "b": torch.ones(100, dtype=torch.int64)})
     writer.write({"c": torch.ones(200, dtype=torch.int16)})
@@ -132,7 +135,7 @@ def test_a_tensor_that_is_transposed_is_written_as_it_is_seen(tmp_path):
     ("error", "kept"), [(ConfigError("no"), True), (OSError("no space left"), False)], ids=lambda value: str(value)
 )
 def test_a_users_error_is_raised_as_it_is(error, kept):
-    """And any other as one of the checkpoint."""
+    """An error of the user is raised unchanged, and any other as a CheckpointError."""
 
     def act():
         raise error
@@ -145,7 +148,10 @@ def test_a_users_error_is_raised_as_it_is(error, kept):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_exported_is_what_transformers_holds(kind):
-    """Whatever else than experts their module has, such as a router or a norm."""
+    """Exported weights are those that transformers holds, including other parts of the experts' module.
+
+    Such a part is a router or a norm.
+    """
     plain = interface_model(kind)
     model = expert_parallel(interface_model(kind), local())
     found = dict(export_weights(model, save_original_format=False))
@@ -192,7 +198,7 @@ def test_models_without_layers_and_their_own_method_are_refused(tmp_path):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2])
 def test_sizes_of_a_modules_experts_are_those_of_the_layers(activation, bias):
-    """Rows of gate and up, and of down, in biases too."""
+    """Sizes of saved experts are those of the layer's tensors: gate, up and down rows, biases included."""
     config = MoEConfig(
         hidden_size=16, intermediate_size=24, num_experts=4, top_k=2, activation=activation, expert_bias=bias
     )

@@ -1,4 +1,4 @@
-"""What `save_pretrained` and `export_weights` refuse before a rank waits for another."""
+"""Test what `save_pretrained` and `export_weights` refuse before a rank waits for another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_moe.integrations.save import check_plain
 
 
 def on(device: str, **sizes: int) -> list[Any]:
-    """A layer on the CPU, whose context is on `device`."""
+    """Return a layer on the CPU, whose context is on `device`."""
     context = SimpleNamespace(
         device=torch.device(device), layout=SimpleNamespace(**{"pp": 1, "ep": 1, "etp": 1} | sizes)
     )

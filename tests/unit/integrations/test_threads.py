@@ -1,4 +1,4 @@
-"""Calls of one model from two threads: what each of them has, and which is refused."""
+"""Test calls of one model from two threads: what each call sees, and which call is refused."""
 
 import threading
 
@@ -16,7 +16,10 @@ SHORT, LONG = (torch.arange(n).view(1, n) for n in (5, 7))
 @pytest.mark.parametrize("wants", [True, False])
 @torch.no_grad()
 def test_router_logits_are_those_of_the_call(wants):
-    """The second call lies within the first one, before its first layer."""
+    """Router logits are those of the thread's own call.
+
+    The second call runs inside the first, before its first layer.
+    """
     quiet()
     plain = tiny_model("qwen3_moe")
     with EPContext.local(torch.device("cpu")) as context:
@@ -43,7 +46,10 @@ def test_router_logits_are_those_of_the_call(wants):
 
 
 def test_a_call_that_begins_is_met_by_no_other(monkeypatch):
-    """Another thread comes as soon as the context was found free."""
+    """A call that another thread makes while the first one starts is refused.
+
+    The other thread enters after the first one found the context free.
+    """
     with EPContext.local(torch.device("cpu")) as context:
         layer = MoELayer(MoEConfig(hidden_size=32, intermediate_size=32, num_experts=4, top_k=2), context)
         x, found = torch.ones(3, 32), []

@@ -1,4 +1,4 @@
-"""The mask of a model's call: whose it is, and that nothing of it outlives the call."""
+"""Test the mask of a model's call: it belongs to that call, and nothing of it remains afterwards."""
 
 import copy
 import threading
@@ -19,7 +19,7 @@ MASK = torch.tensor([[0, 1, 1], [1, 1, 1]])
 
 
 class Inner(nn.Module):
-    """What blocks would find."""
+    """A stand-in for an inner model. It records the mask that its blocks would find."""
 
     def __init__(self, masks):
         super().__init__()
@@ -64,7 +64,7 @@ def test_a_call_has_its_own_mask_alone(model, masks):
     with pytest.raises(KeyError):
         model(input_ids=IDS, attention_mask=MASK, fails=True)
     assert masks.of_rows(6) is None, "nor does one that failed leave it"
-    with pytest.raises(KeyboardInterrupt):  # for which torch calls no hooks
+    with pytest.raises(KeyboardInterrupt):  # torch calls no hooks for it
         model(input_ids=IDS, attention_mask=MASK, fails=KeyboardInterrupt)
     model(input_ids=IDS)
     assert model.model.seen[-1] is None
@@ -73,7 +73,10 @@ def test_a_call_has_its_own_mask_alone(model, masks):
 @pytest.mark.parametrize("other", ["open", "ended"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_calls_of_two_threads_have_their_own_masks(model, masks, other, masked):
-    """Between the first one's begin and its block, another call begins, and is open or has ended."""
+    """Calls of two threads have separate masks.
+
+    The second call begins before the first one's block, and may have ended.
+    """
     inside, leave = threading.Event(), threading.Event()
 
     def of_second():
@@ -111,7 +114,7 @@ def test_padding_that_generate_does_not_go_on_from_is_not_sent(model, masks):
     with torch.no_grad(), masks.generating():
         for mask in (MASK, MASK.flip(1), MASK[:, :1]):
             model(input_ids=IDS[:, : mask.shape[1]], attention_mask=mask)
-        with masks.generating():  # of an assistant
+        with masks.generating():  # of an assistant model
             pass
         model(input_ids=IDS, attention_mask=MASK.flip(1))
     with pytest.raises(KeyError), masks.generating():
@@ -128,7 +131,10 @@ def test_a_prompt_of_two_tokens_may_end_in_padding(last, sent, model, masks):
 
 
 def test_a_compiled_block_sees_no_other_threads_mask(masks, model, monkeypatch):
-    """It cannot tell threads apart: with several calls under way it takes no mask, and computes padding."""
+    """A compiled block cannot tell threads apart.
+
+    With several calls under way it takes no mask, and computes padding too.
+    """
     model(input_ids=IDS, attention_mask=MASK)
     found = []
 
@@ -150,7 +156,10 @@ def test_a_compiled_block_sees_no_other_threads_mask(masks, model, monkeypatch):
 
 
 def test_labels_are_of_the_call_that_has_them(model):
-    """Where a loss is computed padding is too. The inner model has no labels."""
+    """Labels belong to the call that passes them. Where a loss is computed, padding is sent too.
+
+    The inner model has no labels.
+    """
     model(input_ids=IDS, attention_mask=MASK, labels=IDS)
     model.model(input_ids=IDS, attention_mask=MASK)
     model(input_ids=IDS, attention_mask=MASK)
@@ -159,7 +168,10 @@ def test_labels_are_of_the_call_that_has_them(model):
 
 @pytest.mark.parametrize("added", [False, True])
 def test_a_row_that_attends_to_nothing_may_be_attended_to(added):
-    """By others of a 4-D mask: no row of padding, as in a strictly causal one."""
+    """A row that attends to nothing in a 4-D mask is not padding if other rows attend to it.
+
+    Strictly causal masks have such a row.
+    """
     plain = tiny_model("qwen3_moe")
     model = expert_parallel(tiny_model("qwen3_moe"), EPContext.local(torch.device("cpu")))
     mask = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril(-1)
@@ -174,7 +186,10 @@ def test_a_row_that_attends_to_nothing_may_be_attended_to(added):
 
 @pytest.mark.parametrize("kind", ["AutoModelForSequenceClassification", "AutoModel", "AutoModelForCausalLM"])
 def test_rows_of_padding_that_are_given_back_are_those_of_the_model(kind):
-    """A head that pools may take one for that of the sequence, where its id is not the padding's; callers may, too."""
+    """Rows of padding that a model returns equal the original model's.
+
+    A pooling head may use such a row if its id is not the padding id, and so may callers.
+    """
     torch.manual_seed(0)
     plain = getattr(transformers, kind).from_config(tiny_config("qwen3_moe"), dtype=torch.float32).eval()
     model = expert_parallel(copy.deepcopy(plain), EPContext.local(torch.device("cpu")))
@@ -202,7 +217,10 @@ def test_idle_steps_nest_and_end(model, masks):
 
 
 def test_a_full_static_cache_reads_no_place_behind_the_mask():
-    """On a GPU that would end the process; the model says what is wrong with its call."""
+    """With a full static cache, the mask is not read beyond its end. On a GPU that would end the process.
+
+    The model reports the error in its call.
+    """
     cache = SimpleNamespace(get_seq_length=lambda: torch.tensor(3))
     assert tokens_of(MASK, torch.Size([2, 1]), cache).shape == (2, 1)
 
@@ -214,7 +232,7 @@ def test_a_mask_that_ends_before_the_rows_of_the_call_says_nothing_of_them():
 
 
 def test_a_cache_that_counts_no_tokens():
-    """That of layers with linear attention alone, which transformers does not count: the model goes on from it."""
+    """A cache that counts no tokens is accepted. Caches with only linear attention have no length in transformers."""
 
     def refuse():
         raise ValueError("the current Cache seem to only contain LinearAttention layers")
@@ -226,7 +244,10 @@ def test_a_cache_that_counts_no_tokens():
 
 @pytest.mark.parametrize("other", [None, torch.zeros(2, 1, 3, 3, dtype=torch.bool)])
 def test_masks_by_layer_type_say_the_same_in_any_order(other, model, masks):
-    """transformers makes the dict from a set, whose order is that of a process's hashes; tp ranks must agree."""
+    """Masks by layer type give the same result in any order.
+
+    transformers makes the dict from a set, whose order depends on the process, and tp ranks must agree.
+    """
     by_type = {"mamba": MASK, "attention": other}
     for names in (("mamba", "attention"), ("attention", "mamba")):
         model(input_ids=IDS, attention_mask={name: by_type[name] for name in names})
@@ -236,7 +257,10 @@ def test_masks_by_layer_type_say_the_same_in_any_order(other, model, masks):
 
 
 def test_a_row_that_attends_to_a_place_in_any_head_is_a_token():
-    """Its own row of the mask says so, not the column of its place, of which a cache has others before it."""
+    """A row that attends to a position in any head is a token.
+
+    Its own row of the mask decides, and not its column, because a cache has earlier positions before it.
+    """
     mask = torch.zeros(1, 2, 2, 4, dtype=torch.bool)
     mask[0, 1, 1, 2] = True
     assert tokens_of(mask, torch.Size([2, 2]), None).tolist() == [[False, True]] * 2

@@ -1,4 +1,4 @@
-"""What a model's blocks compute in training alone, and which mode replaced blocks are in."""
+"""Test what a model's blocks compute only in training, and the mode of replaced blocks."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def context():
 
 
 def computed(model, ids):
-    torch.manual_seed(3)  # of the noise
+    torch.manual_seed(3)  # seed of the noise
     out = model(ids, labels=ids)
     (gradient,) = torch.autograd.grad(out.loss, model.model.embed_tokens.weight)
     return out.logits.detach(), gradient
@@ -43,7 +43,7 @@ def test_training_and_evaluation_are_those_of_the_untouched_model(family, contex
 
 @pytest.mark.parametrize("attribute", ["gate.jitter_eps", "gate.jitter_noise", "jitter_eps"])
 def test_noise_of_another_kind_is_refused(attribute, context):
-    """Of the router, or of the block under another name than Mixtral's."""
+    """Other kinds of training noise are refused: in the router, or in the block under another name than Mixtral's."""
     model = tiny_model("mixtral")
     where, _, name = attribute.rpartition(".")
     setattr(model.model.layers[0].mlp.get_submodule(where), name, 0.1)

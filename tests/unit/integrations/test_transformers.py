@@ -1,4 +1,4 @@
-"""`expert_parallel` and `load_pretrained` on one rank: dtypes, the meta device, and which models are refused."""
+"""Test `expert_parallel` and `load_pretrained` on one rank: dtypes, the meta device, and models that are refused."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def test_dtype_is_the_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("make", [lambda: tiny_model("mixtral"), lambda: interface_model("olmoe")])
 def test_data_parallel_wrappers_leave_experts_alone(make):
-    """accelerate and Trainer wrap a model by themselves."""
+    """Data-parallel wrappers ignore expert parameters. accelerate and Trainer wrap a model without the user's code."""
     with local() as context:
         model = expert_parallel(make(), context)
         of_experts = {name for name, _ in model.named_parameters() if ".expert_weights." in name}
@@ -79,7 +79,10 @@ def kept_in_float32(model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_parts_of_a_model_of_16_bits(family, dtype, tmp_path):
-    """What transformers keeps in float32, with its logits, of files with the router in float32 and the rest not."""
+    """Parts that transformers keeps in float32 stay in float32, and logits agree.
+
+    The files have the router in float32, and all else in 16 bits.
+    """
     quiet()
     written = tiny_model(family)
     for name, parameter in written.named_parameters():
@@ -103,7 +106,7 @@ def test_float32_parts_of_a_model_of_16_bits(family, dtype, tmp_path):
         for layer, number in zip(moe_layers(model), LAYERS[family], strict=True):
             if routers:
                 gate, stored = (m.model.layers[number].mlp.gate for m in (plain, written))
-                close = {"rtol": 1e-5, "atol": 1e-5}  # of sums in another order; rounded weights are off by 1e-2
+                close = {"rtol": 1e-5, "atol": 1e-5}  # the order of sums differs; rounded weights would differ by 1e-2
                 torch.testing.assert_close(layer.router.logits(x), gate(x)[0], **close)
                 assert torch.equal(layer.router.weight, stored.weight)
                 assert torch.equal(layer.to(dtype).router.weight, stored.weight)
@@ -124,7 +127,10 @@ def test_meta_model_stays_on_meta():
 
 
 def test_a_family_published_under_another_name(checkpoints, tmp_path):
-    """As Kimi-K2 is: the form of DeepSeek-V3, and code of its own that is not run."""
+    """A known family loads under another published name, and its own code is not run.
+
+    Kimi-K2 has DeepSeek-V3's form, another name and its own code.
+    """
     published = tmp_path / "published"
     shutil.copytree(checkpoints["deepseek_v3 fp8"].folder, published)
     config = json.loads((published / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Models around a text model with experts: loaded and saved whole, or said to be loaded in part."""
+"""Test models around a text model with experts: loaded and saved whole, or a warning names what is left out."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ from tests.fixtures.checkpoint_files import save, tiny_config
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Qwen3-VL-MoE: its published files hold the matrices of all experts the other way round."""
+    """Save a tiny Qwen3-VL-MoE, whose published files hold the matrices of all experts transposed."""
     text = {
         "vocab_size": 64, "hidden_size": 32, "intermediate_size": 40, "moe_intermediate_size": 48, "head_dim": 8,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8,
@@ -55,7 +55,7 @@ def test_all_of_the_model_is_loaded_and_saved(folder, tmp_path):
         expected, found = (one(input_ids=ids, use_cache=False).logits for one in (plain, model))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     for part in (model.config, model.config.text_config):
-        part.quantization_config = {"quant_method": "fp8"}  # of the files that were read
+        part.quantization_config = {"quant_method": "fp8"}  # describes the files that were read
     save_pretrained(model, tmp_path)
     assert "quantization_config" not in (tmp_path / "config.json").read_text(), "these have numbers"
     again = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(tmp_path).state_dict()
@@ -64,7 +64,7 @@ def test_all_of_the_model_is_loaded_and_saved(folder, tmp_path):
 
 
 def test_a_bar_of_the_contexts_first_rank_counts_each_expert(folder, monkeypatch):
-    """Whatever that rank's number in the job is."""
+    """The first rank of the context shows the bar, whatever its rank in the job."""
     bars = []
 
     class Bar(contextlib.nullcontext):
@@ -95,7 +95,7 @@ def test_a_class_that_is_not_named_is_refused(folder, tmp_path):
 
 
 def test_a_text_model_that_is_loaded_alone_is_named(tmp_path):
-    """Of a known family, whose blocks are ours."""
+    """A warning says that only the text model is loaded, in a known family whose blocks are replaced."""
     model = transformers.AutoModelForCausalLM.from_config(tiny_config("llama4_text"), dtype=torch.float32)
     save(model, tmp_path)
     text = json.loads((tmp_path / "config.json").read_text())
