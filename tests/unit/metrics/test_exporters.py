@@ -1,4 +1,4 @@
-"""Ways out of a snapshot, read by the libraries' own parsers: Prometheus, TensorBoard, OpenTelemetry, Grafana."""
+"""Test the exporters of a snapshot with the libraries' own parsers: Prometheus, TensorBoard, OpenTelemetry, Grafana."""
 
 import importlib.util
 import json
@@ -92,7 +92,10 @@ def test_prometheus_text():
 
 @prometheus
 def test_what_is_unknown_is_not_there():
-    """And the members of an etp group do not count twice what they all count."""
+    """Unknown values are not exported.
+
+    Only the first rank of an etp group exports the counts that all its ranks share.
+    """
     from dataclasses import replace
 
     unknown = replace(LAYER, tokens=None, expert_load=None, rank_load=None, sent_bytes=None, deadline_margin_s=None)
@@ -149,7 +152,7 @@ def test_wrong_arguments_of_serve():
             metrics.serve(context, port=0)
         with pytest.raises(
             ConfigError, match=r"port 0 of 203.0.113.7 cannot be used"
-        ):  # an address for documentation (RFC 5737)
+        ):  # an address reserved for documentation (RFC 5737)
             metrics.serve(source, port=0, host="203.0.113.7")
 
 
@@ -214,7 +217,7 @@ def test_opentelemetry():
         provider.shutdown()
     found = {metric.name: metric for metric in scope.metrics}
     assert set(found) == {family.name.replace("ep_moe_", "ep_moe.", 1) for family in families(experts=True)} - {
-        "ep_moe.layer_deadline_margin_seconds"  # a context without peers
+        "ep_moe.layer_deadline_margin_seconds"  # this context has no peers
     }
     (tokens,) = found["ep_moe.layer_tokens"].data.data_points
     assert (tokens.value, dict(tokens.attributes)) == (11, {"rank": 5, "layer": 'b"\\'})
@@ -235,7 +238,7 @@ def queries(board):
 
 
 def exported():
-    """Labels by the name that Prometheus stores."""
+    """Return label names by the metric name that Prometheus stores."""
     return {
         family.name + ("_total" if family.counter else ""): {*family.labels, "rank"}
         for family in families(experts=True)

@@ -1,4 +1,4 @@
-"""A snapshot of layers in one process: what it counts, and what it costs a call."""
+"""Test a snapshot of layers in one process: what it counts, and what it costs a call."""
 
 # ruff: noqa: F811
 
@@ -83,7 +83,7 @@ def test_replays_are_those_of_graphs(layer):
     with torch.no_grad():
         for _ in range(3):
             layer(rows(4))
-        layer(rows(7))  # none has room
+        layer(rows(7))  # no graph has room for 7 rows
     after = metrics.snapshot(layer.context).layers[0]
     assert (after.calls - before.calls, after.replayed - before.replayed) == (4, 3)
     with torch.no_grad(), metrics.stages(layer.context):
@@ -102,7 +102,8 @@ def test_tokens_whose_routes_were_dropped_are_rounded_up(context):
 def test_layers_of_one_name_are_told_apart(context, monkeypatch):
     layers = [MoELayer(CONFIG, context, name="same") for _ in range(3)]
     layers[1](torch.randn(3, 16))
-    monkeypatch.setattr(module, "_margin", lambda name, _: {"same": 9.0}[name])  # a recorder knows a layer's own name
+    # the recorder knows a layer by its own name
+    monkeypatch.setattr(module, "_margin", lambda name, _: {"same": 9.0}[name])
     for found in (metrics.snapshot(context).layers, metrics.Source(context).newest().layers):
         assert [(layer.name, layer.calls) for layer in found] == [("same", 0), ("same (2)", 1), ("same (3)", 0)]
         assert [layer.deadline_margin_s for layer in found] == [9.0] * 3
@@ -136,7 +137,7 @@ def test_stage_times_of_one_name_are_given_once(context):
 
 @contextmanager
 def nvtx_into(said):
-    """Stand-ins for the library: what is pushed and popped, in order."""
+    """Replace the NVTX functions. `said` gets what is pushed and popped, in order."""
     with (
         mock.patch.object(module, "_check_nvtx"),
         mock.patch.object(torch.cuda.nvtx, "range_push", said.append),
@@ -173,7 +174,7 @@ def test_nvtx_leaves_replays_and_marks_them(layer):
     ):
         layer(rows(4))
     assert metrics.snapshot(layer.context).layers[0].replayed == before + 1
-    assert (said[0], said[-1]) == (f"ep_moe::replay {layer.name}", "pop")  # the stand-in of a graph has stages inside
+    assert (said[0], said[-1]) == (f"ep_moe::replay {layer.name}", "pop")  # the graph's stand-in runs the stages inside
 
 
 def test_a_torch_without_nvtx_is_said():
@@ -190,8 +191,9 @@ def test_scales_are_sent_beside_their_rows(context, monkeypatch):
     wires.append(Wire(dispatch="nvfp4", input_scale=1.0))
     layers = [MoELayer(config, context, wire=wire) for wire in wires]
     counts = module._counts
-    monkeypatch.setattr(module, "_counts", lambda layer: [*counts(layer)[:2], torch.tensor([3])])  # rows to others
-    of_a_row = [256 * 4, 256 + 2 * 4, 256 + 4, 256 + 8, 128 + 16]  # scales of mxfp8 and nvfp4 have one byte
+    # rows sent to other ranks
+    monkeypatch.setattr(module, "_counts", lambda layer: [*counts(layer)[:2], torch.tensor([3])])
+    of_a_row = [256 * 4, 256 + 2 * 4, 256 + 4, 256 + 8, 128 + 16]  # mxfp8 and nvfp4 scales have one byte
     assert [one.sent_bytes for one in metrics.snapshot(context).layers] == [3 * size for size in of_a_row]
     del layers
 
@@ -213,7 +215,7 @@ def test_refusals(context):
         metrics.snapshot(context, None)
     with pytest.raises(ConfigError, match="snapshot: whole must be True or False, got 1"):
         metrics.snapshot(context, whole=1)
-    for _ in range(2):  # a block that was left by an exception ends, too
+    for _ in range(2):  # a block that an exception left has ended too
         with contextlib.suppress(KeyError), metrics.stages(context):
             with pytest.raises(ConfigError, match="are watched already"):
                 metrics.stages(context).__enter__()
@@ -273,7 +275,7 @@ def test_the_margin_is_that_of_the_longest_wait():
 
 
 def test_newest_reads_no_device_and_no_tensor(context):
-    """From another thread, as an endpoint does: where it read one, a peer that hangs would hold it."""
+    """`newest` reads no tensor, so an endpoint's thread never waits for a device that waits for a hanging peer."""
     layer = MoELayer(CONFIG, context)
     layer(torch.randn(3, 16))
     source, found = metrics.Source(context), []
