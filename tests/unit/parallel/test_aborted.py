@@ -1,4 +1,4 @@
-"""What is left of a collective that was aborted because a peer is lost."""
+"""Test the outputs of a collective that was aborted because a peer is lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Work:
-    """A collective that ends because it is aborted, and has written nothing."""
+    """A collective that ends because it is aborted, and writes nothing."""
 
     def __init__(self, aborted):
         self.aborted = aborted
@@ -39,9 +39,9 @@ class Work:
 
 @pytest.fixture
 def rank_group(monkeypatch):
-    """Rank 0 of two, whose peer never comes; with the watch of a job on GPUs."""
+    """Return rank 0 of two, whose peer never comes. The group has the watchdog of a job on GPUs."""
     aborted = threading.Event()
-    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # a host slower than two deadlines
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # on a slow host, two deadlines may pass
     flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.2, abort=aborted.set)
     flight_recorder.device_watch.prepare(CPU)
 
@@ -82,11 +82,11 @@ BACKWARD = {"sum": sum_gradients} | {name: call for name, call in COLLECTIVES.it
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_gradients_are_nan(name, rank_group, monkeypatch):
-    """Of a collective that is aborted in backward. Its peer was there in forward."""
+    """A collective that is aborted in backward leaves NaN in the gradients. In forward its peer was present."""
     with monkeypatch.context() as there:
         there.setattr(Work, "wait", lambda self: None)
         out = BACKWARD[name](leaf(), rank_group)
-    monkeypatch.setattr(RankGroup, "meet_in_backward", lambda *_: None)  # which GPUs do not make
+    monkeypatch.setattr(RankGroup, "meet_in_backward", lambda *_: None)  # GPUs do not meet on the host either
     written, put = [], RankGroup.nan_if_aborted
 
     def seen(self, out):
@@ -112,13 +112,16 @@ def test_what_was_not_aborted_stays(rank_group):
     rank_group.nan_if_aborted(out)
     assert torch.equal(out, torch.ones(4, 3))
     counts = torch.ones(3, dtype=torch.int64)
-    rank_group.nan_if_aborted(counts)  # which have no NaN
+    rank_group.nan_if_aborted(counts)  # integers have no NaN
     assert counts.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("ranks", [0, 1])
 def test_an_exchange_takes_no_old_numbers(ranks, rank_group, monkeypatch):
-    """Where an abort by a peer ends it before this rank's watch has seen anything. ranks: whose numbers have arrived"""
+    """An exchange that is aborted raises instead of returning old numbers.
+
+    A peer may abort it before this rank's watchdog has noticed anything. ranks: how many ranks' numbers have arrived.
+    """
 
     def gather(out, values, **_):
         out.view(2, 2)[:ranks] = values
@@ -129,7 +132,7 @@ def test_an_exchange_takes_no_old_numbers(ranks, rank_group, monkeypatch):
 
 
 def test_a_rank_that_comes_late_has_heard_of_it(monkeypatch):
-    """Its own collective ends with what its peers' abort leaves."""
+    """A rank that comes late learns of its peers' abort, because its own collective returns what the abort left."""
     monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)
     store, heard, seen = HashStore(), threading.Event(), []
     late = FlightRecorder(store, [0, 1], 1, deadline_s=2.0, abort=lambda: None)
@@ -152,7 +155,10 @@ def test_a_rank_that_comes_late_has_heard_of_it(monkeypatch):
 
 
 def test_groups_are_aborted_at_once():
-    """An abort waits for the device, and with it for the kernels of other groups."""
+    """All groups are aborted at the same time.
+
+    An abort waits for the device, and so for the kernels of other groups.
+    """
     barrier = threading.Barrier(3, timeout=5)
 
     class Group:

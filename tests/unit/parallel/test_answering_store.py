@@ -1,4 +1,4 @@
-"""The job's store, asked on a thread beside the caller's, and what raises where the store is lost."""
+"""Test the job's store, which a separate thread calls, and the error if the store is lost."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ from ep_moe.parallel.nodes import NodeLayout
 
 
 def test_a_store_answers_where_its_thread_is_gone():
-    """As in a fork, which has the caller's thread alone."""
+    """A store answers without its thread, as in a forked process, which has only the thread that forked."""
     store = AnsweringStore(HashStore(), 5.0, "this process")
     store.set("key", "value")
     store._calls.put(None)
@@ -35,7 +35,7 @@ def client(of: TCPStore) -> TCPStore:
 
 
 def test_a_device_that_waits_is_freed_without_the_store():
-    """As NCCL does: nothing but the watch ends the wait."""
+    """A waiting device is freed without the store. As with NCCL, only the watchdog can end its wait."""
     held, freed = server(), threading.Event()
     nodes = NodeLayout.counted([0, 1], 1).with_store(["rank", ""])
     flight_recorder = FlightRecorder(client(held), [0, 1], 1, deadline_s=1.0, abort=freed.set, nodes=nodes)
@@ -74,7 +74,7 @@ def test_every_wait_for_a_lost_store_raises_the_same():
 
 
 class Slow:
-    """A store that answers when it is let."""
+    """A store that does not answer until the test allows it."""
 
     def __init__(self):
         self.let = threading.Event()
@@ -101,7 +101,10 @@ def test_a_store_that_was_slow_is_asked_again():
 
 @pytest.mark.parametrize("error", [dist.DistNetworkError, dist.DistStoreError, RuntimeError])
 def test_a_store_that_raises_is_lost(error):
-    """Each class of store has its own errors. A broken connection stays broken: torch prints a stack for each call."""
+    """A store that raises counts as lost, whatever its class of errors.
+
+    A broken connection is not used again, because torch prints a stack for each call.
+    """
     asked = []
 
     def raises(store):
@@ -133,7 +136,7 @@ def test_the_process_that_holds_a_store_is_found():
     child = os.fork()
     if child == 0:
         try:
-            os.closerange(3, writer)  # as after exec: the server's socket is its parent's alone
+            os.closerange(3, writer)  # as after exec: the server's socket belongs to the parent only
             os.write(writer, holder_of_port(port).encode())
         finally:
             os._exit(0)
@@ -145,7 +148,7 @@ def test_the_process_that_holds_a_store_is_found():
 
 
 def test_the_agent_may_be_the_first_process_of_a_container(monkeypatch):
-    """An image whose command is torchrun: it is process 1, and a rank's parent."""
+    """torchrun's agent may be process 1 of a container whose command is torchrun. It is then a rank's parent."""
     links = {"/proc/7/fd": {"3": "socket:[5]"}, "/proc/1/fd": {"8": "socket:[77]"}}
     texts = {
         "/proc/net/tcp": "  sl  local_address\n   0: 00000000:1F90 00000000:0000 0A 0 0 0 0 0 77\n",

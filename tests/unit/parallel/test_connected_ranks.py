@@ -1,4 +1,4 @@
-"""What the ways to make a context hand on to each other."""
+"""Test what the constructors of a context pass on to each other."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ LAYOUT = ParallelConfig(dp=2)
 
 @pytest.fixture
 def given(monkeypatch):
-    """What `_connect` and `init_from_torchrun` are given."""
+    """Return the arguments of `_connect` and `init_from_torchrun`."""
     calls = {}
     monkeypatch.setattr(connected_ranks, "_check_initialized", lambda: None)
     monkeypatch.setattr(connected_ranks.dist, "get_world_size", lambda: 2)

@@ -1,4 +1,4 @@
-"""Agreements of ranks, on one rank or with a thread for each."""
+"""Test the consensus of ranks, on one rank or with one thread per rank."""
 
 import threading
 from collections.abc import Callable
@@ -20,7 +20,10 @@ from ep_moe.parallel.consensus import StoreConsensus
 
 
 def test_an_error_that_ranks_agreed_on_leaves_the_agreement_around_it_as_it_is():
-    """To agree on it again would need all ranks once more."""
+    """An error that all ranks agreed on passes through an enclosing consensus unchanged.
+
+    To agree on it again would need all ranks once more.
+    """
     consensus, raised = StoreConsensus(None, [0], 0, 1.0), []
 
     def fails():
@@ -36,7 +39,7 @@ def test_an_error_that_ranks_agreed_on_leaves_the_agreement_around_it_as_it_is()
 
 
 def test_a_peer_that_was_lost_is_not_waited_for_again():
-    """It would not come to an agreement on that either."""
+    """After a lost peer, an enclosing consensus does not wait for it again."""
     consensus, lost = StoreConsensus(None, [0], 0, 1.0), PeerTimeout("rank 1 did not arrive")
     with pytest.raises(PeerTimeout) as left, consensus.together("all"):
         raise lost
@@ -57,7 +60,10 @@ def test_an_agreement_on_longer_work_has_a_longer_deadline(monkeypatch):
 
 
 def test_an_error_of_fewer_ranks_is_reported_to_all_of_the_agreement_around_it(monkeypatch):
-    """The others did not hear of it, and would wait."""
+    """An error of a smaller group is reported to all ranks of the enclosing consensus.
+
+    The other ranks did not learn of it, and would wait.
+    """
     pair, whole, reported = StoreConsensus(None, [0], 0, 1.0), StoreConsensus(None, [0], 0, 1.0), []
     monkeypatch.setattr(whole, "healthy", lambda what, problem: reported.append((what, str(problem))))
     with pytest.raises(InputError, match="bad"), whole.together("all"):
@@ -67,7 +73,7 @@ def test_an_error_of_fewer_ranks_is_reported_to_all_of_the_agreement_around_it(m
 
 
 def agree(*turns: Callable[[StoreConsensus], None] | None, deadline_s: float = 5.0) -> list[EPMoEError | None]:
-    """Run one call of a StoreConsensus per rank in threads (None: that rank does not come); what each raised."""
+    """Run one StoreConsensus call per rank in threads, and return what each raised. A rank with None does not come."""
     store = HashStore()
     outcome: list[EPMoEError | None] = [None] * len(turns)
 
@@ -108,7 +114,7 @@ def test_agreement_names_a_field_that_one_rank_lacks():
 
 
 def test_agreement_on_facts_that_json_has_no_word_for():
-    """What a user gave, perhaps of a wrong type, is compared all the same."""
+    """Values that JSON cannot represent are compared too, such as a user's argument of a wrong type."""
     outcome = agree(*[lambda a, value=value: a.same("layer", {"x": value}) for value in ({1}, {2})])
     assert {str(error) for error in outcome} == {
         'layer: the ranks were given different values; give all the same. x: "{1}" on rank 0, "{2}" on rank 1'

@@ -1,4 +1,4 @@
-"""A device that still waits after its host went on."""
+"""Test the watch over a device that still waits after its host went on."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def device_watch(monkeypatch, deadline_s):
     monkeypatch.setattr(device_watch_module, "DeviceMark", Reached)
     monkeypatch.setattr(recorder_module.os, "_exit", lambda code: ended.set())
     flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=deadline_s, abort=lambda: None)
-    time.sleep(flight_recorder._period)  # from one mark to the next
+    time.sleep(flight_recorder._period)  # the time between two marks
     with flight_recorder.step("combine"):
         pass
     flight_recorder.device_watch.mark(torch.device("cpu"))
@@ -72,7 +72,7 @@ def test_marks_are_far_apart(monkeypatch):
 
 
 def test_a_capture_holds_no_mark(monkeypatch):
-    """Each replay would count, and the device would be ahead of what the host asked."""
+    """A capture records no mark. Each replay would set it, and the device would seem ahead of the host."""
     cpu, watch = torch.device("cpu"), DeviceWatch(0.0, abortable=False)
     watch.active = True
     monkeypatch.setattr(device_watch_module, "DeviceMark", Reached)

@@ -1,4 +1,4 @@
-"""Exceptions that leave a call: what they come from."""
+"""Test which exception leaves a failed call."""
 
 import contextlib
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def test_an_error_of_ours_from_a_users_module_is_reported_to_peers(users, monkey
     ],
 )
 def test_what_is_raised_in_place_of_a_users_error(before, failure, raised, monkeypatch):
-    """What failed before, and a sentence on memory. Else the error itself, with a note."""
+    """An earlier failure and an out-of-memory error replace a user's error. Otherwise it is raised with a note."""
     error = KeyError("of the user's")
     with EPContext.local(CPU) as context:
         monkeypatch.setattr(
@@ -85,7 +85,10 @@ def test_a_failure_that_is_raised_again_has_no_trace_of_the_last_time():
 
 
 def test_a_step_left_by_the_recorded_failure():
-    """What the watch found is raised inside of a step, by a wait for the device, and leaves it."""
+    """A step that the recorded failure itself left raises it again, without a cycle of causes.
+
+    The watchdog's failure is raised inside the step, by a wait for the device.
+    """
     with EPContext.local(CPU) as context:
         recorder = context.flight_recorder
         recorder._failure = found = PeerTimeout("rank 1 is gone")

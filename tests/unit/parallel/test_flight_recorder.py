@@ -1,4 +1,4 @@
-"""The flight recorder: what an aborted step raises, what a verdict says, and what its watch ends. Without ranks."""
+"""Test the flight recorder without ranks: what an aborted step raises, its diagnosis, and what its watchdog ends."""
 
 import threading
 import warnings
@@ -36,7 +36,7 @@ def test_a_flight_recorder_turns_communication_failures_only():
     ids=["a lost peer", "a mistake", "a refusal", "Ctrl-C"],
 )
 def test_a_step_is_over_however_it_was_left(raised):
-    """Else the watch would take the time after it for a wait, where the layers go on."""
+    """A step is over however it was left. Otherwise the watchdog would count the time after it as a wait."""
     flight_recorder = FlightRecorder()
     with pytest.raises((RuntimeError, InputError, KeyboardInterrupt)), flight_recorder.step("eplb sum", keep=False):
         raise raised
@@ -46,7 +46,7 @@ def test_a_step_is_over_however_it_was_left(raised):
 
 @pytest.mark.parametrize(("deadline_s", "late"), [(300.0, 31.0), (10.0, 6.0)])
 def test_a_long_wait_is_said_once_for_each_step(deadline_s, late, caplog):
-    """Beyond a tenth of the deadline, and 5 s at least."""
+    """A long wait is logged once per step. It is long beyond a tenth of the deadline and at least 5 s."""
     recorder, said = FlightRecorder(deadline_s=deadline_s), []
     for seconds in (late - 2, late, late + 1):
         for _ in range(2):
@@ -60,7 +60,10 @@ def test_a_long_wait_is_said_once_for_each_step(deadline_s, late, caplog):
 
 
 def test_the_host_is_late_by_its_newest_step_and_call(monkeypatch):
-    """However long ago the ones before ended, and beyond what a library may compile for."""
+    """The host's lateness counts from its newest step or call, and not from earlier ones.
+
+    Between the steps of a call it starts after `COMPILING_S`, because a library may compile kernels there.
+    """
     now = [0.0]
     monkeypatch.setattr(recorder_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     flight_recorder = FlightRecorder()
@@ -84,7 +87,10 @@ def test_the_host_is_late_by_its_newest_step_and_call(monkeypatch):
 
 @pytest.mark.parametrize("left", [RuntimeError("NCCL communicator was aborted"), InputError("noise"), None])
 def test_what_the_watch_found_is_what_an_aborted_step_raises(left):
-    """What a collective raises or leaves behind after the abort is no news of its own."""
+    """An aborted step raises what the watchdog found.
+
+    What the collective itself raises or returns after the abort is a consequence of it.
+    """
     flight_recorder = FlightRecorder()
 
     def step():
@@ -100,7 +106,10 @@ def test_what_the_watch_found_is_what_an_aborted_step_raises(left):
 
 
 def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
-    """A balancer may lose a rank that was only late, and the layers go on."""
+    """A failure that the job survived does not affect the next diagnosis.
+
+    A balancer may lose a rank that was only late, and the layers go on.
+    """
     store = HashStore()
     recorders = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(3)]
 
@@ -127,14 +136,17 @@ def test_the_first_verdict_is_everyones():
     recorders = [FlightRecorder(store, [0, 1, 2], rank, deadline_s=0.4) for rank in range(2)]
     try:
         assert "Rank 2 shows no sign of life." in str(recorders[0]._diagnose("no answer"))
-        recorders[0].close()  # as one whose process ended with that sentence
+        recorders[0].close()  # as if its process had ended with that error
         assert "Rank 0" not in str(recorders[1]._diagnose("no answer"))
     finally:
         recorders[1].close()
 
 
 def test_ranks_of_other_groups_are_looked_at_where_every_peer_is_well():
-    """They share its gradients. What fails in one group is no failure of the other."""
+    """Ranks of other groups are diagnosed if all peers are well, because a rank shares gradients with them.
+
+    A failure in one group does not fail the other.
+    """
     store = HashStore()
     recorders = [FlightRecorder(store, [rank], rank, others=[1 - rank], deadline_s=0.4) for rank in range(2)]
 
@@ -158,9 +170,12 @@ def test_ranks_of_other_groups_are_looked_at_where_every_peer_is_well():
 
 
 def test_an_overdue_step_is_aborted_and_named(monkeypatch):
-    """The watch thread frees a rank that waits on a device: here an event instead of the device."""
+    """The watchdog aborts an overdue step, which frees a rank that waits for a device.
+
+    An event stands in for the device.
+    """
     freed = threading.Event()
-    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # a host slower than two deadlines
+    monkeypatch.setattr(recorder_module.os, "_exit", lambda code: None)  # on a slow host, two deadlines may pass
     flight_recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.2, abort=freed.set)
     try:
         sentence = r"in combine \(step 1\): no progress for 0.2 s\. Rank 1 shows no sign"
@@ -228,7 +243,7 @@ def test_a_host_that_left_its_call_is_not_ended(monkeypatch):
 def test_the_first_of_two_failures_is_everyones():
     one, two = pair()
     try:
-        with mock.patch.object(two, "_failed_elsewhere", return_value=None):  # before a heartbeat
+        with mock.patch.object(two, "_failed_elsewhere", return_value=None):  # before a heartbeat tells of it
             assert str(one.fail(ValueError("first"))) == str(two.fail(ValueError("second")))
     finally:
         one.close()
@@ -236,7 +251,10 @@ def test_the_first_of_two_failures_is_everyones():
 
 
 def test_one_group_alone_exchanges_through_the_memory_of_the_host():
-    """A rank has one pair of words for its peers to read: a second group would take the numbers of the first."""
+    """Only one group exchanges numbers through the host's memory.
+
+    A rank has one pair of words for its peers to read, and a second group would read the first group's numbers.
+    """
     recorders = pair()
     try:
         for flight_recorder in recorders:
@@ -250,7 +268,7 @@ def test_one_group_alone_exchanges_through_the_memory_of_the_host():
 
 
 def test_each_meeting_waits_for_all_of_its_ranks():
-    """One under a key that was met under before, too."""
+    """Each meeting waits for all of its ranks, also under a key that was used before."""
     recorders = pair()
 
     def meet(flight_recorder):
@@ -263,7 +281,7 @@ def test_each_meeting_waits_for_all_of_its_ranks():
             meet(recorders[0])
             peer.join()
         with (
-            warnings.catch_warnings(action="error"),  # a deadline so short leaves none to wait for
+            warnings.catch_warnings(action="error"),  # with so short a deadline, no warning comes before the error
             pytest.raises(PeerTimeout, match=r"^state_dict\(\) needs rank 1 too, which did not call it within 0.4 s"),
         ):
             meet(recorders[0])
@@ -274,7 +292,10 @@ def test_each_meeting_waits_for_all_of_its_ranks():
 
 @pytest.mark.parametrize(("text", "shared"), [("it is wrong", "it is wrong"), (None, "")])
 def test_one_ranks_text_is_shared_with_all_of_its_group(text, shared):
-    """A rank alone needs no store, and one with nothing to say says that."""
+    """`share` gives one rank's text to all ranks of its group.
+
+    A single rank needs no store, and None is shared as "".
+    """
     assert FlightRecorder().share(text, owner=0, group=(0, 1)) == shared
     recorders = pair()
     try:

@@ -1,4 +1,4 @@
-"""Names that ranks find for themselves, and that are the same on all of them; the environment of torchrun."""
+"""Test names that all ranks derive equally on their own, and the environment of torchrun."""
 
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,7 +16,10 @@ from ep_moe.parallel.nodes import NodeLayout
 
 
 def test_ranks_that_made_things_with_others_before_find_one_name(monkeypatch):
-    """Rank 0 had a context of its own, and counted it: of those that ranks 0 and 1 make together it is none."""
+    """Ranks find the same name for a group even if one has made contexts with other ranks before.
+
+    Rank 0 counts a context of its own. It does not count among those that ranks 0 and 1 make together.
+    """
     store = dist.HashStore()
     monkeypatch.setattr(groups, "default_store", lambda: store)
 
@@ -66,8 +69,8 @@ NAMES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD
     ("names", "present"),
     [
         ((), False),
-        (("TORCHELASTIC_RUN_ID",), True),  # whose error then names what is missing
-        (("RANK", "WORLD_SIZE"), False),  # as a scheduler may set them beside one process
+        (("TORCHELASTIC_RUN_ID",), True),  # its error names the missing variables
+        (("RANK", "WORLD_SIZE"), False),  # a scheduler may set these beside a single process
         (("RANK", "WORLD_SIZE", "MASTER_ADDR"), True),
     ],
 )
@@ -97,7 +100,7 @@ def test_a_process_takes_the_gpu_of_its_place_on_the_host(monkeypatch):
     ("given", "seconds"), [(7, 7), (float("nan"), DEADLINE_S), (-1.0, DEADLINE_S), (0, DEADLINE_S), ("5", DEADLINE_S)]
 )
 def test_ranks_meet_whatever_their_deadlines(given, seconds, monkeypatch):
-    """The wrong ones are refused where all have met."""
+    """`init_from_torchrun` connects ranks whatever their deadlines. Invalid ones are refused once all are connected."""
     made = {}
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -109,7 +112,7 @@ def test_ranks_meet_whatever_their_deadlines(given, seconds, monkeypatch):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Names and ranks of process groups that a part of a job's ranks would make, and the job's default group."""
+    """Return the names and ranks of groups that a part of the ranks makes, and the job's default group."""
     c10d, found = dist.distributed_c10d, Some(groups=[], default=Some(bound_device_id="a GPU"))
 
     def make(size, rank, ranks, backend, store, name, **_):
@@ -129,7 +132,10 @@ def made(monkeypatch):
 
 
 def test_a_group_of_a_part_of_the_ranks_has_a_name_that_only_its_members_know(made):
-    """Groups of two kinds may begin with the same rank."""
+    """A group of some ranks has a name that only its members derive.
+
+    Groups of two kinds may start with the same rank.
+    """
     kinds = ("tp", "dp", "ep", "etp", "lockstep", "stage")
     members = set()
     for rank in (4, 5, 6, 7):
@@ -152,7 +158,7 @@ def test_the_default_group_keeps_its_device(fails, made):
 
 @pytest.mark.parametrize("kind", ["tp", "ep", "lockstep", "stage"])
 def test_a_given_group_serves_all_kinds_of_its_ranks(kind, monkeypatch):
-    """Whatever kind is looked at first."""
+    """A given group serves all kinds with the same ranks, whichever kind is requested first."""
     made, given = [], object()
     monkeypatch.setattr(groups, "make_group", lambda layout, kind, *_: made.append(kind))
     monkeypatch.setattr(groups, "backend_for", lambda device: None)
@@ -163,7 +169,7 @@ def test_a_given_group_serves_all_kinds_of_its_ranks(kind, monkeypatch):
 
 
 def test_a_given_group_has_the_order_of_the_layout(monkeypatch):
-    """Where an expert is follows from a rank's place."""
+    """A given group must have the layout's order, because a rank's position decides which experts it holds."""
     layout = RankLayout(world=2, rank=0, dp=2, ep=2, ranks=(0, 1))
     for ranks in ([1, 0], [0], [0, 1, 2]):
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group, ranks=ranks: ranks)
@@ -174,7 +180,7 @@ def test_a_given_group_has_the_order_of_the_layout(monkeypatch):
 
 
 def test_places_of_an_ep_group_on_nodes_that_take_turns(monkeypatch):
-    """Of each of its ranks, in the order of the group."""
+    """With interleaved nodes, `node_major_ranks` gives the position of each rank of an EP group in node order."""
     monkeypatch.setattr(groups, "make_group", lambda layout, kind, *_: kind)
     monkeypatch.setattr(groups, "backend_for", lambda device: None)
     ranks = (1, 0, 3, 2)
@@ -187,7 +193,10 @@ def test_places_of_an_ep_group_on_nodes_that_take_turns(monkeypatch):
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 7.0), ("cuda", 74.0)])
 def test_nccl_ends_a_step_later_than_the_flight_recorder(device, seconds, monkeypatch):
-    """gloo's own timeout is what ends a step; NCCL's would end the process."""
+    """NCCL's timeout is longer than the flight recorder's deadline, because it would end the process.
+
+    gloo's own timeout equals the deadline, because it is what ends a step.
+    """
     made = []
     monkeypatch.setattr(groups, "make_group", lambda *given: made.append(given) or object())
     monkeypatch.setattr(groups, "backend_for", lambda device: f"of {device}")

@@ -1,4 +1,4 @@
-"""What the last heartbeats of peers say of them."""
+"""Test the diagnosis of peers from their last heartbeats."""
 
 import time
 
@@ -75,7 +75,7 @@ def test_ranks_of_other_groups_are_named_where_they_are_silent_or_not_as_far():
 
 
 def test_a_peer_of_this_host_is_judged_by_the_step_that_is_known():
-    """Its heartbeat is of some time ago."""
+    """A peer on this host is judged by its current step, because its heartbeat is older."""
     before, after = (5, step(5)), (9, step(5))
     assert compare(step(7), 0, {1: before}, {1: after}, {1: step(7)}) == ""
     assert compare(step(7), 0, {1: before}, {1: after}, {1: step(6)}) == (
@@ -96,7 +96,10 @@ def test_a_host_is_lost_where_all_its_ranks_are_silent():
 
 
 def test_a_rank_that_compares_shows_that_it_lives(monkeypatch):
-    """A peer may compare at the same time, and nothing else publishes then."""
+    """A rank that compares heartbeats sends its own, because a peer may compare at the same time.
+
+    No other heartbeat is sent then.
+    """
     store = AnsweringStore(HashStore(), 5.0)
     mine, peer = (Heartbeats([0, 1, 2], rank, lambda at=at: step(at), {}, None) for rank, at in ((0, 9), (1, 7)))
     peer.beat(store)

@@ -1,4 +1,4 @@
-"""RankLayout: tables written by hand, properties of every layout, and the error of a wrong one."""
+"""Test RankLayout: tables written by hand, properties of all layouts, and errors of wrong ones."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from ep_moe.parallel.layout import share
 unhurried = settings(deadline=None)
 OF_THE_TABLE = ("tp", "dp", "pp", "ep", "etp", "lockstep", "expert_data")
 KINDS = (*OF_THE_TABLE, "stage", "ep_node", "ep_rail")
-# sizes; all groups of every kind, one digit a rank, "-" where each rank is alone; and one rank's coordinates in the
+# sizes; all groups of each kind, one digit per rank, "-" for groups of one rank; and one rank's coordinates in the
 # order rank, pp, dp, tp, replica, ep, etp
 TABLES = {
     "experts over everything": (
@@ -99,7 +99,7 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def all_ranks(draw) -> list[RankLayout]:
-    """The layouts of all ranks of one job."""
+    """Draw the layouts of all ranks of one job."""
     pp, dp, tp = draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
     block = draw(st.sampled_from(divisors(dp * tp)))
     etp = draw(st.sampled_from(divisors(block)))
@@ -110,7 +110,7 @@ def all_ranks(draw) -> list[RankLayout]:
 @unhurried
 @given(all_ranks(), st.randoms(use_true_random=False))
 def test_any_rank_may_be_at_any_place(layouts, random):
-    """Coordinates are those of the place, groups hold the ranks that are there; ranks of a submesh too."""
+    """`ranks` maps places to ranks: coordinates are those of the place, and groups hold the ranks at their places."""
     table = tuple(random.sample(range(100), len(layouts)))
     for place, plain in enumerate(layouts):
         moved = dataclasses.replace(plain, rank=table[place], ranks=table)
@@ -189,7 +189,7 @@ def test_lockstep_holds_all_ranks_of_a_layers_collectives(layouts):
     for layout in layouts:
         block = set(layout.group("lockstep"))
         kinds = ["ep", "etp"] + ["tp"] * (layout.tokens is Tokens.REPLICATED)
-        for rank in block:  # of every member, not of this rank alone: whoever waits for one waits for all
+        for rank in block:  # check every member, not only this rank: a rank that waits for one waits for all
             for kind in kinds:
                 assert set(layouts[rank].group(kind)) <= block, kind
         assert block <= set(range(layout.pp_rank * layout.stage, (layout.pp_rank + 1) * layout.stage))
@@ -239,7 +239,7 @@ def test_describe_is_the_same_on_all_ranks(layouts):
             {"world": 8, "rank": 0, "dp": 4, "tp": 2, "ep": 3, "etp": 2},
             "ep * etp must divide dp * tp, got ep=3 * etp=2 = 6 and dp=4 * tp=2 = 8",
         ),
-        # larger than a stage: the world would hold it, a pipeline stage does not
+        # larger than a pipeline stage, though not larger than the world
         (
             {"world": 8, "rank": 0, "pp": 2, "dp": 4, "ep": 8},
             "ep * etp must divide dp * tp, got ep=8 * etp=1 = 8 and dp=4 * tp=1 = 4",
@@ -326,7 +326,10 @@ def test_shares_follow_each_other_and_differ_by_one_at_most(total, parts):
     ("dp", "tp", "ep", "etp"), [(1, 1, 1, 1), (4, 1, 4, 1), (2, 2, 4, 1), (1, 4, 2, 2), (2, 2, 1, 4), (2, 4, 2, 4)]
 )
 def test_no_rank_dispatches_more_than_the_bound(dp, tp, ep, etp, tokens):
-    """What `TokenFlow.etp_gather` gives: the local tokens of all members of an etp group."""
+    """`TokenFlow.etp_gather` gives at most `max_dispatch_tokens` rows.
+
+    They are the local tokens of all members of an etp group.
+    """
     sizes = {"world": dp * tp, "dp": dp, "tp": tp, "ep": ep, "etp": etp, "tokens": tokens}
     layouts = [RankLayout(**sizes, rank=rank) for rank in range(dp * tp)]
     for count in range(20):

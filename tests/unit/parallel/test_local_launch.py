@@ -1,4 +1,4 @@
-"""Ranks in processes of this host: what ends them."""
+"""Test ranks in processes of this host, and what ends them."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ def wait(file):
 
 
 def test_a_rank_ends_where_no_process_reads_its_report(tmp_path):
-    """As after SIGKILL of the process that began it, which can end no rank."""
+    """A rank ends if no process reads its report. After SIGKILL of its parent, nothing else can end it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([local_launch._PRELOAD])
     local_launch._start_server()
@@ -38,13 +38,16 @@ def test_a_rank_ends_where_no_process_reads_its_report(tmp_path):
 
 
 def test_a_rank_that_begins_while_another_clears_up_ends_without_a_word(tmp_path, monkeypatch, capfd):
-    """The reader goes after this rank looked for it, and a rank that saw it go first has removed the folder."""
+    """A rank that starts while another cleans up ends silently.
+
+    The reader closes after this rank looked for it, and another rank has removed the folder.
+    """
     reader, pipe = multiprocessing.Pipe(duplex=False)
     folder = tmp_path / "store"
     folder.mkdir()
 
     class Gone:
-        """A thread that begins as the others end."""
+        """A thread that starts just as the other ranks end."""
 
         def __init__(self, **_):
             pass
@@ -52,7 +55,7 @@ def test_a_rank_that_begins_while_another_clears_up_ends_without_a_word(tmp_path
         def start(self):
             reader.close()
             shutil.rmtree(folder)
-            assert local_launch._reader_is_gone(pipe.fileno(), 10_000)  # once the test has closed its own too
+            assert local_launch._reader_is_gone(pipe.fileno(), 10_000)  # true once the test has closed its copy too
 
     monkeypatch.setattr(local_launch.threading, "Thread", Gone)
     if (child := os.fork()) == 0:
@@ -67,7 +70,7 @@ def test_a_rank_that_begins_while_another_clears_up_ends_without_a_word(tmp_path
 
 @pytest.mark.parametrize("how", [signal.SIG_BLOCK, signal.SIG_UNBLOCK], ids=["blocked", "not blocked"])
 def test_the_signals_that_the_caller_blocks_stay_as_they_are(how):
-    """Ctrl-C is blocked while the fork server starts."""
+    """The fork server's start keeps the caller's blocked signals. Ctrl-C is blocked only while it starts."""
     before = signal.pthread_sigmask(how, {signal.SIGINT})
     try:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())

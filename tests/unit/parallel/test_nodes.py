@@ -1,4 +1,4 @@
-"""Nodes, local ranks and rails of ranks, and why an EP group has none."""
+"""Test nodes, local ranks and rails of ranks, and why an EP group may have none."""
 
 import re
 
@@ -10,7 +10,7 @@ from ep_moe.parallel.nodes import NodeLayout
 
 
 def on(hosts: str) -> NodeLayout:
-    """A letter a rank, its host."""
+    """Return the nodes of ranks; `hosts` has one letter per rank."""
     return NodeLayout.found(range(len(hosts)), [(host, host) for host in hosts])
 
 
@@ -99,8 +99,8 @@ def test_hosts_of_silent_ranks_are_named():
         "Host b is lost, or the way to it: all its ranks here are silent (ranks 2, 3)."
     ]
     assert nodes.lost([1], range(4)) == ["Host of rank 1: a."]
-    assert on("aabbb").lost([3, 4], range(5)) == ["Host of ranks 3, 4: b."]  # rank 2 of it is there
-    assert on("aab").lost([2], range(3)) == ["Host of rank 2: b."]  # its process may have ended by itself
+    assert on("aabbb").lost([3, 4], range(5)) == ["Host of ranks 3, 4: b."]  # rank 2 on host b is still there
+    assert on("aab").lost([2], range(3)) == ["Host of rank 2: b."]  # its process may have ended on its own
     assert nodes.lost([], range(4)) == on("aa").lost([1], range(2)) == []
 
 
@@ -136,7 +136,7 @@ def test_hosts_of_one_name_differ_by_their_boot(monkeypatch):
         ("aaaabbbb", {"ep": 4, "etp": 2}, 2),
         ("aabb", {"ep": 2}, 2),
         ("aabbbb", {"ep": 3}, 3),
-        ("aabbcdcd", {"ep": 4}, 4),  # of one EP group alone
+        ("aabbcdcd", {"ep": 4}, 4),  # only one of the EP groups interleaves hosts
     ],
 )
 def test_consecutive_ranks_of_a_node(hosts, sizes, size):

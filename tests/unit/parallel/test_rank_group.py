@@ -1,4 +1,4 @@
-"""A group of ranks that is not the job's first ones, without ranks."""
+"""Test a group that does not start at the job's first rank, without other processes."""
 
 import logging
 from types import SimpleNamespace
@@ -11,11 +11,14 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
 CPU = torch.device("cpu")
-HEADER = ("problem", "where", "carried", "gradients")  # what each rank exchanges ahead of a call's integers
+HEADER = ("problem", "where", "carried", "gradients")  # what each rank exchanges before a call's integers
 
 
 def group_with(monkeypatch, rank=0, **peers_header):
-    """Rank 4 of ranks 4 and 6, which differ in what is given here. What a rank shares is its number, but for texts."""
+    """Return the group of ranks 4 and 6. Their headers differ in the given fields.
+
+    A rank's shared text is "that of" its number, unless `texts` has another.
+    """
     recorder = FlightRecorder()
     texts = peers_header.pop("texts", {})
     monkeypatch.setattr(recorder, "share", lambda text, *, owner, group: texts.get(owner, f"that of {owner}"))
@@ -71,7 +74,10 @@ def test_without_grad_mode_no_gradient_is_wanted(monkeypatch):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("peer", ["alike", "a problem", "other facts"])
 def test_numbers_in_the_hosts_memory_serve_ranks_that_are_alike(peer, grad, monkeypatch):
-    """All others meet in a collective, which says what is wrong."""
+    """Numbers exchanged through the host's memory suffice if ranks agree.
+
+    Otherwise the ranks meet in a collective, which reports what is wrong.
+    """
     rank_group, posted = group_with(monkeypatch), []
     answer = 5 << 1 | (peer == "a problem")
     rank_group.known.by = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Rows of tp ranks that are not equal bit for bit, without ranks."""
+"""Test the comparison of tp ranks' rows that are not bitwise equal, without ranks."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_the_pair_of_ranks_that_differs_is_named(comparison, monkeypatch):
 
 
 def other_rows(found, monkeypatch):
-    """The first rank passes these rows, the others what is compared next."""
+    """Set the rows of the first rank, and compare the others with what is passed next."""
     first = []
 
     def gathered(own, rank_group):
@@ -59,7 +59,7 @@ def test_rounding_of_two_bytes_is_no_difference(dtype, comparison, monkeypatch):
 
 
 def test_more_tokens_than_before_are_weighed_as_by_a_new_one(comparison):
-    """The factors of few tokens are kept, and made anew for many."""
+    """Facts of more tokens than before equal those of a new comparison. Its table of factors grows with the tokens."""
     for tokens in (1, 40, 3, 700):
         passed = {"x": torch.randn(tokens, 24, generator=torch.Generator().manual_seed(tokens))}
         new = RowComparison(RankGroup(None, (4, 5, 6), 0, FlightRecorder()))
@@ -70,20 +70,20 @@ def test_more_tokens_than_before_are_weighed_as_by_a_new_one(comparison):
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float32, torch.int64])
 def test_a_checksum_is_of_the_numbers_wherever_they_lie(dtype):
-    """In whole words or beside them, in one piece or not."""
+    """A checksum depends on the values only, for aligned and unaligned, contiguous and strided tensors."""
     whole = torch.randint(0, 2, (4, 19), generator=torch.Generator().manual_seed(0)).to(dtype)
     for view in (whole[0, 1:17], whole[1, 3:6], whole[:, 2:10], whole.t()):
         assert checksum(view, CPU) == checksum(view.clone(memory_format=torch.contiguous_format), CPU)
 
 
 def test_a_checksum_tells_the_order_of_its_pieces(monkeypatch):
-    monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB else
+    monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB by default
     x = torch.arange(8)
     assert checksum(x, CPU) != checksum(x.roll(4), CPU)
 
 
 def test_a_checksum_tells_each_bit_of_each_word():
-    """Times an even number a word would lose its highest bit, and times 0 all of them."""
+    """A checksum detects each bit of each word. An even factor would lose the highest bit, and 0 all bits."""
     for place in range(6):
         for bit in (1, 1 << 31, -(1 << 63)):
             words = torch.zeros(6, dtype=torch.int64)
@@ -92,7 +92,10 @@ def test_a_checksum_tells_each_bit_of_each_word():
 
 
 def test_ids_of_either_width_are_the_same_ids(comparison):
-    """Ranks that pass them would compare row by row in each call, and warn of rounding."""
+    """int32 and int64 ids have equal checksums.
+
+    Otherwise ranks that pass different dtypes would compare row by row in each call, and warn of rounding.
+    """
     ids = torch.tensor([[0, 5], [-1, 3]])
     narrow, wide = (comparison.facts({"routing.ids": one}, CPU, compared=True) for one in (ids.int(), ids))
     assert [int(number) for number in narrow] == [int(number) for number in wide]
@@ -101,7 +104,7 @@ def test_ids_of_either_width_are_the_same_ids(comparison):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", [(3, 2, 16), (2, 5), (1, 19), (0, 8), (4,)])
 def test_checksums_of_rows_are_those_of_each(dtype, shape, monkeypatch):
-    monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB else
+    monkeypatch.setattr("ep_moe.parallel.checksum.WORDS", 4)  # 8 MiB by default
     wide = torch.randint(0, 255, (*shape[:-1], shape[-1] + 3), generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = wide[..., 1 : shape[-1] + 1]
     assert row_checksums(rows).tolist() == [int(checksum(row, CPU)) for row in rows]

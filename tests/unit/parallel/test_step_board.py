@@ -1,4 +1,4 @@
-"""Numbers exchanged through a host's memory, among boards of one process."""
+"""Test numbers exchanged through a host's memory, with several boards in one process."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ RANKS = 3
 
 @pytest.fixture
 def made():
-    """An exchange for each of three ranks."""
+    """Yield an exchange for each of three ranks."""
     own = [StepBoard() for _ in range(RANKS)]
     peers = [{at: PeerBoard.at(board.address) for at, board in enumerate(own) if at != rank} for rank in range(RANKS)]
     yield [HostExchange(board, others) for board, others in zip(own, peers, strict=True)]
@@ -30,13 +30,16 @@ def made():
 def put(
     exchange: HostExchange, first: int, second: int, recorder=NO_WATCH, late=contextlib.nullcontext
 ) -> list[tuple[int, int]]:
-    """The pairs of all ranks, this one's first."""
+    """Exchange a pair of numbers. Return the pairs of all ranks, this one's first."""
     exchange.post(first, second)
     return [(first, second), *exchange.collect(recorder, late)]
 
 
 def test_every_rank_gets_the_numbers_of_all(made, monkeypatch):
-    """Ranks that come at different times, past the largest number of an exchange."""
+    """Every rank gets the numbers of all ranks.
+
+    Ranks come at different times, and sequence numbers wrap around.
+    """
     monkeypatch.setattr(step_board, "_POLLS", 2)
     for exchange in made:
         exchange._number = step_board._NUMBERS - 150

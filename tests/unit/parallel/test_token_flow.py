@@ -1,4 +1,4 @@
-"""The way of tokens between the attention view and the expert view: masks, and what a router gave for peers' rows."""
+"""Test how tokens move between the attention view and the expert view: masks, and routes for peers' rows."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from ep_moe.types import Pending, Routing, TokenMask
 
 @pytest.mark.parametrize("sent", [False, True])
 def test_etp_ranks_hear_which_rows_are_padding_and_whether_it_is_sent(sent, monkeypatch):
-    """Ranks without a mask have tokens alone."""
+    """etp ranks learn which rows are padding and whether padding is sent. A rank without a mask has only tokens."""
     layout = RankLayout.from_config(ParallelConfig(dp=2, ep=1, etp=2), world=2, rank=0)
     alone = RankGroup.alone()
     flow = TokenFlow(layout, tp=alone, etp=alone, lockstep=alone)
@@ -24,7 +24,7 @@ def test_etp_ranks_hear_which_rows_are_padding_and_whether_it_is_sent(sent, monk
     assert peer is None  # no rank has a mask
     gathered = []
 
-    def gather(codes, call):  # what the peer gave comes behind
+    def gather(codes, call):  # the peer's codes come last
         gathered.append(codes)
         return torch.cat(gathered[::-1])
 
@@ -52,7 +52,10 @@ def test_a_rank_joins_in_the_exchange_of_masks_if_an_etp_peer_passes_one(rank, m
 @pytest.mark.parametrize("tokens", [10, 3, 0])
 @pytest.mark.parametrize(("tp", "etp"), [(2, 2), (4, 2), (4, 4), (6, 2)])
 def test_a_rank_keeps_its_own_tokens_of_what_was_computed_for_its_etp_peers(tp, etp, tokens, monkeypatch):
-    """Of the rows of `etp_gather`, which lie in x where an etp group is part of a tp group."""
+    """A rank keeps its own tokens of what it computed for its etp peers.
+
+    These are rows of `etp_gather`, which are adjacent in x if the etp group is part of a tp group.
+    """
     gathered = []
     monkeypatch.setattr(module, "gather_replicated", lambda y, counts, rank_group: gathered.append(y) or y)
     counts = [stop - start for start, stop in (share(tokens, tp, rank) for rank in range(tp))]
@@ -87,7 +90,7 @@ def test_gradients_of_given_routing_weights_are_shared_as_those_of_rows_are(loca
     ("sizes", "rank", "local"), [({"dp": 2, "ep": 1, "etp": 2}, 0, False), ({"tp": 2, "ep": 1, "etp": 2}, 1, True)]
 )
 def test_a_capture_exchanges_nothing(sizes, rank, local, monkeypatch):
-    """All ranks are taken to pass as many rows, and no mask that they would have to hear of."""
+    """A capture exchanges nothing. Ranks are assumed to pass equally many rows, and etp peers hear of no mask."""
     monkeypatch.setattr(module, "capturing", lambda device: True)
     monkeypatch.setattr(RankGroup, "exchange", lambda *_: pytest.fail("an exchange within a capture"))
     layout = RankLayout.from_config(ParallelConfig(**sizes), world=2, rank=rank)
@@ -101,7 +104,7 @@ def test_a_capture_exchanges_nothing(sizes, rank, local, monkeypatch):
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_routes_of_all_etp_peers_come_in_one_message(top_k, monkeypatch):
-    """Ids as they were, and weights with their gradient, in the order of the ranks."""
+    """Routes of all etp peers come in one message, in rank order: ids unchanged, and weights with their gradient."""
     alone = RankGroup.alone()
     layout = RankLayout.from_config(ParallelConfig(dp=2, ep=1, etp=2), world=2, rank=1)
     flow = TokenFlow(layout, tp=alone, etp=RankGroup(None, (0, 1), 1, FlightRecorder()), lockstep=alone)
