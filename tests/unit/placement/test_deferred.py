@@ -1,4 +1,4 @@
-"""A routing whose ids are placed when they are needed."""
+"""Test a routing whose logical ids are placed when they are needed."""
 
 import ctypes
 
@@ -45,7 +45,7 @@ def test_what_is_there_of_a_late_routing():
 
 
 def test_a_compiled_layer_tells_of_an_id_that_a_kernel_dropped():
-    """Once, in the next call."""
+    """A compiled layer reports an id that a kernel dropped, once, in the next call."""
     word = ctypes.c_int64(9)
     experts = CONFIG.num_experts
     tables = Placement(ExpertMap.linear(experts, 2)).tables._replace(invalid=ctypes.addressof(word))
@@ -57,7 +57,10 @@ def test_a_compiled_layer_tells_of_an_id_that_a_kernel_dropped():
 
 @pytest.mark.parametrize("by", ["the layer", "the operator of compiled graphs"])
 def test_what_is_placed_within_backward_is_no_load(by):
-    """Activation checkpointing computes there what was counted before."""
+    """Routes placed within backward do not count as load.
+
+    Activation checkpointing recomputes routes counted in forward.
+    """
     routing, placement, placed = integer_routing(5, CONFIG, 0), Placement(ExpertMap.redundant(6, 2, 4)), []
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""ExpertMap: every constructor, its invariants, the tables derived from it, and files."""
+"""Test ExpertMap: constructors, invariants, derived tables, and files."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Groups of experts that lie on one node each limit the nodes of a token: `explain`, the model of bytes, and EPLB."""
+"""Test the limit on a token's nodes where each group of experts is on one node: `explain`, byte counts, and EPLB."""
 
 from types import SimpleNamespace
 
@@ -33,9 +33,9 @@ def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
     ("hosts", "expert_map", "most", "apart"),
     [
         ("aabbccdd", None, 2, ()),
-        ("abcdabcd", None, 4, (0, 1, 2, 3)),  # ranks 0 and 1 have one group, and are on two nodes
+        ("abcdabcd", None, 4, (0, 1, 2, 3)),  # ranks 0 and 1 share one group, but are on two nodes
         ("aabbccdd", ExpertMap.round_robin(32, 8), 4, (0, 1, 2, 3)),
-        ("aabbccdd", ExpertMap.redundant(32, 8, 8), 4, (0, 1, 2, 3)),  # 5 slots a rank
+        ("aabbccdd", ExpertMap.redundant(32, 8, 8), 4, (0, 1, 2, 3)),  # 5 slots per rank
     ],
     ids=str,
 )
@@ -50,7 +50,10 @@ def test_a_token_goes_to_no_more_nodes_than_it_has_experts():
 
 
 def test_a_token_goes_to_no_more_nodes_than_there_are():
-    """Its two groups are on four nodes each, and it has six experts."""
+    """The limit never exceeds the number of nodes.
+
+    Here two groups are on four nodes each, and a token has six experts.
+    """
     assert NodeLimit.of(config(top_k=6), layout("aabbccdd"), ExpertMap.round_robin(32, 8)).most == 4
 
 
@@ -82,15 +85,19 @@ def test_explain_says_it():
     assert reason(ExpertMap.round_robin(32, 8), "hierarchical").endswith(apart)
     one = ExpertMap.from_ranks([[*range(3), 8], [*range(3, 8)], *[list(range(n, n + 4)) for n in range(8, 32, 4)]], 32)
     assert "group 1 is on several nodes of this map, and so a token goes to up to 3 of 4" in reason(one, "hierarchical")
-    assert "groups" not in reason(None, "torch_a2a")  # which sends once to each rank
+    assert "groups" not in reason(None, "torch_a2a")  # torch_a2a sends a row once per rank
 
 
 @pytest.mark.parametrize(
     ("experts", "groups", "top_groups", "top_k"), [(256, 8, 4, 8), (256, 8, 3, 8), (64, 8, 2, 4)], ids=str
 )
 def test_uniform_scores_reach_as_many_nodes(experts, groups, top_groups, top_k):
-    """A node per group, or for two groups; an upper bound that is nearly met. Hoeffding: a share of 20000 tokens is
-    within 0.02 of its mean but for 1 in 10^6."""
+    """The model gives the nodes that uniform scores reach, with one group per node and with two.
+
+    The model is an upper bound that is nearly reached. By Hoeffding's inequality, a share of 20000 tokens is within
+    0.02
+    of its mean, except in 1 case in 10^6.
+    """
     asked = config(groups, top_groups, experts, top_k)
     logits = torch.randn(20000, experts, generator=torch.Generator().manual_seed(1))
     ids = sigmoid_topk(logits, top_k, renormalize=True, num_groups=groups, top_groups=top_groups)[1]
@@ -110,7 +117,7 @@ def test_without_groups_the_model_is_as_before():
     for held in (1, 3, 8, 20, 32):
         assert within_groups(config(4, 4), held) is None
         assert within_groups(config(1, 1), held) is None
-    assert within_groups(config(), 12) is None  # neither whole groups nor a part of one
+    assert within_groups(config(), 12) is None  # neither whole groups nor a fraction of one
     grouped, free = config(), config(4, 4)
     assert two_level(grouped, 8, 8) == two_level(free, 8, 8)  # one host
     assert two_level(grouped, 8, 2, redundant=8) == two_level(free, 8, 2, redundant=8)

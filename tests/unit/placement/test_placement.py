@@ -1,4 +1,4 @@
-"""Placement: logical to physical ids, the choice among replicas, load counts, and tables rewritten in place."""
+"""Test Placement: logical to physical ids, the choice of replicas, load counts, and in-place updates of tables."""
 
 import math
 from unittest import mock
@@ -35,7 +35,7 @@ def assert_tables(placement: Placement, expert_map: ExpertMap) -> None:
 
 @pytest.fixture
 def noise(monkeypatch):
-    """What `to_empty` leaves in a tensor: here 77, so that no test passes by what memory happens to hold."""
+    """Make `to_empty` fill tensors with 77, so that no test passes by what memory happens to hold."""
 
     def empty_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
         return torch.full(tensor.shape, 77, dtype=tensor.dtype, device=device)
@@ -80,7 +80,7 @@ def test_minus_one_stays_and_counts_nothing():
 
 @pytest.mark.parametrize("bad", [-2, -100, 4, 5, 6, 2**31 - 1])
 def test_id_out_of_range_leaves_out_of_range(bad):
-    placement = Placement(ExpertMap.redundant(4, 2, 2))  # 6 slots: 4 and 5 would be slots, but are no experts
+    placement = Placement(ExpertMap.redundant(4, 2, 2))  # 6 slots: ids 4 and 5 are valid slots, but not experts
     placed = placement(routing(torch.tensor([[0, bad], [-1, 3]])))
     physical = placed.materialize().ids[0, 1].item()
     assert physical < -1 or physical >= 6
@@ -97,8 +97,10 @@ TOKENS = 4096
 @pytest.mark.parametrize("replicas", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("stride", [1, 2, 3, 64])
 def test_replicas_are_used_alike(replicas, stride):
-    """An expert that every stride-th token chooses: each replica's share lies within 3 standard deviations of what a
-    fair die with that many faces gives for 4096 throws."""
+    """Tokens are spread evenly over replicas, if every stride-th token chooses the expert.
+
+    Each replica's share is within 3 standard deviations of a fair die with that many faces, thrown 4096 times.
+    """
     expert_map = ExpertMap.redundant(8, replicas, 8 * replicas - 8)
     placement = Placement(expert_map, ep_rank=1)
     ids = torch.full((TOKENS * stride, 1), -1)
@@ -114,8 +116,12 @@ def test_replicas_are_used_alike(replicas, stride):
 
 @pytest.mark.parametrize("replicas", [2, 3, 5, 6, 7, 16])
 def test_few_rows_use_replicas_alike_too(replicas):
-    """Decode batches have few rows. Of any number of rows in turn that choose an expert, each replica has its share to
-    within the bound for multiples of the golden ratio."""
+    """Few rows are spread evenly too, as decode batches need.
+
+    For any number of consecutive rows that choose an expert, each replica's share is within the bound for multiples of
+    the
+    golden ratio.
+    """
     expert_map = ExpertMap.redundant(8, replicas, 8 * replicas - 8)
     rows = torch.arange(1, TOKENS + 1)
     bound = 2 + rows.log() / math.log((1 + math.sqrt(5)) / 2)
@@ -133,14 +139,17 @@ def test_choice_depends_on_row_expert_and_ep_rank_alone():
     all_experts = Placement(expert_map, ep_rank=2)(routing(every)).materialize().ids
     order = torch.rand(500, 6, generator=torch.Generator().manual_seed(1)).argsort(1)[:, :3]
     other = Placement(expert_map, ep_rank=2)
-    other(routing(every[:7]))  # a call before must not matter
+    other(routing(every[:7]))  # an earlier call must not matter
     placed = other(Routing(every.gather(1, order), torch.ones(500, 3))).materialize().ids
     assert torch.equal(placed, all_experts.gather(1, order))
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_ranks_with_a_few_tokens_each_spread_over_the_replicas(replicas):
-    """As in decoding: 16 ranks with 4 tokens each. No replica of any expert gets more than 1.5 times its share."""
+    """Ranks with few tokens each use all replicas evenly, as in decoding.
+
+    With 16 ranks of 4 tokens, no replica gets more than 1.5 times its share.
+    """
     expert_map = ExpertMap.redundant(16, replicas, 16 * replicas - 16)
     total = torch.zeros(expert_map.num_physical, dtype=torch.int64)
     for rank in range(16):
@@ -152,8 +161,12 @@ def test_ranks_with_a_few_tokens_each_spread_over_the_replicas(replicas):
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_experts_of_a_token_spread_over_the_replicas(replicas):
-    """Every rank holds all experts in order, so that the rank is the replica's number. Two experts of a token share a
-    rank no more often than by chance, on average over the pairs, give or take a tenth."""
+    """The experts of a token are spread over the replicas.
+
+    Every rank holds all experts in order, so the rank is the replica's number. Two experts of a token share a rank as
+    often
+    as by chance, on average over the pairs, within a tenth.
+    """
     placement = Placement(ExpertMap.redundant(32, replicas, 32 * replicas - 32))
     rank = placement(routing(torch.arange(32).expand(512, 32))).materialize().ids // 32
     alike = (rank.unsqueeze(2) == rank.unsqueeze(1)).float().mean(0)
@@ -237,7 +250,7 @@ def test_update_keeps_the_experts_load_and_drops_the_slots():
 
 
 def test_update_has_room_for_any_later_plan():
-    """From one spare slot a rank for different experts to all spare slots for one."""
+    """`update` has room for any later map, also if all spare slots move from different experts to one."""
     placement = Placement(ExpertMap.from_ranks([[0, 1, 2], [3, 4, 5], [0, 1, -1], [2, 3, -1]], 6))
     one_hot = ExpertMap.from_ranks([[0, 1, 2], [0, 3, 4], [0, 5, -1], [0, -1, -1]], 6)
     placement.update(one_hot)
@@ -312,7 +325,7 @@ def test_map_given_while_on_meta_is_in_force_after_to_empty(noise):
 
 
 def test_tables_are_right_after_to_empty_from_memory(noise):
-    """to_empty leaves noise wherever it came from; nothing but the map on the host could put it right."""
+    """Tables are right after `to_empty`, which leaves random memory. They are rebuilt from the map on the host."""
     expert_map = ExpertMap.redundant(6, 4, 3)
     placement = Placement(expert_map)
     placement.to_empty(device="cpu")
@@ -352,7 +365,7 @@ def test_within_no_stats_nothing_is_counted():
 
 
 def test_what_is_counted_is_asked_of_the_device():
-    """A captured graph heeds it: it is read from the same memory at every call."""
+    """`counting` is read on the device, from the same address in every call, so a captured graph observes changes."""
     placement = Placement(ExpertMap.redundant(6, 2, 2))
     address = placement.counting.data_ptr()
     with placement.no_stats():
@@ -361,7 +374,10 @@ def test_what_is_counted_is_asked_of_the_device():
 
 
 def test_nearest_replicas():
-    """Ranks 0 and 1 are a node, ranks 2 and 3 another."""
+    """NEAREST chooses replicas on the rank, then on its node, else any.
+
+    Ranks 0 and 1 are one node, and 2 and 3 another.
+    """
     expert_map = ExpertMap.from_ranks([[0, 1], [2, 0], [0, 3], [4, 5]], 6)
     tables = []
     for rank in range(4):
@@ -378,7 +394,8 @@ def test_nearest_replicas():
     placement.choose(Replicas.SPREAD)
     assert_tables(placement, expert_map)
     placement = Placement(expert_map, ep_rank=3, ranks_per_node=2)
-    for nodes, nearest in (({"ranks_per_node": 4}, [0, 3, 4]), ({}, [4, -1, -1])):  # by default as at construction
+    # the default is that of construction
+    for nodes, nearest in (({"ranks_per_node": 4}, [0, 3, 4]), ({}, [4, -1, -1])):
         placement.choose(Replicas.NEAREST, **nodes)
         assert placement.logical_to_physical[0].tolist() == nearest
 

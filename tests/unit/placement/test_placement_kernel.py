@@ -1,4 +1,4 @@
-"""The Triton form of `Placement.forward` against the torch form; on a CPU in Triton's interpreter."""
+"""Test the Triton kernel of `Placement.forward` against torch; on a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAPS = [
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_same_ids_and_loads(expert_map, ep_rank, dtype):
     for tokens, top_k in ((0, 2), (1, 1), (3, 2), (301, 3), (1500, 3)):
-        ids = torch.randint(-2, expert_map.num_experts + 2, (tokens, top_k), dtype=dtype)  # unknown ones among them
+        ids = torch.randint(-2, expert_map.num_experts + 2, (tokens, top_k), dtype=dtype)  # with unknown ids among them
         there = Placement(expert_map, ep_rank=ep_rank)
         expected = there(Routing(ids, torch.ones(ids.shape))).materialize().ids
         here = Placement(expert_map, ep_rank=ep_rank).to(DEVICE)
