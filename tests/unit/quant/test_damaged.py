@@ -1,4 +1,4 @@
-"""Codes and scales that no scheme writes are refused wherever a user gives them."""
+"""Test that codes and scales which no scheme writes are refused wherever a user passes them."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def expert(quantization):
 
 
 def damages(tensors):
-    """(name, value, what the sentence says of it) of each tensor that can be damaged."""
+    """Yield (name, value) for each damage that a tensor can have."""
     for name, tensor in tensors.items():
         if tensor.dtype == torch.float8_e4m3fn or (name.endswith("_scale") and tensor.is_floating_point()):
             yield name, float("nan")
@@ -60,7 +60,7 @@ def test_damaged_codes_and_scales_are_refused(quantization):
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
 def test_zeros_are_whole(quantization):
-    """Scales of 0, and of fresh layers."""
+    """Zeros are valid: with scales of 0, and in new layers."""
     context = EPContext.local(torch.device("cpu"))
     layer = MoELayer(CONFIG, context, quantization=quantization, dtype=torch.bfloat16)
     layer.load_state_dict(layer.state_dict())
@@ -72,7 +72,7 @@ def test_zeros_are_whole(quantization):
 
 
 def refused(layer, tensors, match):
-    """By `update_expert` and by `load_state_dict`, before anything is written."""
+    """Assert that `update_expert` and `load_state_dict` refuse the tensors before they write anything."""
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     with pytest.raises(InputError, match=match):
         layer.update_expert(1, **tensors)
@@ -83,7 +83,10 @@ def refused(layer, tensors, match):
 
 @pytest.mark.parametrize("quantization", QUANTIZED)
 def test_scales_that_lose_codes_are_refused(quantization):
-    """A scale of 0 for codes that are not: such experts compute zeros. An exponent (E8M0) of 0 is 2 ** -127."""
+    """A scale of 0 for nonzero codes is refused, because the expert would compute zeros.
+
+    An E8M0 exponent of 0 is valid, and means 2 ** -127.
+    """
     context = EPContext.local(torch.device("cpu"))
     layer = MoELayer(CONFIG, context, quantization=quantization, dtype=torch.bfloat16)
     whole = expert(quantization)

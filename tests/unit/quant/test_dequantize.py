@@ -1,4 +1,4 @@
-"""Dequantization against loops that follow the formats' descriptions number by number."""
+"""Test dequantization against loops that follow the formats' definitions number by number."""
 
 import math
 
@@ -13,7 +13,10 @@ from tests.fixtures.dequantize import block_loop, mxfp4_loop
 
 
 def fp8_matrix(rows: int, columns: int, seed: int = 0):
-    """A float8 matrix and one factor per 128 x 128 block; all factors differ, so that a wrong block shows."""
+    """Return a float8 matrix and one scale per 128 x 128 block.
+
+    All scales differ, so that a wrong block is detected.
+    """
     generator = torch.Generator().manual_seed(seed)
     weight = (100 * torch.randn(rows, columns, generator=generator)).clamp(-448, 448).to(torch.float8_e4m3fn)
     blocks = (math.ceil(rows / 128), math.ceil(columns / 128))
@@ -28,7 +31,10 @@ def test_fp8_whole_matrix(rows, columns):
 
 
 def test_numbers_are_rounded_by_the_scale_of_their_block_however_small_they_are():
-    """It is bounded from below by the numbers, and not by itself, which is 448 times as small."""
+    """Tiny numbers are rounded by the scale of their block.
+
+    The lower bound applies to the largest number of a block, and not to the scale, which is 448 times as small.
+    """
     x = torch.tensor([0.0, 1e-11, 1e-9, 1.0]).repeat_interleave(128).view(2, 256)
     codes, scale = round_blocks(x)
     assert torch.equal(scale, torch.tensor([[1e-10, 1e-10], [1e-9, 1.0]]) / 448)
@@ -64,12 +70,12 @@ def same_bits(found, expected):
     assert found.dtype == torch.float32
     nan = expected.isnan()
     assert torch.equal(found.isnan(), nan)
-    # as bits, since -0 equals 0
+    # compare bits, because -0 equals 0
     assert torch.equal(found[~nan].view(torch.int32), expected[~nan].view(torch.int32))
 
 
 def test_mxfp4_all_codes_at_all_scales():
-    """Every pair of codes in a byte, at every scale: subnormal results, overflow to inf and NaN among them."""
+    """Every byte is right at every scale, including subnormal results, overflow to inf, and NaN."""
     bytes_ = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(256, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1).expand(256, 16)
     same_bits(dequantize_mxfp4(bytes_, scales), mxfp4_loop(bytes_, scales))
@@ -92,7 +98,10 @@ def test_mxfp4_any_leading_shape(lead, groups, seed):
 
 
 def test_mxfp4_equals_transformers():
-    """transformers' own conversion of GPT-OSS checkpoints; it returns experts transposed, [E, columns, rows]."""
+    """MXFP4 equals transformers' conversion of GPT-OSS checkpoints.
+
+    transformers returns experts transposed, [E, columns, rows].
+    """
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     generator = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 10, 4, 16), dtype=torch.uint8, generator=generator)

@@ -1,4 +1,4 @@
-"""Block-scaled formats and scale layouts against FlashInfer's own Python and sources; runs wherever it is installed."""
+"""Test block-scaled formats and scale layouts against FlashInfer's Python and sources, wherever it is installed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_mma_layout(rows, blocks):
 
 
 def their_offset(function: str, row: int, block: int, blocks: int) -> int:
-    """The offset of a scale, by the C++ lines of the function that FlashInfer's quantizers call."""
+    """Return the offset of a scale by evaluating the C++ function that FlashInfer's quantizers call."""
     source = (KERNELS / "quantization_utils.cuh").read_text()
     (body,) = re.findall(
         rf"int64_t {function}\(int mIdx, int kIdx, int (\w+)\) \{{(.*?)\n\}}", source, re.DOTALL
@@ -72,7 +72,7 @@ def test_swizzles_by_their_index_functions(layout, function, tile):
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_their_dequantiser_agrees(block):
-    """`_e2m1_and_ufp8sf_scale_to_float_cpu`, every byte under many scales."""
+    """FlashInfer's `_e2m1_and_ufp8sf_scale_to_float_cpu` agrees for every byte under many scales."""
     data = torch.arange(256, dtype=torch.uint8).repeat(4).view(16, 64)
     scale = scales(16, 128 // block) + (64 if block == 32 else 0)
     global_scale = torch.tensor([0.0123])
@@ -81,13 +81,16 @@ def test_their_dequantiser_agrees(block):
     )
     if block == 16:
         ours = dequantize_nvfp4(data, scale.view(torch.float8_e4m3fn), global_scale[0])
-        torch.testing.assert_close(ours, theirs, rtol=2.0**-22, atol=0)  # they multiply in another order
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-22, atol=0)  # FlashInfer multiplies in another order
     else:
         assert torch.equal(dequantize_mxfp4(data, scale), theirs)
 
 
 def test_the_arithmetic_that_the_quantisers_follow():
-    """The statements of `cvt_warp_fp16_to_fp4` and `cvt_warp_fp16_to_mxfp8` that `microscale` repeats."""
+    """FlashInfer's kernels still contain the statements that `microscale` repeats.
+
+    They are in `cvt_warp_fp16_to_fp4` and `cvt_warp_fp16_to_mxfp8`.
+    """
     source = re.sub(r"\s+", " ", (KERNELS / "quantization_utils.cuh").read_text())
     fp4 = source[source.index("cvt_warp_fp16_to_fp4(") : source.index("cvt_warp_fp16_to_fp4_with_vec_max(")]
     assert "auto SFValue = SFScaleVal * (vecMax * reciprocal_approximate_ftz(6.0f));" in fp4

@@ -1,4 +1,4 @@
-"""E4M3 numbers with a factor for each block."""
+"""Test E4M3 numbers with a scale for each block."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.fixtures.helpers import assert_same
 @pytest.mark.parametrize("block", [(4, 4), (2, 8), (8, 2)])
 @pytest.mark.parametrize(("row", "column"), [(0, 0), (5, 3)])
 def test_a_part_has_the_factors_of_its_blocks(block, row, column):
-    """Of blocks of any shape, from any row and column on."""
+    """A part of a matrix gets the scales of its blocks, for blocks of any shape, from any row and column on."""
     scale = torch.arange(1.0, 65.0).reshape(8, 8)
     whole = scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     part = whole[row : row + 7, column : column + 6]

@@ -1,4 +1,4 @@
-"""Rows rounded with a scale each, against the same in torch; on a CPU in Triton's interpreter."""
+"""Test rows rounded with a scale each against torch; on a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
     monkeypatch.setattr(kernels, "TILE", 2048)
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)  # each has several rows
+        monkeypatch.setattr(kernels, "multiprocessors", lambda device: 3)  # so that each program has several rows
 
 
 def rows(count: int, size: int) -> torch.Tensor:
-    """Values that E4M3 holds under the row's scale, a power of two: the interpreter's casts differ from torch's."""
+    """Return values that E4M3 represents with a power of two as the row's scale.
+
+    The interpreter's casts differ from torch's.
+    """
     generator = torch.Generator().manual_seed(count)
     numbers = torch.randn(count, size, generator=generator).mul(60).clamp(-400, 400).to(FP8).float()
     numbers[:, 0], numbers[1::2, 0] = 448, -448
@@ -69,7 +72,7 @@ def test_only_the_first_rows():
 
 
 def test_rows_go_where_their_slots_say():
-    """Twice, once, nowhere: what is nowhere's may hold anything."""
+    """Each row is written to all its slots: two, one or none. A row without a slot may hold anything."""
     x, (out, scale) = rows(4, 256), made(6, 256)
     x[2] = torch.nan
     slots = torch.tensor([[5, 0], [-1, 2], [-1, 6], [3, -1]], dtype=torch.int32, device=DEVICE)

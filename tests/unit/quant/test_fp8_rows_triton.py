@@ -1,4 +1,4 @@
-"""The Triton forms of `fp8_rows` against the torch forms, which define them."""
+"""Test the Triton kernels of `fp8_rows` against the torch functions, which define them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from ep_moe.quant.kernels import round_rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("size", [(1, 8), (3, 1500), (0, 64)])
 def test_numbers(size, dtype):
-    """Exact ones: the interpreter (3.6) loses the carry when a mantissa rounds up to the next power of two."""
+    """`launch_round_by` equals `round_by` for numbers that E4M3 represents.
+
+    The interpreter (Triton 3.6) loses the carry when a mantissa rounds up to the next power of two.
+    """
     generator = torch.Generator().manual_seed(sum(size))
     codes = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(E4M3)
     x = (codes.float() / 4).to(dtype)
@@ -47,7 +50,10 @@ def test_a_scale_that_is_a_whole_number(scale):
     ((1, 128), 128), ((7, 1920), 128), ((0, 128), 128), ((7, 1920), 1920), ((5, 7168), 7168), ((4, 384), 384),
 ])  # fmt: skip
 def test_blocks(size, block, dtype):
-    """Exact ones as above: a 448 in each block of E4M3 numbers, and so the scale of that block is its factor."""
+    """`launch_round_blocks` equals `round_blocks` for numbers that E4M3 represents.
+
+    Each block of E4M3 numbers contains 448, so its scale is the factor that the test applied.
+    """
     generator = torch.Generator().manual_seed(sum(size))
     codes = torch.randint(0, 0x7F, size, dtype=torch.uint8, generator=generator)
     x = codes.view(E4M3).float().unflatten(-1, (-1, block))
@@ -69,7 +75,7 @@ def test_blocks(size, block, dtype):
     (quantize_rows, 5, torch.bfloat16), (quantize_rows, 5, torch.float16), (round_rows, 1, torch.bfloat16),
 ])  # fmt: skip
 def test_the_bits_that_kernels_round_to(kernel, scales, dtype):
-    """scales: of a row of 640"""
+    """Quantizing kernels round to the bits of `launch_round_blocks`. scales: of a row of 640."""
     x = torch.randn(9, 640, generator=torch.Generator().manual_seed(0)).mul(torch.logspace(-6, 2, 640)).to(dtype)
     x[2], x[3, 130], x[4, 5], x[5, 300] = 0, torch.nan, 3e4, torch.inf
     x = x.to(DEVICE)

@@ -1,4 +1,4 @@
-"""Block-scaled formats against formulas of their own: every code by the definition, every rounding by brute force."""
+"""Test block-scaled formats against independent formulas: codes by definition, and rounding by brute force."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ F32 = np.float32
 
 
 def minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> float:
-    """A number from its bits, as IEEE 754 builds it, without infinities."""
+    """Return a number from its bits as IEEE 754 defines it, without infinities."""
     sign = -1.0 if code >> (exponent_bits + mantissa_bits) else 1.0
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     mantissa = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
@@ -36,11 +36,11 @@ def minifloat(code: int, exponent_bits: int, mantissa_bits: int, bias: int) -> f
 
 
 E2M1 = np.array([minifloat(code, 2, 1, 1) for code in range(16)])
-E4M3 = np.array([minifloat(code, 4, 3, 7) for code in range(127)])  # the positive ones, 127 is its NaN
+E4M3 = np.array([minifloat(code, 4, 3, 7) for code in range(127)])  # the positive numbers; code 127 is NaN
 
 
 def nearest(values: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Codes of the nearest numbers of a sorted table without signs, ties to the even code, beyond it the last."""
+    """Return codes of the nearest magnitudes in a sorted table; ties go to the even code, and overflow to the last."""
     distance = np.abs(np.abs(values)[..., None].astype(np.float64) - table)
     odd = np.arange(len(table)) % 2
     return np.lexsort((np.broadcast_to(odd, distance.shape), distance), axis=-1)[..., 0]
@@ -53,13 +53,13 @@ def nibbles(packed: Tensor) -> np.ndarray:
 
 
 def every_bfloat16() -> Tensor:
-    """All finite ones of either sign."""
+    """Return all finite bfloat16 numbers of either sign."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
     return every[every.isfinite()]
 
 
 def shuffled(values: Tensor, block: int, seed: int = 0) -> Tensor:
-    """[rows, 4 * block] with as many of the values as fit."""
+    """Return [rows, 4 * block] with as many of the values as fit, in random order."""
     order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))
     return values[order][: len(values) // (4 * block) * 4 * block].view(-1, 4 * block)
 
@@ -111,7 +111,7 @@ def test_every_byte_is_its_two_numbers():
     found = microscale.e2m1_values(packed)
     wanted = E2M1[nibbles(packed)]
     assert np.array_equal(found.numpy(), wanted)
-    assert np.array_equal(np.signbit(found.numpy()), np.signbit(wanted))  # -0 is not 0
+    assert np.array_equal(np.signbit(found.numpy()), np.signbit(wanted))  # -0 and 0 have different codes
     assert torch.equal(microscale.pack_nibbles(microscale.unpack_nibbles(packed)), packed)
 
 
@@ -119,7 +119,10 @@ def test_every_byte_is_its_two_numbers():
 
 
 def nvfp4_by_hand(x: Tensor, global_scale: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [..., c] and scale codes, by FlashInfer's formula in numpy's float32, rounded by brute force."""
+    """Return NVFP4 codes [..., c] and scale codes, by FlashInfer's formula in numpy's float32.
+
+    Rounding is by brute force.
+    """
     with np.errstate(all="ignore"):
         blocks = x.numpy().astype(F32).reshape(*x.shape[:-1], -1, NVFP4_BLOCK)
         encode = F32(1) / global_scale.numpy().astype(F32)
@@ -135,7 +138,10 @@ def nvfp4_by_hand(x: Tensor, global_scale: Tensor) -> tuple[np.ndarray, np.ndarr
 @pytest.mark.parametrize("of", ["amax", 1.0, 2.0**-11, 0.0037])
 @case(NVFP4_BLOCK)
 def test_nvfp4_by_brute_force(x, of):
-    """With the global scale of the matrix, and with given ones that some of its blocks exceed or fall short of."""
+    """NVFP4 equals brute force, with the matrix's own global scale and with given ones.
+
+    Some blocks exceed a given scale, and others do not use all of it.
+    """
     amax = x.abs().max() / NVFP4_RANGE
     global_scale = torch.tensor(of) if of != "amax" else torch.where(amax >= 2.0**-120, amax, 1.0)
     data, scale = quantize_nvfp4(x, global_scale)
@@ -150,8 +156,10 @@ def test_nvfp4_by_brute_force(x, of):
 
 
 def test_nvfp4_scale_is_the_nearest_of_the_exact_quotient():
-    """amax / (6 * global_scale) with a global scale of a power of two, for every amax: no bit is lost on the way, also
-    not where the quotient lies in the middle of two scales."""
+    """An NVFP4 scale is the nearest to amax / (6 * global_scale) for every amax, if the global scale is a power of two.
+
+    No bit is lost, also if the quotient is halfway between two scales.
+    """
     every = every_bfloat16()
     amax = every[(every >= 2.0**-9) & (every <= 448 * 6)]
     x = amax[:, None] * torch.tensor([0.0] * 15 + [-1.0])
@@ -179,8 +187,10 @@ def test_nvfp4_global_scales_by_matrix_or_row(shape):
 
 
 def test_nvfp4_keeps_its_own_numbers():
-    """Quantized once, a matrix is quantized to the same bytes again, but where E4M3 is too coarse below 2**-6 for a
-    block's largest number to be 6 times its scale."""
+    """Quantizing an NVFP4 matrix again gives the same bytes.
+
+    Exception: below 2**-6, E4M3 is too coarse for a block's largest number to be 6 times its scale.
+    """
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(2)) * torch.exp2(torch.arange(-32, 32.0))[:, None]
     global_scale = x.abs().max() / NVFP4_RANGE
     data, scale = quantize_nvfp4(x, global_scale)
@@ -195,7 +205,10 @@ def test_nvfp4_keeps_its_own_numbers():
 
 
 def test_nvfp4_under_a_larger_global_scale_are_the_same_numbers():
-    """As exactly as its blocks' scales have room for: here by a power of two."""
+    """`rescale_nvfp4` keeps the values under a larger global scale, as exactly as block scales can represent.
+
+    Here the new scale is a power of two times the old one.
+    """
     data, scale = quantize_nvfp4(torch.randn(8, 64, generator=torch.Generator().manual_seed(3)), torch.tensor(0.01))
     assert bool((scale.float() >= 2.0**-4).all())
     larger = torch.tensor(0.04)
@@ -215,7 +228,8 @@ def test_mxfp8_by_brute_force(x):
     blocks = x.numpy().astype(np.float64).reshape(len(x), -1, 32)
     amax = np.abs(blocks).max(-1)
     wanted = amax.astype(F32) * F32(1 / 448)
-    exponent = np.select([wanted <= 2.0**e for e in range(-126, 127)], range(-126, 127))  # the smallest that is enough
+    # the smallest exponent that suffices
+    exponent = np.select([wanted <= 2.0**e for e in range(-126, 127)], range(-126, 127))
     none = wanted < 2.0**-126
     assert np.array_equal(scale.numpy(), np.where(none, 0, exponent + 127))
     scaled = np.where(none[..., None], 0, blocks / 2.0 ** exponent[..., None])
@@ -224,12 +238,12 @@ def test_mxfp8_by_brute_force(x):
     assert np.array_equal(np.where(none.repeat(32, -1), found & 127, found), codes)
     back = dequantize_mxfp8(data, scale)
     signed = E4M3[codes & 127] * np.where(codes & 128, -1, 1)
-    with np.errstate(over="ignore"):  # the largest float32 may be rounded up to 2**128
+    with np.errstate(over="ignore"):  # the largest float32 may round up to 2**128
         assert np.array_equal(back.numpy(), (signed * 2.0 ** (scale.numpy().repeat(32, -1) - 127.0)).astype(F32))
 
 
 def test_mxfp8_exponent_is_that_of_the_exact_quotient():
-    """The smallest power of two that is at least amax / 448, for every amax: 448 itself is not pushed above 1."""
+    """The MXFP8 exponent is the smallest with 2**e at least amax / 448, for every amax. 448 itself gets scale 1."""
     every = every_bfloat16()
     amax = every[every >= 448 * 2.0**-126]
     x = amax[:, None] * torch.tensor([0.0] * 31 + [-1.0])
@@ -259,7 +273,10 @@ def test_mxint4_by_its_definition(name):
 
 
 def test_mxfp4_takes_the_largest_exponent_rounded_down():
-    """OCP's rule, unlike FlashInfer's for activations: what lies between 6 and 8 times the scale saturates."""
+    """MXFP4 rounds the largest exponent down, by the OCP rule. FlashInfer rounds differently for activations.
+
+    Numbers between 6 and 8 times the scale saturate.
+    """
     x = torch.zeros(3, 32)
     x[:, 0] = torch.tensor([7.9, 6.0, 4.0])
     data, scale = quantize_mxfp4(x)

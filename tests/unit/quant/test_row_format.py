@@ -1,4 +1,4 @@
-"""Rows in the formats of the wire: how they are rounded and widened."""
+"""Test rows in the wire formats: how they are rounded and widened."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_rounding(dtype):
     fine = torch.ones(7, dtype=torch.bool).index_fill(0, torch.tensor([3]), False)
     error = (back - x.float())[fine].abs().unflatten(1, (3, 128))
     largest = x.float()[fine].abs().unflatten(1, (3, 128))
-    # half a unit in the fourth bit, or half of the smallest step, 2**-9, of numbers that end at 448
+    # half a unit in the fourth bit, or half of the smallest step, 2**-9, at a range of 448
     assert (error <= torch.maximum(largest * 2**-4, largest.amax(-1, keepdim=True) * 2**-10 / 448) * 1.001).all()
 
 

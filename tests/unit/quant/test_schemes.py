@@ -1,4 +1,4 @@
-"""Quantization schemes: how far rounding moves a number, the packing of codes, and what is refused."""
+"""Test quantization schemes: rounding errors, the packing of codes, and refused shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ep_moe.weights.parts import etp_shard, join
 ROWS, COLUMNS = 256, 384
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-SLOP = 2.0**-20  # a division and a product in float32, each half a step of 2**-23
+SLOP = 2.0**-20  # a float32 division and product, each with an error of half a step of 2**-23
 
 each_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 
@@ -27,7 +27,7 @@ def config(activation: Activation = Activation.SWIGLU, *, hidden: int = 256, inn
 
 
 def matrix(*lead: int) -> Tensor:
-    """Normal numbers whose size varies by rows and columns, so that a scale that is not their own shows."""
+    """Return normal numbers whose size varies over rows and columns, so that a scale of another block is detected."""
     size = torch.exp2(torch.linspace(-6, 3, ROWS).unsqueeze(1) + torch.linspace(-3, 3, COLUMNS))
     return torch.randn(*lead, ROWS, COLUMNS) * size
 
@@ -41,20 +41,24 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """A factor for each number from one for each block."""
+    """Expand one scale per block to one per number."""
     return scale.repeat_interleave(rows, -2).repeat_interleave(columns, -1)
 
 
 def nibbles(packed: Tensor) -> Tensor:
-    """Codes [..., c] of bytes [..., c / 2], written out."""
+    """Return codes [..., c] of bytes [..., c / 2]."""
     codes = torch.empty(*packed.shape[:-1], packed.shape[-1] * 2, dtype=torch.int64)
     codes[..., 0::2], codes[..., 1::2] = packed & 15, packed >> 4
     return codes
 
 
 def half_step_fp8(weight: Tensor, scale: Tensor) -> Tensor:
-    """E4M3 has 3 bits behind the point: a number in [2**e, 2**(e+1)) is 2**(e-4) at most from the next, which is 2**-4
-    of itself; below 2**-6 steps are 2**-9. The scale makes the largest magnitude 448, so that nothing saturates."""
+    """Return half a step of E4M3 for each number.
+
+    E4M3 has 3 fraction bits. A number in [2**e, 2**(e+1)) is at most 2**(e-4) from the next code, which is 2**-4 of
+    itself.
+    Below 2**-6, steps are 2**-9. The scale maps the largest magnitude to 448, so nothing saturates.
+    """
     return torch.maximum(weight.abs() * 2.0**-4, scale * 2.0**-10) + weight.abs() * SLOP
 
 
@@ -106,8 +110,12 @@ def test_fp8_blocks_are_within_half_a_step(lead):
 @pytest.mark.parametrize("lead", [(), (2,)], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp4_fp8"])
 def test_mxfp4_is_the_nearest_number_of_its_block(name, lead):
-    """Powers of two scale exactly, so that the error is the distance to the nearest E2M1, which is half a step below 6;
-    the largest may lie in (6, 8) and saturates."""
+    """MXFP4 rounds to the nearest E2M1 number of the block.
+
+    Powers of two scale exactly, so the error is the distance to the nearest E2M1: at most half a step below 6. The
+    largest
+    number may be in (6, 8), and then saturates.
+    """
     weight = matrix(*lead)
     scale = SCHEMES[name].weights.quantize(weight, BF16)["_scale"]
     factor = torch.exp2(spread(scale, 1, 32).double() - 127)
@@ -122,12 +130,15 @@ def test_mxfp4_is_the_nearest_number_of_its_block(name, lead):
 
 @pytest.mark.parametrize("lead", [(), (2,)], ids=str)
 def test_int4_is_within_half_a_step(lead):
-    """The scale is a bf16 number, 2**-9 of itself at most below largest / 7: codes reach 7 * (1 + 2**-8) < 7.5."""
+    """INT4 is within half a step.
+
+    The scale is a bf16 number, at most 2**-9 of itself below largest / 7. Codes reach 7 * (1 + 2**-8) < 7.5.
+    """
     weight = matrix(*lead)
     parts = SCHEMES["int4_fp8"].weights.quantize(weight, BF16)
     scale = spread(parts["_scale"].float(), 1, 128)
     assert ((there_and_back(SCHEMES["int4_fp8"], weight) - weight).abs() <= scale / 2 + weight.abs() * SLOP).all()
-    assert not (nibbles(parts[""]) == 8).any()  # -8 has no use: the scale is that of the largest magnitude
+    assert not (nibbles(parts[""]) == 8).any()  # -8 is unused: the scale comes from the largest magnitude
 
 
 # --- exact where nothing needs rounding -----------------------------------------------------------------------------
@@ -136,7 +147,7 @@ def test_int4_is_within_half_a_step(lead):
 def representable(scheme: Scheme) -> Tensor:
     def fp8(*shape: int) -> Tensor:
         codes = torch.randint(0, 256, shape, dtype=torch.uint8)
-        return torch.where(codes & 0x7F == 0x7F, 0x7E, codes).view(FP8).float()  # 0x7F is the NaN, 0x7E is 448
+        return torch.where(codes & 0x7F == 0x7F, 0x7E, codes).view(FP8).float()  # 0x7F is NaN, 0x7E is 448
 
     match scheme.name:
         case "none":
@@ -164,9 +175,9 @@ def representable(scheme: Scheme) -> Tensor:
             return weight * spread(torch.exp2(torch.randint(-100, 101, (ROWS, COLUMNS // 32)).float()), 1, 32)
         case "nvfp4" | "nvfp4a16":
             codes = torch.randint(0, 16, (ROWS, COLUMNS))
-            codes[:, 3::16] = 15  # -6: the block's scale is its own
+            codes[:, 3::16] = 15  # -6, so that quantization finds this block's scale
             scale = fp8(ROWS, COLUMNS // 16).abs().clamp(min=2.0**-6)
-            scale[0, 0] = FP8_MAX  # and so is the matrix's
+            scale[0, 0] = FP8_MAX  # and the matrix's global scale
             return torch.cat([E2M1, -E2M1])[codes] * spread(scale, 1, 16) * 0.75
         case _:
             codes = torch.randint(0, 16, (ROWS, COLUMNS))
@@ -186,7 +197,7 @@ def test_zeros_stay_zeros(scheme):
     assert not bits(parts[""]).any()
     assert torch.equal(scheme.weights.dequantize(parts), torch.zeros(2, 128, 128))
     if "_scale" in parts:
-        of_blocks = parts["_scale"].dtype in (torch.uint8, FP8)  # these have a smallest number, or a zero
+        of_blocks = parts["_scale"].dtype in (torch.uint8, FP8)  # E8M0 has a smallest number for 0, and E4M3 has 0
         assert (parts["_scale"].float() == (0 if of_blocks else 1)).all()
 
 
@@ -213,7 +224,7 @@ def test_the_smallest_numbers_make_no_nan(scheme, largest):
 
 
 def e2m1(values: list[float]) -> list[float]:
-    """Rounded in a block whose exponent is 0: its largest is 6."""
+    """Round values in a block whose exponent is 0, because its largest number is 6."""
     block = torch.tensor([6.0, *values] + [0.0] * (31 - len(values)))
     parts = SCHEMES["mxfp4"].weights.quantize(block.unsqueeze(0), BF16)
     assert int(parts["_scale"]) == 127
@@ -299,7 +310,10 @@ def test_quantize_returns_what_is_specified(scheme, activation, bias, etp):
 @pytest.mark.parametrize(("activation", "etp"), [(Activation.SWIGLU, 4), (Activation.RELU2, 2)], ids=str)
 @each_scheme
 def test_a_piece_over_etp_is_the_piece_of_the_numbers(scheme, activation, etp):
-    """Codes are cut with their scales, scalars go to every rank, and the pieces join to the whole."""
+    """An etp piece of the codes is the piece of the values.
+
+    Codes are cut with their scales, scalars go to every rank, and the pieces join to the whole.
+    """
     shape = config(activation, inner=512)
     whole = scheme.quantize({"w13": torch.randn(shape.w13_rows, 256), "w2": torch.randn(256, 512)}, BF16)
     pieces = [
