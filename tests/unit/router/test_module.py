@@ -1,4 +1,4 @@
-"""What a router is made of, and where."""
+"""Test which tensors a router has, and on which device."""
 
 import pytest
 import torch
@@ -10,7 +10,10 @@ from ep_moe import MoEConfig, Router, RoutingConfig, RoutingMethod
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_all_tensors_lie_where_they_are_asked_to(device, wide, dtype):
-    """Those of each kind, in the layer's dtype or, of float32 logits, in no narrower one than float32."""
+    """All tensors are on the requested device, in the layer's dtype.
+
+    With float32 logits, weight and bias have at least float32.
+    """
     routing = {"bias": RoutingConfig(method=RoutingMethod.TOPK_SOFTMAX, bias=True, float32_logits=wide)}
     routing["correction"] = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True, float32_logits=wide)
     wanted = dtype or torch.get_default_dtype()

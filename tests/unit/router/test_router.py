@@ -1,4 +1,4 @@
-"""Routing methods against the implementations of the models that use them."""
+"""Test routing methods against the implementations of the models that use them."""
 
 from types import SimpleNamespace
 
@@ -32,7 +32,7 @@ def shape(top_k: int = TOP_K, **routing) -> MoEConfig:
 
 
 def theirs(kind: type[nn.Module], top_k: int = TOP_K, **fields) -> nn.Module:
-    """A router of transformers with random parameters and buffers, of the size of `shape`."""
+    """Return a transformers router of the size of `shape`, with random parameters and buffers."""
     names = ("num_experts", "num_local_experts")
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": top_k, **dict.fromkeys(names, EXPERTS)}
     module = kind(SimpleNamespace(**sizes, **fields))
@@ -43,7 +43,7 @@ def theirs(kind: type[nn.Module], top_k: int = TOP_K, **fields) -> nn.Module:
 
 
 def ours(module: nn.Module, config: MoEConfig, dtype: torch.dtype = torch.float32) -> Router:
-    """The router of this package with their parameters."""
+    """Return this package's router with the parameters of theirs."""
     router = Router(config, dtype=dtype)
     assert router.state_dict().keys() == module.state_dict().keys()
     router.load_state_dict(module.state_dict())
@@ -55,7 +55,7 @@ def rows(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def table(ids: Tensor, weights: Tensor) -> Tensor:
-    """[T, E]: the weight of each chosen expert, NaN for the others; equal for any order of the K."""
+    """Return [T, E]: the weight of each chosen expert, NaN for others. It does not depend on the order of the K."""
     assert all(len(set(row)) == len(row) for row in ids.tolist())
     return torch.full((len(ids), EXPERTS), torch.nan).scatter(1, ids, weights.float())
 
@@ -122,7 +122,7 @@ def test_sigmoid_topk_is_deepseek(name):
 
 
 def test_correction_bias_and_groups_matter_in_these_cases():
-    """Else the test above would pass without them."""
+    """Correction bias and groups change the choice in these cases. Otherwise the test above would pass without them."""
     module, _ = deepseek("DeepSeek-V3")
     logits, _, ids = module(rows())
     groups = {"num_groups": 4, "top_groups": 2}
@@ -144,7 +144,7 @@ def test_correction_bias_is_not_in_the_weights():
 
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_topk_sigmoid_is_llama4(top_k):
-    """Their scores are [T, E], zero for the experts not chosen."""
+    """TOPK_SIGMOID equals Llama-4's router, whose scores are [T, E] and zero for experts that are not chosen."""
     module = theirs(llama4.Llama4Router, top_k)
     scores, _ = module(rows())
     ids = scores.topk(top_k).indices
@@ -208,7 +208,7 @@ def test_weights_are_float32_for_any_input(method, dtype):
 
 
 def test_softmax_topk_is_qwen3_in_bfloat16():
-    """They round the weights to bfloat16 in the end, we do not."""
+    """SOFTMAX_TOPK equals Qwen3's router in bfloat16, except that Qwen3 rounds the weights to bfloat16 at the end."""
     module = theirs(qwen3_moe.Qwen3MoeTopKRouter, norm_topk_prob=True).bfloat16()
     routing = ours(module, shape(renormalize=True), torch.bfloat16)(rows(torch.bfloat16))
     _, weights, ids = module(rows(torch.bfloat16))
@@ -233,7 +233,10 @@ def test_topk_sigmoid_is_llama4_in_bfloat16():
 
 
 def test_float32_logits_are_deepseeks_in_bfloat16():
-    """Weight and input are bfloat16, the linear map is not; the correction bias never is."""
+    """Float32 logits equal DeepSeek's with a bfloat16 weight and input.
+
+    The product and the correction bias are float32.
+    """
     module, config = deepseek("DeepSeek-V3")
     module.weight.data = module.weight.data.bfloat16()
     _, weights, ids = module(rows(torch.bfloat16))
@@ -242,7 +245,10 @@ def test_float32_logits_are_deepseeks_in_bfloat16():
 
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: m.bfloat16().cpu()])
 def test_a_router_with_float32_logits_keeps_float32(cast):
-    """In a layer of 16 bits, and whatever the model is cast to: experts' scores differ by less than its steps."""
+    """A router with float32 logits stays in float32 in a 16-bit layer, and after any cast of the model.
+
+    Scores of experts differ by less than a 16-bit step.
+    """
     config = shape(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True, bias=True, float32_logits=True)
     assert {t.dtype for t in Router(config, dtype=torch.bfloat16).state_dict().values()} == {torch.float32}
     router = Router(config)
@@ -282,7 +288,10 @@ def test_float32_logits_include_the_bias():
 
 @pytest.mark.parametrize("change", ["to", "default dtype"])
 def test_correction_bias_is_float32_whatever_the_model_is(change):
-    """In bfloat16 it would choose other experts: the scores it is added to differ by less than its steps."""
+    """The correction bias stays in float32 in any model. In bfloat16 it would choose other experts.
+
+    The scores that it is added to differ by less than a bfloat16 step.
+    """
     config = shape(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True)
     if change == "to":
         router = Router(config)
@@ -305,7 +314,10 @@ def test_correction_bias_is_float32_whatever_the_model_is(change):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_scores_that_vanish_have_no_weight(exact):
-    """In float32 the sigmoid of -200 is 0, and so is the sum that weights are divided by."""
+    """Scores that underflow to 0 get weight 0.
+
+    In float32 the sigmoid of -200 is 0, and so is the sum that weights are divided by.
+    """
     config = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, renormalize=True)
     logits = torch.full((2, EXPERTS), -200.0)
     chosen = route(logits, TOP_K, config, exact=exact)
@@ -402,7 +414,7 @@ def bad_results(x: Tensor) -> dict[str, tuple[object, str]]:
 
 @pytest.mark.parametrize("name", bad_results(torch.zeros(2, HIDDEN)))
 def test_bad_result_of_a_users_router_is_named(name):
-    """By InputError, as a bad argument is: a rank that raises anything else here leaves its peers waiting."""
+    """A bad result of a user's router raises InputError. Any other error on one rank would leave its peers waiting."""
     message = bad_results(torch.zeros(2, HIDDEN))[name][1]
     layer = MoELayer(shape(), EPContext.local(torch.device("cpu")), router=lambda x: bad_results(x)[name][0])
     with pytest.raises(InputError) as error:
@@ -419,7 +431,10 @@ def test_bad_result_of_a_users_router_is_named(name):
     ],
 )
 def test_an_exact_choice_is_the_first_of_equal_scores_and_of_its_row_alone(method, renormalize):
-    """Whole numbers from -3 to 3 among 16 experts: in each row some are equal."""
+    """An exact choice takes the first of equal scores, and depends on its row only.
+
+    Logits are integers from -3 to 3 for 16 experts, so each row has equal ones.
+    """
     config = RoutingConfig(method=method, renormalize=renormalize)
     logits = torch.randint(-3, 4, (37, EXPERTS), generator=torch.Generator().manual_seed(7)).float()
     whole = route(logits, TOP_K, config, exact=True)

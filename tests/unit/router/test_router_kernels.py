@@ -1,4 +1,4 @@
-"""A router's kernels against its methods in torch: on a GPU, or in Triton's interpreter."""
+"""Test a router's kernels against its methods in torch, on a GPU or in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBLEM = interpreter_problem()
 pytestmark = pytest.mark.skipif(PROBLEM is not None, reason=str(PROBLEM))
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter multiplies no bfloat16
+HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16  # the interpreter does not multiply bfloat16
 M = RoutingMethod
 SOFTMAX = RoutingConfig(method=M.SOFTMAX_TOPK)
 METHODS = {
@@ -39,7 +39,7 @@ def config_of(routing: RoutingConfig, experts: int = 16, top_k: int = 3, hidden:
 
 
 class Case:
-    """Rows and parameters of small whole numbers: their sums are exact in any order, and in 16 bits too."""
+    """Rows and parameters of small integers, whose sums are exact in any order and in 16 bits."""
 
     def __init__(self, config: MoEConfig, tokens: int, dtype: torch.dtype = HALF) -> None:
         r, generator = config.routing, torch.Generator().manual_seed(tokens)
@@ -62,7 +62,7 @@ class Case:
         return logits.to(torch.float32 if self.config.routing.float32_logits else self.x.dtype)
 
     def wanted(self) -> Routing:
-        """Of equal scores the lower id comes first, as in the kernels."""
+        """Return the routing by torch. Of equal scores the lower id comes first, as in the kernels."""
         c = self.config
         return route(self.logits(), c.top_k, c.routing, self.correction, exact=True)
 
@@ -74,7 +74,7 @@ class Case:
 
 
 def assert_chosen(found: Routing, wanted: Routing) -> None:
-    """The same experts, and weights within a few roundings of exp and of a quotient; a step where they have 16 bits."""
+    """Assert equal experts, and weights within a few roundings of exp and a division, or one step in 16 bits."""
     order, other = found.ids.argsort(-1), wanted.ids.argsort(-1)
     assert torch.equal(found.ids.gather(-1, order), wanted.ids.gather(-1, other))
     found_weights, wanted_weights = found.weights.gather(-1, order), wanted.weights.gather(-1, other)
@@ -127,7 +127,10 @@ def test_a_row_alone_has_the_bits_that_it_has_among_others():
 
 
 def test_float32_logits_have_every_bit_of_the_weight():
-    """On a GPU rows of bfloat16 are multiplied by the weight in three parts."""
+    """Float32 logits use every bit of the weight.
+
+    On a GPU, bfloat16 rows are multiplied by the weight in three parts.
+    """
     config = config_of(METHODS["float32"])
     case, kernels = Case(config, config.hidden_size), RouterKernels(config)
     case.x = torch.eye(config.hidden_size, device=DEVICE, dtype=HALF)
