@@ -1,4 +1,4 @@
-"""Row operations give a row the same bits among any other rows, in any place, with any number of threads."""
+"""Test that row operations give a row the same bits among any other rows, in any place, with any threads."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from ep_moe.runtime.batch_invariant import BLOCK, ROWS, grouped_linear, linear, 
 from tests.fixtures.helpers import same_bits
 
 POOL = 2 * ROWS
-# sizes at which MKL's or oneDNN's kernels differ by the number of rows or threads, and odd ones
+# sizes at which MKL's or oneDNN's kernels depend on the number of rows or threads, and odd ones
 SIZES = [(768, 256), (2880, 64), (33, 7), (257, 2)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 
@@ -84,10 +84,10 @@ def test_the_gradient_of_a_row_depends_on_it_alone_and_that_of_weights_on_the_or
     rows = list(range(ROWS + 5))
     first, *of_weights = gradients(rows, [len(rows), 0])
     assert same_bits(first, alone[rows])
-    # the same rows in the same order, behind those of another group
+    # the same rows in the same order, after those of another group
     second, *behind = gradients([40, 41, *rows], [2, len(rows)])
     with pytest.raises(AssertionError):
-        assert same_bits(second[2:], first)  # by another matrix
+        assert same_bits(second[2:], first)  # multiplied by another matrix
     weight.data[1], bias.data[1] = weight.data[0], bias.data[0]
     second, *behind = gradients([40, 41, *rows], [2, len(rows)])
     assert same_bits(second[2:], first)
@@ -121,7 +121,7 @@ def test_a_function_gives_an_element_the_same_bits_in_every_place(function, dtyp
 
 
 def test_blocks_are_needed():
-    """The fault that `pointwise` is for: without it the last elements of a tensor come out differently."""
+    """`pointwise` is needed: without it, the last elements of a tensor have other bits."""
     values = numbers(4096 + 15)
     assert not same_bits(torch.sigmoid(values)[-15:], torch.sigmoid(values.roll(500))[485:500])
     assert same_bits(pointwise(torch.sigmoid, values)[-15:], pointwise(torch.sigmoid, values.roll(500))[485:500])
@@ -160,7 +160,7 @@ def test_a_product_that_raises_gives_the_threads_back(threads):
 def test_planted_faults_are_seen(fault, monkeypatch, threads):
     given = [(numbers(POOL, wide), numbers(out, wide)) for wide, out in SIZES]
     alone = [torch.cat([linear(row, weight) for row in x.split(1)]) for x, weight in given]
-    if fault == "whole":  # products of as many rows as there are
+    if fault == "whole":  # products of all rows at once
         monkeypatch.setattr(batch_invariant._Tile, "of", lambda self, given, part: given[part])
     elif fault == "threads":
         if not any(parted(x[:ROWS], weight, threads) for x, weight in given):
@@ -172,7 +172,7 @@ def test_planted_faults_are_seen(fault, monkeypatch, threads):
 
 
 def parted(x, weight, threads):
-    """Whether torch's own product has other bits on two threads."""
+    """Return whether torch's own product has other bits on two threads."""
     found = []
     for count in (1, 2):
         threads(count)

@@ -1,4 +1,4 @@
-"""The device that is current: who enters another one, and that no function of the package relies on it."""
+"""Test the current device: which functions enter another one, and that no function of the package relies on it."""
 
 import ast
 import inspect
@@ -24,13 +24,13 @@ from ep_moe.weights.layouts import cutlass_mixed
 from tests.fixtures.helpers import fill
 
 ROOT = Path(ep_moe.__file__).parent
-# functions of torch.cuda that mean the current device unless one is named
+# functions of torch.cuda that use the current device unless given one
 NAMED = {
     "Stream", "current_stream", "synchronize", "mem_get_info", "memory_allocated", "memory_reserved", "memory_stats",
     "max_memory_allocated", "reset_peak_memory_stats", "get_device_name", "get_device_capability",
     "get_device_properties",
 }  # fmt: skip
-# those that time say so: they measure on the device that is current
+# calls that use the current device on purpose, such as timing
 MEANT = {
     "bench/harness.py": {"torch.cuda.synchronize()", "event.record()", "torch.cuda.current_stream()"},
     "parallel/rank_group.py": {"dist.barrier(group, device_ids=ids)"},
@@ -39,7 +39,7 @@ MEANT = {
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Two GPUs of which 0 is current, as far as `on_device` sees. Returns the devices that were entered."""
+    """Pretend to have two GPUs, of which 0 is current. Return the devices that `on_device` entered."""
     current, entered = [0], []
 
     class Entered:
@@ -100,7 +100,7 @@ def test_a_device_without_an_index_is_the_current_one(gpus):
     assert with_index(torch.device("cuda")) == torch.device("cuda", 0)
     assert with_index(torch.device("cuda", 1)) == torch.device("cuda", 1)
     assert with_index(torch.device("cpu")) == torch.device("cpu")
-    assert with_index("cuda") == "cuda"  # for the agreement of all ranks to refuse
+    assert with_index("cuda") == "cuda"  # refused later, by a consensus of all ranks
 
 
 def test_compiled_code_enters_nothing(gpus):
@@ -113,7 +113,7 @@ def test_compiled_code_enters_nothing(gpus):
 
 
 def test_a_layer_computes_on_the_device_of_its_context(gpus, monkeypatch):
-    """Over a context that says it is on the other GPU, while all is on the CPU."""
+    """A layer computes on its context's device. The context claims to be on the other GPU, while all is on the CPU."""
     context = EPContext.local(torch.device("cpu"))
     config = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2, activation=Activation.RELU2)
     seen = []
@@ -125,7 +125,8 @@ def test_a_layer_computes_on_the_device_of_its_context(gpus, monkeypatch):
 
     layer = fill(MoELayer(config, context, experts="reference", shared_experts=Watched()))
     context.device, context._gpu = torch.device("cuda", 1), 1
-    monkeypatch.setattr("ep_moe.execution.layer_checks.rows_problem", lambda *_: None)  # it would see through this
+    # the real check would notice this
+    monkeypatch.setattr("ep_moe.execution.layer_checks.rows_problem", lambda *_: None)
     layer(torch.ones(2, 16))
     assert seen == [1]
     assert torch.cuda.current_device() == 0
@@ -143,7 +144,7 @@ def test_a_layer_computes_on_the_device_of_its_context(gpus, monkeypatch):
     ids=lambda function: function.__qualname__,
 )  # fmt: skip
 def test_what_users_call_enters_the_device_first(function, gpus, monkeypatch):
-    """That of the context, or of the tensor, that it is given."""
+    """Functions that users reach first enter the device of the context or tensor that they are given."""
 
     def enter(self):
         raise EnteredError(self.index)
@@ -165,7 +166,7 @@ def test_what_users_call_enters_the_device_first(function, gpus, monkeypatch):
 
 
 def relying(source: str) -> list[str]:
-    """Calls that depend on the device that is current, or change it."""
+    """Return the calls in a source text that depend on the current device, or change it."""
     return [ast.unparse(call) for call in ast.walk(ast.parse(source)) if isinstance(call, ast.Call) and _relies(call)]
 
 
@@ -219,7 +220,10 @@ def test_devices_by_name(given):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("given", ["cuda", 0, torch.device("cuda")])
 def test_a_gpu_that_is_not_there_is_refused(given):
-    """torch raises an AssertionError, or a RuntimeError, as it was built."""
+    """A missing GPU is refused with a ConfigError.
+
+    Depending on its build, torch raises AssertionError or RuntimeError.
+    """
     with pytest.raises(ConfigError, match=r"device .*got 0|device 'cuda' is none that torch has here"):
         EPContext.local(given)
 

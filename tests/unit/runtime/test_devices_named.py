@@ -1,5 +1,8 @@
-"""Who makes a tensor says where: without that it is on whatever device is the user's default, and what is kept on the
-host is on a GPU one day. `tests/distributed/test_default_device.py` looks at what runs."""
+"""Test that every tensor factory in the package gets a device.
+
+Without it, a tensor is on the user's default device, so host data may end up on a GPU.
+`tests/distributed/test_default_device.py` tests this at run time.
+"""
 
 import ast
 from pathlib import Path
@@ -13,9 +16,9 @@ FACTORIES = {
     "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
 }  # fmt: skip
-# a program's own process, and data that contracts make under `made_on_the_host`
+# programs with their own process, and data that contracts make under `made_on_the_host`
 ELSEWHERE = ("testing/", "bench/", "cli/run.py", "cli/perplexity.py")
-# a module's buffers are made where its parameters are; a place that holds nothing
+# buffers of a module that follows its parameters; an empty placeholder
 MEANT = {
     "placement/placement.py": ["torch.zeros(shape, dtype=torch.int64)"],
     "execution/graph_inputs.py": ["torch.empty(0)"],
@@ -23,7 +26,7 @@ MEANT = {
 
 
 def unnamed(source: str) -> list[str]:
-    """Calls of torch's factories without a device."""
+    """Return the calls of torch's factories without a device."""
     return [
         ast.unparse(call)
         for call in ast.walk(ast.parse(source))

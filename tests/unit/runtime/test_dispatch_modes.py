@@ -1,4 +1,7 @@
-"""What a layer does once, or now and then, is no operation to dispatch modes: selective checkpointing counts those."""
+"""Test that one-time and periodic work of a layer is invisible to dispatch modes.
+
+Selective checkpointing counts the operations that it sees.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Launches that are made again: by the interpreter where kernels run there, and over a driver that writes down what it
-is given."""
+"""Test repeated kernel launches, in the interpreter or over a driver that records its arguments."""
 
 from __future__ import annotations
 
@@ -65,12 +64,12 @@ def driver():
     _add.device_caches.clear()
     with mock.patch.object(driver, "_active", made):
         yield made
-        _add.device_caches.clear()  # a binary is unloaded by the driver that loaded it
+        _add.device_caches.clear()  # the driver that loaded a binary must unload it
 
 
 @pytest.fixture
 def looked():
-    """Launches that go through Triton itself."""
+    """Return the launches that go through Triton itself."""
     from triton.runtime.jit import JITFunction
 
     found, run = [], JITFunction.run
@@ -84,7 +83,7 @@ def looked():
 
 
 def tensors():
-    """Three that begin at multiples of 16 bytes."""
+    """Return three tensors whose addresses are multiples of 16 bytes."""
     whole = torch.zeros(64, dtype=torch.int64)
     begin = -whole.data_ptr() % 16 // 8
     return [whole[begin + n * 16 : begin + n * 16 + 8] for n in range(3)]
@@ -121,7 +120,7 @@ def test_a_profiler_hears_of_every_launch(driver):
 
 @compiled
 def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
-    """One line says so."""
+    """An unknown Triton version launches by its own code, and one warning says so."""
     launch_cache._say_slow.cache_clear()
     monkeypatch.setattr(triton, "__version__", "4.0.0")
     x, y, out = tensors()
@@ -140,7 +139,7 @@ def test_another_triton_is_left_to_itself(driver, monkeypatch, caplog):
 
 @compiled
 def test_this_triton_is_launched_the_short_way(driver, caplog):
-    """The installed one, which CI has pinned, and the newest."""
+    """A known Triton version is launched directly, without hooks. CI pins the installed version."""
     x, y, out = tensors()
     recorded = RecordedLaunches()
     launch = spec(x, y, 8, out)
@@ -169,7 +168,10 @@ def test_what_changes_is_given_anew(driver, looked):
 
 @compiled
 def test_what_begins_elsewhere_is_looked_at_each_time(driver, looked):
-    """A binary for pointers at multiples of 16 bytes reads 16 at once."""
+    """A tensor with another alignment goes through Triton.
+
+    A binary for 16-byte aligned pointers reads 16 bytes at once.
+    """
     x, _, out = tensors()
     cache = LaunchCache()
     cache.launch("key", (x, None, 8), lambda: spec(x, None, 8, out))
@@ -184,7 +186,10 @@ def test_what_begins_elsewhere_is_looked_at_each_time(driver, looked):
 
 @compiled
 def test_calls_of_one_kind_are_looked_at_once(driver, looked):
-    """A kind is what Triton compiles for: alignment, 1, multiples of 16, dtypes, None, constants. Grids may differ."""
+    """Calls of one specialization go through Triton once.
+
+    Triton specializes on alignment, 1, multiples of 16, dtypes, None and constants. Grids may differ.
+    """
     x, y, out = tensors()
     kept, constants = KeptLaunches(), {"SIZE": 8, "TWICE": True, "num_warps": 1}
     for grid, given, size in (((1,), x, 8), ((3, 2), y, 7), ((1,), x, 3)):
@@ -242,7 +247,7 @@ def test_a_launch_at_once(driver):
 
 
 def transport_calls(workspace):
-    """Of every kernel of `nvlink_p2p`, with all that its launch depends on: [(name, call of a workspace)]."""
+    """Return calls of every `nvlink_p2p` kernel, with all variations that its launch depends on: [call]."""
     from ep_moe import ExpertMap
     from ep_moe.all2all.nvlink_p2p import bulk, low_latency, low_latency_answers, route_weights
     from ep_moe.placement.deferred import DeferredRouting
@@ -285,7 +290,10 @@ def transport_calls(workspace):
 @pytest.mark.timeout(900)  # hundreds of kernels
 @pytest.mark.parametrize("wire", ["plain", "fp8_block"])
 def test_a_key_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypatch):
-    """A transport's launches by their keys, after all the others, and as if each came first."""
+    """A cache key contains all that a launch depends on.
+
+    Each call of a transport launches the same through the shared cache as through an empty one.
+    """
     from ep_moe.config import Wire
     from tests.fixtures.waiting_loops import workspace
 

@@ -1,4 +1,4 @@
-"""How kernels in CUDA get their arguments. Nothing is compiled."""
+"""Test how CUDA kernels get their arguments. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ep_moe.runtime.nvrtc import Arguments
 
 
 class Map:
-    """A tensor map, at an address."""
+    """A stand-in for a tensor map at an address."""
 
     def __init__(self, at: int) -> None:
         self.at = at

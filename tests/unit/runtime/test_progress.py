@@ -1,4 +1,4 @@
-"""How far a long task is: a bar on a terminal, lines elsewhere, nothing when that is not wanted."""
+"""Test the progress of a long task: a bar on a terminal, lines elsewhere, nothing if it is turned off."""
 
 import io
 import os
@@ -71,7 +71,7 @@ def test_what_is_printed_beside_a_bar_has_lines_of_its_own(capsys, monkeypatch):
 
 
 def on_terminal(*words, seconds=60.0):
-    """What a command writes to a terminal, until it ends."""
+    """Return what a command writes to a terminal until it ends."""
     main, side = pty.openpty()
     process = subprocess.Popen([sys.executable, "-m", "ep_moe", *words], stdout=side, stderr=side, stdin=side)
     os.close(side)

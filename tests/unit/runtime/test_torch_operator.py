@@ -1,4 +1,4 @@
-"""Functions of kernels as operators of torch, called eagerly."""
+"""Test kernel functions as torch operators, called eagerly."""
 
 import torch
 
@@ -18,7 +18,10 @@ def tripled(launch: object, x: torch.Tensor, out: torch.Tensor, workspace: torch
 
 
 def test_nothing_is_recorded_for_gradients():
-    """The kernels write `out`: its graph, and one of inputs that learn, would be of torch's stand-ins."""
+    """An eager call records no autograd graph.
+
+    The kernels write `out`, and torch would record its default autograd node.
+    """
     x, workspace = torch.ones(3, requires_grad=True), torch.empty(0)
     for function, factor in ((doubled, 2), (tripled, 3)):
         out = torch.zeros(3)
@@ -29,7 +32,7 @@ def test_nothing_is_recorded_for_gradients():
 
 
 def test_compiled_graphs_know_what_an_operator_writes():
-    """A launch is none of its arguments."""
+    """A compiled graph knows which arguments an operator writes. The launch function is not an argument."""
     for name in ("tests_doubled", "tests_tripled"):
         schema = getattr(torch.ops.ep_moe, name).default._schema
         assert [argument.name for argument in schema.arguments] == ["x", "out", "workspace"]

@@ -1,4 +1,4 @@
-"""Modules with kernels where Triton is missing: they import, and a launch says what is."""
+"""Test modules with kernels where Triton is missing: they import, and a launch names what is missing."""
 
 from __future__ import annotations
 

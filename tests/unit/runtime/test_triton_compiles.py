@@ -1,5 +1,8 @@
-"""Kernels compiled for Hopper without one. Those in Gluon: nothing else runs them on a machine without a GPU. Whole
-expert steps: Triton's interpreter, where their kernels run, takes what its compiler refuses."""
+"""Compile kernels for Hopper without a GPU.
+
+Gluon kernels run nowhere else without one. Whole expert steps are compiled too, because Triton's interpreter, in which
+their other tests run, accepts what its compiler refuses.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ SMALL, CPU = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, to
 
 
 class Compiled:
-    """A kernel that is compiled where it would be launched."""
+    """A kernel that is compiled instead of launched."""
 
     def __init__(self, kernel):
         self.kernel, self.shared = kernel, []
@@ -75,7 +78,7 @@ def hopper():
 
 
 def operands(dtype: torch.dtype):
-    """Rows, both weights, activations and results, of a product and the one behind it; scales of both."""
+    """Return rows, both weights, activations and results of two consecutive products, and the scales of both."""
     one = torch.ones(EXPERTS)
     scales = (MatrixScales(0.5, one, one), MatrixScales(one, one)) if dtype == FP8 else (None, None)
     shapes = (ROWS, HIDDEN), (EXPERTS, 2 * INNER, HIDDEN), (ROWS, INNER), (EXPERTS, HIDDEN, INNER)
@@ -161,7 +164,10 @@ def built(kind: type[Experts], scheme: str, config: MoEConfig) -> Experts:
     (W4A8TritonExperts, "int4_fp8", "fp8_row"), (W4A8TritonExperts, "mxint4_fp8", "plain"),
 ])  # fmt: skip
 def test_whole_steps_compile(kind, scheme, wire, rows, answers):
-    """In their forms for Hopper, but for what NVRTC compiles; with biases where the kernel takes them."""
+    """Whole expert steps compile for Hopper, with biases where the kernel takes them.
+
+    Kernels that NVRTC compiles are replaced.
+    """
     config = dataclasses.replace(SMALL, expert_bias=kind.capabilities.biases)
     ids = torch.zeros(rows, SMALL.top_k, dtype=torch.int64)
     x, x_scale = round_to_travel(torch.zeros(rows, SMALL.hidden_size, dtype=BF16), Wire(dispatch=wire))
@@ -187,7 +193,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
 
     with (
         mock.patch.object(JITFunction, "run", compiled),
-        mock.patch.object(CompiledKernel, "__getitem__", return_value=mock.Mock()),  # of those that wait
+        mock.patch.object(CompiledKernel, "__getitem__", return_value=mock.Mock()),  # the launch of kernels that wait
         mock.patch.object(devices, "starts_early", return_value=True),
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
         mock.patch.object(gemm_grouped_4bit, "product", products),
@@ -197,7 +203,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
         built(kind, scheme, config)(received, out)
     assert names[-1] == "_reduce"
     plain = kind in (Bf16TritonExperts, W4A16TritonExperts)
-    rounds = not plain and (wire == "plain" or rows > 200)  # or copies, where rows are sorted
+    rounds = not plain and (wire == "plain" or rows > 200)  # or copies, if rows are sorted
     assert len(names) + products.call_count >= 3 + rounds, "rounding, two products, sums"
 
 

@@ -1,4 +1,4 @@
-"""Versions that were run: the list in the package, constraint files, and what `ep-moe doctor` says."""
+"""Test the versions that were run: the list in the package, constraint files, and `ep-moe doctor`'s lines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Kernels that wait for peers, compiled for Hopper: all warps of a program leave the loop together, if they meet at
-barriers in it. Warps that read a peer's memory one by one may each have read something else. A binary that is not shown
-to be so is not launched."""
+"""Test that all warps of a waiting kernel leave its loop together, on PTX compiled for Hopper.
+
+Warps must leave together if they meet at barriers in the loop. Each warp may have read another value from a peer's
+memory, and leave at another time. A binary that may do so is not launched.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ WIRES = {
 
 @pytest.fixture
 def compiled() -> Iterator[list[str]]:
-    """PTX of the waiting kernels that are launched within."""
+    """Yield the PTX of the waiting kernels launched inside the fixture."""
     found: list[str] = []
 
     def kept(self: Waiting, grid: Any, /, *args: Any, **options: Any) -> None:
@@ -85,7 +87,7 @@ def test_warps_leave_together(hidden, ranks, wire, per_route, compiled):
 @pytest.mark.parametrize(("rows", "loops"), [(16, 1), (512, 1), (1024, 2)])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
-    """While rows still come."""
+    """Warps of the sort kernel leave together, while rows are still arriving."""
     ids, found = torch.zeros(rows, TOP_K, dtype=torch.int32), torch.zeros(rows * TOP_K, dtype=torch.int32)
     ids_ready = torch.zeros(ranks, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     route_sort.group_pairs(
@@ -106,7 +108,7 @@ def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
 
 @triton.jit
 def _waits(packets, out, number, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):  # noqa: N803
-    """For packets that each warp reads for itself, since they are few."""
+    """Wait for packets. Each warp reads them for itself, because they are few."""
     at = tl.arange(0, WIDTH)
     missing = 1
     while missing > 0:
@@ -118,7 +120,7 @@ def _waits(packets, out, number, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):  
 
 
 class Driver(Hopper):
-    """One that loads binaries, and counts what is launched."""
+    """A driver that loads binaries and counts launches."""
 
     def __init__(self) -> None:
         self.launched = 0
@@ -136,7 +138,10 @@ class Driver(Hopper):
 
 
 def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
-    """The loop of the kernel that hung: each warp goes by what it has read itself."""
+    """A kernel whose warps may diverge is not launched.
+
+    In the loop of a kernel that hung, each warp used its own reads.
+    """
     looks = mock.Mock(side_effect=parting_branch)
     monkeypatch.setattr(waiting, "parting_branch", looks)
     kernel, packets = Waiting(_waits), torch.zeros(8, dtype=torch.int64)
@@ -154,7 +159,7 @@ def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
 
 
 def _jit_functions() -> dict[str, tuple[ast.FunctionDef, set[str]]]:
-    """Every function of the package in Triton: its tree, and the names that it calls."""
+    """Return every Triton function of the package: its tree, and the names that it calls."""
     found = {}
     for path in Path(ep_moe.__file__).parent.rglob("*.py"):
         for each in ast.parse(path.read_text()).body:
@@ -166,7 +171,7 @@ def _jit_functions() -> dict[str, tuple[ast.FunctionDef, set[str]]]:
 
 
 def test_every_kernel_that_waits_is_examined():
-    """Kernels that reach a loop of volatile or acquiring reads, by names that only such loops have."""
+    """Every kernel that reaches a waiting loop is examined, found by the volatile or atomic reads of such loops."""
     functions = _jit_functions()
     waits = {name for name, (tree, _) in functions.items()
              if any(re.search("volatile=True|atomic_", ast.unparse(loop)) for loop in ast.walk(tree)

@@ -1,4 +1,4 @@
-"""The analysis of PTX that says whether warps stay together, on loops that hang and on loops that do not."""
+"""Test the PTX analysis that decides whether warps stay together, on loops that hang and on loops that do not."""
 
 from __future__ import annotations
 
@@ -53,14 +53,17 @@ def test_a_sum_of_all_warps():
 
 
 def test_a_sum_of_all_and_of_each_warp_s_own():
-    """That of the kernel which did not come back."""
+    """A loop condition that adds each warp's own value to the common sum may diverge. This kernel hung."""
     found = parting_branch(kernel(SUM + "add.s32 %r4, %r4, %r1;" + LEAVE))
     assert found is not None
     assert "bra $L__BB0_1" in found
 
 
 def test_shared_memory_without_a_barrier():
-    """Before the write a slow warp may still read the last sum; after it, a fast one reads the one before."""
+    """Shared memory needs a barrier before and after the write.
+
+    Before the write, a slow warp may still read the last sum. After it, a fast warp may read the old one.
+    """
     head, write, read = SUM.split("bar.sync 0;")
     for left in (head + write + "bar.sync 0;" + read, head + "bar.sync 0;" + write + read):
         assert parting_branch(kernel(left + LEAVE)) is not None
@@ -110,7 +113,7 @@ $L__BB0_2:
      "{ .reg .b32 got; ld.volatile.global.b32 got, [%rd9]; mov.b32 %r4, got; }"],
 )  # fmt: skip
 def test_every_way_to_poll(read):
-    """A plain read is one where a loop reads the same place again."""
+    """Every kind of polling read is recognized. A plain load counts if a loop reads the same address again."""
     assert parting_branch(kernel(f"setp.eq.s32 %p5, %r10, 0; $L__BB0_1: bar.sync 0; {read}" + LEAVE)) is not None
 
 
@@ -127,7 +130,10 @@ $L__BB0_1:
 
 
 def test_what_lies_between_is_no_loop():
-    """Triton 3.8 places the head of a loop behind its end: the waiting loop lies between, and is not in it."""
+    """Code placed between a loop's end and its head is not part of the loop.
+
+    Triton 3.8 places a loop's head after its end, and the waiting loop is between them.
+    """
     placed = """
     bra.uni $L__BB0_3;
 $L__BB0_2:
@@ -153,7 +159,10 @@ def test_what_the_analysis_does_not_follow(body):
 
 @pytest.mark.parametrize(("made", "parts"), [("mov.u32 %r7, %r5;", False), ("add.s32 %r7, %r5, %r11;", True)])
 def test_a_carry_reaches_the_bits_above(made, parts):
-    """Two warps' numbers that differ in bit 5 alone: their sums with another number may differ in all bits above."""
+    """A carry reaches all higher bits.
+
+    If two warps' values differ only in bit 5, their sums with another number may differ in all bits above.
+    """
     body = f"""
     and.b32 %r5, %r10, 32;
     {made}

@@ -1,5 +1,7 @@
-"""Kernels that write to peers' memory, compiled for Hopper: what they store there is 16 bytes an instruction. Triton
-sees that only where the pointer itself is stated to be aligned."""
+"""Test that kernels store 16 bytes per instruction to peers' memory, on PTX compiled for Hopper.
+
+Triton emits such stores only if the pointer itself is declared to be aligned.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ TYPES = {
 
 
 def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool) -> str:
-    """rounded: answers travel in E4M3"""
+    """Return a kernel's PTX. rounded: results travel in E4M3."""
     names = kernel.arg_names
     known = TYPES | ({"rows": "i32"} if kernel is route_sort._reduce else {})
     known |= {"out": "*u8", "answers": "*bf16"} if rounded else {}
@@ -84,7 +86,7 @@ def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool)
 
 
 def stores(ptx: str) -> Counter[int]:
-    """How many store instructions there are of each number of bytes."""
+    """Return the number of store instructions by their bytes."""
     found = re.findall(r"st\.global(?:\.wt)?(?:\.v(\d))?\.b(\d+)", ptx)
     return Counter(int(buffer_pool or 1) * int(bits) // 8 for buffer_pool, bits in found)
 
@@ -114,7 +116,11 @@ def _even(name: str) -> bool:
     "reduce by packets", "reduce rounded by packets",
 ])  # fmt: skip
 def test_rows_are_stored_16_bytes_at_once(kernel, constants, warps, wide):
-    """wide: instructions for a program's row, or its packets: bytes / 16 / threads, for each peer that is written to"""
+    """Rows are stored 16 bytes at a time.
+
+    wide: the least number of such stores, for a program's row or packets: bytes / 16 / threads, for each peer written
+    to.
+    """
     rounded = constants.get("rounded") or constants.get("ROUNDS") is True
     ptx = ptx_of(kernel, constants, warps, rounded=rounded)
     found = stores(ptx)

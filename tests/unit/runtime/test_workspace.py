@@ -1,4 +1,4 @@
-"""Scratch memory: one buffer a stream, as large as the largest layer needs, cut without overlap."""
+"""Test scratch memory: one buffer per stream, as large as the largest layer needs, cut without overlap."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_more_than_was_reserved_cannot_be_taken():
 
 
 def test_growth_keeps_the_smaller_buffer_and_shrinks_never():
-    """A captured graph may hold its address."""
+    """Growth keeps the smaller buffer, because a captured graph may hold its address. Memory never shrinks."""
     spaces = Workspaces(CPU)
     spaces.reserve(100)
     small = spaces.take(100)
     small.fill_(7)
     spaces.reserve(500)
-    assert spaces.take(100).data_ptr() == small.data_ptr()  # still large enough for who asks
+    assert spaces.take(100).data_ptr() == small.data_ptr()  # still large enough for this request
     large = spaces.take(500)
     assert large.numel() == 500
     large.fill_(9)
@@ -65,7 +65,7 @@ def test_growth_keeps_the_smaller_buffer_and_shrinks_never():
 
 
 def test_streams_have_buffers_of_their_own(monkeypatch):
-    """Of a GPU: who runs on two streams at once must not share."""
+    """Each stream of a GPU has its own buffer, because work on two streams may run at once."""
     spaces = Workspaces(CPU)
     spaces.reserve(64)
     spaces.device = SimpleNamespace(type="cuda")
@@ -82,7 +82,7 @@ def test_streams_have_buffers_of_their_own(monkeypatch):
     assert spaces.take(64).data_ptr() == one.data_ptr()
     assert spaces.allocated == 128
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=streams[-1]))
-    spaces.lend(SimpleNamespace(cuda_stream=3))  # a capture's, which never runs beside this one
+    spaces.lend(SimpleNamespace(cuda_stream=3))  # a capture's stream, which never runs at the same time
     streams.append(3)
     assert spaces.take(64).data_ptr() == one.data_ptr()
     assert spaces.allocated == 128
@@ -157,7 +157,7 @@ def test_carve_of_nothing_is_all_rest():
 
 @pytest.fixture
 def hungry(monkeypatch):
-    """The reference kernel with a need for scratch memory that grows with I."""
+    """Make the reference kernel need scratch memory that grows with I."""
     monkeypatch.setattr(ReferenceExperts, "workspace_bytes", lambda self: 1000 * self.config.intermediate_size)
 
 
