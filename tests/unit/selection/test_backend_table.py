@@ -1,4 +1,4 @@
-"""The shape that a transport is made for, and the dtypes that a table's backends can change to."""
+"""Test the shape that a transport is made for, and the dtypes to which a table's backends can change."""
 
 from types import SimpleNamespace
 
@@ -24,8 +24,8 @@ def entry(all2all: str, experts: str, room: int | None) -> TableEntry:
     ("all2all", "exact", "repeats", "top_k", "rows", "per_route"),
     [
         ("torch_a2a", False, False, 2, 1, False),
-        ("torch_a2a", True, False, 1, 2, False),  # a token travels once for each route
-        ("nvlink_p2p", True, False, 2, 1, True),  # it brings back a row for each route
+        ("torch_a2a", True, False, 1, 2, False),  # a token travels once per route
+        ("nvlink_p2p", True, False, 2, 1, True),  # nvlink_p2p returns a row for each route
         ("nvlink_p2p", True, True, 1, 2, False),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_row_of_each_route_comes_back_where_both_can(transport, kernel, monkey
 
 
 def buckets(*pairs: tuple[int | None, str, str]) -> BackendTable:
-    """Entries of (tokens, transport, kernel)."""
+    """Return a table of entries (tokens, transport, kernel)."""
     return BackendTable(
         [TableEntry(tokens, BackendChoice(one, other, "chosen", ""), None, tokens) for tokens, one, other in pairs]
     )

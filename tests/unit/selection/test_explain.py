@@ -1,4 +1,4 @@
-"""The choice of a backend: the order of preference, backends by name, and every refusal with its reason."""
+"""Test the choice of a backend: the order of preference, backends by name, and each refusal with its reason."""
 
 # ruff: noqa: F811
 
@@ -80,7 +80,7 @@ def test_the_transport_that_is_chosen(top_k, ep, etp, chosen):
         ("local", "reference"): "chosen" if ep == 1 else "refused",
         **dict.fromkeys(OF_GPUS, "refused"),
         ("hierarchical", "reference"): "possible",
-        ("hierarchical_static", "reference"): "refused",  # without max_tokens
+        ("hierarchical_static", "reference"): "refused",  # it needs max_tokens
         ("allgather", "reference"): "chosen" if chosen == "allgather" else "possible",
         ("torch_a2a", "reference"): "chosen" if chosen == "torch_a2a" else "possible",
     }
@@ -107,7 +107,7 @@ def test_a_row_is_printed_in_columns():
 
 
 def test_pairs_with_a_backward_are_marked():
-    """Over rows that nothing rounds. A transport's backward may be calls of its own."""
+    """Pairs with a backward are marked, if no wire format rounds rows. A transport's backward may be its own code."""
     for wire, some in ((Wire(), True), (Wire(dispatch="fp8_block"), False)):
         table = explain(config(2), layout(2), CPU, torch.bfloat16, wire=wire)
         trains = {(row.all2all, row.experts) for row in table if row.trains}
@@ -190,7 +190,10 @@ def test_named_transport_that_cannot_run_names_the_reason_and_those_that_can():
 
 
 def test_reasons_are_those_of_what_is_installed(monkeypatch):
-    """And one for many pairs is said once; of what is not there, the names."""
+    """The error gives reasons for installed backends, and only the names of others.
+
+    A reason that many pairs share is given once.
+    """
     monkeypatch.setattr(
         registry, "unsupported_reason", lambda kind, name: None if name in ("local", "reference") else "not here"
     )

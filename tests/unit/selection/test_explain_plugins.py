@@ -1,4 +1,4 @@
-"""Backends of other packages: they join the choice, and one that is bad has a reason and stops no other."""
+"""Test backends of other packages: they join the choice, and a broken one has a reason and affects no other."""
 
 # ruff: noqa: F811
 
@@ -106,7 +106,7 @@ def test_a_bad_plugin_takes_no_other_down(name, plugins):
 
 @pytest.mark.parametrize("alignment", [1, 2, 3, 6])
 def test_rows_of_any_alignment(alignment, plugins, monkeypatch):
-    """In bytes, which need not be a multiple of a number's."""
+    """Rows of any alignment in bytes are supported, also if it is not a multiple of the element size."""
     can = dataclasses.replace(ReferenceExperts.capabilities, alignment_bytes=alignment)
     monkeypatch.setattr(Aligned, "capabilities", can)
     plugins(experts={"aligned": "tests.fixtures.plugins:Aligned"})
@@ -200,7 +200,7 @@ def test_names_that_would_mean_two_things_are_ignored_with_a_warning(plugins, ki
 
 
 def test_an_entry_point_that_is_listed_twice_is_one(plugins, monkeypatch):
-    """Metadata of an earlier version may lie beside a package's."""
+    """An entry point that is listed twice counts once. Metadata of an earlier version may remain beside a package's."""
     point = SimpleNamespace(name="sibling", value="tests.fixtures.plugins:Sibling")
     monkeypatch.setattr(registry, "entry_points", lambda *, group: [point, point] * group.endswith("dispatchers"))
     registry._plugins.cache_clear()
@@ -250,7 +250,8 @@ def test_a_plugin_may_go_ahead_of_others(plugins):
     assert "of another package, by its own word ahead of local" in chosen.reason
     order = list(dict.fromkeys(row.all2all for row in rows))
     assert order.index("sibling") > order.index("torch_a2a") > order.index("local") > order.index("eager")
-    assert choose(config(), layout(4), CPU, torch.float32).all2all == "torch_a2a"  # the eager one serves one rank
+    # the eager transport serves one rank only
+    assert choose(config(), layout(4), CPU, torch.float32).all2all == "torch_a2a"
 
 
 BROKEN = {
@@ -282,7 +283,10 @@ def test_backend_that_does_not_import_stops_no_other(plugins, name):
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("kind", ["all2all", "experts"])
 def test_named_backend_that_does_not_import_is_unavailable(plugins, kind, name):
-    """And no ImportError, which one rank alone would raise while the others wait for it."""
+    """A named backend that does not import raises BackendUnavailable.
+
+    An ImportError would be raised on one rank, while the others wait for it.
+    """
     target, word = BROKEN[name]
     plugins(dispatchers={"broken": target}, experts={"broken": target})
     with pytest.raises(BackendUnavailable) as error:
@@ -292,7 +296,7 @@ def test_named_backend_that_does_not_import_is_unavailable(plugins, kind, name):
 
 
 def test_backend_whose_library_does_not_load_has_a_reason(plugins, tmp_path, monkeypatch):
-    """As ctypes.CDLL says it: OSError, not ImportError."""
+    """A library that does not load gives a reason. ctypes.CDLL raises OSError for it, and not ImportError."""
     (tmp_path / "needs_a_library.py").write_text("raise OSError('libcudart.so.99: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     plugins(dispatchers={"broken": "needs_a_library:Class"})

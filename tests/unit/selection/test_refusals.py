@@ -1,4 +1,4 @@
-"""Why a transport and a kernel cannot serve a layer: `selection.refusals`, one question at a time."""
+"""Test why a transport and a kernel cannot serve a layer: `selection.refusals`, one reason at a time."""
 
 # ruff: noqa: F811
 
@@ -89,7 +89,7 @@ def test_a_kernel_is_refused_by_what_it_states(monkeypatch):
 
 
 def test_the_scheme_is_asked_first():
-    """Before a backend is imported: no pair could serve such a layer."""
+    """The scheme is checked before a backend is imported, because no pair could serve such a layer."""
     with mock.patch.object(registry, "load", side_effect=AssertionError("a backend was imported")):
         found = asked(scheme=SCHEMES["fp8_block"]).of_pair("local", "reference")
     assert "128" in found

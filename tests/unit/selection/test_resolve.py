@@ -1,4 +1,4 @@
-"""What ranks compare as they make a layer: all that they were asked for."""
+"""Test what ranks compare when they make a layer: all of its arguments."""
 
 import re
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ SPARE = ExpertMap.from_ranks([[*range(EXPERTS), 0]], EXPERTS, allow_duplicates=T
 
 
 def compared(config=None, **asked):
-    """The facts of a layer that is asked for so."""
+    """Return the facts that ranks compare for a layer with these arguments."""
     seen = []
     with EPContext.local(CPU) as context:
         context.consensus.same = lambda what, facts, problem: seen.append((what, facts, problem))
@@ -54,7 +54,10 @@ def test_each_argument_is_compared(asked, names):
 
 
 def test_the_bound_is_of_what_a_rank_sends(monkeypatch):
-    """Its etp peers' tokens too: more than a model passes."""
+    """A layer's token limit is that of the rows a rank sends, its etp peers' tokens included.
+
+    This is more than a model passes.
+    """
     monkeypatch.setattr(EPContext, "_max_dispatch_tokens", property(lambda self: 2 * (self.max_tokens or 0)))
     with EPContext.local(CPU) as context:
         context.max_tokens = 9
@@ -63,7 +66,7 @@ def test_the_bound_is_of_what_a_rank_sends(monkeypatch):
 
 
 def test_parts_are_compared():
-    """Of `pipeline`, whose exchanges are as many on all ranks."""
+    """The parts of `pipeline` are compared, because they decide how many exchanges all ranks make."""
     table = BackendTable([TableEntry(8, BackendChoice("nvlink_p2p", "reference", "chosen", ""), None, 8)])
     plain, found = (
         _facts(

@@ -1,6 +1,8 @@
-"""explain: what is chosen for bundled models on GPUs that need not be here, how many pairs could serve, and a checksum
-of all rows in their order with their reasons. `pytest -vv` shows those of other choices, and
-`ep-moe explain --gpu ... --all` the rows."""
+"""Test that `explain` still gives the same choices for bundled models on GPUs that need not be present.
+
+The tests hold the chosen pair, the number of possible pairs, and a checksum of all rows with their reasons, in order.
+`pytest -vv` prints the values of changed choices, and `ep-moe explain --gpu ... --all` prints the rows.
+"""
 
 from __future__ import annotations
 

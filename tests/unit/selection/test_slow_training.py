@@ -1,4 +1,4 @@
-"""A warning names the kernel that would train faster, and why it does not."""
+"""Test the warning that names a kernel which would train faster, and why it is not used."""
 
 import warnings
 from types import SimpleNamespace

@@ -1,5 +1,7 @@
-"""What `ep-moe tune` writes: the choice from times, the file and everything that can be wrong with it, the lookup, and
-what a layer refuses. On ranks: tests/distributed/test_tuned_layer.py."""
+"""Test what `ep-moe tune` writes: the choice by times, the file and its faults, the lookup, and a layer's refusals.
+
+tests/distributed/test_tuned_layer.py tests it on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ def line(tokens: int, experts: str, us: float, all2all: str = "local", pipeline:
 
 
 def tuned(*buckets: Measured, config: MoEConfig = CONFIG, **changed) -> Tuned:
-    """As measured here, on one rank."""
+    """Return a result as measured here, on one rank."""
     facts = {
         "machine": machine_facts(CPU, 1, 1),
         "layer": layer_facts(config, "none", Wire(), torch.float32),
@@ -147,7 +149,10 @@ def test_buckets_of_one_transport_share_its_buffers():
 
 
 def test_calls_in_parts_as_large_as_their_bound_are_in_one():
-    """Parts of a bucket that the context's bound cuts short, too."""
+    """A bucket's calls run in one part if the part size reaches the token limit.
+
+    The limit may be the bucket's, or the context's if that is smaller.
+    """
     named = {"all2all": "local", "experts": "reference"}
     for buckets, most, parts in (
         ([line(4, "reference", 5, pipeline=4), line(9, "reference", 7)], 9, [None, None]),
@@ -163,7 +168,10 @@ def test_calls_in_parts_as_large_as_their_bound_are_in_one():
 
 
 def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
-    """For the call that needs most: two in flight where calls are in parts."""
+    """Buffers count once for each transport and shape, for the most calls in flight.
+
+    These are two or more if calls run in parts.
+    """
     kind = SimpleNamespace(buffer_bytes=lambda room: 10 * room, calls_in_parts=lambda room: 2 if room < 64 else 3)
     monkeypatch.setattr(registry, "load", lambda *_: kind)
     choice = explain.BackendChoice("p2p", "k", "chosen", "")
@@ -178,7 +186,7 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
 
 
 def test_another_dtype_is_asked_of_a_transport_with_all_that_it_was_chosen_for():
-    """Its wire too, which may not carry that dtype."""
+    """Another dtype is checked with the wire that the transport was chosen for, which may not carry it."""
     table = BackendTable([TableEntry(4, explain.BackendChoice("local", "reference", "chosen", ""), None, None)])
     asked = [torch.bfloat16, CONFIG, RankLayout(world=1, rank=0), scheme_of("none"), ExpertsOptions()]
     assert table.dtype_problem(*asked, Wire()) is None
@@ -329,7 +337,7 @@ def test_a_layer_counts_the_nodes_of_its_context(monkeypatch):
 
 
 def test_the_layer_of_the_file_is_the_layer_that_was_asked_for():
-    """Each argument reaches the comparison."""
+    """The layer in the file is compared with the requested layer, argument by argument."""
     for changed, name in (
         ({"dtype": torch.bfloat16}, "dtype"),
         ({"wire": Wire(dispatch="fp8_block")}, "Wire.dispatch"),
@@ -427,7 +435,10 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(TorchrunEnv.present(), reason="starts ranks of its own")
 def test_from_the_command_to_a_layer(tmp_path):
-    """A checkpoint's folder, measured on four gloo ranks by their clocks."""
+    """A tuned file from the command serves a layer.
+
+    The command measures a checkpoint's folder on four gloo ranks by their clocks.
+    """
     pytest.importorskip("transformers")
     out = tmp_path / "tuned.json"
     result = invoke("tune", str(DEMO), "--tokens", "1", "6", "--out", str(out))

@@ -1,4 +1,4 @@
-"""Which rank measures a layer's kernels, for how long the others wait, and which layers share what was found."""
+"""Test which rank measures a layer's kernels, how long the others wait, and which layers share the result."""
 
 # ruff: noqa: F811
 
