@@ -1,4 +1,4 @@
-"""`@distributed`: what it starts, what bodies are given, and under torchrun which of its ranks run them."""
+"""Test `@distributed`: the ranks that it starts, the arguments of bodies, and its behaviour under torchrun."""
 
 import importlib
 import inspect
@@ -11,22 +11,22 @@ import torch
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.testing.distributed import distributed, made_on_the_host, rank_device
 
-module = importlib.import_module("ep_moe.testing.distributed")  # the package has the decorator under this name
+module = importlib.import_module("ep_moe.testing.distributed")  # in the package, this name is the decorator
 
 
 def asks(world_size, tmp_path):
-    """A body that takes the number of ranks."""
+    """A body with an argument for the number of ranks."""
 
 
 def takes_none(tmp_path):
-    """A body that does not."""
+    """A body without one."""
 
 
 @pytest.mark.parametrize(
     ("body", "given"), [(asks, {"world_size": 2, "tmp_path": "p"}), (takes_none, {"tmp_path": "p"})]
 )
 def test_a_body_runs_on_forked_ranks(body, given, monkeypatch):
-    """With its own arguments, and the deadline and deaths that were stated."""
+    """A body runs on forked ranks with its own arguments, deadline and expected deaths."""
     started = []
     monkeypatch.setattr(TorchrunEnv, "present", lambda: False)
     monkeypatch.setattr(module, "run_local_ranks", lambda *given, **how: started.append((given, how)))
@@ -43,7 +43,7 @@ def test_a_body_runs_on_forked_ranks(body, given, monkeypatch):
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    """Two ranks of torchrun, of which this one is the second: it is given what the first one has."""
+    """Pretend to be the second of two ranks of torchrun. It receives the arguments of the first one."""
     order = []
     monkeypatch.setattr(TorchrunEnv, "present", lambda: True)
     monkeypatch.setattr(TorchrunEnv, "read", lambda: SimpleNamespace(world_size=2))
@@ -66,7 +66,7 @@ def torchrun(monkeypatch):
 
 @pytest.mark.parametrize("set_device", [False, True])
 def test_all_of_torchruns_ranks_have_the_first_ones_arguments(set_device, torchrun, monkeypatch):
-    """But each undoes its own changes."""
+    """All ranks of torchrun get the first one's arguments, except `monkeypatch`: each rank undoes its own changes."""
     given = []
 
     def body(tmp_path, monkeypatch):

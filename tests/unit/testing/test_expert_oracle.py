@@ -1,4 +1,4 @@
-"""The bound of block-scaled activations: kernels that round as their format says are within it, wrong ones are not."""
+"""Test the error bound of block-scaled activations: kernels that round by the format are within it, others are not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def config(activation: Activation = Activation.SWIGLU, bias: bool = False) -> Mo
 
 
 def emulate(config: MoEConfig, scheme: str, experts: list[dict[str, Tensor]], x: Tensor, ids: Tensor, weights: Tensor):
-    """A kernel in torch: both products on rounded rows, sums in float32, both results and the output in bfloat16."""
+    """Emulate a kernel in torch.
+
+    Both products read rounded rows and add in float32. Both results and the output are in bfloat16.
+    """
     quantised, y = SCHEMES[scheme], torch.zeros_like(x)
     shared = max(t["w13_input_scale"] for t in experts) if scheme == "nvfp4" else None
 
@@ -78,7 +81,7 @@ def test_rounding_as_the_format_says_is_within_it(scheme, activation):
 
 @pytest.mark.parametrize("scheme", MICROSCALED)
 def test_a_kernel_that_does_not_round(scheme):
-    """With `rounds=False` the bound is that of the layer's dtype, which rounding does not meet."""
+    """With `rounds=False` the bound is that of the layer's dtype, which a kernel that rounds exceeds."""
     shape, experts, (x, ids, weights), _ = case(scheme)
     wanted = expected_and_limit(shape, SCHEMES[scheme], experts, x, ids, weights, BF16, rounds=False)
     y = torch.zeros(x.shape)
@@ -92,11 +95,11 @@ def test_a_kernel_that_does_not_round(scheme):
 
 @pytest.mark.parametrize(("scheme", "rounds"), [("int4", True), ("mxint4", True), ("nvfp4a16", False)])
 def test_weights_that_a_kernel_rounds(scheme, rounds):
-    """INT4 by its scale has more bits than bf16; E2M1 by its scale is exact."""
+    """The bound grows if a kernel rounds weights to bf16: an INT4 code times its scale has more bits, E2M1 has not."""
     shape, experts, rows, (_, limit) = case(scheme)
     _, exact = expected_and_limit(shape, SCHEMES[scheme], experts, *rows, BF16, rounds=False)
     growth = (limit / exact)[exact > 0]
-    if rounds:  # of some five roundings two more; least where the last one is nearly all
+    if rounds:  # two more roundings besides about five; the least growth is where the last rounding dominates
         assert growth.min() > 1.03
         assert 1.1 < growth.mean() < 1.25
     else:
@@ -107,7 +110,7 @@ def test_weights_that_a_kernel_rounds(scheme, rounds):
 
 
 def planted(scheme: str, name: str, change) -> list[dict[str, Tensor]]:
-    """The case's experts with one tensor of expert 1 changed."""
+    """Return the case's experts with one tensor of expert 1 changed."""
     experts = [dict(tensors) for tensors in case(scheme)[1]]
     experts[1][name] = change(experts[1][name])
     return experts
@@ -126,7 +129,7 @@ def doubled(scale: Tensor) -> Tensor:
 
 
 def one_doubled(scale: Tensor) -> Tensor:
-    """In one block of columns of all rows."""
+    """Double the scale of one block of columns, in all rows."""
     return torch.cat([scale.view(torch.uint8)[:, :1], doubled(scale).view(torch.uint8)[:, 1:2],
                       scale.view(torch.uint8)[:, 2:]], 1).view(scale.dtype)  # fmt: skip
 
@@ -151,7 +154,10 @@ def test_another_experts_global_scale_leaves_it(name):
 
 @pytest.mark.parametrize("name", ["w13_input_scale", "w2_input_scale"])
 def test_rows_multiplied_back_by_another_input_scale_leave_it(name, monkeypatch):
-    """Rounded under the right one; for the first product the right one is the largest of all."""
+    """Rows rounded by the right input scale and multiplied by another one leave the bound.
+
+    For the first product, the right scale is the largest of all experts.
+    """
     experts = case("nvfp4")[1]
     own, other = max(t[name] for t in experts), min(t[name] for t in experts)
     right = dequantize_nvfp4
@@ -177,7 +183,7 @@ def test_exchanged_nibbles_or_bytes_leave_it(scheme):
 
 
 def numbers() -> Tensor:
-    """Rows of blocks with large and small numbers, zeros, and amax that the global scale below can just express."""
+    """Return rows of blocks with large and small numbers and zeros, up to the largest for the global scales."""
     generator = torch.Generator().manual_seed(3)
     sizes = torch.exp2(torch.randint(-18, 3, (512, 16), generator=generator).float()).repeat_interleave(32, 1)
     values = torch.randn(512, 512, generator=generator) * sizes
@@ -187,7 +193,10 @@ def numbers() -> Tensor:
 
 @pytest.mark.parametrize("global_scale", [20 / 2688, 0.05, 1.0])
 def test_no_nvfp4_number_is_further_than_half_a_step(global_scale):
-    """Blocks in E4M3's normal range, below it, and below its smallest number, up to the one that is 448."""
+    """No NVFP4 number is off by more than half a step.
+
+    Scales are in E4M3's normal range, below it, below its smallest number, and at its largest, 448.
+    """
     values = numbers()
     error = (rounded(values, Rounding.NVFP4, global_scale) - values).abs()
     scale = scale_of_rows(values, Rounding.NVFP4, global_scale)

@@ -1,4 +1,4 @@
-"""What a fused kernel is given and compared with, and each check of its contract by itself, on one rank."""
+"""Test what a fused kernel is given and compared with, and each check of its contract, on one rank."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ BOUND = 24
 
 
 class OneRank(FusedExperts):
-    """In plain torch, by slots."""
+    """A fused kernel in plain torch, slot by slot."""
 
     name = "one_rank"
     capabilities = FusedCapabilities(
@@ -53,7 +53,7 @@ def test_a_sound_kernel_passes(check):
 
 
 def kernel(change=None, **can):
-    """With a fault: change(kernel, x, routed, result)."""
+    """Return a kernel class with a fault: change(kernel, x, routed, result)."""
 
     class Faulty(OneRank):
         capabilities = dataclasses.replace(OneRank.capabilities, **can)
@@ -67,7 +67,7 @@ def kernel(change=None, **can):
 
 
 def where(fits):
-    """Wrong where a call is of this kind."""
+    """Return a fault for the calls that `fits` selects."""
     return lambda self, x, routed, y: y + fits(self, x, routed)
 
 
@@ -225,7 +225,7 @@ def test_a_wrong_result_is_a_fault(words):
     assert not made.faults
     try:
         made.check(call, "what", WRONG[words](made.kernel(call.x, call.routed)))
-    except RuntimeError:  # of another shape
+    except RuntimeError:  # a result of another shape
         assert made.faults
     with pytest.raises(AssertionError, match=rf"one_rank: a check \(top_k 3, none, .* on ranks \[0\].*what: .*{words}"):
         tell("a check", made)

@@ -1,4 +1,4 @@
-"""The contract of fused kernels: the shapes and checks of a run, and the faults of each layer that it checks."""
+"""Test the contract of fused kernels: shapes and checks of a run, and the faults reported for each layer."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def test_faults_of_both_layers_that_share_buffers_are_reported():
 
 @pytest.fixture
 def alone(monkeypatch):
-    """One process instead of ranks."""
+    """Run in one process instead of ranks. Return the requested contexts."""
     asked = []
 
     def from_groups(sizes, *, device, deadline_s):
@@ -46,7 +46,10 @@ def kind_of(**can):
 
 @pytest.mark.parametrize("travels", [True, False])
 def test_every_scheme_is_checked_with_each_k_and_with_each_bound(travels, alone, monkeypatch):
-    """Bounds behind the first with the last K. What ends a context comes last, where rows travel."""
+    """Each scheme is checked with each top-k under the first token limit, and with the last top-k under the others.
+
+    The check that ends a context comes last, and only for kernels that exchange rows.
+    """
     asked, ends = [], []
 
     def maker(kind, scheme, top_k, bound, context):

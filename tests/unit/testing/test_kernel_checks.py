@@ -1,4 +1,4 @@
-"""Each check of an expert kernel by itself: a sound kernel passes, and one with a single fault does not."""
+"""Test each check of an expert kernel: a sound kernel passes, and one with a single fault fails."""
 
 import dataclasses
 
@@ -17,7 +17,10 @@ CONFIG = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=
 
 
 def kernel(given=None, before=None, after=None, own_out=False):
-    """given: changes what it is given, and before: writes to that; after: changes the result."""
+    """Return a kernel class with a fault.
+
+    given: changes its arguments; before: writes to its arguments; after: changes its result.
+    """
 
     class Kernel(ReferenceExperts):
         calls = 0
@@ -123,7 +126,7 @@ def of_checked_ids_alone(self, y, received):
 
 
 def weighted_anyway(received):
-    """Takes an id of this rank for a choice, whatever its weight is."""
+    """Treat a route of weight 0 with an id of this rank as a route."""
     if received.wire_ids is None:
         return received
     return dataclasses.replace(received, weights=received.weights.masked_fill(received.weights == 0, 1.0))
@@ -194,7 +197,7 @@ def test_rows_of_every_format_are_compared():
 
 
 def test_what_a_kernel_raises_is_said_of_its_layer_once():
-    """An error that names the layer already is as it was."""
+    """An error in a kernel names its layer and call once. An error that names the layer already is unchanged."""
     with (
         pytest.raises(AssertionError, match=r"^a layer: a call: ValueError: boom$"),
         contract.named("a layer", "a call"),

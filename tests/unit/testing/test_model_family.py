@@ -1,4 +1,4 @@
-"""The check of a family of models: which numbers it changes, what it compares, and what it leaves as it was."""
+"""Test the check of a model family: which fields it changes, what it compares, and that it restores the model."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ def test_changes_that_change_nothing_or_leave_no_number_are_not_compared(logits,
 
 
 def test_each_flag_and_number_is_changed_and_stays_one_that_may_be():
-    """No count of nothing: a model of none of something is another model."""
+    """Each flag and number is changed to another valid value. No count becomes 0, because that is a different model."""
     fields = {"rate": 0.5, "flag": True, "off": False, "one": 1, "three": 3, "name": "x", "none": None, "list": [1]}
     assert list(_changes(SimpleNamespace(to_dict=lambda: fields))) == [
         ("flag", False), ("off", True), ("one", 2), ("rate", pytest.approx(0.85)), ("three", 4), ("three", 2),
@@ -43,7 +43,7 @@ def test_a_factor_of_nothing_becomes_one():
 
 @pytest.fixture
 def check():
-    """Of a model whose logits are its tensors."""
+    """Return the check of a model whose logits are its tensors."""
     made = object.__new__(_FamilyCheck)
     made.tolerance, made.found = 1e-3, {}
     made.model = nn.Module()
@@ -56,7 +56,10 @@ def check():
 
 
 def test_a_tensor_that_changes_no_logits_is_named_and_all_are_put_back(check):
-    """Those that a replaced model keeps cannot be forgotten. One of equal numbers is negated."""
+    """A tensor that does not affect the logits is named, and all tensors are restored.
+
+    Tensors that a replaced model keeps are not checked. A tensor of equal numbers is negated.
+    """
     before = {name: tensor.clone() for name, tensor in check.model.state_dict().items()}
     replaced = nn.Module()
     replaced.register_buffer("kept", torch.ones(2))
@@ -67,7 +70,10 @@ def test_a_tensor_that_changes_no_logits_is_named_and_all_are_put_back(check):
 
 
 def test_a_change_that_is_hardly_seen_is_not_seen(check):
-    """It must be far beyond the tolerance, by which an entry that forgets it would pass."""
+    """A change must affect the logits by far more than the tolerance.
+
+    Otherwise an entry that forgets the tensor would pass.
+    """
     check.model.seen.copy_(torch.tensor([1.0, 1.1]))
     check.expected = check._logits(check.model).clone()
     with pytest.raises(AssertionError, match="other numbers in seen, unseen, kept do not"):
@@ -76,7 +82,7 @@ def test_a_change_that_is_hardly_seen_is_not_seen(check):
 
 @pytest.mark.parametrize(("apart", "right"), [(0.0005, True), (0.002, False)])
 def test_logits_may_differ_by_a_part_of_the_largest(apart, right, check):
-    """In either direction."""
+    """Logits may differ by a fraction of the largest one, in either direction."""
     for sign in (1, -1):
         check._logits = lambda model, by=sign * apart: torch.tensor([1.0, 4.0 + 4 * by])
         if right:

@@ -1,4 +1,4 @@
-"""Each check of a transport by itself, on one rank: a sound transport passes, and one with a single fault does not."""
+"""Test each check of a transport on one rank: a sound transport passes, and one with a single fault fails."""
 
 import dataclasses
 import inspect
@@ -20,8 +20,11 @@ EVERYTHING = {"host_sync": True, "static": True, "returns_weights": True}
 
 
 def transport(*, sends=None, arrives=None, back=None, numbers=None, out=None, **can):
-    """A transport of one rank. sends: changes what `_dispatch` is given; arrives: what it gives; back: the result;
-    numbers: those of routes that come back; out: whether results are written where they are wanted"""
+    """Return a transport class for one rank, with a fault.
+
+    sends: changes the arguments of `_dispatch`; arrives: its result; back: the result of combine; numbers: the route
+    weights' gradients that return; out: whether results are written into the requested tensor.
+    """
 
     class Transport(LocalDispatcher):
         capabilities = dataclasses.replace(LocalDispatcher.capabilities, **EVERYTHING | can)
@@ -50,7 +53,7 @@ def transport(*, sends=None, arrives=None, back=None, numbers=None, out=None, **
 
 
 def checked(check, kind, **shape):
-    top_k = 3 if check is contract.nan_stays_with_its_owner else 2  # a token without an expert is among them then
+    top_k = 3 if check is contract.nan_stays_with_its_owner else 2  # some tokens then have no expert
     with EPContext.local(CPU) as context:
         made = kind(dispatch_shape(1, top_k, torch.bfloat16, **shape), context.rank_groups["ep"])
         run(check, made, CPU)
@@ -58,12 +61,12 @@ def checked(check, kind, **shape):
 
 @pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 def test_a_sound_transport_passes(check, monkeypatch):
-    monkeypatch.setattr(contract, "barrier", lambda device: None)  # between ranks
+    monkeypatch.setattr(contract, "barrier", lambda device: None)  # a collective over ranks
     checked(check, transport())
 
 
 def writes(what):
-    """Changes what it was given, when its numbers are no more needed."""
+    """Return faults that overwrite an argument after its last use."""
 
     def sends(self, x, routing, **given):
         self.given = {"x": x, "ids": routing.ids, "weights": routing.weights}[what]
@@ -78,7 +81,7 @@ def writes(what):
 
 
 def at_none(_, routing, x, **given):
-    """Fails where no token has an expert."""
+    """Fail if no token has an expert."""
     return {"problem": "nothing to send"} if len(x) and bool((routing.ids < 0).all()) else {}
 
 
@@ -95,7 +98,7 @@ def needs(fits):
 
 
 def changed(**fields):
-    """Of what arrived, by functions of it."""
+    """Return a fault that replaces fields of what arrived, by functions of it."""
     return lambda _, received: dataclasses.replace(received, **{name: make(received) for name, make in fields.items()})
 
 
@@ -111,7 +114,7 @@ def beyond(number):
 
 
 def in_one_buffer(self, y):
-    """The results of all calls are written to the same memory."""
+    """Write the results of all calls to the same memory."""
     self.kept = getattr(self, "kept", torch.zeros(MAX_TOKENS, y.shape[1], dtype=y.dtype))
     self.kept[: len(y)] = y.detach()
     return self.kept[: len(y)]
@@ -122,7 +125,7 @@ def arriving_in_one_buffer(self, received):
 
 
 def bound_of(tokens):
-    """Loses the last row under another bound than the shape's."""
+    """Return a fault that loses the last row of calls under this token limit."""
 
     def sends(self, x, max_tokens, **given):
         return {"x": x * (torch.arange(len(x)) < len(x) - 1).unsqueeze(1)} if max_tokens == tokens else {}
@@ -202,13 +205,13 @@ def test_a_fault_is_seen_by_the_check_that_is_for_it(check, wrong, sentence):
 
 
 def coarse(self, x, x_scale, **given):
-    """Scales of fewer bits, of rows that come plain."""
+    """Round the scales of plain rows to fewer bits."""
     return {} if self.given_scales else {"x_scale": x_scale.bfloat16().float()}
 
 
 @pytest.mark.parametrize("way", ["alone", "beside other work"])
 def test_both_ways_to_send_round_rows_alike(way):
-    """As before the wire, in `dispatch` and in `dispatch_start`."""
+    """`dispatch` and `dispatch_start` must both round plain rows as they are rounded before the wire."""
 
     class Rounds(transport(sends=coarse, rounds=frozenset({"fp8_block"}))):
         given_scales = True
@@ -244,7 +247,7 @@ def test_what_a_transport_does_not_promise_is_not_asked(check, wrong, can):
 
 @pytest.mark.parametrize(("modules", "checks"), [((contract, promises), contract.CHECKS), ((fused,), fused.CHECKS)])
 def test_every_check_that_is_written_is_made(modules, checks):
-    """Of transports, and of fused kernels."""
+    """CHECKS contains every check that is defined, for transports and for fused kernels."""
     written = {
         one
         for module in modules

@@ -1,4 +1,4 @@
-"""The contract of transports: what a check leaves behind for the next one, and in the caller's process."""
+"""Test the contract of transports: what a check leaves for the next one, and in the caller's process."""
 
 import contextlib
 import dataclasses
@@ -70,7 +70,7 @@ def test_rows_that_are_written_to_peers_are_checked_too(world_size):
 
 
 class KeepsRows(TorchAll2AllDispatcher):
-    """Adds zero times what a call left behind to the rows of the next one, which changes no number."""
+    """A transport that adds zero times an earlier call's buffer to the next rows. This changes no finite number."""
 
     behind = torch.zeros(1)
 
@@ -90,7 +90,7 @@ class KeepsRows(TorchAll2AllDispatcher):
 @distributed(1)
 @pytest.mark.parametrize("kept", ["x", "out"])
 def test_what_a_call_leaves_behind_is_seen_in_the_next_one(kept, world_size):
-    """Rows that arrived, and those for the way back, whose place the transport gives."""
+    """A transport that reads what an earlier call left is detected: received rows, and the buffer for results."""
     with EPContext.from_groups(device=rank_device()) as context:
         shape = transport_case.dispatch_shape(1, 2, torch.float32)
         transport = KeepsRows(shape, context.rank_groups["ep"])
@@ -110,7 +110,10 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(world_size):
 
 
 def test_rows_with_a_single_route_here_are_compared_too():
-    """They are most rows of an expert-parallel rank; those without any may hold anything."""
+    """Rows with a single local route are compared, since most rows of an expert-parallel rank have one.
+
+    Rows without a local route may hold anything.
+    """
     ids = torch.tensor([[0, -1], [-1, -1], [1, 0]])
 
     def bits(x, x_scale):
