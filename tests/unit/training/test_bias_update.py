@@ -1,4 +1,4 @@
-"""Correction biases that follow the load, in one process."""
+"""Test correction biases that follow the load, in one process."""
 
 # ruff: noqa: F811
 
@@ -16,7 +16,7 @@ BIASED = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True)
 
 
 def loads(model, batches):
-    """Routes per layer and expert of these batches, by the routers alone."""
+    """Return routes per layer and expert of these batches, by the routers."""
     found = [[0] * EXPERTS for _ in model.layers]
     with torch.no_grad():
         for x in batches:
@@ -28,7 +28,7 @@ def loads(model, batches):
 
 
 def steps(model, optimizer, batches, accumulate):
-    """Train: one optimizer step for each `accumulate` batches."""
+    """Train with one optimizer step per `accumulate` batches."""
     for number, x in enumerate(batches):
         model(x).square().mean().backward()
         if (number + 1) % accumulate == 0:
@@ -47,13 +47,16 @@ def test_a_step_by_which_torch_makes_a_state_moves_no_bias(context):
     set_optimizer_state_dict(model, optimizer, state)
     assert not any(bias.any() for bias in biases)
     for group in optimizer.param_groups:
-        group["lr"] = 0.0  # as a warm-up begins
+        group["lr"] = 0.0  # as a warm-up starts
     optimizer.step()
     assert all(bias.any() for bias in biases), "the load before is still counted"
 
 
 def test_a_step_of_some_groups_moves_the_bias(context):
-    """Others have a rate of 0, and a wrapper of the optimizer passes `closure=None` on."""
+    """A step moves the bias if some parameter group has a rate above 0.
+
+    A wrapper of the optimizer may pass `closure=None` on.
+    """
     model = Model(context, layers=1, routing=BIASED)
     (layer,) = model.layers
     groups = [{"params": layer.expert_weights.parameters(), "lr": 0.0}, {"params": layer.router.parameters()}]
@@ -69,7 +72,7 @@ def test_a_step_of_some_groups_moves_the_bias(context):
 def test_bias_follows_the_load_of_a_step(context):
     model = Model(context, routing=BIASED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model(rows_of(50, 9))  # not counted: before the update was made
+    model(rows_of(50, 9))  # before the update was made, so not counted
     update = BiasUpdate(model, context, speed=0.25)
     optimizer.register_step_pre_hook(update)
     biases = [layer.router.e_score_correction_bias for layer in model.layers]
@@ -92,7 +95,8 @@ def test_bias_follows_the_load_of_a_step(context):
     assert all(b is layer.router.e_score_correction_bias for b, layer in zip(biases, model.layers, strict=True))
     assert all(bias.grad is None and not bias.requires_grad and bias.dtype == torch.float32 for bias in biases)
     assert torch.equal(model.state_dict()["layers.1.router.e_score_correction_bias"], biases[1])
-    assert all(layer.placement.expert_load.sum() == TOP_K * (50 + 3 * 11) for layer in model.layers)  # nothing reset
+    # counters are never reset
+    assert all(layer.placement.expert_load.sum() == TOP_K * (50 + 3 * 11) for layer in model.layers)
     update.speed = 0
     steps(model, optimizer, [rows_of(7)], 1)
     assert biases[0].tolist() == expected[0]
@@ -111,7 +115,7 @@ def test_no_load_moves_nothing(context):
 
 @pytest.mark.parametrize("reset", [lambda layer: layer.placement.reset_load(), lambda layer: layer.to(torch.bfloat16)])
 def test_counters_that_others_reset(context, reset):
-    """What was counted before a reset is gone; what comes after counts once."""
+    """After others reset a counter, load from before the reset is lost, and later load counts once."""
     layer = fill(MoELayer(shape(routing=BIASED), context))
     layer(rows_of(20))
     update = BiasUpdate(layer, context, speed=1.0)
@@ -135,7 +139,7 @@ def test_a_recompute_is_no_load(context):
         x = rows_of(8)
         one(x.requires_grad_()).square().sum().backward()
         with torch.no_grad():
-            one(rows_of(5, 1))  # beside it the weight of a second count shows
+            one(rows_of(5, 1))  # with these rows, a second count would change the weights
         assert [int(seen.since().sum()) for seen in update._seen] == [TOP_K * 13] * 2
 
 

@@ -1,4 +1,4 @@
-"""Over which ranks a parameter beside experts may be cut."""
+"""Test over which ranks a parameter outside of the experts may be sharded."""
 
 from types import SimpleNamespace
 
@@ -13,11 +13,11 @@ from ep_moe.training import dtensors
 
 
 class Sharded(nn.Linear):
-    """As a module of FSDP2."""
+    """A stand-in for an FSDP2 module."""
 
 
 def problem(ranks, *, of_fsdp, placements=None, trained=True, monkeypatch):
-    """Of a model whose weight is cut over ranks, in a job of 2 dp ranks of 2 tp ranks each."""
+    """Return the problem of a weight sharded over ranks, in a job of 2 dp ranks with 2 tp ranks each."""
     layout = RankLayout.from_config(ParallelConfig(dp=2, tp=2, tokens=Tokens.SHARDED), world=4, rank=0)
     monkeypatch.setattr(fsdp, "FSDPModule", Sharded)
     monkeypatch.setattr(dtensors, "is_dtensor", lambda parameter: hasattr(parameter, "device_mesh"))
@@ -30,7 +30,7 @@ def problem(ranks, *, of_fsdp, placements=None, trained=True, monkeypatch):
 @pytest.mark.parametrize(
     ("ranks", "of_fsdp", "words"),
     [
-        ([0, 1, 2, 3], True, None),  # all ranks with tokens of their own: a mean over them
+        ([0, 1, 2, 3], True, None),  # all ranks with different tokens: the gradient is their mean
         ([0, 1, 2, 3], False, "which are not of one tp group"),
         ([0, 2], False, "which are not of one tp group"),
         ([0, 2], True, "over which FSDP averages its gradient, and 4 ranks have tokens of their own"),
@@ -46,7 +46,10 @@ def test_a_gradient_is_a_mean_over_the_ranks_with_tokens(ranks, of_fsdp, words, 
 
 
 def test_what_fsdp_lays_over_tensor_parallelism_is_a_sum_too(monkeypatch):
-    """Of a mesh of two dimensions, the one before the last is that which FSDP2 shards."""
+    """A parameter that FSDP shards over tensor parallelism has a gradient that is a sum over tp ranks.
+
+    In a mesh of two dimensions, FSDP2 shards the first one.
+    """
     ranks = [[0, 1], [2, 3]]
     for placements, summed in (((Shard(0), Shard(0)), True), ((Replicate(), Shard(0)), False)):
         said = problem(ranks, of_fsdp=True, placements=placements, monkeypatch=monkeypatch)

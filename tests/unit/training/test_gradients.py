@@ -1,4 +1,4 @@
-"""Which of a rank's gradients count in a norm over all ranks, in one process."""
+"""Test which of a rank's gradients count in a norm over all ranks, in one process."""
 
 import math
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ CONFIG = MoEConfig(hidden_size=4, intermediate_size=8, num_experts=6, top_k=2, e
 @pytest.mark.parametrize("etp", [1, 2])
 @pytest.mark.parametrize("expert_map", [ExpertMap.linear(6, 2), ExpertMap.redundant(6, 2, 4)])
 def test_each_number_counts_once_on_all_ranks_together(etp, expert_map):
-    """Also biases, which all ranks of an etp group have whole, and an expert's copies."""
+    """Each gradient counts once over all ranks, including replicas and biases, which etp ranks hold whole."""
     numbers = {"w1": 6 * 4 * 8, "w2": 6 * 4 * 8, "w3": 6 * 4 * 8, "w13_bias": 6 * 16, "w2_bias": 6 * 4}
     counted = 0.0
     for ep_rank in range(2):
@@ -52,7 +52,7 @@ def test_a_bound_of_a_norm_may_exceed_torchs_integers():
 @pytest.mark.parametrize("norm_type", [1.0, 2, 3.5, math.inf])
 @pytest.mark.parametrize("max_norm", [0, 0.5, 1e6, math.inf])
 def test_one_process_clips_as_torch_does(max_norm, norm_type):
-    """Gradients that are small enough stay as they are, too."""
+    """In one process `clip_grad_norm_` equals torch's, also for gradients that need no clipping."""
     with EPContext.local(rank_device()) as context:
         layers = [MoELayer(CONFIG, context) for _ in range(2)]
         for parameters in zip(*(layer.parameters() for layer in layers), strict=True):
@@ -79,7 +79,10 @@ def test_a_norm_that_is_no_number_is_raised_where_that_is_asked(number):
 
 @pytest.mark.parametrize(("overflows", "lacks", "dense"), [(0, 0, False), (1, 0, False), (0, 1, False), (1, 1, True)])
 def test_an_overflow_is_said_by_a_dense_gradient_where_a_rank_has_none_of_its_kind(overflows, lacks, dense):
-    """Of a peer, in its first kind of parameter. Else that kind says it by itself on all ranks."""
+    """An overflow is passed on by a dense gradient if a peer has no gradient of its first kind of expert parameter.
+
+    Otherwise that kind of parameter passes it on to all ranks.
+    """
 
     def all_reduce(flags, operation):
         flags[0, 0] = max(float(flags[0, 0]), overflows)

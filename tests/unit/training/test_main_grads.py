@@ -1,4 +1,4 @@
-"""Gradients in buffers (`use_main_grads`) in one process: the graph, other ways of asking, and what is refused."""
+"""Test gradients in buffers (`use_main_grads`) in one process: the graph, other ways to backward, and refusals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def loss_of(layer, x):
 
 
 def pair(context, main_dtype=None, **options):
-    """Ordinary, and with main gradients."""
+    """Return an ordinary layer, and one with main gradients."""
     layers = layer_of(context, **options), layer_of(context, **options)
     use_main_grads(layers[1], main_dtype)
     return layers
@@ -62,7 +62,7 @@ def assert_same(layers):
 
 
 def leaves(loss):
-    """Of the graph behind a loss."""
+    """Return the leaf variables of the graph of a loss, by id."""
     found, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
@@ -80,7 +80,10 @@ def test_one_parameter_stands_for_all_in_the_graph(context, kernel):
 
 
 def test_only_what_is_asked_for_is_computed(context, kernel):
-    """torch.autograd.grad and backward(inputs=...) of rows leave the parameters' gradients as they are."""
+    """Only the requested gradients are computed.
+
+    torch.autograd.grad and backward(inputs=...) for rows leave the parameters' gradients unchanged.
+    """
     ordinary, layer = pair(context)
     x = rows().requires_grad_()
     (found,) = torch.autograd.grad(loss_of(layer, x), x)
@@ -128,21 +131,24 @@ def test_two_calls_before_their_backwards(context, kernel):
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_gradients_that_autograd_brings_are_added(context, kernel, dtype):
-    """A loss of the parameters themselves, beside the layer's, before it and behind it."""
+    """Gradients that autograd computes for the parameters are added to the buffers.
+
+    They come from a loss of the parameters, together with the layer's, before it and after it.
+    """
     layers = pair(context, dtype)
     for layer in layers:
         (loss_of(layer, rows()) + sum(p.square().sum() for p in expert_parameters(layer))).backward()
         sum(p.square().sum() for p in expert_parameters(layer)).backward()
         loss_of(layer, rows(1)).backward()
     for p, q in zip(*map(expert_parameters, layers), strict=True):
-        # three float32 sums, in another order
+        # three float32 sums in another order
         assert torch.allclose(p.grad, q.grad if dtype is None else q.main_grad, rtol=0, atol=4 * 2**-24 * 4)
         assert (q.grad is None) == (dtype is not None)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_parameters_in_their_place_for_a_call(context, kernel, dtype):
-    """They get their own gradients, and those that stay get theirs."""
+    """Parameters passed to functional_call get their own gradients, and the other parameters get theirs."""
     layers = pair(context, dtype)
     given = []
     for layer in layers:
@@ -187,8 +193,7 @@ def test_a_layer_that_is_converted_keeps_its_gradients(context, kernel):
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_compiled_models(context, kernel, dtype):
-    """A graph that holds the layer brings gradients as autograd does, and they are taken over; in turns with calls that
-    are not compiled."""
+    """A compiled layer's gradients are moved from autograd to the buffers, alternating with eager calls."""
     torch.compiler.reset()
     ordinary, layer = pair(context, dtype)
     compiled = torch.compile(layer, backend="aot_eager")
@@ -227,7 +232,7 @@ def test_a_step_that_would_skip_parameters_is_refused(context):
     layer = layer_of(context)
     use_main_grads(layer, torch.float32)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    optimizer.step()  # nothing has a gradient
+    optimizer.step()  # no parameter has a gradient
     loss_of(layer, rows()).backward()
     before = expert_parameters(layer)[0].detach().clone()
     with pytest.raises(ConfigError, match=r"SGD.*p.grad = p.main_grad.to\(p.dtype\)"):
@@ -252,7 +257,7 @@ def test_a_step_that_would_skip_parameters_is_refused(context):
 
 
 def test_a_parameter_that_learns_later_is_not_skipped(context):
-    """It was frozen when the buffers were made."""
+    """A parameter that was frozen when the buffers were made is not skipped once it trains."""
     layer = layer_of(context, dtype=torch.bfloat16)
     late = layer.expert_weights.get_submodule("0").w2.requires_grad_(False)
     use_main_grads(layer, torch.float32)
@@ -319,7 +324,7 @@ def test_buffers_of_inference_mode_take_gradients(context):
     layer = layer_of(context, experts="reference")
     with torch.inference_mode():
         use_main_grads(layer)
-    for _ in range(2):  # written, and added to
+    for _ in range(2):  # written in the first pass, and added to in the second
         loss_of(layer, rows()).backward()
 
 
@@ -373,7 +378,7 @@ def test_moves_without_gradients_say_nothing(context, dtype):
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("enabled", [False, True])
 def test_a_scaler_steps_what_unscales_main_gradients_by_itself(reads, scales, enabled, monkeypatch):
-    """An optimizer that reads them, and takes the scale with its step."""
+    """A GradScaler is accepted only with an optimizer that reads main gradients and unscales them in its step."""
     scaler = torch.amp.GradScaler("cpu", enabled=enabled)
     monkeypatch.setattr(main_grads, "frames_of", lambda _: [SimpleNamespace(f_locals={"self": scaler})])
     optimizer = SimpleNamespace(reads_main_grad=reads, _step_supports_amp_scaling=scales)

@@ -1,4 +1,4 @@
-"""What ranks tell each other of their parameters."""
+"""Test what ranks exchange about their parameters."""
 
 import contextlib
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from ep_moe.training.parameters import _first_text
     ],
 )
 def test_a_text_is_that_of_the_first_rank_that_has_one(texts, wanted):
-    """On all ranks, and whole."""
+    """All ranks get the whole text of the first rank that has one."""
     for rank, own in enumerate(texts):
         codes = [list((text or "").encode()) for text in texts]
         rows = (
@@ -42,7 +42,10 @@ def test_a_text_is_that_of_the_first_rank_that_has_one(texts, wanted):
     [("mesh_problem", ConfigError), ("sparse_problem", ConfigError), ("_difference", InputError)],
 )
 def test_what_cannot_be_compared_and_what_differs_are_errors_of_their_own(function, error, monkeypatch):
-    """A comparison that raised is made again by the next call."""
+    """Incomparable parameters and different parameters raise different errors.
+
+    A comparison that raised is repeated in the next call.
+    """
     with EPContext.local(torch.device("cpu")) as context:
         model = MoELayer(MoEConfig(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2), context)
         monkeypatch.setattr(parameters, function, lambda *_: "w is wrong")
@@ -52,7 +55,7 @@ def test_what_cannot_be_compared_and_what_differs_are_errors_of_their_own(functi
         monkeypatch.undo()
         parameters.compare_ranks(model, context, "sync_gradients")
         monkeypatch.setattr(parameters, function, lambda *_: "w is wrong")
-        parameters.compare_ranks(model, context, "sync_gradients")  # once is enough
+        parameters.compare_ranks(model, context, "sync_gradients")  # after success it is not repeated
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -1,4 +1,4 @@
-"""Losses of routers and recorded logits in one process."""
+"""Test losses of routers and recorded logits in one process."""
 
 # ruff: noqa: F811
 
@@ -13,7 +13,7 @@ from ep_moe.training import load_balancing_loss, router_logits, router_z_loss, s
 from tests.fixtures.helpers import fill
 from tests.fixtures.single_layer import EXPERTS, HIDDEN, TOP_K, Model, context, routing, rows_of, shape  # noqa: F401 (a fixture)
 
-U = 2.0**-24  # a float32 rounding
+U = 2.0**-24  # a float32 rounding error
 
 
 def random_logits(*shape, seed=0, dtype=torch.float64):
@@ -22,7 +22,7 @@ def random_logits(*shape, seed=0, dtype=torch.float64):
 
 
 def padding(batch, length):
-    """[B, S], the first i tokens of sequence i are padding."""
+    """Return a mask [B, S] in which the first i tokens of sequence i are padding."""
     return (torch.arange(length) >= torch.arange(batch).unsqueeze(1)).long()
 
 
@@ -36,7 +36,7 @@ def softmax(row):
 
 
 def switch_by_hand(layers, top_k, mask):
-    """E * sum of f * p, one token at a time."""
+    """Compute Switch's loss, E * sum of f * p, one token at a time."""
     experts, tokens = len(layers[0][0]), 0
     routes, scores = [0] * experts, [0.0] * experts
     for layer in layers:
@@ -50,7 +50,7 @@ def switch_by_hand(layers, top_k, mask):
 
 
 def sequence_by_hand(sequences, top_k, scoring, mask):
-    """Equations 17 to 20, one token at a time."""
+    """Compute DeepSeek-V3's equations 17 to 20, one token at a time."""
     losses = []
     for sequence, real in zip(sequences, mask, strict=True):
         rows = [row for row, one in zip(sequence, real, strict=True) if one]
@@ -91,7 +91,7 @@ def test_load_balancing_loss_is_that_of_transformers(masked):
     )
     found = load_balancing_loss(ours, 2, attention_mask=mask)
     expected = load_balancing_loss_func(tuple(theirs), experts, 2, mask)
-    # every term is positive, and each sum of so many roundings
+    # every term is positive, and each sum has this many roundings
     roundings = (layers * batch * length + 3 * experts + 8) * U
     torch.testing.assert_close(found, expected, rtol=2 * roundings, atol=0)
     found.backward()
@@ -128,7 +128,7 @@ def test_router_z_loss_is_st_moes(masked):
 
 
 def test_whatever_is_not_0_in_a_mask_is_a_token():
-    """Packed sequences are numbered there."""
+    """Any nonzero number in a mask marks a token. Packed sequences are numbered there."""
     logits, mask = random_logits(2, 3, 4), torch.tensor([[0, 1, 1], [1, 0, 1]])
     for given in (mask * 3, mask.bool(), mask * 0.5):
         for loss in (sequence_balancing_loss, load_balancing_loss):
@@ -200,7 +200,7 @@ def test_logits_are_recorded_in_call_order(context):
     recorded[1].sum().backward()
     wanted = torch.autograd.grad(model.layers[1].router.logits(middle).sum(), model.layers[1].router.weight)[0]
     assert torch.equal(model.layers[1].router.weight.grad, wanted)
-    assert model.layers[0].router.weight.grad is not None  # by way of its output
+    assert model.layers[0].router.weight.grad is not None  # through the output of layer 0
 
 
 def test_recordings_nest(context):
@@ -223,7 +223,7 @@ def test_a_recording_that_raises_has_ended(context):
 
 
 def test_an_idle_step_records_no_rows(context):
-    """However it ends, the next one records its own."""
+    """An idle step records logits without rows. However it ends, the next step records its own rows."""
     model, x = Model(context, layers=1), rows_of(3)
     with router_logits(model) as recorded:
         with model.layers[0]._idle():
@@ -295,7 +295,10 @@ def test_forward_routed_brings_its_logits(context):
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_checkpoints_are_recorded_once(context, inside):
-    """Backward inside and behind the `with`, against a model without checkpoints."""
+    """Checkpointed layers record logits once.
+
+    Gradients equal those without checkpoints, with backward inside and after the `with`.
+    """
     gradients = {}
     for checkpointed in (None, False):
         model, x = Model(context, checkpointed=checkpointed), rows_of(6).requires_grad_()
@@ -329,7 +332,7 @@ def test_models_without_layers_are_refused(context):
 
 
 def test_logits_of_padding_are_recorded_as_the_router_gives_them(context):
-    """A loss over all rows, such as a z-loss, has them in its gradient."""
+    """Logits of padding are recorded as the router returns them. A z-loss over all rows has them in its gradient."""
     layer, mask = fill(MoELayer(shape(), context)), torch.tensor([True, False, True, False])
     x = rows_of(4).requires_grad_()
     with router_logits(layer) as whole:

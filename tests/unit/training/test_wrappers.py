@@ -1,4 +1,4 @@
-"""What a model is told about data-parallel wrappers, in one process."""
+"""Test what `ep_moe.training` checks for data-parallel wrappers, in one process."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ def test_what_a_wrapper_shall_ignore_is_added_to_what_it_ignores():
 
 
 def test_a_gpu_that_is_not_current_is_refused(monkeypatch):
-    """FSDP2 would put the model there."""
+    """`fully_shard` refuses a model that is not on the current GPU, because FSDP2 would move it there."""
     monkeypatch.setattr(wrappers, "elsewhere", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     context = EPContext.local(torch.device("cpu"))
@@ -43,7 +43,7 @@ def test_one_process_without_torch_distributed_is_not_sharded():
 
 
 def test_parameters_that_fsdp_would_cast_are_refused():
-    """Experts that it does not cut would stay as they are, and the router would not."""
+    """A `param_dtype` is refused: FSDP2 would cast the router, but not the experts that it does not shard."""
     context = EPContext.local(torch.device("cpu"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     with pytest.raises(ConfigError, match=r"mp_policy\.param_dtype=torch\.bfloat16 .* under torch\.autocast"):
@@ -55,7 +55,10 @@ def test_parameters_that_fsdp_would_cast_are_refused():
     [(torch.bfloat16, torch.bfloat16, 1), (torch.bfloat16, None, 0), (torch.float32, torch.float32, 0)],
 )
 def test_a_router_with_logits_in_float32_is_apart_from_a_rest_of_16_bits(dtype, rest, apart):
-    """FSDP2 shards parameters of one dtype together; a layer without a rest has nothing that it is apart from."""
+    """A float32 router in a 16-bit model is sharded separately, because FSDP2 shards parameters of one dtype together.
+
+    Without other parameters there is nothing to separate it from.
+    """
     config = dataclasses.replace(CONFIG, hidden_size=8, intermediate_size=8, routing=RoutingConfig(float32_logits=True))
     layer = MoELayer(config, EPContext.local(torch.device("cpu")), dtype=dtype)
     assert layer.router.weight.dtype == torch.float32
