@@ -1,4 +1,4 @@
-"""What is read of the dense parameters that an optimizer steps beside experts."""
+"""Test the checksum of the dense parameters that an optimizer steps together with experts."""
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ def parameter(**attributes):
 
 
 def moves(beside, change):
-    """Whether a write to these parameters changes the checksum."""
+    """Return whether a write to these parameters changes the checksum."""
     before = beside.now().clone()
     with torch.no_grad():
         change.add_(1)

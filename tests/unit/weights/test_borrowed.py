@@ -1,4 +1,4 @@
-"""Expert weights that are lent for a call."""
+"""Test expert weights that are lent for a call."""
 
 import pytest
 import torch
@@ -18,7 +18,10 @@ def test_what_is_lent_ends_with_its_block():
 
 
 def test_the_dtype_stays_that_of_the_last_loan():
-    """Backward asks for it after the call, and a lender may hold another dtype than it lends."""
+    """The dtype remains that of the last loan, because backward reads it after the call.
+
+    A lender may hold another dtype than it lends.
+    """
     config = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
     weights = BorrowedWeights(config, ExpertMap.linear(2, 1), dtype=torch.float32)
     for dtype in (torch.bfloat16, torch.float32):

@@ -1,4 +1,4 @@
-"""Functions of other libraries among the callers, found by their frames."""
+"""Test how functions of other libraries among the callers are found, by their frames."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from ep_moe.weights.callers import frames_of, training_schedules
 
 
 def called_by(module, function, call, **given):
-    """What `call` returns below a function of a module."""
+    """Return the result of `call`, called by a function of this module name."""
     caller = {"__name__": module, "call": call}
     exec(f"def {function}(**given):\n    self = given.get('self')\n    return call()", caller)
     return caller[function](**given)
@@ -20,7 +20,7 @@ def called_by(module, function, call, **given):
     [(SimpleNamespace(_has_backward=True), True), (SimpleNamespace(_has_backward=False), False), (object(), True)],
 )
 def test_a_schedule_trains_unless_it_runs_no_backward(schedule, trains):
-    """As its `eval` does not."""
+    """A pipeline schedule trains unless it runs no backward, as in its `eval`."""
     module = "torch.distributed.pipelining.schedules"
     found = called_by(module, "_step_microbatches", training_schedules, self=schedule)
     assert found == ([schedule] if trains else [])

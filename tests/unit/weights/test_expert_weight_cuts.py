@@ -1,4 +1,4 @@
-"""Weights that are cut over etp: pieces join to the whole, and their outputs add up to that of the whole."""
+"""Test weights cut over etp: pieces join to the whole, and their outputs add up to its output."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def test_join_undoes_etp_shard_for_any_size(activation, etp, each):
 
 def test_a_piece_has_gate_and_up_of_the_same_columns():
     config = shape(inner=4)
-    w13 = torch.arange(8.0).unsqueeze(1).expand(8, config.hidden_size)  # gate rows 0..3, up rows 4..7
+    w13 = torch.arange(8.0).unsqueeze(1).expand(8, config.hidden_size)  # gate has rows 0..3, up has rows 4..7
     assert etp_shard(config, "w13", w13, 2, 0)[:, 0].tolist() == [0, 1, 4, 5]
     assert etp_shard(config, "w13", w13, 2, 1)[:, 0].tolist() == [2, 3, 6, 7]
     assert etp_shard(config, "w13_bias", torch.arange(8.0), 2, 1).tolist() == [2, 3, 6, 7]
@@ -75,7 +75,10 @@ def output(config: MoEConfig, weights: ExpertWeights, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("etp", [1, 2, 4])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 def test_cutting_commutes_with_computing(bias, etp):
-    """Small integers and an activation that keeps them so: the sum over the pieces is exact."""
+    """The outputs of the pieces add up to the output of the whole.
+
+    The sum is exact for small integers and an activation that keeps them integers.
+    """
     config = shape(Activation.RELU2, bias)
     everything = ExpertMap.linear(5, 1)
     x = integer_rows(15, 8, 0)
@@ -96,9 +99,11 @@ def test_cutting_commutes_with_computing_gated(activation):
 
 
 def apart(config: MoEConfig, x: Tensor) -> Tensor:
-    """How far two outputs [T, H] of float32 may be from each other that add up the same terms in different orders: each
-    addition, of the inner columns, the bias and the pieces, rounds by half a step, 2**-24 of the sizes' sum at most. An
-    activation may be made by other instructions: exp, off by a step, an addition, a division and three products."""
+    """Return how far two float32 outputs [T, H] may differ that add the same terms in different orders.
+
+    Each addition, of inner columns, bias and pieces, rounds by at most half a step, 2**-24 of the sizes' sum. The
+    activation may use other instructions: an exp that is off by one step, an addition, a division and three products.
+    """
     additions, roundings = config.intermediate_size + 1 + 4, 2 + 5
     rows = []
     for number, row in enumerate(x.double()):

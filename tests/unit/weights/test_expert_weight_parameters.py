@@ -1,4 +1,4 @@
-"""Parameters of experts: their names, the memory that kernels read, and what goes with them to another dtype or map."""
+"""Test the parameters of experts: names, the memory that kernels read, and changes of dtype and map."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,10 @@ def test_parameters_are_named_by_logical_expert():
 
 
 def test_parameters_lie_where_kernels_read():
-    """A step of an optimizer in place is what the next call computes with; so is memory put in a parameter's place."""
+    """Parameters are views of the memory that kernels read.
+
+    An in-place optimizer step affects the next call, and so does new `.data` of a parameter.
+    """
     weights = ExpertWeights(shape(), REDUNDANT, ep_rank=0)  # slots: experts 4 and 0
     gate, up = weights.get_submodule("4").w1, weights.get_submodule("0").w3
     with torch.no_grad():
@@ -91,7 +94,10 @@ def fused_step(weights: ExpertWeights) -> None:
 
 @pytest.mark.parametrize("change", [change_data, fused_step])
 def test_copies_of_an_expert_follow_changes_that_bump_no_version(change: Callable[[ExpertWeights], None]) -> None:
-    """And nothing that reads the tensors finds them changed where they were not."""
+    """Replicas of an expert follow changes that increase no version counter.
+
+    Tensors that did not change keep their version, so that readers see no change.
+    """
     weights = filled_weights(
         shape(Activation.RELU2, bias=False), ExpertMap.from_ranks([[0, 1, 0, 2, 3, 4]], 5, allow_duplicates=True)
     )
@@ -115,7 +121,7 @@ def test_what_is_no_tensor_is_named_when_loaded():
 
 
 def test_what_parameters_carry_goes_with_them():
-    """Gradients and frozen ones, to another dtype; frozen ones to another map too."""
+    """Gradients and `requires_grad` follow parameters to another dtype, and `requires_grad` to another map."""
     weights = filled_weights(shape(bias=False), ExpertMap.linear(5, 1))
     first = weights.get_submodule("0")
     first.w1.grad, first.w2.requires_grad = torch.full_like(first.w1, 3), False
@@ -197,7 +203,7 @@ def test_fresh_parameters_are_random_and_biases_zero():
 
 @pytest.mark.parametrize("trainable", [True, False])
 def test_fresh_experts_leave_nothing_in_an_empty_slot(trainable):
-    """Kernels that go through all slots read it."""
+    """New experts leave zeros in an empty slot, because kernels that loop over all slots read it."""
     weights = ExpertWeights(shape(), ExpertMap.from_ranks([[4, -1, 0, 1, 2, 3]], 5), trainable=trainable)
     for tensor in weights.stored_tensors().values():
         tensor.detach().fill_(torch.nan)

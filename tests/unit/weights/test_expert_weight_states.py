@@ -1,4 +1,4 @@
-"""State dicts of expert weights and of whole layers: they know no placement, and load into any map and piece."""
+"""Test state dicts of expert weights and layers: they contain no placement, and load into any map and piece."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.fixtures.helpers import fill, integer_expert, integer_routing, intege
 
 
 def state_of_all_ranks(config: MoEConfig, expert_map: ExpertMap) -> dict[str, Tensor]:
-    """The union over the ranks, which agree where they overlap."""
+    """Return the union over the ranks, which agree where they overlap."""
     union: dict[str, Tensor] = {}
     for rank in range(expert_map.num_ranks):
         state = filled_weights(config, expert_map, ep_rank=rank).state_dict()
@@ -60,7 +60,7 @@ def test_a_rank_saves_what_it_holds_and_loads_that_again():
 
 
 def test_a_state_with_gate_and_up_in_one_loads():
-    """As version 0.1 wrote it."""
+    """A state dict with gate and up in one tensor loads. Version 0.1 wrote it."""
     config = shape()
     state = {f"{e}.{name}": tensor for e in (4, 0) for name, tensor in integer_expert(config, e).items()}
     weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
@@ -108,7 +108,7 @@ def test_checkpoint_loads_into_pieces(etp):
 
 
 def test_state_dict_of_pieces_has_whole_tensors(monkeypatch):
-    """The etp group in one process: what the others hold is made here."""
+    """The state dict of an etp piece has whole tensors. The test emulates the etp group in one process."""
     config = shape()
     ranks = [filled_weights(config, REDUNDANT, ep_rank=1, etp=etp_link(2, rank)) for rank in range(2)]
 
@@ -146,7 +146,7 @@ def test_ranks_need_their_own_experts_only():
 def test_missing_keys_are_reported():
     config = shape()
     state = state_of_all_ranks(config, REDUNDANT)
-    del state["4.w2"], state["0.w3"], state["3.w2"]  # rank 0 holds 4 and 0
+    del state["4.w2"], state["0.w3"], state["3.w2"]  # rank 0 holds experts 4 and 0
     weights = ExpertWeights(config, REDUNDANT, ep_rank=0)
     with pytest.raises(RuntimeError) as error:
         weights.load_state_dict(state)
@@ -184,7 +184,10 @@ def test_half_a_matrix_is_not_quantized():
 
 @pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)
 def test_a_state_of_numbers_loads_into_a_quantized_layer(scheme):
-    """They stand for the codes and scales that they are quantized to; ranges of inputs are in no number."""
+    """Plain numbers load into a quantized layer and are quantized.
+
+    Input scales, which they do not determine, are missing.
+    """
     plain = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16)
     weights = ExpertWeights(LARGE, ExpertMap.linear(3, 1), dtype=torch.bfloat16, scheme=scheme)
     result = weights.load_state_dict(plain.state_dict(), strict=False)
@@ -243,7 +246,7 @@ def test_unexpected_keys_are_reported():
 
 
 def saved(config: MoEConfig) -> set[str]:
-    """Names of an expert's parameters."""
+    """Return the names of an expert's parameters."""
     up = {"w3", "w3_bias"} if config.activation.gated else set()
     return {"w1", "w2", "w1_bias", "w2_bias"} | up
 
@@ -287,7 +290,10 @@ def test_state_dict_survives_a_file(tmp_path):
 
 
 def test_safetensors_keeps_all_experts_of_a_model(tmp_path):
-    """It takes tensors of one memory for one tensor, and accelerate then writes one of them."""
+    """safetensors saves all experts of a model.
+
+    It treats tensors that share memory as one, and accelerate would then write only one of them.
+    """
     accelerate, safetensors = pytest.importorskip("accelerate"), pytest.importorskip("safetensors.torch")
     with EPContext.local(torch.device("cpu")) as context:
         model = torch.nn.Sequential(MoELayer(shape(), context))
@@ -310,11 +316,14 @@ def test_safetensors_keeps_all_experts_of_a_model(tmp_path):
 
 
 def test_codes_of_an_expert_are_found_by_its_number():
-    """Distributed checkpoints walk along the names of `state_dict`, where quantized experts are no modules."""
+    """Codes of an expert are found by its number. Distributed checkpoints walk the names of `state_dict`.
+
+    Quantized experts are not modules, so attributes must provide these names.
+    """
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=4, top_k=1)
     weights = ExpertWeights(config, ExpertMap.linear(4, 2), ep_rank=1, scheme=SCHEMES["fp8_block"])
     found, saved_one = getattr(weights, "3").w2, weights.state_dict()["3.w2"]
     assert torch.equal(found.view(torch.uint8), saved_one.view(torch.uint8))
-    for name in ("0", "4", "w9"):  # of another rank; of none
+    for name in ("0", "4", "w9"):  # experts of another rank, and names without an expert
         with pytest.raises(AttributeError):
             getattr(weights, name)

@@ -1,4 +1,4 @@
-"""Updates of experts reach every replica and piece, quantise numbers as a whole, and write nothing that is refused."""
+"""Test that updates of experts reach every replica and piece, quantize whole matrices, and write nothing if refused."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def numbers_of_an_expert():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scheme", QUANTISED, ids=lambda scheme: scheme.name)
 def test_a_quantised_layer_quantises_numbers_whole(scheme, dtype):
-    """Each etp rank holds its piece of what the whole matrix is quantized to; input scales stay."""
+    """A quantized layer quantizes whole matrices, and each etp rank holds its piece. Input scales stay."""
     given = {name: tensor.to(dtype) for name, tensor in numbers_of_an_expert().items()}
     wanted = scheme.quantize(given, torch.bfloat16)
     for etp, rank in ((1, 0), (2, 0), (2, 1)):
@@ -113,7 +113,7 @@ def test_update_writes_an_expert_twice_on_one_rank():
     assert weights.update_expert(0, integer_expert(config, 0, seed=1)) == 2
     assert torch.equal(weights.w13[0], weights.w13[2])
     assert torch.equal(weights.w13[1], integer_expert(config, 1)["w13"])
-    frozen = ExpertWeights(config, weights.expert_map, trainable=False)  # where no parameter stands for both
+    frozen = ExpertWeights(config, weights.expert_map, trainable=False)  # without a parameter for both replicas
     assert frozen.get_parameter("w13")[2].any()
     assert torch.equal(frozen.get_parameter("w13")[0], frozen.get_parameter("w13")[2])
     assert frozen.update_expert(0, integer_expert(config, 0, seed=1)) == 2
@@ -121,7 +121,10 @@ def test_update_writes_an_expert_twice_on_one_rank():
 
 
 def test_whatever_may_write_weights_counts_as_an_update():
-    """EPLB moves nothing that was written meanwhile. Ranks that hold nothing of it count too."""
+    """Whatever may write weights counts as an update, so that EPLB moves nothing written meanwhile.
+
+    Ranks that hold no expert count it too.
+    """
     config = shape(bias=False)
     for ranks in ([[0, 1, 2, 3, 4]], [[0, 1, 2, 3, 4], []]):
         weights = ExpertWeights(config, ExpertMap.from_ranks(ranks, 5), ep_rank=len(ranks) - 1)
@@ -173,7 +176,10 @@ def test_update_keeps_the_parameters_and_their_dtype():
     ],
 )
 def test_bad_update_names_field_and_value_and_writes_nothing(expert, tensors, message):
-    """On ranks without the expert too: whether a call is right must not depend on the rank."""
+    """A wrong update names field and value and writes nothing, also on ranks without the expert.
+
+    Whether a call is right must not depend on the rank.
+    """
     config = shape()
     for ep_rank in range(4):
         weights = filled_weights(config, REDUNDANT, ep_rank=ep_rank)

@@ -1,4 +1,4 @@
-"""Which gradients of a first backward a warning is about."""
+"""Test which gradients of a first backward cause a warning."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from ep_moe.weights.first_backward import FirstBackward
 
 
 class Noted(Function):
-    """As a layer's call, which notes what it gives to a parameter."""
+    """An autograd function like a layer's call. It notes the gradient that it gives to a parameter."""
 
     @staticmethod
     def forward(ctx, parameter, first):
@@ -38,11 +38,11 @@ def added(loss, parameter):
     ],
 )
 def test_gradients_that_are_not_accumulated_are_not_missed(backward, warned):
-    """`torch.autograd.grad` gives them to its caller alone."""
+    """Gradients that are not accumulated cause no warning. `torch.autograd.grad` returns them to its caller only."""
     parameter, first = nn.Parameter(torch.ones(3)), FirstBackward()
     backward(Noted.apply(parameter, first).sum(), parameter)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for ranks in (2, 4):  # once
+        for ranks in (2, 4):  # the warning comes once
             first.warn(ranks)
     assert ["wrote or took them" in str(one.message) for one in caught] == [True] * warned

@@ -1,4 +1,4 @@
-"""Callers that would save one rank's state dict as the whole model's are recognized by their frames."""
+"""Test that callers which would save one rank's state dict as the whole model's are recognized by their frames."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from ep_moe.placement.expert_map import EMPTY
 from ep_moe.weights.full_state import laid_apart, refuse_full_state
 
 WHOLE = ExpertMap.from_ranks([[0, 1, 2], [0, 1, 2]], 3)
-WITHOUT = ExpertMap.from_ranks([[0, 1, EMPTY], [0, 1, 2]], 3)  # an empty slot is no third expert
+WITHOUT = ExpertMap.from_ranks([[0, 1, EMPTY], [0, 1, 2]], 3)  # an empty slot is not a third expert
 
 
 @pytest.mark.parametrize("function", ["_get_model_state_dict", "_get_optim_state_dict"])
@@ -36,7 +36,10 @@ def test_the_trainer_of_transformers_writes_one_ranks_state():
 
 @pytest.mark.parametrize("hooks", [{}, {1: print}])
 def test_a_file_of_one_rank_is_what_a_hook_of_the_users_makes_of_it(hooks):
-    """`register_save_state_pre_hook` of accelerate."""
+    """Saving one rank's file is refused, unless the user has a hook (`register_save_state_pre_hook` of accelerate).
+
+    The hook decides what the file contains.
+    """
     caller = {"__name__": "accelerate.accelerator", "refuse": lambda: refuse_full_state(WITHOUT)}
     exec("def save_state(self):\n    refuse()", caller)
     refused = pytest.raises(ConfigError, match="save_state of accelerate would save one rank's experts for all of them")
@@ -56,7 +59,10 @@ def test_a_file_of_one_rank_is_what_a_hook_of_the_users_makes_of_it(hooks):
     ],
 )
 def test_views_of_one_memory_are_copied_for_callers_that_keep_one_of_them(module, function, apart):
-    """For others a state_dict() is views of the parameters, as torch's is."""
+    """Views of one memory are copied for callers that keep only one of them.
+
+    For other callers, a state_dict() has views of the parameters, as torch's has.
+    """
     memory = torch.arange(6.0).requires_grad_()
     tensors = {"gate": memory[:3], "up": memory[3:]}
     caller = {"__name__": module, "lay": lambda: laid_apart(tensors)}

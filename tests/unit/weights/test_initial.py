@@ -1,4 +1,4 @@
-"""What fresh experts hold, and the experts that kernels are checked with."""
+"""Test the values of new experts, and the random experts that kernels are checked with."""
 
 import math
 
@@ -70,7 +70,7 @@ def test_biases_to_check_with_are_there_where_a_layer_has_them(scheme):
 
 @pytest.mark.parametrize("scheme", ["fp8_static", "nvfp4"])
 def test_scales_to_check_with_differ_between_experts_and_matrices(scheme):
-    """A kernel that takes another's shows."""
+    """Random scales differ between experts and matrices, so that a kernel which uses a wrong one is detected."""
     experts = [random_expert(CONFIG, SCHEMES[scheme], expert, torch.bfloat16) for expert in range(2)]
     scales = [float(made[f"{name}_input_scale"]) for made in experts for name in ("w13", "w2")]
     assert len(set(scales)) == 4

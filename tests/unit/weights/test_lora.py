@@ -1,4 +1,4 @@
-"""Experts' factors under tools that take parameters for what they are."""
+"""Test experts' LoRA factors with tools that treat them as ordinary parameters."""
 
 # ruff: noqa: F811
 
@@ -41,7 +41,7 @@ def test_functional_call_computes_with_given_factors(layer):
 
 
 def test_matrices_that_are_to_learn_beside_factors_are_refused(layer):
-    """They would have no gradient."""
+    """Matrices that require gradients are refused beside factors, because they would get none."""
     layer.requires_grad_(True)
     with pytest.raises(
         InputError, match=r"LoRA factors.*some matrices require gradients; call requires_grad_\(False\)"
@@ -66,7 +66,7 @@ def test_factors_that_are_switched_off_are_merged_all_the_same(layer):
 
 
 def test_a_merge_is_seen_by_what_asks_whether_weights_were_written(layer):
-    """Such as a rebalance that is under way, and a backward of a call before it."""
+    """A merge counts as an update, for a rebalance under way and for the backward of an earlier call."""
     before = layer.expert_weights.updates
     merge_lora(layer.expert_weights)
     assert layer.expert_weights.updates == before + 1
@@ -92,7 +92,7 @@ def test_a_balancer_of_layers_with_factors_is_refused(layer, context):
 
 @pytest.mark.parametrize(("ranks", "empty"), [([[0, -1, 1, 2, 3, 4]], [1]), ([[0, 1, 2, 3, 4], []], [])])
 def test_slots_without_an_expert_have_no_factors(ranks, empty):
-    """And a rank without slots computes."""
+    """Slots without an expert have no factors, and a rank without slots computes."""
     expert_map = ExpertMap.from_ranks(ranks, 5)
     weights = ExpertWeights(shape(bias=False), expert_map, ep_rank=len(ranks) - 1, dtype=torch.bfloat16)
     lora = add_lora(weights, {"w2": LowRank(2, 1.0)}, seed=0)

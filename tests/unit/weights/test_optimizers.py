@@ -1,4 +1,4 @@
-"""Which steps of an optimizer are refused, seen in one process."""
+"""Test which optimizer steps are refused, in one process."""
 
 import contextlib
 import gc
@@ -30,7 +30,7 @@ def parameter(piece):
     made = nn.Parameter(torch.ones(2))
     made.grad = torch.ones(2)
     if piece:
-        made.placements = ()  # as a DTensor
+        made.placements = ()  # as a DTensor has
     return made
 
 
@@ -40,7 +40,10 @@ def parameter(piece):
 )
 @pytest.mark.parametrize("kinds", [(False, False), (True, True), (False, True)])
 def test_a_group_of_both_kinds_is_refused_where_it_is_updated_in_one_call(kinds, options, at_once):
-    """On CPUs by name alone."""
+    """A group with DTensors and plain tensors is refused if one call updates the whole group.
+
+    On CPUs this is only the case if foreach or fused is requested.
+    """
     optimizer = torch.optim.AdamW([parameter(piece) for piece in kinds], **options)
     refused = at_once and len(set(kinds)) == 2
     with pytest.raises(ConfigError, match="a group of AdamW has DTensors") if refused else contextlib.nullcontext():
@@ -72,7 +75,7 @@ def test_an_optimizer_of_parameters_that_were_left_behind_is_refused_while_their
 
 
 def test_what_an_optimizer_steps_beside_experts_is_noted_once_for_each_layer():
-    """By the first of several optimizers."""
+    """The parameters that an optimizer steps together with experts are noted once per layer, by the first optimizer."""
     layers = [SimpleNamespace(gradient_sum=SimpleNamespace(beside=None), device=torch.device("cpu")) for _ in range(2)]
     first, second = (torch.optim.SGD([parameter(False)], lr=0.1) for _ in range(2))
     _note_beside(first, layers[:1])
@@ -171,7 +174,7 @@ def test_what_a_checkpoint_asks_of_an_optimizers_state_is_refused(ranks, of_seve
 
 
 def test_an_optimizer_of_parameters_on_the_meta_device_is_refused():
-    """They cannot become those that have memory."""
+    """An optimizer of meta parameters is refused, because they do not become the parameters with memory."""
     weights = ExpertWeights(shape(), REDUNDANT, device=torch.device("meta"))
     early = torch.optim.SGD(weights.parameters(), lr=0.1)
     weights.to_empty(device="cpu")
@@ -194,7 +197,10 @@ def test_a_parameter_in_a_file_names_no_layer():
 
 @pytest.mark.parametrize("mesh", [[0, 1], [[0, 1], [2, 3]], [[0, 1]], [0]], ids=str)
 def test_dense_parameters_that_torch_averages_over_ranks_of_other_tokens_are_refused(mesh):
-    """Of one dimension, as fully_shard makes it, or of two (HSDP); not those cut over tp alone."""
+    """Dense parameters that torch averages over ranks with different tokens are refused beside summed experts.
+
+    The mesh has one dimension as fully_shard makes it, or two (HSDP). Sharding over tp ranks only is accepted.
+    """
     layout = SimpleNamespace(token_ranks=2, group=lambda name: (0, 1))
     gradient_sum = SimpleNamespace(layout=layout, divisor=1, followed=None, router=lambda: None)
     weights = SimpleNamespace(gradient_sum=gradient_sum, parameters=list)

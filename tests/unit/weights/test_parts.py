@@ -1,4 +1,4 @@
-"""How an expert's tensors are cut over etp ranks, and joined again."""
+"""Test how an expert's tensors are cut over etp ranks, and joined again."""
 
 import pytest
 import torch
@@ -22,14 +22,17 @@ def test_pieces_are_joined_to_what_was_cut(activation, etp):
 
 
 def test_what_every_etp_rank_has_is_that_of_the_first():
-    """It alone trains w2_bias."""
+    """A tensor that every etp rank holds is taken from the first rank, because only that rank trains w2_bias."""
     config = MoEConfig(hidden_size=8, intermediate_size=16, num_experts=4, top_k=2, expert_bias=True)
     pieces = [torch.full((8,), float(rank)) for rank in range(2)]
     assert join(config, "w2_bias", pieces) is pieces[0]
 
 
 def test_an_expert_that_fsdp_cuts_by_itself_is_refused():
-    """FSDP2 replaces each parameter by a DTensor. Each rank has other experts."""
+    """An expert that FSDP2 itself shards is refused.
+
+    FSDP2 replaces each parameter by a DTensor, but ranks hold different experts.
+    """
     expert = Expert(Changes())
     expert.w1 = nn.Parameter(torch.ones(2, 2))
     cut = nn.Parameter(torch.ones(1, 2))
@@ -39,7 +42,7 @@ def test_an_expert_that_fsdp_cuts_by_itself_is_refused():
 
 
 def test_a_piece_of_etp_is_replaced_by_a_piece_alone():
-    """A plain tensor is the whole, or says nothing of which rows it has."""
+    """An etp piece is replaced only by an etp piece. A plain tensor may be the whole, or any rows of it."""
     expert = Expert(Changes())
     piece = nn.Parameter(torch.ones(2, 2))
     piece.placements = ()
@@ -51,7 +54,7 @@ def test_a_piece_of_etp_is_replaced_by_a_piece_alone():
 
 
 def test_a_transform_of_torch_func_is_told_that_it_is_not_served():
-    """In torch's own words, not as an internal error of torch."""
+    """An unsupported torch.func transform raises torch's own error, and not an internal error."""
     stored = {"w2": torch.ones(3)}
     with pytest.raises(RuntimeError, match="setup_context"):
         torch.func.grad(lambda p: joined(stored, lambda gradients: gradients, [p])["w2"].sum())(torch.ones(3))

@@ -1,4 +1,4 @@
-"""Replaced parameters of experts: for the time of a call (`functional_call`), or by assignment."""
+"""Test replaced parameters of experts: for one call (`functional_call`), or by assignment."""
 
 # ruff: noqa: F811
 
@@ -25,7 +25,7 @@ def made(context, **options):
 
 
 def doubled(layer, x):
-    """What the layer gives, and its gradients, with parameters of twice the numbers written in place."""
+    """Return the layer's result and gradients after its parameters were doubled in place."""
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.mul_(2)
@@ -54,7 +54,7 @@ def test_functional_call_computes_with_the_given_parameters(context, twice):
 
 
 def test_an_assigned_parameter_is_the_layers(context):
-    """Its numbers lie where kernels read them: what writes or reads experts there finds it."""
+    """An assigned parameter becomes the layer's, in the memory that kernels read, so all other readers find it."""
     layer, x = made(context), rows_of(9)
     layer(x)
     expert = layer.expert_weights.get_submodule("3")
@@ -108,7 +108,10 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_experts_module_is_not_replaced(context, way):
-    """Kernels read one tensor of all experts, and would go on with the former numbers."""
+    """An experts module cannot be replaced.
+
+    Kernels read one tensor of all experts, and would continue with the old weights.
+    """
     layer, other = made(context), made(context)
     before = list(layer.expert_weights.named_children())
     with pytest.raises(
@@ -139,7 +142,7 @@ def test_a_dict_of_parameters_is_assigned_or_refused(context):
 
 
 def test_another_layers_experts_are_not_assigned(context):
-    """The kernel would go on with the former ones."""
+    """Another layer's experts cannot be assigned, because the kernel would continue with the old ones."""
     layer, other, x = made(context), made(context), rows_of(9)
     with pytest.raises(ConfigError, match=r"expert_weights cannot be replaced.*call one layer in both places"):
         other.expert_weights = layer.expert_weights
@@ -153,7 +156,11 @@ def test_another_layers_experts_are_not_assigned(context):
 
 
 def test_a_parameter_on_another_device_is_refused(context):
-    """Such as accelerate's cpu_offload leaves, whose hooks wait for a call of the expert's module."""
+    """A parameter on another device is refused.
+
+    accelerate's cpu_offload leaves such parameters. Its hooks wait for a call of the expert's module, which never
+    comes.
+    """
     layer, x = made(context), rows_of(9)
     wanted, parameters = layer(x).detach(), layer.expert_weights.get_submodule("3")._parameters
     own, parameters["w1"] = parameters["w1"], nn.Parameter(parameters["w1"].to("meta"))
@@ -165,7 +172,7 @@ def test_a_parameter_on_another_device_is_refused(context):
 
 @pytest.mark.parametrize("scheme", ["fp8_block", "mxfp4", "int4"])
 def test_codes_that_a_loop_over_parameters_converts_are_refused(scheme, context):
-    """Read as they are they would be other numbers."""
+    """Codes that a loop over parameters has converted are refused, because they would be read as other numbers."""
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=2, top_k=1)
     layer = MoELayer(config, context, quantization=scheme, dtype=torch.bfloat16)
     x = torch.ones(3, 128, dtype=torch.bfloat16)
@@ -186,7 +193,7 @@ def test_codes_that_a_loop_over_parameters_converts_are_refused(scheme, context)
 
 
 def test_codes_that_are_to_learn_are_refused(context):
-    """Gradients of float8 codes would be missing, without a word."""
+    """Codes that require gradients are refused, because gradients of float8 codes would be missing silently."""
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=2, top_k=1)
     layer = MoELayer(config, context, quantization="fp8_block", dtype=torch.bfloat16)
     x, alone = torch.ones(3, 128, dtype=torch.bfloat16), layer.expert_weights
@@ -208,7 +215,10 @@ def test_an_assigned_parameter_of_another_shape_is_refused(context):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_expert_in_two_slots_of_a_rank_has_one_gradient(compiled, context):
-    """Compiled graphs stack the parameters, as functional_call does: each slot's sum must count once."""
+    """An expert in two slots of a rank has one gradient.
+
+    Compiled graphs stack the parameters, as functional_call does, so each slot's gradient must count once.
+    """
     found = []
     for expert_map in (None, ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], 6, allow_duplicates=True)):
         layer = made(context, expert_map=expert_map).bfloat16()
@@ -220,7 +230,7 @@ def test_an_expert_in_two_slots_of_a_rank_has_one_gradient(compiled, context):
 
 
 def by_data(layer):
-    """As moving averages are put in for an evaluation."""
+    """Replace `.data`, as code for an evaluation with averaged weights does. Return a function that restores it."""
     kept = [parameter.data for parameter in layer.parameters()]
     for parameter in layer.parameters():
         parameter.data = 2 * parameter.data
@@ -262,7 +272,10 @@ def by_one_assignment(layer):
 @pytest.mark.parametrize("swap", [by_data, by_assignment, by_tensors_of_a_state, by_one_assignment])
 @pytest.mark.parametrize("twice", [False, True])
 def test_numbers_that_are_put_back_are_the_former_ones(context, swap, twice):
-    """What is laid into the slots meanwhile goes to other memory than what somebody keeps."""
+    """Weights that are restored have their former values.
+
+    New weights are written to other memory than the tensors that the caller keeps.
+    """
     expert_map = ExpertMap.from_ranks([[0, 1, 2, 3, 4, 5, 0]], 6, allow_duplicates=True) if twice else None
     layer, x = made(context, expert_map=expert_map), rows_of(9)
     before = {name: parameter.detach().clone() for name, parameter in layer.named_parameters()}
@@ -271,7 +284,7 @@ def test_numbers_that_are_put_back_are_the_former_ones(context, swap, twice):
         back = swap(layer)
         assert not torch.allclose(layer(x), own)
         if swap is by_data and not number:
-            early.sum().backward()  # of the numbers that it was computed with
+            early.sum().backward()  # uses the weights that the forward used
         back()
         assert same_bits(layer(x).detach(), own)
     for name, parameter in layer.named_parameters():
@@ -286,7 +299,10 @@ def test_numbers_that_are_put_back_are_the_former_ones(context, swap, twice):
 
 @pytest.mark.parametrize("moved", ["all", "one", "one assigned"])
 def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context, moved):
-    """Recorded calls hold that place."""
+    """New data that the caller does not keep is copied to where kernels read.
+
+    Recorded calls hold that address.
+    """
     layer, x = made(context), rows_of(9)
     layer(x)
     expert, place = layer.expert_weights.get_submodule("3"), layer.expert_weights.place
@@ -302,7 +318,10 @@ def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_assigned_parameter_of_several_ranks_is_guarded(ranks, context, monkeypatch):
-    """Its gradient is another expert's on other ranks, which an optimizer must know."""
+    """An assigned parameter is marked as different between ranks, because optimizers must know it.
+
+    On other ranks the same gradient belongs to another expert.
+    """
     weights = made(context).expert_weights
     monkeypatch.setattr(weights.gradient_sum, "ep", SimpleNamespace(size=ranks))
     assigned = nn.Parameter(torch.ones_like(weights.get_submodule("3").w1))

@@ -1,4 +1,4 @@
-"""When a rank's gradients are its parameters' as they are, and when ranks sum them."""
+"""Test when a rank's gradients are complete, and when ranks sum them."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ def made(ep=1, etp=1, replicas=1, expert_map=ONE, names=("w13", "w2")):
             {"etp": 2, "names": ("w13", "w2", "w2_bias")},
             False,
             False,
-        ),  # each has the bias
+        ),  # each etp rank has the bias
         ({"replicas": 2}, False, False),
         ({"expert_map": TWICE}, False, False),
     ],
@@ -56,7 +56,7 @@ def test_gradients_that_are_here_follow_the_divisor():
 
 
 def test_gradients_that_a_wrapper_divides_stay():
-    """It has divided them in backward, by a number of its own."""
+    """Gradients that a wrapper has divided stay. It divided them in backward, by its own divisor."""
     found, gradient = made(), torch.tensor([12.0])
     found._weights.gradients = lambda: [gradient]
     found.followed = lambda: 3.0
@@ -67,7 +67,10 @@ def test_gradients_that_a_wrapper_divides_stay():
 
 @pytest.mark.parametrize(("sharded", "wanted"), [(False, 3.0), (True, 3.0)])
 def test_a_gradient_is_divided_by_each_rank_once(sharded, wanted):
-    """Over 2 EP groups with gradients of 6 and 6 and 4 ranks' tokens; FSDP's mean over the groups comes later."""
+    """Each rank divides a gradient once.
+
+    The two EP groups have gradients of 6 and 6, for tokens of 4 ranks. FSDP averages over the groups later.
+    """
     found = made(replicas=2)
     step = SimpleNamespace(step=lambda *_, **__: nullcontext())
     found.replicas = SimpleNamespace(size=2, flight_recorder=step, all_reduce=lambda gradient: gradient.mul_(2))

@@ -1,4 +1,4 @@
-"""Weights as FlashInfer's CuteDSL kernels read them: by the inverse, by indices, and as slots that move."""
+"""Test weights as FlashInfer's CuteDSL kernels read them: by the inverse, by indices, and as slots that move."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_sixty_four_rows_of_up_then_of_gate():
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @with_and_without_a_gate
 def test_every_byte_is_where_the_kernel_looks_for_it(activation, sizes):
-    """By the six indices of a scale, for all slots at once, and by the row of each number."""
+    """Each byte is where the kernel reads it: scales by their six indices, for all slots, and numbers by their row."""
     shape = config(*sizes, activation)
     given = experts(shape)
     weights = ExpertWeights(
@@ -64,7 +64,7 @@ def test_every_byte_is_where_the_kernel_looks_for_it(activation, sizes):
     for expert, tensors in enumerate(given):
         weights.update_expert(expert, tensors)
     inner, row = shape.intermediate_size, torch.arange(shape.w13_rows)
-    half = row % 128 < 64  # up
+    half = row % 128 < 64  # True for rows of up
     canonical = row // 128 * 64 + row % 64 + torch.where(half, inner, 0) if activation.gated else row
     for name, order in (("w13", canonical), ("w2", torch.arange(shape.hidden_size))):
         data, view = weights.get_parameter(name), mma_view(weights.get_parameter(f"{name}_scale"))

@@ -1,4 +1,4 @@
-"""The layouts of FlashInfer's CUTLASS kernel, and ExpertWeights that store them: what went in comes out again."""
+"""Test the layouts of FlashInfer's CUTLASS kernel, and ExpertWeights that store them: stored tensors come back."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def config(activation: Activation = Activation.SWIGLU, *, bias: bool = True, inn
 
 
 def random_tensors(shape: MoEConfig, scheme: Scheme, dtype: torch.dtype = BF16, seed: int = 0) -> dict[str, Tensor]:
-    """Random bits of every kind that the scheme has; what `mxfp4_fp8` does not keep is left out: -0, and exponents
-    further apart than its range."""
+    """Return random bits of each kind that the scheme has.
+
+    Left out is what `mxfp4_fp8` does not keep: -0, and exponents further apart than its range.
+    """
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, spec in scheme.expert(shape, dtype).items():
@@ -57,7 +59,7 @@ def random_tensors(shape: MoEConfig, scheme: Scheme, dtype: torch.dtype = BF16, 
                 low, high = (torch.randint(0, 15, **draw) for _ in range(2))
                 tensors[name] = ((low + (low >= 8)) | (high + (high >= 8)) << 4).byte()
         elif spec.dtype == torch.uint8:
-            # 255 is a NaN, and codes times 253 or 254 are infinite in float32
+            # 255 is NaN, and codes times 253 or 254 overflow float32
             tensors[name] = torch.randint(0, 253 if name.endswith("_scale") else 256, **draw).byte()
         elif name.endswith("_scale"):
             tensors[name] = (torch.rand(**draw) + 0.01).to(spec.dtype)
@@ -121,7 +123,7 @@ def test_what_is_stored_besides_the_canonical_tensors():
 
 
 def as_the_kernel_reads(name: str, scheme: Scheme, stored: dict[str, Tensor]) -> Tensor:
-    """A stored matrix in numbers, by the layouts that the emulation read from FlashInfer's kernels."""
+    """Return the values of a stored matrix by the layouts that the emulation derives from FlashInfer's kernels."""
     parts = {part: stored[name + part].unsqueeze(0) for part in ("", "_scale", "_residual") if name + part in stored}
     match scheme.name:
         case "mxfp4":
@@ -171,7 +173,7 @@ def small_expert(shape: MoEConfig, generator: torch.Generator, size: float) -> d
 
 
 def rows_of_interest(w13: Tensor, generator: torch.Generator) -> Tensor:
-    """Random rows, rows along each row of w13 (where Cauchy-Schwarz is tight) and between gate and up; of all sizes."""
+    """Return rows of several sizes: random, along each row of w13 (where Cauchy-Schwarz is tight), and in between."""
     along = torch.nn.functional.normalize(w13, dim=1)
     gate, up = along.chunk(2) if len(along) == 8 else (along, along)
     ways = torch.cat([torch.randn(64, 8, generator=generator) / 8**0.5, along, gate + up, gate - up, up - gate])
@@ -187,7 +189,7 @@ def test_the_bound_is_one(activation, bias):
     tightest = 0.0
     for turn in range(40):
         tensors = small_expert(shape, generator, size=(0.05, 0.5, 2.0, 8.0)[turn % 4])
-        if turn % 3 == 0 and activation.gated:  # gate and up alike: both are tight at once
+        if turn % 3 == 0 and activation.gated:  # gate and up are equal, so both are tight at once
             for name in tensors.keys() & {"w13", "w13_bias"}:
                 tensors[name] = tensors[name].chunk(2)[0].repeat(2, *[1] * (tensors[name].dim() - 1))
         bound = activation_bound(shape, SCHEMES["none"], tensors)
@@ -200,7 +202,7 @@ def test_the_bound_is_one(activation, bias):
         assert ratio.max() <= 1 + 1e-6
         tightest = max(tightest, float(ratio.max()))
     if activation is not Activation.SWIGLU_CLAMPED:
-        assert tightest > 0.98  # and not a careless one: fp8 would lose its smallest numbers to it
+        assert tightest > 0.98  # a loose bound would waste fp8's smallest numbers
 
 
 @pytest.mark.parametrize("name", ["fp8_dynamic", "int4_fp8"])
@@ -217,7 +219,7 @@ def test_the_bound_is_of_the_dequantised_weights_and_is_stored(name):
 
 
 def etp_link(size: int, rank: int) -> RankGroup:
-    """A rank's place in an etp group without peers."""
+    """Return a rank's place in an etp group without peers."""
     return RankGroup(None, tuple(range(size)), rank, FlightRecorder())
 
 
@@ -242,7 +244,7 @@ def filled(scheme: Scheme, shape: MoEConfig | None = None, **options) -> ExpertW
 
 
 def flat(experts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """By the names that are saved: of plain tensors gate and up are apart."""
+    """Return tensors by the names in a state dict, in which gate and up of plain tensors are separate."""
     found = {}
     for expert, tensors in enumerate(experts):
         plain = set(tensors) <= {"w13", "w2", "w13_bias", "w2_bias"} and tensors["w13"].itemsize > 1
@@ -291,7 +293,7 @@ def test_pieces_over_etp_are_prepared_each_for_itself(scheme, activation, monkey
                 prepared = CutlassSm90(shape, scheme, BF16, 2).prepare(pieces)
                 assert_equal({name: p[slot] for name, p in weights.stored_tensors().items()}, prepared)
 
-    # the etp group in one process: tensors are gathered in this order
+    # emulates the etp group in one process: tensors are gathered in this order
     order = iter([(slot, name) for slot in (1, 3, 0) for name in ranks[0].names])
 
     def all_gather(pieces: list[Tensor], wire: Tensor, group: object) -> None:
@@ -325,14 +327,17 @@ def test_update_of_one_tensor_leaves_the_others(scheme):
         assert weights.update_expert(0, given) == 2
         now = experts_of(shape, scheme)
         now[0].update(given)
-        assert_equal(dict(weights.state_dict()), flat(now))  # the others too
-        prepared = CutlassSm90(shape, scheme, BF16).prepare(now[0])  # also what is derived from several
+        assert_equal(dict(weights.state_dict()), flat(now))  # the other tensors too
+        prepared = CutlassSm90(shape, scheme, BF16).prepare(now[0])  # also what is derived from several tensors
         for slot in (1, 4):
             assert_equal({name: p[slot] for name, p in weights.stored_tensors().items()}, prepared)
 
 
 def test_fresh_quantised_weights_are_the_plain_ones_rounded():
-    """In whatever layout: what is drawn depends on the seed and the expert alone."""
+    """New quantized weights are the plain ones rounded, in any layout.
+
+    Random weights depend only on the seed and the expert.
+    """
     torch.manual_seed(3)
     plain = made(SCHEMES["none"])
     numbers = [{name: tensor.float() for name, tensor in plain.slot(slot).items()} for slot in range(plain.num_slots)]
@@ -343,7 +348,7 @@ def test_fresh_quantised_weights_are_the_plain_ones_rounded():
             for name in ("w13", "w2"):
                 own, wanted = weights.dense(name)[slot].float(), numbers[slot][name]
                 assert own.any() == (expert >= 0)
-                # the coarsest, of four bits under a power of two, take 8 of a block for 6
+                # the coarsest, 4-bit codes with a power-of-two scale, round up to 8 of a block down to 6
                 assert (own - wanted).abs().max() <= wanted.abs().max() / 4
 
 
@@ -376,7 +381,7 @@ def test_wrong_dtype_is_refused_by_name(scheme):
         wanted, got = (str(one.dtype).removeprefix("torch.") for one in (tensor, other))
         assert f"expert 0: {name} must be {wanted} under quantization={scheme.name}, got {got}" in str(error.value)
     assert_equal(dict(weights.stored_tensors()), before)
-    weights.update_expert(0, {"w2_bias": torch.ones(256)})  # biases are numbers of the layer: any float will do
+    weights.update_expert(0, {"w2_bias": torch.ones(256)})  # biases have the layer's dtype, so any float is accepted
     assert (weights.slot(1)["w2_bias"] == 1).all()
 
 

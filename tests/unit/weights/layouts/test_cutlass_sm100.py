@@ -1,4 +1,4 @@
-"""Weights as the Blackwell kernels of FlashInfer's CUTLASS backend read them: by the inverse, and by indices."""
+"""Test weights as the Blackwell kernels of FlashInfer's CUTLASS backend read them: by the inverse, and by indices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ep_moe.weights.parts import etp_shard
 from tests.fixtures.cutlass_sm100_preparation import config, same, with_and_without_a_gate
 
 BF16 = torch.bfloat16
-SIZES = [(256, 128), (192, 320), (128, 384)]  # the second leaves tiles of scales half filled
+SIZES = [(256, 128), (192, 320), (128, 384)]  # the second size leaves tiles of scales half filled
 each_scheme = pytest.mark.parametrize("name", SM100_SCHEMES)
 
 
@@ -45,7 +45,7 @@ def test_a_piece_of_an_expert_comes_back(name):
 
 
 def check_every_byte(name: str, activation: Activation, sizes: tuple[int, int]) -> None:
-    """cuBLAS' formula for the scales, and up before gate."""
+    """Check each byte by cuBLAS' formula for scales, and that up comes before gate."""
     shape, scheme = config(*sizes, activation, bias=True), SCHEMES[name]
     given = random_expert(shape, scheme, 2, BF16)
     stored = CutlassSm100(shape, scheme, BF16).prepare(given)
@@ -83,7 +83,7 @@ def test_the_schemes_of_hopper_are_stored_as_before():
 
 @each_scheme
 def test_a_slot_moves_as_bytes(name):
-    """What EPLB does: all that a slot has, [L, ...] each, copied to another slot."""
+    """A slot's expert moves with the bytes of all its tensors, [L, ...] each, as EPLB moves it."""
     shape, scheme = config(192, 128), SCHEMES[name]
     weights = ExpertWeights(
         shape, ExpertMap.uneven([4]), dtype=BF16, scheme=scheme, weight_layout=CutlassSm100, trainable=False

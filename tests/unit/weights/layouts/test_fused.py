@@ -1,4 +1,4 @@
-"""The stored layout of FlashInfer's bf16 mega kernel: its inverse, an index formula, and FlashInfer's own function."""
+"""Test the layout of FlashInfer's bf16 mega kernel: its inverse, an index formula, and FlashInfer's function."""
 
 import pytest
 import torch

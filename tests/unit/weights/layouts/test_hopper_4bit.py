@@ -1,4 +1,4 @@
-"""The layout of 4-bit weights for Hopper: bytes come back, and numbers lie where the kernel's shifts look for them."""
+"""Test the layout of 4-bit weights for Hopper: bytes come back, and numbers are where the kernel expects them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_state_dict_is_the_published_form(scheme, config):
 
 @each_shape
 def test_scales_are_held_in_no_more_words_than_they_fill(scheme, config):
-    """With those that fill up a block of 128 columns."""
+    """Scales take no more words than they fill, including those that pad a block of 128 columns."""
     weights = made(scheme, config)
     given = random_expert(config, SCHEMES[scheme], 0, BF16, CPU)["w2_scale"]
     group = config.intermediate_size // given.shape[1]
@@ -91,7 +91,7 @@ def test_every_code_comes_back(columns, int4):
 
 @pytest.mark.parametrize("column", [0, 1, 9, 34, 127, 128, 255])
 def test_where_a_column_lies(column):
-    """In one place alone, as the module says; INT4's codes are moved by 8, those of the filling too."""
+    """Each column is in one place, as the module documents. INT4 codes are shifted by 8, those of the padding too."""
     data = torch.zeros(2, 128, dtype=torch.uint8)
     data[1, column // 2] = 5 << column % 2 * 4
     within = column % 128
@@ -103,7 +103,10 @@ def test_where_a_column_lies(column):
 
 
 def test_codes_of_e2m1_are_bf16_after_a_shift():
-    """Of the first three of four; the last one's bits lie where they left room."""
+    """E2M1 codes become bf16 after a shift, for the first three of four.
+
+    The fourth uses the bits that they leave free.
+    """
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     for code in range(16):
         for i in range(4):
@@ -126,7 +129,10 @@ def test_every_code_comes_back_from_the_order_of_e4m3(columns):
 
 @pytest.mark.parametrize("column", [0, 1, 6, 9, 16, 34, 63, 127, 128, 255])
 def test_where_a_column_lies_in_the_order_of_e4m3(column):
-    """Three bits where one instruction looks four of them up, the sign where a shift by 4 i puts it first in a byte."""
+    """In the order for E4M3, three bits of each code are where one instruction looks up four codes.
+
+    The sign is where a shift by 4 i makes it the first bit of a byte.
+    """
     data = torch.zeros(2, 128, dtype=torch.uint8)
     data[1, column // 2] = 13 << column % 2 * 4
     within = column % 128
@@ -139,7 +145,7 @@ def test_where_a_column_lies_in_the_order_of_e4m3(column):
 def test_the_largest_exponent_of_a_row_is_of_numbers_that_are_not_zero():
     data, scale = torch.full((4, 64), 0x77, dtype=torch.uint8), torch.full((4, 4), 120, dtype=torch.uint8)
     scale[1, 2], scale[2, 3], scale[3] = 125, 250, 0
-    data[2, 48:] = 0x80  # zeros, of which one is negative
+    data[2, 48:] = 0x80  # zeros, one of them negative
     assert row_scale(data, scale).tolist() == [2.0**-13, 2.0**-8, 2.0**-13, 2.0**-126]
 
 

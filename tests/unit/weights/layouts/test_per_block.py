@@ -1,4 +1,4 @@
-"""One scale per matrix, spread over blocks and taken back: `layouts.base.PerBlock`."""
+"""Test `layouts.base.PerBlock`: one scale per matrix, expanded to blocks and reduced again."""
 
 from __future__ import annotations
 

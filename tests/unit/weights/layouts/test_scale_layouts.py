@@ -1,4 +1,4 @@
-"""Layouts of block scales: each by its inverse, and by an index formula of its own."""
+"""Test layouts of block scales, each by its inverse and by a separate index formula."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def scales(*shape: int) -> torch.Tensor:
 
 
 def offset_128x4(row: int, block: int, blocks: int) -> int:
-    """Of a scale in its matrix, in bytes: cuBLAS' formula, tile by tile."""
+    """Return the offset of a scale in its matrix, in bytes, by cuBLAS' formula, tile by tile."""
     tile = (row // 128) * -(-blocks // 4) + block // 4
     return tile * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + block % 4
 

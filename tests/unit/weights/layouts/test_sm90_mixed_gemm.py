@@ -1,4 +1,4 @@
-"""Layouts of the Hopper GEMMs on 4-bit weights: inverses, the kernels' index arithmetic, what the GEMMs then read."""
+"""Test layouts of the Hopper GEMMs on 4-bit weights: inverses, index arithmetic, and what the GEMMs then read."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from ep_moe.quant.microscale import dequantize_mxfp4
 from ep_moe.weights.layouts import cutlass_mixed as sm90
 
-ROWS, COLS = 64, 256  # the smallest with more than one block of columns; 64 rows are one block of scales
+ROWS, COLS = 64, 256  # the smallest size with more than one block of columns; 64 rows are one block of scales
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 WEIGHTS = {
@@ -80,13 +80,13 @@ def test_a_stack_is_its_matrices_and_row_and_column_blocks_commute(there, back):
 
 
 def threads():
-    """Of each thread: its row (the other is 8 below), which 64 columns, and its number 0 .. 15."""
+    """Return for each thread its row (another one is 8 below), its 64 columns, and its number 0 .. 15."""
     rows = [block // 8 * 16 + block % 8 for block in range(ROWS // 2)]
     return ((row, part, buffer_slot) for row in rows for part in range(COLS // 64) for buffer_slot in range(16))
 
 
 def fp4_bits(word):
-    """Where the bits of four bytes go, one by one."""
+    """Permute the bits of four bytes one by one, as the kernel's layout does."""
     places = [6, 7, 8, 15, 22, 23, 24, 31, 3, 4, 5, 12, 19, 20, 21, 28]
     places += [0, 1, 2, 9, 16, 17, 18, 25, 13, 10, 11, 14, 29, 26, 27, 30]
     return sum((word >> bit & 1) << place for bit, place in enumerate(places))
@@ -153,7 +153,10 @@ def test_scales_lie_where_the_gemm_reads_them(fold, scale, per_slice):
 
 
 def test_the_bf16_kernel_reads_the_numbers():
-    """Masks and shifts give a bfloat16 2 ** 126 too small; a thread's eight are two columns at four places."""
+    """Masks and shifts give bfloat16 numbers that are 2 ** 126 too small.
+
+    A thread's eight numbers are two columns at four places.
+    """
     data = random_bytes(ROWS, COLS // 2)
     words = sm90.interleave_mxfp4_bf16(data).view(torch.int32)
     for row, part, buffer_slot in threads():
@@ -163,12 +166,12 @@ def test_the_bf16_kernel_reads_the_numbers():
         bits = [[h & 0x81C0 for h in halves], [h << 3 & 0x81C0 for h in halves], [h << 6 & 0x81C0 for h in halves]]
         for i, pair in enumerate([*bits, fourth]):
             raw = int(data[row + 8 * (i % 2), part * 32 + buffer_slot // 4 * 8 + buffer_slot % 4 + 4 * (i // 2)])
-            # 0x8000 is the sign, 0x180 and 0x40 are E2M1's exponent and mantissa where bfloat16 has its own
+            # 0x8000 is the sign; 0x180 and 0x40 are E2M1's exponent and mantissa at bfloat16's positions
             assert [b >> 12 | b >> 6 & 7 for b in pair] == [raw & 15, raw >> 4]
 
 
 def e4m3_weights(weight, offset):
-    """What the Humming kernel multiplies by: a table of E4M3 exponents and mantissas by offset, and the signs."""
+    """Return the numbers that the Humming kernel multiplies by: E4M3 from a table by offset, with signs."""
     out = torch.empty(ROWS, COLS, dtype=torch.uint8)
     words, offsets = weight.view(torch.int32).tolist(), sm90.unfold_mxfp4_scale(offset).tolist()
     for row, part, buffer_slot in threads():
@@ -208,7 +211,7 @@ def test_humming_keeps_every_number_in_range(low, high):
 
 
 def test_humming_rounds_what_lies_below_the_floor():
-    """Every code at every depth, against numbers rounded by hand: ties away from zero."""
+    """Each code below the floor is rounded, at each depth, as by hand: ties away from zero."""
     halves = {
         1: [0, 1, 1, 2, 2, 3, 4, 5],
         2: [0, 0, 1, 1, 1, 2, 2, 3],
@@ -237,7 +240,7 @@ def test_humming_is_exact_if_the_low_blocks_can_be_divided():
     scale[:, 7, 2] = 0
     data[0, 7, 32:48] = 0x08  # zeros of both signs
     scale[1, 7, 2] = 120 - 12
-    data[1, 7, 32:48] = 0x7C  # 6 and -2 at half
+    data[1, 7, 32:48] = 0x7C  # 6 and -2 can be halved
     data[2, 7, 32:48] = 0
     data[2, 7, 40] = 1
     assert sm90.humming_is_exact(data, scale).tolist() == [True, True, False]

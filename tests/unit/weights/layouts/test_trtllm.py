@@ -1,5 +1,7 @@
-"""The layouts of FlashInfer's TRTLLM kernels: each by its inverse, and number by number against index formulas that are
-written from the other side (`tests/emulations/trtllm.py`: where a row goes; here: where it comes from)."""
+"""Test the layouts of FlashInfer's TRTLLM kernels, by inverses and by index formulas in the opposite direction.
+
+`tests/emulations/trtllm.py` computes where a row goes, and these tests compute where it comes from.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from ep_moe.weights.parts import etp_shard
 from tests.emulations.trtllm import row_places, scale_places
 
 BF16 = torch.bfloat16
-# FlashInfer 0.7.2, flashinfer/utils.py: where each row of a block of 32 goes
+# FlashInfer 0.7.2, flashinfer/utils.py: the destination of each row in a block of 32
 ROW_MAP = [0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27, 4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31]  # noqa: E501  # fmt: skip
 each_scheme = pytest.mark.parametrize("name", LAYOUTS)
 each_activation = pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2], ids=lambda a: a.value)
@@ -110,7 +112,7 @@ def test_what_is_given_stays_as_it_was(name):
 
 
 def flashinfers(tensor: Tensor, gated: bool) -> Tensor:
-    """Canonical rows in FlashInfer's order, up first."""
+    """Return canonical rows in FlashInfer's order, up first."""
     if not gated:
         return tensor
     half = len(tensor) // 2
@@ -140,7 +142,7 @@ def test_each_number_lies_where_the_kernel_looks(name, activation):
 
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if LAYOUTS[name].swizzled])
 def test_every_scale_moves_with_its_row(name):
-    """Another scale in one canonical block changes exactly the stored byte of that block."""
+    """A changed scale in one canonical block changes only the stored byte of that block."""
     weight_layout, pieces = expert(name, Activation.SWIGLU)
     for key, row, block in (("w13_scale", 0, 0), ("w13_scale", 300, 5), ("w2_scale", 511, 3)):
         changed = pieces | {key: pieces[key].clone()}
