@@ -1,4 +1,4 @@
-"""The bundled configurations against the published sizes, and errors of wrong ones."""
+"""Test the bundled configurations against the published sizes, and the errors of wrong ones."""
 
 import dataclasses
 import enum
@@ -24,7 +24,7 @@ from ep_moe.checkpoint.model_names import names_of
 from ep_moe.checks import from_table
 from ep_moe.config import load_model_config, model_configs
 
-# what a field holds where a row of PUBLISHED says nothing of it
+# values of fields that a row of PUBLISHED does not list
 USUAL = {
     "dense_layers": 0,
     "moe.activation": "swiglu",
@@ -43,7 +43,7 @@ USUAL = {
 
 SIZES = ("num_layers", "moe.hidden_size", "moe.intermediate_size", "moe.num_experts", "moe.top_k")
 
-# name: family, (layers, H, I, E, K), routing method, and the fields that are not USUAL; from each model's config.json
+# name: family, (layers, H, I, E, K), routing method, and fields that differ from USUAL; from each model's config.json
 PUBLISHED = {
     "deepseek-v3": (
         "deepseek_v3",
@@ -100,7 +100,7 @@ PUBLISHED = {
 # name: (parameters in routed experts, parameters of the whole model as published)
 PARAMETERS = {
     "deepseek-v3": (58 * 256 * 3 * 7168 * 2048, 671e9),
-    "kimi-k2": (60 * 384 * 3 * 7168 * 2048, 1.04e12),  # technical report; the model card rounds to 1T
+    "kimi-k2": (60 * 384 * 3 * 7168 * 2048, 1.04e12),  # the technical report's number; the model card rounds to 1T
     "qwen3-235b-a22b": (94 * 128 * 3 * 4096 * 1536, 235e9),
     "qwen3-30b-a3b": (48 * 128 * 3 * 2048 * 768, 30.5e9),
     "mixtral-8x7b": (32 * 8 * 3 * 4096 * 14336, 46.7e9),
@@ -110,7 +110,7 @@ PARAMETERS = {
 
 
 def flat(table: dict, prefix: str = "") -> dict:
-    """{"moe.routing.bias": ...} of nested tables; an enum member becomes its value."""
+    """Flatten nested tables to {"moe.routing.bias": ...}. An enum member becomes its value."""
     fields = {}
     for key, value in table.items():
         if isinstance(value, dict):
@@ -121,7 +121,7 @@ def flat(table: dict, prefix: str = "") -> dict:
 
 
 def minimal(**changes) -> dict:
-    """A table that loads, with changes on top; `moe` and `routing` are nested in it."""
+    """Return a table that loads, with changes; `moe` and `routing` are nested in it."""
     routing = {"method": "softmax_topk"} | changes.pop("routing", {})
     moe = {"hidden_size": 8, "intermediate_size": 16, "num_experts": 4, "top_k": 2, "routing": routing}
     return {"name": "small", "family": "mixtral", "num_layers": 2, "moe": moe | changes.pop("moe", {})} | changes
@@ -132,7 +132,7 @@ def moe(**changes) -> MoEConfig:
 
 
 def names(*parts: str) -> str:
-    """A pattern that wants all these texts, in any order."""
+    """Return a pattern that requires all these texts, in any order."""
     return "".join(f"(?=.*{re.escape(part)})" for part in parts)
 
 
@@ -149,7 +149,7 @@ def test_every_field_is_the_published_one(name):
     expected = USUAL | dict(zip(SIZES, sizes, strict=True)) | unusual
     expected |= {"name": name, "family": family, "moe.routing.method": method}
     fields = flat(dataclasses.asdict(load_model_config(name)))
-    if fields["moe.activation"] != "swiglu_clamped":  # nothing reads the constants of another activation
+    if fields["moe.activation"] != "swiglu_clamped":  # the constants of an activation matter only for swiglu_clamped
         del fields["moe.activation_alpha"], fields["moe.activation_limit"]
     assert fields == expected
 
@@ -162,14 +162,17 @@ def test_tensor_names_are_known(name):
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_routed_parameters_account_for_the_published_total(name):
-    """Attention, embeddings, shared experts and dense layers are between 1.5 % and 5.5 % of all these models."""
+    """Routed parameters account for the published total, less 1.5 % to 5.5 % in these models.
+
+    The rest is attention, embeddings, shared experts and dense layers.
+    """
     routed, total = PARAMETERS[name]
     assert load_model_config(name).routed_parameters == routed
     assert 0.945 < routed / total < 0.985
 
 
 def test_gpt_oss_mlp_parameters_to_the_digit():
-    """Its model card counts 114.71B in "MLP": routed weights, their biases and the routers."""
+    """Parameters of GPT-OSS's MLPs equal the model card's 114.71B: routed weights, biases and routers."""
     config = load_model_config("gpt-oss-120b")
     experts, hidden = config.moe.num_experts, config.moe.hidden_size
     biases = config.moe_layers * experts * (config.moe.w13_rows + hidden)

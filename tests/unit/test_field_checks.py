@@ -1,4 +1,4 @@
-"""A value of a wrong type or range is refused in one sentence that names field and value."""
+"""Test that a value of a wrong type or range is refused in one sentence with field and value."""
 
 import dataclasses
 import math
@@ -65,17 +65,17 @@ NO_NUMBER = ("1", None, float("nan"), float("inf"), -1.0, True, 10**400, [1.0], 
 
 
 def of(cls, good, values, *names):
-    """A dataclass's fields with wrong values."""
+    """Return calls that set one field of a dataclass to wrong values."""
     return [(lambda v, name=name: cls(**{**good, name: v}), values, f"{cls.__name__}.{name}") for name in names]
 
 
 def flags(cls, good):
-    """All fields that are True or False."""
+    """Return such calls for all boolean fields."""
     return of(cls, good, NO_FLAG, *[field.name for field in dataclasses.fields(cls) if field.type == "bool"])
 
 
 def some(values):
-    """Without None, which stands for a default."""
+    """Return the values except None, which means the default."""
     return tuple(value for value in values if value is not None)
 
 
@@ -84,7 +84,7 @@ def layer():
     return MoELayer(CONFIG, EPContext.local(CPU), name="block")
 
 
-# call, wrong values, what the sentence names
+# call, wrong values, the name in the error
 TABLE = [
     *of(MoEConfig, SIZES, NO_COUNT, *SIZES),
     *flags(MoEConfig, SIZES),
@@ -314,7 +314,7 @@ def test_a_value_is_shown_whatever_its_repr_does():
 
 @pytest.mark.parametrize("package", [ep_moe, ep_moe.eplb, ep_moe.metrics], ids=lambda package: package.__name__)
 def test_values_that_users_hold_cannot_be_written(package):
-    """They are checked as they are made, and shared by layers."""
+    """Values that users hold are frozen, because they are checked at construction and shared by layers."""
     exported = [getattr(package, name) for name in package.__all__]
     values = [value for value in exported if isinstance(value, type) and dataclasses.is_dataclass(value)]
     assert values

@@ -1,4 +1,4 @@
-"""EPContext in one process: what its layers share, and its end."""
+"""Test EPContext in one process: what its layers share, and its end."""
 
 # ruff: noqa: F811
 
@@ -60,7 +60,7 @@ def test_a_bound_ends_with_its_block():
 
 
 def test_a_bound_of_tokens_is_one_of_what_ranks_dispatch(monkeypatch):
-    """tp ranks dispatch a share of a call's tokens each."""
+    """A token limit is converted to rows that a rank dispatches. Each tp rank dispatches a share of a call's tokens."""
     context = EPContext.local(CPU)
     monkeypatch.setattr(context, "layout", RankLayout(world=4, rank=0, dp=1, tp=4, ep=4))
     context.max_tokens = 9
@@ -80,7 +80,7 @@ def test_what_ranks_compare_of_a_call_follows_the_map_in_force(monkeypatch):
 
 
 def test_recorded_calls_end_with_what_they_stand_for():
-    """Whether there are kernels here that can be recorded or not."""
+    """Recorded calls end with the buffers, kernel or context that they use, even if no kernel here can be recorded."""
     for end in (
         lambda layer: layer._release_buffers(),
         lambda layer: layer._use(SimpleNamespace(use=lambda tuned: None), []),
@@ -94,7 +94,7 @@ def test_recorded_calls_end_with_what_they_stand_for():
 
 @pytest.mark.parametrize("called", [False, True])
 def test_destroyed_context_makes_no_dispatcher(called):
-    """Nor does a layer go on with the one that it had."""
+    """A destroyed context makes no dispatcher, and a layer does not use its old one."""
     context = EPContext.local(CPU)
     layer = MoELayer(shape(), context)
     if called:
@@ -139,7 +139,7 @@ def test_context_is_not_re_entrant(context):
     outer = fill(MoELayer(shape(), context, router=router, name="outer"))
     with pytest.raises(RuntimeError, match="not re-entrant: inner was called inside outer"):
         outer(torch.ones(3, HIDDEN))
-    assert inner(torch.ones(3, HIDDEN)).shape == (3, HIDDEN)  # and free again
+    assert inner(torch.ones(3, HIDDEN)).shape == (3, HIDDEN)  # not in a call any more
 
 
 def test_a_context_is_free_again_whatever_an_error_raises(context, monkeypatch):
@@ -154,7 +154,10 @@ def test_a_context_is_free_again_whatever_an_error_raises(context, monkeypatch):
 
 @pytest.mark.parametrize("error", [PeerTimeout, KeyboardInterrupt])
 def test_a_context_is_free_again_where_a_call_cannot_begin(error, context, monkeypatch):
-    """What the watch found is raised as a call begins, and Ctrl-C may come then."""
+    """A context is free again if a call cannot start.
+
+    At the start, a failure that the watchdog found is raised, and Ctrl-C may arrive.
+    """
 
     def stopped(*_):
         raise error("x")
@@ -176,7 +179,7 @@ def test_a_context_that_was_ended_is_not_named_dropped():
 
 
 def test_a_context_of_one_process_may_be_dropped():
-    """It has no groups to give back."""
+    """A context of one process may be dropped without a warning, because it holds no groups."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         context = EPContext.local(CPU)
@@ -189,7 +192,10 @@ def test_a_context_of_one_process_may_be_dropped():
 
 
 def test_between_calls_a_rank_is_in_no_layer(context):
-    """Whether they end or are refused: what fails or is compared next is not the layer's."""
+    """Between calls a rank is in no layer, whether calls end or are refused.
+
+    Later failures then do not name the layer.
+    """
     layer = fill(MoELayer(shape(), context))
     layer(torch.ones(3, HIDDEN))
     assert context.flight_recorder.where == ""
@@ -209,8 +215,9 @@ def agreed(error):
         (InputError("on all ranks"), False, False, False),
         (InputError("of a router of the user's"), True, False, True),
         (ValueError("on one rank"), False, False, True),
-        (ValueError("on one rank"), False, True, False),  # a capture has exchanged nothing
-        (torch.utils.checkpoint._StopRecomputationError(), False, False, False),  # at one operation on all ranks
+        (ValueError("on one rank"), False, True, False),  # a capture exchanges nothing
+        # raised at the same operation on all ranks
+        (torch.utils.checkpoint._StopRecomputationError(), False, False, False),
         (OutOfMemory("on one rank"), False, False, True),
         (agreed(OutOfMemory("on all ranks")), False, False, False),
     ],
@@ -226,7 +233,7 @@ def test_peers_learn_of_what_one_rank_alone_raises(error, users, captures, repor
 
 
 def test_no_layer_is_made_once_a_peer_is_lost(context, monkeypatch):
-    """Peers that are there would wait for what its making exchanges."""
+    """No layer is made once a peer is lost, because the other peers would wait in its exchanges."""
 
     def lost():
         raise PeerTimeout("rank 1 is lost")
@@ -237,7 +244,7 @@ def test_no_layer_is_made_once_a_peer_is_lost(context, monkeypatch):
 
 
 def test_two_contexts_in_one_process():
-    """Each has its own order and dispatchers: a layer of one may run inside a layer of the other."""
+    """Two contexts have separate orders and dispatchers, so a layer of one may run inside a layer of the other."""
     with EPContext.local(CPU) as first, EPContext.local(CPU) as second:
         inner = fill(MoELayer(shape(), first))
 
@@ -296,7 +303,7 @@ def test_layer_may_change_its_dtype(context):
 
 
 def test_rows_that_are_weighed_before_they_travel_keep_their_dtype(context):
-    """Routing weights are float32."""
+    """Rows that are multiplied by routing weights before dispatch keep their dtype. Routing weights are float32."""
     weighed = RoutingConfig(method=RoutingMethod.TOPK_SIGMOID, weight_on_input=True)
     layer = fill(MoELayer(shape(top_k=1, routing=weighed), context, dtype=torch.bfloat16))
     x = integer_rows(3, HIDDEN, 0).bfloat16()
@@ -304,9 +311,12 @@ def test_rows_that_are_weighed_before_they_travel_keep_their_dtype(context):
 
 
 def test_a_layer_keeps_the_dtype_that_all_ranks_have_buffers_for(context):
-    """A rank that converts its layer by itself gets an error: its peers send rows of the old dtype."""
+    """A layer keeps the dtype for which all ranks have buffers.
+
+    A rank that converts its layer alone gets an error, because its peers send rows of the old dtype.
+    """
     layer = MoELayer(shape(), context)
-    layer._checks.dtype = layer.dtype  # as after the first call of ranks with fixed buffers
+    layer._checks.dtype = layer.dtype  # as after a first call of ranks with fixed buffers
     before = layer._dispatcher()
     layer.to(torch.bfloat16)
     with pytest.raises(InputError, match="became bfloat16 after its first call in float32, and all2all=local has"):

@@ -1,4 +1,4 @@
-"""MoELayer in one process, as it is made: on which device, with what memory, and what it says of itself."""
+"""Test how MoELayer is made in one process: its device, its memory, and its description."""
 
 # ruff: noqa: F811
 
@@ -43,7 +43,10 @@ def test_meta_then_to_empty_then_load(context, make):
 
 
 def test_to_empty_without_recursion_leaves_the_parts_as_they_are(context):
-    """A loop over `model.modules()` that makes memory for what each holds itself."""
+    """`to_empty(recurse=False)` leaves submodules unchanged, as loops over `model.modules()` rely on.
+
+    Such a loop allocates memory for what each module holds itself.
+    """
     layer = MoELayer(shape(), context)
     before = {name: tensor.data_ptr() for name, tensor in layer.named_parameters()}
     layer.to_empty(device="cpu", recurse=False)
@@ -52,7 +55,10 @@ def test_to_empty_without_recursion_leaves_the_parts_as_they_are(context):
 
 @pytest.mark.parametrize(("options", "numbers"), [({}, 1), ({"quantization": "fp8_block"}, 1), ({"device": "meta"}, 0)])
 def test_a_layer_takes_one_number_of_the_default_generator(context, options, numbers):
-    """Whatever it holds: what a model draws next depends on no layout."""
+    """A layer takes one number of the default generator (none on meta), whatever it holds.
+
+    What a model draws next therefore does not depend on the layout.
+    """
     torch.manual_seed(7)
     for _ in range(numbers):
         torch.randint(2**62, ())
@@ -100,7 +106,7 @@ def test_buffers_that_layers_share_count_once(context, monkeypatch):
 
 
 def test_a_layer_that_was_refused_is_not_in_the_plan(context):
-    with pytest.raises(ConfigError) as kept:  # its traceback keeps the half-made layer alive, as a notebook does
+    with pytest.raises(ConfigError) as kept:  # its traceback keeps the half-made layer alive, as in a notebook
         MoELayer(shape(), context, expert_map=ExpertMap.linear(EXPERTS, 2))
     assert context.plan() == {}
     del kept
@@ -168,7 +174,7 @@ def test_a_plan_counts_gradients_of_what_learns(context):
 
 def test_a_state_says_which_slots_of_its_map_it_has(context, monkeypatch):
     layer = MoELayer(shape(), context)
-    monkeypatch.setattr(context, "layout", RankLayout(world=4, rank=3, dp=4, ep=2))  # of the second EP group
+    monkeypatch.setattr(context, "layout", RankLayout(world=4, rank=3, dp=4, ep=2))  # a rank of the second EP group
     assert layer.state_dict()._metadata[""]["ep_rank"] == 1
 
 
@@ -182,7 +188,7 @@ def test_a_state_with_all_that_a_rank_holds_leaves_it_its_map(context):
 
 
 def test_a_state_of_a_map_without_room_here_lacks_experts(context):
-    """One of a rank of two, given to one process: torch names what is missing."""
+    """A state dict of one rank of two lacks experts for one process, and torch names the missing keys."""
     layer = MoELayer(shape(), context)
     state, halves = layer.state_dict(), ExpertMap.linear(EXPERTS, 2)
     for name in [name for name in state if any(name.startswith(f"expert_weights.{e}.") for e in halves.local(1))]:
@@ -207,7 +213,7 @@ def test_map_of_another_size_is_refused(context, expert_map, message):
 
 
 def test_a_layer_is_not_copied(context):
-    """Averaged models and whole-module pickles copy every layer."""
+    """A layer cannot be copied. Averaged models and pickles of whole modules would copy every layer."""
     layer = MoELayer(shape(), context, name="block")
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(ConfigError, match=r"block is neither copied nor .* build another MoELayer"):
@@ -217,7 +223,10 @@ def test_a_layer_is_not_copied(context):
 
 
 def test_what_a_layer_was_made_with_is_not_replaced(context):
-    """It would reach a part of the layer alone, such as the routing of a new config, which the router does not read."""
+    """The arguments of a layer cannot be replaced, because only a part of the layer would see the change.
+
+    For example, the router does not read the routing of a new config.
+    """
     layer = MoELayer(shape(), context, name="block")
     for field in ("config", "context", "wire", "tuned", "exact"):
         with pytest.raises(ConfigError, match=rf"block: {field} cannot be replaced: .* build another MoELayer"):

@@ -1,4 +1,4 @@
-"""What MoELayer and its dispatchers refuse, by field and value, in one process."""
+"""Test what MoELayer and its dispatchers refuse, by field and value, in one process."""
 
 # ruff: noqa: F811
 
@@ -68,7 +68,7 @@ def test_layer_works_after_a_refused_call(context, all2all):
 
 
 def test_dispatcher_refuses_logical_ids(context):
-    """The mix-up that no shape or range would show: both are integers below E."""
+    """A dispatcher refuses logical ids. Shape and range cannot tell them apart: both are integers below E."""
     layer = MoELayer(shape(), context)
     with pytest.raises(InputError) as error:
         layer._dispatcher().dispatch(torch.ones(3, HIDDEN), Routing(IDS, WEIGHTS))
@@ -103,7 +103,10 @@ def test_a_result_is_waited_for_once(context):
 
 
 def test_rows_that_backward_cannot_keep_are_refused(context):
-    """One sentence on all ranks, where torch's own would leave the context of ranks broken."""
+    """Rows made in inference mode are refused where backward would keep them.
+
+    This is one sentence on all ranks. torch's own error would leave the context of several ranks broken.
+    """
     layer = MoELayer(shape(), context)
     with torch.inference_mode():
         x = torch.ones(3, HIDDEN)

@@ -1,4 +1,4 @@
-"""MoELayer in one process: what a forward computes and counts."""
+"""Test MoELayer in one process: what a forward computes and counts."""
 
 # ruff: noqa: F811
 
@@ -20,7 +20,7 @@ CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2,
 
 
 def by_hand(layer: MoELayer, x: Tensor, chosen: Routing) -> Tensor:
-    """SwiGLU experts, one token and one expert at a time."""
+    """Compute SwiGLU experts, one token and one expert at a time."""
     state, out = layer.state_dict(), torch.zeros_like(x)
     for row, (ids, weights) in enumerate(zip(chosen.ids.tolist(), chosen.weights, strict=True)):
         for expert, weight in zip(ids, weights, strict=True):
@@ -61,7 +61,10 @@ def test_input_need_not_be_contiguous(context):
 
 
 def test_input_may_begin_anywhere(context):
-    """Some kernels read 16 bytes at once: rows that begin between two multiples are copied, and have their gradient."""
+    """The input may have any address. Some kernels read 16 bytes at once, so unaligned rows are copied.
+
+    Their gradients are right too.
+    """
     layer = MoELayer(full(), context)
     x = torch.randn(3, 2, HIDDEN, generator=torch.Generator().manual_seed(0))
     room = torch.empty(x.numel() + 4)
@@ -172,7 +175,7 @@ def test_what_shared_experts_return_is_not_broadcast(context, made, words):
 
 
 def test_shared_experts_have_padding_as_it_is(context):
-    """Other experts get zeros in its place, so that no gradient and no NaN comes of it."""
+    """Shared experts get padding rows unchanged. Routed experts get zeros, so padding adds no gradient and no NaN."""
     layer, mask = MoELayer(full(), context), torch.tensor([True, False, True, False])
     x = torch.randn(4, HIDDEN, requires_grad=True)
     y = layer(x, mask)
@@ -183,7 +186,7 @@ def test_shared_experts_have_padding_as_it_is(context):
 
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_router_has_zeros_for_padding(exact, context):
-    """Whatever a router of the user's computes of all rows, padding adds no number to it."""
+    """A router gets zeros for padding, so padding cannot affect a user's router that mixes rows."""
     layer, seen = MoELayer(shape(), context, options=ExpertsOptions(exact=exact)), []
     layer.router.register_forward_pre_hook(lambda router, given: seen.append(given[0].detach()))
     mask, x = torch.tensor([True, False, True, False]), torch.randn(4, HIDDEN)
@@ -253,7 +256,7 @@ def test_update_expert_takes_whole_tensors_by_name(context):
 
 
 def test_a_mask_of_a_layer_that_was_given_ids():
-    """`forward_routed` has ids of -1 for it."""
+    """A mask in `forward` equals ids of -1 in `forward_routed`."""
     layer = fill(MoELayer(CONFIG, EPContext.local(torch.device("cpu"))))
     x = integer_rows(3, 16, 0)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Log records: under `ep_moe`, by one way, by no handler of ours, and by no call of a layer that is warm."""
+"""Test log records: their names under `ep_moe`, one way to make loggers, no handlers, and none in warm calls."""
 
 import ast
 import logging
@@ -21,7 +21,10 @@ METHODS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 
 
 def loggers():
-    """(file, name, whether at module level) of each logger that is made. The command line sets up the package's own."""
+    """Yield (file, name, whether at module level) for each logger.
+
+    The command line also sets up the package's logger.
+    """
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text())
         top = {id(node) for statement in tree.body for node in ast.walk(statement) if isinstance(statement, ast.Assign)}
@@ -38,7 +41,7 @@ def test_loggers_have_the_name_of_their_folder():
 
 
 def test_the_package_sets_no_handler():
-    """So that Python's own prints warnings where the application has configured nothing."""
+    """The package sets no handler, so Python prints warnings if the application configures no logging."""
     done = subprocess.run(
         [sys.executable, "-c", "import logging, ep_moe; logging.getLogger('ep_moe.x').warning('seen')"],
         capture_output=True, text=True, check=True,
@@ -67,7 +70,7 @@ def test_a_choice_is_logged(caplog):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_warm_call_makes_no_logging_call(layer, monkeypatch, gradients):
-    """Not even one that a level would drop."""
+    """A warm call makes no logging call, not even one that its level would drop."""
     x = torch.randn(5, 16, requires_grad=gradients)
     routing = Routing(torch.zeros(5, 2, dtype=torch.int64) + torch.tensor([0, 1]), torch.full((5, 2), 0.5))
 

@@ -1,4 +1,4 @@
-"""Old names of public things: they work, and say the new ones."""
+"""Test that old names of public things work, and name the new ones."""
 
 import dataclasses
 import importlib

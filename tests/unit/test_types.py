@@ -1,4 +1,4 @@
-"""What flows between the parts of a layer."""
+"""Test the values that flow between the parts of a layer."""
 
 import dataclasses
 
@@ -42,14 +42,14 @@ def test_rows_to_peers_are_packets_with_the_calls_number():
 
 
 def test_each_backward_of_a_process_counts_the_first_one_too(monkeypatch):
-    """torch numbers them from 0, and says -1 outside of one."""
+    """`recomputing` is True in every backward, the first one included. torch numbers them from 0; -1 means none."""
     assert not recomputing()
     monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 0)
     assert recomputing()
 
 
 def test_a_result_that_failed_is_not_waited_for_again():
-    """Its collective would be entered twice."""
+    """A failed result cannot be waited for again, because its collective would be entered twice."""
     waits = []
 
     def fails():
@@ -65,7 +65,10 @@ def test_a_result_that_failed_is_not_waited_for_again():
 
 
 def test_memory_of_peers_is_told_apart_by_all_that_a_kernel_is_given():
-    """What was compiled or recorded for one would write into another."""
+    """`place` differs if any argument that a kernel gets differs.
+
+    A kernel compiled or recorded for one place would write into another.
+    """
     rows, more = torch.zeros(4, 8), torch.zeros(5, 8)
     packets = PeerPackets((torch.zeros(4, 10, dtype=torch.int64),), torch.zeros(1, dtype=torch.int32), 8)
     one = PeerRows((rows,), torch.zeros(1, dtype=torch.int64), 0, 0, packets)
