@@ -382,8 +382,11 @@ def _at(experts: Any, gate: float, up: float) -> float:
 
 
 def _clamped(at: Callable[[float, float], float]) -> tuple[float, float] | None:
-    """Solve (up + 1) * gate * sigmoid(alpha * gate) for alpha and limit, at the upper and lower clamp of up."""
-    gate = 0.5
+    """Solve (up + 1) * gate * sigmoid(alpha * gate) for alpha and limit, at the upper and lower clamp of up.
+
+    `gate` is clamped from above alone, and is negative here, where no clamp acts.
+    """
+    gate = -0.5
     above, below = at(gate, LARGEST), at(gate, -LARGEST)
     sigmoid = (above + below) / (2 * gate)
     if not 0 < sigmoid < 1 or above == below:

@@ -52,6 +52,10 @@ def softcapped(gate, up):
             lambda g, u: (u.clamp(-5, 5) + 1) * g.clamp(max=5) * (1.3 * g.clamp(max=5)).sigmoid(),
             (Activation.SWIGLU_CLAMPED, 1.3, 5.0),
         ),
+        (
+            lambda g, u: (u.clamp(-0.02, 0.02) + 1) * g.clamp(max=0.02) * (1.3 * g.clamp(max=0.02)).sigmoid(),
+            (Activation.SWIGLU_CLAMPED, 1.3, 0.02),
+        ),
     ],
 )
 def test_an_activation_is_found_by_its_numbers(function, found):
