@@ -123,9 +123,9 @@ class ExpertParallelExperts(nn.Module):
         """Compute the experts of all tokens of this rank.
 
         Args:
-            given: The positional inputs: hidden_states [..., H], T rows in all; top_k_index [T, k] integers, k <= K;
-                top_k_weights [T, k]. An id >= E is no expert, as in transformers. In a model with zero experts it
-                stands for the row itself.
+            given: The positional inputs: hidden_states [..., H], T rows in all; top_k_index [T, k] or [..., k],
+                integers, k <= K; top_k_weights of the same shape. An id >= E is no expert, as in transformers. In a
+                model with zero experts it stands for the row itself.
             named: The other inputs, by the names that the `forward` of the replaced module has for them.
 
         Returns:
@@ -138,6 +138,8 @@ class ExpertParallelExperts(nn.Module):
         if len(given) + len(named) != 3 or any(name not in self._inputs[len(given) :] for name in named):
             self._refuse(f"its experts take {', '.join(self._inputs)}, got {len(given)} inputs and {sorted(named)}")
         hidden_states, top_k_index, top_k_weights = (*given, *(named[name] for name in self._inputs[len(given) :]))
+        if top_k_index.dim() > 2 and top_k_index.shape[:-1] == hidden_states.shape[:-1]:
+            top_k_index, top_k_weights = top_k_index.flatten(0, -2), top_k_weights.flatten(0, -2)
         moe, most = self.moe, self._top_k
         chosen = top_k_index.shape[-1]
         if moe._logit_taps:

@@ -85,6 +85,17 @@ def test_experts_of_the_interface_with_a_forward_of_their_own_are_refused(contex
     expert_parallel(model, context)
 
 
+@torch.no_grad()
+def test_routes_may_have_the_shape_of_the_rows(context):
+    _, ours, x = replaced("olmoe", context)
+    ids, weights = torch.tensor([[0, 1]] * 6), torch.rand(6, 2, generator=torch.Generator().manual_seed(1))
+    expected = ours(x, ids, weights)
+    found = ours(x.view(2, 3, -1), ids.view(2, 3, 2), weights.view(2, 3, 2))
+    assert torch.equal(found, expected.view(2, 3, -1))
+    with pytest.raises(InputError, match=r"routing\.ids must be"):
+        ours(x, ids.view(2, 3, 2), weights.view(2, 3, 2))
+
+
 def test_a_table_of_routes_is_seen(context):
     model = tiny_transformers_model("deepseek_v4")
     tables = [ours._table for ours in replace_experts(model, context).values()]
