@@ -4,9 +4,13 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ep_moe import PeerTimeout
+from ep_moe.eplb.migration import consensus
 from ep_moe.eplb.migration.consensus import Action, Connections, RankStatus, State, Trouble, Verdict, reach_verdict
+from ep_moe.parallel.flight_recorder import FlightRecorder
+from ep_moe.parallel.rank_group import RankGroup
 
 FACTS = RankStatus(7, 31, State.MOVING, 2, True, Trouble.NONE, 0)
 RANKS = (4, 5, 6)
@@ -56,6 +60,32 @@ def test_plans_that_differ():
     found = reach_verdict(rows(digest=99), RANKS)
     assert (found.action, found.explained_by) == (Action.ROLLBACK, None)
     assert "different plans: their digest is 0 on rank 4, 99 on rank 5" in found.text
+
+
+@pytest.mark.parametrize("ranks", [(4,), (4, 6), (4, 6, 7)], ids=str)
+def test_every_rank_of_several_is_heard_and_summed(ranks, monkeypatch):
+    """A status exchange of one rank communicates nothing. Others wait for what they began."""
+    begun, waited = [], []
+
+    def gathered(every, own, **how):
+        every.copy_(torch.cat([own + place for place in range(len(ranks))]))
+        begun.append("gather")
+        return SimpleNamespace(wait=lambda: waited.append("gather"))
+
+    def summed(counts, **how):
+        counts.mul_(len(ranks))
+        begun.append("sum")
+        return SimpleNamespace(wait=lambda: waited.append("sum"))
+
+    monkeypatch.setattr(consensus, "all_gather_single", gathered)
+    monkeypatch.setattr(consensus.dist, "all_reduce", summed)
+    exchange = consensus.StatusExchange(RankGroup(None, ranks, 0, FlightRecorder()))
+    numbers = dataclasses.replace(FACTS, state=State.IDLE, done=False)
+    exchange.tell(numbers)
+    exchange.add(torch.tensor([3, 5]))
+    assert [facts.step for facts in exchange.hear()] == [7 + place for place in range(len(ranks))]
+    assert exchange.sums().tolist() == [3 * len(ranks), 5 * len(ranks)]
+    assert begun == waited == (["gather", "sum"] if len(ranks) > 1 else [])
 
 
 def test_a_balancer_whose_peer_does_not_come_is_closed():
