@@ -211,3 +211,16 @@ def test_fresh_experts_leave_nothing_in_an_empty_slot(trainable):
     for tensor in weights.stored_tensors().values():
         assert not tensor[1].any()
         assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["in slots", "apart"])
+@pytest.mark.parametrize("learns", ["all", "one", "none"])
+def test_weights_are_trained_while_any_parameter_learns(learns, apart):
+    """Also where their parameters are no views of slots, as before FSDP2 cuts them."""
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+    if apart:
+        weights.unstack()
+    weights.requires_grad_(learns == "all")
+    if learns == "one":
+        weights.get_submodule("3").w2.requires_grad_(True)
+    assert weights.trained is (learns != "none")
