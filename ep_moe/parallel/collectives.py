@@ -113,8 +113,8 @@ def batch_problem(gradient: Tensor) -> str | None:
     if not (batched.is_legacy_batchedtensor(gradient) or batched.is_batchedtensor(gradient)):
         return None
     return (
-        "gradients of several outputs at once (is_grads_batched=True, jacobian(..., vectorize=True)) do not go through "
-        "a layer's exchange; call torch.autograd.grad once for each of them, or jacobian with vectorize=False"
+        "MoELayer does not support batched gradients (is_grads_batched=True, jacobian(..., vectorize=True)); call "
+        "torch.autograd.grad once for each output, or jacobian with vectorize=False"
     )
 
 

@@ -158,7 +158,7 @@ class StoreConsensus:
         try:
             return self._store.first(f"first/{what}", value).decode()
         except StoreLost as lost:
-            raise PeerTimeout(f"{what}: what the ranks decided is not known. {lost}") from lost
+            raise PeerTimeout(f"{what}: the decision of the ranks is unknown. {lost}") from lost
 
     def first_here(self, what: str, place: str) -> bool:
         """Return whether this rank is the first of its place that makes this call.
@@ -204,7 +204,8 @@ class StoreConsensus:
         # the comparing rank waits up to one deadline for a missing peer before it publishes the verdict
         if not self._store.wait([key], 2 * deadline_s):
             raise PeerTimeout(
-                f"{what}: no verdict from rank {self._ranks[0]} within {2 * deadline_s:g} s; it died or never got here"
+                f"{what}: no verdict from rank {self._ranks[0]} within {2 * deadline_s:g} s; it died, or did not "
+                "make this call"
             )
         return self._store.get(key)
 
@@ -241,6 +242,7 @@ def _difference(what: str, facts: dict[int, dict[str, Any]]) -> tuple[str, str] 
             lines.append(f"{name}: " + ", ".join(f"{value} on {named(ranks)}" for value, ranks in by_value.items()))
     if not lines:
         return None
-    return ConfigError.__name__, f"{what}: the ranks were given different values; give all the same. " + "; ".join(
-        lines
+    return (
+        ConfigError.__name__,
+        f"{what}: the ranks were given different values; pass the same values on all ranks. " + "; ".join(lines),
     )

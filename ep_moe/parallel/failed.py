@@ -74,9 +74,9 @@ def failure_text(
     place = f"in a call of {where}" if where else "between calls"
     if not memory:
         return (
-            f"rank {rank} left the ranks {place} by {type(error).__name__}: {_shortened(error)} (it {_was(step)}). Its "
-            f"peers are in the same call, and the EPContext cannot be used again on any rank; mend the cause and make "
-            f"the context and its layers anew"
+            f"rank {rank} raised {type(error).__name__} {place}: {_shortened(error)} (it {_was(step)}). Its peers "
+            "wait in the same call, and the EPContext cannot be used again on any rank; fix the cause, and make a "
+            "new context and new layers"
         )
     return (
         f"rank {rank} ran out of memory on {device} {place} (it {_was(step)}){_left(device)}: {_shortened(error)}. "

@@ -264,7 +264,7 @@ class FlightRecorder:
         if self._rank == owner:
             self._store.set(key, text or "")
         if not self._store.wait([key], self.deadline_s):
-            raise self._diagnose(f"rank {owner} did not say what is wrong there")
+            raise self._diagnose(f"rank {owner} did not report its error")
         return self._store.get(key).decode()
 
     def meet(self, key: str, ranks: Sequence[int], what: str) -> None:

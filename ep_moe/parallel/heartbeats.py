@@ -134,7 +134,7 @@ def compare(
         if step.number < mine.number:
             findings.append(f"Rank {peer} is alive but behind: {step}.")
         elif step.number == mine.number and (step.where, step.phase) != (mine.where, mine.phase):
-            findings.append(f"Rank {peer} went another way: {step}.")
+            findings.append(f"Rank {peer} is in another call: {step}.")
     if nodes is not None:
         findings += nodes.lost(silent, list(after))
     if any(entry is not None and entry[1].done and entry[1].number < mine.number for entry in after.values()):
@@ -177,5 +177,5 @@ def _by_heartbeat(entry: tuple[int, Step] | None, at: float | None) -> str:
     """Return the last known step of a process that is gone, as text. It may have advanced after that heartbeat."""
     if entry is None:
         return ""
-    ago = "" if at is None else f" {max(time.time() - at, 0):.0f} s ago, from where it may have come further"
+    ago = "" if at is None else f" {max(time.time() - at, 0):.0f} s ago (it may have advanced since)"
     return f", last seen {entry[1]}{ago}"

@@ -135,8 +135,8 @@ class NodeLayout:
         for rail in self.rails(group):
             if any(place[one] > place[other] for one, other in pairwise(rail)):
                 return (
-                    f"ranks {', '.join(map(str, rail))} of the EP group have one local rank, and are not in the order "
-                    f"of their nodes: {self.described(group)}"
+                    f"ranks {', '.join(map(str, rail))} of the EP group have the same local rank, and must be in the "
+                    f"order of their nodes: {self.described(group)}"
                 )
         return None
 
@@ -170,7 +170,7 @@ class NodeLayout:
         lost = "this process"
         if len(self.hosts) > 1:
             held += f" on host {self.host(rank)}" + (f" ({mates})" if kind == "rank" else "")
-            lost += ", its host or the way to it"
+            lost += ", its host, or the network to it"
         return replace(self, store=f"{held} held it, so {lost} is lost")
 
     def lost(self, silent: Sequence[int], group: Sequence[int]) -> list[str]:
@@ -189,7 +189,10 @@ class NodeLayout:
         for part in self.split(group):
             gone, host = [rank for rank in part if rank in silent], self.host(part[0])
             if gone == part and len(part) > 1:
-                found.append(f"Host {host} is lost, or the way to it: all its ranks here are silent ({named(part)}).")
+                found.append(
+                    f"Host {host}, or the network to it, is lost: all its ranks in this group are silent "
+                    f"({named(part)})."
+                )
             elif gone:
                 found.append(f"Host of {named(gone)}: {host}.")
         return found

@@ -320,8 +320,8 @@ class RankGroup:
             known.by, known.decided = known.own if all(row[0] for row in rows) else None, True
             if known.by is None and self.rank == 0:
                 _log.warning(
-                    "ranks %s do not see each other's memory on their hosts (they write it under /proc), so that each "
-                    "call over %s waits for the device; EPContext.from_torchrun(max_tokens=...) spares it",
+                    "ranks %s cannot read each other's memory through /proc on their hosts, so each call over %s "
+                    "waits for the device; EPContext.from_torchrun(max_tokens=...) avoids the wait",
                     ", ".join(map(str, self.ranks)), what,
                 )  # fmt: skip
         return max(row[1] for row in rows)
@@ -349,32 +349,30 @@ class RankGroup:
         first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
         if self.flight_recorder.carried.startswith(GIVEN) and first.startswith(("max_norm=", "norm_type=")):
             raise InputError(
-                f"{self.flight_recorder.where} is given {first} on rank {pair[0]}, and {second} on rank {pair[1]}; "
-                f"give it the same on all ranks"
+                f"{self.flight_recorder.where} got {first} on rank {pair[0]}, and {second} on rank {pair[1]}; pass "
+                "the same on all ranks"
             )
         if self.flight_recorder.carried.startswith(GIVEN):
             raise InputError(
-                f"{self.flight_recorder.where} is given a model with {first} on rank {pair[0]}, and with {second} on "
-                f"rank {pair[1]}; give it the same models in the same order on all ranks, with requires_grad alike"
+                f"{self.flight_recorder.where} got a model with {first} on rank {pair[0]}, and with {second} on rank "
+                f"{pair[1]}; pass the same models in the same order on all ranks, with the same requires_grad"
             )
         if first.startswith("expert_map="):
             raise InputError(
-                f"{self.flight_recorder.where}: the ranks have different expert maps in force, rank {pair[0]} and rank "
-                f"{pair[1]} at least; load state_dict, and call ExpertBalancer.step and Placement.update, on all ranks "
-                f"alike"
+                f"{self.flight_recorder.where}: the ranks use different expert maps, at least rank {pair[0]} and "
+                f"rank {pair[1]}; call load_state_dict, ExpertBalancer.step and Placement.update on all ranks alike"
             )
         if "loaded=" in first + second:
             raise InputError(
-                f"{self.flight_recorder.where}: ranks have loaded different state dicts since the last call, rank "
-                f"{pair[0]} {first or 'none'} and rank {pair[1]} {second or 'none'} (a checksum of router and shared "
-                f"experts); call load_state_dict on all ranks, with those alike"
+                f"{self.flight_recorder.where}: ranks have loaded different state dicts since the last call: rank "
+                f"{pair[0]} {first or 'none'}, rank {pair[1]} {second or 'none'} (a checksum of router and shared "
+                "experts); call load_state_dict on all ranks, with the same router and shared experts"
             )
         if first.startswith("exchange="):
             raise of_other_calls(self.flight_recorder.where, pair)
         raise InputError(
-            f"{self.flight_recorder.where} carries {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build "
-            f"the layer "
-            f"alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"
+            f"{self.flight_recorder.where} has {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build the "
+            "layer alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"
         )
 
     def _same_gradients(self, gradients: Gradients, asked: list[int]) -> None:
@@ -382,8 +380,9 @@ class RankGroup:
             found = {bool(bits >> at & 1): rank for rank, bits in zip(self.ranks, asked, strict=True)}
             if len(found) > 1:
                 raise InputError(
-                    f"{name} requires a gradient on rank {found[True]} and none on rank {found[False]}, whose backward "
-                    f"would not be there; let requires_grad and grad mode be alike on all ranks, without rows too"
+                    f"{name} requires a gradient on rank {found[True]} and not on rank {found[False]}, which would "
+                    "not run backward; set the same requires_grad and grad mode on all ranks, also on a rank without "
+                    "rows"
                 )
 
 
@@ -397,6 +396,6 @@ def _asked(gradients: Gradients) -> int:
 def of_other_calls(where: str, ranks: tuple[int, int]) -> InputError:
     """Return the error for two ranks that are in the backward of different calls. where: `the backward of NAME`"""
     return InputError(
-        f"{where}: the ranks are not in that of the same call, rank {ranks[0]} and rank {ranks[1]} at least; run "
-        f"backward of the same losses in the same order on all ranks, and of a sum of losses on all ranks or on none"
+        f"{where}: the ranks run backward of different calls, at least rank {ranks[0]} and rank {ranks[1]}; run "
+        "backward of the same losses in the same order on all ranks, and of a sum of losses on all ranks or on none"
     )

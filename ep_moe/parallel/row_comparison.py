@@ -118,16 +118,16 @@ class RowComparison:
                 far = int((found > bound).sum())
                 if far:
                     return (
-                        f"{_NEEDS}, and {name} on rank {one} differs from that on rank {other} in {far} of "
-                        f"{len(rows)} rows; {_REMEDY}"
+                        f"{_NEEDS}, and {name} on rank {one} differs from rank {other} in {far} of {len(rows)} rows; "
+                        f"{_REMEDY}"
                     )
                 largest = max(largest, found.max().item())
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the rows of tp ranks {', '.join(map(str, self._rank_group.ranks))} are not equal bit for bit; they "
-                f"differ by up to {largest:.1e} of a row's norm, as rounding does. Each such call compares them in a "
-                f"further exchange",
+                f"the rows of tp ranks {', '.join(map(str, self._rank_group.ranks))} are not bitwise equal: they "
+                f"differ by up to {largest:.1e} of a row's norm, within rounding. Each such call needs one more "
+                "exchange to compare them",
                 stacklevel=2,
             )
         return None

@@ -206,6 +206,6 @@ class HostExchange:
                 continue
             recorder.check()  # raises if a peer has failed
             if time.monotonic() > end:
-                raise dist.DistError(f"{named(missing)} did not come to this call")
+                raise dist.DistError(f"{named(missing)} did not enter this call")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)

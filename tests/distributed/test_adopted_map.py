@@ -34,7 +34,7 @@ def test_a_map_that_one_rank_alone_adopted(world_size):
         wanted = layer(x)
         if context.layout.rank == 1:
             layer.load_state_dict(state)
-        assert "different expert maps in force, rank 0 and rank 1" in same_error(InputError, lambda: layer(x))
+        assert "different expert maps, at least rank 0 and rank 1" in same_error(InputError, lambda: layer(x))
         if context.layout.rank == 0:
             layer.load_state_dict(state)
         assert torch.equal(layer(x), wanted)

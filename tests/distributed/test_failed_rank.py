@@ -71,7 +71,7 @@ def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
     kind, text = said(lambda: heard(layer, x))
     assert time.monotonic() - start < DEADLINE_S + 4
     assert kind == ("ValueError" if odd else "RankFailed")
-    sentence = f"rank {ODD} left the ranks in a call of block by ValueError: no such thing (it was last seen "
+    sentence = f"rank {ODD} raised ValueError in a call of block: no such thing (it was last seen "
     assert odd or text.startswith(sentence), text
     with pytest.raises(RankFailed) as again:
         layer(x)

@@ -339,10 +339,10 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named(world_size):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"max_norm": 0.5}, "clip_grad_norm_ is given max_norm=1.0 on rank 0, and max_norm=0.5 on rank 1"),
-        ({"max_norm": -1}, "clip_grad_norm_ is given max_norm=1.0 on rank 0, and max_norm=-1.0 on rank 1"),
-        ({"norm_type": 1}, "clip_grad_norm_ is given norm_type=2.0 on rank 0, and norm_type=1.0 on rank 1"),
-        ({"norm_type": "inf"}, "clip_grad_norm_ is given norm_type=2.0 on rank 0, and norm_type='inf' on rank 1"),
+        ({"max_norm": 0.5}, "clip_grad_norm_ got max_norm=1.0 on rank 0, and max_norm=0.5 on rank 1"),
+        ({"max_norm": -1}, "clip_grad_norm_ got max_norm=1.0 on rank 0, and max_norm=-1.0 on rank 1"),
+        ({"norm_type": 1}, "clip_grad_norm_ got norm_type=2.0 on rank 0, and norm_type=1.0 on rank 1"),
+        ({"norm_type": "inf"}, "clip_grad_norm_ got norm_type=2.0 on rank 0, and norm_type='inf' on rank 1"),
     ],
 )
 def test_ranks_that_clip_otherwise_are_named(given, words, world_size):

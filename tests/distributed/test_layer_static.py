@@ -209,7 +209,7 @@ def test_a_layer_is_converted_before_its_first_call(world_size):
             assert layer.bfloat16()(x).dtype == torch.bfloat16
             if dist.get_rank():
                 odd.bfloat16()
-            with pytest.raises(InputError, match="carries dtype=float32 on rank 0, and dtype=bfloat16 on rank 1"):
+            with pytest.raises(InputError, match="has dtype=float32 on rank 0, and dtype=bfloat16 on rank 1"):
                 odd(x.to(odd.dtype))
 
 

@@ -19,7 +19,8 @@ from ep_moe.testing import distributed, rank_device
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=3)
 DEADLINE_S = 3.0  # heartbeats come every 0.375 s
 HELD = (
-    r"the process of rank 0 on host node 0 \(ranks 0, 1\) held it, so this process, its host or the way to it is lost\."
+    r"the process of rank 0 on host node 0 \(ranks 0, 1\) held it, "
+    r"so this process, its host, or the network to it is lost\."
 )
 
 

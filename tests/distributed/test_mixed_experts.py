@@ -250,9 +250,9 @@ def test_gradients_of_other_parameters_are_not_summed(differs, after):
             training.sync_gradients(model, context)
         if differs == "what learns":
             models[0][rank].requires_grad_(False)
-            wanted = r"AFTER is given a model with dense parameters that learn=\d+ .* on rank 0"
+            wanted = r"AFTER got a model with dense parameters that learn=\d+ .* on rank 0"
         else:
-            wanted = r"AFTER is given a model with layers=moe0 on rank 0, and with layers=moe1 on rank 1"
+            wanted = r"AFTER got a model with layers=moe0 on rank 0, and with layers=moe1 on rank 1"
         backward()
         in_order = models[::-1] if rank and differs == "order of models" else models
         text = same_error(InputError, lambda: [after(model, context) for model in in_order])

@@ -81,4 +81,4 @@ def test_tp_ranks_that_replay_different_ids_are_refused(world_size):
         layer = build(context)
         ids = torch.tensor([[0, 1 + dist.get_rank()]] * 9, device=context.device)
         with layer.replay_routing(ids):
-            assert "routing.ids on rank 0 differs from that on rank 1" in same_error(InputError, lambda: layer(rows()))
+            assert "routing.ids on rank 0 differs from rank 1" in same_error(InputError, lambda: layer(rows()))

@@ -83,7 +83,10 @@ def test_the_host_of_the_store_is_lost():
             agent.kill()
             agent.wait()
     held = r"The store of the job is gone: the agent that started ranks (0, 1|2, 3) on host (left|right) held it, so"
-    assert len(re.findall(f"^found: .*{held} this process, its host or the way to it is lost", printed, re.M)) == RANKS
+    assert (
+        len(re.findall(f"^found: .*{held} this process, its host, or the network to it is lost", printed, re.M))
+        == RANKS
+    )
 
 
 @pytest.mark.timeout(240)

@@ -103,7 +103,7 @@ def test_agreement_names_every_field_that_differs():
     )
     assert {type(error) for error in outcome} == {ConfigError}
     assert {str(error) for error in outcome} == {
-        "layer: the ranks were given different values; give all the same. "
+        "layer: the ranks were given different values; pass the same values on all ranks. "
         'x: 1 on ranks 0, 2, 2 on rank 1; y: "a" on ranks 0, 1, "b" on rank 2'
     }
 
@@ -117,14 +117,15 @@ def test_agreement_on_facts_that_json_has_no_word_for():
     """Values that JSON cannot represent are compared too, such as a user's argument of a wrong type."""
     outcome = agree(*[lambda a, value=value: a.same("layer", {"x": value}) for value in ({1}, {2})])
     assert {str(error) for error in outcome} == {
-        'layer: the ranks were given different values; give all the same. x: "{1}" on rank 0, "{2}" on rank 1'
+        "layer: the ranks were given different values; pass the same values on all ranks. "
+        'x: "{1}" on rank 0, "{2}" on rank 1'
     }
 
 
 def test_agreement_of_ranks_that_are_elsewhere():
     outcome = agree(lambda a: a.healthy("EPContext.destroy", None), lambda a: a.same("MoELayer moe0", {"x": 1}))
     assert {str(error) for error in outcome} == {
-        "EPContext.destroy: the ranks were given different values; give all the same. "
+        "EPContext.destroy: the ranks were given different values; pass the same values on all ranks. "
         'what: "EPContext.destroy" on rank 0, "MoELayer moe0" on rank 1'
     }
 
@@ -200,4 +201,4 @@ def test_agreement_names_who_did_not_come():
 def test_agreement_without_the_rank_that_decides():
     outcome = agree(None, lambda a: a.healthy("destroy", None), deadline_s=0.2)
     assert isinstance(outcome[1], PeerTimeout)
-    assert str(outcome[1]) == "destroy: no verdict from rank 0 within 0.4 s; it died or never got here"
+    assert str(outcome[1]) == "destroy: no verdict from rank 0 within 0.4 s; it died, or did not make this call"

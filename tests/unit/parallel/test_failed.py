@@ -152,4 +152,4 @@ def test_what_is_of_a_peer(error, communication):
 @pytest.mark.parametrize(("size", "said"), [(400, "x" * 400), (401, "x" * 400 + "...")])
 def test_long_words_of_an_exception_are_cut(size, said):
     text = failure_text(RuntimeError("x" * size), 1, "in combine (step 2)", "", CPU, memory=False)
-    assert f"by RuntimeError: {said} (it was last seen in combine (step 2))" in text
+    assert f"raised RuntimeError between calls: {said} (it was last seen in combine (step 2))" in text

@@ -197,7 +197,7 @@ def test_peers_that_wait_on_a_device_are_freed():
     one, two = pair(abort=freed.set)
     try:
         one.fail(ValueError("x"))
-        with pytest.raises(RankFailed, match="rank 0 left"), two.step("dispatch"):
+        with pytest.raises(RankFailed, match="rank 0 raised"), two.step("dispatch"):
             assert freed.wait(5)
     finally:
         one.close()

@@ -19,8 +19,7 @@ def test_what_a_heartbeat_does_not_know_is_said():
     dead, mine = (5, step(7)), (9, step(9))
     text = compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {}, {1: time.time() - 3})
     assert text == (
-        "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7) 3 s ago, from where it may have come "
-        "further."
+        "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 7) 3 s ago (it may have advanced since)."
     )
     text = compare(step(9), 0, {0: mine, 1: dead}, {0: mine, 1: dead}, {1: step(8)}, {1: 0.0})
     assert text == "Rank 1 shows no sign of life, last seen in dispatch of moe3 (step 8)."
@@ -37,8 +36,8 @@ def test_what_a_heartbeat_does_not_know_is_said():
             (9, step(6, done=True)),
             f"Rank 1 is alive but behind: finished dispatch of moe3 (step 6). {_FEWER_CALLS}",
         ),
-        ((5, step(7, "combine")), (9, step(7, "combine")), "Rank 1 went another way: in combine of moe3 (step 7)."),
-        ((5, step(7, where="")), (9, step(7, where="")), "Rank 1 went another way: in dispatch (step 7)."),
+        ((5, step(7, "combine")), (9, step(7, "combine")), "Rank 1 is in another call: in combine of moe3 (step 7)."),
+        ((5, step(7, where="")), (9, step(7, where="")), "Rank 1 is in another call: in dispatch (step 7)."),
         ((5, step(8, "combine")), (9, step(8, "combine")), ""),
     ],
 )
@@ -69,8 +68,8 @@ def test_ranks_of_other_groups_are_named_where_they_are_silent_or_not_as_far():
     after = {2: (2, step(7)), 3: (9, step(5)), 4: (4, step(5)), 5: None}
     assert compare_others(step(7), before, after, {4: time.time() - 3}) == (
         "Rank 3 of another EP group is alive, and in dispatch of moe3 (step 5). "
-        "Rank 4 of another EP group shows no sign of life, last seen in dispatch of moe3 (step 5) 3 s ago, from where "
-        "it may have come further. Rank 5 of another EP group shows no sign of life."
+        "Rank 4 of another EP group shows no sign of life, last seen in dispatch of moe3 (step 5) 3 s ago (it may have "
+        "advanced since). Rank 5 of another EP group shows no sign of life."
     )
 
 
@@ -88,7 +87,10 @@ def test_a_host_is_lost_where_all_its_ranks_are_silent():
     nodes = NodeLayout.counted(range(6), 3)
     for gone, sentence in (
         ((3, 4), "Host of ranks 3, 4: node 1."),
-        ((3, 4, 5), "Host node 1 is lost, or the way to it: all its ranks here are silent (ranks 3, 4, 5)."),
+        (
+            (3, 4, 5),
+            "Host node 1, or the network to it, is lost: all its ranks in this group are silent (ranks 3, 4, 5).",
+        ),
     ):
         readings = {rank: silent if rank in gone else alive for rank in range(6)}
         before, after = ({rank: pair[at] for rank, pair in readings.items()} for at in (0, 1))

@@ -76,7 +76,7 @@ def test_one_node_has_no_groups_of_its_own():
     [
         ("aaab", {}, r"different numbers of ranks on its nodes: a \(ranks 0, 1, 2\), b \(rank 3\)"),
         ("aabbb" + "b", {"ep": 3}, r"different numbers of ranks on its nodes: a \(ranks 0, 1\), b \(rank 2\)"),
-        ("abba", {}, r"ranks 3, 2 of the EP group have one local rank, and are not in the order of their nodes"),
+        ("abba", {}, r"ranks 3, 2 of the EP group have the same local rank, and must be in the order of their nodes"),
     ],
 )
 def test_uneven_nodes_are_said_alike_on_all_ranks(hosts, sizes, sentence):
@@ -96,7 +96,7 @@ def test_a_group_that_spans_nodes_is_said_on_all_ranks():
 def test_hosts_of_silent_ranks_are_named():
     nodes = on("aabb")
     assert nodes.lost([2, 3], range(4)) == [
-        "Host b is lost, or the way to it: all its ranks here are silent (ranks 2, 3)."
+        "Host b, or the network to it, is lost: all its ranks in this group are silent (ranks 2, 3)."
     ]
     assert nodes.lost([1], range(4)) == ["Host of rank 1: a."]
     assert on("aabbb").lost([3, 4], range(5)) == ["Host of ranks 3, 4: b."]  # rank 2 on host b is still there

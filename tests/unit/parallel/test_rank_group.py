@@ -55,14 +55,14 @@ def test_whichever_rank_loaded_a_state_alone_is_named(loads, monkeypatch):
     texts = {4: "hidden_size=16", 6: "hidden_size=16"}
     texts[loads] += ", loaded=77"
     found = {rank: "loaded=77" if rank == loads else "none" for rank in texts}
-    with pytest.raises(InputError, match=rf"since the last call, rank 4 {found[4]} and rank 6 {found[6]} \(a checksum"):
+    with pytest.raises(InputError, match=rf"since the last call: rank 4 {found[4]}, rank 6 {found[6]} \(a checksum"):
         group_with(monkeypatch, carried=1, texts=texts).agree([0], None, CPU)
 
 
 @pytest.mark.parametrize(("asked", "name"), [(0b10, "x"), (0b01, "routing.weights")])
 def test_the_tensor_whose_gradient_one_rank_wants_is_named(asked, name, monkeypatch):
     gradients = {one: torch.ones(1, requires_grad=True) for one in ("x", "routing.weights")}
-    with pytest.raises(InputError, match=rf"^{name} requires a gradient on rank 4 and none on rank 6,"):
+    with pytest.raises(InputError, match=rf"^{name} requires a gradient on rank 4 and not on rank 6,"):
         group_with(monkeypatch, gradients=asked).agree([0], None, CPU, gradients=gradients)
 
 
@@ -106,4 +106,4 @@ def test_hosts_memory_serves_where_all_ranks_see_it(peer_sees, rank, monkeypatch
     assert rank_group.known.by is (own if peer_sees else None)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (not peer_sees and rank == 0), "one rank says it for all"
-    assert all("ranks 4, 6 do not see each other's memory" in text for text in said)
+    assert all("ranks 4, 6 cannot read each other's memory" in text for text in said)

@@ -96,7 +96,7 @@ def test_a_pair_that_is_half_written_is_waited_for(made, monkeypatch):
 def test_a_rank_that_never_comes_is_named(made, monkeypatch):
     monkeypatch.setattr(step_board, "_POLLS_IN_TURN", 2)
     made[1]._own[step_board.EXCHANGED + 2] = made[1]._own[step_board.EXCHANGED + 3] = 1
-    with pytest.raises(dist.DistError, match="rank 2 did not come to this call"):
+    with pytest.raises(dist.DistError, match="rank 2 did not enter this call"):
         put(made[0], 4, 0, SimpleNamespace(deadline_s=0.05, check=lambda: None))
 
 
@@ -117,7 +117,7 @@ def test_ranks_may_come_until_the_deadline(made, monkeypatch):
     assert waits[-1] > 100 * waits[0], "looks grow rarer"
     waits.clear()
     comes.clear()
-    with pytest.raises(dist.DistError, match=r"ranks? 1.* did not come to this call"):
+    with pytest.raises(dist.DistError, match=r"ranks? 1.* did not enter this call"):
         put(made[0], 5, 6)
     assert len(waits) == 14, "20 s of the deadline are over"
 
