@@ -51,7 +51,7 @@ class LoadWindow:
         self._resets = self._reset_counts()
 
     def close(self) -> None:
-        assert self._resets is not None, "a window ends that has not begun"
+        assert self._resets is not None, "close() needs a window that has begun"
         for row, mine, before in zip(self._before, self._reset_counts(), self._resets, strict=True):
             if mine != before:  # the layer's counter was reset to zero within the window
                 row.zero_()

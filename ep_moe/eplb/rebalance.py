@@ -282,28 +282,29 @@ class RebalanceLoop:
         fate = "was rolled back"
         if vote == _COMMIT:
             self._put_in_force(migration)
-            fate = "was put in force"
+            fate = "was applied"
         if vote == _COMMIT and late:
             self._lose(
                 RebalanceError(
-                    f"parameters of {name} were written on this rank when its experts had arrived elsewhere, and have "
-                    f"their former numbers there; call update_expert on all ranks alike, and make another balancer"
+                    f"parameters of {name} were written on this rank after its experts had arrived on other ranks, "
+                    "which keep the former values; call update_expert on all ranks alike, and make a new balancer"
                 ),
                 fate,
             )
         if vote != _RESTART and (vote == _COMMIT) == bool(outdated):
             self._lose(
                 RebalanceError(
-                    f"some ranks, and not all, had their {outdated or 'weights or map'} changed, or lost the others; "
-                    f"call update_expert on all ranks alike"
+                    f"only some ranks had their {outdated or 'weights or map'} changed, or lost their peers; call "
+                    "update_expert on all ranks alike"
                 ),
                 fate,
             )
         if vote == _COMMIT and forward != theirs:
             self._lose(
                 RebalanceError(
-                    f"the ranks are not in step: forward is {forward} here and {theirs} elsewhere, and outputs since "
-                    f"then may be wrong; call ExpertBalancer.step() after every forward, on all ranks alike"
+                    f"the ranks are not in step: forward is {forward} on this rank and {theirs} on another, and "
+                    "outputs since then may be wrong; call ExpertBalancer.step() after every forward, on all ranks "
+                    "alike"
                 ),
                 fate,
             )
@@ -312,7 +313,7 @@ class RebalanceLoop:
         elif outdated != "map":
             self._restart()
         else:
-            self._roll_back(f"layer {name}: another map was put in force while its experts were moved")
+            self._roll_back(f"layer {name}: its expert map was changed while its experts were moving")
 
     def _restart(self) -> None:
         migration = self._migration
@@ -382,7 +383,7 @@ class RebalanceLoop:
                 return "is undecided"
             if vote == _COMMIT:
                 self._put_in_force(self._migration)
-        return "was put in force" if vote == _COMMIT else "was rolled back"
+        return "was applied" if vote == _COMMIT else "was rolled back"
 
     def _place(self) -> str:
         layer = "" if self._migration is None else f" of {self._migration.layer.name}"

@@ -110,7 +110,7 @@ _FAMILIES = (
         ("layer", "all2all", "experts", "version"), _info,
     ),
     MetricFamily(
-        "ep_moe_layer_calls", True, "Calls of a layer, without those inside a graph of the caller's own.",
+        "ep_moe_layer_calls", True, "Calls of a layer, without those inside the caller's own CUDA graphs.",
         _LAYER, _of_layers(lambda layer: layer.calls),
     ),
     MetricFamily(
@@ -142,7 +142,7 @@ _FAMILIES = (
     ),
     MetricFamily(
         "ep_moe_layer_deadline_margin_seconds", False,
-        "Deadline less the longest wait within a step of this layer that the watch saw.",
+        "Deadline minus the longest wait in a step of this layer that the watch thread saw.",
         _LAYER, _of_layers(lambda layer: layer.deadline_margin_s),
     ),
     MetricFamily(
@@ -153,18 +153,18 @@ _FAMILIES = (
         "ep_moe_eplb_state", False, "1 for the balancer's state, 0 for the others.", ("balancer", "state"), _states
     ),
     _balancer_counter("steps", "Calls of ExpertBalancer.step.", "steps"),
-    _balancer_counter("rebalances", "Plans whose moves were begun.", "rebalances"),
-    _balancer_counter("commits", "Moves put in force: of layers, or of parts of them.", "commits"),
+    _balancer_counter("rebalances", "Plans whose moves were started.", "rebalances"),
+    _balancer_counter("commits", "Moves applied, of layers or parts of layers.", "commits"),
     _balancer_counter("rollbacks", "Rebalances that were rolled back.", "rollbacks"),
     _balancer_counter("skipped", "Windows that ended while a rebalance was under way.", "skipped"),
-    _balancer_counter("restarts", "Layers begun anew because their weights were updated on the way.", "restarts"),
-    _balancer_counter("received_bytes", "Bytes of experts that this rank received and put in force.", "received_bytes"),
+    _balancer_counter("restarts", "Layers restarted because their weights were updated while they moved.", "restarts"),
+    _balancer_counter("received_bytes", "Bytes of experts that this rank received and now uses.", "received_bytes"),
     MetricFamily(
-        "ep_moe_eplb_staging_bytes", False, "Device memory held for experts on their way.",
+        "ep_moe_eplb_staging_bytes", False, "Device memory held for experts that are moving.",
         ("balancer",), _of_balancers(lambda stats: stats.staging_bytes),
     ),
     MetricFamily(
-        "ep_moe_eplb_balancedness", False, "Sum of the mean rank / sum of the fullest, of the last window's layers.",
+        "ep_moe_eplb_balancedness", False, "Mean rank's load / fullest rank's, summed over the last window's layers.",
         ("balancer",), _of_balancers(lambda stats: stats.balancedness if stats.layers else None),
     ),
     MetricFamily(

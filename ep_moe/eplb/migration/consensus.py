@@ -307,7 +307,7 @@ def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConf
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"EPLBConfig.bytes_per_commit={config.bytes_per_commit} and bytes_per_step={config.bytes_per_step} need "
-            f"{sum(room.rows) + room.outbox} bytes of memory on {device}, which are not there; lower them"
+            f"{sum(room.rows) + room.outbox} bytes of memory on {device}, which has less free; lower them"
         ) from error
 
 

@@ -170,8 +170,8 @@ class Migration:
         origin = {t.expert: t.source for t in self.transfer_schedule.moves.transfers if t.target == self._rank}
         source = self._mover.rank_group.ranks[origin.get(bad[0], self._rank)]
         return (
-            f"layer {self.layer.name}: expert {bad[0]} from rank {source} is not what its checksum says "
-            f"({len(bad)} of {len(self._staged)} experts)"
+            f"layer {self.layer.name}: expert {bad[0]} from rank {source} does not match its checksum ({len(bad)} of "
+            f"{len(self._staged)} experts)"
         )
 
     @property

@@ -112,7 +112,7 @@ def test_a_damaged_row_is_named_by_the_rank_of_the_job_that_it_came_from():
     migration._mover = SimpleNamespace(rank_group=SimpleNamespace(ranks=(5,)))
     migration._seen = torch.zeros_like(migration._seen)
     migration._seen[0] = 1
-    assert f"expert {migration._staged[0]} from rank 5 is not what its checksum says" in migration.damage()
+    assert f"expert {migration._staged[0]} from rank 5 does not match its checksum" in migration.damage()
 
 
 def test_a_damaged_row_that_travelled_is_named_by_its_sender():
@@ -121,4 +121,4 @@ def test_a_damaged_row_that_travelled_is_named_by_its_sender():
     migration.transfer_schedule, migration._staged, migration._rank = part, part.staged, 1
     migration._mover = SimpleNamespace(rank_group=SimpleNamespace(ranks=(5, 7)))
     migration._seen = torch.ones(1, dtype=torch.int64)
-    assert "expert 0 from rank 5 is not what its checksum says (1 of 1 experts)" in migration.damage()
+    assert "expert 0 from rank 5 does not match its checksum (1 of 1 experts)" in migration.damage()
