@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ep_moe.types import Routing, TokenMask
 
 UNTRACED = (
-    "an ep_moe.MoELayer that is expert-parallel, or is trained with a kernel that has a backward of its own, waits for "
-    "numbers of rows, which no graph can hold; "
-    "compile the model with torch.compile(model), without fullgraph=True: the layer then runs between two graphs"
+    "an ep_moe.MoELayer that is expert-parallel, or is trained with a kernel that has its own backward, reads row "
+    "counts on the host, which fullgraph=True cannot compile; call torch.compile(model) without fullgraph=True: the "
+    "layer then runs between two graphs"
 )
 
 

@@ -153,7 +153,7 @@ class CallGraph:
             graph = done(answer)
             if _allocations(stream.device) != before:
                 done(driver.cuGraphDestroy(graph))
-                raise BackendUnavailable("the launches of a call allocate memory, which a graph of them would keep")
+                raise BackendUnavailable("the launches of a call allocate memory, which a CUDA graph would keep")
         return cls(graph, given)
 
     def __init__(self, graph: Any, given: Mapping[int, Given]) -> None:
@@ -187,7 +187,9 @@ class _Kernel:
         recorded = [int.from_bytes(string_at(at, size), "little") for at, size in zip(kept, sizes, strict=True)]
         asked = [sizeof(c_uint64)] * (len(given) - 1) + [4]
         if (sizes[: len(given)], recorded[: len(given)]) != (asked, list(given)):
-            raise BackendUnavailable(f"a kernel has arguments {recorded} of {sizes} bytes, and begins not with {given}")
+            raise BackendUnavailable(
+                f"a kernel must have {given} as its first arguments, got {recorded} of {sizes} bytes"
+            )
         own = [addressof(self._values) + n * sizeof(c_uint64) for n in range(len(given))]  # assumes little-endian
         self._places = (c_void_p * len(sizes))(*own, *kept[len(given) :])
         self._how.kernelParams = addressof(self._places)
@@ -216,8 +218,8 @@ def _in_order(graph: Any) -> list[Any]:
         found.append(following)
     if len(heads) != 1 or len(found) != len(place):
         raise BackendUnavailable(
-            f"the launches of a call begin with {len(heads)} kernels, and {len(found)} of {len(place)} follow one "
-            f"another"
+            f"the launches of a call must form one chain, got {len(heads)} first kernels and a chain of {len(found)} "
+            f"of {len(place)}"
         )
     return [place[node] for node in found]
 

@@ -15,8 +15,8 @@ _WRAPPED = (
     "different experts; wrap DistributedDataParallel(ep_moe.training.exclude_experts(model)), and load the weights anew"
 )
 _JOINED = (
-    "DistributedDataParallel.join() lets a rank end before the others, which wait for its experts; leave join out, and "
-    "let a rank without a batch call the layer with x[:0], or ep_moe.integrations.transformers.idle_step"
+    "DistributedDataParallel.join() lets a rank end while the others wait for its experts; remove join, and on a "
+    "rank without a batch call the layer with x[:0], or ep_moe.integrations.transformers.idle_step"
 )
 # torch's communication hooks that do not average over the wrapper's ranks; all others do
 _NO_MEANS = ("noop_hook", "post_localSGD_hook")
@@ -54,9 +54,9 @@ def _warn_of_sums(name: str, hook: Any) -> None:
     if _averages(hook):
         return
     warnings.warn(
-        f"{name}: DistributedDataParallel has the communication hook {getattr(hook, '__qualname__', hook)!r}, which is "
-        f"not known to average over ranks, and gradients of experts are means: where it sums, dense gradients are too "
-        f"large beside them; divide in it by the number of ranks, and silence this by hook.averages_gradients = True",
+        f"{name}: DistributedDataParallel has the communication hook {getattr(hook, '__qualname__', hook)!r}, which "
+        "may sum gradients over ranks, and gradients of experts are means: dense gradients would be too large; "
+        "divide by the number of ranks in the hook, and set hook.averages_gradients = True to silence this warning",
         UserWarning,
         stacklevel=2,
     )

@@ -71,12 +71,11 @@ def compare_experts(layer: ComparedExperts, rank_group: RankGroup, device: torch
         other = expert_map.local(0) != expert_map.local(rank)
         if other and first == own and len(set(own)) == slots_per_rank > 1:
             raise InputError(
-                f"{layer.name}: rank {rank_group.ranks[rank]} holds for its experts the numbers of rank "
-                f"{rank_group.ranks[0]}'s: "
-                f"something has broadcast one rank's parameters to all (a data-parallel wrapper, "
-                f"ZeroRedundancyOptimizer, a loop), or drawn them from one seed on all (torch.nn.init). "
-                f"Leave ep_moe.training.expert_parameters(model) out of it, and load the weights anew, or write each "
-                f"expert with update_expert on all ranks"
+                f"{layer.name}: the experts of rank {rank_group.ranks[rank]} have the values of rank "
+                f"{rank_group.ranks[0]}'s experts: something has broadcast one rank's parameters to all ranks (a "
+                "data-parallel wrapper, ZeroRedundancyOptimizer, a loop), or initialized them from one seed on all "
+                "ranks (torch.nn.init). Leave ep_moe.training.expert_parameters(model) out of it, and load the "
+                "weights anew, or write each expert with update_expert on all ranks"
             )
 
 
@@ -110,10 +109,10 @@ def warn_of_twins(layer: ComparedExperts, rank_group: RankGroup, device: torch.d
                 equal.append(part)
         if equal:
             warnings.warn(
-                f"{layer.name}: {', '.join(equal)} of rank {rank_group.ranks[rank]}'s experts have the numbers of rank "
-                f"{rank_group.ranks[0]}'s. Unless they are equal on purpose, something has drawn them from one seed on "
-                f"all ranks (torch.nn.init in a loop over parameters) or broadcast them; draw every expert's whole "
-                f"tensors on all ranks, and write them with update_expert(expert, w13=..., w2=...)",
+                f"{layer.name}: {', '.join(equal)} of rank {rank_group.ranks[rank]}'s experts have the values of "
+                f"rank {rank_group.ranks[0]}'s. Unless that is intended, something has initialized them from one "
+                "seed on all ranks (torch.nn.init in a loop over parameters) or broadcast them; draw every expert's "
+                "full tensors on all ranks, and write them with update_expert(expert, w13=..., w2=...)",
                 UserWarning,
                 stacklevel=2,
             )
@@ -140,10 +139,10 @@ def mixed(layer: ComparedExperts, rank_group: RankGroup, step: str) -> str | Non
     for rank, (numbers, gradients) in zip(rank_group.ranks, rows, strict=True):
         if gradients and gradients == rows[0][1] and numbers != rows[0][0]:
             return (
-                f"{layer.name}: an optimizer's step on rank {rank} had the gradients of rank {rank_group.ranks[0]}'s "
-                f"experts for its own: something has averaged or summed gradients of different experts (all_reduce in "
-                f"a loop over model.parameters(), a wrapper). Leave ep_moe.training.expert_parameters(model) out of "
-                f"it, as sync_gradients of ep_moe.training does, and load the weights anew"
+                f"{layer.name}: an optimizer step on rank {rank} used the gradients of rank {rank_group.ranks[0]}'s "
+                "experts: something has averaged or summed gradients of different experts (all_reduce in a loop over "
+                "model.parameters(), a wrapper). Leave ep_moe.training.expert_parameters(model) out of it, as "
+                "sync_gradients of ep_moe.training does, and load the weights anew"
             )
     return None
 

@@ -310,7 +310,7 @@ class CallGraphs:
             self._tries -= 1
             if self._tries == 0:
                 self._automatic = False
-                text = f"calls of {layer.name} take the host longer than they could, they cannot be recorded: {error}"
+                text = f"calls of {layer.name} cannot be recorded as CUDA graphs, and take more host time: {error}"
                 warnings.warn(text, stacklevel=2)
             return None
 

@@ -176,9 +176,9 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
             f"layer that trains: without Wire, experts= one of {_with_backward('experts')}, all2all= one of "
             f"{_with_backward('dispatchers')}; layer.explain() says which pairs train here"
         )
-    inside = f"experts={layer.choice.experts} routes inside"
+    inside = f"experts={layer.choice.experts} has a built-in router"
     if layer._routes_inside and (routing is not None or layer.placement.expert_map != layer._asked["expert_map"]):
-        return f"{inside}: call forward, under the map of construction"
+        return f"{inside}: call forward, with the expert map of construction"
     if layer.placement.expert_map is not held.expert_map and not torch.compiler.is_compiling():
         problem = _map_problem(layer)
         if problem is not None:
@@ -220,8 +220,9 @@ def refuse_tracing(layer: Layer) -> None:
     ):
         return
     raise InputError(
-        f"{layer.name}: torch.export, torch.jit.trace and fake tensors record no expert-parallel layer, whose sizes "
-        f"depend on what its peers send; record the model on EPContext.local(), where one process holds all experts"
+        f"{layer.name}: torch.export, torch.jit.trace and fake tensors cannot record an expert-parallel layer, whose "
+        "sizes depend on what its peers send; export the model on EPContext.local(), where one process holds all "
+        "experts"
     )
 
 
@@ -232,7 +233,7 @@ def _transform_problem(layer: Layer) -> str | None:
     if torch._C._functorch.peek_interpreter_stack() is None and not forward_mode:
         return None
     return (
-        "transforms of torch.func (grad, vjp, jvp, vmap) and forward-mode AD do not go through the layer; use "
+        "MoELayer does not support transforms of torch.func (grad, vjp, jvp, vmap) and forward-mode AD; use "
         "torch.autograd.grad, and a batch for vmap"
     )
 
@@ -242,8 +243,8 @@ def _map_problem(layer: Layer) -> str | None:
     if layer.placement.expert_map == layer.expert_weights.expert_map:
         return None
     return (
-        "Placement.update put another expert map in force than that of the expert weights, which it does not move; let "
-        "ep_moe.ExpertBalancer move experts, or build the layer with expert_map="
+        "Placement.update changed the expert map, and does not move the expert weights; let ep_moe.ExpertBalancer "
+        "move experts, or build the layer with expert_map="
     )
 
 
@@ -255,8 +256,8 @@ def _inference_problem(layer: Layer, x: Tensor) -> str | None:
     if not layer.expert_weights.trained and not any(p.requires_grad for module in own for p in module.parameters()):
         return None
     return (
-        "x was made in torch.inference_mode(), and backward cannot keep it; pass x.clone(), or call the layer under "
-        "torch.no_grad()"
+        "x was made in torch.inference_mode(), and autograd cannot save it for backward; pass x.clone(), or call the "
+        "layer under torch.no_grad()"
     )
 
 
@@ -273,9 +274,9 @@ def _split_backward_problem(layer: Layer) -> str | None:
         kinds = (getattr(action, "computation_type", None) for actions in order.values() for action in actions)
         if any(getattr(kind, "name", "") == "BACKWARD_INPUT" for kind in kinds):
             return (
-                f"{type(schedule).__name__} splits backward, in which FSDP2 gives experts that it has cut wrong "
-                f"gradients or none; pass shard_experts=False to fully_shard, or take a schedule that does not split "
-                f"it, such as Schedule1F1B or ScheduleInterleaved1F1B"
+                f"{type(schedule).__name__} splits backward, and FSDP2 then computes wrong gradients, or none, for "
+                "sharded experts; pass shard_experts=False to fully_shard, or use a schedule that does not split it, "
+                "such as Schedule1F1B or ScheduleInterleaved1F1B"
             )
     return None
 
@@ -294,9 +295,9 @@ def dtype_problem(layer: Layer) -> str | None:
     dtype, agreed = layer.expert_weights.dtype, layer._call_dtype
     if dtype != agreed:
         return (
-            f"the layer became {dtype_name(dtype)} after its first call in {dtype_name(agreed)}, and all2all="
-            f"{layer._entry.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks before the "
-            f"first call, or build another with dtype={dtype}"
+            f"the layer was converted to {dtype_name(dtype)} after its first call in {dtype_name(agreed)}, and "
+            f"all2all={layer._entry.choice.all2all} has buffers of {dtype_name(agreed)}; convert it on all ranks "
+            f"before the first call, or build another with dtype={dtype}"
         )
     if dtype == layer._made_dtype:
         return None
@@ -304,7 +305,7 @@ def dtype_problem(layer: Layer) -> str | None:
         scheme, options = layer.expert_weights.scheme, layer.experts.options
         why = layer._table.dtype_problem(dtype, layer.config, layer.context.layout, scheme, options, layer.wire)
         layer._dtype_problems[dtype] = why and (
-            f"the layer became {dtype_name(dtype)}, and {why}; convert it back to "
+            f"the layer was converted to {dtype_name(dtype)}, and {why}; convert it back to "
             f"{dtype_name(layer._made_dtype)}, or build another for {dtype_name(dtype)}"
         )
     return layer._dtype_problems[dtype]

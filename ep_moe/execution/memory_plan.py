@@ -115,8 +115,8 @@ def _trained(layer: Layer, train_tokens: int) -> tuple[type[Dispatcher], Dispatc
         return kind, shape, whole_bound(tokens * rows)
     if tokens > context._current_limit:
         raise ConfigError(
-            f"train_tokens={train_tokens} is more than the bound in force, max_tokens={context.max_tokens}; make "
-            f"EPContext with a larger one"
+            f"train_tokens={train_tokens} is more than the token limit, max_tokens={context.max_tokens}; make "
+            "EPContext with a larger max_tokens"
         )
     return kind, shape, context._current_limit * rows
 
@@ -137,8 +137,8 @@ def _saved_bytes(layer: Layer, train_tokens: int) -> int:
     adjoint = kind.capabilities.adjoint
     if not (adjoint or kernel.own_backward or kernel.options.recompute):
         raise ConfigError(
-            f"train_tokens={train_tokens}: what experts={kernel.name} over all2all={kind.name} keeps does not follow "
-            f"from shapes; with ExpertsOptions(recompute=True) it does"
+            f"train_tokens={train_tokens}: the bytes that experts={kernel.name} over all2all={kind.name} saves for "
+            "backward do not follow from shapes; with ExpertsOptions(recompute=True) they do"
         )
     rows = shape.num_ranks * bound
     routes = shape.top_k * (_ID_BYTES + _WEIGHT_BYTES)

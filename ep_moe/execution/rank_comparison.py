@@ -124,10 +124,10 @@ class Watch:
             return
         self._warned = True
         warnings.warn(
-            f"{layer.name}: {name} differs from the other ranks' after {number} backward calls, so that ranks "
-            f"train different models; average gradients before each optimizer step with "
-            f"ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, or "
-            f"wrap the model as docs/how-to/training.md shows",
+            f"{layer.name}: {name} differs from the other ranks' after {number} backward calls: the ranks train "
+            "different models; average gradients before each optimizer step with "
+            "ep_moe.training.sync_gradients(model, context) and clip them with clip_grad_norm_ of ep_moe.training, "
+            "or wrap the model as docs/how-to/training.md shows",
             UserWarning,
             stacklevel=2,
         )
@@ -143,10 +143,10 @@ class Watch:
             return
         self._warned_of_buffer = True
         warnings.warn(
-            f"{layer.name}: the buffer {name} differs from the other ranks', since forwards or steps write it by each "
-            f"rank's own tokens, so that ranks may compute with different models; take torch.nn.SyncBatchNorm in place "
-            f"of BatchNorm, or broadcast the buffer before ranks evaluate or save, as DistributedDataParallel does in "
-            f"each forward",
+            f"{layer.name}: the buffer {name} differs from the other ranks', because each rank updates it from its "
+            "own tokens: the ranks may compute with different models; use torch.nn.SyncBatchNorm instead of "
+            "BatchNorm, or broadcast the buffer before evaluation and saving, as DistributedDataParallel does in "
+            "each forward",
             UserWarning,
             stacklevel=2,
         )
@@ -165,9 +165,9 @@ class Watch:
         self._warned = True
         which = "routers" if found.router_steps else "dense parameters"
         warnings.warn(
-            f"{layer.name}: {which} stay alike in optimizer steps, as with gradients that are averaged over ranks, and "
-            f"gradients of experts are sums of {ranks} ranks: beside means they are {ranks} times too large; call "
-            f"ep_moe.training.sync_gradients(model, context) before each step instead of an all_reduce of your own",
+            f"{layer.name}: {which} stay equal on all ranks, so their gradients seem to be averaged over ranks, and "
+            f"gradients of experts are sums over {ranks} ranks: they are {ranks} times too large; call "
+            "ep_moe.training.sync_gradients(model, context) before each step instead of your own all_reduce",
             UserWarning,
             stacklevel=2,
         )
@@ -211,7 +211,7 @@ def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> Drift:
     odd = _drifted_beside(beside)
     if named is None and odd:
         ranks = ", ".join(str(rank_group.ranks[at]) for at in odd)
-        named = f"what the optimizer of its experts steps beside them, on rank{'s' if len(odd) > 1 else ''} {ranks},"
+        named = f"another parameter of the experts' optimizer, on rank{'s' if len(odd) > 1 else ''} {ranks},"
     return Drift(named, of_buffers, not odd and _beside_steps(beside))
 
 

@@ -210,18 +210,20 @@ def slots_of(layer: Layer) -> list[BufferSlot]:
 def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) -> str | None:
     """Return None, or why this rank cannot capture these calls. no_graphs: from `Recorder.unsupported_reason`"""
     context, bound, kernel = layer.context, layer.context._current_limit, layer._kernel
-    most = "" if bound is None else f" and at most {bound} (the bound in force)"
+    most = "" if bound is None else f" and at most {bound} (the token limit)"
     if not (isinstance(tokens, Sequence) and tokens and all(_fits(count, bound) for count in tokens)):
         return f"tokens must be a list of integers of at least 0{most}, got {tokens!r}"
     if no_graphs is not None:
         return no_graphs
     if capturing(layer.device):
-        return "a capture is under way on this stream, which records the layer's kernels as they are; call it before"
+        return (
+            "this stream is being captured, and the capture records the layer's kernels already; call capture before it"
+        )
     if isinstance(kernel, FusedExperts):
-        return f"experts={kernel.name} puts its rounds in order on the host, which a replay passes by; {_INSTEAD}"
+        return f"experts={kernel.name} orders its rounds on the host, which a replay skips; {_INSTEAD}"
     if layer.expert_weights.sharded:
         return (
-            "fully_shard has cut its expert parameters, which each call gathers anew; leave the experts whole with "
+            "fully_shard has sharded its expert parameters, which each call gathers; keep the experts whole with "
             "ep_moe.training.fully_shard(..., shard_experts=False)"
         )
     transport = layer._dispatcher()
@@ -232,20 +234,20 @@ def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) 
             )
     if transport.grows:
         return (
-            f"all2all={transport.name} has buffers that grow with the calls, and a replay has one size; say the most "
-            f"tokens of a call by EPContext.from_torchrun(max_tokens=...)"
+            f"all2all={transport.name} has buffers that grow with the calls, and a replay has one size; set the "
+            "token limit with EPContext.from_torchrun(max_tokens=...)"
         )
     if transport.rank_group.size > 1 and not isinstance(getattr(transport, "buffer_pool", None), BufferPool):
-        return f"all2all={transport.name} puts its calls in order on a stream that a replay passes by; {_INSTEAD}"
+        return f"all2all={transport.name} orders its calls on a stream that a replay does not use; {_INSTEAD}"
     if context._tokens.checks_input:
         return (
-            f"in this layout ({context.layout}) all ranks exchange their numbers of tokens before each call, which a "
-            f"replay passes by; use ParallelConfig(tokens=Tokens.SHARDED, etp=1), or {_INSTEAD}"
+            f"in this layout ({context.layout}) all ranks exchange their token counts before each call, which a "
+            f"replay skips; use ParallelConfig(tokens=Tokens.SHARDED, etp=1), or {_INSTEAD}"
         )
     if context._stage_times is not None and context._stage_times.timed:
-        return "stages are timed, and events of a graph have no times; leave metrics.stages first"
+        return "metrics.stages is active, and events in a CUDA graph have no times; leave it first"
     if any(buffer_slot.busy for buffer_slot in slots_of(layer)):
-        return f"a call of all2all={transport.name} is under way; finish it first"
+        return f"a call of all2all={transport.name} is not finished; finish it first"
     return None
 
 

@@ -68,9 +68,9 @@ def _unsummed_problem(router: Any, weights: Tensor, rows: Tensor) -> str | None:
         leaf = getattr(node, "variable", None)
         if leaf is not None and leaf is not rows and id(leaf) not in own:
             return (
-                f"router= trains a tensor of shape {list(leaf.shape)} that is no parameter of it, and under tensor "
-                f"parallelism each rank would have the gradient of its own tokens alone; give a torch.nn.Module that "
-                f"has its parameters, or pass the routes of all tokens to forward_routed"
+                f"router= trains a tensor of shape {list(leaf.shape)} that is not one of its parameters, and under "
+                "tensor parallelism each rank would get the gradient of its own tokens only; pass a torch.nn.Module "
+                "that owns its parameters, or pass the routes of all tokens to forward_routed"
             )
         left += [following for following, _ in node.next_functions]
     return None

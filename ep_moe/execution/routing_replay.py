@@ -144,22 +144,22 @@ class RoutingTap:
         again = recomputing()
         if self.replayed is None and again and (self._newest or len(self._graphs)):
             return (
-                f"{layer.name}: backward computes a call again whose routes were replayed; call backward within "
-                f"replay_routing, so that it gets the same ones"
+                f"{layer.name}: backward recomputes a call whose routes were replayed; call backward inside "
+                "replay_routing, so that it gets the same routes"
             )
         if not again:
             self._newest = self.replayed is not None
         if self.active and layer._routes_inside:
-            return f"experts={layer.choice.experts} routes inside, and shows no routes; choose other experts"
+            return f"experts={layer.choice.experts} has a built-in router and returns no routes; choose other experts"
         if self.buffer is not None and (wrong := _buffer_problem(self.buffer, layer)) is not None:
             return wrong
         if self.replayed is None:
             return None
         if routed or type(layer.router) is not Router:
-            what = "forward_routed was given routes" if routed else "the layer's router is the user's"
+            what = "forward_routed was given routes" if routed else "the layer has a custom router"
             return (
-                f"replay_routing: {what}, and weights are computed again by ep_moe.Router alone; leave router to the "
-                f"layer, or pass the recorded ids to forward_routed with weights of your own"
+                f"replay_routing: {what}, and only ep_moe.Router recomputes weights; leave router=None, or pass the "
+                "recorded ids to forward_routed with your own weights"
             )
         return self.replayed.problem(rows, layer.config, layer.device)
 

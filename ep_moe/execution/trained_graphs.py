@@ -111,7 +111,8 @@ class TrainedGraphs:
         self.drop()
         if not self.tries:
             text = (
-                f"calls of {call.where} with gradients take the host longer than they could: recording raised {error}"
+                f"calls of {call.where} with gradients cannot be recorded as CUDA graphs, and take more host time: "
+                f"{error}"
             )
             warnings.warn(text, stacklevel=2)
 

@@ -183,7 +183,7 @@ def test_load_tuning_and_bad_input(world_size):
         layer.tune([16])
         check(layer, 16, rank, replays=False)
         found = same_error(ConfigError, lambda: layer.capture_routed([65]))
-        assert "at most 64 (the bound in force), got [65]" in found
+        assert "at most 64 (the token limit), got [65]" in found
         layer.capture_routed([16])
         check(layer, 16, rank, replays=True)
         x = rows(layer, 16, rank)

@@ -158,7 +158,7 @@ def test_captures_that_cannot_be(world_size):
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=2), device=CPU, max_tokens=9) as context:
         layer = built(context, name="block")
-        calls = "tokens must be a list of integers of at least 0 and at most 9 (the bound in force), got "
+        calls = "tokens must be a list of integers of at least 0 and at most 9 (the token limit), got "
         waits = MoELayer(PLAIN, context, all2all="torch_a2a")
 
         def recording_fails(self, call):
@@ -186,7 +186,7 @@ def test_captures_that_cannot_be(world_size):
             found = same_error(ConfigError, lambda which=which, tokens=tokens: which.capture_routed(tokens))
             assert sentence in found, found
         context._stage_times = on_one_rank(StageTimes(CPU), None)
-        assert "block.capture_routed: rank 1: stages are timed" in same_error(
+        assert "block.capture_routed: rank 1: metrics.stages is active" in same_error(
             ConfigError, lambda: layer.capture_routed([4])
         )
         context._stage_times = StageTimes(CPU, timed=False)  # disabled
@@ -194,15 +194,15 @@ def test_captures_that_cannot_be(world_size):
         layer.capture_routed([4])
         context._stage_times = None
         busy.made[0].busy = True
-        assert "a call of all2all=nvlink_p2p is under way" in same_error(ConfigError, lambda: layer.capture([4]))
+        assert "a call of all2all=nvlink_p2p is not finished" in same_error(ConfigError, lambda: layer.capture([4]))
         busy.made[0].busy = False
         recorded_calls.capturing = lambda device: device == CPU
-        assert "a capture is under way on this stream" in same_error(ConfigError, lambda: layer.capture([4]))
+        assert "this stream is being captured" in same_error(ConfigError, lambda: layer.capture([4]))
         recorded_calls.capturing = lambda device: False
         transport, buffer_pool = layer._dispatcher(), layer._dispatcher().buffer_pool
         transport.buffer_pool = None
         found = same_error(ConfigError, lambda: layer.capture([4]))
-        assert "all2all=nvlink_p2p puts its calls in order on a stream that a replay passes by" in found
+        assert "all2all=nvlink_p2p orders its calls on a stream that a replay does not use" in found
         transport.buffer_pool = buffer_pool
         with mock.patch.object(NVLinkP2PDispatcher, "grows", True):
             found = same_error(ConfigError, lambda: layer.capture([4]))
@@ -237,7 +237,7 @@ def test_fused_kernels_are_not_captured(world_size):
         sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 10, "top_k": 2}
         layer = MoELayer(MoEConfig(**sizes), context, experts="flashinfer_mega_bf16", dtype=torch.bfloat16)
         found = same_error(ConfigError, lambda: layer.capture([4]))
-        assert "experts=flashinfer_mega_bf16 puts its rounds in order on the host" in found
+        assert "experts=flashinfer_mega_bf16 orders its rounds on the host" in found
 
 
 @distributed(4)
@@ -247,4 +247,4 @@ def test_layouts_whose_ranks_exchange_numbers_first(sizes, world_size):
     with EPContext.from_groups(ParallelConfig(**sizes), device=CPU, max_tokens=9) as context:
         layer = built(context)
         found = same_error(ConfigError, lambda: layer.capture([4]))
-        assert "all ranks exchange their numbers of tokens before each call" in found
+        assert "all ranks exchange their token counts before each call" in found

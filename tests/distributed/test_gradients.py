@@ -422,7 +422,7 @@ def test_a_router_trains_what_it_holds(sizes, world_size):
             given = x + torch.zeros_like(x, requires_grad=True)  # what precedes the rows is no part of it
             if "tp" in sizes:
                 with pytest.raises(
-                    InputError, match=r"router= trains a tensor of shape \[\d+, 16\] that is no parameter"
+                    InputError, match=r"router= trains a tensor of shape \[\d+, 16\] that is not one of its parameters"
                 ):
                     layer(given)
             else:

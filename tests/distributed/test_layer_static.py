@@ -180,7 +180,9 @@ def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_
         check_call(layer, context, tokens=9)
         rank = dist.get_rank()
         x, routing = integer_rows(9, 16, rank), integer_routing(9, CONFIG, rank)
-        sentence = f"rank 1: the layer became bfloat16 after its first call in float32, and all2all={kind.name}"
+        sentence = (
+            f"rank 1: the layer was converted to bfloat16 after its first call in float32, and all2all={kind.name}"
+        )
         with torch.no_grad():
             if rank:
                 layer.to(torch.bfloat16)

@@ -42,7 +42,7 @@ def train(layer: MoELayer, context: EPContext, optimizer, after: Callable[[nn.Mo
         optimizer.zero_grad()
 
 
-GRADIENTS, NUMBERS = "an optimizer's step on rank 1 had the gradients of rank 0's experts", "ZeroRedundancyOptimizer"
+GRADIENTS, NUMBERS = "an optimizer step on rank 1 used the gradients of rank 0's experts", "ZeroRedundancyOptimizer"
 WAYS = {
     "averaged": (lambda p: SGD(p, lr=0.1), average_all, GRADIENTS),
     "averaged for Adam": (lambda p: Adam(p, lr=0.1), average_all, GRADIENTS),
@@ -212,9 +212,9 @@ def test_experts_that_ranks_draw_from_one_seed(case):
             if name.partition(".")[2] in parts:
                 nn.init.normal_(parameter, std=0.02)
         if refused:
-            assert "from one seed on all (torch.nn.init)" in same_error(InputError, lambda: layer(x))
+            assert "from one seed on all ranks (torch.nn.init)" in same_error(InputError, lambda: layer(x))
         else:
-            with pytest.warns(UserWarning, match=rf"{', '.join(parts)} of rank 1's experts have the numbers of rank 0"):
+            with pytest.warns(UserWarning, match=rf"{', '.join(parts)} of rank 1's experts have the values of rank 0"):
                 layer(x)
         torch.manual_seed(1)
         for expert in range(experts):

@@ -125,7 +125,7 @@ def written_by_one(model, rank):
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
-        (averaged, "rank 1 holds for its experts the numbers of rank 0's"),
+        (averaged, "the experts of rank 1 have the values of rank 0's experts"),
         (written_by_one, "all ranks must hold the same router and shared experts, and router.weight on rank 1 differs"),
     ],
 )

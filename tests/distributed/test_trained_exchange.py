@@ -309,7 +309,7 @@ def test_what_a_call_keeps_is_in_the_plan(world_size):
             layers[1].plan(train_tokens=MOST)
         with pytest.raises(ConfigError, match="train_tokens must be an integer of at least 1, got 0"):
             layer.plan(train_tokens=0)
-        with pytest.raises(ConfigError, match="train_tokens=9 is more than the bound in force, max_tokens=8"):
+        with pytest.raises(ConfigError, match="train_tokens=9 is more than the token limit, max_tokens=8"):
             layer.plan(train_tokens=MOST + 1)
 
 

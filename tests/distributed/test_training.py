@@ -126,7 +126,7 @@ def test_means_of_the_users_own_beside_sums_are_warned_of(ep, world_size):
                         training.sync_gradients(layer, context)
                     optimizer.step()
                     optimizer.zero_grad()
-            found = [str(one.message) for one in caught if "are sums of 2 ranks: beside means" in str(one.message)]
+            found = [str(one.message) for one in caught if "are sums over 2 ranks: they are" in str(one.message)]
             assert len(found) == own, caught
 
 

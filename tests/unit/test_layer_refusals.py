@@ -138,7 +138,7 @@ def test_transforms_of_torch_func_are_refused(context, transform):
         "vmap": lambda: torch.func.vmap(layer)(x),
         "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
     }
-    with pytest.raises(InputError, match=r"transforms of torch\.func .* do not go through the layer"):
+    with pytest.raises(InputError, match=r"MoELayer does not support transforms of torch\.func"):
         calls[transform]()
     layer(x)
 
@@ -148,7 +148,7 @@ def test_a_map_that_moved_no_weights_is_refused(context):
     wanted, before = layer(x).detach(), layer.placement.expert_map
     moved = ExpertMap.from_ranks([[*reversed(range(before.num_experts))]], before.num_experts)
     layer.placement.update(moved)
-    with pytest.raises(InputError, match=r"Placement\.update put another expert map in force.*ExpertBalancer"):
+    with pytest.raises(InputError, match=r"Placement\.update changed the expert map.*ExpertBalancer"):
         layer(x)
     layer.placement.update(ExpertMap.linear(before.num_experts, 1))
     assert torch.equal(layer(x), wanted)

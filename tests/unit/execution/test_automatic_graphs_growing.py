@@ -174,5 +174,5 @@ def test_a_capture_names_max_tokens(driver, context):
     ):
         layer.forward_routed(x, routing)
     assert repeats(layer, x, routing), "and the layer goes on"
-    with pytest.raises(ValueError, match=r"capture_routed: .* a replay has one size; say .*\(max_tokens=\.\.\.\)"):
+    with pytest.raises(ValueError, match=r"capture_routed: .* a replay has one size; set .*\(max_tokens=\.\.\.\)"):
         layer.capture_routed([2])

@@ -67,7 +67,7 @@ def test_sharded_experts_are_not_captured(layer):
     assert replayed(layer, rows(4))
     layer.expert_weights.unstack()
     assert not replayed(layer, rows(4))
-    with pytest.raises(ConfigError, match="fully_shard has cut its expert parameters"):
+    with pytest.raises(ConfigError, match="fully_shard has sharded its expert parameters"):
         layer.capture([4])
 
 

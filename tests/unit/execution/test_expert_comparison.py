@@ -15,7 +15,11 @@ from ep_moe.parallel.rank_group import RankGroup
     ("slots", "facts", "sentence"),
     [
         ([[0, 1], [2, 0]], [[11, 1, 12, 0], [13, 0, 11, 2]], "copies of expert 0 on ranks 4, 6 differ"),
-        ([[0, 1], [2, 3]], [[11, 0, 12, 0], [11, 0, 12, 0]], "rank 6 holds for its experts the numbers of rank 4's"),
+        (
+            [[0, 1], [2, 3]],
+            [[11, 0, 12, 0], [11, 0, 12, 0]],
+            "the experts of rank 6 have the values of rank 4's experts",
+        ),
     ],
     ids=["copies", "broadcast"],
 )

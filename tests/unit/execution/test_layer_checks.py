@@ -119,12 +119,17 @@ def test_a_kernel_that_routes_inside_is_called_by_forward_alone(monkeypatch):
     monkeypatch.setattr(layer, "_routes_inside", True)
     monkeypatch.setitem(layer._asked, "expert_map", layer.placement.expert_map)
     x, routing = torch.ones(3, 16), Routing(torch.tensor([[0, 1]] * 3), torch.ones(3, 2))
-    where = "experts=reference routes inside"
+    where = "experts=reference has a built-in router"
     assert layer_checks.call_problem(layer, x, None, None) is None
-    assert layer_checks.call_problem(layer, x, routing, None) == f"{where}: call forward, under the map of construction"
+    assert (
+        layer_checks.call_problem(layer, x, routing, None)
+        == f"{where}: call forward, with the expert map of construction"
+    )
     mask = TokenMask(torch.ones(3, dtype=torch.bool))
     assert layer_checks.call_problem(layer, x, None, mask) == f"{where} and takes no mask; choose other experts"
     monkeypatch.setitem(layer._asked, "expert_map", ExpertMap.from_ranks([[3, 2, 1, 0]], 4))
-    assert layer_checks.call_problem(layer, x, None, None) == f"{where}: call forward, under the map of construction"
+    assert (
+        layer_checks.call_problem(layer, x, None, None) == f"{where}: call forward, with the expert map of construction"
+    )
     monkeypatch.setattr(layer, "_routes_inside", False)
     assert layer_checks.call_problem(layer, x, routing, None) is None

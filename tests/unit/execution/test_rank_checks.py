@@ -105,4 +105,4 @@ def test_hooks_that_may_leave_sums_are_named(name, layer, monkeypatch):
         for _ in range(2):
             assert checks.wrapper_problem(layer) is None
     assert len(caught) == (name in UNKNOWN), "once for a wrapper"
-    assert all("not known to average over ranks" in str(one.message) for one in caught)
+    assert all("may sum gradients over ranks" in str(one.message) for one in caught)

@@ -69,7 +69,7 @@ def test_it_gives_what_routing_and_experts_give():
 def test_what_has_no_meaning_for_it_is_refused_by_name():
     layer = layer_of()
     x, ids = torch.randn(3, 16), torch.zeros(3, 2, dtype=torch.int64)
-    with pytest.raises(InputError, match="experts=routes_inside routes inside: call forward"):
+    with pytest.raises(InputError, match="experts=routes_inside has a built-in router: call forward"):
         layer.forward_routed(x, Routing(ids, ids.float()))
     for asked in (layer.record_routing(RoutingBuffer(3, 2)), layer.replay_routing(ids)):
         with asked, pytest.raises(InputError, match="experts=routes_inside routes inside, and shows no routes"):
@@ -90,7 +90,7 @@ def test_maps_that_it_does_not_see_are_refused():
         layer_of(expert_map=placed)
     layer = layer_of()
     layer.placement.update(placed)  # as a balancer does
-    with pytest.raises(InputError, match="routes inside: call forward, under the map of construction"):
+    with pytest.raises(InputError, match="routes inside: call forward, with the expert map of construction"):
         layer(torch.randn(3, 16))
 
 

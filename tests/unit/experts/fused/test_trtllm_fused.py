@@ -272,7 +272,7 @@ def test_the_reason_reaches_the_user():
 def test_a_plan_of_eplb_is_refused():
     layer, _ = build(shape())
     layer.placement.update(ExpertMap.from_ranks([[*reversed(range(EXPERTS))]], EXPERTS))
-    with pytest.raises(InputError, match="routes inside: call forward, under the map of construction"):
+    with pytest.raises(InputError, match="routes inside: call forward, with the expert map of construction"):
         layer(torch.randn(3, 256).to(BF16))
 
 
