@@ -406,8 +406,8 @@ class EPContext(ConnectedRanks):
             raise ContextClosed("this EPContext was destroyed; keep it alive as long as its layers")
         if self.rank_groups.ended:
             raise ContextClosed(
-                "torch.distributed was ended (destroy_process_group), and with it the groups of this EPContext; end it "
-                "after the last call, and make another context where it begins again"
+                "torch.distributed was ended (destroy_process_group), and with it the groups of this EPContext; end "
+                "it after the last call, and make a new EPContext after init_process_group"
             )
 
     def __repr__(self) -> str:

@@ -187,8 +187,8 @@ class MoELayer(LayerTools):
         """Run a call on the layer's device and in its dtype. Replay a CUDA graph if one was recorded for such calls."""
         if self._unfinished:  # set on all ranks, so no exchange is needed to raise on all
             raise CheckpointError(
-                f"{self.name} holds a part of {self._unfinished}, whose loading did not end, and outputs would be "
-                f"wrong; load weights again, whole"
+                f"{self.name} holds only a part of {self._unfinished}, whose loading did not finish, and outputs "
+                "would be wrong; load all weights again"
             )
         if elsewhere(self.context._gpu):
             with on_device(self.context.device):
@@ -395,8 +395,8 @@ class MoELayer(LayerTools):
         """
         if isinstance(self.experts, FusedExperts):
             raise ConfigError(
-                f"experts={self.choice.experts} has its all2all inside, and the layer has no dispatcher; choose other "
-                f"experts"
+                f"experts={self.choice.experts} has a built-in all2all, and the layer has no dispatcher; choose "
+                "other experts"
             )
         entry, repeats = self._entry, self._repeats
         key = (entry.choice.all2all, entry.room, self._call_dtype, repeats)
@@ -436,7 +436,7 @@ class MoELayer(LayerTools):
 
     def _refuse(self, problem: str) -> NoReturn:
         """Raise this rank's problem on all ranks, by the exchanges with which every call begins."""
-        _log.info("%s refuses a call on rank %d: %s", self.name, self.context.layout.rank, problem)
+        _log.info("%s rejects a call on rank %d: %s", self.name, self.context.layout.rank, problem)
         with self.context._entered(self.name, self._carried()):
             self.context._tokens.enter(0, problem, self.context.device)
             self._refuse_dispatch(problem)

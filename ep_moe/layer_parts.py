@@ -156,20 +156,21 @@ class LayerParts(nn.Module):
         # wrappers of submodules, such as apply_activation_checkpointing, also assign modules that they do not wrap
         if name in ("expert_weights", "placement") and self._modules.get(name, value) is not value:
             raise ConfigError(
-                f"{self.name}: {name} cannot be replaced: its kernels keep the one that they were made with; call one "
-                f"layer in both places, or assign single parameters"
+                f"{self.name}: {name} cannot be replaced: its kernels keep the original; call one layer in both "
+                "places, or assign single parameters"
             )
         if name in _FIXED and name in self.__dict__:
             raise ConfigError(
-                f"{self.name}: {name} cannot be replaced: the layer's router, kernels and buffers keep the one that "
-                f"they were made with; build another MoELayer, and give it this one's state_dict()"
+                f"{self.name}: {name} cannot be replaced: the layer's router, kernels and buffers keep the original; "
+                "build another MoELayer, and load this one's state_dict() into it"
             )
         super().__setattr__(name, value)
 
     def __reduce__(self) -> Any:
         raise ConfigError(
-            f"{self.name} is neither copied nor pickled: its context's groups and buffers are not; build another "
-            f"MoELayer on the context and give it this one's state_dict(), or copy named_parameters() for an average"
+            f"{self.name} cannot be copied or pickled, nor can the groups and buffers of its context; build another "
+            "MoELayer on the context and load this one's state_dict() into it, or copy named_parameters() for an "
+            "average"
         )
 
     @torch.inference_mode(False)  # as at construction: kernels and counters write the tensors that this creates

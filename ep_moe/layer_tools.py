@@ -145,7 +145,9 @@ class LayerTools(LayerParts):
             ConfigError: the layer has a fused kernel that routes internally and counts no load.
         """
         if self._routes_inside:
-            raise ConfigError(f"experts={self.choice.experts} routes inside and counts no load; choose other experts")
+            raise ConfigError(
+                f"experts={self.choice.experts} has a built-in router and counts no load; choose other experts"
+            )
         return layer_stats(self.name, self.placement, self.context.rank_groups["ep"])
 
     @contextmanager

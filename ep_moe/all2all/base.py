@@ -99,8 +99,8 @@ class Dispatcher(DeclaredTransport, ABC):
         """
         if capturing(device):
             raise InputError(
-                f"{self.name} has buffers that grow with the calls, and a captured call has one size; say the most "
-                f"tokens of a call by EPContext.from_torchrun(max_tokens=...)"
+                f"{self.name} has buffers that grow with the calls, and a captured call has one size; set the token "
+                "limit with EPContext.from_torchrun(max_tokens=...)"
             )
         most = self.rank_group.most_tokens(tokens, problem, device, self.name, gradients=gradients)
         return whole_bound(most)
@@ -177,7 +177,7 @@ class Dispatcher(DeclaredTransport, ABC):
             EPMoEError: As `combine` raises them.
             AssertionError: The transport does not define this method, although it may declare `returns_weights`.
         """
-        raise AssertionError(f"{self.name} brings back no numbers of routes")
+        raise AssertionError(f"{self.name} does not return per-route values")
 
     def recordable_call(self, bound: int) -> RecordableCall | None:
         """Return the launches of a call, for automatic CUDA graphs.
@@ -325,7 +325,7 @@ class Dispatcher(DeclaredTransport, ABC):
         if self.capabilities.static and not (self.grows and max_tokens is None):
             most = g.max_tokens or INT32
             if max_tokens is None or not 1 <= max_tokens <= most:
-                return f"max_tokens must be in [1, {most}], as EPContext has it, got {max_tokens}"
+                return f"max_tokens must be in [1, {most}], EPContext's token limit, got {max_tokens}"
             if (problem := too_many_tokens(x, max_tokens)) is not None:
                 return problem
         return routing_problem(given_ids(routing), routing.weights, x, g.top_k)
@@ -408,7 +408,7 @@ def routing_problem(ids: Tensor, weights: Tensor, x: Tensor, top_k: int) -> str 
 def too_many_tokens(x: Tensor, max_tokens: int | None) -> str | None:
     if max_tokens is None or len(x) <= max_tokens:
         return None
-    return f"x has {len(x)} tokens on their way, more than max_tokens={max_tokens}; raise that of EPContext"
+    return f"x has {len(x)} tokens to dispatch, more than max_tokens={max_tokens}; raise max_tokens of EPContext"
 
 
 if not TYPE_CHECKING:  # type checkers see only the new names

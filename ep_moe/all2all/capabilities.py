@@ -135,7 +135,7 @@ class DispatcherCapabilities:
             return f"{name} needs hidden_size to be {wanted}, got {hidden_size}"
         if form.block == WHOLE_ROW and form.scale.itemsize % self.scale_alignment_bytes:
             wanted = f"a multiple of {self.scale_alignment_bytes} bytes of scales"
-            return f"{name} wants {wanted} in a row, and {wire.dispatch} rows have {form.scale.itemsize}"
+            return f"{name} needs {wanted} in a row, and {wire.dispatch} rows have {form.scale.itemsize}"
         if self.max_ranks is not None and ranks > self.max_ranks:
             return f"{name} serves at most {self.max_ranks} rank{'s' if self.max_ranks > 1 else ''}, ep={ranks}"
         if self.max_top_k is not None and top_k > self.max_top_k:
@@ -149,7 +149,7 @@ class DispatcherCapabilities:
                 wanted = f"a multiple of {unit} in {dtype_name(number)}"
                 return f"{name} needs hidden_size to be {wanted}, got {hidden_size}"
         if self.static and not self.grows and max_tokens is None:
-            return f"{name} has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
+            return f"{name} has fixed buffers; set their size with EPContext.from_torchrun(max_tokens=...)"
         return None
 
 

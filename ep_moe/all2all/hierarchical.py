@@ -192,7 +192,7 @@ def without_rails(name: str, layout: RankLayout) -> str | None:
     """Return why EP groups cannot be divided into nodes and rails, or None."""
     if layout.without_rails is None:
         return None
-    return f"{name} needs as many ranks of an EP group on each of its nodes, and {layout.without_rails}"
+    return f"{name} needs the same number of ranks of an EP group on each node, and {layout.without_rails}"
 
 
 def levels_of(rank_group: RankGroup) -> Levels:

@@ -75,7 +75,7 @@ class PplxDispatcher(Dispatcher):
     def unsupported_platform(cls, layout: RankLayout) -> str | None:
         ranks = layout.group("ep")
         if ranks != sorted(ranks):
-            return f"{cls.name} makes a group of its own, which sorts its ranks, and those of the EP group are {ranks}"
+            return f"{cls.name} needs the ranks of the EP group in ascending order, got {ranks}"
         return one_host_problem(cls.name, layout)
 
     @classmethod

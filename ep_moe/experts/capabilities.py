@@ -97,7 +97,7 @@ class KernelCapabilities:
         if options is not None and options.recompute and not self.differentiable:
             return "it has no backward (recompute=True)"
         if options is not None and options.float8 and not self.float8:
-            return "it trains by products in the layer's dtype alone (float8=True)"
+            return "its backward multiplies only in the layer's dtype (float8=True)"
         if dtype not in self.dtypes:
             return f"dtype {dtype_name(dtype)} is not among {', '.join(sorted(map(dtype_name, self.dtypes)))}"
         if config.activation not in self.activations:
@@ -116,7 +116,7 @@ class KernelCapabilities:
 
     def _inexact(self, etp: int) -> str | None:
         if not self.exact:
-            return "it does not promise that a row's bits are the same among any other rows (exact=True)"
+            return "it does not promise that a row's result is independent of other rows (exact=True)"
         if etp > 1:
             return f"etp={etp} cuts a row's sum over ranks, which exact=True forbids; use etp=1"
         return None

@@ -82,8 +82,8 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
             else ("expert weights were written (update_expert, load_state_dict, load_weights)")
         )
         raise InputError(
-            f"{what} between the forward and the backward of a call, whose gradients would be of other experts' "
-            f"numbers; do so after backward, and run the step again"
+            f"{what} between the forward and the backward of a call, so gradients would belong to other weights; do "
+            "this after backward, and run the step again"
         )
     if weights.each_backward is not None:
         weights.each_backward(version.call)

@@ -83,9 +83,9 @@ _word = ctypes.c_int64.from_address
 def _dropped(word: ctypes.c_int64, layer: str, experts: int) -> str:
     found, word.value = word.value, NO_ID
     return (
-        f"routing.ids must be -1 or in [0, {experts}), got {found} in an earlier call of {layer}, whose result is "
-        f"without it: kernels tell of an id after they ran; build the layer with all2all='allgather', which refuses it "
-        f"at once, to find the call"
+        f"routing.ids must be -1 or in [0, {experts}), got {found} in an earlier call of {layer}, whose result "
+        "ignores it: kernels report an invalid id only after they ran; to find the call, build the layer with "
+        "all2all='allgather', which raises at once"
     )
 
 
@@ -158,7 +158,7 @@ class DeferredRouting(PhysicalRouting):
 
     def __getattr__(self, name: str) -> Any:
         if name == "ids":
-            raise AttributeError("the ids of a DeferredRouting are not placed yet; use materialize().ids")
+            raise AttributeError("the ids of a DeferredRouting are not physical ids yet; use materialize().ids")
         raise AttributeError(name)
 
     def materialize(self) -> PhysicalRouting:

@@ -99,8 +99,8 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     if torch.cuda.is_current_stream_capturing():
         found = torch.cuda.current_device()
         raise InputError(
-            f"a CUDA graph is captured on cuda:{found}, which is current, and would have nothing of what runs on "
-            f"{device}; capture it within torch.cuda.device({str(device)!r})"
+            f"a CUDA graph is captured on cuda:{found}, the current device, and would not record work on {device}; "
+            f"capture it within torch.cuda.device({str(device)!r})"
         )
     return torch.cuda.device(index)
 

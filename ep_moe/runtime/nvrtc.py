@@ -44,7 +44,7 @@ def compile_kernels(source: str, options: Sequence[str] = ()) -> tuple[bytes, st
     done(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode(errors="replace").strip("\0 \n")
     if int(status[0]):
-        raise RuntimeError(f"NVRTC does not compile a kernel of this project: {text}")
+        raise RuntimeError(f"NVRTC cannot compile a kernel of ep_moe: {text}")
     binary = b" " * done(nvrtc.nvrtcGetCUBINSize(program))
     done(nvrtc.nvrtcGetCUBIN(program, binary))
     return binary, text
@@ -178,5 +178,5 @@ def done(answer: tuple[Any, ...]) -> Any:
     """Return a call's results without its status. Raise BackendUnavailable if the status is an error."""
     status, *rest = answer
     if int(status):
-        raise BackendUnavailable(f"the CUDA driver or NVRTC answers {status!r} to a kernel of this project")
+        raise BackendUnavailable(f"the CUDA driver or NVRTC answers {status!r} for a kernel of ep_moe")
     return rest[0] if len(rest) == 1 else tuple(rest)

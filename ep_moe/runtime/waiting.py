@@ -48,6 +48,7 @@ class Waiting:
             known = ", ".join(sorted({*ON_GPUS["triton"], *IN_PART["triton"]}))
             raise BackendUnavailable(
                 f"kernel {self.kernel.fn.__name__!r} of {self.kernel.fn.__module__} waits for other ranks, and "
-                f"Triton {triton.__version__} compiled it so that its warps may part ({problem}); it is not launched. "
-                f'Install a Triton that was run ({known}), or choose another all2all, for example all2all="torch_a2a"'
+                f"Triton {triton.__version__} compiled it so that its warps may diverge ({problem}); it is not "
+                f"launched. Install a tested Triton ({known}), or choose another all2all, for example "
+                'all2all="torch_a2a"'
             )

@@ -200,7 +200,7 @@ class _Function:
                     continue
                 between = self._between(number)
                 if any(self._blocks[each].has_barrier for each in between):
-                    return f"{block.instructions[-1].text!r}, with a barrier on one way"
+                    return f"{block.instructions[-1].text!r}, with a barrier on one path"
                 if not between <= apart:
                     apart |= between
                     break

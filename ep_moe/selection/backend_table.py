@@ -147,7 +147,7 @@ class BackendTable:
         """
         for entry in self._entries:
             if entry.choice.all2all == INSIDE:
-                return f"experts={entry.choice.experts} has buffers of the dtype that the layer was made with"
+                return f"experts={entry.choice.experts} has buffers of the dtype with which the layer was built"
             kernel, transport = entry.choice.experts, entry.choice.all2all
             sender, computer = registry.load("dispatchers", transport), registry.load("experts", kernel)
             if (why := computer.unsupported_reason(config, dtype, layout.etp, scheme, options)) is not None:

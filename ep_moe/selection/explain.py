@@ -186,7 +186,7 @@ def choose(
         if row.status == "chosen":
             return row
     named = [row for row in table if all2all in (AUTO, row.all2all) and experts in (AUTO, row.experts)]
-    reasons = _reasons(named) if named else f"{experts} has its all2all inside; leave all2all={AUTO!r}"
+    reasons = _reasons(named) if named else f"{experts} has a built-in all2all; leave all2all={AUTO!r}"
     free = explain(config, layout, device, dtype, **rest)
     able = ", ".join(f"{row.all2all} with {row.experts}" for row in free if row.status != "refused") or "none"
     raise BackendUnavailable(

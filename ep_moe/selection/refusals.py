@@ -93,9 +93,9 @@ class Refusals:
         if self.options.deterministic and not can.deterministic:
             return f"{transport} is not deterministic"
         if self.options.exact and not can.exact:
-            return f"{transport} does not promise that single rows travel in order and unchanged (exact=True)"
+            return f"{transport} does not promise that it delivers each row in order and unchanged (exact=True)"
         if self.options.exact and self.wire.combine != "plain":
-            return f"rows that come back in {self.wire.combine} are rounded where they travel, which exact=True forbids"
+            return f"combine in {self.wire.combine} rounds rows, which exact=True forbids"
         return registry.asked(
             "experts",
             kernel,
@@ -114,7 +114,7 @@ class Refusals:
             return f"{kernel}: {reason}"
         kind: type[FusedExperts] = registry.load("fused", kernel)
         if self.wire != PLAIN_WIRE:
-            return f"{kernel} has its own rows on the wire, not {self.wire}"
+            return f"{kernel} has its own row format for dispatch and combine, not {self.wire}"
         return registry.asked(
             "fused",
             kernel,

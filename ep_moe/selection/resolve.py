@@ -190,9 +190,9 @@ def _wrong_kind(config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | 
             return ConfigError(f"{field} must be a module, or None for the layer's own, got {shown(given)}")
         if given is not None and asked.options.exact and not getattr(given, "exact", False):
             return ConfigError(
-                f"{field}={type(given).__name__} does not say that a row's result is the same bits in every batch, "
-                f"which ExpertsOptions.exact promises; leave {field} to the layer, or set an attribute exact=True on a "
-                f"module that keeps this (ep_moe.runtime.batch_invariant has the operations)"
+                f"{field}={type(given).__name__} does not declare that a row's result is bitwise equal in every "
+                f"batch, which ExpertsOptions.exact promises; leave {field}=None, or set exact=True on a module that "
+                "ensures this (ep_moe.runtime.batch_invariant has the operations)"
             )
     return None
 
@@ -205,11 +205,12 @@ def _check_tuned(tuned: Tuned, context: EPContext, config: MoEConfig, asked: Lay
     ):
         if value != free:
             raise ConfigError(
-                f"{name}={value!r} beside tuned, which says it per number of tokens; leave out one of them"
+                f"{name}={value!r} and tuned are both given, and tuned sets {name} per number of tokens; leave out "
+                "one of them"
             )
     if context._max_dispatch_tokens is None:
         raise ConfigError(
-            "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tokens=...)"
+            "tuned chooses backends by the token limit; set it with EPContext.from_torchrun(max_tokens=...)"
         )
     layout = context.layout
     here = machine_facts(context.device, layout.ep, layout.etp, layout.ep_node_count)
@@ -240,12 +241,12 @@ def _check_map(expert_map: ExpertMap, config: MoEConfig, ranks: int) -> None:
 def _check_fused(name: str, asked: LayerRequest) -> None:
     """Raise ConfigError for arguments that a fused kernel does not support and `explain.choose` does not check."""
     if asked.pipeline is not None:
-        raise ConfigError(f"pipeline={asked.pipeline!r} is not for experts={name}: its rows do not travel in parts")
+        raise ConfigError(f"pipeline={asked.pipeline!r} is not supported by experts={name}; leave pipeline out")
     kind: type[FusedExperts] = registry.load("fused", name)
     if kind.capabilities.routes and not (asked.router is None or isinstance(asked.router, Router)):
         raise ConfigError(
-            f"experts={name} routes inside, as ep_moe.router.Router does; leave router=None, or choose other experts, "
-            f"got {type(asked.router).__name__}"
+            f"experts={name} has a built-in router, which computes as ep_moe.router.Router; leave router=None, or "
+            f"choose other experts, got {type(asked.router).__name__}"
         )
 
 
@@ -277,6 +278,6 @@ class SlowTraining:
         text = "; ".join(f"{row.experts}: {row.reason if row.status == 'refused' else built}" for row in rows)
         warnings.warn(
             f"{layer.name} is trained with experts=reference, in plain torch, several times slower than a kernel "
-            f"with a backward of its own ({text}); name experts='reference' to be asked no more",
+            f"with its own backward ({text}); pass experts='reference' to silence this warning",
             stacklevel=2,
         )

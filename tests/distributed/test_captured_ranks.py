@@ -119,7 +119,7 @@ def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
         rank = dist.get_rank()
         tokens = 9 + rank * (fault == "tokens")
         x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, PLAIN, rank)
-        sentence = "rank 1: x has 10 tokens on their way, more than max_tokens=9"
+        sentence = "rank 1: x has 10 tokens to dispatch, more than max_tokens=9"
         if fault == "dtype":
             x, sentence = x.to((torch.float32, torch.float64)[rank]), "rank 1: x must be float32 as the layer is"
         with torch.no_grad():

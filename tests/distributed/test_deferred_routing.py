@@ -110,7 +110,7 @@ def test_a_bad_call_is_refused_all_the_same(fault, world_size):
             if not rank:
                 assert layer.forward_routed(x, routing).isnan().any()
             elif fault == "tokens":
-                with pytest.raises(InputError, match="rank 1: x has 10 tokens on their way"):
+                with pytest.raises(InputError, match="rank 1: x has 10 tokens to dispatch"):
                     layer.forward_routed(x, routing)
             else:
                 late = layer.placement(Routing(routing.ids[:3], routing.weights))

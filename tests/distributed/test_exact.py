@@ -257,7 +257,7 @@ def test_what_cannot_be_promised_is_refused_by_name(world_size):
 def test_more_tokens_than_the_bound_are_refused_on_all_ranks(world_size):
     with p2p_on_cpu(), EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30, max_tokens=4) as context:
         layer = build(SOFTMAX, context, all2all="nvlink_p2p")
-        with pytest.raises(InputError, match="x has 5 tokens on their way, more than max_tokens=4"):
+        with pytest.raises(InputError, match="x has 5 tokens to dispatch, more than max_tokens=4"):
             layer(rows()[:5].to(rank_device()))
 
 

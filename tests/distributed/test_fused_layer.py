@@ -133,7 +133,7 @@ def test_what_a_user_asks_of_the_layer(world_size):
         assert (layer.choice.all2all, layer.choice.experts) == ("inside", "flashinfer_mega_bf16")
         assert "all2all=inside, experts=flashinfer_mega_bf16" in repr(layer)
         assert [row for row in layer.explain() if row.status == "chosen"] == [layer.choice]
-        with pytest.raises(ConfigError, match="experts=flashinfer_mega_bf16 has its all2all inside"):
+        with pytest.raises(ConfigError, match="experts=flashinfer_mega_bf16 has a built-in all2all"):
             _ = layer._dispatcher()
         planned = layer.plan()
         assert planned["transport"] == FlashInferMegaBf16.buffer_bytes(layer._dispatch_shape()) > 0
@@ -183,8 +183,8 @@ def test_what_a_layer_with_one_refuses(world_size):
     kinds()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=MOST) as context:
         for options, kind, sentence in (
-            ({"all2all": "torch_a2a"}, BackendUnavailable, "has its all2all inside; leave all2all='auto'"),
-            ({"wire": Wire(dispatch="fp8_block")}, BackendUnavailable, "its own rows on the wire"),
+            ({"all2all": "torch_a2a"}, BackendUnavailable, "has a built-in all2all; leave all2all='auto'"),
+            ({"wire": Wire(dispatch="fp8_block")}, BackendUnavailable, "its own row format for dispatch and combine"),
             ({"pipeline": 8}, ConfigError, "pipeline=8 is not for experts=flashinfer_mega_bf16"),
             ({"expert_map": ExpertMap.uneven([4, 6])}, BackendUnavailable, r"slots on every rank, got \[4, 6\]"),
             ({"dtype": torch.float32}, BackendUnavailable, "dtype float32 is not among bfloat16"),
@@ -193,11 +193,11 @@ def test_what_a_layer_with_one_refuses(world_size):
             assert re.search(sentence, said), said
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
         said = same_error(BackendUnavailable, lambda: MoELayer(CONFIG, context, **BF16))
-        assert "it has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)" in said
+        assert "it has fixed buffers; set their size with EPContext.from_torchrun(max_tokens=...)" in said
 
 
 FAULTS = {
-    "one too many": (lambda x: x.new_zeros(8, 256), "x has 8 tokens on their way, more than max_tokens=7"),
+    "one too many": (lambda x: x.new_zeros(8, 256), "x has 8 tokens to dispatch, more than max_tokens=7"),
     "a dtype": (lambda x: x.double(), "x must be bfloat16 as the layer is, got float64"),
     "a gradient": (lambda x: x.requires_grad_(), "experts=flashinfer_mega_bf16 has no backward"),
 }

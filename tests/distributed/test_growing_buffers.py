@@ -105,9 +105,9 @@ def test_it_is_said_once_and_explained(world_size):
         for tokens in (2, 9, 40, 90):
             for layer in layers:
                 layer(torch.zeros(tokens, 16, dtype=layer.dtype, device=context.device))
-        said = everywhere([text for text in heard if "has made room" in text])
+        said = everywhere([text for text in heard if "has allocated buffers" in text])
         assert [len(lines) for lines in said] == [1, 0], "once, on one rank"
-        assert re.search(r"nvlink_p2p has made room for 16 tokens per rank \([\d.]+ MiB\)", said[0][0])
+        assert re.search(r"nvlink_p2p has allocated buffers for 16 tokens per rank \([\d.]+ MiB\)", said[0][0])
         assert "EPContext.from_torchrun(max_tokens=...)" in said[0][0]
         (chosen,) = (row.reason for row in layers[0].explain() if row.status == "chosen")
         assert chosen.endswith(f"they hold {layers[0].plan()['transport'] / 2**20:.1f} MiB now")
@@ -371,9 +371,7 @@ def test_captures_name_max_tokens(world_size):
         check_call(layer, context, tokens=2)
         with mock.patch.object(base, "capturing", return_value=True):
             text = same_error(InputError, lambda: layer(torch.zeros(2, 16)))
-        assert (
-            "a captured call has one size; say the most tokens of a call by EPContext.from_torchrun(max_tokens" in text
-        )
+        assert "a captured call has one size; set the token limit with EPContext.from_torchrun(max_tokens" in text
         check_call(layer, context, tokens=2, what="after")
 
 

@@ -229,7 +229,7 @@ def test_uneven_nodes_are_refused_on_all_ranks(world_size):
     with EPContext.from_groups(device=rank_device(), ranks_per_node=3, max_tokens=8) as context:
         for kind in ("hierarchical", "hierarchical_static"):
             said = same_error(BackendUnavailable, partial(MoELayer, CONFIG, context, all2all=kind))
-            assert f"{kind} needs as many ranks of an EP group on each of its nodes, and the EP group has" in said
+            assert f"{kind} needs the same number of ranks of an EP group on each node, and the EP group has" in said
             assert "different numbers of ranks on its nodes: node 0 (ranks 0, 1, 2), node 1 (rank 3)" in said
         assert chosen(context) == "torch_a2a"
 

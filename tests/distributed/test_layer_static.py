@@ -147,7 +147,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
         rank = dist.get_rank()
         tokens = most + rank * (fault == "tokens")
         x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
-        sentence = f"rank 1: x has {most + 1} tokens on their way, more than max_tokens={most}"
+        sentence = f"rank 1: x has {most + 1} tokens to dispatch, more than max_tokens={most}"
         if fault == "dtype":
             x, sentence = x.to((torch.float32, torch.float64)[rank]), "rank 1: x must be float32 as the layer is"
         with context.token_limit(most), torch.no_grad():

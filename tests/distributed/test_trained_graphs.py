@@ -393,7 +393,7 @@ def test_too_many_tokens(world_size):
     with pair() as (layer, twin):
         rank = dist.get_rank()
         recorded([layer, twin], rank)
-        sentence = f"rank 1: x has {MOST + 1} tokens on their way, more than max_tokens={MOST}"
+        sentence = f"rank 1: x has {MOST + 1} tokens to dispatch, more than max_tokens={MOST}"
         if rank:
             with pytest.raises(InputError, match=sentence):
                 Call(layer, MOST + 1, rank)

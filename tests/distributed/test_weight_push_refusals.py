@@ -98,7 +98,9 @@ def test_what_fails_on_the_way_is_served_by_no_rank(world_size):
             assert "rank 1" in text
             for _ in range(2):
                 text = same_error(CheckpointError, lambda: server(input_ids=ids, use_cache=False))
-                assert text.startswith("model.layers.0.mlp.experts holds a part of the pushed weights, whose loading")
+                assert text.startswith(
+                    "model.layers.0.mlp.experts holds only a part of the pushed weights, whose loading"
+                )
             models.load_weights(server, published("olmoe"))
             wanted = expert_parallel(
                 KINDS["olmoe"](), context, experts="reference", quantization="fp8_block",

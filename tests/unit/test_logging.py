@@ -93,7 +93,7 @@ def test_a_refused_call_is_logged(layer, caplog):
     with caplog.at_level(logging.INFO, "ep_moe"), pytest.raises(InputError):
         layer(torch.randn(5, 17))
     (said,) = [record for record in caplog.records if record.name == "ep_moe.layer"]
-    assert said.getMessage().startswith("one refuses a call on rank 0: ")
+    assert said.getMessage().startswith("one rejects a call on rank 0: ")
     assert "17" in said.getMessage()
 
 

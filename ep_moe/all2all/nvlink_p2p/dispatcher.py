@@ -183,8 +183,8 @@ class NVLinkP2PDispatcher(Dispatcher):
         if self._room > before and self.rank_group.rank == 0 and not self.rank_group.known.grew:
             self.rank_group.known.grew = True  # said once
             _log.warning(
-                "%s has made room for %d tokens per rank (%.1f MiB), and makes more in a call that has more; "
-                "EPContext.from_torchrun(max_tokens=...) makes it once, which CUDA graphs need",
+                "%s has allocated buffers for %d tokens per rank (%.1f MiB), and reallocates them for a call with "
+                "more tokens; EPContext.from_torchrun(max_tokens=...) allocates them once, which CUDA graphs need",
                 self.name, self._room, self.held_bytes() / 2**20,
             )  # fmt: skip
         return found
@@ -310,8 +310,8 @@ class NVLinkP2PDispatcher(Dispatcher):
             raise BackendUnavailable(f"{self.name} cannot run here: {error}; choose another all2all") from error
         except InputError as error:  # raised on all ranks, which keep their present buffers
             found = BackendUnavailable(
-                f"{self.name} got no memory for {self._room} tokens per rank, {error}; pass fewer tokens in a call, or "
-                f"choose another all2all"
+                f"{self.name} could not allocate buffers for {self._room} tokens per rank, {error}; pass fewer "
+                "tokens in a call, or choose another all2all"
             )
             found.agreed_by = self
             raise found from error

@@ -175,7 +175,7 @@ class FusedExperts(ABC):
         if (problem := can.unsupported_reason(config, dtype, layout.etp, scheme, options)) is not None:
             return problem
         if not can.travels and ranks > 1:
-            return f"it has no all2all inside and serves one rank, ep={ranks}"
+            return f"it has no built-in all2all and needs ep=1, got ep={ranks}"
         if ranks < can.min_ranks or (can.max_ranks is not None and ranks > can.max_ranks):
             return f"it serves {can.min_ranks} to {can.max_ranks or 'any number of'} ranks, ep={ranks}"
         if can.top_ks is not None and config.top_k not in can.top_ks:
@@ -187,7 +187,7 @@ class FusedExperts(ABC):
             if size % unit:
                 return f"{name} must be a multiple of {unit}, got {size}"
         if can.static and max_tokens is None:
-            return "it has fixed buffers; say how large by EPContext.from_torchrun(max_tokens=...)"
+            return "it has fixed buffers; set their size with EPContext.from_torchrun(max_tokens=...)"
         return None if expert_map is None else cls.unsupported_map(expert_map)
 
     @classmethod
@@ -204,12 +204,12 @@ class FusedExperts(ABC):
         if not cls.capabilities.any_map:
             if expert_map == ExpertMap.linear(expert_map.num_experts, expert_map.num_ranks):
                 return None
-            return f"it serves the linear expert map without replicas alone, not {expert_map} (EPLB, ExpertMap)"
+            return f"it supports only the linear expert map without replicas, got {expert_map} (EPLB, ExpertMap)"
         if len(set(slots)) == 1:
             return None
         spare = expert_map.num_ranks * expert_map.slots_per_rank - expert_map.num_experts
         return (
-            f"it needs as many slots on every rank, got {slots}; fill them up, for example with "
+            f"it needs the same number of slots on every rank, got {slots}; add slots, for example with "
             f"ExpertMap.redundant({expert_map.num_experts}, {expert_map.num_ranks}, {spare})"
         )
 
@@ -345,12 +345,12 @@ class FusedExperts(ABC):
         if self.capabilities.static:
             assert g.max_tokens is not None
             if max_tokens is None or not 1 <= max_tokens <= g.max_tokens:
-                return f"max_tokens must be in [1, {g.max_tokens}], as EPContext has it, got {max_tokens}"
+                return f"max_tokens must be in [1, {g.max_tokens}], EPContext's token limit, got {max_tokens}"
             if (problem := too_many_tokens(x, max_tokens)) is not None:
                 return problem
         if self.capabilities.routes:
             if not isinstance(routed, RouterLogits):
-                return f"{self.name} routes inside and takes RouterLogits, got {type(routed).__name__}"
+                return f"{self.name} has a built-in router and takes RouterLogits, got {type(routed).__name__}"
             experts = [len(x), self.config.num_experts]
             if list(routed.logits.shape) != experts:
                 return f"logits must be [T, E] = {experts}, got {list(routed.logits.shape)}"

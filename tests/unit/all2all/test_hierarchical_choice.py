@@ -86,7 +86,7 @@ def test_uneven_nodes_are_refused_by_name_and_others_go_on():
         assert choose(CONFIG, uneven, CPU, BF16).all2all == "allgather"
         with pytest.raises(
             BackendUnavailable,
-            match=r"hierarchical needs as many ranks of an EP group on each of its nodes, and the EP group has "
+            match=r"hierarchical needs the same number of ranks of an EP group on each node, and the EP group has "
             r"different numbers of ranks on its nodes: a \(ranks 0, 1, 2\), b \(rank 3\)",
         ):
             choose(CONFIG, uneven, CPU, BF16, all2all="hierarchical")

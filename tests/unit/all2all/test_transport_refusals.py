@@ -21,7 +21,7 @@ from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.runtime.devices import without_peer_atomics
 from ep_moe.selection.explain import choose, explain
 
-BY = "say how large by EPContext.from_torchrun(max_tokens=...)"
+BY = "set their size with EPContext.from_torchrun(max_tokens=...)"
 
 GPU = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -125,7 +125,7 @@ def test_refusals_of_deepep(name, fields, sentence):
         ({"layout": layout(8)}, "pplx is for one host here: ep * etp is 8, and this host shows 4 GPUs"),
         (
             {"layout": RankLayout(world=2, rank=0, dp=2, ep=2, ranks=(1, 0))},
-            "pplx makes a group of its own, which sorts its ranks, and those of the EP group are [1, 0]",
+            "pplx needs the ranks of the EP group in ascending order, got [1, 0]",
         ),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_capture_names_max_tokens(driver, context):
         mock.patch.object(base, "capturing", return_value=True),
         mock.patch.object(graphs, "capturing", return_value=True),
         pytest.raises(
-            InputError, match=r"a captured call has one size; say .* EPContext.from_torchrun\(max_tokens=\.\.\.\)"
+            InputError, match=r"a captured call has one size; set .* EPContext.from_torchrun\(max_tokens=\.\.\.\)"
         ),
         torch.no_grad(),
     ):

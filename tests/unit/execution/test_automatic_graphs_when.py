@@ -162,7 +162,7 @@ WRONG = {
         "routing.weights must be a Tensor, got list",
     ),
     "no routing": (lambda x, r: (x, (r.ids, r.weights)), "routing must be a Routing of logical ids, got tuple"),
-    "too many tokens": (lambda x, r: given(MOST + 1), "x has 4 tokens on their way, more than max_tokens=3"),
+    "too many tokens": (lambda x, r: given(MOST + 1), "x has 4 tokens to dispatch, more than max_tokens=3"),
 }
 
 

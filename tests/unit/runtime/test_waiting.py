@@ -152,7 +152,7 @@ def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
         assert active.launched == 2
         assert looks.call_count == 1, "once for each binary"
         for _ in range(2):
-            with pytest.raises(BackendUnavailable, match=r"'_waits'.*its warps may part.*not launched.*all2all="):
+            with pytest.raises(BackendUnavailable, match=r"'_waits'.*its warps may diverge.*not launched.*all2all="):
                 kernel[(1,)](packets, out, 1, WIDTH=8, TOGETHER=False)
         assert active.launched == 2
         _waits.device_caches.clear()

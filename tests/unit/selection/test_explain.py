@@ -170,9 +170,9 @@ def test_what_does_not_keep_an_exact_layers_promise_is_refused_with_the_reason(p
     )
     wanted = ExpertsOptions(exact=True)
     assert refusal("local", "inexact", options=wanted) == (
-        "it does not promise that a row's bits are the same among any other rows (exact=True)"
+        "it does not promise that a row's result is independent of other rows (exact=True)"
     )
-    assert "single rows travel in order and unchanged (exact=True)" in refusal("hasty", "reference", options=wanted)
+    assert "it delivers each row in order and unchanged (exact=True)" in refusal("hasty", "reference", options=wanted)
     assert "etp=2 cuts a row's sum" in refusal("torch_a2a", "reference", options=wanted, layout=layout(2, 2))
     rows = explain(config(), layout(2), CPU, torch.float32, options=wanted)
     able = {(row.all2all, row.experts) for row in rows if row.status != "refused"}

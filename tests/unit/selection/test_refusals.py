@@ -55,7 +55,7 @@ TRANSPORT = {
     "order": ({"deterministic": False}, {"deterministic": True}, "local is not deterministic"),
     "bits": (
         {"exact": False}, {"exact": True},
-        "local does not promise that single rows travel in order and unchanged (exact=True)",
+        "local does not promise that it delivers each row in order and unchanged (exact=True)",
     ),
     "weights of many": (
         {"weighting": Weighting.COMBINE}, {},
@@ -99,7 +99,7 @@ def test_rows_that_are_rounded_on_their_way_back_are_not_exact():
     refusals = asked(wire=Wire(combine="fp8"), options=ExpertsOptions(exact=True))
     with mock.patch.object(LocalDispatcher, "unsupported_reason", classmethod(lambda cls, *_: None)):
         found = refusals.of_pair("local", "reference")
-    assert found == "rows that come back in fp8 are rounded where they travel, which exact=True forbids"
+    assert found == "combine in fp8 rounds rows, which exact=True forbids"
 
 
 def test_a_backend_is_asked_once_for_all_its_pairs():
@@ -119,9 +119,13 @@ def test_what_has_a_backward(monkeypatch):
 
 FUSED = {
     "bits": ({"options": ExpertsOptions(exact=True)}, {}, "exact"),
-    "fixed buffers": ({}, {"static": True}, "it has fixed buffers; say how large"),
+    "fixed buffers": ({}, {"static": True}, "it has fixed buffers; set their size"),
     "a map": ({"expert_map": ExpertMap.from_ranks([[0, 1, 2, 3, 0]], 4, allow_duplicates=True)}, {}, "slots"),
-    "rows on the wire": ({"wire": Wire(dispatch="fp8_block")}, {}, "routes_inside has its own rows on the wire"),
+    "its own row format": (
+        {"wire": Wire(dispatch="fp8_block")},
+        {},
+        "routes_inside has its own row format for dispatch and combine",
+    ),
     "a scheme": ({"scheme": SCHEMES["fp8_dynamic"], "dtype": torch.bfloat16}, {}, "fp8_dynamic is not among none"),
     "a dtype": ({"dtype": torch.float16}, {}, "float16"),
 }

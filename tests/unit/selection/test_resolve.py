@@ -85,10 +85,18 @@ def test_parts_are_compared():
     ("asked", "tokens", "words"),
     [
         ({}, 9, None),
-        ({"all2all": "local"}, 9, "all2all='local' beside tuned, which says it per number of tokens; leave out one"),
-        ({"experts": "reference"}, 9, "experts='reference' beside tuned, which says it per number of tokens"),
-        ({"pipeline": 4}, 9, "pipeline=4 beside tuned, which says it per number of tokens"),
-        ({}, None, "tuned picks by the tokens that a rank passes at most; state them: EPContext.from_torchrun(max_tok"),
+        (
+            {"all2all": "local"},
+            9,
+            "all2all='local' and tuned are both given, and tuned sets all2all per number of tokens; leave out one",
+        ),
+        (
+            {"experts": "reference"},
+            9,
+            "experts='reference' and tuned are both given, and tuned sets experts per number of tokens",
+        ),
+        ({"pipeline": 4}, 9, "pipeline=4 and tuned are both given, and tuned sets pipeline per number of tokens"),
+        ({}, None, "tuned chooses backends by the token limit; set it with EPContext.from_torchrun(max_tok"),
         ({"dtype": torch.float64}, 9, "tuned is for another machine or layer: layer dtype is 'float64' here and"),
     ],
 )

@@ -352,12 +352,12 @@ def test_the_layer_of_the_file_is_the_layer_that_was_asked_for():
 @pytest.mark.parametrize("named", [{"all2all": "local"}, {"experts": "reference"}, {"pipeline": 4}])
 def test_nothing_is_named_beside_it(named):
     (name, value), *_ = named.items()
-    with pytest.raises(ConfigError, match=f"{name}={value!r} beside tuned"):
+    with pytest.raises(ConfigError, match=f"{name}={value!r} and tuned are both given"):
         MoELayer(CONFIG, local(), tuned=tuned(), **named)
 
 
 def test_a_bound_must_be_stated():
-    with pytest.raises(ConfigError, match=r"state them: EPContext.from_torchrun\(max_tokens=...\)"):
+    with pytest.raises(ConfigError, match=r"set it with EPContext.from_torchrun\(max_tokens=...\)"):
         MoELayer(CONFIG, local(None), tuned=tuned())
 
 

@@ -48,11 +48,11 @@ def reason(kind, *, ep=4, etp=1, dtype=torch.bfloat16, scheme=None, max_tokens=6
         ({"hidden_size": 320}, "hidden_size must be a multiple of"),
         ({"intermediate_size": 192}, "intermediate_size / etp must be a multiple of 128, got 192"),
         ({"intermediate_size": 384, "etp": 2}, "intermediate_size / etp must be a multiple of 128, got 192"),
-        ({"max_tokens": None}, r"it has fixed buffers; say how large by EPContext.from_torchrun\(max_tokens=...\)"),
+        ({"max_tokens": None}, r"it has fixed buffers; set their size with EPContext.from_torchrun\(max_tokens=...\)"),
         ({"options": ExpertsOptions(spare_sms=8)}, r"it cannot leave multiprocessors free \(spare_sms=8\)"),
         (
             {"expert_map": ExpertMap.linear(10, 4), "num_experts": 10},
-            r"as many slots on every rank, got \[3, 3, 2, 2\]; .* ExpertMap.redundant\(10, 4, 2\)",
+            r"the same number of slots on every rank, got \[3, 3, 2, 2\]; .* ExpertMap.redundant\(10, 4, 2\)",
         ),
     ],
 )
@@ -145,10 +145,10 @@ def test_a_fused_kernel_that_is_named_runs(here):
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"all2all": "torch_a2a"}, "has its all2all inside; leave all2all='auto'"),
-        ({"all2all": "allgather"}, "has its all2all inside; leave all2all='auto'"),
-        ({"wire": Wire(dispatch="fp8_block")}, "has its own rows on the wire, not Wire"),
-        ({"wire": Wire(combine="fp8")}, "has its own rows on the wire, not Wire"),
+        ({"all2all": "torch_a2a"}, "has a built-in all2all; leave all2all='auto'"),
+        ({"all2all": "allgather"}, "has a built-in all2all; leave all2all='auto'"),
+        ({"wire": Wire(dispatch="fp8_block")}, "has its own row format for dispatch and combine, not Wire"),
+        ({"wire": Wire(combine="fp8")}, "has its own row format for dispatch and combine, not Wire"),
         ({"max_tokens": None}, "it has fixed buffers"),
         ({"scheme": SCHEMES["mxfp4"]}, "quantization mxfp4 is not among none"),
         ({"expert_map": ExpertMap.uneven([3, 5, 4, 4])}, r"got \[3, 5, 4, 4\]"),

@@ -72,13 +72,18 @@ def test_what_has_no_meaning_for_it_is_refused_by_name():
     with pytest.raises(InputError, match="experts=routes_inside has a built-in router: call forward"):
         layer.forward_routed(x, Routing(ids, ids.float()))
     for asked in (layer.record_routing(RoutingBuffer(3, 2)), layer.replay_routing(ids)):
-        with asked, pytest.raises(InputError, match="experts=routes_inside routes inside, and shows no routes"):
+        with (
+            asked,
+            pytest.raises(InputError, match="experts=routes_inside has a built-in router and returns no routes"),
+        ):
             layer(x)
-    with pytest.raises(ConfigError, match="experts=routes_inside routes inside and counts no load"):
+    with pytest.raises(ConfigError, match="experts=routes_inside has a built-in router and counts no load"):
         layer.stats()
     with pytest.raises(ConfigError, match="train_tokens=4: experts=routes_inside has no backward; leave train_tokens"):
         layer.plan(train_tokens=4)
-    with pytest.raises(ConfigError, match=r"experts=routes_inside routes inside, as .*Router does; .* got function"):
+    with pytest.raises(
+        ConfigError, match=r"experts=routes_inside has a built-in router, which computes as .*Router; .* got function"
+    ):
         layer_of(router=lambda x: Routing(ids, ids.float()))
     assert layer_of(router=Router(CONFIG))(x).shape == (3, 16)
     assert layer(x).shape == (3, 16), "a refused call does not end the context"
@@ -86,17 +91,19 @@ def test_what_has_no_meaning_for_it_is_refused_by_name():
 
 def test_maps_that_it_does_not_see_are_refused():
     placed = ExpertMap.from_ranks([[5, 4, 3, 2, 1, 0]], 6)
-    with pytest.raises(BackendUnavailable, match=r"serves the linear expert map without replicas alone, not ExpertMap"):
+    with pytest.raises(
+        BackendUnavailable, match=r"supports only the linear expert map without replicas, got ExpertMap"
+    ):
         layer_of(expert_map=placed)
     layer = layer_of()
     layer.placement.update(placed)  # as a balancer does
-    with pytest.raises(InputError, match="routes inside: call forward, with the expert map of construction"):
+    with pytest.raises(InputError, match="has a built-in router: call forward, with the expert map of construction"):
         layer(torch.randn(3, 16))
 
 
 def test_several_ranks_are_refused():
     layout = RankLayout(world=2, rank=0, dp=2, ep=2)
-    with pytest.raises(BackendUnavailable, match="it has no all2all inside and serves one rank, ep=2"):
+    with pytest.raises(BackendUnavailable, match="it has no built-in all2all and needs ep=1, got ep=2"):
         choose(CONFIG, layout, CPU, torch.float32, experts="routes_inside")
     rows = explain(CONFIG, RankLayout(world=1, rank=0), CPU, torch.float32)
     assert [row.status for row in rows if row.experts == "routes_inside"] == ["possible"]
@@ -106,7 +113,7 @@ def test_several_ranks_are_refused():
     ("routed", "sentence"),
     [
         (RouterLogits(torch.zeros(3, 5)), r"logits must be \[T, E\] = \[3, 6\], got \[3, 5\]"),
-        (torch.zeros(3, 6), "routes inside and takes RouterLogits, got Tensor"),
+        (torch.zeros(3, 6), "has a built-in router and takes RouterLogits, got Tensor"),
     ],
 )
 def test_a_call_of_another_kind(routed, sentence):
@@ -129,7 +136,7 @@ def test_its_buffers_hold_what_a_rank_sends(monkeypatch):
 
 
 def test_it_has_no_dispatcher():
-    with pytest.raises(ConfigError, match="experts=routes_inside has its all2all inside, and the layer has no disp"):
+    with pytest.raises(ConfigError, match="experts=routes_inside has a built-in all2all, and the layer has no disp"):
         layer_of()._dispatcher()
 
 

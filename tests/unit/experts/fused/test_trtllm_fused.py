@@ -249,12 +249,12 @@ def reason(routing: RoutingConfig = DEEPSEEK, *, scheme: str = "none", ep: int =
         ),
         (DEEPSEEK, {"num_experts": 256}, "num_experts / num_groups must be at most 32 with DeepSeekV3, got 64"),
         (DEEPSEEK, {"top_k": 4}, "top_k must be less than the 2 x 2 experts of its groups"),
-        (DEEPSEEK, {"ep": 2}, "it has no all2all inside and serves one rank, ep=2"),
+        (DEEPSEEK, {"ep": 2}, "it has no built-in all2all and needs ep=1, got ep=2"),
         (DEEPSEEK, {"expert_map": ExpertMap.redundant(EXPERTS, 1, 0)}, "serves"),
         (
             DEEPSEEK,
             {"expert_map": ExpertMap.from_ranks([[*reversed(range(EXPERTS))]], EXPERTS)},
-            "it serves the linear expert map without replicas alone",
+            "it supports only the linear expert map without replicas",
         ),
         (DEEPSEEK, {"scheme": "nvfp4", "hidden_size": 768}, "hidden_size must be a multiple of 512"),
         (DEEPSEEK, {"expert_bias": True}, "it has expert biases with quantization nvfp4, mxfp4, mxfp4_mxfp8 alone"),
@@ -265,14 +265,14 @@ def test_rules(routing, fields, words):
 
 
 def test_the_reason_reaches_the_user():
-    with pytest.raises(BackendUnavailable, match="it has no all2all inside and serves one rank, ep=2"):
+    with pytest.raises(BackendUnavailable, match="it has no built-in all2all and needs ep=1, got ep=2"):
         choose(shape(), RankLayout(world=2, rank=0, dp=2, ep=2), CPU, BF16, experts=NAME)
 
 
 def test_a_plan_of_eplb_is_refused():
     layer, _ = build(shape())
     layer.placement.update(ExpertMap.from_ranks([[*reversed(range(EXPERTS))]], EXPERTS))
-    with pytest.raises(InputError, match="routes inside: call forward, with the expert map of construction"):
+    with pytest.raises(InputError, match="has a built-in router: call forward, with the expert map of construction"):
         layer(torch.randn(3, 256).to(BF16))
 
 
