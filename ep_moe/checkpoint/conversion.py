@@ -302,13 +302,13 @@ def _mixes_experts(operation: ConversionOps, *, first: bool, numbered: bool) -> 
     kind = type(operation)
     if numbered and first:
         stacks = kind is MergeModulelist and operation.dim == 0
-        return None if stacks else "it is not the stacking of experts in their order"
+        return None if stacks else "it does not stack the experts in order"
     if kind in _ALONG_A_DIM:
-        return None if operation.dim > 0 else "it goes along the experts"
+        return None if operation.dim > 0 else "it operates along the expert dimension"
     if kind is Transpose:
         apart = operation.dim0 > 0 and operation.dim1 > 0
-        return None if apart else "it moves the dimension of the experts"
-    return "nothing says that it treats experts apart"
+        return None if apart else "it moves the expert dimension"
+    return "it may mix experts"
 
 
 def _numbered(names: list[str]) -> tuple[int, dict[int, str]]:
@@ -323,4 +323,4 @@ def _numbered(names: list[str]) -> tuple[int, dict[int, str]]:
             by_number = dict(zip(map(int, found), names, strict=True))
             if len(by_number) == len(names):
                 return column, by_number
-    raise CheckpointError(f"{', '.join(names[:3])} do not differ in the number of an expert alone; rename them")
+    raise CheckpointError(f"{', '.join(names[:3])} must differ only in the expert number; rename them")

@@ -14,8 +14,8 @@ from ep_moe.quant.microscale import rescale_nvfp4
 Parts = Mapping[str, Tensor]
 _GLOBAL = "_global_scale"
 _ROUNDED = (
-    "gate and up projections of a checkpoint have two scales where a layer has one: the halves with the smaller scale "
-    "are rounded a second time, under the larger"
+    "gate and up projections of a checkpoint have one scale each, and a layer has one for both: the half with the "
+    "smaller scale is rounded again, with the larger scale"
 )
 
 

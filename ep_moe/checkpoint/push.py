@@ -92,7 +92,9 @@ class Target(ABC):
             raise InputError("layers must be of one EPContext; push into those of each context by itself")
         context._check_alive()
         if not context._idle:
-            raise InputError(f"weights are loaded between two calls, and {context._inside} is in one; call it behind")
+            raise InputError(
+                f"weights must be loaded between calls, and {context._inside} is running; load them afterwards"
+            )
         self.context = context
         self.own = {expert for layer in layers for expert in layer.expert_weights.held}
 
@@ -192,7 +194,10 @@ class _Arrived:
         if name in self.loaded or name in self._pending.get(part, ()):
             raise CheckpointError(f"{name} is there twice; push each tensor once")
         if part in self._written:
-            raise CheckpointError(f"{name} comes behind all that {part} has; remove it, or push {part} in one piece")
+            raise CheckpointError(
+                f"{name} arrived after all tensors of {part}; remove it, or push the tensors of {part} one after "
+                "another"
+            )
         self._pending.setdefault(part, {})[name] = self._kept(name, _checked_tensor(name, tensor))
 
     def _kept(self, name: str, tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def whole_blocks(model: PreTrainedModel, family: Family | None, *, fresh: bool =
     if family is None or (changed := _changed_block(model, family, fresh)) is None:
         return family
     if not find_experts(model):
-        raise ConfigError(f"{changed}, which a MoELayer in place of the block would leave out; {_REMEDY}")
+        raise ConfigError(f"{changed}, which a MoELayer that replaces the block would ignore; {_REMEDY}")
     warnings.warn(
         f"{changed}: the blocks stay, with their own routers, and their experts alone are replaced; for layers in "
         f"place of whole blocks {_REMEDY}",

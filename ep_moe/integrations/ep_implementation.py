@@ -57,8 +57,8 @@ class BorrowingLayer(MoELayer):
 
     def _refuse_alone(self, what: str) -> NoReturn:
         raise ConfigError(
-            f"{what} needs the weights of {self.name}, which transformers holds and lends for the time of a call; load "
-            f"the model with ep_moe.integrations.transformers.load_pretrained to {what} it"
+            f"{what} needs the weights of {self.name}, which belong to a transformers model; load the model with "
+            f"ep_moe.integrations.transformers.load_pretrained to {what} it"
         )
 
 

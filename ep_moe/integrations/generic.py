@@ -269,8 +269,8 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
     for name, experts in modules.items():
         if (changed := changed_methods(experts, name)) is not None:
             raise ConfigError(
-                f"{changed}, which a layer in its place would leave out; remove it, and register hooks on what stands "
-                f"there afterwards (a model with device_map has such methods too: load it without)"
+                f"{changed}, which the layer that replaces it would ignore; remove it, and register hooks on what "
+                "stands there afterwards (a model with device_map has such methods too: load it without)"
             )
     top_k = {name: top_k_of(model, experts, name) for name, experts in modules.items()}
     first = _shared(model, modules)

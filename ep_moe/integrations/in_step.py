@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 # transformers' continuous batching
 _CONTINUOUS = ("init_continuous_batching", "continuous_batching_context_manager", "generate_batch")
 _NOT_IN_STEP = (
-    "continuous batching of transformers runs as many forwards as a rank's own requests need, and each is one of all "
-    "ranks; call model.generate on all of them, which keeps them in step, without cache_implementation='paged'"
+    "continuous batching of transformers runs a different number of forwards on each rank, and each forward needs "
+    "all ranks; call model.generate on all ranks, which keeps them in step, without cache_implementation='paged'"
 )
 
 _OTHER_CONTEXT = (
-    "assistant_model has layers of another EPContext, whose ranks would wait for ranks that are at this model; load it "
-    "with the same context as this model, which lets both take turns"
+    "assistant_model has layers of another EPContext, so ranks in one model would wait for ranks in the other; load "
+    "it with the same context as this model"
 )
 
 
@@ -219,7 +219,7 @@ class Generation:
             self._context._broken_by(error)
             return
         with suppress(EPMoEError):
-            self._next_model(None, f"generate was left by {type(error).__name__}: {error}")
+            self._next_model(None, f"generate raised {type(error).__name__}: {error}")
 
     @contextmanager
     def _random_state_of_tp(self) -> Iterator[None]:

@@ -294,15 +294,15 @@ def _fused(tensors: dict[str, Tensor], config: Any, model: Any, folder: Path) ->
         from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
     except ImportError as error:
         raise CheckpointError(
-            f"{folder} has factors of each expert by itself, which this peft does not put together ({error}); "
-            f"install peft 0.21 or newer"
+            f"{folder} has separate factors of each expert, which this peft cannot join ({error}); install peft 0.21 "
+            "or newer"
         ) from error
     try:
         found: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(meta_copy(model), config, tensors)
     except Exception as error:  # PEFT does not validate an adapter's tensors, so it may fail in any way
         raise CheckpointError(
-            f"{folder}: PEFT cannot put the factors of each expert together ({type(error).__name__}: {error}); every "
-            f"expert of a layer must have them"
+            f"{folder}: PEFT cannot join the factors of each expert ({type(error).__name__}: {error}); every expert "
+            "of a layer must have them"
         ) from error
     return found
 

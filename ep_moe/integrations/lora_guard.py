@@ -78,6 +78,6 @@ def _check_scales(scales: list[tuple[Any, dict[str, float]]], experts: list[Expe
     if all(module.scaling != scaling for module, scaling in scales):
         module, scaling = scales[0]
         raise ConfigError(
-            f"the scale of all LoRA layers of PEFT was changed, from {scaling} to {module.scaling} in the first, and "
-            f"would not be that of experts' factors; load the adapter with another lora_alpha in its configuration"
+            f"the scale of all LoRA layers of PEFT was changed, from {scaling} to {module.scaling} in the first, but "
+            "not that of the experts' factors; load the adapter with another lora_alpha in its configuration"
         )

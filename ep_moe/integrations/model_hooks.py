@@ -22,7 +22,7 @@ from ep_moe.training.balance import recording
 from ep_moe.types import TokenMask
 
 _EMPTY = (
-    "input_ids or inputs_embeds of shape {} has no token, for which transformers' models have no forward; call "
+    "input_ids or inputs_embeds of shape {} has no token, and transformers models cannot run without one; call "
     "ep_moe.integrations.transformers.idle_step(model) on a rank without a batch"
 )
 

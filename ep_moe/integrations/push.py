@@ -169,7 +169,7 @@ class ModelTarget(Target):
             )
         if any(layer.expert_weights.lora is not None for layer in self.layers):
             raise ConfigError(
-                "the experts have LoRA factors, under which load_weights would put other weights; call "
+                "the experts have LoRA factors, and load_weights would replace the weights that they belong to; call "
                 "ep_moe.integrations.lora.merge_lora(model) first"
             )
         if any(layer.expert_weights.is_meta for layer in self.layers):

@@ -182,7 +182,7 @@ def warn_of_differences(experts: list[SavedExperts], call: str) -> None:
     for one in experts:
         found = one.layer._checks.difference(one.layer)
         if found is not None:
-            warnings.warn(f"{call} goes on, and its weights are wrong: {found}", UserWarning, stacklevel=4)
+            warnings.warn(f"{call} continues, but its weights are wrong: {found}", UserWarning, stacklevel=4)
 
 
 def _tried(act: Callable[[], None]) -> Exception | None:

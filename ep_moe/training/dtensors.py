@@ -58,19 +58,19 @@ def _problem(name: str, parameter: nn.Parameter, layout: RankLayout, *, by_fsdp:
     summed = not by_fsdp or (len(placements) > 1 and not placements[-2].is_replicate())
     if not by_fsdp and not inside:
         return (
-            f"{among}, which are not of one tp group, and whether its gradient is a sum or a mean over them cannot be "
-            f"told; cut weights over {', '.join(map(str, tp))}, this rank's tp group, or make the context with a "
-            f"larger ParallelConfig.tp"
+            f"{among}, which are not in one tp group, so it is unknown if its gradient is a sum or a mean over them; "
+            f"shard weights over {', '.join(map(str, tp))}, this rank's tp group, or make the context with a larger "
+            "ParallelConfig.tp"
         )
     if summed and batches > 1 and layout.split < layout.tp:
         return (
-            f"{among}, and its gradient is a sum over tp ranks with tokens of their own, where all others are means; "
-            f"set ParallelConfig.tokens to Tokens.REPLICATED, and pass layers all tokens of the dp rank"
+            f"{among}, and its gradient is a sum over tp ranks with different tokens, while all others are means; "
+            "set ParallelConfig.tokens to Tokens.REPLICATED, and pass layers all tokens of the dp rank"
         )
     if by_fsdp and not inside and batches != layout.token_ranks:
         return (
-            f"{among}, over which FSDP averages its gradient, and {layout.token_ranks} ranks have tokens of their own; "
-            f"call ep_moe.training.fully_shard(model, context) instead"
+            f"{among}, over which FSDP averages its gradient, and {layout.token_ranks} ranks have different tokens; "
+            "call ep_moe.training.fully_shard(model, context) instead"
         )
     return None
 

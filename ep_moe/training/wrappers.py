@@ -90,13 +90,13 @@ def fully_shard(
     param_dtype = getattr(options.get("mp_policy"), "param_dtype", None)
     if param_dtype is not None and any(weights.dtype != param_dtype for weights in expert_weights_of(model)):
         raise ConfigError(
-            f"fully_shard: mp_policy.param_dtype={param_dtype} would cast a layer's router and rows and not its "
-            f"experts; leave param_dtype out, and compute in 16 bits under torch.autocast"
+            f"fully_shard: mp_policy.param_dtype={param_dtype} would cast a layer's router and input but not its "
+            "experts; leave param_dtype out, and compute in 16 bits under torch.autocast"
         )
     if elsewhere(context._gpu):
         raise ConfigError(
-            f"fully_shard: FSDP2 works on the device that is current, cuda:{torch.cuda.current_device()}, and the "
-            f"model is on {context.device}; call torch.cuda.set_device({str(context.device)!r}) first"
+            f"fully_shard: FSDP2 uses the current device, cuda:{torch.cuda.current_device()}, and the model is on "
+            f"{context.device}; call torch.cuda.set_device({str(context.device)!r}) first"
         )
     # under torchrun, init_device_mesh initializes torch.distributed from the environment
     if mesh is None and not dist.is_initialized() and not TorchrunEnv.present():
@@ -108,19 +108,19 @@ def fully_shard(
         mesh = init_device_mesh(context.device.type, (layout.world,), mesh_dim_names=("dp",))
     if mesh.size() not in (layout.token_ranks, layout.stage):
         raise ConfigError(
-            f"fully_shard: mesh must have the {layout.token_ranks} ranks that have tokens of their own, or all "
+            f"fully_shard: mesh must have the {layout.token_ranks} ranks with different tokens, or all "
             f"{layout.stage} of the stage, got {mesh.size()}"
         )
     if _routers_apart(model):
         raise ConfigError(
             "fully_shard: routers with RoutingConfig.float32_logits=True are float32 and the model is not, and FSDP2 "
-            "cuts parameters of one dtype alone; call model.float(), and compute in 16 bits under torch.autocast, or "
-            "set float32_logits=False"
+            "shards only parameters of one dtype together; call model.float(), and compute in 16 bits under "
+            "torch.autocast, or set float32_logits=False"
         )
     if shard_experts and any(w.main_grads is not None and _to_be_sharded(w) for w in expert_weights_of(model)):
         raise ConfigError(
-            "fully_shard: FSDP2 would cut experts whose gradients use_main_grads has put into buffers, and hold them "
-            "itself; pass shard_experts=False, or leave out use_main_grads"
+            "fully_shard: FSDP2 would shard experts whose gradients use_main_grads keeps in buffers; pass "
+            "shard_experts=False, or leave out use_main_grads"
         )
     if shard_experts and any(w.lora is not None and _to_be_sharded(w) for w in expert_weights_of(model)):
         raise ConfigError("fully_shard: experts with LoRA factors are not sharded; pass shard_experts=False")

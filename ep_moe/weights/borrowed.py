@@ -92,6 +92,6 @@ class BorrowedWeights(ExpertWeights):
 
     def _refuse(self, what: str) -> NoReturn:
         raise ConfigError(
-            f"experts that transformers lends {what} by its model alone; use the model's own parameters and methods, "
-            f"or load it with ep_moe.integrations.transformers.load_pretrained"
+            f"these experts belong to a transformers model and {what} only through it; use the model's own "
+            "parameters and methods, or load it with ep_moe.integrations.transformers.load_pretrained"
         )

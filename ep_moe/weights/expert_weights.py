@@ -156,7 +156,7 @@ class ExpertWeights(ExpertSlots):
         if self.is_meta:
             raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
         if self.named and not self._slots:
-            raise InputError("expert parameters are shared out by fully_shard; load them with load_state_dict")
+            raise InputError("expert parameters are sharded by fully_shard; load them with load_state_dict")
         expert = as_id(logical_id)
         if expert is None or not 0 <= expert < self.config.num_experts:
             raise InputError(
@@ -213,8 +213,8 @@ class ExpertWeights(ExpertSlots):
                 codes = sorted(other for other in tensors if other in (f"{name}_scale", f"{name}_global_scale"))
                 if codes:
                     raise InputError(
-                        f"expert {logical_id}: {name} is numbers in {dtype_name(tensor.dtype)}, and {codes[0]} belongs "
-                        f"to codes; give the numbers alone, or the codes with their scales"
+                        f"expert {logical_id}: {name} has values in {dtype_name(tensor.dtype)}, and {codes[0]} "
+                        "belongs to codes; give the values alone, or codes with their scales"
                     )
                 if not bool(tensor.isfinite().all()):
                     raise InputError(f"expert {logical_id}: {name} must be finite to be quantized")
@@ -228,8 +228,8 @@ class ExpertWeights(ExpertSlots):
                 missing = [other for other in scales if other not in tensors]
                 if missing:
                     raise InputError(
-                        f"expert {logical_id}: {name} is codes, and {missing[0]} is missing: these codes belong to "
-                        f"scales of their own; give {' and '.join([name, *scales])} in one call, or numbers"
+                        f"expert {logical_id}: {name} has codes, and their scale {missing[0]} is missing; give "
+                        f"{' and '.join([name, *scales])} in one call, or numbers"
                     )
             if not self.scheme.plain and not numbers and (wrong := damaged(name, tensor)) is not None:
                 raise InputError(f"expert {logical_id}: {wrong}")

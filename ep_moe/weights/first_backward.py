@@ -62,10 +62,10 @@ class FirstBackward:
         differs, self._differs, self._due = self._differs, None, False
         if differs is not None and bool(differs):
             warnings.warn(
-                f"gradients of experts are divided by {ranks} ranks from here on, and in the first backward something "
-                f"beside the layer wrote or took them (a penalty of the weights in the loss, a hook, an optimizer's "
-                f"step in backward): in that step alone its part counts {ranks} times less, or took gradients {ranks} "
-                f"times too large; call ep_moe.training.sync_gradients(model, context) once before the first backward",
+                f"gradients of experts are divided by {ranks} ranks from now on, and in the first backward other "
+                "code wrote or read them (a weight penalty in the loss, a hook, an optimizer step in backward): in "
+                f"that step its part is {ranks} times too small, or it read gradients {ranks} times too large; call "
+                "ep_moe.training.sync_gradients(model, context) once before the first backward",
                 UserWarning,
                 stacklevel=6,  # the caller of sync_gradients
             )

@@ -39,19 +39,19 @@ def refuse_full_state(expert_map: ExpertMap) -> None:
     for frame in frames_of(_FULL):
         if getattr(frame.f_locals.get("info"), "full_state_dict", False):
             raise ConfigError(
-                "full_state_dict=True would give one rank's experts for all of them; leave it out, call "
-                "torch.distributed.checkpoint.save on all ranks, and make one file of that by dcp_to_torch_save of "
-                "torch.distributed.checkpoint.format_utils"
+                "full_state_dict=True would save one rank's experts for all ranks; leave it out, call "
+                "torch.distributed.checkpoint.save on all ranks, and convert that to one file with dcp_to_torch_save "
+                "of torch.distributed.checkpoint.format_utils"
             )
         return
     for frame in frames_of(_ONE_RANK):
         if getattr(frame.f_locals.get("self"), "_save_model_state_pre_hook", None):
             return  # the user's hook decides what is saved
         raise ConfigError(
-            f"{frame.f_code.co_name} of {frame.f_globals['__name__'].partition('.')[0]} would save one rank's experts "
-            f"for all of them; call torch.distributed.checkpoint.save with get_model_state_dict and "
-            f"get_optimizer_state_dict on all ranks (docs/how-to/training.md), or for a model of transformers "
-            f"ep_moe.integrations.transformers.save_pretrained(model, folder)"
+            f"{frame.f_code.co_name} of {frame.f_globals['__name__'].partition('.')[0]} would save one rank's "
+            "experts for all ranks; call torch.distributed.checkpoint.save with get_model_state_dict and "
+            "get_optimizer_state_dict on all ranks (docs/how-to/training.md), or for a model of transformers "
+            "ep_moe.integrations.transformers.save_pretrained(model, folder)"
         )
 
 

@@ -141,15 +141,18 @@ def add_lora(weights: ExpertSlots, ranks: Mapping[str, LowRank], seed: int) -> E
 def check_lora(weights: ExpertSlots) -> None:
     """Raise ConfigError if these experts do not support low-rank updates."""
     if weights.lora is not None:
-        why = "they have factors already; merge these first"
+        why = "they have LoRA factors already; merge these first"
     elif not weights.named:
         why = "the experts are quantized, or their kernel has no backward; build the layer with experts='reference'"
     elif weights.etp.size > 1:
-        why = f"each expert is cut over {weights.etp.size} ranks; lay the ranks out with etp=1"
+        why = f"each expert is sharded over {weights.etp.size} ranks; set etp=1"
     elif weights.expert_map.replicated:
-        why = "the map has redundant experts; choose one without"
+        why = "the expert map has redundant experts; choose one without"
     elif weights.is_meta or not weights._slots:
-        why = "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before and behind"
+        why = (
+            "the layer is on the meta device, or its experts are sharded by FSDP; add LoRA before fully_shard and "
+            "after to_empty"
+        )
     else:
         return
     raise ConfigError(f"low-rank updates cannot be added: {why}")

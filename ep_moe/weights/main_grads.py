@@ -93,11 +93,12 @@ class MainGrads:
         weights = self._weights
         if not weights.named:
             return (
-                "expert_weights are quantized, lent, or of a kernel without a backward, and have no parameters to "
-                "train; build the layer with experts='reference' or 'bf16_triton' and no quantization"
+                "expert_weights are quantized, belong to a transformers model, or have a kernel without a backward, "
+                "so they have no parameters to train; build the layer with experts='reference' or 'bf16_triton' and "
+                "no quantization"
             )
         if weights.sharded or not weights._slots:
-            return "FSDP2 has cut the experts, and holds their gradients; call fully_shard with shard_experts=False"
+            return "FSDP2 has sharded the experts, and holds their gradients; call fully_shard with shard_experts=False"
         if weights.lora is not None:
             return "experts have LoRA factors, which are trained without the matrices; call merge_lora before"
         if self.dtype not in (None, weights.dtype, torch.float32):
@@ -140,7 +141,7 @@ class MainGrads:
             if parameter._backward_hooks or (later and (len(later) > 1 or next(iter(later.values())) is not _fold)):
                 return (
                     "an expert parameter has a hook (register_hook, register_post_accumulate_grad_hook), which "
-                    "use_main_grads would not call; remove it, and do its work after backward, or register it on a "
+                    "use_main_grads would not call; remove it and do its work after backward, or register it on a "
                     "module"
                 )
         return None
@@ -234,7 +235,7 @@ class MainGrads:
         if self.begun:
             warnings.warn(
                 "experts moved (load_state_dict of another expert map, EPLB) while their parameters had gradients of "
-                "use_main_grads, which are dropped; let them move behind an optimizer's step and zero_grad()",
+                "use_main_grads, which are dropped; move experts after an optimizer step and zero_grad()",
                 UserWarning,
                 stacklevel=3,
             )
@@ -304,8 +305,8 @@ class CallGradients:
             return torch._C._will_engine_execute_node(self._node)
         except RuntimeError as error:
             raise ConfigError(
-                "torch.autograd.grad of expert parameters after use_main_grads: their gradients are in buffers, and "
-                "not in the graph; call loss.backward(), and read the parameters' gradients"
+                "torch.autograd.grad of expert parameters after use_main_grads: their gradients are in buffers, "
+                "outside of the autograd graph; call loss.backward(), and read the parameters' gradients"
             ) from error
 
     def into(self) -> dict[str, GradientOut] | None:
@@ -329,8 +330,8 @@ class CallGradients:
         before, now = self._parameters or [], weights._on_views
         if before is not now and (len(before) != len(now) or any(map(operator.is_not, before, now))):
             raise ConfigError(
-                "expert parameters were moved, converted or replaced between forward and backward, and their main "
-                "gradients are others now; run backward before"
+                "expert parameters were moved, converted or replaced between forward and backward, and now have "
+                "other gradient buffers; run backward before"
             )
         return self._main.begin()
 
@@ -431,5 +432,5 @@ def _refuse_scaler(optimizer: Optimizer) -> None:
         if scaler is not None and scaler.is_enabled():
             raise ConfigError(
                 f"{type(scaler).__name__} unscales .grad and not .main_grad, which use_main_grads(dtype=...) fills: "
-                f"experts would take steps too large by the scale; call use_main_grads(model) without dtype"
+                "steps of experts would be too large by the scale; call use_main_grads(model) without dtype"
             )

@@ -44,7 +44,7 @@ _REFUSAL = (
 
 
 FSDP1 = (
-    "FullyShardedDataParallel averages gradients of the parameters that it flattens, and knows no experts, whose "
+    "FullyShardedDataParallel averages gradients of all parameters that it flattens, also of experts, whose "
     "gradients are sums over ranks; shard with ep_moe.training.fully_shard(model, context)"
 )
 
@@ -125,10 +125,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for weights in _owners(optimizer, "left_behind_by"):
         if weights.trained:
             raise ConfigError(
-                "the optimizer holds expert parameters that are their layer's no more, and would train no expert: "
-                "experts moved since (load_state_dict of another expert map, EPLB), the layer was converted with "
-                "etp > 1 (.to, .half), or fully_shard has cut its model, and made others; make the optimizer "
-                "afterwards, and load its state then"
+                "the optimizer holds expert parameters that their layer has replaced, and would train no expert: "
+                "experts moved (load_state_dict of another expert map, EPLB), the layer was converted with etp > 1 "
+                "(.to, .half), or fully_shard has sharded the model; make the optimizer after that, and load its "
+                "state then"
             )
 
 
@@ -146,9 +146,9 @@ def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """
     if isinstance(optimizer, LBFGS) and _owners(optimizer, "differs_between_ranks"):
         raise ConfigError(
-            "LBFGS takes one step of all its parameters by their inner products, and this rank's optimizer has the "
-            "experts of this rank alone, so that ranks would train different models; use an optimizer that steps "
-            "each parameter by itself, such as AdamW, or give LBFGS ep_moe.training.dense_parameters(model)"
+            "LBFGS computes each step from inner products over all its parameters, and each rank's optimizer has "
+            "only its own experts, so ranks would train different models; use an optimizer that updates each "
+            "parameter independently, such as AdamW, or give LBFGS ep_moe.training.dense_parameters(model)"
         )
 
 
@@ -177,9 +177,9 @@ def _refuse_mixed_groups(optimizer: Optimizer) -> None:
         by_default = group["foreach"] is None and not group.get("differentiable") and any(p.is_cuda for p in stepped)
         if group["foreach"] or group.get("fused") or by_default:
             raise ConfigError(
-                f"a group of {type(optimizer).__name__} has DTensors (FSDP2, tensor parallelism and etp > 1 make them) "
-                f"and plain tensors, and torch updates a group in one call; give the optimizer "
-                f"ep_moe.training.parameter_groups(model), or foreach=False, which is slower"
+                f"a group of {type(optimizer).__name__} has DTensors (from FSDP2, tensor parallelism or etp > 1) and "
+                "plain tensors, and torch updates a group in one call; give the optimizer "
+                "ep_moe.training.parameter_groups(model), or foreach=False, which is slower"
             )
 
 
@@ -224,9 +224,9 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
         if not set(mesh.mesh.flatten().tolist()) <= tp:
             ranks = found.layout.token_ranks
             raise ConfigError(
-                f"torch's fully_shard averages dense gradients over ranks, and experts' are sums of {ranks} ranks: "
-                f"they would take steps {ranks} times too large; use ep_moe.training.fully_shard(model, context), or "
-                f"call sync_gradients(model, context) of ep_moe.training after each backward"
+                "torch's fully_shard averages dense gradients over ranks, and gradients of experts are sums over "
+                f"{ranks} ranks, {ranks} times too large; use ep_moe.training.fully_shard(model, context), or call "
+                "sync_gradients(model, context) of ep_moe.training after each backward"
             )
 
 

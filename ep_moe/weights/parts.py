@@ -45,9 +45,9 @@ def split_parts(name: str, tensor: Tensor, gated: bool) -> dict[str, Tensor]:
 
 
 _TAKEN = (
-    "{name} of an expert cannot be taken away or put beside another, as FullyShardedDataParallel, pruning and "
-    "parametrizations do: kernels read all experts as one tensor; shard with "
-    "ep_moe.training.fully_shard(model, context), and write other numbers into the parameter"
+    "{name} of an expert cannot be removed or reparametrized, as FullyShardedDataParallel, pruning and "
+    "parametrizations do: kernels read all experts as one tensor; shard with ep_moe.training.fully_shard(model, "
+    "context), and write new values into the parameter"
 )
 _NAMES = frozenset(part for name in ("w13", "w2", "w13_bias", "w2_bias") for part in parts_of(name, gated=True))
 
@@ -131,9 +131,9 @@ class ExpertModules(_Guarded):
     def _refuse(name: str) -> None:
         if name.isdigit():
             raise ConfigError(
-                f"expert {name} cannot be replaced by another module, added or taken away: kernels read all experts as "
-                f"one tensor; write its numbers with update_expert({name}, w13=..., w2=...) or load_state_dict, or "
-                f"assign single parameters"
+                f"expert {name} cannot be replaced by another module, added or removed: kernels read all experts as "
+                f"one tensor; write its values with update_expert({name}, w13=..., w2=...) or load_state_dict, or "
+                "assign single parameters"
             )
 
 

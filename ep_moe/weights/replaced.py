@@ -158,13 +158,14 @@ def stored_problem(weights: ExpertSlots) -> str | None:
     scheme, learn = weights.scheme, torch.is_grad_enabled() and not weights.trainable
     for name, tensor in weights._parameters.items():
         if tensor is None:
-            return f"expert_weights.{name} was taken away; build the layer anew, and load its weights"
+            return f"expert_weights.{name} was removed; build the layer again, and load its weights"
         spec = weights._specs[name]
         if tensor.shape != (weights.num_slots, *spec.shape) or (not scheme.plain and tensor.dtype != spec.dtype):
             wanted = f"{dtype_name(spec.dtype)} {[weights.num_slots, *spec.shape]}"
             return (
                 f"expert_weights.{name} must be {wanted} as it was made, got {dtype_name(tensor.dtype)} "
-                f"{list(tensor.shape)}; leave expert_weights out of what converts parameters, and load the weights anew"
+                f"{list(tensor.shape)}; exclude expert_weights from code that converts parameters, and load the "
+                "weights again"
             )
         if learn and tensor.requires_grad:
             return (

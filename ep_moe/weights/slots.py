@@ -107,7 +107,7 @@ class ExpertSlots(nn.Module):
 
     def __reduce__(self) -> Any:
         raise ConfigError(
-            "expert_weights is neither copied nor pickled: its groups are not; copy its state_dict() or "
+            "expert_weights cannot be copied or pickled, nor can its process groups; copy its state_dict() or "
             "named_parameters()"
         )
 

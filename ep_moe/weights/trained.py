@@ -93,8 +93,8 @@ class GradientSum:
         for rank in range(expert_map.num_ranks):
             if not expert_map.num_slots(rank):
                 raise ConfigError(
-                    f"expert_map gives rank {rank} of the EP group no expert and others twice: gradients of copies "
-                    f"cannot be summed there; give that rank an expert to train"
+                    f"expert_map gives rank {rank} of the EP group no expert, and has replicas: a rank without "
+                    "experts cannot sum their gradients; give that rank an expert to train"
                 )
 
     @torch.no_grad()

@@ -325,8 +325,8 @@ def test_a_layer_that_all_ranks_converted(all2all, world_size):
         torch.testing.assert_close(y.float(), expected, rtol=2**-6, atol=2**-6 * float(expected.abs().max()))
         text = same_error(InputError, lambda: layer.double().forward_routed(x.double(), routing))
         assert text == (
-            "rank 0: the layer was converted to float64, and experts=reference does not compute in it: dtype float64 is "
-            "not among bfloat16, float16, float32; convert it back to float32, or build another for float64"
+            "rank 0: the layer was converted to float64, and experts=reference does not compute in it: dtype float64 "
+            "is not among bfloat16, float16, float32; convert it back to float32, or build another for float64"
         )
         fill(layer.float())
         check_call(layer, context)

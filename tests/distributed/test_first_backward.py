@@ -50,7 +50,7 @@ def test_what_comes_before_the_first_division_is_warned_of(beside, parallel, wor
                 loss_of(model, own[1]).backward()
                 training.sync_gradients(model, context)
             wanted = 2 * (beside is not nothing and not first)  # one for each layer
-            assert sum("wrote or took them" in str(one.message) for one in caught) == wanted
+            assert sum("wrote or read them" in str(one.message) for one in caught) == wanted
 
 
 @distributed(2, deadline_s=60)

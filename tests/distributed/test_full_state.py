@@ -35,7 +35,7 @@ def test_a_full_state_is_refused_and_one_file_is_made_of_a_distributed_checkpoin
             lambda: get_model_state_dict(layer, options=full),
             lambda: get_optimizer_state_dict(layer, optimizer, options=full),
         ):
-            with pytest.raises(ConfigError, match=r"full_state_dict=True would give one rank's experts.*dcp_to_torch"):
+            with pytest.raises(ConfigError, match=r"full_state_dict=True would save one rank's experts.*dcp_to_torch"):
                 ask()
         dcp.save({"model": get_model_state_dict(layer)}, checkpoint_id=tmp_path / "parts")
         if context.layout.rank == 0:

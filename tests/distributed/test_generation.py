@@ -154,7 +154,7 @@ def test_a_rank_without_sequences_and_one_that_raises(world_size):
             with pytest.raises(ValueError, match="planted"):
                 model.generate(ids, stopping_criteria=[broken], **how)
         else:
-            with pytest.raises(InputError, match="rank 1: generate was left by ValueError: planted"):
+            with pytest.raises(InputError, match="rank 1: generate raised ValueError: planted"):
                 model.generate(ids, **how)
         how |= {"max_new_tokens": 3 + 4 * context.layout.dp_rank}  # the later calls stay in step
         assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))

@@ -384,11 +384,11 @@ def test_what_would_lose_factors_is_refused(models, tmp_path, world_size):
             peft.get_peft_model_state_dict(adapted)
         with pytest.raises(ConfigError, match="the experts have LoRA factors"):
             save_pretrained(model, tmp_path)
-        with pytest.raises(ConfigError, match="have factors already"):
+        with pytest.raises(ConfigError, match="have LoRA factors already"):
             lora.add_lora(moe_layers(model)[0].expert_weights, {}, 0)
         etp = EPContext.from_groups(ParallelConfig(tp=2, ep=1, etp=2), device=rank_device())
         model = load_pretrained(models / "olmoe", etp, experts="reference", progress=False)
-        with pytest.raises(ConfigError, match="each expert is cut over 2 ranks"):
+        with pytest.raises(ConfigError, match="each expert is sharded over 2 ranks"):
             add_lora(model, lora_config("olmoe"))
         etp.destroy()
 

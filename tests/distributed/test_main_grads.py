@@ -346,7 +346,7 @@ def test_what_cannot_have_them_is_refused(world_size):
         layer(rows(context, 0)).square().mean().backward()
         assert all(p.grad is not None for p in layer.expert_weights.parameters())
         layer = fully_shard(MoELayer(BIASED, context), context)
-        with pytest.raises(ConfigError, match="FSDP2 has cut the experts"):
+        with pytest.raises(ConfigError, match="FSDP2 has sharded the experts"):
             use_main_grads(layer)
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(BIASED, context)

@@ -54,7 +54,7 @@ def test_a_refusal_leaves_the_layer_as_it_was():
 def test_an_expert_that_is_shared_out_is_not_updated():
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
         layer = training.fully_shard(MoELayer(CONFIG, context), context)
-        with pytest.raises(InputError, match="expert parameters are shared out by fully_shard; load them with"):
+        with pytest.raises(InputError, match="expert parameters are sharded by fully_shard; load them with"):
             layer.update_expert(0, w2=torch.ones(WIDTH, CONFIG.intermediate_size))
 
 
@@ -66,7 +66,7 @@ def test_an_optimizer_of_the_parameters_before_they_were_cut_is_refused():
         early = torch.optim.SGD(training.expert_parameters(layer), lr=0.1)
         training.fully_shard(layer, context)
         layer(torch.ones(2, WIDTH, device=context.device)).square().mean().backward()
-        with pytest.raises(ConfigError, match=r"are their layer's no more.*fully_shard has cut its model"):
+        with pytest.raises(ConfigError, match=r"that their layer has replaced.*fully_shard has sharded the model"):
             early.step()
         torch.optim.SGD(training.expert_parameters(layer), lr=0.1).step()
 

@@ -146,11 +146,11 @@ def test_pieces_that_differ_over_dp_are_found(world_size):
 
 
 MESHES = {  # meshes of the weights, with a part of the error
-    "of dp ranks": (P(dp=4), (2, 2), "up.weight is a DTensor over ranks 0, 1, which are not of one tp group"),
+    "of dp ranks": (P(dp=4), (2, 2), "up.weight is a DTensor over ranks 0, 1, which are not in one tp group"),
     "of tp ranks with tokens of their own": (
         P(dp=2, tp=2, tokens=Tokens.SHARDED),
         (2, 2),
-        "up.weight is a DTensor over ranks 0, 1, and its gradient is a sum over tp ranks with tokens of their own",
+        "up.weight is a DTensor over ranks 0, 1, and its gradient is a sum over tp ranks with different tokens",
     ),
 }
 

@@ -207,7 +207,7 @@ def test_hybrid_sharding(world_size):
 def test_a_mesh_has_all_ranks_with_tokens_of_their_own(world_size):
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context:
         mesh = init_device_mesh(context.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))["shard"]
-        with pytest.raises(ConfigError, match=r"mesh must have the 2 ranks that have tokens of their own.*, got 1"):
+        with pytest.raises(ConfigError, match=r"mesh must have the 2 ranks with different tokens.*, got 1"):
             training.fully_shard(made(context), context, mesh=mesh)
 
 

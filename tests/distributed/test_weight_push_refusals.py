@@ -238,7 +238,7 @@ def test_what_cannot_be_pushed_is_refused(world_size):
         models.load_weights(model, twice)
         layer = models.moe_layers(model)[0]
         layer.router.register_forward_hook(lambda *_: models.load_weights(model, published("qwen3_moe")))
-        with pytest.raises(InputError, match="weights are loaded between two calls"):
+        with pytest.raises(InputError, match="weights must be loaded between calls"):
             layer(torch.ones(2, 128))
 
 

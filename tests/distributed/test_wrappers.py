@@ -150,7 +150,7 @@ def test_blocks_and_then_the_model_are_sharded(world_size):
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.detach())
-            with pytest.raises(ConfigError, match=r"fully_shard has cut its model.*make the optimizer afterwards"):
+            with pytest.raises(ConfigError, match=r"fully_shard has sharded the model.*make the optimizer afterwards"):
                 before.step()
         assert torch.equal(*losses)
 

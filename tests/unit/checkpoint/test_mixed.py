@@ -205,7 +205,7 @@ def test_halves_under_two_scales_are_said(tmp_path):
         tensors[f"{BLOCK}.experts.1.up_proj.weight_scale"] *= 2
 
     write(tmp_path, "matrix", change=differ)
-    with pytest.warns(UserWarning, match="two scales where a layer has one"):
+    with pytest.warns(UserWarning, match="one scale each, and a layer has one for both"):
         load(tmp_path, "fp8_dynamic")
 
 
@@ -250,6 +250,8 @@ def test_a_half_that_is_rounded_again_is_said_in_each_scheme(larger, scheme):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         joined = join_halves(gate, up)
-    assert ["two scales where a layer has one" in str(one.message) for one in caught] == [True] * (larger > 1)
+    assert ["one scale each, and a layer has one for both" in str(one.message) for one in caught] == [True] * (
+        larger > 1
+    )
     assert torch.equal(joined[""][32:].view(torch.uint8), up[""].view(torch.uint8))
     assert joined[name] == up[name]

@@ -102,7 +102,10 @@ def test_a_part_comes_in_one_piece():
     assert [set(part) for part in written] == [{"a1", "a2"}]
     with pytest.raises(CheckpointError, match="a1 is there twice; push each tensor once"):
         arrived.take("a1", torch.ones(1))
-    with pytest.raises(CheckpointError, match="a3 comes behind all that a has; remove it, or push a in one piece"):
+    with pytest.raises(
+        CheckpointError,
+        match="a3 arrived after all tensors of a; remove it, or push the tensors of a one after another",
+    ):
         arrived.take("a3", torch.ones(1))
 
 

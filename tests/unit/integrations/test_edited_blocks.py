@@ -146,7 +146,9 @@ def test_changed_methods_of_experts_are_refused(change, context):
         experts.forward = lambda *args: 2 * type(experts).forward(experts, *args)
     with (
         pytest.warns(UserWarning, match="the blocks stay"),
-        pytest.raises(ConfigError, match=r"1\.mlp\.experts has .*, which a layer in its place would leave out; remove"),
+        pytest.raises(
+            ConfigError, match=r"1\.mlp\.experts has .*, which the layer that replaces it would ignore; remove"
+        ),
     ):
         expert_parallel(model, context)
 

@@ -210,7 +210,7 @@ def generation(size=2, failed=False):
 @pytest.mark.parametrize(
     ("size", "failed", "inside", "sent"),
     [
-        (2, False, False, [(None, "generate was left by KeyError: 'x'")]),
+        (2, False, False, [(None, "generate raised KeyError: 'x'")]),
         (2, False, True, [("broken", "'x'")]),
         (1, False, False, []),
         (2, True, False, []),

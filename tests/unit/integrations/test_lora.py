@@ -57,7 +57,7 @@ def test_a_refusal_leaves_the_model_as_it_was():
         twice = ExpertMap.from_ranks([[*range(experts), 0]], experts, allow_duplicates=True)
         model = expert_parallel(plain, context, expert_map=twice)
         before = {name: (type(p), p.requires_grad) for name, p in model.named_parameters()}
-        with pytest.raises(ConfigError, match="the map has redundant experts; choose one without"):
+        with pytest.raises(ConfigError, match="the expert map has redundant experts; choose one without"):
             add_lora(model, lora_config("olmoe"))
         assert {name: (type(p), p.requires_grad) for name, p in model.named_parameters()} == before
 
@@ -206,7 +206,7 @@ def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
         (tensors | {f"{key}.more": tensors[key].clone()}, "more is in no module"),
         (
             tensors | {key.replace("lora_A", "3.up_proj.lora_A"): tensors[key].clone()},
-            "PEFT cannot put the factors",
+            "PEFT cannot join the factors",
         ),
     ):
         save_file(changed, file)

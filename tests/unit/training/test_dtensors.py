@@ -31,10 +31,10 @@ def problem(ranks, *, of_fsdp, placements=None, trained=True, monkeypatch):
     ("ranks", "of_fsdp", "words"),
     [
         ([0, 1, 2, 3], True, None),  # all ranks with different tokens: the gradient is their mean
-        ([0, 1, 2, 3], False, "which are not of one tp group"),
-        ([0, 2], False, "which are not of one tp group"),
-        ([0, 2], True, "over which FSDP averages its gradient, and 4 ranks have tokens of their own"),
-        ([0, 1], False, "and its gradient is a sum over tp ranks with tokens of their own"),
+        ([0, 1, 2, 3], False, "which are not in one tp group"),
+        ([0, 2], False, "which are not in one tp group"),
+        ([0, 2], True, "over which FSDP averages its gradient, and 4 ranks have different tokens"),
+        ([0, 1], False, "and its gradient is a sum over tp ranks with different tokens"),
     ],
 )
 def test_a_gradient_is_a_mean_over_the_ranks_with_tokens(ranks, of_fsdp, words, monkeypatch):

@@ -30,7 +30,7 @@ def test_a_gpu_that_is_not_current_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     context = EPContext.local(torch.device("cpu"))
     with pytest.raises(
-        ConfigError, match=r"current, cuda:1, and the model is on cpu; call torch.cuda.set_device\('cpu'\) first"
+        ConfigError, match=r"current device, cuda:1, and the model is on cpu; call torch.cuda.set_device\('cpu'\) first"
     ):
         fully_shard(MoELayer(CONFIG, context), context)
 

@@ -74,12 +74,15 @@ def test_numbers_that_cannot_be_quantised_change_nothing(scheme):
     cases = [
         ({"w13": good, "w2": bad}, "expert 1: w2 must be finite to be quantized"),
         *[
-            ({"w13": good, part: codes[part]}, f"expert 1: w13 is numbers in float32, and {part} belongs")
+            ({"w13": good, part: codes[part]}, f"expert 1: w13 has values in float32, and {part} belongs")
             for part in codes.keys() - {"w13"}
         ],
-        ({"w13": codes["w13"]}, r"expert 1: w13 is codes, and w13_scale is missing.*give w13 and w13_scale"),
+        ({"w13": codes["w13"]}, r"expert 1: w13 has codes, and their scale w13_scale is missing.*give w13 and w13_scale"),
         *[
-            ({name: tensor for name, tensor in codes.items() if name != part}, f"w13 is codes, and {part} is missing")
+            (
+                {name: tensor for name, tensor in codes.items() if name != part},
+                f"w13 has codes, and their scale {part} is missing",
+            )
             for part in codes.keys() - {"w13"}
         ],
         *[

@@ -45,4 +45,4 @@ def test_gradients_that_are_not_accumulated_are_not_missed(backward, warned):
         warnings.simplefilter("always")
         for ranks in (2, 4):  # the warning comes once
             first.warn(ranks)
-    assert ["wrote or took them" in str(one.message) for one in caught] == [True] * warned
+    assert ["wrote or read them" in str(one.message) for one in caught] == [True] * warned

@@ -21,7 +21,7 @@ def test_a_full_state_is_one_of_ranks_with_all_experts(held, full, refused, func
     exec(f"def {function}(info):\n    refuse()", caller)
     info = SimpleNamespace(full_state_dict=full)
     if refused:
-        with pytest.raises(ConfigError, match="full_state_dict=True would give one rank's experts for all of them"):
+        with pytest.raises(ConfigError, match="full_state_dict=True would save one rank's experts for all ranks"):
             caller[function](info)
     else:
         caller[function](info)
@@ -30,7 +30,7 @@ def test_a_full_state_is_one_of_ranks_with_all_experts(held, full, refused, func
 def test_the_trainer_of_transformers_writes_one_ranks_state():
     caller = {"__name__": "transformers.trainer", "refuse": lambda: refuse_full_state(WITHOUT)}
     exec("def _save():\n    refuse()", caller)
-    with pytest.raises(ConfigError, match="_save of transformers would save one rank's experts for all of them"):
+    with pytest.raises(ConfigError, match="_save of transformers would save one rank's experts for all ranks"):
         caller["_save"]()
 
 
@@ -42,7 +42,7 @@ def test_a_file_of_one_rank_is_what_a_hook_of_the_users_makes_of_it(hooks):
     """
     caller = {"__name__": "accelerate.accelerator", "refuse": lambda: refuse_full_state(WITHOUT)}
     exec("def save_state(self):\n    refuse()", caller)
-    refused = pytest.raises(ConfigError, match="save_state of accelerate would save one rank's experts for all of them")
+    refused = pytest.raises(ConfigError, match="save_state of accelerate would save one rank's experts for all ranks")
     with nullcontext() if hooks else refused:
         caller["save_state"](SimpleNamespace(_save_model_state_pre_hook=hooks))
 

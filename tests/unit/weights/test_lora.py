@@ -116,7 +116,7 @@ TWICE = ExpertMap.from_ranks([[*range(EXPERTS), 0]], EXPERTS, allow_duplicates=T
         ({"quantization": "fp8_block"}, "the experts are quantized, or their kernel has no backward"),
         ({}, None),
         ({"device": "meta"}, "the layer is on the meta device, or its experts are sharded by FSDP"),
-        ({"expert_map": TWICE}, "the map has redundant experts; choose one without"),
+        ({"expert_map": TWICE}, "the expert map has redundant experts; choose one without"),
     ],
 )
 def test_experts_that_can_have_no_factors_are_refused_by_the_reason(context, options, why):
@@ -126,7 +126,7 @@ def test_experts_that_can_have_no_factors_are_refused_by_the_reason(context, opt
     with contextlib.nullcontext() if why is None else pytest.raises(ConfigError, match=f"cannot be added: {why}"):
         add_lora(weights, {"w2": LowRank(2, 1.5)}, seed=0)
     if why is None:
-        with pytest.raises(ConfigError, match="cannot be added: they have factors already; merge these first"):
+        with pytest.raises(ConfigError, match="cannot be added: they have LoRA factors already; merge these first"):
             add_lora(weights, {"w2": LowRank(2, 1.5)}, seed=0)
 
 

@@ -23,7 +23,7 @@ from ep_moe.weights.optimizers import (
 )
 from tests.fixtures.expert_weights import REDUNDANT, filled_weights, shape
 
-LEFT = "holds expert parameters that are their layer's no more, and would train no expert"
+LEFT = "holds expert parameters that their layer has replaced, and would train no expert"
 
 
 def parameter(piece):
@@ -207,6 +207,6 @@ def test_dense_parameters_that_torch_averages_over_ranks_of_other_tokens_are_ref
     cut = nn.Parameter(torch.ones(2))
     cut.device_mesh = SimpleNamespace(mesh=torch.tensor(mesh))
     over_tp = {*torch.tensor(mesh).flatten().tolist()} <= {0, 1}
-    refused = pytest.raises(ConfigError, match=r"averages dense gradients over ranks.*sums of 2 ranks.*2 times too")
+    refused = pytest.raises(ConfigError, match=r"averages dense gradients over ranks.*sums over 2 ranks.*2 times too")
     with contextlib.nullcontext() if over_tp else refused:
         _refuse_sums_beside_means(torch.optim.SGD([parameter(False), cut], lr=0.1), weights)

@@ -86,6 +86,6 @@ def test_a_gradient_is_divided_by_each_rank_once(sharded, wanted):
 )
 def test_a_rank_without_an_expert_sums_no_copies(ranks, refused):
     found = made(ep=2, expert_map=ExpertMap.from_ranks(ranks, 4, allow_duplicates=True))
-    words = "expert_map gives rank 1 of the EP group no expert and others twice"
+    words = "expert_map gives rank 1 of the EP group no expert, and has replicas"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         found.check()
