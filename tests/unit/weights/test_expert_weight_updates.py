@@ -77,7 +77,10 @@ def test_numbers_that_cannot_be_quantised_change_nothing(scheme):
             ({"w13": good, part: codes[part]}, f"expert 1: w13 has values in float32, and {part} belongs")
             for part in codes.keys() - {"w13"}
         ],
-        ({"w13": codes["w13"]}, r"expert 1: w13 has codes, and their scale w13_scale is missing.*give w13 and w13_scale"),
+        (
+            {"w13": codes["w13"]},
+            r"expert 1: w13 has codes, and their scale w13_scale is missing.*give w13 and w13_scale",
+        ),
         *[
             (
                 {name: tensor for name, tensor in codes.items() if name != part},
