@@ -15,7 +15,7 @@ Parts = Mapping[str, Tensor]
 _GLOBAL = "_global_scale"
 _ROUNDED = (
     "gate and up projections of a checkpoint have one scale each, and a layer has one for both: the half with the "
-    "smaller scale is rounded again, with the larger scale"
+    "smaller scale is rounded a second time, with the larger scale"
 )
 
 

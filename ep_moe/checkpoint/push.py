@@ -89,7 +89,7 @@ class Target(ABC):
         self.layers, self.said = layers, dict[str, None]()
         context = next(iter(layers)).context
         if any(layer.context is not context for layer in layers):
-            raise InputError("layers must be of one EPContext; push into those of each context by itself")
+            raise InputError("layers must belong to one EPContext; push to the layers of each context separately")
         context._check_alive()
         if not context._idle:
             raise InputError(

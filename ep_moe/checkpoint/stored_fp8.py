@@ -113,9 +113,9 @@ class ScaledFp8(StoredMatrix):
         if self._either:
             each, row = self.shape[-2] // self.stacked, self._block[0]
             return (
-                f"{location} has gate and up of {each} rows each in one tensor, and {self.scale} has as many "
-                f"factors as blocks of {row} rows that begin anew with up, and as blocks that run on into it; store "
-                f"gate and up in tensors of their own, or dequantize the checkpoint to bf16 first"
+                f"{location} has gate and up of {each} rows each in one tensor, and the number of factors in "
+                f"{self.scale} does not tell if blocks of {row} rows restart at up; store gate and up in separate "
+                "tensors, or dequantize the checkpoint to bf16 first"
             )
         if self._each:
             return wrong_dtype(self.tensors, self.scale)

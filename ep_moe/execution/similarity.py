@@ -52,10 +52,10 @@ class Similarity:
             if now - before > _RISE:
                 first, other = (rank_group.ranks[at] for at in pair)
                 return (
-                    f"{layer.name}: the experts of rank {other} became alike to those of rank {first} (cosine "
+                    f"{layer.name}: the experts of rank {other} became similar to those of rank {first} (cosine "
                     f"{before:.2f}, now {now:.2f}): something averages weights over ranks (all_reduce in a loop over "
-                    f"model.parameters(), a model averager of torch). Leave ep_moe.training.expert_parameters(model) "
-                    f"out of it, and load the weights anew"
+                    "model.parameters(), a model averager of torch). Leave ep_moe.training.expert_parameters(model) "
+                    "out of it, and load the weights anew"
                 )
         return None
 

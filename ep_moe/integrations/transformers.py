@@ -256,8 +256,8 @@ def load_pretrained(
         if missing:
             draw_head(model, missing)
             warnings.warn(
-                f"{folder}: {listed(sorted(missing))} of {type(model).__name__} is not there and was drawn anew; "
-                f"train it",
+                f"{folder}: {listed(sorted(missing))} of {type(model).__name__} is missing and was newly "
+                "initialized; train it",
                 stacklevel=2,
             )
         warn_of_adapter(folder)

@@ -324,7 +324,7 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
             if name in names:
                 names.remove(name)
             names.insert(names.index(first), name)
-            reasons[name] = f"of another package, by its own word ahead of {', '.join(sorted(named))}"
+            reasons[name] = f"of another package, which ranks it ahead of {', '.join(sorted(named))}"
     return {name: reasons[name] for name in names}
 
 

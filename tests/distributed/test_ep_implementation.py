@@ -253,7 +253,7 @@ def test_refusals_are_alike_on_all_ranks(checkpoints, world_size):
         with pytest.raises(ConfigError, match=r"needs the weights of .*load_pretrained"):
             call()
     for call in (layer.state_dict, lambda: layer.update_expert(0, w2=torch.zeros(1))):
-        with pytest.raises(ConfigError, match="transformers lends are"):
+        with pytest.raises(ConfigError, match="belong to a transformers model and are"):
             call()
 
 

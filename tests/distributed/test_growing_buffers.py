@@ -355,7 +355,7 @@ def test_no_memory_on_one_rank(world_size):
             mock.patch.object(torch.distributed, "_symmetric_memory", symmetric, create=True),
         ):
             text = same_error(BackendUnavailable, lambda: layer(x))
-        assert "no memory for 1024 tokens per rank, rank 1: " in text
+        assert "could not allocate buffers for 1024 tokens per rank, rank 1: " in text
         assert "out of memory; pass fewer tokens in a call" in text
         check_call(layer, context, tokens=3, what="after")
         assert rooms(layer) == [LEAST]

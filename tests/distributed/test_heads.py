@@ -85,7 +85,9 @@ def test_a_new_head_is_alike_on_all_ranks_and_learns(tmp_path, world_size):
         with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
             torch.manual_seed(dist.get_rank())
             own = {"model_class": AutoModelForSequenceClassification, "num_labels": 3}
-            with pytest.warns(UserWarning, match=r"score.weight of .*Classification is not there and was drawn anew"):
+            with pytest.warns(
+                UserWarning, match=r"score.weight of .*Classification is missing and was newly initialized"
+            ):
                 model = load_pretrained(tmp_path / kind, context, **own, progress=False).train()
             assert model.score.weight.shape[0] == 3
             assert 0 < model.score.weight.std() < 1

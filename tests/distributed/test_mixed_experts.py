@@ -95,7 +95,7 @@ def test_an_average_of_weights_late_in_training_is_found_within_128_backwards(wa
         layer._checks.watch._backwards["lockstep"] = 256 + 128 - 5  # `train` ends just before the comparison
         train(layer, context, optimizer, training.sync_gradients)
         found = same_error(InputError, lambda: train(layer, context, optimizer, training.sync_gradients))
-        assert "the experts of rank 1 became alike to those of rank 0" in found
+        assert "the experts of rank 1 became similar to those of rank 0" in found
         layer.load_state_dict(fresh)
         train(layer, context, optimizer, training.sync_gradients)
 

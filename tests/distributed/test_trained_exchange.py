@@ -305,7 +305,9 @@ def test_what_a_call_keeps_is_in_the_plan(world_size):
         y.sum().backward()
         (made,) = (dispatcher for (name, _), dispatcher in layer.context._pool.items() if name == "nvlink_p2p")
         assert plan["transport"] == layer.plan()["transport"] == made.buffer_bytes(made.dispatch_shape)
-        with pytest.raises(ConfigError, match=r"train_tokens=8: what experts=reference over all2all=torch_a2a keeps"):
+        with pytest.raises(
+            ConfigError, match=r"train_tokens=8: the bytes that experts=reference over all2all=torch_a2a saves"
+        ):
             layers[1].plan(train_tokens=MOST)
         with pytest.raises(ConfigError, match="train_tokens must be an integer of at least 1, got 0"):
             layer.plan(train_tokens=0)

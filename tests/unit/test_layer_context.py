@@ -319,7 +319,9 @@ def test_a_layer_keeps_the_dtype_that_all_ranks_have_buffers_for(context):
     layer._checks.dtype = layer.dtype  # as after a first call of ranks with fixed buffers
     before = layer._dispatcher()
     layer.to(torch.bfloat16)
-    with pytest.raises(InputError, match="became bfloat16 after its first call in float32, and all2all=local has"):
+    with pytest.raises(
+        InputError, match="was converted to bfloat16 after its first call in float32, and all2all=local has"
+    ):
         layer(torch.ones(3, HIDDEN).bfloat16())
     assert layer._dispatcher() is before
     assert layer._dispatch_shape().dtype == torch.float32

@@ -55,7 +55,7 @@ def test_layers_are_served_again_where_no_rank_wrote(writer, before, world_size)
 
 def test_layers_of_two_contexts_are_refused():
     layers = [MoELayer(CONFIG, EPContext.local(rank_device())) for _ in range(2)]
-    with pytest.raises(InputError, match="layers must be of one EPContext"):
+    with pytest.raises(InputError, match="layers must belong to one EPContext"):
         push.load_layer_weights(dict(enumerate(layers)), {}, "mixtral")
 
 

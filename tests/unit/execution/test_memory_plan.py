@@ -72,7 +72,10 @@ def test_train_tokens_is_a_count(tokens, recomputing):
 
 
 def test_what_does_not_follow_from_shapes_is_refused(layer):
-    with pytest.raises(ConfigError, match="train_tokens=4: what experts=reference over all2all=local keeps does not"):
+    with pytest.raises(
+        ConfigError,
+        match="train_tokens=4: the bytes that experts=reference over all2all=local saves for backward do not",
+    ):
         memory_plan.layer_bytes(layer, 4)
 
 

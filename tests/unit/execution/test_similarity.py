@@ -89,7 +89,7 @@ def test_what_became_alike_since_is_named_by_the_ranks_of_the_job(monkeypatch):
     mean = (drawn(0) + drawn(1)) / 2
     experts.held = mean + 0.01 * drawn(2), mean + 0.01 * drawn(3)
     found = similarity.problem(layer, rank_group, "backward")
-    assert found.startswith("moe0: the experts of rank 6 became alike to those of rank 4 (cosine ")
+    assert found.startswith("moe0: the experts of rank 6 became similar to those of rank 4 (cosine ")
     assert found == similarity.problem(layer, rank_group, "backward"), "until weights are loaded"
     experts.updates += 1
     assert similarity.problem(layer, rank_group, "backward") is None, "written on purpose, as copies to begin with"

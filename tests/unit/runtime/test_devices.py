@@ -92,7 +92,7 @@ def test_a_function_runs_on_the_device_of_its_arguments(gpus):
 
 def test_a_capture_on_another_device_is_refused(gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(InputError, match=r"captured on cuda:0, .* runs on cuda:1; capture it within torch.cuda.device"):
+    with pytest.raises(InputError, match=r"captured on cuda:0, .* work on cuda:1; capture it within torch.cuda.device"):
         on_device(torch.device("cuda", 1))
 
 

@@ -247,7 +247,7 @@ def test_a_plugin_may_go_ahead_of_others(plugins):
     rows = explain(config(), layout(1), CPU, torch.float32)
     chosen = next(row for row in rows if row.status == "chosen")
     assert (chosen.all2all, chosen.experts) == ("eager", "own")
-    assert "of another package, by its own word ahead of local" in chosen.reason
+    assert "of another package, which ranks it ahead of local" in chosen.reason
     order = list(dict.fromkeys(row.all2all for row in rows))
     assert order.index("sibling") > order.index("torch_a2a") > order.index("local") > order.index("eager")
     # the eager transport serves one rank only
