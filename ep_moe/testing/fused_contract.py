@@ -301,7 +301,7 @@ def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device:
         make = maker(kind, sorted(kind.capabilities.schemes)[0], top_k, bound, context)
         assert make is not None
         case = make(shared)
-        sentence = f"rank 1: x has {bound + 1} tokens on their way, more than max_tokens={bound}"
+        sentence = f"rank 1: x has {bound + 1} tokens to dispatch, more than max_tokens={bound}"
         if case.rank_group.rank == 1:
             more = case.call(bound + 1)
             case.that(sentence in said(lambda: case.kernel(more.x, more.routed)), "one too many was not refused")

@@ -252,7 +252,7 @@ def one_token_too_many(
         x, routing, wanted = case.call(MAX_TOKENS)
         case.same(case.once(x, routing), wanted, "at capacity")
         odd = case.ranks - 1
-        sentence = f"rank {odd}: x has {MAX_TOKENS + 1} tokens on their way, more than max_tokens={MAX_TOKENS}"
+        sentence = f"rank {odd}: x has {MAX_TOKENS + 1} tokens to dispatch, more than max_tokens={MAX_TOKENS}"
         if case.rank == odd:
             more, to, _ = case.call(MAX_TOKENS + 1)
             case.that(sentence in said(lambda: case.dispatcher.dispatch(more, to)), "one too many was not refused")

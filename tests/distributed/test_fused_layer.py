@@ -185,7 +185,7 @@ def test_what_a_layer_with_one_refuses(world_size):
         for options, kind, sentence in (
             ({"all2all": "torch_a2a"}, BackendUnavailable, "has a built-in all2all; leave all2all='auto'"),
             ({"wire": Wire(dispatch="fp8_block")}, BackendUnavailable, "its own row format for dispatch and combine"),
-            ({"pipeline": 8}, ConfigError, "pipeline=8 is not for experts=flashinfer_mega_bf16"),
+            ({"pipeline": 8}, ConfigError, "pipeline=8 is not supported by experts=flashinfer_mega_bf16"),
             ({"expert_map": ExpertMap.uneven([4, 6])}, BackendUnavailable, r"slots on every rank, got \[4, 6\]"),
             ({"dtype": torch.float32}, BackendUnavailable, "dtype float32 is not among bfloat16"),
         ):

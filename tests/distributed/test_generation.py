@@ -177,7 +177,7 @@ def test_continuous_batching_is_refused_on_all_ranks(world_size):
         for name, call in ways.items():
             assert f"{name}: continuous batching" in same_error(InputError, call)
         one_alone = (ways["generate_batch"], lambda: model.generate(ids, **how))
-        assert "model.generate on all of them" in same_error(InputError, one_alone[context.layout.dp_rank])
+        assert "model.generate on all ranks" in same_error(InputError, one_alone[context.layout.dp_rank])
         same_error(InputError, lambda: model.generate(ids, cache_implementation="paged", **how))
         assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
 

@@ -384,7 +384,7 @@ def test_a_call_that_cannot_be_recorded(world_size):
             for n in range(8):
                 assert same(layers, functools.partial(step, tokens=5, seed=n + rank), n) == 0
         texts = [str(one.message) for one in said]
-        assert sum("of moe0 with gradients" in text and "raised no capture" in text for text in texts) == 1
+        assert sum("of moe0 with gradients" in text and text.endswith("no capture") for text in texts) == 1
 
 
 @distributed(2)

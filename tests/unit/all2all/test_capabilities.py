@@ -31,4 +31,4 @@ def test_scales_that_a_transport_cannot_align(monkeypatch):
     able = dataclasses.replace(kind.capabilities, scale_alignment_bytes=16)
     monkeypatch.setattr(kind, "capabilities", able)
     reason = kind.unsupported_reason(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row"))
-    assert reason == "torch_a2a wants a multiple of 16 bytes of scales in a row, and fp8_row rows have 4"
+    assert reason == "torch_a2a needs a multiple of 16 bytes of scales in a row, and fp8_row rows have 4"
