@@ -31,7 +31,7 @@ from ep_moe.bench.measured_lines import (
 from ep_moe.config import MoEConfig
 
 ITSELF, RANKS, TOKENS, MODEL = "itself", "another number of ranks", "another number of tokens", "another model"
-ROWS_OUT, ROWS_BACK = "another format of rows on the way out", "another format of rows on the way back"
+ROWS_OUT, ROWS_BACK = "another row format of dispatch", "another row format of combine"
 FEW_TOKENS = 16  # tokens per rank up to which errors are listed separately
 
 

@@ -110,13 +110,13 @@ def run(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     text: Annotated[str | None, typer.Option(help="Text file to read; default the demo's held-out text.")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel size.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Ranks that hold the same tokens.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel size: ranks that hold the same tokens.")] = None,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
-    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
+    etp: Annotated[int, typer.Option(help="Ranks over which each expert is sharded.")] = 1,
     all2all: Annotated[str, typer.Option(help="Transport: auto, local, allgather, torch_a2a, ...")] = "auto",
     experts: Annotated[str, typer.Option(help="Expert kernel: auto, reference, ...")] = "auto",
     quantization: Annotated[
-        str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, mxfp4, ...")
+        str, typer.Option(help="Quantization of the experts: none, fp8_dynamic, fp8_block, mxfp4, ...")
     ] = "none",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16, or auto for the checkpoint's.")] = None,
     window: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
@@ -126,12 +126,12 @@ def run(
         bool | None,
         typer.Option(help="Also run the untouched model in one process; default for weights of at most 32 GiB."),
     ] = None,
-    redundant: Annotated[int, typer.Option(help="Experts that have a second copy.")] = 0,
+    redundant: Annotated[int, typer.Option(help="Redundant experts: those with a second copy.")] = 0,
     eplb: Annotated[bool, typer.Option(help="Rebalance the experts, and read the text again.")] = False,
     wire: Annotated[
         str,
         typer.Option(
-            help="Rows on their way out, as Wire.dispatch: plain, fp8_block, fp8_row, mxfp8; of a calibrated "
+            help="Row format of dispatch (Wire.dispatch): plain, fp8_block, fp8_row, mxfp8; of a calibrated "
             "checkpoint fp8_tensor and nvfp4 too."
         ),
     ] = "plain",
@@ -184,19 +184,21 @@ def fit(
         str, typer.Argument(help="Bundled model config, a .toml file, a folder with config.json, or org/model.")
     ],
     gpus: Annotated[int, typer.Option(help="GPUs of the job.")],
-    gpu: Annotated[str, typer.Option(help="Their kind: h100, h200 or b200.")] = "h200",
+    gpu: Annotated[str, typer.Option(help="GPU type: h100, h200 or b200.")] = "h200",
     per_host: Annotated[int, typer.Option(help="GPUs that NVLink joins.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Of each GPU in one call.")] = 128,
-    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
+    tokens: Annotated[int, typer.Option(help="Tokens per GPU in one call.")] = 128,
+    quantization: Annotated[
+        str, typer.Option(help="Quantization of the experts: none, fp8_dynamic, fp8_block, ...")
+    ] = "none",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float16.")] = "bfloat16",
-    wire: Annotated[str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, ...")] = "plain",
+    wire: Annotated[str, typer.Option(help="Row format of dispatch: plain, fp8_block, fp8_row, ...")] = "plain",
     dp: Annotated[int | None, typer.Option(help="Data-parallel size; default gpus / tp.")] = None,
-    tp: Annotated[int, typer.Option(help="Ranks that hold the same tokens.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size: ranks that hold the same tokens.")] = 1,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
-    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
+    etp: Annotated[int, typer.Option(help="Ranks over which each expert is sharded.")] = 1,
     redundant: Annotated[int, typer.Option(help="Expert slots beyond one per expert.")] = 0,
-    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to admit.")] = "auto",
-    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to admit.")] = "auto",
+    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to consider.")] = "auto",
+    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to consider.")] = "auto",
     nic_gb_s: Annotated[float, typer.Option(help="GB/s of a GPU to other hosts, one direction.")] = 50.0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a model on the Hub.")] = None,
     as_json: AsJson = False,
@@ -249,10 +251,10 @@ def check_exact(
     prompts: Annotated[int, typer.Option(help="Number of prompts.")] = 6,
     window: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 48,
     experts: Annotated[str, typer.Option(help="Expert kernel, or auto.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_static, ...")] = "none",
+    quantization: Annotated[str, typer.Option(help="Quantization of the experts: none, fp8_static, ...")] = "none",
     dtype: Annotated[str | None, typer.Option(help="auto for the checkpoint's, float32, bfloat16 or float16.")] = None,
-    exact: Annotated[bool, typer.Option(help="Without it: see what is not equal.")] = True,
-    deadline: Annotated[float, typer.Option(help="Seconds until a silent peer is taken for lost.")] = 300.0,
+    exact: Annotated[bool, typer.Option(help="Use exact layers; without them, see what differs.")] = True,
+    deadline: Annotated[float, typer.Option(help="Seconds after which a silent peer is reported lost.")] = 300.0,
     as_json: AsJson = False,
     quiet: Quiet = False,
     log_level: LogLevel = DEFAULT_LEVEL,
@@ -287,9 +289,9 @@ def plan(
     bytes_per_weight: Annotated[float, typer.Option(help="2 for bfloat16, 1 for fp8.")] = 2.0,
     tolerance: Annotated[float, typer.Option(help="A layer this close to perfect balance stays.")] = 0.01,
     enough: Annotated[
-        float, typer.Option(help="Balancedness at which to stop moving; 1 for all that can be had.")
+        float, typer.Option(help="Balancedness at which moving stops; 1 for the best that is possible.")
     ] = 1.0,
-    steps_to_pay: Annotated[int, typer.Option(help="Refuse what takes more steps to pay back.")] = 3000,
+    steps_to_pay: Annotated[int, typer.Option(help="Refuse moves that take more steps to pay off.")] = 3000,
     plot: Annotated[Path | None, typer.Option(help="Heat maps of load per layer and rank, e.g. out.png.")] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -324,12 +326,12 @@ def plan(
 @app.command(cls=_NumberLists)
 def tune(
     model: ModelArgument = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(help="Most tokens of a rank in one call; one bucket each.")
-    ] = None,
-    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
+    tokens: Annotated[list[int] | None, typer.Option(help="Token limits of a rank's call; one bucket each.")] = None,
+    quantization: Annotated[
+        str, typer.Option(help="Quantization of the experts: none, fp8_dynamic, fp8_block, ...")
+    ] = "none",
     wire: Annotated[
-        str, typer.Option(help="Rows on their way out, as Wire.dispatch: plain, fp8_block, fp8_row, ...")
+        str, typer.Option(help="Row format of dispatch (Wire.dispatch): plain, fp8_block, fp8_row, ...")
     ] = "plain",
     dtype: Annotated[str | None, typer.Option(help="Default bfloat16 on GPUs, float32 on the CPU.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Folder that keeps the kernels' own tuning.")] = None,

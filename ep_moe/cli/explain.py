@@ -18,23 +18,24 @@ _ORDER = ("chosen", "possible", "refused")
 def explain(
     model: ModelArgument = None,
     dp: Annotated[int, typer.Option(help="Data-parallel size.")] = 1,
-    tp: Annotated[int, typer.Option(help="Ranks that hold the same tokens.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel size: ranks that hold the same tokens.")] = 1,
     ep: Annotated[int | None, typer.Option(help="Expert-parallel size; default dp * tp / etp.")] = None,
-    etp: Annotated[int, typer.Option(help="Ranks over which each expert is cut.")] = 1,
-    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to admit.")] = "auto",
-    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to admit.")] = "auto",
-    quantization: Annotated[str, typer.Option(help="Of the experts: none, fp8_dynamic, fp8_block, ...")] = "none",
+    etp: Annotated[int, typer.Option(help="Ranks over which each expert is sharded.")] = 1,
+    all2all: Annotated[str, typer.Option(help="Transport: auto, or the only one to consider.")] = "auto",
+    experts: Annotated[str, typer.Option(help="Expert kernel: auto, or the only one to consider.")] = "auto",
+    quantization: Annotated[
+        str, typer.Option(help="Quantization of the experts: none, fp8_dynamic, fp8_block, ...")
+    ] = "none",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of a rank in one call; default any number.")
-    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Token limit of a rank's call; default any number.")] = None,
     wire: Annotated[
-        str, typer.Option(help="Rows on their way out: plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4.")
+        str, typer.Option(help="Row format of dispatch: plain, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4.")
     ] = "plain",
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of a node; default all of them.")] = None,
     every: Annotated[bool, typer.Option("--all", help="A line for each refused pair too.")] = False,
     gpu: Annotated[
-        str | None, typer.Option(help="A kind of GPU that need not be here, h100, h200 or b200; default this machine.")
+        str | None,
+        typer.Option(help="GPU type, not necessarily here: h100, h200 or b200; default this machine."),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,

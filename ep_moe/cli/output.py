@@ -24,9 +24,9 @@ from ep_moe.parallel.local_launch import RanksFailed
 from ep_moe.runtime.progress import beside_bars
 
 EXIT_CODES = {
-    0: "ok",
+    0: "success",
     1: "the answer is no: a check failed, or nothing can run; also a crash, which shows a traceback",
-    2: "not done: an option, name, file or backend is wrong, or a rank was lost; one line says why",
+    2: "an option, name, file or backend is wrong, or a rank was lost; one line says why",
     130: "ended by Ctrl-C (143: by SIGTERM)",
 }
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}

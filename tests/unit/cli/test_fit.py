@@ -225,7 +225,7 @@ def test_a_prediction_says_how_far_off_such_predictions_are():
     }  # fmt: skip
     assert "4 ranks for 8" in answered["source"]
     untold = ask("fit", "qwen3-30b-a3b", "--gpus", 4, "--quantization", "fp8_block")
-    assert "from another format of rows on the way out: no measured lines tell how far off that is" in untold
+    assert "from another row format of dispatch: no measured lines tell how far off that is" in untold
     output = ask("fit", "qwen3-30b-a3b", "--gpus", 8)
     assert f"within 20 % on {held.within(0.2)} of {len(held.errors)} measured lines that were held back" in output
 
