@@ -1,4 +1,4 @@
-"""What pplx-kernels is told of a transport, whose object an emulation stands for elsewhere."""
+"""Test the arguments that pplx-kernels gets from the transport. Elsewhere an emulation stands for its object."""
 
 import sys
 from types import SimpleNamespace

@@ -231,7 +231,7 @@ def test_peers_hear_of_an_error_that_leaves_generate(size, failed, inside, sent)
 def test_generate_ends_however_it_ends(error, monkeypatch):
     """`generate` resets its state however it ends, and the next one starts outside of any forward.
 
-    An error of this package is raised on all ranks already, so peers are not told.
+    An error of this package is raised on all ranks already, so the peers are not notified again.
     """
     made, _ = generation()
     sent, finished = [], []

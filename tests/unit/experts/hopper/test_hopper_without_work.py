@@ -37,7 +37,7 @@ def received(rows: int) -> Received:
 
 @pytest.mark.parametrize(("slots", "rows"), [(0, 3), (2, 0)], ids=["no experts", "no rows"])
 def test_nothing_to_compute(slots, rows, monkeypatch):
-    """Without rows or experts the result is zeros, and waiting peers are told that no rows come."""
+    """Without rows or experts the result is zeros, and waiting peers are notified that no rows come."""
     experts, given = kernel(monkeypatch, slots), received(rows)
     out = torch.full_like(given.x, torch.nan)
     assert experts.compute(given, out) is out
