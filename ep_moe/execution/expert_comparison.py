@@ -51,7 +51,10 @@ def compare_experts(layer: ComparedExperts, rank_group: RankGroup, device: torch
         samples = [tensor.unsqueeze(-1).flatten(1)[:, :_SAMPLE] for tensor in tensors]
         facts[held, 0] = _of_slots(samples)[held].to(device)
     if copies:
-        facts[copies, 1] = _of_slots([tensor[copies] for tensor in tensors]).to(device)
+        # whole tensors, so slot by slot: all at once would copy the weights of every replica
+        facts[copies, 1] = torch.stack(
+            [_of_all([tensor[slot].detach() for tensor in tensors], device) for slot in copies]
+        )
     with rank_group.flight_recorder.step(step, counted=not step.startswith("backward")):
         rows = [list(zip(row[::2], row[1::2], strict=True)) for row in rank_group.exchange(facts.flatten())]
     for expert in many:
@@ -119,7 +122,7 @@ def warn_of_twins(layer: ComparedExperts, rank_group: RankGroup, device: torch.d
             return
 
 
-def mixed(layer: ComparedExperts, rank_group: RankGroup, step: str) -> str | None:
+def mixing_problem(layer: ComparedExperts, rank_group: RankGroup, step: str) -> str | None:
     """Return, in a backward pass, what mixed the experts of different ranks or their gradients; None for nothing."""
     weights, device = layer.expert_weights, layer.context.device
     if rank_group.size == 1 or weights.sharded or not weights.named:

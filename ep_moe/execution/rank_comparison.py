@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe.errors import InputError
-from ep_moe.execution.expert_comparison import ComparedExperts, compare_experts, mixed, warn_of_twins
+from ep_moe.execution.expert_comparison import ComparedExperts, compare_experts, mixing_problem, warn_of_twins
 from ep_moe.execution.similarity import Similarity
 from ep_moe.parallel.checksum import checksum, is_compared
 from ep_moe.parallel.rank_group import RankGroup, of_other_calls
@@ -135,7 +135,8 @@ class Watch:
     def _mixed(self, layer: ComparedLayer) -> str | None:
         """Return what mixed the experts of different ranks, None for nothing."""
         rank_group = layer.context.rank_groups["ep"]
-        return mixed(layer, rank_group, _IN_BACKWARD) or self.similarity.problem(layer, rank_group, _IN_BACKWARD)
+        problem = mixing_problem(layer, rank_group, _IN_BACKWARD)
+        return problem or self.similarity.problem(layer, rank_group, _IN_BACKWARD)
 
     def _warn_of_buffer(self, layer: ComparedLayer, name: str) -> None:
         """Warn once about a buffer that differs. Parameters may be equal even so: gradients do not change buffers."""
