@@ -75,7 +75,7 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
     Collective: all ranks consume all tensors, in the same order. Experts come from the ranks that hold them, and
     DTensors (FSDP2) are gathered. A rank holds up to 256 MiB of experts at a time. Where one tensor of the checkpoint
     holds all experts, it holds all of a layer. Names and tensors are those that `save_pretrained` writes, so other
-    engines can load them too.
+    engines can load them too. The ranks compare their weights before, and warn, as in `save_pretrained`.
 
     Args:
         model: A model of `expert_parallel` or `load_pretrained`, with plain weights.

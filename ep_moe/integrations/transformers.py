@@ -171,7 +171,8 @@ def save_pretrained(
     """Write a model with expert-parallel layers as a checkpoint that `from_pretrained` loads. Called by all ranks.
 
     One rank writes. The others send it their experts, one layer after another. All weights outside the experts must be
-    whole on that rank, and equal on all.
+    whole on that rank, and equal on all. The ranks compare routers, shared experts and experts before. If they differ
+    where they must be equal, or experts of different ranks were mixed, all ranks warn, and the files are still written.
 
     Args:
         model: A model of `expert_parallel` or `load_pretrained`, with plain weights.
