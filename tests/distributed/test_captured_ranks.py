@@ -33,13 +33,14 @@ def built(context: EPContext, config: MoEConfig = PLAIN, **asked: object) -> MoE
 
 
 def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool) -> None:
-    """Check a call against the oracle, and whether it was a replay on this rank. All sums are exact."""
+    """Check a call against the oracle, and whether it was a replay on this rank."""
     x, routing = integer_rows(tokens, 16, seed), integer_routing(tokens, PLAIN, seed)
     before = EmulatedRecorder.replays
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
     assert (EmulatedRecorder.replays - before == 1) is replays, (tokens, seed)
-    torch.testing.assert_close(y, oracle(PLAIN, x, routing), rtol=1e-5, atol=1e-3)
+    expected = oracle(PLAIN, x, routing)
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-5 * float(expected.abs().max()) if tokens else 0)
 
 
 @distributed(2, 4)

@@ -114,7 +114,9 @@ def test_masked_gradients_are_those_of_the_tokens(world_size):
         given, alone = x.clone().requires_grad_(), x[tokens].clone().requires_grad_()
         one(given, mask)[tokens].square().sum().backward()
         other(alone).square().sum().backward()
-        torch.testing.assert_close(given.grad[tokens], alone.grad, rtol=BOUND, atol=BOUND)
+        # the GEMMs of 6 and of 4 rows may sum in another order, and terms as large as the largest gradient cancel
+        apart = BOUND * float(alone.grad.abs().max())
+        torch.testing.assert_close(given.grad[tokens], alone.grad, rtol=BOUND, atol=apart)
         for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
             torch.testing.assert_close(
                 p.grad, q.grad, rtol=BOUND, atol=BOUND * float(q.grad.abs().max()), msg=lambda m, n=name: f"{n}: {m}"

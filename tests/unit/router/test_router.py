@@ -393,7 +393,9 @@ def test_a_module_as_router_belongs_to_the_layer():
     once = layer.forward_routed(x, every_other(x))
     torch.testing.assert_close(y, 4 * once, **EXACT)
     y.sum().backward()
-    torch.testing.assert_close(router.scale.grad, once.sum().detach())
+    # two sums of 9 x HIDDEN terms in different orders
+    apart = 9 * HIDDEN * torch.finfo(torch.float32).eps * float(once.detach().abs().sum())
+    torch.testing.assert_close(router.scale.grad, once.sum().detach(), rtol=0, atol=apart)
     assert "router.scale" in layer.state_dict()
     assert layer.plan()["router"] == 4
 
