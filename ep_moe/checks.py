@@ -31,7 +31,7 @@ Config = TypeVar("Config")
 SHORTEST_DEADLINE_S = 0.001  # torch's timeouts have a resolution of 1 ms, and no value for "never"
 LONGEST_DEADLINE_S = 7 * 24 * 3600.0  # three deadlines in milliseconds fit into the int32 that poll() takes
 LARGEST = 2**63 - 1  # the largest int64
-INT32 = 2**31 - 1  # kernels index rows and columns with int32
+INT32_MAX = 2**31 - 1  # kernels index rows and columns with int32
 MOST_EXPERTS = 2**20  # also limits the ranks of a map: far above any model, and a table of this size fits in memory
 _SHOWN = 120  # characters of a value that an error prints
 

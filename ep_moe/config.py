@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from ep_moe.checks import (
-    INT32,
+    INT32_MAX,
     MOST_EXPERTS,
     check_kind,
     check_path,
@@ -129,7 +129,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         check_kind("MoEConfig.activation", self.activation, Activation)
         check_kind("MoEConfig.routing", self.routing, RoutingConfig)
-        set_counts(self, at_most=INT32, hidden_size=1, intermediate_size=1, shared_intermediate_size=0)
+        set_counts(self, at_most=INT32_MAX, hidden_size=1, intermediate_size=1, shared_intermediate_size=0)
         set_counts(self, at_most=MOST_EXPERTS, num_experts=1, top_k=1)
         set_positive(self, "activation_alpha", "activation_limit")
         set_flags(self, "expert_bias", "shared_gate")
@@ -272,9 +272,9 @@ class ParallelConfig:
     tokens: Tokens = Tokens.REPLICATED
 
     def __post_init__(self) -> None:
-        set_counts(self, at_most=INT32, pp=1, dp=1, tp=1, etp=1)
+        set_counts(self, at_most=INT32_MAX, pp=1, dp=1, tp=1, etp=1)
         if self.ep is not None:
-            set_counts(self, at_most=INT32, ep=1)
+            set_counts(self, at_most=INT32_MAX, ep=1)
         check_kind("ParallelConfig.tokens", self.tokens, Tokens)
 
     @classmethod
@@ -344,7 +344,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name, kind in (("name", str), ("family", str), ("moe", MoEConfig)):
             check_kind(f"ModelConfig.{name}", getattr(self, name), kind)
-        set_counts(self, at_most=INT32, num_layers=1, dense_layers=0)
+        set_counts(self, at_most=INT32_MAX, num_layers=1, dense_layers=0)
         if self.dense_layers >= self.num_layers:
             raise ConfigError(
                 f"ModelConfig.dense_layers must be less than num_layers, got dense_layers={self.dense_layers}, "

@@ -37,8 +37,8 @@ TUNING_S = 1800.0  # how long ranks wait for the rank that measures in `tune`
 TUNED_ROWS = (1, 8, 32, 128, 512, 2048, 8192, 16384)
 
 
-class _Forward:
-    """The context manager that `EPContext._entered` returns; it ends the forward.
+class _CallGuard:
+    """The context manager that `EPContext._begin_call` returns; it ends the forward.
 
     It is a class because a generator-based context manager takes the host twice as long.
     """
@@ -55,9 +55,9 @@ class _Forward:
             return
         try:
             if error is not None:
-                context._broken_by(error)
+                context._report_exception(error)
         finally:
-            context._left()
+            context._end_call()
 
 
 _COMPILED = nullcontext()  # a compiled graph is traced once, and does not execute these checks when it runs
@@ -106,8 +106,8 @@ class EPContext(ConnectedRanks):
         self._layers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by order of construction
         self._layer_count = 0
         self._layers_named = _layers_named(weakref.ref(self))
-        self._inside: str | None = None
-        self._forward = _Forward(self)
+        self._running_call: str | None = None
+        self._call_guard = _CallGuard(self)
         self._destroyed = False
         self._dropped = weakref.finalize(self, _never_destroyed, flight_recorder, str(layout))
         self._dropped.atexit = False  # at process exit the operating system frees everything
@@ -174,7 +174,7 @@ class EPContext(ConnectedRanks):
                 f"token_limit: max_tokens must be an integer in [1, {self.max_tokens}] (EPContext's), got "
                 f"{max_tokens!r}"
             )
-        self.consensus.same("EPContext.token_limit", {"max_tokens": as_whole(max_tokens)}, problem)
+        self.consensus.require_equal("EPContext.token_limit", {"max_tokens": as_whole(max_tokens)}, problem)
         before, self._current_limit = self._current_limit, self.layout.max_dispatch_tokens(int(max_tokens))
         try:
             yield
@@ -218,56 +218,57 @@ class EPContext(ConnectedRanks):
 
     @property
     def _idle(self) -> bool:
-        """Whether a forward may begin. If not, `_entered` raises the reason."""
-        return self._inside is None and not self._destroyed
+        """Whether a forward may begin. If not, `_begin_call` raises the reason."""
+        return self._running_call is None and not self._destroyed
 
-    def _entered(self, name: str, carried: str = "") -> AbstractContextManager[None]:
+    def _begin_call(self, name: str, call_facts: str = "") -> AbstractContextManager[None]:
         """Begin one forward of one layer, and return a context manager that ends it.
 
         A context runs one forward at a time, so that all ranks issue its collectives in the same order.
 
-        carried: text that determines the sizes of all exchanges of the call; its ranks compare it (`RankGroup.agree`)
+        call_facts: text that determines the sizes of all exchanges of the call; its ranks compare it
+            (`RankGroup.agree`)
         """
         if torch.compiler.is_compiling():
             return _COMPILED
         self._check_alive()
-        if self._inside is not None:
+        if self._running_call is not None:
             raise RuntimeError(
-                f"EPContext is not re-entrant: {name} was called inside {self._inside}; use a context of its own for a "
-                f"model that runs in another thread"
+                f"EPContext is not re-entrant: {name} was called inside {self._running_call}; use a context of its own "
+                f"for a model that runs in another thread"
             )
-        self._inside = name  # first, so that a call from another thread finds it set
+        self._running_call = name  # first, so that a call from another thread finds it set
         try:
-            self.flight_recorder.enter(name, carried)
+            self.flight_recorder.begin_call(name, call_facts)
         except BaseException:
-            self._inside = None
+            self._running_call = None
             raise
-        return self._forward
+        return self._call_guard
 
-    def _broken_by(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
+    def _report_exception(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
         """Handle an exception that leaves a forward.
 
         An exception that all ranks raise together leaves the context usable. Any other exception belongs to this rank
         alone. It is then reported to the peers, which raise it too, and every later call raises it on all ranks.
 
-        where: the layer's name, if the exception left the call before `_entered`
+        where: the layer's name, if the exception left the call before `_begin_call`
         users: whether the exception comes from the user's code, which may raise any class on one rank alone
         """
         alike = not users and isinstance(error, EPMoEError)
         alike = alike and (getattr(error, "agreed_by", None) is not None or not is_out_of_memory(error, self.device))
         # torch's activation checkpointing ends a recomputation with an exception, on all ranks at the same operation
         ends = type(error).__module__ == "torch.utils.checkpoint"
-        if self.flight_recorder.alone or alike or ends or capturing(self.device):
+        if self.flight_recorder.has_no_peers or alike or ends or capturing(self.device):
             return
         before = self.flight_recorder.failed
-        failure = self.flight_recorder.fail(error, where)
+        failure = self.flight_recorder.publish_failure(error, where)
         if before or isinstance(failure, OutOfMemory):
             raise with_cause(failure, error)
         error.add_note(f"ep_moe: {failure}")
 
-    def _left(self) -> None:
-        """End the forward that `_entered` began."""
-        self._inside, self._agreed_limit, self.flight_recorder.where = None, None, ""
+    def _end_call(self) -> None:
+        """End the forward that `_begin_call` began."""
+        self._running_call, self._agreed_limit, self.flight_recorder.call_name = None, None, ""
 
     def plan(self, train_tokens: int | None = None) -> dict[str, int]:
         """Return this rank's memory in bytes by kind, summed over the context's layers.
@@ -369,7 +370,7 @@ class EPContext(ConnectedRanks):
         try:
             if not self.rank_groups.ended:  # else the connections are closed already
                 # wait for the peers: none of them may still open or use a connection when this rank closes it
-                self.consensus.healthy("EPContext.destroy", None)
+                self.consensus.raise_on_all_ranks("EPContext.destroy", None)
         except RuntimeError:  # PeerTimeout, or torch's error if the store, and with it the job, has ended
             pass  # the call that lost the peer reported it; this rank's resources are released all the same
         finally:
@@ -431,7 +432,7 @@ def _never_destroyed(flight_recorder: FlightRecorder, layout: str) -> None:
     Its process groups stay open: peers may still be in their last call, and NCCL ends groups collectively.
     """
     flight_recorder.close(wait=False)
-    if flight_recorder.alone:
+    if flight_recorder.has_no_peers:
         return
     warnings.warn(
         f"an EPContext ({layout}) was dropped with its process groups open, which keep connections and threads; call "

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError, InputError
 from ep_moe.execution.autocast import call_cast
-from ep_moe.execution.exact_exchange import ExactExchange, three_ways
+from ep_moe.execution.exact_exchange import ExactExchange, fan_out_in_order
 from ep_moe.execution.exchange import Exchange
 from ep_moe.execution.layer_checks import (
     call_problem,
@@ -25,7 +25,7 @@ from ep_moe.execution.layer_checks import (
     shared_problem,
 )
 from ep_moe.execution.rank_comparison import dense_digest
-from ep_moe.execution.routing_checks import NO_ROUTING, routed_problem
+from ep_moe.execution.routing_checks import NO_ROUTING, router_output_problem
 from ep_moe.execution.routing_replay import Replay
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import (
@@ -37,10 +37,10 @@ from ep_moe.experts.fused.base import (
 )
 from ep_moe.layer_tools import LayerTools
 from ep_moe.parallel.rank_group import NO_GRADIENTS
-from ep_moe.parallel.token_flow import Share, passed_alike
+from ep_moe.parallel.token_flow import TokenSplit, replicated_arguments
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.runtime.devices import aligned, elsewhere, on_device, without_class
+from ep_moe.runtime.devices import aligned, is_other_gpu_current, on_device, without_class
 from ep_moe.runtime.profiling import stage
 from ep_moe.selection.backend_table import TableEntry
 from ep_moe.selection.tuned import Kernel
@@ -103,7 +103,7 @@ class MoELayer(LayerTools):
             return super().__call__(*args, **kwargs)
         except BaseException as error:
             if self._checks.forwards == before:
-                self._left_alone(error, users=True)
+                self._report_early_exception(error, users=True)
             raise
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, send_masked: bool = False) -> Tensor:
@@ -162,7 +162,7 @@ class MoELayer(LayerTools):
         return self._guarded(x, routing, token_mask)
 
     def _guarded(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
-        """Run a call, and raise its exceptions on all ranks, including those from before `_entered`."""
+        """Run a call, and raise its exceptions on all ranks, including those from before `_begin_call`."""
         self._checks.forwards += 1  # kept there because setting an attribute of a Module takes three Python calls
         if type(x) is not Tensor:
             x = without_class(x)
@@ -174,14 +174,14 @@ class MoELayer(LayerTools):
             return self._call(x, routing, mask)
         except BaseException as error:
             self._checks.note_eager()
-            self._left_alone(error)
+            self._report_early_exception(error)
             raise
 
-    def _left_alone(self, error: BaseException, *, users: bool = False) -> None:
+    def _report_early_exception(self, error: BaseException, *, users: bool = False) -> None:
         context = self.context
         # otherwise all ranks know of the error already, or the context is in a call of another thread
         if context._idle and not context.flight_recorder.failed:
-            context._broken_by(error, self.name, users=users)
+            context._report_exception(error, self.name, users=users)
 
     def _call(self, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
         """Run a call on the layer's device and in its dtype. Replay a CUDA graph if one was recorded for such calls."""
@@ -190,7 +190,7 @@ class MoELayer(LayerTools):
                 f"{self.name} holds only a part of {self._unfinished}, whose loading did not finish, and outputs "
                 "would be wrong; load all weights again"
             )
-        if elsewhere(self.context._gpu):
+        if is_other_gpu_current(self.context._gpu):
             with on_device(self.context.device):
                 return self._call(x, routing, mask)
         if torch.is_autocast_enabled(self.context.device.type):
@@ -208,11 +208,11 @@ class MoELayer(LayerTools):
         if problem is not None:
             self._refuse(problem)
         if x.requires_grad and torch.is_grad_enabled():
-            self._slow_training.look(self)
+            self._slow_training.warn_once(self)
         out = self.run(x, routing, mask)
         self._checks.loaded = False
         if not out.requires_grad:  # these graphs serve only calls without gradients
-            self._graphs.note(self, routing, mask)
+            self._graphs.record_if_repeated(self, routing, mask)
         return out
 
     def run(self, x: Tensor, routing: Routing | None, mask: TokenMask | None = None) -> Tensor:
@@ -226,13 +226,13 @@ class MoELayer(LayerTools):
         Returns:
             [..., H].
         """
-        flow, shape = self.context._tokens, x.shape
-        with self.context._entered(self.name, self._carried()):
+        flow, shape = self.context._token_flow, x.shape
+        with self.context._begin_call(self.name, self._call_facts()):
             rows = x.reshape(-1, self.config.hidden_size)
             rows = flow.shared_gradients(rows if torch.compiler.is_compiling() else aligned(rows))
             gradients = self._gradients(rows, routing) if flow.checks_input else NO_GRADIENTS
             replayed = self._replayed
-            passed = passed_alike(rows, routing, mask, None if replayed is None else replayed.ids)
+            passed = replicated_arguments(rows, routing, mask, None if replayed is None else replayed.ids)
             call = flow.enter(len(rows), None, rows.device, passed, gradients=gradients)
             padding = self._hidden_padding(mask)
             tokens = rows if padding is None else rows.masked_fill(padding, 0)
@@ -240,14 +240,14 @@ class MoELayer(LayerTools):
             to_router, own = gathered, local if padding is None else flow.local_tokens(tokens, call)
             if self.exact:  # exact layers have etp = 1, so `gathered` and `local` are the same rows
                 hidden = None if padding is None else flow.local_tokens(padding, call)
-                to_router, gathered, local = three_ways(local, hidden)
+                to_router, gathered, local = fan_out_in_order(local, hidden)
             with self._stage("route"):
                 routed = self._route(to_router, own, call, routing)
                 gathered, routed = self._weigh_input(gathered, routed)
             with self._stage("place"):
                 placed = self.placement(routed, flow.mask(mask, rows, call)) if isinstance(routed, Routing) else routed
             work = None if self.shared_experts is None else partial(self._shared, local)
-            out, shared = self._travel(gathered, placed).run(work)
+            out, shared = self._make_exchange(gathered, placed).run(work)
             with self._stage("gather"):
                 out = flow.etp_reduce(out, call)
                 out = flow.tp_gather(out if shared is None else (out + shared).to(out.dtype), call)
@@ -256,17 +256,17 @@ class MoELayer(LayerTools):
             return cast("Tensor", torch.ops.aten._unsafe_view.default(out, shape))
         return out.view(shape)
 
-    def _carried(self) -> str:
+    def _call_facts(self) -> str:
         """Return text that determines the sizes of a call's exchanges and the ranks that rows go to. Ranks compare
         it."""
-        if torch.compiler.is_compiling() or self.context.flight_recorder.alone:
+        if torch.compiler.is_compiling() or self.context.flight_recorder.has_no_peers:
             return ""
         shape = self._dispatch_shape()
         expert_map = cast("Placement", self._modules["placement"]).expert_map  # faster than nn.Module.__getattr__
-        of_shape, of_map, text = self._carried_last
+        of_shape, of_map, text = self._last_call_facts
         if of_shape is not shape or of_map is not expert_map:
             text = f"{shape.described}, expert_map={expert_map.digest}"
-            self._carried_last = shape, expert_map, text
+            self._last_call_facts = shape, expert_map, text
         return f"{text}, loaded={dense_digest(self)}" if self._checks.loaded else text
 
     def _hidden_padding(self, mask: TokenMask | None) -> Tensor | None:
@@ -287,18 +287,18 @@ class MoELayer(LayerTools):
             return {"x": rows, "routing.weights": routing.weights}
         return {"x": rows, "router.weight": self.router.held_weight} if isinstance(self.router, Router) else {"x": rows}
 
-    def _route(self, rows: Tensor, local: Tensor, call: Share, routing: Routing | None) -> Routing | RouterLogits:
+    def _route(self, rows: Tensor, local: Tensor, call: TokenSplit, routing: Routing | None) -> Routing | RouterLogits:
         """Return the routing of the rows of `etp_gather`.
 
         rows: the gathered rows; local: this rank's own. If gathered rows come from other ranks, each rank routes its
         `local` rows, and the routes are gathered.
         """
-        flow = self.context._tokens
+        flow = self.context._token_flow
         tapped = self._logit_taps and not recomputing()
         if self._routes_inside:
             found = logits_of(self.router, rows)
             if tapped:
-                self._tap(flow.whole_input(found.logits, call))
+                self._tap(flow.tp_gather_router_results(found.logits, call))
             return found
         if routing is not None:
             if tapped:
@@ -309,22 +309,22 @@ class MoELayer(LayerTools):
         rows = rows if flow.etp_rows_are_local else local
         chosen = self._chosen(rows, call)
         if not isinstance(self.router, Router) or (tapped and chosen.logits is None):
-            problem = routed_problem(self, chosen, rows)
+            problem = router_output_problem(self, chosen, rows)
             flow.agree(problem, rows.device)
             if problem is not None:
                 self._refuse_dispatch(problem)
         if tapped:
             assert chosen.logits is not None
-            self._tap(flow.whole_input(chosen.logits, call))
+            self._tap(flow.tp_gather_router_results(chosen.logits, call))
         if self._routes is not None:
-            self._routes.record_whole(chosen, partial(flow.whole_input, call=call))
+            self._routes.record_whole(chosen, partial(flow.tp_gather_router_results, call=call))
         if not flow.etp_rows_are_local:
             return Routing(*flow.etp_gather_routing(chosen.ids, chosen.weights, call))
         return Routing(chosen.ids, chosen.weights) if tapped else chosen
 
-    def _chosen(self, rows: Tensor, call: Share) -> Routing:
+    def _chosen(self, rows: Tensor, call: TokenSplit) -> Routing:
         """Return the experts that the router chooses for `rows`, or the replayed ones with live weights."""
-        flow, replayed = self.context._tokens, self._replayed
+        flow, replayed = self.context._token_flow, self._replayed
         if replayed is None:
             routing: Routing = self._replicated(self.router, rows)
             return routing
@@ -352,16 +352,16 @@ class MoELayer(LayerTools):
 
     def _replicated(self, module: Any, x: Tensor, *more: Tensor, **options: bool) -> Any:
         """Call a module that is replicated over tp on this rank's rows. Its gradients are summed over tp."""
-        flow = self.context._tokens
+        flow = self.context._token_flow
         if torch.compiler.is_compiling():  # one process
             return module(x, *more, **options)
         try:
-            if flow.whole or not isinstance(module, nn.Module) or not torch.is_grad_enabled():
+            if flow.is_pass_through or not isinstance(module, nn.Module) or not torch.is_grad_enabled():
                 return module(x, *more, **options)
             parameters = {name: flow.shared_gradients(p) for name, p in module.named_parameters() if p.requires_grad}
             return functional_call(module, parameters, (x, *more), options)
         except EPMoEError as error:
-            self.context._broken_by(error, users=True)
+            self.context._report_exception(error, users=True)
             raise
 
     def _shared(self, rows: Tensor) -> Tensor:
@@ -369,7 +369,7 @@ class MoELayer(LayerTools):
         problem = shared_problem(out, rows)
         if problem is not None:
             error = InputError(f"{self.name}: {problem}")
-            self.context._broken_by(error, self.name, users=True)
+            self.context._report_exception(error, self.name, users=True)
             raise error
         return out
 
@@ -379,14 +379,14 @@ class MoELayer(LayerTools):
     @property
     def _kernel(self) -> Kernel:
         """The expert kernel for the current token limit."""
-        return self._others.get(self._entry.choice.experts, self.experts)
+        return self._small_batch_kernels.get(self._entry.choice.experts, self.experts)
 
     # --- weights -----------------------------------------------------------------------------------------------
 
     @property
     def _entry(self) -> TableEntry:
         """The transport and kernel for the current token limit."""
-        return self._table.at(self.context._current_limit)
+        return self._table.entry_for(self.context._current_limit)
 
     def _dispatcher(self) -> Dispatcher:
         """Return the context's dispatcher for the layer's dtype and the current token limit.
@@ -399,7 +399,7 @@ class MoELayer(LayerTools):
                 "other experts"
             )
         entry, repeats = self._entry, self._repeats
-        key = (entry.choice.all2all, entry.room, self._call_dtype, repeats)
+        key = (entry.choice.all2all, entry.buffer_tokens, self._call_dtype, repeats)
         found = self._dispatchers.get(key)
         if found is None:
             found = self._dispatchers[key] = self.context._dispatcher(key[0], self._shape_of(entry, repeats=repeats))
@@ -417,7 +417,7 @@ class MoELayer(LayerTools):
     def _shape_of(self, entry: TableEntry, *, repeats: bool = False) -> DispatchShape:
         if isinstance(self.experts, FusedExperts):
             return self.experts.dispatch_shape
-        key = (entry.choice.all2all, entry.choice.experts, entry.room, self._call_dtype, repeats)
+        key = (entry.choice.all2all, entry.choice.experts, entry.buffer_tokens, self._call_dtype, repeats)
         if key not in self._shapes:
             self._shapes[key] = entry.dispatch_shape(
                 self.config, self.placement.expert_map, self._call_dtype, self.wire, exact=self.exact, repeats=repeats
@@ -437,16 +437,16 @@ class MoELayer(LayerTools):
     def _refuse(self, problem: str) -> NoReturn:
         """Raise this rank's problem on all ranks, by the exchanges with which every call begins."""
         _log.info("%s rejects a call on rank %d: %s", self.name, self.context.layout.rank, problem)
-        with self.context._entered(self.name, self._carried()):
-            self.context._tokens.enter(0, problem, self.context.device)
+        with self.context._begin_call(self.name, self._call_facts()):
+            self.context._token_flow.enter(0, problem, self.context.device)
             self._refuse_dispatch(problem)
 
     def _refuse_dispatch(self, problem: str) -> NoReturn:
         x = torch.empty(0, self.config.hidden_size, dtype=self._call_dtype, device=self.context.device)
         ids = torch.empty(0, self.config.top_k, dtype=torch.int64, device=x.device)
-        self._travel(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
+        self._make_exchange(x, PhysicalRouting(PhysicalIds(ids), ids.float())).refuse(problem)
 
-    def _travel(self, x: Tensor, routed: Routed) -> Exchange | ExactExchange | FusedCall:
+    def _make_exchange(self, x: Tensor, routed: Routed) -> Exchange | ExactExchange | FusedCall:
         if isinstance(self.experts, FusedExperts):
             return FusedCall(self.experts, x, routed, self.context._current_limit, self._stage)
         assert isinstance(routed, PhysicalRouting)

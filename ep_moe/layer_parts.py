@@ -31,12 +31,12 @@ from ep_moe.renamed import renamed
 from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device, on_device_of
 from ep_moe.selection import explain
-from ep_moe.selection.resolve import LayerRequest, SlowTraining, agree, device_of
+from ep_moe.selection.resolve import LayerRequest, SlowTraining, device_of, resolve_backends
 from ep_moe.selection.tuned import Kernel, Tuned
 from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.full_state import refuse_adapter_state, refuse_full_state
-from ep_moe.weights.initial import fresh_numbers
+from ep_moe.weights.initial import fork_rng_with_shared_seed
 
 _FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes that cannot be assigned again
 
@@ -78,12 +78,12 @@ class LayerParts(nn.Module):
         asked = LayerRequest(
             all2all, experts, quantization, self.wire, pipeline, options, dtype, router, tuned, shared_experts, device
         )
-        self._table, expert_map, self._asked = agree(context, self.name, config, asked, expert_map)
+        self._table, expert_map, self._asked = resolve_backends(context, self.name, config, asked, expert_map)
         self.choice = self._table.last.choice  # a tuned layer has several choices; this one is for the most tokens
-        self._fixed = self._table.fixed
+        self._fixed = self._table.has_fixed_buffers
         self._made_dtype, self._dtype_problems = dtype, dict[torch.dtype, str | None]()
         self._shapes: dict[Any, DispatchShape] = {}
-        self._carried_last: tuple[DispatchShape | None, ExpertMap | None, str] = None, None, ""
+        self._last_call_facts: tuple[DispatchShape | None, ExpertMap | None, str] = None, None, ""
         self._dispatchers: dict[Any, Dispatcher] = {}  # of the context's pool
         kernel = registry.load("fused" if self.choice.all2all == INSIDE else "experts", self.choice.experts)
         self._make_modules(kernel, expert_map, asked)
@@ -106,7 +106,7 @@ class LayerParts(nn.Module):
         if device is None:
             device = torch.device("meta") if torch.get_default_device().type == "meta" else context.device
         device = as_device(device)
-        with torch.device(device), fresh_numbers(context._shared_seed, device):
+        with torch.device(device), fork_rng_with_shared_seed(context._shared_seed, device):
             self.router = Router(config, dtype=dtype, exact=self.exact) if asked.router is None else asked.router
             self.shared_experts: nn.Module | None = asked.shared
             if asked.shared is None and config.shared_intermediate_size:
@@ -147,7 +147,7 @@ class LayerParts(nn.Module):
             self.experts = kernel(config, weights, context.rank_groups["ep"], shape, options, shared)
         else:
             self.experts = kernel(config, weights, context._workspaces, options)
-        self._others: dict[str, Experts] = {  # for fewer tokens
+        self._small_batch_kernels: dict[str, Experts] = {  # for fewer tokens
             name: registry.load("experts", name)(config, weights, context._workspaces, options)
             for name in self._table.kernels[1:]
         }
@@ -178,7 +178,7 @@ class LayerParts(nn.Module):
         super()._apply(fn, recurse)
         return self
 
-    def _carried(self) -> str:
+    def _call_facts(self) -> str:
         """Return text that determines the sizes of a call's exchanges and the ranks that rows go to. Ranks compare
         it."""
         raise NotImplementedError
@@ -186,7 +186,7 @@ class LayerParts(nn.Module):
     @property
     def _kernels(self) -> tuple[Kernel, ...]:
         """`experts`, and the kernels of a tuned layer for other numbers of tokens."""
-        return (self.experts, *self._others.values())
+        return (self.experts, *self._small_batch_kernels.values())
 
     @property
     def _takes_mask(self) -> bool:
@@ -259,7 +259,7 @@ class LayerParts(nn.Module):
             self._adopt(ExpertMap.from_json(saved), local_metadata["ep_rank"], state_dict, f"{prefix}expert_weights.")
         # only expert tensors count: a user may load a router on one rank and broadcast it. A rank without experts has
         # no expert tensors in its state, so there any key counts
-        loaded = f"{prefix}expert_weights." if self.expert_weights.held else prefix
+        loaded = f"{prefix}expert_weights." if self.expert_weights.slots_of_expert else prefix
         if any(key.startswith(loaded) for key in state_dict):
             self._checks.state_loaded(self)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)

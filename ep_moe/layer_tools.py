@@ -206,7 +206,7 @@ class LayerTools(LayerParts):
             routes.replayed = before
 
     @contextmanager
-    def _idle(self) -> Iterator[None]:
+    def _rows_as_padding(self) -> Iterator[None]:
         """Treat the rows of calls in a block as padding: record and replay no routes, and tap the logits of no rows."""
         before = self._logit_taps
         self._logit_taps = [partial(_tap_nothing, tap) for tap in before]

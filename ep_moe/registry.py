@@ -239,10 +239,10 @@ def unsupported_reason(kind: Kind, name: str) -> str | None:
         backend = load(kind, name)
     except BackendUnavailable as error:
         return str(error)
-    return asked(kind, name, backend.available)
+    return query_unsupported_reason(kind, name, backend.available)
 
 
-def asked(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
+def query_unsupported_reason(kind: Kind, name: str, ask: Callable[[], Any]) -> str | None:
     """Call a backend's method that returns why it cannot run, and check the answer.
 
     Args:

@@ -28,11 +28,11 @@ from ep_moe.all2all.capabilities import DeclaredTransport, capturable
 from ep_moe.all2all.capabilities import DispatcherCapabilities as DispatcherCapabilities
 from ep_moe.all2all.dispatch_shape import DispatchShape as DispatchShape
 from ep_moe.all2all.dispatch_shape import whole_bound
-from ep_moe.checks import INT32, check_returned, check_returned_rows
+from ep_moe.checks import INT32_MAX, check_returned, check_returned_rows
 from ep_moe.config import PLAIN_WIRE
 from ep_moe.errors import InputError
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
-from ep_moe.placement.deferred import given_ids
+from ep_moe.placement.deferred import ids_for_checks
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, renamed_in, take_old_names
 from ep_moe.runtime.devices import SideStream
 from ep_moe.types import PeerRows, Pending, PhysicalRouting, Received, capturing, dtype_name
@@ -111,7 +111,7 @@ class Dispatcher(DeclaredTransport, ABC):
         """Send rows to the ranks of their experts, and receive this rank's rows. Collective.
 
         Args:
-            x: [T, columns], rows in the shape's wire format, as `quant.row_format.round_to_travel` writes them. For a
+            x: [T, columns], rows in the shape's wire format, as `quant.row_format.quantize_for_wire` writes them. For a
                 format in `capabilities.rounds` also plain rows: [T, H] of the layer's dtype, which the transport
                 rounds. Both arrive as the same numbers.
             routing: Physical ids and weights, [T, K].
@@ -215,7 +215,7 @@ class Dispatcher(DeclaredTransport, ABC):
         Raises:
             EPMoEError: As `dispatch` raises them, here or in `wait()`. InputError also for a `problem`.
         """
-        return self._beside(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
+        return self._on_side_stream(x.device, lambda: self._begin_dispatch(x, routing, problem, x_scale, max_tokens))
 
     def combine_start(self, y: Tensor | PeerRows, handle: Any, out: Tensor | None = None) -> Pending[Tensor]:
         """Start `combine`. Do not write `y`, nor read `out`, before `wait()`.
@@ -231,9 +231,9 @@ class Dispatcher(DeclaredTransport, ABC):
         Raises:
             EPMoEError: As `combine` raises them, here or in `wait()`.
         """
-        return self._beside(y.device, lambda: self._begin_combine(y, handle, out))
+        return self._on_side_stream(y.device, lambda: self._begin_combine(y, handle, out))
 
-    def _beside(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
+    def _on_side_stream(self, device: torch.device, call: Callable[[], Pending[Result]]) -> Pending[Result]:
         """Run a call on the side stream of a transport that has one, else on the current stream."""
         return call() if self._side is None else self._side.start(device, call)
 
@@ -252,7 +252,7 @@ class Dispatcher(DeclaredTransport, ABC):
         problem = problem or self._problem(x, x_scale, routing, bound)
         if agrees:
             bound = self.call_bound(0 if problem else len(x), x.device, problem)
-        most = INT32 if self.grows else self.dispatch_shape.max_tokens
+        most = INT32_MAX if self.grows else self.dispatch_shape.max_tokens
         if problem is not None and most is not None and not (bound is not None and 1 <= bound <= most):
             bound = 1 if self.grows else most  # the bound itself is invalid here, and the peers' is not known
         self.newest_bound = bound
@@ -323,12 +323,12 @@ class Dispatcher(DeclaredTransport, ABC):
         if (problem := self._rows_problem(x, x_scale)) is not None:
             return problem
         if self.capabilities.static and not (self.grows and max_tokens is None):
-            most = g.max_tokens or INT32
+            most = g.max_tokens or INT32_MAX
             if max_tokens is None or not 1 <= max_tokens <= most:
                 return f"max_tokens must be in [1, {most}], EPContext's token limit, got {max_tokens}"
             if (problem := too_many_tokens(x, max_tokens)) is not None:
                 return problem
-        return routing_problem(given_ids(routing), routing.weights, x, g.top_k)
+        return routing_problem(ids_for_checks(routing), routing.weights, x, g.top_k)
 
     def _rows_problem(self, x: Tensor, x_scale: Tensor | None) -> str | None:
         shape = self._plain if x.dtype == self._plain.row_dtype else self.dispatch_shape

@@ -18,15 +18,15 @@ from ep_moe.types import PeerRows, PhysicalRouting, Received, capturing
 class BufferSlot:
     """One workspace of a transport.
 
-    library: the workspace, an object of the transport
+    workspace: an object of the transport
     busy: a call is between dispatch and combine here
-    given_back: a larger workspace replaced this one. CUDA graphs recorded on it must not be replayed
+    is_freed: a larger workspace replaced this one. CUDA graphs recorded on it must not be replayed
     stream: the stream on which the last call ended
     """
 
-    library: Any
+    workspace: Any
     busy: bool = False
-    given_back: bool = False
+    is_freed: bool = False
     stream: torch.cuda.Stream | None = None
 
     def release(self, device: torch.device) -> None:
@@ -36,18 +36,18 @@ class BufferSlot:
         if self.stream is None or self.stream.cuda_stream != current_stream(device):
             self.stream = torch.cuda.current_stream(device)
 
-    def give_back(self, device: torch.device) -> None:
+    def free(self, device: torch.device) -> None:
         """Free the workspace after its last call has ended on this rank. No peer writes there any more by then."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        self.given_back = True
-        self.library.destroy()
+        self.is_freed = True
+        self.workspace.destroy()
 
     def on(self, stream: int) -> bool:
         """Whether the last call ended on the stream with this handle, or there was no call yet."""
         return self.stream is None or self.stream.cuda_stream == stream
 
-    def follow(self, device: torch.device) -> None:
+    def wait_for_last_call(self, device: torch.device) -> None:
         """Make the current stream wait for a last call that ended on another stream.
 
         Not needed in a CUDA graph capture: it begins with a synchronized device, and within it the wait for a call's
@@ -63,8 +63,8 @@ class RecordableCall:
 
     received: the received rows, at the same addresses in every call
     send: launches the dispatch of x [T, H] with its routing. The leading arguments of its first kernel are the
-        addresses of x, ids, weights and the tables of `to_place` (all multiples of 16), then T. No other argument
-        depends on these tensors
+        addresses of x, ids, weights and the tables of `placement_arguments` (all multiples of 16), then T. No other
+        argument depends on these tensors
     receive: launches the combine of the experts' rows (`received.out` or `received.peer_out`) into a sum [T, H]. The
         leading arguments of its last kernel are the address of the sum and T
     latency_bound: the transfer is too short to overlap with the shared experts
@@ -85,18 +85,20 @@ class BufferPool:
 
     def __init__(self, name: str, make: Callable[[torch.device], Any]) -> None:
         self._name, self._make = name, make
-        self.made: list[BufferSlot] = []
+        self.buffer_slots: list[BufferSlot] = []
 
-    def take(self, device: torch.device, fits: Callable[[Any], bool] = lambda library: True) -> BufferSlot:
+    def take(self, device: torch.device, fits: Callable[[Any], bool] = lambda workspace: True) -> BufferSlot:
         """Return a buffer slot for one call, from dispatch to combine. Collective if a workspace is created.
 
         fits: whether a free workspace is large enough, with the same answer on all ranks. If not, a new workspace
             replaces it
         """
-        place = next((at for at, buffer_slot in enumerate(self.made) if not buffer_slot.busy), len(self.made))
-        before = self.made[place] if place < len(self.made) else None
-        if before is not None and fits(before.library):
-            before.follow(device)
+        place = next(
+            (at for at, buffer_slot in enumerate(self.buffer_slots) if not buffer_slot.busy), len(self.buffer_slots)
+        )
+        before = self.buffer_slots[place] if place < len(self.buffer_slots) else None
+        if before is not None and fits(before.workspace):
+            before.wait_for_last_call(device)
             return before
         if capturing(device):
             raise InputError(f"{self._name} makes its buffers in the first call: run the layer once before a capture")
@@ -104,11 +106,11 @@ class BufferPool:
         with torch.inference_mode(False), unseen_by_modes():
             buffer_slot = BufferSlot(self._make(device))
         if before is not None:
-            before.give_back(device)
-        self.made[place : place + 1] = [buffer_slot]
+            before.free(device)
+        self.buffer_slots[place : place + 1] = [buffer_slot]
         return buffer_slot
 
     def destroy(self) -> None:
-        for buffer_slot in self.made:
-            buffer_slot.library.destroy()
-        self.made.clear()
+        for buffer_slot in self.buffer_slots:
+            buffer_slot.workspace.destroy()
+        self.buffer_slots.clear()

@@ -98,7 +98,7 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         )
         buffer_slot.busy = True
         scale = None if x_scale is None else x_scale.contiguous()
-        arrived = buffer_slot.library.dispatch(
+        arrived = buffer_slot.workspace.dispatch(
             x.contiguous(), ids, weights, hidden_states_scale=scale, max_tokens_per_rank=max_tokens
         )
         received = Received(
@@ -109,12 +109,12 @@ class FlashInferNVLinkDispatcher(Dispatcher):
             handle=buffer_slot,
             wire_ids=WireIds(PhysicalIds(arrived.topk_ids), self._base),
             weights=arrived.topk_weights,
-            out=buffer_slot.library.get_combine_input_buffer(self.dispatch_shape.dtype),
+            out=buffer_slot.workspace.get_combine_input_buffer(self.dispatch_shape.dtype),
         )
         return Pending.of(received)
 
     def _combine(self, y: Tensor, handle: BufferSlot, out: Tensor | None) -> Pending[Tensor]:
-        sums = handle.library.combine(y.contiguous())
+        sums = handle.workspace.combine(y.contiguous())
         handle.release(y.device)
         return Pending.of(sums)
 
@@ -130,9 +130,9 @@ class FlashInferNVLinkDispatcher(Dispatcher):
         g = self.dispatch_shape
         x, x_scale = g.no_rows(device)
         ids = torch.empty(0, self._top_k, dtype=torch.int32, device=device)
-        buffer_slot.library.dispatch(x, ids, ids.float(), hidden_states_scale=x_scale, max_tokens_per_rank=max_tokens)
-        rows = buffer_slot.library.get_combine_input_buffer(g.dtype).fill_(torch.nan)
-        buffer_slot.library.combine(rows)
+        buffer_slot.workspace.dispatch(x, ids, ids.float(), hidden_states_scale=x_scale, max_tokens_per_rank=max_tokens)
+        rows = buffer_slot.workspace.get_combine_input_buffer(g.dtype).fill_(torch.nan)
+        buffer_slot.workspace.combine(rows)
 
     def destroy(self) -> None:
         self.buffer_pool.destroy()

@@ -108,7 +108,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
         widths = [part.shape[1] for part in in_bytes]
         message = torch.full((bound, sum(widths)), 255, dtype=torch.uint8, device=x.device)
         torch.cat(in_bytes, dim=1, out=message[: len(x)])
-        over_rail = _everybodys(message, self._levels.rail)
+        over_rail = _all_gather_rows(message, self._levels.rail)
 
         def finish() -> Received:
             handle = StaticHandle(len(x), bound, invalid)
@@ -118,7 +118,7 @@ class HierarchicalStaticDispatcher(Dispatcher):
 
     def _within_node(self, message: Tensor, handle: StaticHandle, unpacked: Unpacked) -> Received:
         """Gather the rail's rows within the node. message: uint8 [nodes * bound, bytes of a row]"""
-        found = _everybodys(message, self._levels.node)
+        found = _all_gather_rows(message, self._levels.node)
         rows, ids, weights, scale = unpacked(found.wait())
         local = ids - self._first
         return Received(
@@ -132,13 +132,13 @@ class HierarchicalStaticDispatcher(Dispatcher):
         )
 
     def _combine(self, y: Tensor, handle: StaticHandle, out: Tensor | None) -> Pending[Tensor]:
-        return self._over_rail(_returned(y, self._levels.node), handle)
+        return self._over_rail(_reduce_scatter_rows(y, self._levels.node), handle)
 
     def _over_rail(self, of_node: Pending[Tensor], handle: StaticHandle) -> Pending[Tensor]:
         """Return the node's sums [nodes * bound, H] over the rail, and sum over nodes."""
 
         def finish() -> Tensor:
-            total = _returned(of_node.wait(), self._levels.rail).wait()
+            total = _reduce_scatter_rows(of_node.wait(), self._levels.rail).wait()
             # the host does not check ids on the device here: mark tokens with an invalid id by NaN
             return total[: handle.tokens].masked_fill(handle.invalid, torch.nan)
 
@@ -192,12 +192,12 @@ def _columns(message: Tensor, widths: list[int]) -> list[Tensor]:
     return [column.clone(memory_format=torch.contiguous_format) for column in columns]
 
 
-def _everybodys(x: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
+def _all_gather_rows(x: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
     """All-gather x. All ranks have equally many rows."""
     return gather_rows(x, [len(x)] * rank_group.size, rank_group)
 
 
-def _returned(y: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
+def _reduce_scatter_rows(y: Tensor, rank_group: RankGroup) -> Pending[Tensor]:
     """Send an equal part of y to every rank, and sum the received parts in the order of ranks."""
     size = rank_group.size
     each = [len(y) // size] * size

@@ -106,10 +106,10 @@ class PplxDispatcher(Dispatcher):
         buffer_slot.busy = True
         handle = _Handle(buffer_slot, ids.view(torch.uint32), weights, routed)
         rows, scale = x.contiguous(), None if x_scale is None else x_scale.contiguous()
-        buffer_slot.library.dispatch(rows, scale, handle.ids, send=True)
+        buffer_slot.workspace.dispatch(rows, scale, handle.ids, send=True)
 
         def finish() -> Received:
-            workspace = buffer_slot.library
+            workspace = buffer_slot.workspace
             workspace.dispatch(rows, scale, handle.ids, send=False)
             return Received(
                 x=workspace.rows,
@@ -123,7 +123,7 @@ class PplxDispatcher(Dispatcher):
         return Pending(finish)
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        rows, workspace = y.contiguous(), handle.buffer_slot.library
+        rows, workspace = y.contiguous(), handle.buffer_slot.workspace
         assert self.dispatch_shape.max_tokens is not None
         sums = y.new_empty(self.dispatch_shape.max_tokens, y.shape[-1])
         workspace.combine(sums, handle.ids, handle.weights, rows, send=True)
@@ -143,7 +143,7 @@ class PplxDispatcher(Dispatcher):
         """
         if capturing(device):
             return
-        g, workspace = self.dispatch_shape, buffer_slot.library
+        g, workspace = self.dispatch_shape, buffer_slot.workspace
         ids = torch.empty(0, g.top_k, dtype=torch.int32, device=device)
         weights, unsigned = ids.float(), ids.view(torch.uint32)
         for send in (True, False):

@@ -36,10 +36,10 @@ from ep_moe import registry
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.bench.harness import (
     Where,
+    benchmark_main,
     check_dealt,
     check_measured,
     eager,
-    one_sentence,
     own_device,
     parse,
     positive,
@@ -48,9 +48,9 @@ from ep_moe.bench.harness import (
 )
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
-from ep_moe.execution.trained_exchange import Back, Transports, sent_back
+from ep_moe.execution.trained_exchange import InputGradients, Transports, exchange_gradients
 from ep_moe.parallel.rank_group import barrier
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.types import PhysicalIds, PhysicalRouting, Received
 
@@ -92,7 +92,7 @@ def measure(
                 wire = Wire(dispatch=rows)
                 sent = busiest(context, wire_bytes(context, routing, dispatch_shape_of(context, size, count, wire)))
                 for name in names:
-                    if (reason := refusal(name, context, size, count, wire)) is not None:
+                    if (reason := unsupported_reason(name, context, size, count, wire)) is not None:
                         if (size, count) == (hidden[0], tokens[0]) and context.layout.rank == 0:
                             Console().print(f"{name}: {reason}")
                         continue
@@ -115,7 +115,8 @@ def dispatch_shape_of(context: EPContext, hidden: int, tokens: int, wire: Wire) 
     )
 
 
-def refusal(name: str, context: EPContext, hidden: int, tokens: int, wire: Wire) -> str | None:
+def unsupported_reason(name: str, context: EPContext, hidden: int, tokens: int, wire: Wire) -> str | None:
+    """Return why a transport cannot run here with these sizes, or None if it can."""
     reason = registry.unsupported_reason("dispatchers", name)
     if reason is not None:
         return reason
@@ -155,7 +156,7 @@ def time_transport(
 ) -> None:  # fmt: skip
     dispatch_shape = dispatch_shape_of(context, line.hidden, line.tokens, Wire(dispatch=line.rows))
     dispatcher: Dispatcher = registry.load("dispatchers", line.transport)(dispatch_shape, context.rank_groups["ep"])
-    rows, scale = round_to_travel(x, dispatch_shape.wire)
+    rows, scale = quantize_for_wire(x, dispatch_shape.wire)
 
     def returned(received: Received) -> Tensor:
         y = received.x if received.out is None else received.out
@@ -185,7 +186,7 @@ def time_transport(
     measure = partial(replayed, repeat=20 if line.tokens <= FEW else 5) if line.captured else eager
     times = measure(list(calls.values()), before=partial(barrier, context.device))
     for name, us in zip(calls, times, strict=True):
-        setattr(line, name, slowest(context, us))
+        setattr(line, name, max_over_ranks(context, us))
     torch.cuda.synchronize(context.device)
     barrier(context.device)
     for one in made:
@@ -194,23 +195,23 @@ def time_transport(
 
 def trained_pair(
     transports: Transports, pair: Callable[[], Tensor], grad: Tensor, routing: PhysicalRouting
-) -> Callable[[], Back]:
+) -> Callable[[], InputGradients]:
     """Return a call of `pair` and of its backward as in a layer. The experts pass gradients through unchanged."""
 
     def gradients(sent: Received) -> tuple[Tensor, Tensor]:
         rows = sent.x if sent.out is None else sent.out
         return rows, rows.new_ones(len(rows), TOP_K, dtype=torch.float32)
 
-    def both() -> Back:
+    def both() -> InputGradients:
         pair()
-        return sent_back(transports, routing, grad, gradients)
+        return exchange_gradients(transports, routing, grad, gradients)
 
     return both
 
 
 def flashinfer_pair(dispatcher: Any, x: Tensor, scale: Tensor | None, routing: PhysicalRouting) -> Callable[[], Any]:
     """Return FlashInfer's own calls, with the zero-copy combine."""
-    communication, ids = dispatcher.buffer_pool.made[0].library, routing.ids.int()
+    communication, ids = dispatcher.buffer_pool.buffer_slots[0].workspace, routing.ids.int()
 
     def pair() -> None:
         communication.dispatch(x, ids, routing.weights, hidden_states_scale=scale)
@@ -256,17 +257,18 @@ def p2p_rate(context: EPContext) -> float:
     source = torch.ones(1 << 28, dtype=torch.uint8, device=context.device)
     sink = torch.empty_like(source, device=target)
     (us,) = eager([lambda: sink.copy_(source)], before=partial(barrier, context.device))
-    return float(source.nbytes / slowest(context, us) * 1e6)
+    return float(source.nbytes / max_over_ranks(context, us) * 1e6)
 
 
-def slowest(context: EPContext, us: float) -> float:
-    found = torch.tensor([us], dtype=torch.float64, device=context.device)
+def max_over_ranks(context: EPContext, value: float) -> float:
+    """Return the largest value of any rank. Collective."""
+    found = torch.tensor([value], dtype=torch.float64, device=context.device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)
 
 
 def busiest(context: EPContext, count: int) -> int:
-    return int(slowest(context, float(count)))
+    return int(max_over_ranks(context, float(count)))
 
 
 def table(lines: list[TransportLine], rate: float) -> Table:
@@ -319,7 +321,7 @@ def plot(lines: list[TransportLine], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-@one_sentence
+@benchmark_main
 @on_device_of(own_device)
 def main() -> list[TransportLine]:
     parser = argparse.ArgumentParser(description=__doc__)

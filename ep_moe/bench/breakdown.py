@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_moe.bench.overlap import Span, batch, timeline, travels
+from ep_moe.bench.overlap import Span, batch, is_transport_kernel, timeline
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.layer import MoELayer
@@ -76,13 +76,13 @@ def _following(name: str, stage: str) -> str:
     """Return the stage of a kernel, given that of the kernel before it."""
     if name in ("_give", "_receive") or ("a2a" in name.lower() and "combine" in name.lower()):
         return "combine"
-    if travels(name) and not name.startswith("Memcpy"):  # a copy belongs to the stage around it
+    if is_transport_kernel(name) and not name.startswith("Memcpy"):  # a copy belongs to the stage around it
         return "dispatch"
     return {"combine": "rest", "dispatch": "experts"}.get(stage, stage)
 
 
 @dataclass(frozen=True)
-class Held:
+class MemoryUse:
     """Bytes of memory. plan: stated by `EPContext.plan`; held: after a call; peak: the most within a call.
 
     A driver allocates in units of 2 MiB. A kernel's code counts if this process loads it for the first time.
@@ -101,7 +101,7 @@ class _Mark:
     outside: int
 
 
-def measure_memory(context: EPContext, config: MoEConfig, make: Callable[[], MoELayer | None]) -> Held | None:
+def measure_memory(context: EPContext, config: MoEConfig, make: Callable[[], MoELayer | None]) -> MemoryUse | None:
     """Measure the memory of a layer in a new context; None if `make` returns None. Collective."""
     tokens = context.max_tokens or 1
     x, routing = batch(context, config, tokens)
@@ -117,7 +117,7 @@ def measure_memory(context: EPContext, config: MoEConfig, make: Callable[[], MoE
         torch.cuda.synchronize(context.device)
         del out
     after = _mark(context.device)
-    return Held(sum(context.plan().values()), *taken(before, after))
+    return MemoryUse(sum(context.plan().values()), *taken(before, after))
 
 
 def taken(before: _Mark, after: _Mark) -> tuple[int, int]:

@@ -21,11 +21,11 @@ from ep_moe.bench.floors import Floor
 from ep_moe.bench.measured_lines import (
     FOLDER,
     MeasuredLine,
+    dispatch_format,
     expert_numbers,
     layer_sizes,
     log_rows,
     measured,
-    out_of,
     work_us,
 )
 from ep_moe.config import MoEConfig
@@ -178,7 +178,7 @@ def _basis(layer: Layer, used: list[MeasuredLine]) -> str:
     if first.layer != layer_sizes(layer.config):
         return MODEL
     if first.rows != layer.rows:
-        return ROWS_BACK if out_of(first.rows) == out_of(layer.rows) else ROWS_OUT
+        return ROWS_BACK if dispatch_format(first.rows) == dispatch_format(layer.rows) else ROWS_OUT
     if first.ranks != layer.ranks:
         return RANKS
     return ITSELF if len(used) == 1 and first.tokens == layer.tokens else TOKENS
@@ -238,7 +238,7 @@ def _hidden(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
     if line.model != other.model or basis == MODEL:
         return line.model == other.model
     if basis == ROWS_OUT:
-        return out_of(line.rows) == out_of(other.rows)
+        return dispatch_format(line.rows) == dispatch_format(other.rows)
     if basis == ROWS_BACK:
         return line.rows == other.rows
     return line.ranks == other.ranks and (basis == RANKS or line.tokens == other.tokens)
@@ -248,7 +248,10 @@ def _serves(line: MeasuredLine, other: MeasuredLine, basis: str) -> bool:
     """Return whether a line that is not hidden differs from the other only in the basis."""
     if basis == MODEL:
         return line.rows == other.rows
-    rows = {ROWS_OUT: out_of(line.rows) != out_of(other.rows), ROWS_BACK: out_of(line.rows) == out_of(other.rows)}
+    rows = {
+        ROWS_OUT: dispatch_format(line.rows) != dispatch_format(other.rows),
+        ROWS_BACK: dispatch_format(line.rows) == dispatch_format(other.rows),
+    }
     ranks = line.ranks == other.ranks or basis == RANKS
     return line.model == other.model and ranks and rows.get(basis, line.rows == other.rows)
 

@@ -36,9 +36,9 @@ from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
     add_models,
+    benchmark_main,
     check_measured,
     eager,
-    one_sentence,
     parse,
     positive,
     relative_error,
@@ -222,9 +222,9 @@ def public_calls(experts: Any, received: Received, tiles: list[int]) -> dict[str
     experts(received, out)  # leaves the call's scales in the workspace
     stored = {name: weights.get_parameter(name) for name in cutlass_op.scale_names(runner.scheme)}
     shape = (len(out), out.shape[1], experts.config.intermediate_size, weights.num_slots, experts.config.top_k)
-    own = carve(experts.workspace().clone(), cutlass_op.own_shapes(runner, *shape, weighted=True))
-    scales = cutlass_op.quant_scales(runner.scheme, stored, own)
-    rounded = own["rows"] if runner.scheme in cutlass_op.PRE_ROUNDED else received.x
+    scratch = carve(experts.workspace().clone(), cutlass_op.operator_scratch_shapes(runner, *shape, weighted=True))
+    scales = cutlass_op.quant_scales(runner.scheme, stored, scratch)
+    rounded = scratch["rows"] if runner.scheme in cutlass_op.PRE_ROUNDED else received.x
     unread = TensorScales(*(scale.clone() for scale in scales)) if rounded is not received.x else None
     flags = {name: flag for name, flag in runner.flags.items() if name != "use_fused_finalize"}
 
@@ -266,28 +266,30 @@ def global_ids(received: Received, slots: int, experts: int) -> Tensor:
     return torch.where(received.local_ids < 0, others, received.local_ids).int()
 
 
-def peers_of(scheme: str, held: libraries.Held, received: Received) -> dict[str, Callable[[], Callable[[], Any]]]:
+def peers_of(
+    scheme: str, rank_experts: libraries.RankExperts, received: Received
+) -> dict[str, Callable[[], Callable[[], Any]]]:
     """Return by name a function that makes the call of each other library.
 
-    received: rows of a rank that has the first experts of `held`
+    received: rows of a rank that has the first experts of `rank_experts`
     """
-    ids, x, weights = global_ids(received, len(held.w2), len(held.slots)), received.x, received.weights
+    ids, x, weights = global_ids(received, len(rank_experts.w2), len(rank_experts.slots)), received.x, received.weights
     assert weights is not None
 
     def fused(library: str) -> Callable[[], Any]:
-        return partial(libraries.FUSED_MOE[library](held), x, ids, weights)
+        return partial(libraries.FUSED_MOE[library](rank_experts), x, ids, weights)
 
     made: dict[str, Callable[[], Callable[[], Any]]] = {}
     if scheme in ("none", "fp8_block"):
         made |= {f"{library} fused_moe": partial(fused, library) for library in libraries.FUSED_MOE}
     if scheme == "none":
-        made[SONIC] = lambda: partial(libraries.sonic(held, ids, weights), x)
+        made[SONIC] = lambda: partial(libraries.sonic(rank_experts, ids, weights), x)
     if scheme == "fp8_block":
-        made["DeepGEMM, two products alone"] = lambda: libraries.deepgemm_products(held, ids)
-    if scheme in libraries_4bit.MARLIN_SCHEMES and held.w13_bias is None:
-        made["vLLM Marlin"] = lambda: partial(libraries_4bit.marlin(held, scheme), x, ids, weights)
+        made["DeepGEMM, two products alone"] = lambda: libraries.deepgemm_products(rank_experts, ids)
+    if scheme in libraries_4bit.MARLIN_SCHEMES and rank_experts.w13_bias is None:
+        made["vLLM Marlin"] = lambda: partial(libraries_4bit.marlin(rank_experts, scheme), x, ids, weights)
     if scheme == "mxfp4":
-        made["triton_kernels"] = lambda: partial(libraries_4bit.triton_kernels(held), x, ids, weights)
+        made["triton_kernels"] = lambda: partial(libraries_4bit.triton_kernels(rank_experts), x, ids, weights)
     return made
 
 
@@ -306,7 +308,7 @@ def peer_lines(
     slots = torch.arange(config.num_experts, dtype=torch.int32, device=device)
     slots[weights.num_slots :] = -1
     stored = {name: weights.get_parameter(name).detach() for name in weights.names}
-    held, lines, failed = libraries.Held(slots=slots, **stored), list[ExpertsLine](), set[str]()
+    rank_experts, lines, failed = libraries.RankExperts(slots=slots, **stored), list[ExpertsLine](), set[str]()
     for count in rows:
         received = received_rows(config, weights.num_slots, count, device)
         least, wanted = floor_us(config, scheme, received, rates), None
@@ -314,7 +316,7 @@ def peer_lines(
             wanted = reference(received)
         except torch.OutOfMemoryError as error:  # the reference dequantizes all matrices
             say(f"not compared: other libraries, {scheme}, {count} rows: {error}")
-        for name, begin in peers_of(scheme, held, received).items():
+        for name, begin in peers_of(scheme, rank_experts, received).items():
             if name in failed:
                 continue
             try:
@@ -415,7 +417,7 @@ def table(lines: list[ExpertsLine], title: str) -> Table:
     return found
 
 
-@one_sentence
+@benchmark_main
 def main() -> list[ExpertsLine]:
     parser = argparse.ArgumentParser(description=__doc__)
     add_models(parser, MODELS)

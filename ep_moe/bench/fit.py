@@ -207,7 +207,7 @@ def crossover(asked: Question, layout: RankLayout) -> Crossover | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class LayoutEstimate:
     """One layout with its backends, memory and time."""
 
     layout: RankLayout
@@ -219,7 +219,7 @@ class Found:
         return self.memory.total <= asked.gpu.memory_bytes
 
 
-def answer(asked: Question, parallel: ParallelConfig) -> Found:
+def answer(asked: Question, parallel: ParallelConfig) -> LayoutEstimate:
     """Estimate memory and time of one layout.
 
     Args:
@@ -238,7 +238,7 @@ def answer(asked: Question, parallel: ParallelConfig) -> Found:
     if problem is not None:
         raise ConfigError(problem)
     choice = asked.choose(layout)
-    return Found(layout, choice, memory(asked, layout, choice), layer_time(asked, layout, choice))
+    return LayoutEstimate(layout, choice, memory(asked, layout, choice), layer_time(asked, layout, choice))
 
 
 # --- all layouts ---------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def layouts(asked: Question) -> Iterator[ParallelConfig]:
                     yield ParallelConfig(dp=asked.gpus // tp, tp=tp, ep=ep, etp=etp)
 
 
-def best(asked: Question, most: int = 3) -> list[Found]:
+def best(asked: Question, most: int = 3) -> list[LayoutEstimate]:
     """Find the fastest layouts that fit: by the floor in turn, then by bytes of a rank, then by the smallest tp.
 
     Layouts are ranked by the floor, not by the expected time, because unmeasured layouts have no expected time.
@@ -285,11 +285,11 @@ def best(asked: Question, most: int = 3) -> list[Found]:
         if choice is not None and time is not None:
             timed.append((time.floor_us, layout, choice, time))
     timed.sort(key=lambda one: (one[0], one[1].tp))
-    found: list[Found] = []
+    found: list[LayoutEstimate] = []
     for us, layout, choice, time in timed:
         if len(found) >= most and us > found[-1].time.floor_us:  # type: ignore[union-attr]
             break
-        one = Found(layout, choice, memory(asked, layout, choice), time)
+        one = LayoutEstimate(layout, choice, memory(asked, layout, choice), time)
         if one.fits(asked):
             found.append(one)
     found.sort(key=lambda one: (one.time.floor_us, one.memory.total, one.layout.tp))  # type: ignore[union-attr]

@@ -83,7 +83,7 @@ class Question:
             ConfigError: Sizes do not fit, or groups would be spread unevenly over hosts.
         """
         gpus = min(self.per_host, self.gpus)
-        nodes = NodeLayout.counted(range(self.gpus), self.per_host, gpus=gpus)
+        nodes = NodeLayout.from_ranks_per_node(range(self.gpus), self.per_host, gpus=gpus)
         found = RankLayout.from_config(parallel, world=self.gpus, rank=0, nodes=nodes)
         most = self.config.num_experts * (found.ep - 1)
         if self.redundant > most:

@@ -33,7 +33,7 @@ from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.integrations.model_name import FORMS, config_named
 from ep_moe.parallel.groups import TorchrunEnv, local_device
-from ep_moe.runtime.progress import Progress, beside_bars
+from ep_moe.runtime.progress import Progress, hide_progress_bars
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 Made = TypeVar("Made")
@@ -123,7 +123,7 @@ def tracked(items: Sequence[ItemT], what: str, asked: argparse.Namespace) -> Ite
 
 def show(console: Console, *tables: Any) -> None:
     """Print to a console while a progress bar may be drawn."""
-    with beside_bars():
+    with hide_progress_bars():
         console.print(*tables)
 
 
@@ -138,7 +138,7 @@ def check_measured(lines: Sized) -> None:
         raise ConfigError("nothing was measured: none of what was asked for can run here; see ep-moe doctor")
 
 
-def one_sentence(main: Callable[[], Any]) -> Callable[[], None]:
+def benchmark_main(main: Callable[[], Any]) -> Callable[[], None]:
     """Wrap the main function of a benchmark: print an error of a user as one sentence on rank 0, and handle --json.
 
     main: returns its lines, or a dict of them, which --json prints; its own output then goes to stderr
@@ -338,7 +338,7 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
     return float(apart.nan_to_num(torch.inf))
 
 
-def swept() -> None:
+def free_device_memory() -> None:
     """Free unused device memory. Layers and graphs form reference cycles, which need the garbage collector."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -37,25 +37,25 @@ from rich.console import Console
 from torch import Tensor
 
 from ep_moe.bench import breakdown, floors
-from ep_moe.bench.all2all import p2p_rate, slowest
+from ep_moe.bench.all2all import max_over_ranks, p2p_rate
 from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
     add_models,
     attempt,
+    benchmark_main,
     captured,
     check_dealt,
     check_measured,
+    free_device_memory,
     host,
     interleaved_times,
-    one_sentence,
     own_device,
     parse,
     positive,
     relative_error,
     show,
-    swept,
     tracked,
     write,
 )
@@ -261,7 +261,7 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
         if out is None:
             continue
         reference = out if reference is None else reference
-        line.error = slowest(context, relative_error(out, reference))
+        line.error = max_over_ranks(context, relative_error(out, reference))
         if not entry.graph:
             graphs[number] = partial(repeated, entry.call, repeat)
             continue
@@ -270,7 +270,7 @@ def timed(context: EPContext, model: str, entries: Sequence[Entry], least: dict[
             graphs[number] = graph.replay
     found = interleaved_times(list(graphs.values()), repeat, REPLAYS, partial(barrier, context.device))
     for number, us in zip(graphs, found, strict=True):
-        lines[number].us = slowest(context, us)
+        lines[number].us = max_over_ranks(context, us)
     return lines
 
 
@@ -308,7 +308,7 @@ def host_time(context: EPContext, what: str, call: Callable[[], Any]) -> float |
     """
     calls = 20 if (context.max_tokens or 1) <= 128 else 5
     own = attempt(context, what, partial(host, call, calls=calls, before=partial(barrier, context.device)))
-    return None if own is None else slowest(context, own)
+    return None if own is None else max_over_ranks(context, own)
 
 
 def floors_of(context: EPContext, config: MoEConfig, routing: Routing, machine: Machine) -> dict[str, floors.Floor]:
@@ -336,22 +336,24 @@ def compared(lines: list[LayerLine]) -> list[LayerLine]:
 def machine_of() -> Machine:
     with EPContext.from_torchrun() as context:
         rates, p2p = measure_rates(context.device), p2p_rate(context)
-    swept()
+    free_device_memory()
     return Machine(rates, p2p)
 
 
-def weighed(config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: Sequence[LayerLine]) -> None:
-    """Measure the memory of our own lines, each layer alone in a context."""
+def measure_layer_memory(
+    config: MoEConfig, tokens: int, variants: Sequence[Variant], lines: Sequence[LayerLine]
+) -> None:
+    """Measure the memory of our own lines, each layer alone in a context, and write it into the lines."""
     for variant in variants:
-        swept()
+        free_device_memory()
         with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
-            held = breakdown.measure_memory(context, config, partial(built, context, config, variant))
+            use = breakdown.measure_memory(context, config, partial(built, context, config, variant))
         for line in lines:
-            if held is not None and (line.owner, line.name, line.scheme) == ("ours", variant.name, variant.scheme):
-                line.plan_bytes, line.held_bytes, line.peak_bytes = dataclasses.astuple(held)
+            if use is not None and (line.owner, line.name, line.scheme) == ("ours", variant.name, variant.scheme):
+                line.plan_bytes, line.held_bytes, line.peak_bytes = dataclasses.astuple(use)
 
 
-@one_sentence
+@benchmark_main
 @on_device_of(own_device)
 def main() -> list[LayerLine]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -385,10 +387,10 @@ def main() -> list[LayerLine]:
         config = dataclasses.replace(config_named(model), shared_intermediate_size=0, shared_gate=False)
         with EPContext.from_torchrun(max_tokens=tokens) as context, torch.no_grad():
             found = measure(context, model, config, variants, machine, peers=not asked.no_peers)
-        swept()
+        free_device_memory()
         if tokens in asked.memory:
-            weighed(config, tokens, variants, found)
-            swept()
+            measure_layer_memory(config, tokens, variants, found)
+            free_device_memory()
         lines += found
         if first and found:
             show(console, table(found), stage_table(found))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_moe.bench import harness
-from ep_moe.bench.harness import Where, one_sentence, parse
+from ep_moe.bench.harness import Where, benchmark_main, parse
 
 ERRORS = {"bf16": 2e-2, "fp8": 0.15}  # errors beyond which a line counts as a different computation, by weights
 
@@ -134,7 +134,7 @@ def read(file: Path) -> list[LayerLine]:
     return harness.read(file, LayerLine, "bench.layer")
 
 
-@one_sentence
+@benchmark_main
 def main() -> list[LayerLine]:
     """Tables and picture of a file that bench.layer wrote: python -m ep_moe.bench.layer_report FILE [--plot F]"""
     parser = argparse.ArgumentParser(description=main.__doc__)

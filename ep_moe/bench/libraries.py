@@ -28,7 +28,7 @@ TILES = {(1024, 4, 4), (2048, 4, 8), (2048, 8, 8)}  # BLOCK_H, BLOCK_K, warps: a
 
 
 @dataclass(frozen=True)
-class Held:
+class RankExperts:
     """The experts of a rank.
 
     w13: [L, 2 * I, H]; w2: [L, H, I]; both bf16, or E4M3 with a float32 scale for each block of 128 x 128, or 4-bit
@@ -75,12 +75,12 @@ def imported(name: str) -> Any:
 # --- Triton's fused_moe, which vLLM and SGLang run on Hopper by default ---------------------------------------------
 
 
-def vllm(held: Held) -> Step:
+def vllm(rank_experts: RankExperts) -> Step:
     """Return the call of vLLM's `fused_experts`, which sorts, multiplies twice and sums."""
     fused = imported("vllm.model_executor.layers.fused_moe.fused_moe").fused_experts
-    how: dict[str, Any] = {"global_num_experts": len(held.slots), "expert_map": held.slots}
-    if held.scales is not None:
-        scales: dict[str, Any] = dict(zip(("w1_scale", "w2_scale"), held.scales, strict=True))
+    how: dict[str, Any] = {"global_num_experts": len(rank_experts.slots), "expert_map": rank_experts.slots}
+    if rank_experts.scales is not None:
+        scales: dict[str, Any] = dict(zip(("w1_scale", "w2_scale"), rank_experts.scales, strict=True))
         scales["block_shape"] = [FP8_BLOCK, FP8_BLOCK]
         if "quant_config" in inspect.signature(fused).parameters:
             configs = imported("vllm.model_executor.layers.fused_moe.config")
@@ -89,48 +89,50 @@ def vllm(held: Held) -> Step:
             how |= scales | {"use_fp8_w8a8": True}
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out: Tensor = fused(x, held.w13, held.w2, weights, ids, **how)
+        out: Tensor = fused(x, rank_experts.w13, rank_experts.w2, weights, ids, **how)
         return out
 
     return call
 
 
-def sglang(held: Held) -> Step:
+def sglang(rank_experts: RankExperts) -> Step:
     """Return the call of SGLang's `fused_experts`. As from its dispatcher, ids are this rank's slots, -1 for others."""
     fused = imported("sglang.srt.layers.moe.fused_moe_triton.fused_moe").fused_experts
     routed = imported("sglang.srt.layers.moe.topk").StandardTopKOutput
     settings = imported("sglang.srt.layers.moe.moe_runner").MoeRunnerConfig(
-        num_experts=len(held.slots), num_local_experts=len(held.w2), activation="silu", inplace=False
+        num_experts=len(rank_experts.slots), num_local_experts=len(rank_experts.w2), activation="silu", inplace=False
     )
     server = imported("sglang.srt.server_args")
     if hasattr(server, "set_global_server_args_for_scheduler"):  # its kernels look options up there
         server.set_global_server_args_for_scheduler(server.ServerArgs(model_path="dummy"))
     how: dict[str, Any] = {}
-    if held.scales is not None:
+    if rank_experts.scales is not None:
         how = {"use_fp8_w8a8": True, "block_shape": [FP8_BLOCK, FP8_BLOCK]}
-        how |= dict(zip(("w1_scale", "w2_scale"), held.scales, strict=True))
+        how |= dict(zip(("w1_scale", "w2_scale"), rank_experts.scales, strict=True))
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        out: Tensor = fused(x, held.w13, held.w2, routed(weights, held.slots[ids.long()], None), settings, **how)
+        out: Tensor = fused(
+            x, rank_experts.w13, rank_experts.w2, routed(weights, rank_experts.slots[ids.long()], None), settings, **how
+        )
         return out
 
     return call
 
 
-FUSED_MOE: dict[str, Callable[[Held], Step]] = {"vLLM": vllm, "SGLang": sglang}
+FUSED_MOE: dict[str, Callable[[RankExperts], Step]] = {"vLLM": vllm, "SGLang": sglang}
 
 
 # --- DeepGEMM -------------------------------------------------------------------------------------------------------
 
 
-def deepgemm_products(held: Held, ids: Tensor) -> Callable[[], Any]:
+def deepgemm_products(rank_experts: RankExperts, ids: Tensor) -> Callable[[], Any]:
     """Return the call of DeepGEMM's contiguous grouped GEMM for both matrices, and nothing else.
 
     Rows are not gathered, activated, rounded or summed, which favors it. ids: int [N, K], global
     """
     library = imported("deep_gemm")
-    slot = held.slots[ids.long()].flatten()
-    counts = torch.bincount(slot[slot >= 0].long(), minlength=len(held.w2)).tolist()
+    slot = rank_experts.slots[ids.long()].flatten()
+    counts = torch.bincount(slot[slot >= 0].long(), minlength=len(rank_experts.w2)).tolist()
     step, parts = library.get_mk_alignment_for_contiguous_layout(), []
     for expert, count in enumerate(counts):  # each expert's rows, padded to the alignment
         padding = -count % step
@@ -143,7 +145,7 @@ def deepgemm_products(held: Held, ids: Tensor) -> Callable[[], Any]:
         scale = library.get_mn_major_tma_aligned_tensor(torch.ones(len(experts), k // FP8_BLOCK, device=w.device))
         return (rows, scale), torch.empty(len(experts), n, dtype=DTYPE, device=w.device)
 
-    products = [(*operands(codes[0]), codes) for codes in held.codes]
+    products = [(*operands(codes[0]), codes) for codes in rank_experts.codes]
 
     def call() -> None:
         for rows, out, codes in products:
@@ -152,15 +154,15 @@ def deepgemm_products(held: Held, ids: Tensor) -> Callable[[], Any]:
     return call
 
 
-def deepgemm_mega(held: Held, config: MoEConfig, group: Any, tokens: int) -> Step:
+def deepgemm_mega(rank_experts: RankExperts, config: MoEConfig, group: Any, tokens: int) -> Step:
     """Return the call of DeepGEMM's fused layer for Hopper, with the kernel that rounds rows into its buffer.
 
     tokens: the most tokens of a call
     """
     library = imported("deep_gemm")
-    first, second = library.transform_weights_for_mega_moe_sm90(*held.codes)
+    first, second = library.transform_weights_for_mega_moe_sm90(*rank_experts.codes)
     sizes = (tokens, config.top_k, config.hidden_size, config.intermediate_size)
-    buffer = library.get_symm_buffer_for_mega_moe(group, len(held.slots), *sizes)
+    buffer = library.get_symm_buffer_for_mega_moe(group, len(rank_experts.slots), *sizes)
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out, places = torch.empty_like(x), (buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights)
@@ -175,19 +177,19 @@ def deepgemm_mega(held: Held, config: MoEConfig, group: Any, tokens: int) -> Ste
 # --- SonicMoE -------------------------------------------------------------------------------------------------------
 
 
-def sonic(held: Held, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
+def sonic(rank_experts: RankExperts, ids: Tensor, weights: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the call of SonicMoE's forward on routes listed beforehand. Tiles are defaults: tuning takes minutes."""
     functional, kinds = imported("sonicmoe.functional"), imported("sonicmoe.enums").ActivationType
-    default_tiles(held.w2.device)
-    slot = held.slots[ids.long()]
+    default_tiles(rank_experts.w2.device)
+    slot = rank_experts.slots[ids.long()]
     token, column = (slot >= 0).nonzero(as_tuple=True)  # tokens ascend
     routes = (weights[token, column].contiguous(), token.int(), slot[token, column].contiguous())
-    w13, w2 = interleaved(held.w13).permute(1, 2, 0), held.w2.permute(1, 2, 0)
+    w13, w2 = interleaved(rank_experts.w13).permute(1, 2, 0), rank_experts.w2.permute(1, 2, 0)
 
     def call(x: Tensor) -> Tensor:
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         found = functional.moe_general_routing_inputs(
-            x, *routes, w13, None, w2, None, len(held.w2), stream, kinds.SWIGLU, True
+            x, *routes, w13, None, w2, None, len(rank_experts.w2), stream, kinds.SWIGLU, True
         )  # fmt: skip
         out: Tensor = found[0]
         return out

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ep_moe.bench.libraries import DTYPE, Held, Step, imported, interleaved
+from ep_moe.bench.libraries import DTYPE, RankExperts, Step, imported, interleaved
 from ep_moe.config import MoEConfig
 from ep_moe.types import Activation
 
@@ -32,11 +32,11 @@ def is_gpt_oss(config: MoEConfig) -> bool:
 # --- Marlin, which vLLM runs on Hopper by default ---------------------------------------------------------------------
 
 
-def marlin(held: Held, scheme: str) -> Step:
+def marlin(rank_experts: RankExperts, scheme: str) -> Step:
     """Return the call of vLLM's `fused_marlin_moe`, which sorts, multiplies twice and sums.
 
     Args:
-        held: SwiGLU experts without biases.
+        rank_experts: SwiGLU experts without biases.
         scheme: One of `MARLIN_SCHEMES`.
 
     Returns:
@@ -49,13 +49,13 @@ def marlin(held: Held, scheme: str) -> Step:
     types = imported("vllm.scalar_type").scalar_types
     if scheme == "mxfp4":
         kind, prepare = types.float4_e2m1f, imported(f"{UTILS}.marlin_utils_fp4").prepare_moe_mxfp4_layer_for_marlin
-        (w13, w13_scale), (w2, w2_scale) = held.codes
+        (w13, w13_scale), (w2, w2_scale) = rank_experts.codes
         layer = SimpleNamespace(params_dtype=DTYPE)  # the only attribute that is read
         w13, w2, w13_scale, w2_scale, _, _ = prepare(layer, w13, w2, w13_scale, w2_scale, None, None)
     else:
         kind = types.uint4b8
-        (w13, w13_scale), (w2, w2_scale) = (_marlin_int4(*matrix) for matrix in held.codes)
-    how = {"global_num_experts": len(held.slots), "expert_map": held.slots}
+        (w13, w13_scale), (w2, w2_scale) = (_marlin_int4(*matrix) for matrix in rank_experts.codes)
+    how = {"global_num_experts": len(rank_experts.slots), "expert_map": rank_experts.slots}
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out: Tensor = fused(x, w13, w2, None, None, w13_scale, w2_scale, weights, ids, kind.id, **how)
@@ -89,14 +89,14 @@ def _marlin_int4(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 # --- triton_kernels ---------------------------------------------------------------------------------------------------
 
 
-def triton_kernels(held: Held) -> Step:
+def triton_kernels(rank_experts: RankExperts) -> Step:
     """Return the call of vLLM's MXFP4 experts over `matmul_ogs`, which compute the routing data and multiply twice.
 
     GPT-OSS's experts run on `OAITritonExperts`: the first product applies the activation, the second one sums. For
     SwiGLU, vLLM has `UnfusedOAITritonExperts`, with separate kernels for the activation and the sum.
 
     Args:
-        held: SwiGLU experts, or GPT-OSS's experts if they have biases.
+        rank_experts: SwiGLU experts, or GPT-OSS's experts if they have biases.
 
     Returns:
         The call.
@@ -106,25 +106,25 @@ def triton_kernels(held: Held) -> Step:
     """
     library = imported(f"{FUSED_MOE}.experts.gpt_oss_triton_kernels_moe")
     activations = imported(f"{FUSED_MOE}.activation").MoEActivation
-    matrices, biases = held.codes, dict[str, Tensor]()
+    matrices, biases = rank_experts.codes, dict[str, Tensor]()
     kind, activation = library.UnfusedOAITritonExperts, activations.SILU
-    if held.w13_bias is not None and held.w2_bias is not None:
+    if rank_experts.w13_bias is not None and rank_experts.w2_bias is not None:
         kind, activation = library.OAITritonExperts, activations.SWIGLUOAI
         matrices = (interleaved(matrices[0][0]), interleaved(matrices[0][1])), matrices[1]
-        biases = {"w1_bias": interleaved(held.w13_bias).float(), "w2_bias": held.w2_bias.float()}
+        biases = {"w1_bias": interleaved(rank_experts.w13_bias).float(), "w2_bias": rank_experts.w2_bias.float()}
     (w13, first), (w2, second) = (_swizzled(*matrix) for matrix in matrices)
     configs = imported(f"{FUSED_MOE}.config")
     quantized = configs.mxfp4_w4a16_moe_quant_config(w1_scale=first, w2_scale=second, **biases)
     experts = kind(moe_config=None, quant_config=quantized)  # a call reads nothing of the layer's configuration
-    slots, hidden, rows = len(held.w2), held.w2.shape[1], held.w13.shape[1]
+    slots, hidden, rows = len(rank_experts.w2), rank_experts.w2.shape[1], rank_experts.w13.shape[1]
 
     def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        sizes = (len(x), rows, hidden, ids.shape[1], len(held.slots), slots)
+        sizes = (len(x), rows, hidden, ids.shape[1], len(rank_experts.slots), slots)
         own13, own2, _ = experts.workspace_shapes(*sizes, None, activation)
         out = torch.empty_like(x)
         experts.apply(
             output=out, hidden_states=x, w1=w13, w2=w2, topk_weights=weights, topk_ids=ids, activation=activation,
-            global_num_experts=len(held.slots), expert_map=held.slots, a1q_scale=None, a2_scale=None,
+            global_num_experts=len(rank_experts.slots), expert_map=rank_experts.slots, a1q_scale=None, a2_scale=None,
             workspace13=x.new_empty(own13), workspace2=x.new_empty(own2), expert_tokens_meta=None,
             apply_router_weight_on_input=False,
         )  # fmt: skip

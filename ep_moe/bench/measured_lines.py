@@ -104,7 +104,7 @@ def rows_text(wire: Wire) -> str:
     return f"{'fp8' if 'fp8' in wire.dispatch else 'bf16'} / {'fp8' if wire.combine == 'fp8' else 'bf16'}"
 
 
-def out_of(rows: str) -> str:
+def dispatch_format(rows: str) -> str:
     """Return the part of `rows_text` for dispatch (out)."""
     return rows.partition(" / ")[0]
 

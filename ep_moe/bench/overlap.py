@@ -32,13 +32,13 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import registry
-from ep_moe.bench.all2all import slowest
+from ep_moe.bench.all2all import max_over_ranks
 from ep_moe.bench.harness import (
     Where,
     add_models,
+    benchmark_main,
     check_dealt,
     check_measured,
-    one_sentence,
     own_device,
     parse,
     positive,
@@ -143,8 +143,10 @@ def pipelines(model: str, count: int, variant: Variant) -> list[OverlapLine]:
         tune(context, [size for size, _ in cases])
         x, routing = batch(context, config, count)
         calls = [partial(layer.forward_routed, x, routing) for layer in layers]
-        times = [slowest(context, us) for us in replayed(calls, repeat=2, before=partial(barrier, context.device))]
-        shares = [beside(timeline(call, context.device)) for call in calls]
+        times = [
+            max_over_ranks(context, us) for us in replayed(calls, repeat=2, before=partial(barrier, context.device))
+        ]
+        shares = [overlapped_share(timeline(call, context.device)) for call in calls]
     experts, _, rows, all2all, _ = variant
     found = zip(cases, times, shares, strict=True)
     return [
@@ -171,7 +173,7 @@ def shared(model: str, count: int) -> Gap | None:
         return Gap(
             model,
             count,
-            *(slowest(context, us) for us in replayed(calls, repeat=2, before=partial(barrier, context.device))),
+            *(max_over_ranks(context, us) for us in replayed(calls, repeat=2, before=partial(barrier, context.device))),
         )
 
 
@@ -198,21 +200,23 @@ def timeline(call: Callable[[], Any], device: torch.device) -> list[Span]:
     return [(event.name, event.time_range.start, event.time_range.end) for event in events]
 
 
-def travels(name: str) -> bool:
+def is_transport_kernel(name: str) -> bool:
+    """Whether a kernel moves rows between ranks. Copies count too."""
     ours = ("_send", "_announce", "_give", "_receive", "_tell_given")
     return "a2a" in name.lower() or "deep_ep" in name or "Memcpy" in name or name in ours
 
 
-def beside(spans: list[Span]) -> float:
+def overlapped_share(spans: list[Span]) -> float:
+    """Return the share of the transport's time in which another kernel runs; 0 without transport."""
     total = shared_us = 0.0
     others: list[tuple[float, float]] = []  # merged intervals, which do not overlap
-    for start, end in sorted((start, end) for name, start, end in spans if not travels(name)):
+    for start, end in sorted((start, end) for name, start, end in spans if not is_transport_kernel(name)):
         if others and start <= others[-1][1]:
             others[-1] = (others[-1][0], max(end, others[-1][1]))
         else:
             others.append((start, end))
     for name, start, end in spans:
-        if travels(name):
+        if is_transport_kernel(name):
             total += end - start
             shared_us += sum(max(0.0, min(end, b) - max(start, a)) for a, b in others)
     return shared_us / total if total else 0.0
@@ -221,7 +225,7 @@ def beside(spans: list[Span]) -> float:
 def draw(spans: list[Span], title: str, axes: Any) -> None:
     first = min(start for _, start, _ in spans)
     for row, chosen in enumerate((True, False)):
-        own = [(start - first, end - start) for name, start, end in spans if travels(name) is chosen]
+        own = [(start - first, end - start) for name, start, end in spans if is_transport_kernel(name) is chosen]
         axes.broken_barh(own, (row - 0.4, 0.8), facecolors=("tab:orange", "tab:blue")[row])
     axes.set(yticks=(0, 1), yticklabels=("transport", "other kernels"), xlabel="us", title=title)
 
@@ -278,7 +282,7 @@ def shared_table(found: list[Gap]) -> Table:
     return shown
 
 
-@one_sentence
+@benchmark_main
 @on_device_of(own_device)
 def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__)

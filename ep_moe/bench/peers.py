@@ -185,7 +185,7 @@ class Peers:
         if library is None:
             experts = self._into(self._experts(scheme, len(whole[0]), None, all2all=False), torch.empty_like(whole[0]))
         else:
-            experts = libraries.FUSED_MOE[library](self._held(scheme))
+            experts = libraries.FUSED_MOE[library](self._rank_experts(scheme))
 
         def call() -> Tensor:
             with together():
@@ -200,14 +200,14 @@ class Peers:
     def deepgemm(self) -> Entry:
         """Return DeepGEMM's fused layer for Hopper, which sends E4M3 rows out."""
         scheme, group = "fp8_block", self.rank_group.group
-        step = libraries.deepgemm_mega(self._held(scheme), self.config, group, len(self.x))
+        step = libraries.deepgemm_mega(self._rank_experts(scheme), self.config, group, len(self.x))
         call = partial(step, self.x, self.ids, self.weights)
         return Entry("peer", "DeepGEMM mega", scheme, "fp8", "fp8 / bf16", call)
 
     def transformers(self) -> Entry:
         """Return transformers' expert parallelism, which sends a row once for each of its experts."""
-        held = self._held("none")
-        w13, w2 = (nn.Parameter(w, requires_grad=False) for w in (held.w13, held.w2))
+        rank_experts = self._rank_experts("none")
+        w13, w2 = (nn.Parameter(w, requires_grad=False) for w in (rank_experts.w13, rank_experts.w2))
         step = libraries.transformers_all_to_all(w13, w2, self.config, self.device)
         call = partial(step, self.x, self.ids, self.weights)
         name = "transformers all_to_all, eager"
@@ -236,7 +236,7 @@ class Peers:
             )
         return self._sources[kernel, scheme]
 
-    def _held(self, scheme: str) -> libraries.Held:
+    def _rank_experts(self, scheme: str) -> libraries.RankExperts:
         """Return this rank's experts of a layer whose weights are in the canonical layout."""
         for source in self._sources.values():
             held = source.layer.expert_weights
@@ -245,7 +245,7 @@ class Peers:
                 slots = torch.full((self.config.num_experts,), -1, dtype=torch.int32, device=self.device)
                 first = held.num_slots * self.rank_group.rank
                 slots[first : first + held.num_slots] = torch.arange(held.num_slots, device=self.device)
-                return libraries.Held(slots=slots, **stored)
+                return libraries.RankExperts(slots=slots, **stored)
         raise ConfigError(
             f"it reads canonical weights of a layer in {scheme}, and there is none: name bf16_triton, fp8_block_triton"
         )

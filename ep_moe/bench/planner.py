@@ -30,7 +30,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ep_moe.bench.harness import Where, one_sentence, parse, positive, tracked
+from ep_moe.bench.harness import Where, benchmark_main, parse, positive, tracked
 from ep_moe.eplb import balancedness, loads_by_rank, plan, traffic
 from ep_moe.eplb.planner.packing import Floats
 from ep_moe.errors import ConfigError
@@ -128,7 +128,7 @@ def measure(
     return cells, planned
 
 
-@one_sentence
+@benchmark_main
 def main() -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deepseek", type=Path, help="DeepSeek's eplb.py")

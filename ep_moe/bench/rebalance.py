@@ -32,8 +32,8 @@ from torch import Tensor
 from ep_moe.bench.harness import (
     Where,
     add_models,
+    benchmark_main,
     check_dealt,
-    one_sentence,
     own_device,
     parse,
     positive,
@@ -79,7 +79,7 @@ class Result:
 
 
 def measure(context: EPContext, layers: Sequence[MoELayer], tokens: int, bytes_per_step: int) -> Result:
-    forward = passed(context, layers, tokens)
+    forward = make_forward(context, layers, tokens)
     for layer in layers:
         layer.requires_grad_(False)
     config = EPLBConfig(interval=0, window=1, bytes_per_step=bytes_per_step)
@@ -116,7 +116,7 @@ def frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def passed(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Callable[[], Any]:
+def make_forward(context: EPContext, layers: Sequence[MoELayer], tokens: int) -> Callable[[], Any]:
     """Return a call of one pass through the layers, each with its own routes; on a GPU a CUDA-graph replay."""
     x, _ = batch(context, layers[0].config, tokens)
     routes = [batch(context, layer.config, tokens)[1] for layer in layers]
@@ -192,7 +192,7 @@ def rotated(placed: ExpertMap) -> ExpertMap:
     )
 
 
-@one_sentence
+@benchmark_main
 @on_device_of(own_device)
 def main() -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

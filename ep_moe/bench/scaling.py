@@ -37,7 +37,7 @@ from ep_moe.bench.floors import (
     two_levels_beside_flat,
     wire_bound_from,
 )
-from ep_moe.bench.harness import Where, add_models, natural, not_negative, one_sentence, parse, positive
+from ep_moe.bench.harness import Where, add_models, benchmark_main, natural, not_negative, parse, positive
 from ep_moe.bench.wire_rows import Way, deduplicated, filling, gathered, per_route, remote_ranks, row_bytes, two_level
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.eplb.cost import H200
@@ -325,7 +325,7 @@ def plot(models: Sequence[str], asked: argparse.Namespace, file: Path) -> None:
     figure.savefig(file, dpi=100)
 
 
-@one_sentence
+@benchmark_main
 def main() -> list[dict[str, object]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_models(parser, MODELS)

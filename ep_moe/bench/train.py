@@ -47,23 +47,23 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.bench import floors, train_sonic, train_torchtitan
-from ep_moe.bench.all2all import slowest
+from ep_moe.bench.all2all import max_over_ranks
 from ep_moe.bench.experts import measure_rates
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.harness import (
     Where,
     add_models,
     attempt,
+    benchmark_main,
     captured,
     check_dealt,
     check_measured,
+    free_device_memory,
     interleaved_times,
-    one_sentence,
     own_device,
     parse,
     positive,
     show,
-    swept,
     tracked,
     write,
 )
@@ -73,17 +73,17 @@ from ep_moe.bench.train_entries import (
     Batch,
     Entry,
     Options,
-    apart,
     built,
-    dropped,
+    drop_gradients,
     experts_entries,
     forward,
+    layer_call,
     layer_entries,
+    max_relative_error,
     ours,
-    over,
     results,
+    run_forward_backward,
     step,
-    trained,
     with_experts,
 )
 from ep_moe.bench.train_report import TrainLine, compared, plot, tables
@@ -114,7 +114,7 @@ def peak(entry: Entry, batch: Batch) -> float | None:
     torch.cuda.reset_peak_memory_stats(device)
     step(entry, batch)
     torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before + entry.holds()) / MIB
+    return (torch.cuda.max_memory_allocated(device) - before + entry.kept_bytes()) / MIB
 
 
 def measure(
@@ -135,7 +135,7 @@ def measure(
         if found is None:
             continue
         reference = found if reference is None else reference
-        error = slowest(context, apart(found, reference))
+        error = max_over_ranks(context, max_relative_error(found, reference))
         del found
         able.append(entry)
         own = dataclasses.replace(point, owner=entry.owner, name=entry.name, error=error, allowed=entry.allowed)
@@ -145,14 +145,14 @@ def measure(
     forwards = interleaved_times([partial(forward, entry, batch) for entry in able], 1, options.steps, wait)
     times = interleaved_times([partial(step, entry, batch) for entry in able], 1, options.steps, wait)
     for line, entry, forward_us, us in zip(lines, able, forwards, times, strict=True):
-        line.forward_ms = slowest(context, forward_us) / 1e3
-        took(line, slowest(context, us), point.tflops)
+        line.forward_ms = max_over_ranks(context, forward_us) / 1e3
+        set_step_time(line, max_over_ranks(context, us), point.tflops)
         size = peak(entry, batch)
-        line.peak_mib = None if size is None else slowest(context, size)
+        line.peak_mib = None if size is None else max_over_ranks(context, size)
     return lines, reference
 
 
-def took(line: TrainLine, us: float, tera: float) -> None:
+def set_step_time(line: TrainLine, us: float, tera: float) -> None:
     """Set the time and the rate of a line. tera: operations of a step / 1e12"""
     line.step_ms, line.tflops = us / 1e3, tera / us * 1e6
 
@@ -169,13 +169,13 @@ def captured_line(
     layer = attempt(context, "a layer to capture", partial(built, context, config, AUTO, options))
     if layer is None:
         return None
-    entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, CUDA graph", layer, over(layer), options)
+    entry = ours(f"{layer.choice.experts} + {layer.choice.all2all}, CUDA graph", layer, layer_call(layer), options)
     found: dict[str, Tensor] = {}
 
     def call() -> None:
         found.clear()
-        dropped(entry)
-        found.update(trained(entry, batch))
+        drop_gradients(entry)
+        found.update(run_forward_backward(entry, batch))
 
     def capture() -> torch.cuda.CUDAGraph:
         for what in (layer.experts, layer._dispatcher()):
@@ -190,10 +190,10 @@ def captured_line(
     for tensor in kept:
         tensor.fill_(torch.nan)  # so that only values that the replay writes can compare equal
     graph.replay()
-    error = slowest(context, apart(with_experts(entry, found), reference))
+    error = max_over_ranks(context, max_relative_error(with_experts(entry, found), reference))
     (us,) = interleaved_times([graph.replay], 1, options.steps, partial(barrier, context.device))
     line = dataclasses.replace(point, owner="ours", name=entry.name, error=error, buffers_mib=entry.buffers / MIB)
-    took(line, slowest(context, us), point.tflops)
+    set_step_time(line, max_over_ranks(context, us), point.tflops)
     return line
 
 
@@ -254,7 +254,7 @@ def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: 
     config, lines = routed(model), list[TrainLine]()
     with EPContext.from_torchrun(max_tokens=max(asked.tokens)) as context:
         points = layer_lines(context, model, config, asked.tokens, options, rates)
-    swept()
+    free_device_memory()
     for batch, point, found, reference in points:
         lines += found
         if batch.x.device.type != "cuda" or reference is None or asked.no_graph or options.eager:
@@ -262,7 +262,7 @@ def with_graphs(model: str, asked: argparse.Namespace, options: Options, rates: 
         with EPContext.from_torchrun(max_tokens=point.tokens) as context:
             line = captured_line(context, config, batch, point, options, reference)
         lines += [] if line is None else [line]
-        swept()
+        free_device_memory()
     return lines
 
 
@@ -298,7 +298,7 @@ def transports() -> list[str]:
     return [name for name in known if can[name].differentiable or can[name].adjoint]
 
 
-@one_sentence
+@benchmark_main
 @on_device_of(own_device)
 def main() -> list[TrainLine]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -335,7 +335,7 @@ def main() -> list[TrainLine]:
     console, lines = Console(width=160), list[TrainLine]()
     with EPContext.from_torchrun() as context:
         rates = measure_rates(context.device) if context.device.type == "cuda" else None
-    swept()
+    free_device_memory()
     first = dist.get_rank() == 0
     if first and rates is not None:
         console.print(
@@ -348,7 +348,7 @@ def main() -> list[TrainLine]:
             if asked.rows:
                 with EPContext.from_torchrun() as context:
                     found += experts_lines(context, model, share(model, asked.slots), asked.rows, options, rates)
-                swept()
+                free_device_memory()
         lines += compared(found)
         if first and found:
             show(console, *tables(found))

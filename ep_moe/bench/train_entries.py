@@ -191,7 +191,7 @@ class Entry:
     buffers: bytes of buffers
     allowed: as in `TrainLine`
     adds: timed steps add to existing gradients
-    holds: returns the bytes that calls keep between steps
+    kept_bytes: returns the bytes that calls keep between steps
     """
 
     owner: str
@@ -203,7 +203,7 @@ class Entry:
     buffers: int = 0
     allowed: float = ERROR
     adds: bool = False
-    holds: Callable[[], int] = lambda: 0
+    kept_bytes: Callable[[], int] = lambda: 0
 
 
 def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tuple[list[Entry], MoELayer | None]:
@@ -222,11 +222,11 @@ def layer_entries(context: EPContext, config: MoEConfig, options: Options) -> tu
         if pair not in layers:
             layers[pair] = layer
             entries.append(
-                ours(f"{' + '.join(pair)}{', auto' if transport == AUTO else ''}", layer, over(layer), options)
+                ours(f"{' + '.join(pair)}{', auto' if transport == AUTO else ''}", layer, layer_call(layer), options)
             )
     first = next(iter(layers.values()), None)
     if first is not None:
-        entries += auto_entries(context, context, config, options, over, exact=options.exact)
+        entries += auto_entries(context, context, config, options, layer_call, exact=options.exact)
         entries += by_hand(context, config, context, first, options)
         entries += over_transformers(context, config, first, options)
     return entries, first
@@ -242,8 +242,8 @@ def experts_entries(
     layer = attempt(context, "a layer of one rank", partial(built, own, config, AUTO, options))
     if layer is None:
         return [], None
-    entries = [ours(layer.choice.experts, layer, alone(layer), options)]
-    entries += auto_entries(context, own, config, options, alone)
+    entries = [ours(layer.choice.experts, layer, kernel_call(layer), options)]
+    entries += auto_entries(context, own, config, options, kernel_call)
     return [*entries, *by_hand(context, config, own, layer, options)], layer
 
 
@@ -281,11 +281,12 @@ def built(
         return MoELayer(config, context, all2all=transport, experts=options.experts, dtype=torch.bfloat16, options=how)
 
 
-def over(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def layer_call(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Return the call of the whole layer."""
     return lambda x, ids, weights: layer.forward_routed(x, Routing(ids, weights))
 
 
-def alone(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def kernel_call(layer: MoELayer) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Return the call of the kernel alone, without transport."""
     kernel: Any = layer.experts
 
@@ -316,7 +317,7 @@ def ours(name: str, layer: MoELayer, call: Call, options: Options) -> Entry:
     parameters = list(layer.parameters())
     return Entry(
         "ours", name, call, parameters, gradients, held.num_slots, buffers, adds=options.accumulate,
-        holds=lambda: layer._graphs.trained.held_bytes,
+        kept_bytes=lambda: layer._graphs.trained.held_bytes,
     )  # fmt: skip
 
 
@@ -365,7 +366,7 @@ def stacked(owner: str, name: str, call: Call, w13: Tensor, w2: Tensor, options:
     return Entry(owner, name, call, (w13, w2), gradients, len(w2), adds=options.accumulate)
 
 
-def trained(entry: Entry, batch: Batch) -> dict[str, Tensor]:
+def run_forward_backward(entry: Entry, batch: Batch) -> dict[str, Tensor]:
     """Run forward and backward. Return the result and the gradients of x and weights. Parameters keep theirs."""
     x, weights = batch.x.detach().requires_grad_(), batch.weights.detach().requires_grad_()
     out = entry.call(x, batch.ids, weights)
@@ -376,9 +377,9 @@ def trained(entry: Entry, batch: Batch) -> dict[str, Tensor]:
 
 
 def step(entry: Entry, batch: Batch) -> None:
-    trained(entry, batch)
+    run_forward_backward(entry, batch)
     if not entry.adds:
-        dropped(entry)
+        drop_gradients(entry)
 
 
 def forward(entry: Entry, batch: Batch) -> None:
@@ -386,7 +387,7 @@ def forward(entry: Entry, batch: Batch) -> None:
     entry.call(batch.x.detach().requires_grad_(), batch.ids, batch.weights.detach().requires_grad_())
 
 
-def dropped(entry: Entry) -> None:
+def drop_gradients(entry: Entry) -> None:
     for parameter in entry.parameters:
         parameter.grad = None
         if hasattr(parameter, "main_grad"):
@@ -395,11 +396,11 @@ def dropped(entry: Entry) -> None:
 
 def results(entry: Entry, batch: Batch) -> dict[str, Tensor]:
     """Return the results of a step that starts without gradients, including gradients of some experts."""
-    dropped(entry)
+    drop_gradients(entry)
     try:
-        return with_experts(entry, trained(entry, batch))
+        return with_experts(entry, run_forward_backward(entry, batch))
     finally:
-        dropped(entry)
+        drop_gradients(entry)
 
 
 def with_experts(entry: Entry, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -410,5 +411,5 @@ def with_experts(entry: Entry, found: dict[str, Tensor]) -> dict[str, Tensor]:
     return found | {"w13": torch.stack(w13), "w2": torch.stack(w2)}
 
 
-def apart(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
+def max_relative_error(found: dict[str, Tensor], reference: dict[str, Tensor]) -> float:
     return max(relative_error(found[name], reference[name]) for name in reference)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_moe.bench import harness
-from ep_moe.bench.harness import Where, one_sentence, parse
+from ep_moe.bench.harness import Where, benchmark_main, parse
 
 # largest difference of a result or gradient relative to its largest magnitude; a line with more counts as a different
 # computation. It is sixteen roundings to bf16 (2**-9 each). dx has most: five of ours, in h, da, dh, its pairs and the
@@ -138,7 +138,7 @@ def read(file: Path) -> list[TrainLine]:
     return harness.read(file, TrainLine, "bench.train")
 
 
-@one_sentence
+@benchmark_main
 def main() -> list[TrainLine]:
     """Tables and picture of a file that bench.train wrote: python -m ep_moe.bench.train_report FILE [--plot F]"""
     parser = argparse.ArgumentParser(description=main.__doc__)

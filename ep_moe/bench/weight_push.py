@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from ep_moe.bench.harness import Where, add_models, one_sentence, own_device, parse, positive, show, tracked, write
+from ep_moe.bench.harness import Where, add_models, benchmark_main, own_device, parse, positive, show, tracked, write
 from ep_moe.config import MoEConfig, ParallelConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
@@ -153,7 +153,7 @@ def _ready(context: EPContext) -> None:
     barrier(context.device)
 
 
-@one_sentence
+@benchmark_main
 @on_device_of(own_device)
 def main() -> list[PushLine]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -28,9 +28,9 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ep_moe.checkpoint.formats import NUMBERS
+from ep_moe.checkpoint.formats import PLAIN_DTYPES
 from ep_moe.checkpoint.source import TensorSource, matrix_name
-from ep_moe.checkpoint.unexpected_tensors import listed
+from ep_moe.checkpoint.unexpected_tensors import summarize_names
 from ep_moe.errors import CheckpointError
 from ep_moe.types import dtype_name
 
@@ -193,7 +193,7 @@ class ExpertRecipe:
             rows = self.source.shape(name)[0] // self.experts
             return self.source.read(name, slice(expert * rows, (expert + 1) * rows)).unsqueeze(0)
         if matrix.quantized:
-            return matrix.numbers(expert=expert).unsqueeze(0)
+            return matrix.read_values(expert=expert).unsqueeze(0)
         return self.source.raw(name, slice(expert, expert + 1))
 
     def _run(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -210,9 +210,9 @@ class ExpertRecipe:
         shape, dtype = self.source.shape(name), self.source.dtype(name)
         if self._flat and len(shape) == 2 and shape[0] % self.experts == 0:
             shape = (self.experts, shape[0] // self.experts, shape[1])
-        if dtype not in NUMBERS:
+        if dtype not in PLAIN_DTYPES:
             got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
-            known = " or ".join(map(dtype_name, NUMBERS))
+            known = " or ".join(map(dtype_name, PLAIN_DTYPES))
             raise CheckpointError(
                 f"{self.source.location(name)} must be {known}, got {got}{self.source.declared.said}; dequantize the "
                 f"checkpoint to bf16 first"
@@ -228,7 +228,7 @@ class ExpertRecipe:
             if pattern not in self.recipe.sources:
                 raise CheckpointError(
                     f"{self.source.origin} has no {pattern} for {self.recipe.target}, and has "
-                    f"{listed(self.recipe.names())}; fetch the checkpoint again"
+                    f"{summarize_names(self.recipe.names())}; fetch the checkpoint again"
                 )
         for pattern, names in self.recipe.sources.items():
             if "*" in pattern:
@@ -249,8 +249,8 @@ class ExpertRecipe:
             )
         if extra := [name for number, name in by_number.items() if number >= self._entries]:
             raise CheckpointError(
-                f"{self.source.origin} has {listed(extra)}, and {self.recipe.target} has {self.experts} experts; "
-                f"config.json must state the number that the checkpoint has"
+                f"{self.source.origin} has {summarize_names(extra)}, and {self.recipe.target} has {self.experts} "
+                f"experts; config.json must state the number that the checkpoint has"
             )
         return [by_number[number] for number in range(self.experts)]
 

@@ -23,7 +23,7 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import dtype_name
 
 Inner = tuple[int, int]
-NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Source(Protocol):
@@ -66,11 +66,11 @@ class Projection:
     first: int = 0
     step: int = 1
 
-    def keeps(self, scheme: str) -> bool:
-        return self.matrix.keeps(scheme) and (self.step == 1 or self.matrix.row_block == 1)
+    def matches_scheme(self, scheme: str) -> bool:
+        return self.matrix.matches_scheme(scheme) and (self.step == 1 or self.matrix.row_block == 1)
 
-    def numbers(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
-        return self.matrix.numbers(self._at(rows), columns, self.expert)[:: self.step]
+    def read_values(self, rows: slice = ALL, columns: slice = ALL) -> Tensor:
+        return self.matrix.read_values(self._at(rows), columns, self.expert)[:: self.step]
 
     def codes(self, rows: slice = ALL, columns: slice = ALL) -> dict[str, Tensor]:
         found = self.matrix.codes(self._at(rows), columns, self.expert)
@@ -113,18 +113,18 @@ class Matrix:
     def _in_file(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed and len(shape) > 1 else shape
 
-    def wrong(self, source: Source, block: str) -> str | None:
+    def unreadable_reason(self, source: Source, block: str) -> str | None:
         """Return why the tensor cannot be read, with its name, or None if it can."""
         full = f"{block}.{self.name}"
         if not source.has(full):
             return f"{full} is missing; expected shape {list(self.shape)}"
         stored = self.of(source, block)
-        wrong = stored.wrong()
+        wrong = stored.unreadable_reason()
         if wrong is not None:
             return wrong
         found = self._in_file(stored.shape)
         if found != self.shape:
-            kind = f", {stored.words}" if stored.quantized else ""
+            kind = f", {stored.description}" if stored.quantized else ""
             return f"{source.location(full)} must have shape {list(self.shape)}, got {list(found)}{kind}"
         return None if stored.quantized else _wrong_dtype(source, full)
 
@@ -159,9 +159,12 @@ class ExpertFormat(ABC):
         """Return all tensors that the checkpoint must have, with their shapes if it is not quantized."""
         return {one.name: one.shape for one in self.matrices(config)} | self.vectors(config)
 
-    def wrong(self, source: Source, block: str, config: MoEConfig) -> str | None:
+    def unreadable_reason(self, source: Source, block: str, config: MoEConfig) -> str | None:
         """Return an error for the first tensor that is missing, has a wrong shape or cannot be read, or None."""
-        wrong = next((wrong for one in self.matrices(config) if (wrong := one.wrong(source, block)) is not None), None)
+        wrong = next(
+            (wrong for one in self.matrices(config) if (wrong := one.unreadable_reason(source, block)) is not None),
+            None,
+        )
         return wrong or wrong_tensors(source, block, self.vectors(config))
 
     def read(self, source: Source, block: str, config: MoEConfig, expert: int, inner: Inner) -> dict[str, Tensor]:
@@ -169,11 +172,11 @@ class ExpertFormat(ABC):
         gate, up, down = self.projections(source, block, config, expert)
         rows = slice(*inner)
         if gate.step == 2:  # gate and up are interleaved: read both at once
-            both = gate.matrix.numbers(slice(2 * inner[0], 2 * inner[1]), ALL, expert)
+            both = gate.matrix.read_values(slice(2 * inner[0], 2 * inner[1]), ALL, expert)
             halves = [both[0::2], both[1::2]]
         else:
-            halves = [gate.numbers(rows), up.numbers(rows)]
-        w2 = down.numbers(ALL, rows)
+            halves = [gate.read_values(rows), up.read_values(rows)]
+        w2 = down.read_values(ALL, rows)
         return {"w13": torch.cat(halves), "w2": w2} | self.biases(source, block, config, expert, inner)
 
     def read_stored(
@@ -181,7 +184,7 @@ class ExpertFormat(ABC):
     ) -> dict[str, Tensor]:
         """Read one expert's canonical tensors in `scheme`, cut to `inner`, without requantizing them.
 
-        All three projections must be stored so that `keeps(scheme)` holds. Values change only if gate and up have
+        `matches_scheme(scheme)` must be true for all three projections. Values change only if gate and up have
         different scales in a scheme that has one scale for both (see `join_halves`). The larger of their two input
         scales is used.
         """
@@ -299,8 +302,8 @@ class Fused(ExpertFormat):
             Projection(down, config.hidden_size, expert),
         )
 
-    def wrong(self, source: Source, block: str, config: MoEConfig) -> str | None:
-        return super(Fused, self._turned(source, block, config)).wrong(source, block, config)
+    def unreadable_reason(self, source: Source, block: str, config: MoEConfig) -> str | None:
+        return super(Fused, self._turned(source, block, config)).unreadable_reason(source, block, config)
 
     def _turned(self, source: Source, block: str, config: MoEConfig) -> Fused:
         """Return this format with the file's orientation. Unquantized, both matrices never fit both orientations."""
@@ -349,10 +352,10 @@ def wrong_tensors(source: Source, block: str, expected: Mapping[str, tuple[int, 
 
 def _wrong_dtype(source: Source, full: str) -> str | None:
     dtype = source.dtype(full)
-    if dtype in NUMBERS:
+    if dtype in PLAIN_DTYPES:
         return None
     got = "a dtype that torch has not" if dtype is None else dtype_name(dtype)
-    return f"{source.location(full)} must be {' or '.join(map(dtype_name, NUMBERS))}, got {got}"
+    return f"{source.location(full)} must be {' or '.join(map(dtype_name, PLAIN_DTYPES))}, got {got}"
 
 
 def _sizes(config: MoEConfig) -> tuple[tuple[int, int], tuple[int, int]]:

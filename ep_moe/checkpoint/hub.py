@@ -73,13 +73,13 @@ def model_folder(
     longest_s = _LONGEST_S if waits else None
     downloads = consensus.first_here(f"the model {path}", socket.gethostname())
     found, problem = _try(look) if downloads else (None, None)
-    consensus.healthy("checkpoint", problem, deadline_s=longest_s)
+    consensus.raise_on_all_ranks("checkpoint", problem, deadline_s=longest_s)
     if found is None:
         found, problem = _try(lambda: look(local_files_only=True))
         if problem is not None and waits:  # hosts with the same hostname may have different caches
             found, problem = _try(look)
-    consensus.healthy("checkpoint", problem, deadline_s=longest_s)
-    consensus.same("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, None)
+    consensus.raise_on_all_ranks("checkpoint", problem, deadline_s=longest_s)
+    consensus.require_equal("checkpoint", {f"commit of {path}": found[1]} if found and found[1] else {}, None)
     assert found is not None
     return found[0]
 

@@ -15,12 +15,12 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from transformers.modeling_utils import LoadStateDictConfig
 
 from ep_moe.checkpoint.conversion import Destinations, ExpertRecipe
-from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused, PerExpert
+from ep_moe.checkpoint.formats import PLAIN_DTYPES, ExpertFormat, Fused, PerExpert
 from ep_moe.checkpoint.model_names import ModuleLayout
-from ep_moe.checkpoint.quantization_config import foreign, foreign_refusal
+from ep_moe.checkpoint.quantization_config import unsupported_message, unsupported_tensors
 from ep_moe.checkpoint.source import TensorSource
 from ep_moe.checkpoint.stored import check_fits
-from ep_moe.checkpoint.unexpected_tensors import HARMLESS_NAMES, listed
+from ep_moe.checkpoint.unexpected_tensors import HARMLESS_NAMES, summarize_names
 from ep_moe.errors import CheckpointError
 
 
@@ -100,18 +100,18 @@ class ExpertFiles:
 
     def _missing(self, missing: list[str], module: str) -> str:
         unknown = [name for name, target in self.destinations.unknown.items() if target.startswith(_block(module))]
-        self._refuse_foreign(module, unknown)
+        self._refuse_unsupported(module, unknown)
         unknown = unknown or list(self.destinations.unknown)
-        said = f"; {listed(unknown)} is there instead" if unknown else ""
+        said = f"; {summarize_names(unknown)} is there instead" if unknown else ""
         return (
-            f"{listed(missing)} is missing in {self.source.origin}, under that name and each that transformers has for "
-            f"it{said}{self.source.declared.said}; fetch the checkpoint that belongs to config.json, or dequantize it "
-            f"to bf16 if it has codes"
+            f"{summarize_names(missing)} is missing in {self.source.origin}, under that name and each that "
+            f"transformers has for it{said}{self.source.declared.said}; fetch the checkpoint that belongs to "
+            f"config.json, or dequantize it to bf16 if it has codes"
         )
 
-    def _refuse_foreign(self, what: str, unknown: list[str]) -> None:
-        for name, called in foreign(unknown, self.source.declared).items():
-            raise CheckpointError(foreign_refusal(what, name, called))
+    def _refuse_unsupported(self, what: str, unknown: list[str]) -> None:
+        for name, called in unsupported_tensors(unknown, self.source.declared).items():
+            raise CheckpointError(unsupported_message(what, name, called))
 
     def _left_out(self) -> list[str]:
         """Return tensors that the model has no parameter for. Raise CheckpointError if one is in a MoE block."""
@@ -123,10 +123,10 @@ class ExpertFiles:
         }
         blocks = tuple(_block(module) for module in self.modules)
         if inside := [name for name, target in unknown.items() if target.startswith(blocks)]:
-            self._refuse_foreign(str(self.source.origin), inside)
+            self._refuse_unsupported(str(self.source.origin), inside)
             raise CheckpointError(
-                f"{self.source.origin} has {listed(inside)}, which {type(self.model).__name__} has no place for: "
-                f"outputs would be wrong without{self.source.declared.said}; fetch the checkpoint that belongs to "
+                f"{self.source.origin} has {summarize_names(inside)}, which {type(self.model).__name__} has no place "
+                f"for: outputs would be wrong without{self.source.declared.said}; fetch the checkpoint that belongs to "
                 f"config.json, or dequantize it to bf16 if these are codes"
             )
         return list(unknown)
@@ -208,7 +208,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.float()
 
 
-def load_skeleton(
+def load_dense_parameters(
     model: PreTrainedModel,
     files: ExpertFiles,
     apart: Iterable[str],
@@ -248,7 +248,7 @@ def load_skeleton(
         _check(source, info)
         model._finalize_model_loading(model, config, info)
         if missing := set(info.missing_keys) - fresh:  # transformers has initialized them randomly
-            raise CheckpointError(f"{listed(sorted(missing))} is missing in {source.origin}; fetch it again")
+            raise CheckpointError(f"{summarize_names(sorted(missing))} is missing in {source.origin}; fetch it again")
     # save_pretrained inverts these. transformers' own list lacks the experts' conversions, whose names it has not seen
     model._weight_conversions = files.destinations.used
     return set(info.missing_keys)
@@ -265,9 +265,9 @@ def _check(source: TensorSource, info: Any) -> None:
 def check_dtype(source: TensorSource, name: str, tensor: Tensor, sources: list[str]) -> None:
     """Raise CheckpointError if a floating-point parameter outside the experts is created from unreadable codes."""
     for each in sources:
-        if tensor.is_floating_point() and source.dtype(each) not in NUMBERS:
-            if others := source.foreign(each.rpartition(".")[0]):
-                raise CheckpointError(foreign_refusal(name, *next(iter(others.items()))))
+        if tensor.is_floating_point() and source.dtype(each) not in PLAIN_DTYPES:
+            if others := source.unsupported_tensors(each.rpartition(".")[0]):
+                raise CheckpointError(unsupported_message(name, *next(iter(others.items()))))
             raise CheckpointError(
                 f"{source.location(each)} is {source.dtype(each)}{source.declared.said}; outside the experts only "
                 f"bf16, fp16, fp32 and fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"

@@ -93,7 +93,7 @@ def names_of(family: str | CheckpointNames) -> CheckpointNames:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeldTensor:
+class ParameterLayout:
     """A parameter of a transformers module that holds one tensor of each expert.
 
     name: name of the parameter in its module
@@ -111,7 +111,7 @@ class HeldTensor:
     flat: bool = False
     unused: int = 0
 
-    def one(self, whole: Tensor, expert: int, experts: int) -> Tensor:
+    def expert_slice(self, whole: Tensor, expert: int, experts: int) -> Tensor:
         """Return an expert's part of the parameter."""
         return whole.unflatten(0, (experts, -1))[expert] if self.flat else whole[expert]
 
@@ -122,15 +122,15 @@ class HeldTensor:
         unused = stacked.new_zeros((self.unused, *stacked.shape[1:]))
         return torch.cat([stacked, unused]) if self.unused else stacked
 
-    def canonical(self, tensor: Tensor) -> Tensor:
+    def to_canonical(self, tensor: Tensor) -> Tensor:
         tensor = tensor.mT if self.transposed else tensor
         if not self.interleaved:
             return tensor
         dim = self._rows
         return torch.cat(tensor.unflatten(dim, (-1, 2)).unbind(dim), dim)
 
-    def stored(self, tensor: Tensor) -> Tensor:
-        """Convert a canonical tensor to the parameter's order: the inverse of `canonical`."""
+    def from_canonical(self, tensor: Tensor) -> Tensor:
+        """Convert a canonical tensor to the parameter's order: the inverse of `to_canonical`."""
         if self.interleaved:
             dim = self._rows
             tensor = torch.stack(tensor.chunk(2, dim), dim).flatten(dim - 1, dim)
@@ -152,42 +152,42 @@ class ModuleLayout:
     """
 
     experts: int
-    tensors: tuple[HeldTensor, ...]
+    tensors: tuple[ParameterLayout, ...]
     gated: bool = True
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(one.name for one in self.tensors)
 
-    def one(self, whole: Mapping[str, Tensor], expert: int) -> dict[str, Tensor]:
+    def expert_slice(self, whole: Mapping[str, Tensor], expert: int) -> dict[str, Tensor]:
         """Return an expert's part of each parameter."""
-        return {one.name: one.one(whole[one.name], expert, self.experts) for one in self.tensors}
+        return {one.name: one.expert_slice(whole[one.name], expert, self.experts) for one in self.tensors}
 
-    def canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = {one.part: one.canonical(tensors[one.name]) for one in self.tensors}
+    def to_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {one.part: one.to_canonical(tensors[one.name]) for one in self.tensors}
         if "w1" in found:
             found["w13"] = torch.cat([found.pop("w1"), found.pop("w3")], -2)
         return found
 
-    def stored(self, canonical: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert canonical tensors to those of the parameters: the inverse of `canonical`."""
+    def from_canonical(self, canonical: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert canonical tensors to those of the parameters: the inverse of `to_canonical`."""
         parts = dict(canonical)
         if any(one.part == "w1" for one in self.tensors):
             parts["w1"], parts["w3"] = parts.pop("w13").chunk(2, -2)
-        return {one.name: one.stored(parts[one.part]) for one in self.tensors}
+        return {one.name: one.from_canonical(parts[one.part]) for one in self.tensors}
 
 
 def fused_layout(stored: Fused, experts: int) -> ModuleLayout:
     """Return the layout of the experts' module in transformers, for a family of `CHECKPOINT_NAMES`."""
     both = {"transposed": stored.transposed, "interleaved": stored.interleaved}
     tensors = [
-        HeldTensor(name="gate_up_proj", part="w13", **both),
-        HeldTensor(name="down_proj", part="w2", transposed=stored.transposed),
+        ParameterLayout(name="gate_up_proj", part="w13", **both),
+        ParameterLayout(name="down_proj", part="w2", transposed=stored.transposed),
     ]
     if stored.bias:
         tensors += [
-            HeldTensor(name="gate_up_proj_bias", part="w13_bias", interleaved=stored.interleaved),
-            HeldTensor(name="down_proj_bias", part="w2_bias"),
+            ParameterLayout(name="gate_up_proj_bias", part="w13_bias", interleaved=stored.interleaved),
+            ParameterLayout(name="down_proj_bias", part="w2_bias"),
         ]
     return ModuleLayout(experts, tuple(tensors))
 

@@ -17,8 +17,16 @@ from torch import Tensor
 
 from ep_moe.checkpoint.formats import ExpertFormat
 from ep_moe.checkpoint.model_names import CheckpointNames, names_of
-from ep_moe.checkpoint.reader import check_layers, checked, loading, quantised_again, read_experts, read_rest, replacing
-from ep_moe.checkpoint.source import MemorySource, our_name
+from ep_moe.checkpoint.reader import (
+    check_layer_block,
+    check_layers,
+    load_errors_on_all_ranks,
+    read_experts,
+    read_rest,
+    refuse_calls_while_writing,
+    requantization_warnings,
+)
+from ep_moe.checkpoint.source import MemorySource, common_name
 from ep_moe.checkpoint.unexpected_tensors import left_out
 from ep_moe.errors import CheckpointError, InputError
 from ep_moe.layer import MoELayer
@@ -93,10 +101,10 @@ class Target(ABC):
         context._check_alive()
         if not context._idle:
             raise InputError(
-                f"weights must be loaded between calls, and {context._inside} is running; load them afterwards"
+                f"weights must be loaded between calls, and {context._running_call} is running; load them afterwards"
             )
         self.context = context
-        self.own = {expert for layer in layers for expert in layer.expert_weights.held}
+        self.own = {expert for layer in layers for expert in layer.expert_weights.slots_of_expert}
 
     @abstractmethod
     def part(self, name: str) -> str | None:
@@ -128,15 +136,15 @@ def push(weights: Weights, target: Target) -> set[str]:
     context = target.context
     with on_device(context.device):
         if isinstance(weights, Mapping):
-            with loading(ORIGIN, context.consensus):
+            with load_errors_on_all_ranks(ORIGIN, context.consensus):
                 _check(weights, target)
-        with replacing(target.layers, ORIGIN) as replaced:
+        with refuse_calls_while_writing(target.layers, ORIGIN) as replaced:
             arrived = _Arrived(target, replaced, copies=not isinstance(weights, Mapping))
-            with loading(ORIGIN, context.consensus):
+            with load_errors_on_all_ranks(ORIGIN, context.consensus):
                 _receive(weights, arrived)
-            with loading(ORIGIN, context.consensus):
+            with load_errors_on_all_ranks(ORIGIN, context.consensus):
                 for layer in target.layers:
-                    layer._checks.look_again(layer)
+                    layer._checks.compare_again(layer)
     if target.said:
         warnings.warn(f"{ORIGIN}: {'; '.join(target.said)}", stacklevel=3)
     return arrived.loaded
@@ -230,7 +238,7 @@ class _Arrived:
         self._target.check_whole(self._covered)
 
 
-def part_of(name: str) -> str:
+def layer_prefix(name: str) -> str:
     """Return the prefix of the layer that a tensor belongs to, or its module's name outside the layers."""
     found = _LAYER.match(name)
     return name.rpartition(".")[0] if found is None else found[0]
@@ -277,21 +285,21 @@ class LayerTarget(Target):
         self._blocks = {
             number: tuple(f"{prefix.format(layer=number)}." for prefix in prefixes) for number in self._by_number
         }
-        self._numbers = {part_of(block): number for number, blocks in self._blocks.items() for block in blocks}
+        self._numbers = {layer_prefix(block): number for number, blocks in self._blocks.items() for block in blocks}
 
     def part(self, name: str) -> str | None:
-        name = our_name(name, ())
-        part = part_of(name)
+        name = common_name(name, ())
+        part = layer_prefix(name)
         number = self._numbers.get(part)
         return part if number is not None and name.startswith(self._blocks[number]) else None
 
     def stage(self, tensors: Mapping[str, Tensor], *, headers: bool) -> Staged:
-        source = MemorySource(tensors, ORIGIN, called=our_name)
-        number = self._numbers[part_of(our_name(next(iter(tensors)), ()))]
+        source = MemorySource(tensors, ORIGIN, called=common_name)
+        number = self._numbers[layer_prefix(common_name(next(iter(tensors)), ()))]
         layer = self._by_number[number]
-        block, form, leaves = checked(source, self._names, number, layer, self._called)
+        block, form, leaves = check_layer_block(source, self._names, number, layer, self._called)
         said = [left_out(leaves.items())] if leaves else []
-        self.said |= dict.fromkeys(said + quantised_again(source, [(layer, block, form)]))
+        self.said |= dict.fromkeys(said + requantization_warnings(source, [(layer, block, form)]))
         return Staged(frozenset([number]), tensors.keys(), (number, source, block, form))
 
     def write(self, plan: tuple[int, MemorySource, str, ExpertFormat]) -> None:
@@ -301,7 +309,7 @@ class LayerTarget(Target):
 
     def check_whole(self, covered: Set[Any]) -> None:
         for number in sorted(self._by_number.keys() - covered):
-            checked(MemorySource({}, ORIGIN), self._names, number, self._by_number[number], self._called)
+            check_layer_block(MemorySource({}, ORIGIN), self._names, number, self._by_number[number], self._called)
 
 
 if not TYPE_CHECKING:  # type checkers see only the new names

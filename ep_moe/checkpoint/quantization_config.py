@@ -11,7 +11,7 @@ from typing import Any
 
 _BITSANDBYTES = "bitsandbytes (4 bits)"
 # last component of a tensor's name -> the quantization that writes it, the most specific first
-_FOREIGN = {
+_UNSUPPORTED = {
     "qweight": "AWQ or GPTQ",
     "qzeros": "AWQ or GPTQ",
     "absmax": _BITSANDBYTES,
@@ -41,7 +41,7 @@ _WHILE_IT_RUNS = ("input", "output")  # locations of rotations that are applied 
 
 
 @dataclass(frozen=True)
-class Declared:
+class DeclaredQuantization:
     """The quantization that a folder declares, from its config.json and hf_quant_config.json.
 
     method: the name of the quantization, "" if none is stated
@@ -75,7 +75,7 @@ class Declared:
     layers: int | None = None
     multimodal: bool = False
 
-    def of(self, tensor: str) -> Declared:
+    def of(self, tensor: str) -> DeclaredQuantization:
         """Return the declaration for one module. tensor: the name of its codes in the file"""
         module = _CODES.sub("", tensor)
         return next((replace(self, **fields) for pattern, fields in self.modules if _fits(pattern, module)), self)
@@ -89,7 +89,7 @@ class Declared:
         return next((called for method, called in _CALLED.items() if method in self.method), words)
 
 
-def read_declared(folder: Path) -> Declared:
+def read_declared_quantization(folder: Path) -> DeclaredQuantization:
     """Read the declared quantization of a checkpoint folder.
 
     Missing or invalid JSON files count as empty: layers do not need them.
@@ -114,7 +114,7 @@ def read_declared(folder: Path) -> Declared:
     words = _words(fields) if {"awq", "gptq"} & set(names) else {}
     packed += [words] if isinstance(words.get("group_size"), int) else []
     bits = [*(group.get("num_bits") for group in groups), words.get("bits")]
-    return Declared(
+    return DeclaredQuantization(
         method=" ".join(dict.fromkeys(names)),
         blocks=tuple(dict.fromkeys(pair for size in sizes if (pair := _pair(size)) is not None)),
         bits=_bits(*bits),
@@ -132,7 +132,7 @@ def read_declared(folder: Path) -> Declared:
     )
 
 
-def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
+def unsupported_tensors(names: Iterable[str], declared: DeclaredQuantization) -> dict[str, str]:
     """Find tensors of quantizations that are not supported.
 
     A `qweight`, and `qzeros` and `scales` beside it, are not listed: `AwqMatrix` and `GptqMatrix` check those.
@@ -150,13 +150,13 @@ def foreign(names: Iterable[str], declared: Declared) -> dict[str, str]:
         *_, before, last = ("", *name.split("."))
         mark = before if before == "weight_quantizer" else last
         words = mark in _WORDS and f"{name.removesuffix(mark)}qweight" in all_names
-        if mark in _FOREIGN and not words:
+        if mark in _UNSUPPORTED and not words:
             found[name] = mark
-    surest = sorted(found.items(), key=lambda item: (list(_FOREIGN).index(item[1]), item[0]))
-    return {name: declared.called(_FOREIGN[mark]) for name, mark in surest}
+    surest = sorted(found.items(), key=lambda item: (list(_UNSUPPORTED).index(item[1]), item[0]))
+    return {name: declared.called(_UNSUPPORTED[mark]) for name, mark in surest}
 
 
-def foreign_refusal(what: str, name: str, quantisation: str) -> str:
+def unsupported_message(what: str, name: str, quantisation: str) -> str:
     return (
         f"{what} is quantized by {quantisation}, which is not read: {name} is there; dequantize the checkpoint to bf16 "
         f"first, or take one in fp8, MXFP4, NVFP4, AWQ, GPTQ or symmetric INT4 of compressed-tensors"

@@ -36,7 +36,7 @@ def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoECon
     each = [one for projections in experts for one in projections]
     if scheme.activations.calibrated and not any(one.matrix.has_input_scale() for one in each):
         return not_calibrated(scheme)
-    if not any(one.keeps(scheme.name) for one in each):
+    if not any(one.matches_scheme(scheme.name) for one in each):
         return not_calibrated(scheme) if scheme.activations.calibrated else None
     wrong = next((wrong for one in experts if (wrong := _wrong_mixture(one, block, scheme)) is not None), None)
     if wrong is None and scheme.activations.calibrated:
@@ -44,7 +44,7 @@ def wrong_scheme(found: ExpertFormat, source: Source, block: str, config: MoECon
     return wrong
 
 
-def rounds_again(
+def matrix_to_requantize(
     found: ExpertFormat, source: Source, block: str, config: MoEConfig, scheme: Scheme
 ) -> StoredMatrix | None:
     """Return a matrix of a block that must be dequantized and quantized again for a scheme, or None."""
@@ -52,7 +52,7 @@ def rounds_again(
         return None
     for expert in range(config.num_experts):
         for one in found.projections(source, block, config, expert):
-            if one.matrix.quantized and not one.keeps(scheme.name):
+            if one.matrix.quantized and not one.matches_scheme(scheme.name):
                 return one.matrix
     return None
 
@@ -64,7 +64,7 @@ def _wrong_mixture(projections: Projections, block: str, scheme: Scheme) -> str 
     gate and up, they must be stored in the same way.
     """
     for one in projections:
-        if one.keeps(scheme.name):
+        if one.matches_scheme(scheme.name):
             continue
         if one.matrix.quantized or scheme.activations.calibrated:
             return (
@@ -72,11 +72,12 @@ def _wrong_mixture(projections: Projections, block: str, scheme: Scheme) -> str 
                 f"{block}, and would round these numbers {'anew' if one.matrix.quantized else 'uncalibrated'}: {_OTHER}"
             )
     gate, up, _ = projections
-    if gate.keeps(scheme.name) != up.keeps(scheme.name) and not _rows_apart(scheme):
-        codes, plain = (gate, up) if gate.keeps(scheme.name) else (up, gate)
+    if gate.matches_scheme(scheme.name) != up.matches_scheme(scheme.name) and not _rows_apart(scheme):
+        codes, plain = (gate, up) if gate.matches_scheme(scheme.name) else (up, gate)
         return (
-            f"{codes.matrix.tensors.location(codes.matrix.name)} is {codes.matrix.words}, and {plain.matrix.name} is "
-            f"{plain.matrix.words}; quantization {scheme.name} has one scale for both: {_OTHER}"
+            f"{codes.matrix.tensors.location(codes.matrix.name)} is {codes.matrix.description}, and "
+            f"{plain.matrix.name} is {plain.matrix.description}; quantization {scheme.name} has one "
+            f"scale for both: {_OTHER}"
         )
     return None
 
@@ -125,7 +126,7 @@ def read_quantized(
     share = config.intermediate_size // size
     inner = (rank * share, (rank + 1) * share)
     projections = found.projections(source, block, config, expert)
-    gate, up, down = (one.keeps(scheme.name) for one in projections)
+    gate, up, down = (one.matches_scheme(scheme.name) for one in projections)
     if gate and up and down:
         return found.read_stored(source, block, config, expert, inner, scheme.name)
 
@@ -145,9 +146,9 @@ def read_quantized(
     elif gate or up:
         w13 = _one_half(projections, inner, scheme, dtype, device)
     else:
-        w13 = quantised("w13", torch.cat([projections.gate.numbers(), projections.up.numbers()]))
+        w13 = quantised("w13", torch.cat([projections.gate.read_values(), projections.up.read_values()]))
     codes = projections.down.codes(ALL, rows) if down else None
-    w2 = quantised("w2", projections.down.numbers()) if codes is None else named("w2", codes)
+    w2 = quantised("w2", projections.down.read_values()) if codes is None else named("w2", codes)
     return w13 | w2 | found.biases(source, block, config, expert, inner)
 
 
@@ -157,9 +158,9 @@ def _one_half(
     """Return w13 if only one of gate and up has the scheme's codes. The other half is quantized on its own."""
     halves = []
     for one in (projections.gate, projections.up):
-        if one.keeps(scheme.name):
+        if one.matches_scheme(scheme.name):
             halves.append({part: tensor.to(device) for part, tensor in one.codes(slice(*inner)).items()})
         else:
-            numbers = check_finite(one.matrix.tensors.location(one.matrix.name), one.numbers(slice(*inner)))
+            numbers = check_finite(one.matrix.tensors.location(one.matrix.name), one.read_values(slice(*inner)))
             halves.append(scheme.weights.quantize(numbers.to(device), dtype))
     return named("w13", {part: concatenate(*(half[part] for half in halves)) for part in halves[0]})

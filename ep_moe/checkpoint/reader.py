@@ -15,17 +15,17 @@ from torch import Tensor
 from ep_moe.checkpoint.formats import ExpertFormat, Fused, PerExpert, Source, Stacked, find_format, wrong_tensors
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.model_names import CheckpointNames, names_of
-from ep_moe.checkpoint.quantization_config import Declared, foreign_refusal
-from ep_moe.checkpoint.quantized_experts import read_quantized, rounds_again, wrong_scheme
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization, unsupported_message
+from ep_moe.checkpoint.quantized_experts import matrix_to_requantize, read_quantized, wrong_scheme
 from ep_moe.checkpoint.source import CheckpointSource, TensorSource
-from ep_moe.checkpoint.stored import check_finite, check_fits, factors, input_scales, wrong_dtype
+from ep_moe.checkpoint.stored import check_finite, check_fits, input_scales, read_scales, wrong_dtype
 from ep_moe.checkpoint.unexpected_tensors import left_out, other_family, refusal, unread
 from ep_moe.checks import shown
 from ep_moe.errors import CheckpointError, ConfigError, EPMoEError, InputError, OutOfMemory, PeerTimeout
 from ep_moe.experts.shared_experts import SharedExperts
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.consensus import StoreConsensus
-from ep_moe.parallel.layout import share
+from ep_moe.parallel.layout import split_range
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.quant.schemes import PLAIN, SCHEMES
 from ep_moe.router import Router
@@ -66,20 +66,20 @@ def load_layers(
     consensus = next(iter(layers.values())).context.consensus
     folder = model_folder(path, consensus, **hub)
     called = family if isinstance(family, str) else "of the caller's"
-    with loading(folder, consensus):
+    with load_errors_on_all_ranks(folder, consensus):
         source = CheckpointSource(folder)
-        plan = [(layer, *checked(source, names, number, layer, called)) for number, layer in layers.items()]
+        plan = [(layer, *check_layer_block(source, names, number, layer, called)) for number, layer in layers.items()]
         leaves = [leaf for *_, found in plan for leaf in found.items()]
         said = [left_out(leaves)] if leaves else []
         said += other_family(folder, family) if isinstance(family, str) else []
-        said += quantised_again(source, ((layer, block, form) for layer, block, form, _ in plan))
+        said += requantization_warnings(source, ((layer, block, form) for layer, block, form, _ in plan))
         if said:
             warnings.warn(f"{folder}: {'; '.join(said)}", stacklevel=2)
     first = plan[0][0].context.layout.place == 0
     total = sum(_slots(layer) for layer, *_ in plan)
     with (
-        replacing(layers.values(), str(folder)) as replaced,
-        loading(folder, consensus),
+        refuse_calls_while_writing(layers.values(), str(folder)) as replaced,
+        load_errors_on_all_ranks(folder, consensus),
         Progress(total, "loading", "expert", shown=progress and first) as bar,
     ):
         replaced.written = True
@@ -100,7 +100,7 @@ def check_layers(layers: object) -> None:
 
 
 @contextmanager
-def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
+def load_errors_on_all_ranks(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
     """Raise an exception of the `with` block on all ranks, as an error of `ep_moe` that names the path.
 
     Args:
@@ -112,7 +112,7 @@ def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
         CheckpointError: A rank raised it, or an exception that is not in `ep_moe.errors`.
         EPMoEError: A rank raised it.
     """
-    with consensus.together("checkpoint"):
+    with consensus.propagate_errors("checkpoint"):
         try:
             yield
         except CheckpointError as error:
@@ -131,18 +131,18 @@ def loading(path: str | Path, consensus: StoreConsensus) -> Iterator[None]:
 
 @dataclass
 class Replaced:
-    """The state of `replacing`. written: whether this rank has written any weight"""
+    """The state of `refuse_calls_while_writing`. written: whether this rank has written any weight"""
 
     written: bool = False
 
 
 @contextmanager
-def replacing(layers: Collection[MoELayer], origin: str) -> Iterator[Replaced]:
+def refuse_calls_while_writing(layers: Collection[MoELayer], origin: str) -> Iterator[Replaced]:
     """Refuse calls of the layers while the `with` block replaces their weights.
 
-    An exception in the block must be raised on all ranks, as `loading` does. Calls are allowed again when the block
-    ends, or if it raised before any rank wrote a weight, so that the old weights are intact. A migration of EPLB that
-    is in progress starts again.
+    An exception in the block must be raised on all ranks, as `load_errors_on_all_ranks` does. Calls are allowed again
+    when the block ends, or if it raised before any rank wrote a weight, so that the old weights are intact. A migration
+    of EPLB that is in progress starts again.
 
     Args:
         layers: The layers whose weights are replaced.
@@ -173,7 +173,7 @@ def replacing(layers: Collection[MoELayer], origin: str) -> Iterator[Replaced]:
 
 def _any_rank(consensus: StoreConsensus, here: bool) -> bool:
     try:
-        consensus.healthy("weights", ConfigError("written") if here else None)
+        consensus.raise_on_all_ranks("weights", ConfigError("written") if here else None)
     except ConfigError:
         return True
     return False
@@ -185,17 +185,18 @@ def _settled(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def quantised_again(source: TensorSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
+def requantization_warnings(source: TensorSource, plan: Iterable[tuple[MoELayer, str, ExpertFormat]]) -> list[str]:
     """Return a warning if a layer's scheme requantizes experts that the checkpoint has in another scheme, or []."""
     for layer, block, form in plan:
         scheme = layer.expert_weights.scheme
-        matrix = rounds_again(form, source, block, layer.config, scheme)
+        matrix = matrix_to_requantize(form, source, block, layer.config, scheme)
         if matrix is not None:
             ranges = matrix.has_input_scale()
-            keep = [n for n, one in SCHEMES.items() if matrix.keeps(n) and (ranges or not one.activations.calibrated)]
+            readable = [name for name, one in SCHEMES.items() if ranges or not one.activations.calibrated]
+            keep = [name for name in readable if matrix.matches_scheme(name)]
             return [
-                f"experts are {matrix.words}, and quantization {scheme.name} quantizes their numbers a second time; "
-                f"quantization {' or '.join([*keep, PLAIN.name])} does not"
+                f"experts are {matrix.description}, and quantization {scheme.name} quantizes their numbers a second "
+                f"time; quantization {' or '.join([*keep, PLAIN.name])} does not"
             ]
     return []
 
@@ -240,7 +241,7 @@ def largest_input_scale(
             wrong = wrong_dtype(source, name, exponents=False) if matrix is None else matrix.wrong_input_scale()
             if wrong is not None:
                 raise CheckpointError(f"{path}: {wrong}")
-            scales = factors(source, name, positive=reciprocal)
+            scales = read_scales(source, name, positive=reciprocal)
             ratio = 1.0 if top is None or matrix is None else matrix.input_range / top
             found.append(float((1 / scales if reciprocal else scales).max()) * ratio)
     if not found or max(found) == 0:
@@ -261,7 +262,7 @@ def read_experts(layer: MoELayer, source: Source, block: str, found: ExpertForma
         if wrong is not None:
             raise CheckpointError(f"{block}: {wrong}")
     weights.updates += 1
-    inner = share(config.intermediate_size, weights.etp.size, weights.etp.rank)
+    inner = split_range(config.intermediate_size, weights.etp.size, weights.etp.rank)
     by_expert: dict[int, list[int]] = {}
     for slot, expert in enumerate(weights.local_experts):
         if expert != EMPTY:
@@ -324,16 +325,18 @@ class DeclaredSource(Source, Protocol):
     """A source with the quantization that its checkpoint declares: a checkpoint on disk, or a module in memory."""
 
     @property
-    def declared(self) -> Declared: ...
+    def declared(self) -> DeclaredQuantization: ...
 
 
 class CheckedSource(DeclaredSource, Protocol):
     """A source that also finds tensors of unsupported quantizations: a checkpoint on disk."""
 
-    def foreign(self, prefix: str) -> dict[str, str]: ...
+    def unsupported_tensors(self, prefix: str) -> dict[str, str]: ...
 
 
-def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: MoELayer, family: str) -> Found:
+def check_layer_block(
+    source: CheckedSource, names: CheckpointNames, number: int, layer: MoELayer, family: str
+) -> Found:
     """Check the block of a layer in a checkpoint. Raises CheckpointError.
 
     Args:
@@ -347,18 +350,18 @@ def checked(source: CheckedSource, names: CheckpointNames, number: int, layer: M
         The block's prefix, the format of its experts, and a dict from the names that the caller loads to the reason.
     """
     block = names.block_in(source, number)
-    if others := source.foreign(block):
+    if others := source.unsupported_tensors(block):
         name, called = next(iter(others.items()))
-        raise CheckpointError(foreign_refusal(block, name, called))
+        raise CheckpointError(unsupported_message(block, name, called))
     if layer.expert_weights.is_meta:
         raise CheckpointError(f"{layer.name} is on the meta device; call to_empty(device=...) before load_layers")
-    return block, *checked_block(source, names, block, layer, family)
+    return block, *check_block(source, names, block, layer, family)
 
 
-def checked_block(
+def check_block(
     source: DeclaredSource, names: CheckpointNames, block: str, layer: MoELayer, family: str, *, in_memory: bool = False
 ) -> tuple[ExpertFormat, dict[str, str]]:
-    """Check a block on disk or in memory, like `checked`. Raises CheckpointError.
+    """Check a block on disk or in memory, like `check_layer_block`. Raises CheckpointError.
 
     Args:
         source: The checkpoint or module.
@@ -381,7 +384,7 @@ def checked_block(
         _wrong_layer(layer, found, block)
         or _wrong_router(source, names, block, layer)
         or _wrong_shared(source, names, block, layer)
-        or found.wrong(source, block, layer.config)
+        or found.unreadable_reason(source, block, layer.config)
         or (None if in_memory else wrong_scheme(found, source, block, layer.config, layer.expert_weights.scheme))
     )
     if wrong is not None:

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ep_moe.checkpoint.hub import file_inside, weight_map
-from ep_moe.checkpoint.quantization_config import Declared, foreign, read_declared
-from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, Tensors, beside_of
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization, read_declared_quantization, unsupported_tensors
+from ep_moe.checkpoint.stored import PlainMatrix, StoredMatrix, Tensors, companion_names
 from ep_moe.checkpoint.stored_4bit import Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 from ep_moe.checkpoint.stored_awq_gptq import AwqMatrix, GptqMatrix
 from ep_moe.checkpoint.stored_fp8 import ScaledFp8
@@ -41,15 +41,15 @@ _MARKS = (".wg.", ".router.layer.", "put_linear.")
 _FACTORS = (".scale", ".qscale_weight")  # other names of `.weight_scale_inv`
 
 
-def our_name(name: str, names: Container[str]) -> str:
+def common_name(name: str, names: Container[str]) -> str:
     """Return the common name of a tensor. names: all names of the checkpoint"""
     if name.endswith(_FACTORS) and f"{name.rpartition('.')[0]}.weight" in names:
         name = f"{name.rpartition('.')[0]}.weight_scale_inv"
     if not name.startswith("model.layers."):
         name = _HEAD.sub("", _TEXT.sub("model.", name)).removeprefix("language_model.")
     if any(mark in name for mark in _MARKS):
-        for pattern, ours in _RENAMED:
-            name = pattern.sub(ours, name)
+        for pattern, common in _RENAMED:
+            name = pattern.sub(common, name)
     return name
 
 
@@ -76,14 +76,14 @@ class TensorSource(ABC):
     origin: where they are from, for messages; bytes_read: bytes of tensor data read so far
     """
 
-    declared = Declared()
+    declared = DeclaredQuantization()
     origin: str
 
     def __init__(self) -> None:
         self.bytes_read = 0
         self._slices: dict[str, Any] = {}
         self._matrices: dict[tuple[str, bool, int], StoredMatrix] = {}
-        self._foreign: dict[str, str] | None = None
+        self._unsupported: dict[str, str] | None = None
 
     @abstractmethod
     def names(self) -> Collection[str]:
@@ -135,7 +135,7 @@ class TensorSource(ABC):
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of `read`'s result. Raises CheckpointError for codes that cannot be read."""
         matrix = self.matrix(name)
-        if (wrong := matrix.wrong()) is not None:
+        if (wrong := matrix.unreadable_reason()) is not None:
             raise CheckpointError(wrong)
         return matrix.shape
 
@@ -150,13 +150,13 @@ class TensorSource(ABC):
             return self.raw(name, *index)
         rows, columns = (list(index) + [slice(None)] * 2)[:2]
         assert isinstance(rows, slice) and isinstance(columns, slice), "matrices are cut by slices"  # noqa: PT018
-        return matrix.numbers(rows, columns)
+        return matrix.read_values(rows, columns)
 
-    def foreign(self, prefix: str) -> dict[str, str]:
+    def unsupported_tensors(self, prefix: str) -> dict[str, str]:
         """Find tensors under a prefix that belong to an unsupported quantization. Return its name by tensor name."""
-        if self._foreign is None:
-            self._foreign = foreign(self.names(), self.declared)
-        return {name: called for name, called in self._foreign.items() if name.startswith(f"{prefix}.")}
+        if self._unsupported is None:
+            self._unsupported = unsupported_tensors(self.names(), self.declared)
+        return {name: called for name, called in self._unsupported.items() if name.startswith(f"{prefix}.")}
 
     def raw(self, name: str, *index: int | slice) -> Tensor:
         """Read the part at `index` as it is stored. E8M0 is returned as uint8."""
@@ -180,13 +180,13 @@ class CheckpointSource(TensorSource):
     called: maps a tensor's name in the files, and all names in the files, to its name in this source
     """
 
-    def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = our_name) -> None:
+    def __init__(self, folder: str | Path, *, called: Callable[[str, Container[str]], str] = common_name) -> None:
         super().__init__()
         self.folder, self.origin = Path(folder), str(folder)
         self._called = called
         self._open: dict[str, Any] = {}
         self._listed: dict[str, str] | None = None  # tensor -> file, by the index
-        self.declared = read_declared(self.folder)
+        self.declared = read_declared_quantization(self.folder)
         if self.declared.rotated:
             raise CheckpointError(f"{self.folder / 'config.json'} states {self.declared.rotated}: {_ROTATED}")
         self._where = self._index()
@@ -201,7 +201,7 @@ class CheckpointSource(TensorSource):
             pickled = sorted(path.name for path in self.folder.glob("pytorch_model*.bin*"))
             remedy = f"save {pickled[0]} as safetensors" if pickled else "give the folder of a checkpoint"
             raise CheckpointError(f"{self.folder} holds neither {INDEX} nor {SINGLE}; {remedy}")
-        where = {ours: (files[name], name) for ours, name in renamed(files, self._called, self.origin).items()}
+        where = {common: (files[name], name) for common, name in renamed(files, self._called, self.origin).items()}
         for file in set(files.values()):
             file_inside(self.folder, file)
         if (self.folder / SINGLE).is_file() and SINGLE not in files.values():
@@ -251,10 +251,10 @@ def renamed(names: Collection[str], called: Callable[[str, Container[str]], str]
     """Return a dict from the names by `called` to the given names. Raises CheckpointError if two names coincide."""
     found: dict[str, str] = {}
     for name in names:
-        ours = called(name, names)
-        if ours in found:
-            raise CheckpointError(f"{origin} has {ours} twice, as {found[ours]} and as {name}; remove one")
-        found[ours] = name
+        common = called(name, names)
+        if common in found:
+            raise CheckpointError(f"{origin} has {common} twice, as {found[common]} and as {name}; remove one")
+        found[common] = name
     return found
 
 
@@ -277,7 +277,7 @@ class MemorySource(TensorSource):
         super().__init__()
         self.origin = origin
         self._given = renamed(tensors.keys(), called, origin)
-        self._tensors = {ours: tensors[name] for ours, name in self._given.items()}
+        self._tensors = {common: tensors[name] for common, name in self._given.items()}
 
     def names(self) -> Collection[str]:
         return self._tensors.keys()
@@ -361,7 +361,7 @@ def stored_matrix(tensors: Tensors, name: str, *, transposed: bool = False, stac
     dtype, shape = tensors.header(name)
     if dtype == "F8_E4M3":
         return ScaledFp8(tensors, name, transposed=transposed, stacked=stacked)
-    if dtype == "U8" and len(shape) > 1 and any(map(tensors.holds, beside_of(name, "_scale_2"))):
+    if dtype == "U8" and len(shape) > 1 and any(map(tensors.holds, companion_names(name, "_scale_2"))):
         return Nvfp4Matrix(tensors, name, packed=False, transposed=transposed, stacked=stacked)
     return PlainMatrix(tensors, name, name, transposed=transposed, stacked=stacked)
 
@@ -377,7 +377,7 @@ def _words_matrix(tensors: Tensors, name: str, words: str, transposed: bool, sta
 
 def _packed_matrix(tensors: Tensors, name: str, packed: str, transposed: bool, stacked: int) -> StoredMatrix:
     dtype, shape = tensors.header(packed)
-    if len(shape) > 1 and any(map(tensors.holds, beside_of(name, "_global_scale"))) and dtype == "U8":
+    if len(shape) > 1 and any(map(tensors.holds, companion_names(name, "_global_scale"))) and dtype == "U8":
         return Nvfp4Matrix(tensors, name, packed=True, transposed=transposed, stacked=stacked)
     if len(shape) > 1 and dtype == "I32":
         return Int4Matrix(tensors, name, transposed=transposed, stacked=stacked)

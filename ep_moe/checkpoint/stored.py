@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.quantization_config import Declared
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.fp8 import FP8_MAX
 from ep_moe.quant.microscale import e8m0_values
@@ -34,7 +34,7 @@ class StoredMatrix(ABC):
     stacked: number of matrices concatenated along rows: 2 for gate and up in one tensor
     """
 
-    words: str
+    description: str
     quantized = True
     row_block = 1  # rows that share a scale
     input_range = FP8_MAX  # the largest calibrated input divided by `input_scale`
@@ -54,22 +54,22 @@ class StoredMatrix(ABC):
     def parts(self) -> tuple[str, ...]:
         """Return the names of all tensors that the matrix consists of."""
 
-    def wrong(self) -> str | None:
+    def unreadable_reason(self) -> str | None:
         """Return why the matrix cannot be read, or None. Reads headers only."""
         return None
 
-    def keeps(self, scheme: str) -> bool:
+    def matches_scheme(self, scheme: str) -> bool:
         """Return whether `codes` returns codes of a scheme, so that a layer can keep them."""
         return False
 
     def differs(self, scheme: str) -> str:
         """Return why `codes` does not return codes of a scheme that other matrices of the block have."""
-        return f"{self.tensors.location(self.name)} is {self.words}"
+        return f"{self.tensors.location(self.name)} is {self.description}"
 
     # --- tensors ---
 
     @abstractmethod
-    def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
+    def read_values(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
         """Read a part of the matrix, dequantized to float32 if it is quantized.
 
         Args:
@@ -86,12 +86,12 @@ class StoredMatrix(ABC):
             columns: The columns, in whole blocks.
             expert: The expert, if the tensor has all experts.
         """
-        raise NotImplementedError(f"{self.words} is no scheme's")
+        raise NotImplementedError(f"{self.description} is no scheme's")
 
     def input_scale(self, expert: int | None = None) -> Tensor:
         """Return the calibrated dequantization scale of the inputs, a float32 scalar."""
         name, reciprocal = self._input_scale()
-        number = scalar_factor(self.tensors, name, expert, positive=True)
+        number = read_scalar_scale(self.tensors, name, expert, positive=True)
         return 1 / number if reciprocal else number
 
     def has_input_scale(self) -> bool:
@@ -123,7 +123,7 @@ class StoredMatrix(ABC):
     # --- for subclasses ---
 
     @property
-    def _stated(self) -> Declared:
+    def _stated(self) -> DeclaredQuantization:
         """The quantization that config.json declares for this matrix."""
         return self.tensors.declared.of(self.tensors.location(self.data).rpartition(": ")[2])
 
@@ -139,10 +139,10 @@ class StoredMatrix(ABC):
         part = self.tensors.raw(name) if whole else self.tensors.raw(name, *lead, *index)
         return part.transpose(-1, -2) if self.transposed else part
 
-    def _factors(self, name: str, rows: slice, columns: slice, expert: int | None) -> Tensor:
+    def _read_scales(self, name: str, rows: slice, columns: slice, expert: int | None) -> Tensor:
         lead = () if expert is None else (expert,)
         index = (columns, rows) if self.transposed else (rows, columns)
-        part = factors(self.tensors, name, *lead, *index)
+        part = read_scales(self.tensors, name, *lead, *index)
         return part.transpose(-1, -2) if self.transposed else part
 
 
@@ -151,7 +151,7 @@ def span(axis: slice, size: int) -> tuple[int, int]:
     return start, stop
 
 
-def beside_of(name: str, end: str) -> list[str]:
+def companion_names(name: str, end: str) -> list[str]:
     """Return the possible names of a companion of a matrix.
 
     These are `X.weight_scale` for `X.weight`, and `X_weight_scale` or `X_scale` for a tensor of all experts `X`.
@@ -169,7 +169,7 @@ _CODES = {
 class PlainMatrix(StoredMatrix):
     """An unquantized matrix of a floating-point dtype."""
 
-    words = "of plain numbers"
+    description = "of plain numbers"
     quantized = False
 
     @property
@@ -179,7 +179,7 @@ class PlainMatrix(StoredMatrix):
     def parts(self) -> tuple[str, ...]:
         return (self.data,)
 
-    def wrong(self) -> str | None:
+    def unreadable_reason(self) -> str | None:
         dtype, shape = self.tensors.header(self.data)
         if dtype in _CODES and len(shape) > 1 and self.name.endswith(("weight", "_proj")):
             return (
@@ -188,15 +188,15 @@ class PlainMatrix(StoredMatrix):
                 f"the checkpoint to bf16 first"
             )
         ends = ("_scale_inv", "_scale", "_scale_2", "_zero_point", "_global_scale")
-        beside = [scale for end in ends for scale in beside_of(self.name, end) if self.tensors.holds(scale)]
-        if beside and dtype in FLOATS:
+        companions = [scale for end in ends for scale in companion_names(self.name, end) if self.tensors.holds(scale)]
+        if companions and dtype in FLOATS:
             return (
-                f"{self.tensors.location(self.data)} has plain numbers ({dtype}), and {beside[0]} beside it would "
+                f"{self.tensors.location(self.data)} has plain numbers ({dtype}), and {companions[0]} beside it would "
                 f"scale them; remove what does not belong to the checkpoint"
             )
         return None
 
-    def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
+    def read_values(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
         return self._raw(self.data, rows, columns, expert)
 
 
@@ -238,7 +238,7 @@ class Tensors(Protocol):
     """The tensors of a checkpoint by their common names, as they are stored."""
 
     @property
-    def declared(self) -> Declared: ...
+    def declared(self) -> DeclaredQuantization: ...
 
     def holds(self, name: str) -> bool:
         """Return whether a tensor has exactly this name."""
@@ -276,7 +276,7 @@ def wrong_dtype(tensors: Tensors, name: str, *, exponents: bool = True, bytes_to
     return f"{tensors.location(name)} must be factors in {wanted}, got {_NAMES.get(dtype, dtype)}"
 
 
-def factors(tensors: Tensors, name: str, *index: int | slice, positive: bool = False) -> Tensor:
+def read_scales(tensors: Tensors, name: str, *index: int | slice, positive: bool = False) -> Tensor:
     """Read a part of scales in float32. E8M0 is converted to powers of two.
 
     Args:
@@ -293,22 +293,22 @@ def factors(tensors: Tensors, name: str, *index: int | slice, positive: bool = F
         raise CheckpointError(wrong)
     part = tensors.raw(name, *index)
     numbers = e8m0_values(part.contiguous()) if part.dtype == torch.uint8 else part.float()
-    check_factors(tensors, name, numbers, positive=positive)
+    check_scales(tensors, name, numbers, positive=positive)
     return numbers
 
 
-def scalar_factor(tensors: Tensors, name: str, expert: int | None = None, *, positive: bool = False) -> Tensor:
+def read_scalar_scale(tensors: Tensors, name: str, expert: int | None = None, *, positive: bool = False) -> Tensor:
     """Read a scale as a float32 scalar: the only one of the tensor, or that of an expert."""
     _, shape = tensors.header(name)
     count = int(torch.Size(shape).numel())
     if count == 1:
-        return factors(tensors, name, positive=positive).reshape(())
+        return read_scales(tensors, name, positive=positive).reshape(())
     if expert is None or not shape or count != shape[0]:
         raise CheckpointError(f"{tensors.location(name)} must have shape [], got {list(shape)}")
-    return factors(tensors, name, expert, positive=positive).reshape(())
+    return read_scales(tensors, name, expert, positive=positive).reshape(())
 
 
-def check_factors(tensors: Tensors, name: str, numbers: Tensor, *, positive: bool = False) -> None:
+def check_scales(tensors: Tensors, name: str, numbers: Tensor, *, positive: bool = False) -> None:
     good = torch.isfinite(numbers) & ((numbers > 0) if positive else (numbers >= 0))
     if not good.all():
         found = numbers[~good].flatten()[0].item()

@@ -12,11 +12,11 @@ from ep_moe.checkpoint.stored import (
     ALL,
     StoredMatrix,
     Tensors,
-    beside_of,
-    check_factors,
     check_lost,
     check_products,
-    scalar_factor,
+    check_scales,
+    companion_names,
+    read_scalar_scale,
     span,
     wrong_dtype,
 )
@@ -67,12 +67,13 @@ class _Packed(StoredMatrix):
         found = list(self._seen(self.tensors.header(self.scale)[1])) if self.tensors.holds(self.scale) else "nothing"
         if shape[-1] % self.block or found != wanted:
             return (
-                f"{location} is {self.words} of shape {list(self.tensors.header(self.data)[1])}; only matrices with "
-                f"{self.scale} of shape {wanted}, one factor per {self.block} columns, can be read, got {found} there"
+                f"{location} is {self.description} of shape {list(self.tensors.header(self.data)[1])}; only matrices "
+                f"with {self.scale} of shape {wanted}, one factor per {self.block} columns, can be "
+                f"read, got {found} there"
             )
         return None
 
-    def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
+    def read_values(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
         start, stop = span(columns, self.shape[-1])
         # the part may start inside a block: read whole blocks, then cut
         first, last = start // self.block, -(-stop // self.block)
@@ -101,7 +102,7 @@ class Nvfp4Matrix(_Packed):
     `weight_scale`, and the reciprocal `weight_global_scale`.
     """
 
-    words = "NVFP4"
+    description = "NVFP4"
     block = NVFP4_BLOCK
     input_range = NVFP4_RANGE
 
@@ -114,7 +115,7 @@ class Nvfp4Matrix(_Packed):
     def parts(self) -> tuple[str, ...]:
         return self.data, self.scale, self.global_scale
 
-    def wrong(self) -> str | None:
+    def unreadable_reason(self) -> str | None:
         wrong = self._wrong_blocks()
         if wrong is not None:
             return wrong
@@ -132,7 +133,7 @@ class Nvfp4Matrix(_Packed):
             )
         return wrong_dtype(self.tensors, self.global_scale, exponents=False)
 
-    def keeps(self, scheme: str) -> bool:
+    def matches_scheme(self, scheme: str) -> bool:
         return scheme in ("nvfp4", "nvfp4a16")
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
@@ -149,8 +150,8 @@ class Nvfp4Matrix(_Packed):
 
     def _found(self, rows: slice, columns: slice, expert: int | None) -> tuple[Tensor, Tensor, Tensor]:
         scale = self._raw(self.scale, rows, self._blocks(columns), expert).contiguous()
-        check_factors(self.tensors, self.scale, scale.float())
-        number = scalar_factor(self.tensors, self.global_scale, expert, positive=self.reciprocal)
+        check_scales(self.tensors, self.scale, scale.float())
+        number = read_scalar_scale(self.tensors, self.global_scale, expert, positive=self.reciprocal)
         data = self._data(rows, columns, expert)
         # the scale of a block of small values may round to 0, but not those of a whole matrix
         if number == 0 or not scale.float().any():
@@ -170,7 +171,7 @@ class Mxfp4Matrix(_Packed):
     unlike its unquantized weights.
     """
 
-    words = "MXFP4"
+    description = "MXFP4"
     block = MX_BLOCK
 
     def __init__(self, tensors: Tensors, name: str, *, blocks: bool, transposed: bool, stacked: int) -> None:
@@ -186,10 +187,10 @@ class Mxfp4Matrix(_Packed):
         *lead, blocks, _ = self.tensors.header(self.data)[1]
         return (*lead, blocks * MX_BLOCK)
 
-    def wrong(self) -> str | None:
+    def unreadable_reason(self) -> str | None:
         for name in self.parts():
             if not self.tensors.holds(name):
-                return f"{name} is missing; {self.tensors.location(self.data)} is {self.words}"
+                return f"{name} is missing; {self.tensors.location(self.data)} is {self.description}"
         dtype, shape = self.tensors.header(self.data)
         if dtype != "U8" or (self.blocks and (len(shape) != 4 or shape[-1] != MX_BLOCK // 2)):
             wanted = f"[..., {MX_BLOCK // 2}]" if self.blocks else "[rows, columns / 2]"
@@ -200,7 +201,7 @@ class Mxfp4Matrix(_Packed):
             return f"{location} must be exponents (E8M0), as uint8 or float8_e8m0fnu, got {scales}"
         return self._wrong_blocks() or wrong_dtype(self.tensors, self.scale, bytes_too=self.blocks)
 
-    def keeps(self, scheme: str) -> bool:
+    def matches_scheme(self, scheme: str) -> bool:
         return scheme in ("mxfp4", "mxfp4_fp8", "mxfp4_mxfp8")
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
@@ -242,14 +243,14 @@ class Int4Matrix(_Packed):
         self.block = columns // groups if groups and columns % groups == 0 else INT4_GROUP
 
     @property
-    def words(self) -> str:  # type: ignore[override]
+    def description(self) -> str:  # type: ignore[override]
         return f"INT4 in groups of {self.block} (compressed-tensors pack-quantized)"
 
     def parts(self) -> tuple[str, ...]:
         shape = f"{self.name}_shape"
         return (*super().parts(), *([shape] if self.tensors.holds(shape) else []))
 
-    def wrong(self) -> str | None:
+    def unreadable_reason(self) -> str | None:
         for end in ("_zero_point", "_g_idx"):
             if self.tensors.holds(f"{self.name}{end}"):
                 return (
@@ -286,8 +287,8 @@ class Int4Matrix(_Packed):
             )
         return None
 
-    def keeps(self, scheme: str) -> bool:
-        return int4_keeps(scheme, self.block)
+    def matches_scheme(self, scheme: str) -> bool:
+        return int4_matches_scheme(scheme, self.block)
 
     def _decoded(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
         return dequantize_int4(*self._found(rows, columns, expert))
@@ -302,7 +303,7 @@ class Int4Matrix(_Packed):
     def _found(self, rows: slice, columns: slice, expert: int | None) -> tuple[Tensor, Tensor]:
         """Read codes in two's complement, uint8 with two per byte, and the scales as they are stored."""
         scale = self._raw(self.scale, rows, self._blocks(columns), expert)
-        check_factors(self.tensors, self.scale, scale.float())
+        check_scales(self.tensors, self.scale, scale.float())
         data = self._data(rows, columns, expert).view(torch.uint8) ^ 0x88
         if (scale == 0).any():
             check_lost(self.tensors, self.scale, self.data, int((dequantize_int4(data, scale == 0) != 0).sum()))
@@ -311,7 +312,7 @@ class Int4Matrix(_Packed):
         return data, scale
 
 
-def int4_keeps(scheme: str, group: int) -> bool:
+def int4_matches_scheme(scheme: str, group: int) -> bool:
     """Return whether a scheme has INT4 weights in groups of `group` columns."""
     return _GROUPS.get(scheme) == group
 
@@ -325,5 +326,5 @@ def int4_scales(scale: Tensor) -> Tensor:
 
 
 def _present(tensors: Tensors, name: str, end: str) -> str:
-    names = beside_of(name, end)
+    names = companion_names(name, end)
     return next((each for each in names if tensors.holds(each)), names[-1])

@@ -12,9 +12,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ep_moe.checkpoint.quantization_config import foreign_refusal
-from ep_moe.checkpoint.stored import ALL, StoredMatrix, Tensors, check_lost, check_products, factors, span, wrong_dtype
-from ep_moe.checkpoint.stored_4bit import INT4_MAX, int4_keeps, int4_scales
+from ep_moe.checkpoint.quantization_config import unsupported_message
+from ep_moe.checkpoint.stored import (
+    ALL,
+    StoredMatrix,
+    Tensors,
+    check_lost,
+    check_products,
+    read_scales,
+    span,
+    wrong_dtype,
+)
+from ep_moe.checkpoint.stored_4bit import INT4_MAX, int4_matches_scheme, int4_scales
 from ep_moe.errors import CheckpointError
 from ep_moe.quant.microscale import dequantize_int4
 
@@ -40,7 +49,7 @@ class _Words(StoredMatrix):
         self.zeros, self.scale, self.groups_of = f"{stem}qzeros", f"{stem}scales", f"{stem}g_idx"
 
     @property
-    def words(self) -> str:  # type: ignore[override]
+    def description(self) -> str:  # type: ignore[override]
         return f"INT4 in groups of {self.group} ({self.method.upper()})"
 
     @property
@@ -53,7 +62,7 @@ class _Words(StoredMatrix):
         found = (self.data, self.zeros, self.scale, self.groups_of)
         return tuple(each for each in found if self.tensors.holds(each))
 
-    def wrong(self) -> str | None:
+    def unreadable_reason(self) -> str | None:
         return self._wrong_stated() or self._wrong_tensors()
 
     def _wrong_stated(self) -> str | None:
@@ -61,7 +70,7 @@ class _Words(StoredMatrix):
         declared, location = self._stated, self.tensors.location(self.data)
         if self.method not in declared.method.split():
             if declared.method:
-                return foreign_refusal(self.name, self.data, declared.called("AWQ or GPTQ"))
+                return unsupported_message(self.name, self.data, declared.called("AWQ or GPTQ"))
             return (
                 f"{location} is quantized by AWQ or GPTQ, and config.json does not state which; set quant_method, bits "
                 f"and group_size of its quantization_config, or dequantize weights that are pushed"
@@ -84,10 +93,10 @@ class _Words(StoredMatrix):
     def _wrong_tensors(self) -> str | None:
         location = self.tensors.location(self.data)
         if self.transposed:
-            return f"{location} is {self.words} of a matrix that the model holds transposed; {_DEQUANTISE}"
+            return f"{location} is {self.description} of a matrix that the model holds transposed; {_DEQUANTISE}"
         for name in (self.zeros, self.scale):
             if not self.tensors.holds(name):
-                return f"{name} is missing; {location} is {self.words}"
+                return f"{name} is missing; {location} is {self.description}"
         for name in (self.data, self.zeros, self.groups_of):
             if self.tensors.holds(name) and self.tensors.header(name)[0] != "I32":
                 return f"{self.tensors.location(name)} must be int32, got {self.tensors.header(name)[0]}"
@@ -112,13 +121,13 @@ class _Words(StoredMatrix):
             return f"{self.groups_of} is missing, and config.json states desc_act: true; fetch the checkpoint again"
         return wrong_dtype(self.tensors, self.scale, exponents=False)
 
-    def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
+    def read_values(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
         if expert is None and len(self.shape) == 3:
-            return torch.stack([self.numbers(rows, columns, each) for each in range(self.shape[0])])
+            return torch.stack([self.read_values(rows, columns, each) for each in range(self.shape[0])])
         lead = () if expert is None else (expert,)
         (top, bottom), (left, right) = span(rows, self.shape[-2]), span(columns, self.shape[-1])
         group = self._groups(lead, left, right)
-        scale = factors(self.tensors, self.scale, *lead, ALL, slice(top, bottom))
+        scale = read_scales(self.tensors, self.scale, *lead, ALL, slice(top, bottom))
         zeros = self._zeros(lead, top, bottom)
         codes = self._codes(lead, slice(top, bottom), slice(left, right))
         numbers = (codes - zeros[group]).float()
@@ -204,9 +213,9 @@ class GptqMatrix(_Words):
         *lead, words, rows = self._header(self.data)
         return (*lead, rows, words * _WORD)
 
-    def keeps(self, scheme: str) -> bool:
+    def matches_scheme(self, scheme: str) -> bool:
         declared = self._stated
-        return int4_keeps(scheme, self.group) and declared.symmetric is True and not declared.reordered
+        return int4_matches_scheme(scheme, self.group) and declared.symmetric is True and not declared.reordered
 
     def codes(self, rows: slice, columns: slice, expert: int | None = None) -> dict[str, Tensor]:
         if expert is None and len(self.shape) == 3:
@@ -217,7 +226,7 @@ class GptqMatrix(_Words):
         self._check_order(lead, left, right)
         self._zeros(lead, top, bottom)  # raises unless all are the middle
         groups = slice(left // self.group, right // self.group)
-        scale = factors(self.tensors, self.scale, *lead, groups, slice(top, bottom))
+        scale = read_scales(self.tensors, self.scale, *lead, groups, slice(top, bottom))
         numbers = self._codes(lead, slice(top, bottom), slice(left, right)) - _MIDDLE
         self._check_lost(scale.repeat_interleave(self.group, 0), numbers)
         nibbles = (numbers & 0xF).T.to(torch.uint8)

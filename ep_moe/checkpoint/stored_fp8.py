@@ -13,12 +13,12 @@ from ep_moe.checkpoint.stored import (
     EXPONENTS,
     StoredMatrix,
     Tensors,
-    beside_of,
     check_codes,
     check_lost,
     check_products,
-    factors,
-    scalar_factor,
+    companion_names,
+    read_scalar_scale,
+    read_scales,
     span,
     wrong_dtype,
 )
@@ -39,7 +39,7 @@ class ScaledFp8(StoredMatrix):
 
     def __init__(self, tensors: Tensors, name: str, *, transposed: bool = False, stacked: int = 1) -> None:
         super().__init__(tensors, name, name, transposed=transposed, stacked=stacked)
-        candidates = [each for end in ("_scale_inv", "_scale") for each in beside_of(name, end)]
+        candidates = [each for end in ("_scale_inv", "_scale") for each in companion_names(name, end)]
         self._found = [each for each in candidates if tensors.holds(each)]
         self.scale = self._found[0] if self._found else ""
         self._block = (0, 0)
@@ -48,7 +48,7 @@ class ScaledFp8(StoredMatrix):
         self._each = self._layout() if self.scale else ""
 
     @property
-    def words(self) -> str:  # type: ignore[override]
+    def description(self) -> str:  # type: ignore[override]
         block = " x ".join(map(str, self._block))
         each = {_MATRIX: "the matrix", _ROWS: "each row", _BLOCKS: f"each block of {block}"}.get(self._each, "nothing")
         return f"E4M3 with a factor for {each}"
@@ -101,7 +101,7 @@ class ScaledFp8(StoredMatrix):
             self._block = (each, columns)
         return self._block != (0, 0)
 
-    def wrong(self) -> str | None:
+    def unreadable_reason(self) -> str | None:
         location = self.tensors.location(self.data)
         if len(self._found) > 1:
             return f"{location} has two sets of factors, {' and '.join(self._found)}; remove the one that is not meant"
@@ -121,7 +121,7 @@ class ScaledFp8(StoredMatrix):
             return wrong_dtype(self.tensors, self.scale)
         *_, rows, columns = (1, 1, *self.shape)
         row, column = (self.tensors.declared.blocks or _DEFAULT)[0]
-        blocked, single = beside_of(self.name, "_scale_inv")[-1], beside_of(self.name, "_scale")[-1]
+        blocked, single = companion_names(self.name, "_scale_inv")[-1], companion_names(self.name, "_scale")[-1]
         found = list(self.tensors.header(self.scale)[1]) if self.scale else "nothing"
         return (
             f"{location} is float8 of shape {list(self.tensors.header(self.data)[1])}; only matrices with {blocked} of "
@@ -130,7 +130,7 @@ class ScaledFp8(StoredMatrix):
             f"{self.scale or f'{blocked} and {single}'}"
         )
 
-    def keeps(self, scheme: str) -> bool:
+    def matches_scheme(self, scheme: str) -> bool:
         if self._each == _MATRIX:
             return scheme in ("fp8_static", "fp8_dynamic")
         if self._each == _ROWS:
@@ -145,7 +145,7 @@ class ScaledFp8(StoredMatrix):
             return f"{self.tensors.location(self.scale)} must have shape [], got {list(shape)}"
         return super().differs(scheme)
 
-    def numbers(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
+    def read_values(self, rows: slice = ALL, columns: slice = ALL, expert: int | None = None) -> Tensor:
         codes = self._raw(self.data, rows, columns, expert)
         check_codes(self.tensors, self.data, codes)
         scale = self._scale(rows, columns, expert)
@@ -167,14 +167,14 @@ class ScaledFp8(StoredMatrix):
     def _scale(self, rows: slice, columns: slice, expert: int | None) -> Tensor:
         """Read the scales of a part in float32."""
         if self._each == _MATRIX:
-            return scalar_factor(self.tensors, self.scale, expert)
+            return read_scalar_scale(self.tensors, self.scale, expert)
         if self._each == _ROWS:
             lead = () if expert is None else (expert,)
-            return factors(self.tensors, self.scale, *lead).reshape(-1)[rows]
+            return read_scales(self.tensors, self.scale, *lead).reshape(-1)[rows]
         (row, column), (first, start, stop) = self._block, self._rows(rows)
         left, right = span(columns, self.shape[-1])
         across = slice(left // column, -(-right // column))
-        return self._factors(self.scale, slice(first + start // row, first + -(-stop // row)), across, expert)
+        return self._read_scales(self.scale, slice(first + start // row, first + -(-stop // row)), across, expert)
 
     def _rows(self, rows: slice) -> tuple[int, int, int]:
         """Return the number of row blocks in the preceding matrices, and the span of rows within their own matrix."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ep_moe.checkpoint.formats import ExpertFormat, Source
 from ep_moe.checkpoint.hub import read_object
 from ep_moe.checkpoint.model_names import ALIASES, CheckpointNames
-from ep_moe.checkpoint.quantization_config import Declared
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization
 from ep_moe.errors import CheckpointError
 from ep_moe.layer import MoELayer
 from ep_moe.router import Router
@@ -80,13 +80,13 @@ def _expected(
 def refusal(missed: list[str], family: str) -> str:
     """Return the error message about tensors that are not read."""
     return (
-        f"family {family!r} does not read {listed(missed)}, and outputs would be wrong without; load with the entry of "
-        f"the checkpoint's own family, or pass a ep_moe.checkpoint.model_names.CheckpointNames that names them, under "
-        f"`elsewhere` if you load them yourself"
+        f"family {family!r} does not read {summarize_names(missed)}, and outputs would be wrong without; load with the "
+        f"entry of the checkpoint's own family, or pass a ep_moe.checkpoint.model_names.CheckpointNames that names "
+        f"them, under `elsewhere` if you load them yourself"
     )
 
 
-def listed(names: Iterable[str]) -> str:
+def summarize_names(names: Iterable[str]) -> str:
     """Join names to one line. Names that differ only in numbers are one kind, shown with their count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
@@ -111,9 +111,9 @@ def unused_in_shard(here: Iterable[str], file: str, where: Mapping[str, str], in
         return []
     unnamed = sorted(name for name in here if name not in where)
     twice = sorted(name for name in here if where.get(name, file) != file)
-    said = [f"{listed(unnamed)} is not loaded: {index} does not name it"] if unnamed else []
+    said = [f"{summarize_names(unnamed)} is not loaded: {index} does not name it"] if unnamed else []
     others = ", ".join(sorted({where[name] for name in twice}))
-    return said + ([f"{listed(twice)} is not loaded: {index} has it in {others}"] if twice else [])
+    return said + ([f"{summarize_names(twice)} is not loaded: {index} has it in {others}"] if twice else [])
 
 
 def left_out(leaves: Iterable[tuple[str, str]]) -> str:
@@ -121,7 +121,7 @@ def left_out(leaves: Iterable[tuple[str, str]]) -> str:
     by_reason: dict[str, list[str]] = {}
     for name, reason in leaves:
         by_reason.setdefault(reason, []).append(name)
-    return "; ".join(f"{listed(names)} is not loaded: {reason}" for reason, names in by_reason.items())
+    return "; ".join(f"{summarize_names(names)} is not loaded: {reason}" for reason, names in by_reason.items())
 
 
 def other_family(folder: Path, family: str) -> list[str]:
@@ -143,7 +143,7 @@ def other_family(folder: Path, family: str) -> list[str]:
 
 class _Listed(Protocol):
     @property
-    def declared(self) -> Declared: ...
+    def declared(self) -> DeclaredQuantization: ...
 
     def names(self) -> Collection[str]: ...
 
@@ -164,7 +164,7 @@ def unexpected(model: Any, source: _Listed, blocks: Iterable[str]) -> str | None
     if source.declared.multimodal:
         extra = [name for name in extra if _part(name) in parts]
     extra = [n for n in extra if not HARMLESS_NAMES.search(n) and not any(each.search(n) for each in ignored)]
-    return f"{listed(extra)} is not loaded: {type(model).__name__} has no such weights" if extra else None
+    return f"{summarize_names(extra)} is not loaded: {type(model).__name__} has no such weights" if extra else None
 
 
 def _part(name: str) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ep_moe import registry
 from ep_moe.checkpoint.hub import model_folder
-from ep_moe.checkpoint.reader import loading
+from ep_moe.checkpoint.reader import load_errors_on_all_ranks
 from ep_moe.cli.output import log_records
 from ep_moe.cli.perplexity import DEMO, text_windows
 from ep_moe.cli.run import RunOptions, check_options, model_dtype
@@ -32,7 +32,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.groups import TorchrunEnv, init_from_torchrun, local_device
-from ep_moe.parallel.layout import share
+from ep_moe.parallel.layout import split_range
 from ep_moe.parallel.local_launch import run_local_ranks
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.selection.explain import AUTO
@@ -79,7 +79,7 @@ class CheckOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class RunDigests:
     """The digests of one way of running.
 
     digests: by name of a layer, in order, and of LOGITS if the whole model ran
@@ -98,13 +98,13 @@ class Found:
         text = "".join(digest for name, digest in self.digests.items() if name != LOGITS)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    def differs_from(self, other: Found) -> str | None:
+    def differs_from(self, other: RunDigests) -> str | None:
         """Return the first name whose digest differs; None if all are equal."""
         both = (name for name in self.digests if name in other.digests)
         return next((name for name in both if self.digests[name] != other.digests[name]), None)
 
 
-def run(options: CheckOptions) -> list[Found] | None:
+def run(options: CheckOptions) -> list[RunDigests] | None:
     """Run all ways and return their digests. Return None on ranks other than 0. Others are compared with the first."""
     _check(options)
     if TorchrunEnv.present():
@@ -120,7 +120,7 @@ def run(options: CheckOptions) -> list[Found] | None:
         "folder": model_folder(options.model or str(DEMO), revision=options.revision),
         "forked": True,
     }
-    found: list[Found] = []
+    found: list[RunDigests] = []
     for ranks in options.ranks or RANKS:
         longest = max(3 * options.deadline_s, _DEADLINE_S)
         target = "ep_moe.cli.check_exact:run_on_rank"
@@ -131,7 +131,7 @@ def run(options: CheckOptions) -> list[Found] | None:
 
 def run_on_rank(
     options: CheckOptions, device: torch.device, folder: Path | None = None, *, forked: bool = False
-) -> list[Found] | None:
+) -> list[RunDigests] | None:
     """Run all ways on the current number of ranks. folder, forked: as in `ep_moe.cli.run.run_on_rank`"""
     if forked and options.log_level is not None:
         with log_records(options.log_level):
@@ -143,7 +143,7 @@ def run_on_rank(
     with EPContext.from_groups(ParallelConfig(dp=world), device=device, deadline_s=options.deadline_s) as context:
         if folder is None:
             folder = model_folder(options.model or str(DEMO), context.consensus, revision=options.revision)
-        with loading(folder, context.consensus):
+        with load_errors_on_all_ranks(folder, context.consensus):
             dtype = model_dtype(asked.dtype, folder)
             windows = text_windows(asked.text, asked.text_tokens, asked.window, folder)
         experts = num_experts(folder, context)
@@ -155,7 +155,7 @@ def run_on_rank(
                 )  # fmt: skip
                 for batching, digests, kernel in _digests(model, windows, context):
                     found.append(
-                        Found(
+                        RunDigests(
                             ranks=world, expert_map=name, all2all=all2all, experts=kernel, batching=batching,
                             digests=digests,
                         )
@@ -197,7 +197,7 @@ def _digests(model: Any, windows: Tensor, context: EPContext) -> Iterator[tuple[
     """Yield for each batching its name, the digests by layer of all prompts in order, and the kernel's name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoELayer)}
     layout, kernel = context.layout, next(iter(layers.values())).choice.experts
-    mine = windows[slice(*share(len(windows), layout.world, layout.rank))]
+    mine = windows[slice(*split_range(len(windows), layout.world, layout.rank))]
     most = -(-len(windows) // layout.world)
     rows: dict[str, list[Tensor]] = {name: [] for name in layers}
     outs: dict[str, list[Tensor]] = {name: [] for name in (*layers, LOGITS)}

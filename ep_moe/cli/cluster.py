@@ -23,7 +23,7 @@ from ep_moe.checks import deadline_problem
 from ep_moe.cli.cluster_facts import RankFacts, Rates, find_odd, rank_facts, slow_links, transfer_rounds
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.consensus import StoreConsensus
-from ep_moe.parallel.nodes import NodeLayout, named
+from ep_moe.parallel.nodes import NodeLayout, format_ranks
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.devices import on_device
 
@@ -47,7 +47,7 @@ class LaunchEnvironment:
     port: int
     hosted: bool  # torchrun's agent hosts the store; else rank 0 does
     attempt: str
-    bound: bool  # the launcher may make only its own GPU visible to each process
+    may_bind_gpus: bool  # the launcher may make only its own GPU visible to each process
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> LaunchEnvironment:
@@ -88,7 +88,7 @@ class LaunchEnvironment:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if not count:
             return None
-        return self.local_rank % count if self.bound else self.local_rank
+        return self.local_rank % count if self.may_bind_gpus else self.local_rank
 
 
 @dataclass(frozen=True)
@@ -150,18 +150,20 @@ def run(
         )
         show(report)
         return report
-    meeting = _Meeting(launch, store, deadline_s)
-    meeting.tell("facts", asdict(own))
-    if missing := meeting.missing("facts"):
-        report = ClusterReport([f"{named(missing)} did not come within {deadline_s:g} s, of {launch.world} ranks"])
-        return meeting.part(report, show, missing)
-    every = [_read_facts(entry) for entry in meeting.answers("facts")]
-    nodes = NodeLayout.found(range(launch.world), [entry.host for entry in every])
+    exchange = _StoreExchange(launch, store, deadline_s)
+    exchange.publish("facts", asdict(own))
+    if missing := exchange.missing("facts"):
+        report = ClusterReport(
+            [f"{format_ranks(missing)} did not come within {deadline_s:g} s, of {launch.world} ranks"]
+        )
+        return exchange.show_and_leave(report, show, missing)
+    every = [_read_facts(entry) for entry in exchange.answers("facts")]
+    nodes = NodeLayout.from_hosts(range(launch.world), [entry.host for entry in every])
     backend, reason = chosen_backend(every)
     device = torch.device("cpu") if backend == "gloo" or gpu is None else torch.device("cuda", gpu)
-    rates, failures, lost = _measure(meeting, nodes, backend, device, time_pair or pair_rate, show)
+    rates, failures, lost = _measure(exchange, nodes, backend, device, time_pair or pair_rate, show)
     report = ClusterReport(find_odd(every, nodes, rates) + failures, every, nodes, backend + reason, rates)
-    return meeting.part(report, show, lost)
+    return exchange.show_and_leave(report, show, lost)
 
 
 def chosen_backend(facts: Sequence[RankFacts]) -> tuple[str, str]:
@@ -205,7 +207,7 @@ def pair_rate(device: torch.device, peer: int, size: int) -> float:
 
 
 def _measure(
-    meeting: _Meeting,
+    exchange: _StoreExchange,
     nodes: NodeLayout,
     backend: str,
     device: torch.device,
@@ -214,19 +216,19 @@ def _measure(
 ) -> tuple[dict[tuple[int, int], float], list[str], list[int]]:
     """Return the rate of each pair (best of up to PASSES passes), sentences about failed transfers, and lost ranks."""
     rates: dict[tuple[int, int], float] = {}
-    if meeting.launch.world == 1:
+    if exchange.launch.world == 1:
         return rates, [], []
     for attempt in range(PASSES):
         what = f"rates {attempt}"
-        watch = threading.Timer(meeting.deadline_s, _transfers_hang, (meeting.launch, meeting.deadline_s, show))
+        watch = threading.Timer(exchange.deadline_s, _transfers_hang, (exchange.launch, exchange.deadline_s, show))
         watch.daemon = True
         watch.start()
-        own = _own_rates(meeting, nodes, backend, device, time_pair)
+        own = _own_rates(exchange, nodes, backend, device, time_pair)
         watch.cancel()
-        meeting.tell(what, own)
-        if lost := meeting.missing(what):
-            return {}, [f"{named(lost)}: lost during transfers, no rates within {meeting.deadline_s:g} s"], lost
-        answers = meeting.answers(what)
+        exchange.publish(what, own)
+        if lost := exchange.missing(what):
+            return {}, [f"{format_ranks(lost)}: lost during transfers, no rates within {exchange.deadline_s:g} s"], lost
+        answers = exchange.answers(what)
         failures = [f"rank {rank} (host {nodes.host(rank)}): {text}" for rank, (text, _) in enumerate(answers) if text]
         if failures:
             return {}, failures, []
@@ -240,22 +242,22 @@ def _measure(
 
 
 def _own_rates(
-    meeting: _Meeting, nodes: NodeLayout, backend: str, device: torch.device, time_pair: TimePair
+    exchange: _StoreExchange, nodes: NodeLayout, backend: str, device: torch.device, time_pair: TimePair
 ) -> tuple[str, list[tuple[int, float]]]:
     """Return the failure ("" for none) and this rank's rate to each peer."""
-    rank, row = meeting.launch.rank, []
+    rank, row = exchange.launch.rank, []
     try:
         with on_device(device):
             if not dist.is_initialized():
                 dist.init_process_group(
-                    backend, store=meeting.transfers, rank=rank, world_size=meeting.launch.world,
-                    timeout=timedelta(seconds=2 * meeting.deadline_s + 60),  # longer than the watchdog timer's
+                    backend, store=exchange.transfers, rank=rank, world_size=exchange.launch.world,
+                    timeout=timedelta(seconds=2 * exchange.deadline_s + 60),  # longer than the watchdog timer's
                     device_id=device if device.type == "cuda" else None,
                 )  # fmt: skip
             for pairs in transfer_rounds(nodes):
-                meeting.step()
+                exchange.step()
                 barrier(device)
-                meeting.step()
+                exchange.step()
                 for pair in pairs:
                     if rank in pair:
                         peer = pair[pair[0] == rank]
@@ -274,7 +276,7 @@ def _transfers_hang(launch: LaunchEnvironment, deadline_s: float, show: Callable
         store = launch.store(_FAREWELL_S, serve=False)
         steps = [store.add(f"steps/{rank}", 0) for rank in range(launch.world)]
         behind = [rank for rank, number in enumerate(steps) if number == min(steps)]
-        text = f"{named(behind)}: transfers did not end within {deadline_s:g} s, and these ranks are behind"
+        text = f"{format_ranks(behind)}: transfers did not end within {deadline_s:g} s, and these ranks are behind"
         consensus = StoreConsensus(store, range(launch.world), launch.rank, deadline_s)
         if consensus.first("report of a hang", str(launch.rank)) == str(launch.rank):
             show(ClusterReport([text]))
@@ -283,7 +285,7 @@ def _transfers_hang(launch: LaunchEnvironment, deadline_s: float, show: Callable
         os._exit(1)
 
 
-class _Meeting:
+class _StoreExchange:
     """Exchanges small values between the ranks through the store."""
 
     def __init__(self, launch: LaunchEnvironment, store: Store, deadline_s: float) -> None:
@@ -291,7 +293,7 @@ class _Meeting:
         self.transfers = PrefixStore("transfers", store)
         self._consensus = StoreConsensus(store, range(launch.world), launch.rank, deadline_s)
 
-    def tell(self, what: str, value: Any) -> None:
+    def publish(self, what: str, value: Any) -> None:
         self.store.set(f"{what}/{self.launch.rank}", json.dumps(value))
 
     def answers(self, what: str) -> list[Any]:
@@ -312,7 +314,7 @@ class _Meeting:
         found: list[int] = json.loads(self._consensus.first(f"{what} missing", json.dumps(missing)))
         return found
 
-    def part(
+    def show_and_leave(
         self, report: ClusterReport, show: Callable[[ClusterReport], None], missing: Sequence[int]
     ) -> ClusterReport:
         """Show the report on the first rank, and let the ranks leave.

@@ -17,7 +17,7 @@ import torch
 
 from ep_moe._version import __version__
 from ep_moe.parallel.groups import host_identity
-from ep_moe.parallel.nodes import NodeLayout, named
+from ep_moe.parallel.nodes import NodeLayout, format_ranks
 from ep_moe.runtime.devices import memory_left
 from ep_moe.runtime.versions import installed
 
@@ -308,4 +308,4 @@ def _fewer_ranks(nodes: NodeLayout) -> list[str]:
 
 def _at(ranks: Sequence[int], nodes: NodeLayout) -> str:
     hosts = list(dict.fromkeys(nodes.host(rank) for rank in ranks))
-    return f"{named(ranks)} (host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)})"
+    return f"{format_ranks(ranks)} (host{'s' if len(hosts) > 1 else ''} {', '.join(hosts)})"

@@ -21,7 +21,7 @@ from ep_moe.cli.cluster import run as run_cluster
 from ep_moe.cli.cluster_facts import Rates, by_kind, node_rates, values_of
 from ep_moe.cli.output import DEFAULT_LEVEL, AsJson, LogLevel, Output, Quiet, command
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.nodes import named
+from ep_moe.parallel.nodes import format_ranks
 from ep_moe.runtime.versions import how_run, installed, launcher_known
 
 _PACKAGES = ("transformers", "safetensors", "flashinfer-python", "triton", "numpy")
@@ -150,7 +150,7 @@ def tables(report: ClusterReport) -> list[Table]:
     by_fact: list[list[str]] = []
     for name, by_value in values_of(report.facts).items():
         for at, (value, ranks) in enumerate(by_value.items()):
-            whose = f"all {len(ranks)} ranks" if len(by_value) == 1 else named(ranks)
+            whose = f"all {len(ranks)} ranks" if len(by_value) == 1 else format_ranks(ranks)
             by_fact.append(["" if at else name, value, whose])
     by_rank = [
         [

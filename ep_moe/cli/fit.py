@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ep_moe.bench.expected_time import FEW_TOKENS, ITSELF, Expected, held_back
-from ep_moe.bench.fit import Found, answer, best, crossover
+from ep_moe.bench.fit import LayoutEstimate, answer, best, crossover
 from ep_moe.bench.fit_question import Question
 from ep_moe.bench.floors import SECOND_LEVEL_US, Crossover
 from ep_moe.checks import check_count
@@ -178,14 +178,14 @@ def _parallel(options: FitOptions) -> ParallelConfig:
     return ParallelConfig(dp=dp, tp=options.tp, ep=options.ep, etp=options.etp)
 
 
-def _layout(found: Found) -> dict[str, int]:
+def _layout(found: LayoutEstimate) -> dict[str, int]:
     layout = found.layout
     return {name: getattr(layout, name) for name in ("dp", "tp", "ep", "etp", "replicas")} | {
         "hosts_of_an_ep_group": layout.ep_node_count
     }
 
 
-def _memory(asked: Question, model: Model, found: Found) -> dict[str, Any]:
+def _memory(asked: Question, model: Model, found: LayoutEstimate) -> dict[str, Any]:
     kv = None if model.kv_numbers is None else model.kv_numbers * asked.dtype.itemsize
     left = asked.gpu.memory_bytes - found.memory.total
     unknown = [name for name, size in found.memory.layer.items() if size is None]
@@ -202,7 +202,7 @@ def _memory(asked: Question, model: Model, found: Found) -> dict[str, Any]:
     }
 
 
-def _time(found: Found) -> dict[str, Any]:
+def _time(found: LayoutEstimate) -> dict[str, Any]:
     time = found.time
     if time is None:
         return {"floor_us": None, "expected_us": None, "source": "no model of this transport or quantization"}
@@ -235,7 +235,7 @@ def _accuracy(expected: Expected) -> dict[str, Any]:
     }
 
 
-def _wire(asked: Question, found: Found) -> dict[str, Any]:
+def _wire(asked: Question, found: LayoutEstimate) -> dict[str, Any]:
     time = found.time
     links = {} if time is None else {"nvlink": time.nvlink_bytes, "nic": time.nic_bytes}
     return {

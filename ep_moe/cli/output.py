@@ -21,7 +21,7 @@ from ep_moe.config import model_configs
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.integrations.model_name import FORMS
 from ep_moe.parallel.local_launch import RanksFailed
-from ep_moe.runtime.progress import beside_bars
+from ep_moe.runtime.progress import hide_progress_bars
 
 EXIT_CODES = {
     0: "success",
@@ -73,7 +73,7 @@ class Output:
             text: The line, which is printed without interpretation of markup.
         """
         if not self._silent and not self._quiet:
-            with beside_bars():
+            with hide_progress_bars():
                 _console(stderr=self.as_json).print(text)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -25,7 +25,7 @@ from ep_moe.eplb.planner.score import critical_path
 from ep_moe.eplb.trace import LoadTrace
 from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.layout import share
+from ep_moe.parallel.layout import split_range
 from ep_moe.placement.placement import LayerStats
 
 DEMO = resources.files("ep_moe") / "demo"
@@ -91,7 +91,7 @@ class TextReader:
     def __init__(self, model: Any, layers: Sequence[MoELayer], windows: Tensor, batch: int, context: EPContext) -> None:
         self._model, self._layers, self._batch = model, layers, batch
         layout = context.layout
-        self._mine = windows[slice(*share(len(windows), layout.dp, layout.dp_rank))]
+        self._mine = windows[slice(*split_range(len(windows), layout.dp, layout.dp_rank))]
         most = -(-len(windows) // layout.dp)
         self.steps = -(-most // batch)
         self._step(self._mine[:1])

@@ -45,7 +45,7 @@ def attempt(context: EPContext, what: str, make: Callable[[], Any]) -> tuple[Any
     except Exception as error:  # any error of a library: the other candidates must still be measured
         problem = error
     try:
-        context.consensus.healthy(what, problem)
+        context.consensus.raise_on_all_ranks(what, problem)
     except PeerTimeout:
         raise
     except Exception as error:

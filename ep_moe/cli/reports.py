@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ep_moe.cli.check_exact import LOGITS, Found
+from ep_moe.cli.check_exact import LOGITS, RunDigests
 from ep_moe.cli.output import Output
 from ep_moe.cli.perplexity import Rebalanced
 from ep_moe.cli.run import DIGITS, RunOptions, RunReport
@@ -48,7 +48,7 @@ def print_report(out: Output, report: RunReport) -> None:
     )
 
 
-def print_checked(found: Sequence[Found], out: Output) -> bool:
+def print_checked(found: Sequence[RunDigests], out: Output) -> bool:
     """Print the results of `ep-moe check-exact`.
 
     Args:

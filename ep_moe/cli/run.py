@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ep_moe import registry
 from ep_moe.checkpoint.hub import model_folder
-from ep_moe.checkpoint.reader import loading
+from ep_moe.checkpoint.reader import load_errors_on_all_ranks
 from ep_moe.checks import check_picture, check_target, deadline_problem, did_you_mean
 from ep_moe.cli.output import check_revision, log_records, note
 from ep_moe.cli.perplexity import (
@@ -57,7 +57,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of `ep-moe run`. `settle` chooses those that are None.
+    """The options of `ep-moe run`. `resolve_options` chooses those that are None.
 
     model: folder of a Hugging Face checkpoint, or a model's name on the Hub; None for the demo
     revision: branch, tag or commit of a model on the Hub
@@ -145,7 +145,7 @@ def run(options: RunOptions) -> RunReport | None:
         device = local_device()
         init_from_torchrun(device, deadline_s=options.deadline_s)
         try:
-            return run_on_rank(settle(options, world), device)
+            return run_on_rank(resolve_options(options, world), device)
         finally:
             dist.destroy_process_group()
     world = (options.dp or 1) * (options.tp or 1) if options.dp or options.tp else LAPTOP_RANKS
@@ -155,7 +155,7 @@ def run(options: RunOptions) -> RunReport | None:
             f"give smaller ones, or start the ranks with torchrun"
         )
     arguments = {
-        "options": settle(options, world),
+        "options": resolve_options(options, world),
         "device": torch.device("cpu"),
         "folder": model_folder(options.model or str(DEMO), revision=options.revision),
         "forked": True,
@@ -167,7 +167,7 @@ def run(options: RunOptions) -> RunReport | None:
     return report
 
 
-def settle(options: RunOptions, world: int) -> RunOptions:
+def resolve_options(options: RunOptions, world: int) -> RunOptions:
     """Choose the options that are None, for a number of ranks. The demo uses tp = 2 if possible."""
     tp = options.tp
     if tp is None:
@@ -201,7 +201,7 @@ def run_on_rank(
     with EPContext.from_groups(parallel, device=device, deadline_s=options.deadline_s, max_tokens=tokens) as context:
         if folder is None:
             folder = model_folder(options.model or str(DEMO), context.consensus, revision=options.revision)
-        with loading(folder, context.consensus):
+        with load_errors_on_all_ranks(folder, context.consensus):
             dtype = model_dtype(options.dtype, folder)
             windows = text_windows(options.text, options.text_tokens, options.window, folder)
         model = _loaded(options, folder, context, dtype, tuned)
@@ -306,7 +306,9 @@ def _compared(
             reference = reference_perplexity(folder, windows, options.batch, dtype, context.device)
         except Exception as error:  # too large for one process, or in a format that transformers cannot load here
             problem = ConfigError(f"the untouched model does not run here, pass --no-reference: {error}")
-    context.consensus.healthy("reference", problem)  # the other ranks wait for rank 0 here, not in a collective
+    context.consensus.raise_on_all_ranks(
+        "reference", problem
+    )  # the other ranks wait for rank 0 here, not in a collective
     return reference, left_out
 
 
@@ -362,7 +364,7 @@ def _trace(file: str, layers: Sequence[MoELayer], forward: Callable[[], Any], co
                 seen.export_chrome_trace(file)
             except (OSError, RuntimeError) as error:
                 problem = ConfigError(f"--trace {file} cannot be written: {error}")
-    context.consensus.healthy("trace", problem)
+    context.consensus.raise_on_all_ranks("trace", problem)
 
 
 def _wire(dispatch: str, folder: Path, context: EPContext) -> Wire:

@@ -83,9 +83,9 @@ class TuneOptions:
             raise ConfigError(f"--quantization must be one of {', '.join(SCHEMES)}, got {self.quantization!r}{hint}")
         if self.dtype is not None and self.dtype not in _DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
-        self.rows()
+        self.dispatch_wire()
 
-    def rows(self) -> Wire:
+    def dispatch_wire(self) -> Wire:
         return Wire(dispatch=self.wire, input_scale=INPUT_SCALE if self.wire in ONE_SCALE else None)
 
 
@@ -129,7 +129,7 @@ def run_on_rank(options: TuneOptions, device: torch.device, say: Say) -> Tuned |
             layer_config(options.model, context),
             options.tokens,
             quantization=options.quantization,
-            wire=options.rows(),
+            wire=options.dispatch_wire(),
             dtype=_DTYPES[name],
             cache=options.cache,
             say=say if context.layout.rank == 0 else _quiet,
@@ -228,7 +228,7 @@ def _pairs(
         )
     elif not pairs:
         problem = ConfigError("tune: no pair of transport and kernel can run; ep-moe explain says why")
-    context.consensus.same("ep-moe tune", facts | {"pairs": pairs}, problem)
+    context.consensus.require_equal("ep-moe tune", facts | {"pairs": pairs}, problem)
     return pairs
 
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from ep_moe.eplb.migration.background import given
+from ep_moe.eplb.migration.background import decision_for_user_maps
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.rebalance import RebalanceLoop
 from ep_moe.eplb.stats import BalancerStats
@@ -88,8 +88,8 @@ class ExpertBalancer(RebalanceLoop):
         self._check_on("move_to")
         if self._state is not State.IDLE:
             raise InputError(f"move_to: a rebalance is under way ({self._state.name}); settle() first")
-        self._plan(partial(given, maps, len(self.layers)))
-        self._tell()
+        self._plan(partial(decision_for_user_maps, maps, len(self.layers)))
+        self._post_status()
 
     @_on_its_device
     def settle(self) -> None:

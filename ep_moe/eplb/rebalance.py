@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import Price
 from ep_moe.eplb.load import LoadWindow
-from ep_moe.eplb.migration.background import Background, Decision, Planner, decide, default_planner, laid_out, loads
+from ep_moe.eplb.migration.background import (
+    Background,
+    Decision,
+    Planner,
+    add_transfer_schedules,
+    decide,
+    default_planner,
+    layer_load_stats,
+)
 from ep_moe.eplb.migration.consensus import (
     Action,
     Connections,
@@ -97,7 +105,7 @@ class RebalanceLoop:
         if self._state is not State.IDLE:
             self._work()
             if self._number == self._due:
-                self._agree()
+                self._act_on_statuses()
 
     def _watch_window(self) -> None:
         if self._end is not None:
@@ -106,7 +114,7 @@ class RebalanceLoop:
             if self._state is State.IDLE:
                 self._load.close()
                 self._enter(State.GATHERING)
-                self._tell()
+                self._post_status()
             else:
                 self._counts["skipped"] += 1
         self._load.opens(self._steps)
@@ -163,7 +171,7 @@ class RebalanceLoop:
         layers = [
             (layer.placement, layer.placement.expert_map, self._mover.store(layer).row_bytes) for layer in self.layers
         ]
-        self._decision, self._background = None, Background(partial(laid_out, call, layers, **rest))
+        self._decision, self._background = None, Background(partial(add_transfer_schedules, call, layers, **rest))
         self._enter(State.PLANNING)
 
     def _look_at_plan(self) -> None:
@@ -171,7 +179,7 @@ class RebalanceLoop:
         if not self._background.done:
             return
         decision: Decision = self._background.result()
-        if self._mover.staging.reserve(decision.room):
+        if self._mover.staging.reserve(decision.staging_size):
             self._decision = decision
 
     def _changes(self, decision: Decision) -> list[tuple[BalancedLayer, TransferSchedule]]:
@@ -184,28 +192,28 @@ class RebalanceLoop:
 
     # --- all ranks together ------------------------------------------------------------------------------------
 
-    def _tell(self) -> None:
+    def _post_status(self) -> None:
         digest = 0 if self._decision is None or self._state is not State.PLANNING else self._decision.digest
         forward = self._context.flight_recorder.number
         written = self._state is State.MOVING and self._migration is not None and self._migration.written()
-        self._status_exchange.tell(
+        self._status_exchange.post_status(
             RankStatus(self._number, forward, self._state, self._epoch, self._done, self._trouble, digest, written)
         )
         self._due = self._number + self.config.sync_every
 
-    def _agree(self) -> None:
+    def _act_on_statuses(self) -> None:
         try:
-            verdict = reach_verdict(self._status_exchange.hear(), self._status_exchange.rank_group.ranks)
+            verdict = reach_verdict(self._status_exchange.wait_for_statuses(), self._status_exchange.rank_group.ranks)
             problem = self._explanation(verdict)
             sums = (
-                self._status_exchange.sums()
+                self._status_exchange.wait_for_load_sums()
                 if verdict.action is Action.COMMIT and self._state is State.SUMMING
                 else None
             )
         except EPMoEError as error:
-            self._lose(error)
+            self._disable_and_raise(error)
         if verdict.action is Action.ABORT:
-            self._lose((PeerTimeout if verdict.explained_by is not None else RebalanceError)(problem))
+            self._disable_and_raise((PeerTimeout if verdict.explained_by is not None else RebalanceError)(problem))
         if verdict.action is Action.ROLLBACK:
             self._roll_back(problem)
         if verdict.action is Action.COMMIT:
@@ -213,18 +221,18 @@ class RebalanceLoop:
         if verdict.action is Action.RESTART:
             self._restart()
         if self._state is not State.IDLE:
-            self._tell()
+            self._post_status()
 
     def _explanation(self, verdict: Verdict) -> str:
         if verdict.explained_by is None:
             return verdict.text
         ranks = self._status_exchange.rank_group.ranks
         owner = ranks[verdict.explained_by]
-        return f"rank {owner}: {self._context.flight_recorder.share(self._problem, owner=owner, group=ranks)}"
+        return f"rank {owner}: {self._context.flight_recorder.broadcast_text(self._problem, owner=owner, group=ranks)}"
 
     def _next_state(self, sums: Tensor | None) -> None:
         if self._state is State.GATHERING:
-            self._status_exchange.add(self._load.take())
+            self._status_exchange.post_load_counts(self._load.take())
             self._enter(State.SUMMING)
         elif self._state is State.SUMMING:
             assert sums is not None
@@ -248,7 +256,7 @@ class RebalanceLoop:
         load = (sums // etp).numpy()
         current = [layer.placement.expert_map for layer in self.layers]
         # computed on request, which takes milliseconds for a large model; a copy, because a planner may write into load
-        self._window = cache(partial(loads, [layer.name for layer in self.layers], load.copy(), current))
+        self._window = cache(partial(layer_load_stats, [layer.name for layer in self.layers], load.copy(), current))
         moe, size = self.layers[0].expert_weights.config, self._mover.store(self.layers[0]).row_bytes * etp
         self._plan(partial(decide, load, current, self._planner, self.config, moe, size))
 
@@ -278,13 +286,13 @@ class RebalanceLoop:
         try:
             vote, theirs = self._vote(_ROLLBACK if outdated else _RESTART if late else _COMMIT, forward)
         except PeerTimeout as error:
-            self._lose(error, "is undecided")
+            self._disable_and_raise(error, "is undecided")
         fate = "was rolled back"
         if vote == _COMMIT:
             self._put_in_force(migration)
             fate = "was applied"
         if vote == _COMMIT and late:
-            self._lose(
+            self._disable_and_raise(
                 RebalanceError(
                     f"parameters of {name} were written on this rank after its experts had arrived on other ranks, "
                     "which keep the former values; call update_expert on all ranks alike, and make a new balancer"
@@ -292,7 +300,7 @@ class RebalanceLoop:
                 fate,
             )
         if vote != _RESTART and (vote == _COMMIT) == bool(outdated):
-            self._lose(
+            self._disable_and_raise(
                 RebalanceError(
                     f"only some ranks had their {outdated or 'weights or map'} changed, or lost their peers; call "
                     "update_expert on all ranks alike"
@@ -300,7 +308,7 @@ class RebalanceLoop:
                 fate,
             )
         if vote == _COMMIT and forward != theirs:
-            self._lose(
+            self._disable_and_raise(
                 RebalanceError(
                     f"the ranks are not in step: forward is {forward} on this rank and {theirs} on another, and "
                     "outputs since then may be wrong; call ExpertBalancer.step() after every forward, on all ranks "
@@ -352,13 +360,13 @@ class RebalanceLoop:
         self._say("%s", self._error, level=logging.WARNING)
         raise RebalanceError(self._error)
 
-    def _lose(self, error: EPMoEError, fate: str = "") -> NoReturn:
+    def _disable_and_raise(self, error: EPMoEError, fate: str = "") -> NoReturn:
         """Disable the balancer and raise. The other ranks do the same once they miss this rank.
 
         fate: what became of the layer under way, if it is known
         """
         where = self._place()
-        fate = fate or self._fate()
+        fate = fate or self._resolve_current_layer()
         self._counts["rollbacks"] += 1
         self._enter(State.OFF)  # `self._migration` stays, so transfers under way keep their memory
         self._mover.abort()
@@ -372,7 +380,7 @@ class RebalanceLoop:
         if self._mover.rank_group.rank == 0:
             _log.log(level, text, *values)
 
-    def _fate(self) -> str:
+    def _resolve_current_layer(self) -> str:
         """Return what became of the layer under way. Put it in force if other ranks did so before they were lost."""
         vote = _ROLLBACK
         if self._state is State.MOVING:

@@ -31,10 +31,10 @@ def call(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None)
     if torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling():
         refuse_tracing(layer)
     hidden = layer.exact or (layer._routes is not None and layer._routes.active)  # cannot be traced
-    if not hidden and traced(layer, x) and connected(layer.context._layers_named, layer.name):
+    if not hidden and traced(layer, x) and ensure_dispatcher(layer.context._layers_named, layer.name):
         out: Tensor = layer._call(x, routing, mask)
     else:
-        out = between_graphs(layer, x, routing, mask)
+        out = call_in_graph_break(layer, x, routing, mask)
     return out
 
 
@@ -48,18 +48,18 @@ def traced(layer: Any, x: Tensor) -> bool:
     if own and (x.requires_grad or any(parameter.requires_grad for parameter in layer.expert_weights.parameters())):
         return False
     plain = layer.wire.dispatch == "plain"  # `wire.combine` is plain too: `local` supports no other format
-    return bool(plain and layer.choice.all2all == "local" and layer.context._tokens.whole)
+    return bool(plain and layer.choice.all2all == "local" and layer.context._token_flow.is_pass_through)
 
 
 @torch.compiler.disable(recursive=True, reason=UNTRACED)  # type: ignore[untyped-decorator]
-def between_graphs(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
+def call_in_graph_break(layer: Any, x: Tensor, routing: Routing | None, mask: TokenMask | None) -> Tensor:
     """Call a layer eagerly, in a graph break."""
     out: Tensor = layer._guarded(x, routing, mask)
     return out
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def connected(find: Callable[[str], list[Any]], name: str) -> bool:
+def ensure_dispatcher(find: Callable[[str], list[Any]], name: str) -> bool:
     """Create a layer's dispatcher and check its dtype, if that was not done before.
 
     This runs while a graph is traced, and is not part of the graph. The arguments are a function and a name, because

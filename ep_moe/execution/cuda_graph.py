@@ -21,7 +21,7 @@ from torch import Tensor
 from ep_moe.errors import BackendUnavailable
 from ep_moe.execution.graph_inputs import InputMemory
 from ep_moe.runtime.devices import current_stream
-from ep_moe.runtime.nvrtc import done
+from ep_moe.runtime.nvrtc import check_status
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import capturing
 
@@ -40,8 +40,9 @@ class Recorder:
     def __init__(self, device: torch.device, workspaces: Workspaces) -> None:
         self.stream: Any = torch.cuda.current_stream(device)
         self._device, self.handle = device, self.stream.cuda_stream
-        self._beside = torch.cuda.Stream(device)  # the default stream cannot be captured
-        workspaces.lend(self._beside)  # recorded on this stream, replayed on `self.stream`: it may use its workspace
+        self._capture_stream = torch.cuda.Stream(device)  # the default stream cannot be captured
+        # recorded on this stream, replayed on `self.stream`: it may use its workspace
+        workspaces.lend(self._capture_stream)
         self._pool = torch.cuda.graph_pool_handle()
         self.memory = InputMemory()
 
@@ -51,31 +52,35 @@ class Recorder:
         return None if device.type == "cuda" else f"the layer is on {device}, and CUDA graphs need a GPU"
 
     @classmethod
-    def among(cls, made: list[Any], device: torch.device, workspaces: Workspaces) -> Recorder:
+    def for_current_stream(cls, made: list[Any], device: torch.device, workspaces: Workspaces) -> Recorder:
         """Return the recorder in `made` for the current stream. If there is none, create one and append it."""
-        found = next((recorder for recorder in made if recorder.here), None)
+        found = next((recorder for recorder in made if recorder.can_replay), None)
         if found is None:
             made.append(found := cls(device, workspaces))
         return found
 
     @property
-    def here(self) -> bool:
+    def can_replay(self) -> bool:
         """Whether a replay may begin: the stream is current, and not being captured itself."""
         return current_stream(self._device) == self.handle and not capturing(self._device)
 
     def warm(self, call: Callable[[], Any]) -> None:
         """Run a call eagerly on the recording stream, so that one-time allocations of a stream's first call are not
         captured."""
-        self._beside.wait_stream(self.stream)
-        with torch.cuda.stream(self._beside):
+        self._capture_stream.wait_stream(self.stream)
+        with torch.cuda.stream(self._capture_stream):
             call()
-        self.stream.wait_stream(self._beside)
+        self.stream.wait_stream(self._capture_stream)
 
     def record(self, call: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
         """Record a call; return the function that replays it, and the tensor that each replay writes."""
         graph = torch.cuda.CUDAGraph()
         # the outer `torch.cuda.stream` restores the stream if a capture fails
-        with self._settled(), torch.cuda.stream(self._beside), torch.cuda.graph(graph, self._pool, self._beside):
+        with (
+            self._restore_rng_on_failure(),
+            torch.cuda.stream(self._capture_stream),
+            torch.cuda.graph(graph, self._pool, self._capture_stream),
+        ):
             out = call()
         return graph.replay, out
 
@@ -89,7 +94,7 @@ class Recorder:
         collects = gc.isenabled()
         gc.disable()  # a collection might free another graph, which is not allowed during a capture
         try:
-            with self._settled(), torch.cuda.stream(self._beside):
+            with self._restore_rng_on_failure(), torch.cuda.stream(self._capture_stream):
                 graph.capture_begin(self._pool, capture_error_mode="thread_local")
                 try:
                     call()
@@ -101,7 +106,7 @@ class Recorder:
         return graph.replay
 
     @contextmanager
-    def _settled(self) -> Iterator[None]:
+    def _restore_rng_on_failure(self) -> Iterator[None]:
         """Restore the state of torch's random number generator if the capture in the block fails.
 
         After a failed capture torch treats the generator as captured, and raises when random numbers are drawn
@@ -111,7 +116,7 @@ class Recorder:
             yield
         except BaseException:
             graph = torch.cuda.CUDAGraph()
-            with suppress(RuntimeError), torch.cuda.stream(self._beside):  # the first error is the one to raise
+            with suppress(RuntimeError), torch.cuda.stream(self._capture_stream):  # the first error is the one to raise
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     torch.zeros(1, device=self._device)  # torch warns about an empty graph
@@ -121,7 +126,7 @@ class Recorder:
 
     def graph_of(self, launch: Callable[[], None], given: Mapping[int, Given]) -> CallGraph:
         """Record launches as a `CallGraph`; see `CallGraph.record`."""
-        return CallGraph.record(launch, given, self._beside)
+        return CallGraph.record(launch, given, self._capture_stream)
 
 
 class CallGraph:
@@ -145,14 +150,14 @@ class CallGraph:
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL  # does not restrict other threads
         with torch.cuda.stream(stream):
             before = _allocations(stream.device)
-            done(driver.cuStreamBeginCapture(stream.cuda_stream, mode))
+            check_status(driver.cuStreamBeginCapture(stream.cuda_stream, mode))
             try:
                 launch()
             finally:
                 answer = driver.cuStreamEndCapture(stream.cuda_stream)
-            graph = done(answer)
+            graph = check_status(answer)
             if _allocations(stream.device) != before:
-                done(driver.cuGraphDestroy(graph))
+                check_status(driver.cuGraphDestroy(graph))
                 raise BackendUnavailable("the launches of a call allocate memory, which a CUDA graph would keep")
         return cls(graph, given)
 
@@ -163,7 +168,7 @@ class CallGraph:
         weakref.finalize(self, driver.cuGraphDestroy, graph).atexit = False
         nodes = _in_order(graph)
         self._kernels = [_Kernel(nodes[place], arguments) for place, arguments in given.items()]
-        self._made = done(driver.cuGraphInstantiate(graph, 0))
+        self._made = check_status(driver.cuGraphInstantiate(graph, 0))
         weakref.finalize(self, driver.cuGraphExecDestroy, self._made).atexit = False  # waits for running launches
         self._launch = driver.cuGraphLaunch
 
@@ -171,7 +176,7 @@ class CallGraph:
         made = self._made
         for kernel, arguments in zip(self._kernels, given, strict=True):
             kernel.give(made, arguments)
-        done(self._launch(made, stream))
+        check_status(self._launch(made, stream))
 
 
 class _Kernel:
@@ -180,7 +185,7 @@ class _Kernel:
     def __init__(self, node: Any, given: Given) -> None:
         from cuda.bindings import driver
 
-        self._node, self._how = node, done(driver.cuGraphKernelNodeGetParams(node))
+        self._node, self._how = node, check_status(driver.cuGraphKernelNodeGetParams(node))
         self._values, self._given = (c_uint64 * len(given))(*given), tuple(given)
         sizes = _sizes(self._how.func)
         kept = (c_void_p * len(sizes)).from_address(int(self._how.kernelParams))  # owned by the node
@@ -201,7 +206,7 @@ class _Kernel:
         if given == self._given:  # common in loops: the allocator returns the same addresses in each iteration
             return
         self._values[:] = given  # type: ignore[call-overload]  # ctypes takes any sequence of this length
-        done(self._set(made, self._node, self._how))
+        check_status(self._set(made, self._node, self._how))
         self._given = given
 
 
@@ -209,8 +214,8 @@ def _in_order(graph: Any) -> list[Any]:
     """Return the nodes of a graph in launch order. Raise BackendUnavailable unless they form one chain."""
     from cuda.bindings import driver
 
-    nodes, _ = done(driver.cuGraphGetNodes(graph, done(driver.cuGraphGetNodes(graph))[1]))
-    before, after, *_ = done(driver.cuGraphGetEdges(graph, done(driver.cuGraphGetEdges(graph))[-1]))
+    nodes, _ = check_status(driver.cuGraphGetNodes(graph, check_status(driver.cuGraphGetNodes(graph))[1]))
+    before, after, *_ = check_status(driver.cuGraphGetEdges(graph, check_status(driver.cuGraphGetEdges(graph))[-1]))
     place, behind = {int(node): node for node in nodes}, dict(zip(map(int, before), map(int, after), strict=True))
     heads = place.keys() - {int(node) for node in after}
     found = list(heads)[:1]

@@ -85,7 +85,7 @@ def combined(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return out
 
 
-def three_ways(x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def fan_out_in_order(x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return x three times, for the router, the experts and the shared experts.
 
     Backward adds their gradients in this order. Autograd would add them in an order that depends on the layout.
@@ -97,13 +97,13 @@ def three_ways(x: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor, Tenso
     Returns:
         Rows [T, H] for the router, the experts and the shared experts.
     """
-    to_router, to_experts, to_shared = _ThreeWays.apply(x)
+    to_router, to_experts, to_shared = _FanOut.apply(x)
     if padding is not None:
         to_router, to_experts = to_router.masked_fill(padding, 0), to_experts.masked_fill(padding, 0)
     return to_router, to_experts, to_shared
 
 
-class _ThreeWays(Function):
+class _FanOut(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return x.view_as(x), x.view_as(x), x.view_as(x)

@@ -22,7 +22,7 @@ from ep_moe.errors import ConfigError, InputError
 from ep_moe.execution.trained_exchange import Transports, run_trained, wants_gradients
 from ep_moe.execution.trained_graphs import TrainedGraphs
 from ep_moe.experts.base import Experts
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.runtime.profiling import stage
 from ep_moe.types import PeerRows, Pending, PhysicalIds, PhysicalRouting, Received, capturing
 
@@ -59,7 +59,7 @@ class Exchange:
         self.routing = routing if on_the_way else routing.materialize()
         wire = dispatcher.dispatch_shape.wire
         as_it_is = wire.dispatch == "plain" or wire.dispatch in dispatcher.capabilities.rounds
-        self.x, self.x_scale = (x, None) if as_it_is else round_to_travel(x, wire)
+        self.x, self.x_scale = (x, None) if as_it_is else quantize_for_wire(x, wire)
 
     def run(self, work: Callable[[], Any] | None = None) -> tuple[Tensor, Any]:
         """Dispatch, compute and combine. Return rows [T, H], summed over ranks, and the result of `work`.
@@ -81,16 +81,16 @@ class Exchange:
         if work is None and not self.in_parts:
             with self._stage("dispatch"):
                 received = self.dispatcher.dispatch(self.x, self.routing, self.x_scale, max_tokens=self.bound)
-            return self._return(received), None
+            return self._compute_and_combine(received), None
         parts, found = self._parts(), None
         with self._stage("dispatch"):
-            pending = self._arrived(parts[0]) if work is None else self._start(parts[0])
+            pending = self._dispatch_blocking(parts[0]) if work is None else self._start(parts[0])
         if work is not None:
             with self._stage("shared"):
                 found = work()
         if self.in_parts:
             return self._pipeline(pending, parts), found
-        return self._return(self._waited(pending)), found
+        return self._compute_and_combine(self._waited(pending)), found
 
     def _trained(self) -> Tensor:
         """Run a call with gradients. Its parts run one after the other."""
@@ -150,7 +150,7 @@ class Exchange:
             self.x[part], self._routing(part), x_scale=self._scale(part), max_tokens=self._most(part)
         )
 
-    def _arrived(self, part: slice) -> Pending[Received]:
+    def _dispatch_blocking(self, part: slice) -> Pending[Received]:
         """Dispatch a part that nothing overlaps with."""
         routing, scale = self._routing(part), self._scale(part)
         received = self.dispatcher.dispatch(self.x[part], routing, scale, max_tokens=self._most(part))
@@ -168,13 +168,13 @@ class Exchange:
         whole = self.routing.materialize()
         return PhysicalRouting(PhysicalIds(whole.ids[part]), whole.weights[part])
 
-    def _return(self, received: Received) -> Tensor:
+    def _compute_and_combine(self, received: Received) -> Tensor:
         with self._stage("experts"):
-            y = self._answers(received)
+            y = self._run_experts(received)
         with self._stage("combine"):
             return self.dispatcher.combine(y, received.handle)
 
-    def _answers(self, received: Received, *, last: bool = True) -> Tensor | PeerRows:
+    def _run_experts(self, received: Received, *, last: bool = True) -> Tensor | PeerRows:
         """Compute the experts' rows, into the memory that the transport provides.
 
         If the transport and the kernel support it, the kernel writes them to the peers directly. Parts except the last
@@ -184,7 +184,7 @@ class Exchange:
         return self.experts(received, received.peer_out if to_peers else received.out)
 
     def _computed(self, received: Received, *, last: bool) -> Pending[Tensor | PeerRows]:
-        y = self._answers(received, last=last)
+        y = self._run_experts(received, last=last)
         return Pending.of(y)
 
     def _pipeline(self, pending: Pending[Received], parts: list[slice]) -> Tensor:
@@ -200,14 +200,14 @@ class Exchange:
             received = self._waited(pending)
             with self._stage("dispatch"):
                 pending = self._start(following)
-            y = self._computed_beside(received, last=False)
+            y = self._compute_on_side_stream(received, last=False)
             with self._stage("combine"):
                 under_way = self.dispatcher.combine_start(y, received.handle, out[part])
             if back is not None:
                 self._waited(back, "combine wait")
             back = under_way
         received = self._waited(pending)
-        y = self._computed_beside(received, last=True)
+        y = self._compute_on_side_stream(received, last=True)
         if back is not None:  # before the last combine: kernels that wait for peers must have one order on all ranks
             self._waited(back, "combine wait")
         with self._stage("combine"):
@@ -218,7 +218,7 @@ class Exchange:
         with self._stage(name):
             return pending.wait()
 
-    def _computed_beside(self, received: Received, *, last: bool) -> Tensor | PeerRows:
+    def _compute_on_side_stream(self, received: Received, *, last: bool) -> Tensor | PeerRows:
         call = partial(self._computed, received, last=last)
         with self._stage("experts"):
             return self.context._compute.start(self.x.device, call).wait()

@@ -89,7 +89,7 @@ def warn_of_twins(layer: ComparedExperts, rank_group: RankGroup, device: torch.d
     hold one expert each, which may be equal on purpose.
     """
     weights, expert_map, gated = layer.expert_weights, layer.placement.expert_map, layer.config.activation.gated
-    if rank_group.size == 1 or weights.sharded or not weights.named:
+    if rank_group.size == 1 or weights.sharded or not weights.has_expert_parameters:
         return
     parts = [part for part in part_names(weights.names, gated) if not part.endswith("_bias")]
     facts = torch.zeros(expert_map.slots_per_rank, len(parts), dtype=torch.int64, device=device)
@@ -125,7 +125,7 @@ def warn_of_twins(layer: ComparedExperts, rank_group: RankGroup, device: torch.d
 def mixing_problem(layer: ComparedExperts, rank_group: RankGroup, step: str) -> str | None:
     """Return, in a backward pass, what mixed the experts of different ranks or their gradients; None for nothing."""
     weights, device = layer.expert_weights, layer.context.device
-    if rank_group.size == 1 or weights.sharded or not weights.named:
+    if rank_group.size == 1 or weights.sharded or not weights.has_expert_parameters:
         return None
     try:
         compare_experts(layer, rank_group, device, step)
@@ -134,7 +134,7 @@ def mixing_problem(layer: ComparedExperts, rank_group: RankGroup, step: str) -> 
     stepped = weights.gradient_sum.stepped
     if stepped is None:
         stepped = torch.zeros((), dtype=torch.int64, device=device)
-    firsts = [slots[0] for slots in weights.held.values()]  # in the order of gradients
+    firsts = [slots[0] for slots in weights.slots_of_expert.values()]  # in the order of gradients
     held = _of_all([tensor[firsts, :1].detach() for tensor in weights.stored_tensors().values()], device)
     facts = torch.stack([held, stepped.to(device)])
     with rank_group.flight_recorder.step(step, counted=False):

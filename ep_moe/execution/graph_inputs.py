@@ -26,7 +26,8 @@ class InputMemory:
     def __init__(self) -> None:
         self._held: dict[Any, Tensor] = {}
         self._inputs: dict[Any, Inputs] = {}
-        self.hidden: dict[int, tuple[Tensor, Tensor]] = {}  # row numbers that a mask has changed, and their originals
+        # row numbers that a mask has changed, and their originals, by address
+        self.masked_row_numbers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def inputs(self, *signature: Any, **rest: Any) -> Inputs:
         """Return the `Inputs` of this signature. All layers share them."""
@@ -35,7 +36,7 @@ class InputMemory:
             self._inputs[key] = Inputs(self, *signature, **rest)
         return self._inputs[key]
 
-    def take(self, key: Any, rows: int, make: Callable[[int], Tensor]) -> Tensor:
+    def get_tensor(self, key: Any, rows: int, make: Callable[[int], Tensor]) -> Tensor:
         """Return the tensor [rows, ...] of a key. If it is too small, `make` creates a larger one; graphs keep the old
         one."""
         held = self._held.get(key)
@@ -101,7 +102,7 @@ class Inputs:
         self.least, self.most, self._memory = least, most, memory
         self.signature = CallSignature(hidden, top_k, dtype, device)
         self._copies: dict[int, _Copies] = {}
-        self.x = memory.take(
+        self.x = memory.get_tensor(
             ("x", hidden, dtype), most, lambda rows: torch.zeros(rows, hidden, dtype=dtype, device=device)
         )
         self.routing: Routing | None = None
@@ -109,17 +110,21 @@ class Inputs:
         self._constant = torch.empty(0)
         if routed:
             ids, self._constant = (
-                memory.take((name, top_k), most, lambda rows: torch.full((rows, top_k), -1, device=device))
+                memory.get_tensor((name, top_k), most, lambda rows: torch.full((rows, top_k), -1, device=device))
                 for name in ("ids", "no ids")
             )
-            weights = memory.take(("weights", top_k), most, lambda rows: torch.zeros(rows, top_k, device=device))
+            weights = memory.get_tensor(("weights", top_k), most, lambda rows: torch.zeros(rows, top_k, device=device))
             self.routing = Routing(ids, weights)
         elif least < most:
-            self.tokens = memory.take("tokens", 1, lambda rows: torch.zeros(rows, dtype=torch.int32, device=device))
-            self._constant = memory.take(
+            self.tokens = memory.get_tensor(
+                "tokens", 1, lambda rows: torch.zeros(rows, dtype=torch.int32, device=device)
+            )
+            self._constant = memory.get_tensor(
                 "numbers", most + 1, lambda rows: torch.arange(rows, dtype=torch.int32, device=device)
             )
-            self.numbers = memory.take("row", most, lambda rows: torch.arange(rows, dtype=torch.int32, device=device))
+            self.numbers = memory.get_tensor(
+                "row", most, lambda rows: torch.arange(rows, dtype=torch.int32, device=device)
+            )
 
     def clear(self) -> None:
         """Set the inputs to no tokens."""
@@ -141,18 +146,18 @@ class Inputs:
 
     def _hide(self, mask: TokenMask | None, tokens: int) -> None:
         """Write the row numbers for a call with this mask. The next call restores them; few calls have a mask."""
-        hidden, place = self._memory.hidden, self.numbers.data_ptr()
-        if place in hidden:
-            changed, right = hidden.pop(place)
+        masked, address = self._memory.masked_row_numbers, self.numbers.data_ptr()
+        if address in masked:
+            changed, right = masked.pop(address)
             changed.copy_(right)
         if mask is not None:
             changed, right = self.numbers[:tokens], self._constant[:tokens]
-            hidden[place] = changed, right
+            masked[address] = changed, right
             changed.copy_(right.masked_fill(~mask.tokens.reshape(-1), _NO_TOKEN))
 
-    def bring(self, x: Tensor, routing: Routing | None, tokens: int, mask: TokenMask | None = None) -> None:
+    def copy_arguments(self, x: Tensor, routing: Routing | None, tokens: int, mask: TokenMask | None = None) -> None:
         """Copy a call's arguments to the tensors that a replay reads, by one launch if all are contiguous."""
-        if mask is not None or (self._memory.hidden and self.tokens is not None):
+        if mask is not None or (self._memory.masked_row_numbers and self.tokens is not None):
             self._hide(mask, tokens)
         if x.dim() != 2:
             x = x.reshape(tokens, self.x.shape[1])

@@ -77,35 +77,35 @@ class Sizes:
         self.sizes[place : place + same], self.calls[place : place + same] = [call.most], [call]
 
 
-class Agreeing(NamedTuple):
+class BoundAgreement(NamedTuple):
     """The agreement of ranks on the bound of a call before its replay, over buffers that grow.
 
     The bound selects the graph. Without `max_tokens` the ranks agree on it in each call.
 
-    like: a graph that was recorded under any bound. A call whose arguments it fits may have a graph
-    carried: the result of `MoELayer._carried` under `expert_map`
+    reference_call: a graph that was recorded under any bound. A call whose arguments it fits may have a graph
+    call_facts: the result of `MoELayer._call_facts` under `expert_map`
     """
 
-    like: RecordedCall
+    reference_call: RecordedCall
     dispatcher: Dispatcher
     expert_map: ExpertMap
-    carried: str
+    call_facts: str
 
     def bound(self, layer: Layer, x: Tensor, tokens: int) -> tuple[int, bool]:
-        """Return the bound of this call, and whether the addresses of `like` are unchanged.
+        """Return the bound of this call, and whether the addresses of `reference_call` are unchanged.
 
         Ranks that do not replay find the bound by the same exchange in `MoELayer.run`. The addresses are checked while
         this rank waits for the peers' numbers.
         """
         rank_group = self.dispatcher.rank_group
-        rank_group.flight_recorder.enter(layer.name, self.carried)
+        rank_group.flight_recorder.begin_call(layer.name, self.call_facts)
         try:
             gradients = {"x": x, "routing.weights": x}
             most = rank_group.begin_most_tokens(tokens, None, x.device, self.dispatcher.name, gradients=gradients)
-            unchanged = self.like.addresses.unchanged(layer)
+            unchanged = self.reference_call.addresses.unchanged(layer)
             return whole_bound(most()), unchanged
         finally:
-            rank_group.flight_recorder.where = ""
+            rank_group.flight_recorder.call_name = ""
 
 
 class CallGraphs:
@@ -118,9 +118,10 @@ class CallGraphs:
     def __init__(self, context: EPContext, config: MoEConfig, kernels: Sequence[Any]) -> None:
         self._context, self._hidden = context, config.hidden_size
         recordable = all(isinstance(kernel, Experts) and kernel.capabilities.cuda_graph for kernel in kernels)
-        self._automatic = recordable and context._tokens.whole and not config.routing.weight_on_input
+        self._automatic = recordable and context._token_flow.is_pass_through and not config.routing.weight_on_input
         self._calls: dict[Any, Sizes | None] = {}  # None: one call had this key, and no graph is recorded for it yet
-        self._agreeing: dict[Any, Agreeing] = {}  # for buffers that grow, by the key without mode and bound
+        # for buffers that grow, by the key without mode and bound
+        self._bound_agreements: dict[Any, BoundAgreement] = {}
         self._tries = _TRIES
         self.trained = TrainedGraphs(context)
 
@@ -134,7 +135,7 @@ class CallGraphs:
     def drop(self, mode: type[RecordedCall] = RecordedCall) -> None:
         """Drop the graphs of one mode, by default all. Calls then run eagerly until graphs are recorded again."""
         if mode is not CopiedInputs:
-            self._agreeing.clear()
+            self._bound_agreements.clear()
         if mode is RecordedCall:
             self._calls.clear()
             self.trained.drop()
@@ -159,39 +160,40 @@ class CallGraphs:
         for mode in (CopiedInputs, CallerInputs):
             copied = mode is CopiedInputs
             key = (mode, bound, routed) if copied else (mode, bound, _ids(layer, routing, mask), stream)
-            found, agreeing = self._calls.get(key), None
+            found, agreement = self._calls.get(key), None
             call = None if found is None else found.serving(tokens)
-            if bound is None and not copied and (agreeing := self._agreeing.get(key[2:])) is not None:
-                call = agreeing.like
+            if bound is None and not copied and (agreement := self._bound_agreements.get(key[2:])) is not None:
+                call = agreement.reference_call
             if call is None or not call.signature.fits(x, routing, tokens):
                 continue
             busy = call.stream != stream or not context._idle or capturing(device)
             busy = busy or (stages is not None and stages.timed)
             gone = False
             for buffer_slot in call.buffer_slots:
-                busy, gone = busy or buffer_slot.busy, gone or buffer_slot.given_back
+                busy, gone = busy or buffer_slot.busy, gone or buffer_slot.is_freed
             if busy or placement.invalid_ids.word.value != NO_ID:
                 continue
-            if agreeing is None or gone:
+            if agreement is None or gone:
                 unchanged = not gone and call.addresses.unchanged(layer)
             else:
-                if agreeing.expert_map is not placed:
-                    agreeing = agreeing._replace(expert_map=placed, carried=layer._carried())
-                    self._agreeing[key[2:]] = agreeing
-                bound, unchanged = agreeing.bound(layer, x, tokens)
+                if agreement.expert_map is not placed:
+                    agreement = agreement._replace(expert_map=placed, call_facts=layer._call_facts())
+                    self._bound_agreements[key[2:]] = agreement
+                bound, unchanged = agreement.bound(layer, x, tokens)
             if not unchanged:
                 self.drop(mode)
                 continue
-            if agreeing is not None:
+            if agreement is not None:
                 found = self._calls.get((mode, bound, *key[2:]))
                 if found is None:
                     continue
                 call = found.calls[0]
-                if call is not agreeing.like:  # its addresses were not checked yet
-                    if any(slot.given_back for slot in call.buffer_slots) or not call.addresses.unchanged(layer):
+                if call is not agreement.reference_call:  # its addresses were not checked yet
+                    if any(slot.is_freed for slot in call.buffer_slots) or not call.addresses.unchanged(layer):
                         self.drop(mode)
                         continue
-                    self._agreeing[key[2:]] = agreeing._replace(like=call)  # the next call usually has the same bound
+                    # the next call usually has the same bound
+                    self._bound_agreements[key[2:]] = agreement._replace(reference_call=call)
             flight_recorder = context.flight_recorder
             flight_recorder.check()
             number = flight_recorder.number
@@ -203,7 +205,7 @@ class CallGraphs:
             if out is None:
                 continue
             # record the same last step as `MoELayer.run` does: peers that run eagerly compare steps with this rank
-            flight_recorder.leave_at(Step(number + call.steps, *call.left))
+            flight_recorder.set_newest_step(Step(number + call.steps, *call.last_step))
             flight_recorder.device_watch.mark(device)
             return call.result(layer, x, tokens, out)
         if context._current_limit is None:
@@ -219,8 +221,8 @@ class CallGraphs:
         bound = context._current_limit
         problem = capture_problem(layer, tokens, Recorder.unsupported_reason(layer.device))
         facts = {"tokens": tokens, "max_tokens": bound, "dtype": dtype_name(layer.dtype)}
-        context.consensus.same(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
-        recorder = Recorder.among(context._recorders, layer.device, context._workspaces)
+        context.consensus.require_equal(what, facts, None if problem is None else ConfigError(f"{what}: {problem}"))
+        recorder = Recorder.for_current_stream(context._recorders, layer.device, context._workspaces)
         # tensors made in inference mode could not be written outside of it
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(layer.device.type, enabled=False):
             inputs = inputs_of(layer, sorted(set(tokens)), routed, recorder.memory)
@@ -253,14 +255,17 @@ class CallGraphs:
                 self._context._recorders.remove(recorder)  # its memory may still belong to the capture that failed
                 for buffer_slot in slots_of(layer):  # a failed capture may have left a slot busy that is free on peers
                     buffer_slot.release(layer.device)
-            flight_recorder.leave_at(before)  # recording is no step that the peers make too
-        self._context.consensus.healthy(what, problem)
+            flight_recorder.set_newest_step(before)  # recording is no step that the peers make too
+        self._context.consensus.raise_on_all_ranks(what, problem)
         return made
 
     # --- automatic ----------------------------------------------------------------------------------------------------
 
-    def note(self, layer: Layer, routing: Routing | None, mask: TokenMask | None) -> None:
-        """Note an eager call after `MoELayer.run`. The second call with the same key is recorded for later replays."""
+    def record_if_repeated(self, layer: Layer, routing: Routing | None, mask: TokenMask | None) -> None:
+        """Record an eager call, after `MoELayer.run`, if an earlier call had the same key. Later calls replay it.
+
+        The first call with a key only notes the key.
+        """
         bound, device = self._context._current_limit, self._context.device
         if torch.compiler.is_compiling() or not self._automatic:
             return
@@ -272,7 +277,7 @@ class CallGraphs:
             return
         if Recorder.unsupported_reason(device) is not None or capturing(device):
             return
-        if not layer.expert_weights.place:  # sharded parameters are gathered in each call, at changing addresses
+        if not layer.expert_weights.addresses:  # sharded parameters are gathered in each call, at changing addresses
             return
         key = (CallerInputs, bound, _ids(layer, routing, mask), current_stream(device))
         calls, placing = self._calls.get(key), layer.placement.tables.placing
@@ -284,8 +289,8 @@ class CallGraphs:
             if call is not None and self._context.layout.rank == 0:
                 _log.info("%s: calls of at most %d tokens are replayed as a CUDA graph from now on", layer.name, bound)
             if call is not None and self._context._current_limit is None:
-                expert_map = layer.placement.expert_map
-                self._agreeing[key[2:]] = Agreeing(call, layer._dispatcher(), expert_map, layer._carried())
+                expert_map, facts = layer.placement.expert_map, layer._call_facts()
+                self._bound_agreements[key[2:]] = BoundAgreement(call, layer._dispatcher(), expert_map, facts)
             return
         self._make_room()
         self._calls[key] = None
@@ -302,7 +307,7 @@ class CallGraphs:
         call, shared = layer._dispatcher().recordable_call(bound), layer.shared_experts
         if call is None or not (shared is None or runs_behind(shared, call.latency_bound)):
             return None
-        recorder = Recorder.among(self._context._recorders, layer.device, self._context._workspaces)
+        recorder = Recorder.for_current_stream(self._context._recorders, layer.device, self._context._workspaces)
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return record_caller(layer, call, bound, ids, placing, recorder)

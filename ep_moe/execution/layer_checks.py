@@ -21,20 +21,20 @@ from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError
 from ep_moe.execution.autocast import CAST
 from ep_moe.execution.data_parallel import join_problem, wrapper_problem
-from ep_moe.execution.rank_comparison import ComparedLayer, Watch, compare_ranks
-from ep_moe.execution.routing_checks import chosen_problem
+from ep_moe.execution.rank_comparison import BackwardComparison, ComparedLayer, compare_ranks
+from ep_moe.execution.routing_checks import full_routing_problem
 from ep_moe.execution.routing_replay import RoutingTap
 from ep_moe.router import Router
 from ep_moe.runtime.devices import unseen_by_modes, without_class
 from ep_moe.types import Routing, TokenMask, capturing, dtype_name
 from ep_moe.weights.callers import training_schedules
-from ep_moe.weights.optimizers import FSDP1
+from ep_moe.weights.optimizers import FSDP1_REFUSAL
 
 
 class RankChecks:
     """Compares the state of one layer that must be equal on its ranks.
 
-    `first_call` compares once, and backward compares repeatedly (`watch`).
+    `first_call` compares once, and backward compares repeatedly (`backward_comparison`).
 
     due: whether the next call must compare ranks
     loaded: whether a state dict was loaded since the last call. The next call then exchanges a checksum
@@ -49,7 +49,7 @@ class RankChecks:
         self._newest_eager = 0  # the value of `forwards` in the newest eager forward
         self.dtype: torch.dtype | None = None  # the dtype of fixed buffers, once all ranks have compared it
         self._wrapper: weakref.ref[Any] | None = None
-        self.watch = Watch(layer)
+        self.backward_comparison = BackwardComparison(layer)
 
     def note_eager(self) -> None:
         """Count the newest of `forwards` as eager, once. Replays do not count themselves."""
@@ -63,7 +63,7 @@ class RankChecks:
             return None
         # with use_orig_params=True the check runs in the optimizer's step instead
         if torch.is_grad_enabled() and not vars(layer).get("_fsdp_use_orig_params", True):
-            return FSDP1
+            return FSDP1_REFUSAL
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is None:
             return None
@@ -77,7 +77,7 @@ class RankChecks:
             self._wrapper = weakref.ref(wrapper)
         return problem
 
-    def look_again(self, layer: ComparedLayer) -> None:
+    def compare_again(self, layer: ComparedLayer) -> None:
         """Compare ranks as `first_call` does, after the weights of a layer that was called before were replaced."""
         self.due = layer.context.layout.lockstep > 1
         self.first_call(layer)
@@ -90,12 +90,12 @@ class RankChecks:
         if layer.context.layout.lockstep == 1:
             return None
         step = "comparison of ranks"
-        with layer.context._entered(layer.name), torch.no_grad(), unseen_by_modes():
+        with layer.context._begin_call(layer.name), torch.no_grad(), unseen_by_modes():
             try:
                 compare_ranks(layer, None, step)
             except InputError as error:
                 return str(error)
-            return self.watch.similarity.problem(layer, layer.context.rank_groups["ep"], step)
+            return self.backward_comparison.similarity.problem(layer, layer.context.rank_groups["ep"], step)
 
     def state_loaded(self, layer: ComparedLayer) -> None:
         """Note that a state dict was loaded, so that the next call finds out if only some ranks loaded it.
@@ -120,11 +120,11 @@ class RankChecks:
         if self._adopted:  # a peer that loaded nothing would enter a dispatch instead of this comparison
             found, ranks = layer.placement.expert_map.digest, layer.context.rank_groups["lockstep"].ranks
             what = f"{layer.name}: a call after load_state_dict, under its expert map,"
-            layer.context.flight_recorder.meet(f"{layer.name}/map/{found}", ranks, what)
+            layer.context.flight_recorder.monitored_barrier(f"{layer.name}/map/{found}", ranks, what)
             self._adopted = False
-        with layer.context._entered(layer.name, layer._carried()), torch.no_grad(), unseen_by_modes():
+        with layer.context._begin_call(layer.name, layer._call_facts()), torch.no_grad(), unseen_by_modes():
             compare_ranks(layer, self.wrapper_problem(layer) or layer.expert_weights.replaced_problem())
-            self.watch.similarity.begin(layer, layer.context.rank_groups["ep"], "first call")
+            self.backward_comparison.similarity.begin(layer, layer.context.rank_groups["ep"], "first call")
         self.due = False
         self.dtype = layer.expert_weights.dtype if layer._fixed else None
 
@@ -193,7 +193,7 @@ def call_problem(layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMa
         return f"{inside} and takes no mask; choose other experts"
     if routing is None:
         return _router_problem(layer.router, x)
-    return chosen_problem(layer, routing, x if x.dim() == 2 else x.reshape(-1, layer.config.hidden_size))
+    return full_routing_problem(layer, routing, x if x.dim() == 2 else x.reshape(-1, layer.config.hidden_size))
 
 
 def _router_problem(router: Any, x: Tensor) -> str | None:
@@ -253,7 +253,9 @@ def _inference_problem(layer: Layer, x: Tensor) -> str | None:
     if not x.is_inference() or not torch.is_grad_enabled():
         return None
     own = [module for module in (layer.router, layer.shared_experts) if isinstance(module, nn.Module)]
-    if not layer.expert_weights.trained and not any(p.requires_grad for module in own for p in module.parameters()):
+    if not layer.expert_weights.any_requires_grad and not any(
+        p.requires_grad for module in own for p in module.parameters()
+    ):
         return None
     return (
         "x was made in torch.inference_mode(), and autograd cannot save it for backward; pass x.clone(), or call the "
@@ -282,11 +284,11 @@ def _split_backward_problem(layer: Layer) -> str | None:
 
 
 def _mixed_problem(layer: Layer) -> str | None:
-    """Return the problem that `Watch` found in a backward: something mixed the experts of different ranks.
+    """Return the problem that `BackwardComparison` found: something mixed the experts of different ranks.
 
     It no longer counts once the weights were loaded again.
     """
-    found = layer._checks.watch.mixed
+    found = layer._checks.backward_comparison.mixed
     return None if found is None or found[1] != layer.expert_weights.updates else found[0]
 
 

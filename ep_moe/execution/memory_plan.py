@@ -105,7 +105,7 @@ def transport_bytes(layer: Layer, train_tokens: int | None) -> Buffers:
 def _trained(layer: Layer, train_tokens: int) -> tuple[type[Dispatcher], DispatchShape, int]:
     """Return the transport of a training call, its dispatch shape, and the rows that its buffers hold per rank."""
     context = layer.context
-    entry = layer._table.at(context._current_limit)
+    entry = layer._table.entry_for(context._current_limit)
     kind: type[Dispatcher] = registry.load("dispatchers", entry.choice.all2all)
     shape, tokens = layer._shape_of(entry, repeats=True), _dispatched(layer, train_tokens)
     rows = layer.config.top_k // shape.top_k  # rows per token

@@ -22,7 +22,7 @@ from ep_moe.errors import InputError
 from ep_moe.execution.expert_comparison import ComparedExperts, compare_experts, mixing_problem, warn_of_twins
 from ep_moe.execution.similarity import Similarity
 from ep_moe.parallel.checksum import checksum, is_compared
-from ep_moe.parallel.rank_group import RankGroup, of_other_calls
+from ep_moe.parallel.rank_group import RankGroup, different_calls_error
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -37,7 +37,7 @@ class ComparedLayer(ComparedExperts, Protocol):
     shared_experts: nn.Module | None
     _block: Callable[[], nn.Module | None]
 
-    def _carried(self) -> str: ...
+    def _call_facts(self) -> str: ...
 
 
 def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first call") -> None:
@@ -60,7 +60,7 @@ def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first 
     warn_of_twins(layer, layer.context.rank_groups["ep"], device, step)
 
 
-class Watch:
+class BackwardComparison:
     """Compares ranks in some backward passes of a layer: those of `is_compared`, from the second one on.
 
     It compares over two kinds of group, which together reach the whole pipeline stage: the ranks of the call
@@ -76,20 +76,20 @@ class Watch:
         self.mixed: tuple[str, int] | None = None  # a problem of the experts, and the weights' `updates` at that time
         layout, weights = layer.context.layout, layer.expert_weights
         if layout.lockstep > 1:
-            weights.each_backward = self.follow
+            weights.each_backward = self.on_backward
         if layout.replicas > 1:
-            weights.gradient_sum.each_sum = partial(self.look, "expert_data")
+            weights.gradient_sum.each_sum = partial(self.compare_in_backward, "expert_data")
 
-    def follow(self, call: int) -> None:
+    def on_backward(self, call: int) -> None:
         """Compare ranks in the backward of the layer's call with this number.
 
         The difference to the previous backward's number must be equal on all ranks, else they run backward of different
         calls.
         """
         step, self._last = call - self._last, call
-        self.look("lockstep", step)
+        self.compare_in_backward("lockstep", step)
 
-    def look(self, kind: str, step: int = 0) -> None:
+    def compare_in_backward(self, kind: str, step: int = 0) -> None:
         """Compare ranks in a backward pass, and warn once, on all ranks, if dense parameters have drifted apart.
 
         They drift apart if optimizer steps use gradients that are not averaged: each rank has those of its own tokens.
@@ -114,7 +114,7 @@ class Watch:
             self._warn_of_buffer(layer, found.buffer)
         name = found.parameter
         if name is None:
-            self._warn_of_sums(layer, beside_steps=found.beside_steps)
+            self._warn_of_sums(layer, dense_params_in_sync=found.dense_params_in_sync)
             return
         if kind == "lockstep":  # stops this group's comparisons only: the other group may not have found it
             layer.expert_weights.each_backward = None
@@ -152,16 +152,16 @@ class Watch:
             stacklevel=2,
         )
 
-    def _warn_of_sums(self, layer: ComparedLayer, *, beside_steps: bool) -> None:
+    def _warn_of_sums(self, layer: ComparedLayer, *, dense_params_in_sync: bool) -> None:
         """Warn once if gradients of experts are sums while those of dense parameters seem to be averages.
 
         That is so if dense parameters change in optimizer steps and stay equal on ranks: then the user's loop averages
         (or sums) dense gradients, and does not divide those of experts.
         """
         found, ranks = layer.expert_weights.gradient_sum, layer.context.layout.token_ranks
-        if self._warned or ranks == 1 or found.divisor != 1 or found.followed is not None:
+        if self._warned or ranks == 1 or found.divisor != 1 or found.wrapper_divisor is not None:
             return
-        if not (found.router_steps or beside_steps):
+        if not (found.router_steps or dense_params_in_sync):
             return
         self._warned = True
         which = "routers" if found.router_steps else "dense parameters"
@@ -181,59 +181,62 @@ class Drift:
     parameter: names a parameter of router or shared experts that differs between ranks. If none does, names the other
         parameters of the experts' optimizer if they differ. None for no difference
     buffer: names a buffer of router or shared experts that differs
-    beside_steps: whether the other parameters of the experts' optimizer have changed and are equal on ranks
+    dense_params_in_sync: whether the other parameters of the experts' optimizer have changed and are equal on ranks
     """
 
     parameter: str | None = None
     buffer: str | None = None
-    beside_steps: bool = False
+    dense_params_in_sync: bool = False
 
 
 def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> Drift:
     """Compare the ranks of a group in a backward pass.
 
-    Raises InputError if one rank is in the backward of another call. step: as in `Watch.look`
+    Raises InputError if one rank is in the backward of another call.
+
+    step: as in `BackwardComparison.compare_in_backward`
     """
     device, dense = layer.context.device, dict(_dense(layer))
     parameters: dict[str, Tensor] = {name: held for name, held in dense.items() if isinstance(held, nn.Parameter)}
     buffers = {name: tensor for name, tensor in dense.items() if name not in parameters}
     kinds = [(held, *_sums(held, device)) for held in (parameters, buffers)]
-    facts = torch.stack([*(total for _, _, total in kinds), kinds[0][2].new_full((), step), *_beside(layer)])
+    facts = torch.stack([*(total for _, _, total in kinds), kinds[0][2].new_full((), step), *_dense_checksums(layer)])
     with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
         rows = rank_group.exchange(facts)
         for rank, row in zip(rank_group.ranks, rows, strict=True):
             if row[2] != rows[0][2]:
-                raise of_other_calls(f"the backward of {layer.name}", (rank_group.ranks[0], rank))
+                raise different_calls_error(f"the backward of {layer.name}", (rank_group.ranks[0], rank))
         named, of_buffers = (
             _name_dense(rank_group, held, sums, device) if len({row[at] for row in rows}) > 1 else None
             for at, (held, sums, _) in enumerate(kinds)
         )
-    beside = [row[3:] for row in rows]
-    odd = _drifted_beside(beside)
+    others = [row[3:] for row in rows]
+    odd = _drifted_ranks(others)
     if named is None and odd:
         ranks = ", ".join(str(rank_group.ranks[at]) for at in odd)
         named = f"another parameter of the experts' optimizer, on rank{'s' if len(odd) > 1 else ''} {ranks},"
-    return Drift(named, of_buffers, not odd and _beside_steps(beside))
+    return Drift(named, of_buffers, not odd and _dense_params_in_sync(others))
 
 
-def _beside(layer: ComparedLayer) -> list[Tensor]:
+def _dense_checksums(layer: ComparedLayer) -> list[Tensor]:
     """Return three int64 [] tensors: this rank's place among the ranks with the same tokens, and two checksums.
 
     The checksums are of the other parameters of the experts' optimizer, before its first step and now.
     """
-    layout, beside, device = layer.context.layout, layer.expert_weights.gradient_sum.beside, layer.context.device
+    layout, device = layer.context.layout, layer.context.device
+    dense_checksum = layer.expert_weights.gradient_sum.dense_checksum
     zero = torch.zeros((), dtype=torch.int64, device=device)
-    if beside is None or layout.token_ranks == 1:
+    if dense_checksum is None or layout.token_ranks == 1:
         return [zero, zero, zero]
-    return [zero + layout.place % layout.split, beside.before.to(device), beside.now().to(device)]
+    return [zero + layout.place % layout.split, dense_checksum.before.to(device), dense_checksum.now().to(device)]
 
 
-def _drifted_beside(rows: list[list[int]]) -> list[int]:
+def _drifted_ranks(rows: list[list[int]]) -> list[int]:
     """Return the ranks of a group (as places) whose numbers now differ from the majority's.
 
     Only numbers that were equal on all ranks before count. Others may be shards that the user made.
 
-    rows: the results of `_beside` of each rank
+    rows: the results of `_dense_checksums` of each rank
     """
     odd = []
     for alike in _by_copy(rows):
@@ -243,9 +246,9 @@ def _drifted_beside(rows: list[list[int]]) -> list[int]:
     return sorted(odd)
 
 
-def _beside_steps(rows: list[list[int]]) -> bool:
+def _dense_params_in_sync(rows: list[list[int]]) -> bool:
     """Return whether the other parameters of the experts' optimizer were equal on the group's ranks before, and have
-    changed on all of them. rows: as in `_drifted_beside`"""
+    changed on all of them. rows: as in `_drifted_ranks`"""
     copies = _by_copy(rows)
     began_alike = all(len({row[1] for _, row in alike}) == 1 for alike in copies)
     return began_alike and max(map(len, copies)) > 1 and all(row[1] != row[2] for row in rows)

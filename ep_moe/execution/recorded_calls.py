@@ -27,11 +27,11 @@ from ep_moe.execution.layer_checks import RankChecks
 from ep_moe.experts.base import Experts
 from ep_moe.experts.fused.base import FusedExperts
 from ep_moe.experts.shared_experts import SharedExperts
-from ep_moe.placement.deferred import DeferredRouting, Placing, to_place
+from ep_moe.placement.deferred import DeferredRouting, Placing, placement_arguments
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
 from ep_moe.router.kernels import most_rows
-from ep_moe.runtime.launch_cache import at_once
+from ep_moe.runtime.launch_cache import launch_directly
 from ep_moe.types import PhysicalRouting, Routing, TokenMask, capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import Expert
@@ -57,7 +57,7 @@ class Layer(Protocol):
     @property
     def _kernel(self) -> Experts | FusedExperts: ...
     def _dispatcher(self) -> Dispatcher: ...
-    def _carried(self) -> str: ...
+    def _call_facts(self) -> str: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -80,7 +80,8 @@ class RecordedCall:
 
     signature: of the arguments; least, most: the range of tokens; stream: the handle of the stream that it replays on
     buffer_slots: the transport's buffer slots that the graph uses
-    steps: how many steps a call adds to the flight recorder; left: the last of them, as (where, phase, detail, done)
+    steps: how many steps a call adds to the flight recorder
+    last_step: the last of them, as (where, phase, detail, done)
     """
 
     signature: CallSignature
@@ -90,7 +91,7 @@ class RecordedCall:
     addresses: TensorAddresses
     buffer_slots: tuple[BufferSlot, ...]
     steps: int
-    left: tuple[str, str, str, bool]
+    last_step: tuple[str, str, str, bool]
 
     def launch(
         self, layer: Layer, x: Tensor, routing: Routing | None, mask: TokenMask | None, tokens: int
@@ -121,7 +122,7 @@ class LayerAddresses:
         self._children = [(module._modules, list(module._modules.values())) for module in others]
         self._owners: list[Any] = [tensors for module in others for tensors in (module._parameters, module._buffers)]
         self._owners += [module.stored_tensors() for module in weights]
-        self._weights = [module for module in weights if module.named]
+        self._weights = [module for module in weights if module.has_expert_parameters]
         self._sizes = list(map(len, self._owners))
         self._tensors = [(owner, name) for owner in self._owners for name, found in owner.items() if found is not None]
         self._addresses = self._now()
@@ -133,8 +134,8 @@ class LayerAddresses:
         for weights in self._weights:
             if weights.sharded:
                 return False
-            if not weights.settled:
-                weights.settle()
+            if not weights.slots_are_current:
+                weights.refresh_slots()
         return self._now() == self._addresses and list(map(len, self._owners)) == self._sizes
 
     def _now(self) -> list[int]:
@@ -157,9 +158,9 @@ class CopiedInputs(RecordedCall):
             return None
         for buffer_slot in self.buffer_slots:
             if buffer_slot.stream is not self.recorder.stream:
-                buffer_slot.follow(x.device)
+                buffer_slot.wait_for_last_call(x.device)
                 buffer_slot.stream = self.recorder.stream
-        self.inputs.bring(x, routing, tokens, mask)
+        self.inputs.copy_arguments(x, routing, tokens, mask)
         self.replay()
         return self.out
 
@@ -197,14 +198,14 @@ def record_copied(layer: Layer, inputs: Inputs, recorder: Recorder, addresses: L
     last = flight_recorder.newest
     return CopiedInputs(
         signature=inputs.signature, least=inputs.least, most=inputs.most, stream=recorder.handle,
-        buffer_slots=tuple(slots_of(layer)), steps=last.number - before, left=last[1:],
+        buffer_slots=tuple(slots_of(layer)), steps=last.number - before, last_step=last[1:],
         inputs=inputs, recorder=recorder, replay=replay, out=out, addresses=addresses,
     )  # fmt: skip
 
 
 def slots_of(layer: Layer) -> list[BufferSlot]:
     buffer_pool = getattr(layer._dispatcher(), "buffer_pool", None)
-    return buffer_pool.made if isinstance(buffer_pool, BufferPool) else []
+    return buffer_pool.buffer_slots if isinstance(buffer_pool, BufferPool) else []
 
 
 def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) -> str | None:
@@ -239,7 +240,7 @@ def capture_problem(layer: Layer, tokens: Sequence[int], no_graphs: str | None) 
         )
     if transport.rank_group.size > 1 and not isinstance(getattr(transport, "buffer_pool", None), BufferPool):
         return f"all2all={transport.name} orders its calls on a stream that a replay does not use; {_INSTEAD}"
-    if context._tokens.checks_input:
+    if context._token_flow.checks_input:
         return (
             f"in this layout ({context.layout}) all ranks exchange their token counts before each call, which a "
             f"replay skips; use ParallelConfig(tokens=Tokens.SHARDED, etp=1), or {_INSTEAD}"
@@ -265,7 +266,7 @@ class WeightAddresses:
     """
 
     def __init__(self, layer: Layer, own: bool) -> None:
-        self._place, self._own = layer.expert_weights.place, own
+        self._addresses, self._own = layer.expert_weights.addresses, own
         self._router = _addresses_of(layer.router) if own else []
 
     def unchanged(self, layer: Layer) -> bool:
@@ -273,7 +274,7 @@ class WeightAddresses:
         weights = cast("ExpertWeights", layer._modules["expert_weights"])  # faster than nn.Module.__getattr__
         if self._own and (type(router) is not Router or _addresses_of(router) != self._router):
             return False
-        return (weights.place if weights.settled else weights.settle()) == self._place
+        return (weights.addresses if weights.slots_are_current else weights.refresh_slots()) == self._addresses
 
 
 def _addresses_of(router: Router) -> list[int]:
@@ -281,7 +282,7 @@ def _addresses_of(router: Router) -> list[int]:
     return [tensor.data_ptr() for tensor in found if tensor is not None]
 
 
-class OwnRouter:
+class RouterInGraph:
     """The layer's router as the first two kernels of a graph of at most `bound` tokens. chosen: their output"""
 
     def __init__(self, router: Router, bound: int, device: torch.device) -> None:
@@ -292,7 +293,7 @@ class OwnRouter:
         self.chosen = Routing(ids, torch.zeros(ids.shape, device=device))
 
     @staticmethod
-    def served(router: Any, bound: int, x: Tensor) -> bool:
+    def can_record(router: Any, bound: int, x: Tensor) -> bool:
         """Return whether a graph can contain this router, for rows like x."""
         return type(router) is Router and router.fused(x) and bound <= most_rows(x, router.weight)
 
@@ -300,19 +301,19 @@ class OwnRouter:
         kernels = router.kernels
         assert kernels is not None
         bias, correction = router.bias, router.e_score_correction_bias
-        kernels.launch_fixed(x, router.weight, bias, correction, self._parts, self.chosen, at_once)
+        kernels.launch_fixed(x, router.weight, bias, correction, self._parts, self.chosen, launch_directly)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallerInputs(RecordedCall):
     """A graph of the launches of a transport (`Dispatcher.recordable_call`) and of the experts, in one part.
 
-    latency_bound: as in `RecordableCall`; placing: the `Placing` of the ids, as returned by `to_place`
+    latency_bound: as in `RecordableCall`; placing: the `Placing` of the ids, as returned by `placement_arguments`
     own: the layer's router if the graph begins with it, else None
     """
 
     graph: CallGraph
-    own: OwnRouter | None
+    own: RouterInGraph | None
     latency_bound: bool
     placing: Placing
 
@@ -367,8 +368,8 @@ def record_caller(
     signature = CallSignature(c.hidden_size, c.top_k, layer.dtype, layer.device)
     x = torch.empty(1, signature.hidden, dtype=signature.dtype, device=signature.device)
     own = (
-        OwnRouter(layer.router, bound, signature.device)
-        if ids is None and OwnRouter.served(layer.router, bound, x)
+        RouterInGraph(layer.router, bound, signature.device)
+        if ids is None and RouterInGraph.can_record(layer.router, bound, x)
         else None
     )
     if own is None:
@@ -393,7 +394,7 @@ def record_caller(
     arguments = {0: first} | arguments if own is None else {0: (x.data_ptr(), 1), 2: first} | arguments
     return CallerInputs(
         signature=signature, least=0, most=bound, stream=recorder.handle, buffer_slots=(call.buffer_slot,),
-        steps=_STEPS, left=(layer.name, "combine", layer._dispatcher().name, True),
+        steps=_STEPS, last_step=(layer.name, "combine", layer._dispatcher().name, True),
         graph=recorder.graph_of(launch, arguments),
         latency_bound=call.latency_bound, placing=placing, addresses=WeightAddresses(layer, own is not None), own=own,
     )  # fmt: skip
@@ -404,7 +405,7 @@ def _launch_arguments(x: Tensor, routing: PhysicalRouting, tokens: int, placing:
 
     It was compiled for contiguous tensors at multiples of 16 bytes, and for the same `Placing`.
     """
-    ids, tables, found = to_place(routing)
+    ids, tables, found = placement_arguments(routing)
     weights = routing.weights
     if found != placing or not (ids.is_contiguous() and weights.is_contiguous()):
         return None

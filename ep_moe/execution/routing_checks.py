@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NO_ROUTING: Any = object()  # replaces a None passed to `forward_routed`: further on, None means the layer's own router
 
 
-def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
+def full_routing_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
     """Return None, or what is wrong with a routing of rows [T, H].
 
     The values of ids are checked in these calls:
@@ -31,7 +31,7 @@ def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
 
     In other calls `Placement.invalid_ids` reports an invalid id, in a later call.
     """
-    problem = choice_problem(routing, rows, layer.config.top_k)
+    problem = routing_form_problem(routing, rows, layer.config.top_k)
     if problem is None and not torch.compiler.is_compiling():
         transport = layer.experts if isinstance(layer.experts, FusedExperts) else layer._dispatcher()
         first = isinstance(transport, Dispatcher) and transport.grows and not layer._checks.saw_ids
@@ -43,9 +43,9 @@ def chosen_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
     return problem
 
 
-def routed_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
+def router_output_problem(layer: Layer, routing: Routing, rows: Tensor) -> str | None:
     """Return None, or what is wrong with the routing that the layer's router chose for rows [T, H]."""
-    problem = chosen_problem(layer, routing, rows)
+    problem = full_routing_problem(layer, routing, rows)
     if problem is None and layer.context.layout.split > 1 and not torch.compiler.is_compiling():
         problem = _unsummed_problem(layer.router, routing.weights, rows)
     return problem
@@ -76,7 +76,7 @@ def _unsummed_problem(router: Any, weights: Tensor, rows: Tensor) -> str | None:
     return None
 
 
-def choice_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
+def routing_form_problem(routing: Any, rows: Tensor, top_k: int) -> str | None:
     """Return None, or what is wrong with the class, shapes, dtypes or device of a routing for rows [T, H]."""
     if routing is NO_ROUTING:
         return "routing must be a Routing of logical ids, got None; call the layer itself for its own router"

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from ep_moe.checks import check_count, check_flag
 from ep_moe.errors import InputError
-from ep_moe.router import LIVE, Router
+from ep_moe.router import CHOOSE_BY_ROUTER, Router
 from ep_moe.runtime.devices import as_device
 from ep_moe.types import Routing, capturing, dtype_name, recomputing
 
@@ -194,7 +194,7 @@ class Replay:
             all rows take them.
 
     Attributes:
-        ids: int64 [T, K] of the current call, `LIVE` in rows for which the router chooses.
+        ids: int64 [T, K] of the current call, `CHOOSE_BY_ROUTER` in rows for which the router chooses.
         partial: Whether there may be such rows.
     """
 
@@ -234,7 +234,7 @@ class Replay:
         # converted in each call: a captured CUDA graph then reads ids that are rewritten before a replay
         given = ids.reshape(-1, config.top_k).long()
         kept = None if mask is None else mask.reshape(-1)
-        self.ids = given if kept is None else given.masked_fill(~kept.unsqueeze(1), LIVE)
+        self.ids = given if kept is None else given.masked_fill(~kept.unsqueeze(1), CHOOSE_BY_ROUTER)
         if device.type != "cpu" and (self._checked or capturing(device)):
             return None
         self._checked = True

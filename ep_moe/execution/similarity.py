@@ -33,7 +33,7 @@ class Similarity:
     def begin(self, layer: ComparedExperts, rank_group: RankGroup, step: str) -> None:
         """Take the cosines of the current weights as the reference."""
         weights = layer.expert_weights
-        if rank_group.size > 1 and weights.named and not weights.sharded:
+        if rank_group.size > 1 and weights.has_expert_parameters and not weights.sharded:
             self._before = _cosines(layer, rank_group, step)
             self._of = weights.updates, layer.placement.expert_map.digest
 

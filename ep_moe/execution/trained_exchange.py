@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from ep_moe.all2all.base import Dispatcher
 from ep_moe.experts.base import Experts
 from ep_moe.experts.differentiable import Allocator, SavedForBackward
-from ep_moe.experts.layouts import as_rank_major, localized
+from ep_moe.experts.layouts import as_rank_major, with_local_ids
 from ep_moe.types import LocalIds, PeerRows, PhysicalIds, PhysicalRouting, Received
 
 if TYPE_CHECKING:
@@ -62,8 +62,11 @@ class Computed(NamedTuple):
     saved: tuple[Tensor, ...]
 
 
-class Back(NamedTuple):
-    """The gradients of this rank's rows. x: [T, H]; weights: float32 [T, K] or wider, of which K columns count"""
+class InputGradients(NamedTuple):
+    """The gradients of a call's inputs on this rank.
+
+    x: [T, H]; weights: of the routing weights, float32 [T, K] or wider, of which K columns count
+    """
 
     x: Tensor
     weights: Tensor
@@ -77,7 +80,7 @@ def wants_gradients(experts: Experts, x: Tensor, weights: Tensor) -> bool:
     if not torch.is_grad_enabled() or not experts.capabilities.differentiable:
         return False
     held = experts.weights
-    return x.requires_grad or weights.requires_grad or not held.held or held.trained
+    return x.requires_grad or weights.requires_grad or not held.slots_of_expert or held.any_requires_grad
 
 
 def run_trained(
@@ -98,7 +101,7 @@ def run_trained(
     return out
 
 
-def computed(
+def run_forward(
     transports: Transports, experts: Experts, x: Tensor, routing: PhysicalRouting, allocate: Allocator | None = None,
     out: Tensor | None = None,
 ) -> Computed:  # fmt: skip
@@ -118,10 +121,10 @@ def to_peers(experts: Experts, received: Received) -> dict[str, Any]:
     return {"peer_out": received.peer_out} if experts.trains_to_peers and received.peer_out is not None else {}
 
 
-def sent_back(
+def exchange_gradients(
     transports: Transports, routing: PhysicalRouting, grad: Tensor,
-    gradients: Callable[[Received], tuple[Tensor | PeerRows, Tensor | None]], to: Back | None = None,
-) -> Back:  # fmt: skip
+    gradients: Callable[[Received], tuple[Tensor | PeerRows, Tensor | None]], to: InputGradients | None = None,
+) -> InputGradients:  # fmt: skip
     """Dispatch the gradients of a call's results, and return the gradients of its rows and routing weights.
 
     gradients: computes, from the received gradients of the experts' results, the gradients of the rows that forward
@@ -134,14 +137,14 @@ def sent_back(
     assert by_weight is not None
     outs = (None, None) if to is None else to
     if narrow_rows is None:
-        return Back(*rows.combine_with_weights(by_row, by_weight, received.handle, *outs))
+        return InputGradients(*rows.combine_with_weights(by_row, by_weight, received.handle, *outs))
     dx = rows.combine(by_row, received.handle, outs[0])
     shape = narrow_rows.dispatch_shape
     sent = grad.new_empty(len(grad), shape.hidden_size, dtype=shape.dtype)  # only the routes matter, not the numbers
     there = narrow_rows.dispatch(sent, routing, max_tokens=bound)
     more = shape.hidden_size - by_weight.shape[1]
     by_weight = torch.nn.functional.pad(by_weight, (0, more)) if more else by_weight
-    return Back(dx, narrow_rows.combine(by_weight, there.handle, outs[1]))
+    return InputGradients(dx, narrow_rows.combine(by_weight, there.handle, outs[1]))
 
 
 class _TrainedExchange(Function):
@@ -155,7 +158,7 @@ class _TrainedExchange(Function):
         routing = PhysicalRouting(PhysicalIds(ids), weights)
         by_name = dict(zip(names, stored, strict=True))
         if recorded is None:
-            out, own, saved = computed(transports, experts, x, routing)
+            out, own, saved = run_forward(transports, experts, x, routing)
         else:
             out, own, saved = recorded.forward(x, routing, by_name)
         ctx.transports, ctx.recorded = transports, recorded
@@ -173,14 +176,14 @@ class _TrainedExchange(Function):
         found = None if ctx.recorded is None else ctx.recorded.backward(saved, tuple(tensors), wanted, grad, routing)
         if found is None:
             found = backward(ctx.transports, saved, tuple(tensors), wanted, grad, routing)
-        back, stored = found
+        of_inputs, stored = found
         if absent:
-            saved.experts.weights.gradient_sum.take_part()
-        dweights = back.weights[:, : ids.shape[1]]
-        return (None, None, None, None, None, None, back.x, dweights, *saved.of_stored(stored))
+            saved.experts.weights.gradient_sum.contribute_zeros()
+        dweights = of_inputs.weights[:, : ids.shape[1]]
+        return (None, None, None, None, None, None, of_inputs.x, dweights, *saved.of_stored(stored))
 
 
-Gradients = tuple[Back, dict[str, Tensor | None]]  # gradients of this rank's rows, and of stored tensors by name
+Gradients = tuple[InputGradients, dict[str, Tensor | None]]  # the second: of stored tensors, by name
 
 
 def backward(
@@ -198,12 +201,12 @@ def backward(
         stored.update(found.stored)
         return found.x, found.weights
 
-    return sent_back(transports, routing, grad.contiguous(), gradients), stored
+    return exchange_gradients(transports, routing, grad.contiguous(), gradients), stored
 
 
 def _private_copy(received: Received, num_slots: int, allocate: Allocator | None) -> Received:
     """Return received rows in memory of their own, with local ids. The next call overwrites the transport's memory."""
-    found = as_rank_major(localized(received, num_slots), num_slots)
+    found = as_rank_major(with_local_ids(received, num_slots), num_slots)
     assert found.local_ids is not None
     assert found.weights is not None
     x, weights, ids = found.x, found.weights, found.local_ids

@@ -28,13 +28,13 @@ from ep_moe.errors import EPMoEError
 from ep_moe.execution.cuda_graph import Recorder
 from ep_moe.execution.graph_inputs import Inputs
 from ep_moe.execution.trained_exchange import (
-    Back,
     Computed,
     Gradients,
+    InputGradients,
     Transports,
     backward,
-    computed,
-    sent_back,
+    exchange_gradients,
+    run_forward,
     to_peers,
 )
 from ep_moe.experts.base import Experts
@@ -99,7 +99,7 @@ class TrainedGraphs:
         return (
             Recorder.unsupported_reason(device) is None
             and experts.weights.lora is None
-            and bool(experts.weights.place)
+            and bool(experts.weights.addresses)
             and all(one.capabilities.cuda_graph for one in transports.all)
             and all(isinstance(getattr(one, "buffer_pool", None), BufferPool) for one in transports.all)
             and experts.records_training(transports.rows.rank_group.size * transports.bound)
@@ -118,11 +118,11 @@ class TrainedGraphs:
 
 
 class _Graph(NamedTuple):
-    """A graph. replay: launches it; steps, left: as in `RecordedCall`"""
+    """A graph. replay: launches it; steps, last_step: as in `RecordedCall`"""
 
     replay: Callable[[], object]
     steps: int
-    left: tuple[str, str, str, bool]
+    last_step: tuple[str, str, str, bool]
 
 
 class _AllocationLog:
@@ -160,16 +160,16 @@ class TrainedCall:
     def __init__(self, graphs: TrainedGraphs, context: EPContext, transports: Transports, experts: Experts) -> None:
         self._graphs, self._context = graphs, context
         self._transports, self._experts = transports, experts
-        self.where = context.flight_recorder.where
+        self.where = context.flight_recorder.call_name
         self._recorder: Any = None
         self._inputs: Inputs
-        self._outputs: Back  # what graphs write: results, or gradients of rows and weights
+        self._outputs: InputGradients  # what graphs write: results, or gradients of rows and weights
         self._forward_log: _AllocationLog | None = None
         self._backward_log: _AllocationLog | None = None
         self._forward: _Graph | None = None
         self._backward: _Graph | None = None
         self._saved_memory: dict[str, Tensor] = {}  # memory that only this call's forward graph uses
-        self._left: Computed  # the results of the forward graph, in that memory
+        self._forward_result: Computed  # the results of the forward graph, in that memory
         self._held: list[tuple[Any, int]] = []  # its storages, each with its use count while no call holds it
         self._shared_memory: dict[str, Tensor] = {}  # memory of the backward graph, shared by all layers
         self._moved = 0  # how often tensors that graphs read had changed addresses
@@ -190,27 +190,27 @@ class TrainedCall:
     # --- forward ------------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, routing: PhysicalRouting, stored: Mapping[str, Tensor]) -> Computed:
-        """Run or replay the forward. Arguments and result are those of `trained_exchange.computed`."""
+        """Run or replay the forward. Arguments and result are those of `trained_exchange.run_forward`."""
         tokens = len(x)
         if not self._serves(x, routing, tokens):
-            return computed(self._transports, self._experts, x, routing)
+            return run_forward(self._transports, self._experts, x, routing)
         if self._forward is not None and (
             not self._buffers_unchanged() or self._weight_addresses != _addresses(stored)
         ):
             self._reset()
         if self._forward_log is None:
             log = _AllocationLog(x.device)
-            found = computed(self._transports, self._experts, x, routing, log)
+            found = run_forward(self._transports, self._experts, x, routing, log)
             self._forward_log = log
             return found
         if self._forward is None and not self._record(lambda: self._record_forward(x, stored)):
-            return computed(self._transports, self._experts, x, routing)
+            return run_forward(self._transports, self._experts, x, routing)
         if not self._free():
-            return computed(self._transports, self._experts, x, routing)
+            return run_forward(self._transports, self._experts, x, routing)
         assert self._forward is not None
         self._launch(self._forward, x, routing)
         self._graphs.replays += 1
-        out, received, saved = self._left
+        out, received, saved = self._forward_result
         assert received.weights is not None
         assert received.local_ids is not None
         own = replace(
@@ -223,11 +223,11 @@ class TrainedCall:
         transports, device = self._transports, x.device
         shape, bound = transports.rows.dispatch_shape, transports.bound
         assert bound is not None
-        self._recorder = Recorder.among(self._context._recorders, device, self._context._workspaces)
+        self._recorder = Recorder.for_current_stream(self._context._recorders, device, self._context._workspaces)
         signature = shape.hidden_size, shape.top_k, x.dtype, device
         self._inputs = self._recorder.memory.inputs(*signature, least=0, most=bound, routed=True)
         columns = shape.top_k if transports.weights is None else transports.weights.dispatch_shape.hidden_size
-        self._outputs = Back(
+        self._outputs = InputGradients(
             self._taken("out", (bound, shape.hidden_size), x.dtype, device),
             self._taken("out of weights", (bound, columns), torch.float32, device),
         )
@@ -239,11 +239,13 @@ class TrainedCall:
 
         def call() -> None:
             allocate = _allocator_of(self._saved_memory)
-            self._left = computed(transports, self._experts, self._inputs.x, self._routing, allocate, self._outputs.x)
+            self._forward_result = run_forward(
+                transports, self._experts, self._inputs.x, self._routing, allocate, self._outputs.x
+            )
 
         self._forward = self._graph_of(call)
         self._weight_addresses = _addresses(stored)
-        self._buffer_slots = [slot for pool in self._pools() for slot in pool.made]
+        self._buffer_slots = [slot for pool in self._pools() for slot in pool.buffer_slots]
         storages = [tensor.untyped_storage() for tensor in self._saved_memory.values()]
         self._held = [(storage, _holders(storage)) for storage in storages]
         if self._context.layout.rank == 0:
@@ -267,25 +269,24 @@ class TrainedCall:
         if self._backward_log is None:
             log = _AllocationLog(grad.device)
             products: dict[str, WeightProduct] = {}
-            back = sent_back(
-                transports, routing, grad.contiguous(), self._gradients(received, kept, stored, log, products)
-            )
+            gradients = self._gradients(received, kept, stored, log, products)
+            found = exchange_gradients(transports, routing, grad.contiguous(), gradients)
             self._backward_log = log
-            return back, saved.written(products, stored, wanted)
-        if self._forward is None or not self._buffers_unchanged() or not self._left_here(received, kept):
+            return found, saved.written(products, stored, wanted)
+        if self._forward is None or not self._buffers_unchanged() or not self._are_graph_tensors(received, kept):
             return backward(transports, saved, tensors, wanted, grad, routing)
         if self._backward is None and not self._record(lambda: self._record_backward(stored, grad.device)):
             return backward(transports, saved, tensors, wanted, grad, routing)
         assert self._backward is not None
         self._launch(self._backward, grad, routing)
-        back = Back(self._outputs.x[:tokens].clone(), self._outputs.weights[:tokens].clone())
-        return back, saved.written(self._products, stored, wanted)
+        found = InputGradients(self._outputs.x[:tokens].clone(), self._outputs.weights[:tokens].clone())
+        return found, saved.written(self._products, stored, wanted)
 
     def _gradients(
         self, received: Received, kept: tuple[Tensor, ...], stored: Mapping[str, Tensor], allocate: Allocator,
         products: dict[str, WeightProduct],
     ) -> Callable[[Received], tuple[Tensor | PeerRows, Tensor | None]]:  # fmt: skip
-        """Return the argument `gradients` of `sent_back`.
+        """Return the argument `gradients` of `exchange_gradients`.
 
         products: receives the products that later write the gradients of the stored tensors
         """
@@ -303,13 +304,13 @@ class TrainedCall:
         assert log is not None
         # all layers share it: the products read it before another layer's backward runs
         self._shared_memory = {name: self._taken(name, *how, device) for name, how in log.asked.items()}
-        _, received, kept = self._left
+        _, received, kept = self._forward_result
         own = {name: tensor.detach() for name, tensor in stored.items()}
         products: dict[str, WeightProduct] = {}
 
         def call() -> None:
             gradients = self._gradients(received, kept, own, _allocator_of(self._shared_memory), products)
-            sent_back(self._transports, self._routing, self._inputs.x, gradients, self._outputs)
+            exchange_gradients(self._transports, self._routing, self._inputs.x, gradients, self._outputs)
 
         self._backward, self._products = self._graph_of(call), products
 
@@ -317,16 +318,16 @@ class TrainedCall:
         """Return a tensor of the stream's memory, which all its graphs share."""
         rows, *rest = shape
         key = ("trained", name, *rest, dtype)
-        taken: Tensor = self._recorder.memory.take(
+        tensor: Tensor = self._recorder.memory.get_tensor(
             key, rows, lambda most: torch.empty(most, *rest, dtype=dtype, device=device)
         )
-        return taken
+        return tensor
 
-    def _left_here(self, received: Received, kept: tuple[Tensor, ...]) -> bool:
+    def _are_graph_tensors(self, received: Received, kept: tuple[Tensor, ...]) -> bool:
         """Return whether the saved tensors are those of the forward graph, and not copies that a hook made."""
-        _, left, saved = self._left
+        _, recorded, saved = self._forward_result
         given = (received.x, received.weights, received.local_ids, *kept)
-        own = (left.x, left.weights, left.local_ids, *saved)
+        own = (recorded.x, recorded.weights, recorded.local_ids, *saved)
         return all(
             a is not None and b is not None and a.data_ptr() == b.data_ptr() for a, b in zip(given, own, strict=True)
         )
@@ -357,12 +358,12 @@ class TrainedCall:
 
     def _serves(self, x: Tensor, routing: PhysicalRouting, tokens: int) -> bool:
         """Return whether a call may be recorded or replayed now. x: its rows, or the gradients of its results"""
-        here = self._moved <= _MOVES and (self._recorder is None or self._recorder.here)
-        return here and self._inputs_fit(x, routing, tokens)
+        can_replay = self._moved <= _MOVES and (self._recorder is None or self._recorder.can_replay)
+        return can_replay and self._inputs_fit(x, routing, tokens)
 
     def _buffers_unchanged(self) -> bool:
         """Return whether the transports still have the buffers that the graphs use."""
-        return not any(slot.given_back for slot in self._buffer_slots)
+        return not any(slot.is_freed for slot in self._buffer_slots)
 
     def _reset(self) -> None:
         self._forward = self._backward = None
@@ -382,12 +383,12 @@ class TrainedCall:
         except Exception as error:  # the driver may raise anything
             self._reset()
             for pool in self._pools():
-                for slot in pool.made:
+                for slot in pool.buffer_slots:
                     slot.busy = False
             self._graphs.failed(self, error)
             return False
         finally:
-            flight_recorder.leave_at(before)  # recording is no step that the peers make too
+            flight_recorder.set_newest_step(before)  # recording is no step that the peers make too
         return True
 
     def _graph_of(self, call: Callable[[], None]) -> _Graph:
@@ -402,13 +403,13 @@ class TrainedCall:
         flight_recorder.check()
         for slot in self._buffer_slots:
             if slot.stream is not stream:
-                slot.follow(x.device)
+                slot.wait_for_last_call(x.device)
                 slot.stream = stream
-        self._inputs.bring(x, Routing(routing.ids, routing.weights), len(x))
+        self._inputs.copy_arguments(x, Routing(routing.ids, routing.weights), len(x))
         number = flight_recorder.number
         graph.replay()
         # record the same last step as an eager call: peers that run eagerly compare steps with this rank
-        flight_recorder.leave_at(Step(number + graph.steps, *graph.left))
+        flight_recorder.set_newest_step(Step(number + graph.steps, *graph.last_step))
         flight_recorder.device_watch.mark(x.device)
 
 

@@ -28,7 +28,7 @@ from ep_moe.experts.differentiable import (
     differentiable_step,
     wants_gradients,
 )
-from ep_moe.experts.layouts import as_rank_major, localized, widened
+from ep_moe.experts.layouts import as_plain, as_rank_major, with_local_ids
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, take_old_names
 from ep_moe.runtime.gpus import GPU, compute_capability
@@ -212,7 +212,7 @@ class Experts(ABC):
         Returns:
             [..., H] in the order of `received.x`; `out` if it was given.
         """
-        if self.weights.named:
+        if self.weights.has_expert_parameters:
             found: Tensor | PeerRows = self.weights(self._run, received, out)
             return found
         return self._run(received, out)
@@ -220,15 +220,15 @@ class Experts(ABC):
     def _run(self, received: Received, out: Tensor | PeerRows | None) -> Tensor | PeerRows:
         received = received.dense()
         if not self.capabilities.wire_ids:
-            received = localized(received, self.weights.num_slots)
+            received = with_local_ids(received, self.weights.num_slots)
         if received.format not in self.row_formats:
-            received = widened(received, self.weights.dtype)
+            received = as_plain(received, self.weights.dtype)
         if isinstance(out, PeerRows):
             self.compute_to_peers(received, out)
             return out
         own_backward = self.own_backward or self.options.recompute
         if own_backward and not torch.compiler.is_compiling() and wants_gradients(self, received):
-            flat_rows = as_rank_major(localized(received, self.weights.num_slots), self.weights.num_slots).dense()
+            flat_rows = as_rank_major(with_local_ids(received, self.weights.num_slots), self.weights.num_slots).dense()
             return differentiable_step(self, flat_rows).view(*received.x.shape[:-1], self.config.hidden_size)
         if received.layout in self.capabilities.layouts:
             return self._attached(self._computed(received, out), received)
@@ -373,7 +373,9 @@ class Experts(ABC):
         assert received.local_ids is not None
         grad = grad.where((received.local_ids >= 0).any(1, keepdim=True), 0.0)
         with torch.enable_grad():
-            y = self.weights.given(leaves, self.compute, dataclasses.replace(received, x=x, weights=weights), None)
+            y = self.weights.run_with_tensors(
+                leaves, self.compute, dataclasses.replace(received, x=x, weights=weights), None
+            )
         given = [x, *([] if weights is None else [weights]), *(leaf for leaf in leaves.values() if leaf.requires_grad)]
         found = dict(zip(map(id, given), torch.autograd.grad(y, given, grad, allow_unused=True), strict=True))
 

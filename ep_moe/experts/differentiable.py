@@ -36,13 +36,13 @@ class Attached(Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: ExpertWeights, learns: bool, *others: Tensor) -> Tensor:
-        ctx.weights, ctx.learns, ctx.others, ctx.version = weights, learns, len(others), version_of(weights)
+        ctx.weights, ctx.learns, ctx.others, ctx.version = weights, learns, len(others), begin_forward(weights)
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if begin_backward(ctx.weights, ctx.version, learns=ctx.learns):
-            ctx.weights.gradient_sum.take_part()
+            ctx.weights.gradient_sum.contribute_zeros()
         return (grad, None, None, *[None] * ctx.others)
 
 
@@ -59,8 +59,8 @@ class Version(NamedTuple):
     call: int
 
 
-def version_of(weights: ExpertWeights) -> Version:
-    """Return the version for the current call, and count the call. Call this once per call."""
+def begin_forward(weights: ExpertWeights) -> Version:
+    """Begin the forward of a call: count it, and return the version of the weights. Call this once per call."""
     weights.calls += 1
     return Version(weights.expert_map, weights.updates, weights.calls)
 
@@ -71,8 +71,8 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
     version: the version of the weights in forward. Autograd does not notice kernels that write in place
     learns: whether one of the experts' tensors needs a gradient
 
-    Returns whether to call `gradient_sum.take_part()` after all exchanges of the node. Peers sum the gradients of
-    replicas in the node after this one.
+    Returns whether to call `gradient_sum.contribute_zeros()` after all exchanges of the node. Peers sum the gradients
+    of replicas in the node after this one.
     """
     moved = version.expert_map != weights.expert_map
     if moved or version.updates != weights.updates:
@@ -87,7 +87,7 @@ def begin_backward(weights: ExpertWeights, version: Version, *, learns: bool) ->
         )
     if weights.each_backward is not None:
         weights.each_backward(version.call)
-    return weights.gradient_sum.meet(sums=learns)
+    return weights.gradient_sum.agree_on_sums(sums=learns)
 
 
 class StepGradients(NamedTuple):
@@ -121,7 +121,7 @@ def wants_gradients(experts: Experts, received: Received) -> bool:
     if not torch.is_grad_enabled():
         return False
     held = experts.weights
-    anchors = [] if held.held else [held.anchor]  # a rank without experts must run its peers' collectives
+    anchors = [] if held.slots_of_expert else [held.anchor]  # a rank without experts must run its peers' collectives
     given = (received.x, received.weights, *anchors, *held.stored_tensors().values())
     return any(tensor is not None and tensor.requires_grad for tensor in given)
 
@@ -145,7 +145,7 @@ class SavedForBackward:
         self, experts: Experts, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor]
     ) -> None:
         assert received.local_ids is not None
-        self.experts, self._version, self._call = experts, version_of(experts.weights), _call_gradients(experts)
+        self.experts, self._version, self._call = experts, begin_forward(experts.weights), _call_gradients(experts)
         self._tensors = (received.x, received.weights, received.local_ids, *stored.values(), *saved)
         self._names = tuple(stored)
         nothing = received.x.new_empty(0)  # a view would keep the memory of all rows
@@ -165,7 +165,8 @@ class SavedForBackward:
         grad: the gradient of the node's result. A batch of gradients (`is_grads_batched`) is refused, because kernels
             would use its address as that of rows
 
-        Returns whether the gradient of each of `stored` is wanted, and whether to call `gradient_sum.take_part()`.
+        Returns whether the gradient of each of `stored` is wanted, and whether to call
+        `gradient_sum.contribute_zeros()`.
         """
         if (problem := batch_problem(grad)) is not None:
             raise InputError(problem)
@@ -216,7 +217,7 @@ class SavedForBackward:
             return dict(wanted), {}
         if not self._call.wanted():
             return nothing, {}
-        into = self._call.into() if self.experts.writes_gradients else None
+        into = self._call.kernel_destinations() if self.experts.writes_gradients else None
         return (dict(wanted), {}) if into is None else (nothing, into)
 
     def of_stored(self, gradients: Mapping[str, Tensor | None]) -> Iterator[Tensor | None]:
@@ -248,6 +249,6 @@ class _DifferentiableStep(Function):
         saved: SavedForBackward = ctx.saved
         wanted, absent = saved.begin_backward(ctx.needs_input_grad, grad)
         if absent:
-            saved.experts.weights.gradient_sum.take_part()
+            saved.experts.weights.gradient_sum.contribute_zeros()
         found = saved.gradients(ctx.saved_tensors, grad.contiguous(), wanted)
         return (None, None, None, None, found.x, found.weights, *saved.of_stored(found.stored))

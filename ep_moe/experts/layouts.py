@@ -12,7 +12,7 @@ from torch import Tensor
 from ep_moe.all2all.wire_ids import to_local
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.quant.fp8 import FP8_BLOCK
-from ep_moe.quant.row_format import widen_arrived
+from ep_moe.quant.row_format import dequantize_from_wire
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 
 
@@ -60,7 +60,7 @@ def as_rank_major(received: Received, num_slots: int) -> Received:
     )
 
 
-def localized(received: Received, num_slots: int) -> Received:
+def with_local_ids(received: Received, num_slots: int) -> Received:
     """Compute local ids from `wire_ids`.
 
     Args:
@@ -80,7 +80,7 @@ def localized(received: Received, num_slots: int) -> Received:
     return dataclasses.replace(received, local_ids=cast("LocalIds", local), wire_ids=None)
 
 
-def widened(received: Received, dtype: torch.dtype) -> Received:
+def as_plain(received: Received, dtype: torch.dtype) -> Received:
     """Convert rows of any format to plain ones.
 
     Args:
@@ -93,7 +93,7 @@ def widened(received: Received, dtype: torch.dtype) -> Received:
     if received.format == "plain":
         return received
     wire = Wire(dispatch=received.format, input_scale=received.input_scale)
-    x = widen_arrived(received.x, received.x_scale, wire, dtype)
+    x = dequantize_from_wire(received.x, received.x_scale, wire, dtype)
     return dataclasses.replace(received, x=x, x_scale=None, format="plain", input_scale=None)
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ep_moe.checkpoint.formats import NUMBERS, ExpertFormat, Fused
+from ep_moe.checkpoint.formats import PLAIN_DTYPES, ExpertFormat, Fused
 from ep_moe.checkpoint.model_names import CheckpointNames, fused_layout, names_of
-from ep_moe.checkpoint.reader import checked_block, read_experts
+from ep_moe.checkpoint.reader import check_block, read_experts
 from ep_moe.checkpoint.source import ModuleSource
 from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig
@@ -22,7 +22,7 @@ from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config
 from ep_moe.integrations.find_experts import held_tensor
 from ep_moe.integrations.generic import ExpertParallelExperts, keep_frozen
 from ep_moe.integrations.model_hooks import TokenMasks
-from ep_moe.integrations.save import ModelParts, SavedExperts, put_tensor
+from ep_moe.integrations.save import LayerWithLayout, ModelParts, put_tensor
 from ep_moe.layer import MoELayer
 
 
@@ -69,7 +69,7 @@ def replace_blocks(
         parameters = list(block.parameters())
         # look at the experts first: the router may be float32 when they are not
         by_experts = [*block.get_submodule("experts").parameters(), *parameters]
-        first = next((one for one in by_experts if one.dtype in NUMBERS), parameters[0])
+        first = next((one for one in by_experts if one.dtype in PLAIN_DTYPES), parameters[0])
         shared = None if family.shared is None else _shared(block, name, family.shared)
         layer_options |= {"shared_experts": shared, "name": name, "device": first.device, "dtype": first.dtype}
         if number == 0:
@@ -129,9 +129,9 @@ def _accounted(
             f"{model_type!r} cannot name it; leave the family unregistered: its experts alone are then replaced"
         )
     try:
-        found, _ = checked_block(source, names, name, moe, model_type, in_memory=True)
+        found, _ = check_block(source, names, name, moe, model_type, in_memory=True)
     except CheckpointError as error:
-        codes = any(tensor.dtype not in NUMBERS for tensor in block.parameters())
+        codes = any(tensor.dtype not in PLAIN_DTYPES for tensor in block.parameters())
         hint = "; a model that is quantized is loaded with load_pretrained" if codes else ""
         raise ConfigError(f"{error}{hint}") from error
     experts: Any = block.get_submodule("experts")
@@ -172,7 +172,7 @@ def check_model(what: str, model: object) -> None:
         )
 
 
-def saved_experts(model: Any) -> list[SavedExperts]:
+def layers_with_layout(model: Any) -> list[LayerWithLayout]:
     """Return the layers of a model with the layout of transformers' modules, in the model's order.
 
     Raises:
@@ -184,12 +184,12 @@ def saved_experts(model: Any) -> list[SavedExperts]:
     for path, module in model.named_modules():
         name = path.removeprefix(prefix)
         if isinstance(module, ExpertParallelExperts):
-            found.append(SavedExperts(name, module.moe, module.layout, module.kept))
+            found.append(LayerWithLayout(name, module.moe, module.layout, module.kept))
         elif isinstance(module, ExpertParallelBlock):
             formats = names_of(model.config.get_text_config().model_type).experts
             held = next(each for each in formats if isinstance(each, Fused))
             layout = fused_layout(held, module.moe.config.num_experts)
-            found.append(SavedExperts(f"{name}.experts", module.moe, layout))
+            found.append(LayerWithLayout(f"{name}.experts", module.moe, layout))
     if not found:
         raise ConfigError("model must have expert-parallel layers, got none; call its own save_pretrained")
     return found
@@ -197,7 +197,7 @@ def saved_experts(model: Any) -> list[SavedExperts]:
 
 def model_parts(model: Any) -> ModelParts:
     """Return the parts of a model with expert-parallel layers. Raise ConfigError for another, or one with adapters."""
-    experts = saved_experts(model)
+    experts = layers_with_layout(model)
     if hasattr(model, "peft_config") and hasattr(model, "base_model") and not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"{type(model).__name__} holds LoRA factors beside weights that it has under other names; call "

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from ep_moe.checkpoint.formats import NUMBERS
+from ep_moe.checkpoint.formats import PLAIN_DTYPES
 from ep_moe.checkpoint.hub import HubOptions, model_folder, read_object
 from ep_moe.checkpoint.model_names import ALIASES
 from ep_moe.errors import CheckpointError, ConfigError
@@ -145,8 +145,8 @@ def _check_dtype(raw: dict[str, Any], file: Path) -> None:
             value = part.get(name) if isinstance(part, dict) else None
             if value is None or isinstance(value, dict):  # a dict has one dtype for each part of a multimodal model
                 continue
-            if not isinstance(value, str) or getattr(torch, value.removeprefix("torch."), None) not in NUMBERS:
-                known = ", ".join(map(dtype_name, NUMBERS))
+            if not isinstance(value, str) or getattr(torch, value.removeprefix("torch."), None) not in PLAIN_DTYPES:
+                known = ", ".join(map(dtype_name, PLAIN_DTYPES))
                 raise CheckpointError(f"{file}: {name} must be one of {known}, got {value!r}; mend the file")
 
 

@@ -175,7 +175,7 @@ class _Probe:
         return _copied(self._module, tensors, self._attributes, training=self.training)
 
     def _parameters(self, experts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        held = self._layout.stored(experts)
+        held = self._layout.from_canonical(experts)
         return {one.name: one.join(held[one.name]) for one in self._layout.tensors}
 
 

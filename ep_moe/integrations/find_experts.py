@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.model_names import HeldTensor, ModuleLayout
+from ep_moe.checkpoint.formats import PLAIN_DTYPES
+from ep_moe.checkpoint.model_names import ModuleLayout, ParameterLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
 from ep_moe.integrations.experts_probe import (
@@ -32,7 +32,7 @@ from ep_moe.types import dtype_name
 _MOST = 8  # parameters that a module of experts, or a block with its router, may have; others are not probed
 NORM = "post_expert_norm"  # a module's name in transformers' experts interface
 TOP_K = ("top_k", "topk", "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
-KEEP = "leave the model as it is, or use transformers' own DistributedConfig(ep_size=...)"
+REMEDY = "leave the model as it is, or use transformers' own DistributedConfig(ep_size=...)"
 
 
 class FoundExperts(NamedTuple):
@@ -79,20 +79,20 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
     for name, module in modules:
         if is_experts(module):
             found[name] = _on_interface(module, name)
-        elif (other := _by_twin(module)) is not None:
+        elif (other := _identify_by_probe(module)) is not None:
             found[name] = other
             check_dtypes(module, name, other.layout)
             if differs_in_training(module, other.layout, other.sizes, other.activation, block=other.block):
                 raise ConfigError(
                     f"{name}: {type(module).__name__} computes something else in training, such as dropout or noise, "
-                    f"which a layer in its place would leave out; set its rate to 0, as in evaluation, or {KEEP}"
+                    f"which a layer in its place would leave out; set its rate to 0, as in evaluation, or {REMEDY}"
                 )
             kinds.add(type(module))
     for name, module in modules:
         if type(module) in kinds and name not in found:
             raise ConfigError(
                 f"{name}: {type(module).__name__} computes no Activation of ep_moe between its matrices, as others of "
-                f"its class do; add its activation to ep_moe.types.Activation and ep_moe.experts.reference, or {KEEP}"
+                f"its class do; add its activation to ep_moe.types.Activation and ep_moe.experts.reference, or {REMEDY}"
             )
     return found
 
@@ -107,7 +107,7 @@ def experts_apart(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if name.startswith(parts) and (is_experts(module) or _by_twin(module) is not None)
+        if name.startswith(parts) and (is_experts(module) or _identify_by_probe(module) is not None)
     ]
 
 
@@ -126,7 +126,7 @@ def _on_interface(experts: Any, name: str) -> FoundExperts:
     if not getattr(type(experts).forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
         raise ConfigError(
             f"{name}: {kind} has a forward of its own in place of that of transformers' experts interface, which a "
-            f"layer would leave out; {KEEP}"
+            f"layer would leave out; {REMEDY}"
         )
     layout = interface_layout(experts)
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
@@ -135,10 +135,10 @@ def _on_interface(experts: Any, name: str) -> FoundExperts:
     if held != set(layout.names):
         odd = ", ".join(sorted(held ^ set(layout.names)))
         raise ConfigError(
-            f"{name}: {kind} must hold {', '.join(sorted(layout.names))} alone, and differs in {odd}; {KEEP}"
+            f"{name}: {kind} must hold {', '.join(sorted(layout.names))} alone, and differs in {odd}; {REMEDY}"
         )
     if norm and not isinstance(getattr(experts, NORM, None), nn.Module):
-        raise ConfigError(f"{name}: {kind} must have a module {NORM}, as it normalizes each output, got none; {KEEP}")
+        raise ConfigError(f"{name}: {kind} must have a module {NORM}, as it normalizes each output, got none; {REMEDY}")
     check_dtypes(experts, name, layout)
     first, second = (tensors[each] for each in layout.names[:2])
     rows, hidden = (first.shape[2], first.shape[1]) if experts.is_transposed else first.shape[1:]
@@ -146,7 +146,7 @@ def _on_interface(experts: Any, name: str) -> FoundExperts:
     if hidden != out or rows != inner * (2 if experts.has_gate else 1):
         raise ConfigError(
             f"{name}: {kind} must hold matrices of one hidden and one intermediate size, got {layout.names[0]} "
-            f"{list(first.shape)} and down_proj {list(second.shape)}; {KEEP}"
+            f"{list(first.shape)} and down_proj {list(second.shape)}; {REMEDY}"
         )
     activation = find_activation(experts, name)
     return FoundExperts(layout, (hidden, inner), activation, norm=norm)
@@ -164,7 +164,7 @@ def config_of(experts: Any, name: str, top_k: int) -> MoEConfig:
     if found.norm:
         raise ConfigError(
             f"{name}: {type(experts).__name__} normalizes each expert's output, which one call of MoELayer does not; "
-            f"replace it by expert_parallel, or {KEEP}"
+            f"replace it by expert_parallel, or {REMEDY}"
         )
     return found.config(top_k)
 
@@ -174,13 +174,13 @@ def interface_layout(experts: Any) -> ModuleLayout:
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     transposed, interleaved = bool(experts.is_transposed), bool(experts.has_gate and not experts.is_concatenated)
     tensors = [
-        HeldTensor(name=first, part="w13", transposed=transposed, interleaved=interleaved),
-        HeldTensor(name="down_proj", part="w2", transposed=transposed),
+        ParameterLayout(name=first, part="w13", transposed=transposed, interleaved=interleaved),
+        ParameterLayout(name="down_proj", part="w2", transposed=transposed),
     ]
     if experts.has_bias:
         tensors += [
-            HeldTensor(name=f"{first}_bias", part="w13_bias", interleaved=interleaved),
-            HeldTensor(name="down_proj_bias", part="w2_bias"),
+            ParameterLayout(name=f"{first}_bias", part="w13_bias", interleaved=interleaved),
+            ParameterLayout(name="down_proj_bias", part="w2_bias"),
         ]
     return ModuleLayout(len(experts.down_proj), tuple(tensors), gated=bool(experts.has_gate))
 
@@ -196,14 +196,14 @@ def check_dtypes(experts: nn.Module, name: str, layout: ModuleLayout) -> None:
     tensors = {each: held_tensor(experts, each) for each in layout.names}
     first = tensors[layout.names[0]].dtype
     for each in sorted(tensors):
-        if tensors[each].dtype not in NUMBERS or tensors[each].dtype != first:
+        if tensors[each].dtype not in PLAIN_DTYPES or tensors[each].dtype != first:
             raise ConfigError(
                 f"{name}.{each} must be bfloat16, float16, float32 or float64, as all tensors beside it, got "
                 f"{dtype_name(tensors[each].dtype)}; give expert_parallel the model as it was before it was quantized"
             )
 
 
-def _by_twin(module: nn.Module) -> FoundExperts | None:
+def _identify_by_probe(module: nn.Module) -> FoundExperts | None:
     """Identify a module of experts, or a block with its router, by a probe; None if it is neither."""
     tensors = dict(module.named_parameters())
     if len(tensors) > _MOST or any(True for _ in module.buffers()):
@@ -249,10 +249,10 @@ def _fused(tensors: Mapping[str, Tensor]) -> Iterator[tuple[ModuleLayout, int, i
         if out != hidden or rows not in (inner, 2 * inner) or unused < 0:
             continue
         for interleaved in (False, True) if rows == 2 * inner else (False,):
-            held = HeldTensor(
+            gate_up = ParameterLayout(
                 name=first, part="w13", transposed=transposed, interleaved=interleaved, unused=max(unused, 0)
             )
-            tensors_of = (held, HeldTensor(name=second, part="w2", transposed=transposed))
+            tensors_of = (gate_up, ParameterLayout(name=second, part="w2", transposed=transposed))
             yield ModuleLayout(experts, tensors_of, gated=rows == 2 * inner), hidden, inner
 
 
@@ -272,8 +272,8 @@ def _flat(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Mo
         one, two, three = tensors
         for gate, up, down in ((one, two, three), (one, three, two), (two, one, three)):
             parts = {gate: ("w1", False), up: ("w3", False), down: ("w2", True)}
-            held = (HeldTensor(name=n, part=p, transposed=t, flat=True) for n, (p, t) in parts.items())
-            yield ModuleLayout(experts, tuple(held)), hidden, rows // experts
+            layouts = (ParameterLayout(name=n, part=p, transposed=t, flat=True) for n, (p, t) in parts.items())
+            yield ModuleLayout(experts, tuple(layouts)), hidden, rows // experts
 
 
 def top_k_of(model: Any, experts: nn.Module, name: str) -> int:

@@ -20,14 +20,13 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ep_moe.checkpoint.model_names import ModuleLayout
-from ep_moe.checkpoint.unexpected_tensors import listed
+from ep_moe.checkpoint.unexpected_tensors import summarize_names
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.edited import changed_methods
 from ep_moe.integrations.experts_probe import sorted_routes
 from ep_moe.integrations.find_experts import (
-    KEEP,
     NORM,
+    REMEDY,
     TOP_K,
     FoundExperts,
     experts_apart,
@@ -35,8 +34,9 @@ from ep_moe.integrations.find_experts import (
     held_tensor,
     top_k_of,
 )
-from ep_moe.integrations.in_step import attach_all_called
+from ep_moe.integrations.forward_sync import attach_skipped_experts_hooks
 from ep_moe.integrations.model_hooks import TokenMasks
+from ep_moe.integrations.user_changes import changed_methods
 from ep_moe.layer import MoELayer
 from ep_moe.quant.schemes import PLAIN, scheme_of
 from ep_moe.types import LogicalIds, Routing
@@ -100,7 +100,7 @@ class ExpertParallelExperts(nn.Module):
     @property
     def local_experts(self) -> list[int]:
         """The logical experts that this rank holds, and whose tensors it needs."""
-        return list(self.moe.expert_weights.held)
+        return list(self.moe.expert_weights.slots_of_expert)
 
     @torch.no_grad()
     def write_expert(self, expert: int, tensors: Mapping[str, Tensor]) -> int:
@@ -193,7 +193,7 @@ class ExpertParallelExperts(nn.Module):
 def write_expert(layer: MoELayer, layout: ModuleLayout, expert: int, tensors: Mapping[str, Tensor]) -> int:
     """Write one expert's tensors, given in `layout`, into a layer; see `ExpertParallelExperts.write_expert`."""
     assert tensors.keys() == set(layout.names), f"{sorted(tensors)} are not {layout.names}"
-    return layer.update_expert(expert, **layout.canonical(tensors))
+    return layer.update_expert(expert, **layout.to_canonical(tensors))
 
 
 def keep_frozen(layer: MoELayer, layout: ModuleLayout, replaced: nn.Module) -> None:
@@ -251,12 +251,12 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
             raise ConfigError(f"the experts of {type(model).__name__} were replaced already; call expert_parallel once")
         raise ConfigError(
             f"{type(model).__name__} ({_type_of(model)}) has no module that computes experts from rows, ids and "
-            f"weights, as transformers' experts interface has; {KEEP}, or put a MoELayer into its blocks"
+            f"weights, as transformers' experts interface has; {REMEDY}, or put a MoELayer into its blocks"
         )
     if apart := experts_apart(model):
         warnings.warn(
-            f"{type(model).__name__}: the experts of {listed(apart)} stay whole on every rank: they are no part of the "
-            f"text model, and a rank calls them only when it has an image or a sound",
+            f"{type(model).__name__}: the experts of {summarize_names(apart)} stay whole on every rank: they are no "
+            f"part of the text model, and a rank calls them only when it has an image or a sound",
             stacklevel=3,
         )
     scheme = scheme_of(layer_options.get("quantization", PLAIN.name))
@@ -294,12 +294,12 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
         if not made.moe.expert_weights.is_meta:
             whole = {each: held_tensor(experts, each).detach() for each in made.tensor_names}
             for expert in made.local_experts:
-                made.write_expert(expert, made.layout.one(whole, expert))
+                made.write_expert(expert, made.layout.expert_slice(whole, expert))
         made.train(experts.training)
         made.moe._block = weakref.ref(made if found[name].block else parent)
         _put(model, experts, made)
         replaced[name] = made
-    attach_all_called(model, replaced)
+    attach_skipped_experts_hooks(model, replaced)
     if tied := getattr(model, "all_tied_weights_keys", None):
         gone = tuple(f"{name}." for name in found)
         kept = {target: source for target, source in tied.items() if not target.startswith(gone)}
@@ -341,7 +341,7 @@ def _shared(model: nn.Module, found: Mapping[str, nn.Module]) -> dict[str, str]:
             for other in (holders[id(parameter)], tied.get(full, full)):
                 if {first[holder] for holder in found if other.startswith(f"{holder}.")} != {first[name]}:
                     raise ConfigError(
-                        f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {KEEP}"
+                        f"{full} is tied to {other}, and expert-parallel layers have their own weights each; {REMEDY}"
                     )
     return first
 

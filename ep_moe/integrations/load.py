@@ -16,13 +16,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ep_moe.checkpoint.conversion import in_file
-from ep_moe.checkpoint.formats import NUMBERS
-from ep_moe.checkpoint.model_files import ExpertFiles, load_skeleton
+from ep_moe.checkpoint.formats import PLAIN_DTYPES
+from ep_moe.checkpoint.model_files import ExpertFiles, load_dense_parameters
 from ep_moe.checkpoint.model_names import ModuleLayout
 from ep_moe.checkpoint.quantized_experts import wrong_scheme
-from ep_moe.checkpoint.reader import quantised_again, read_experts
+from ep_moe.checkpoint.reader import read_experts, requantization_warnings
 from ep_moe.checkpoint.source import CheckpointSource
-from ep_moe.checkpoint.unexpected_tensors import listed
+from ep_moe.checkpoint.unexpected_tensors import summarize_names
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.config_file import ADAPTER, class_of, read_whole_config
 from ep_moe.integrations.families import FAMILIES, Family, checked_config
@@ -32,7 +32,7 @@ from ep_moe.layer import MoELayer
 from ep_moe.runtime.progress import Progress
 
 
-def described(
+def build_model_on_meta(
     folder: Path, dtype: torch.dtype | None, model_class: Any, num_labels: int | None
 ) -> tuple[PreTrainedModel, Family | None, torch.dtype]:
     """Build the model of a folder on the meta device.
@@ -76,7 +76,7 @@ def warn_of_adapter(folder: Path) -> None:
 
 
 def on_meta(folder: Path, config: Any, dtype: torch.dtype, model_class: Any = None) -> PreTrainedModel:
-    if dtype not in NUMBERS:
+    if dtype not in PLAIN_DTYPES:
         raise ConfigError(f"dtype must be torch.bfloat16, float16, float32 or float64, got {dtype!r}")
     if model_class is None and (task := classifies(config)) is not None:
         raise ConfigError(
@@ -148,7 +148,7 @@ def draw_head(model: PreTrainedModel, names: Iterable[str]) -> None:
             model._init_weights(module)
 
 
-def keep_numbers(module: nn.Module) -> None:
+def mark_initialized(module: nn.Module) -> None:
     """Mark a module as initialized, as transformers' `from_pretrained` does.
 
     Otherwise `post_init` of the model, or of a model that contains it, would initialize its weights again.
@@ -186,24 +186,26 @@ def load_model(
         The names of `fresh` that the files lack.
 
     Raises:
-        CheckpointError: On this rank only; call it under `reader.loading`, which raises on all ranks.
+        CheckpointError: On this rank only; call it under `reader.load_errors_on_all_ranks`, which raises on all ranks.
     """
     replaced = {name: one for name, one in model.named_modules() if isinstance(one, ExpertParallelExperts)}
     assert replaced.keys() == files.modules.keys(), "experts of the files and of the model differ"
     said = check_files({name: one.moe for name, one in replaced.items()}, files)
     if files.left_out:
-        said.append(f"{listed(files.left_out)} is not loaded: {type(files.model).__name__} has no such weights")
+        said.append(
+            f"{summarize_names(files.left_out)} is not loaded: {type(files.model).__name__} has no such weights"
+        )
     if said:
         warnings.warn(f"{files.source.origin}: {'; '.join(said)}", stacklevel=2)
     for one in replaced.values():
         one.moe.to_empty(device=device)
     apart = [f"{name}.moe" for name in replaced]
-    missing = load_skeleton(model, files, apart, device=device, dtype=dtype, fresh=fresh)
+    missing = load_dense_parameters(model, files, apart, device=device, dtype=dtype, fresh=fresh)
     first = next(iter(replaced.values())).moe.context.layout.place == 0
     total = sum(len(one.local_experts) for one in replaced.values())
     with Progress(total, "loading", "expert", shown=progress and first) as bar:
         for name, one in replaced.items():
-            fill(one.moe, one.layout, name, files, bar)
+            write_local_experts(one.moe, one.layout, name, files, bar)
     return missing
 
 
@@ -216,21 +218,21 @@ def check_files(layers: Mapping[str, MoELayer], files: ExpertFiles) -> list[str]
     """
     plan = [(layers[name], *known) for name, known in files.formats.items() if known is not None]
     for layer, block, form in plan:
-        wrong = form.wrong(files.source, block, layer.config)
+        wrong = form.unreadable_reason(files.source, block, layer.config)
         wrong = wrong or wrong_scheme(form, files.source, block, layer.config, layer.expert_weights.scheme)
         if wrong is not None:
             raise CheckpointError(wrong)
-    return quantised_again(files.source, plan)
+    return requantization_warnings(files.source, plan)
 
 
 @torch.no_grad()
-def fill(layer: MoELayer, layout: ModuleLayout, name: str, files: ExpertFiles, bar: Any = None) -> None:
+def write_local_experts(layer: MoELayer, layout: ModuleLayout, name: str, files: ExpertFiles, bar: Any = None) -> None:
     """Write this rank's experts of the module `name`."""
     known = files.formats[name]
     if known is not None:
         read_experts(layer, files.source, *known, bar)
         return
-    for expert in layer.expert_weights.held:
+    for expert in layer.expert_weights.slots_of_expert:
         write_expert(layer, layout, expert, files.read(name, expert))
         if bar is not None:
             bar.update(1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations.blocks import saved_experts, shared_names
+from ep_moe.integrations.blocks import layers_with_layout, shared_names
 from ep_moe.integrations.lora_guard import accept_adapter, guard_scales
 from ep_moe.integrations.lora_targets import (
     PREFIX,
@@ -68,7 +68,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
         ConfigError: peft is not installed, the configuration requests something unsupported, or the experts cannot
             have factors (quantized, sharded by etp, or redundant).
     """
-    peft, layers = _peft(), saved_experts(model)
+    peft, layers = _peft(), layers_with_layout(model)
     _refuse_second("add_lora", model, peft)
     config = converted(config, model)
     wanted = list(config.target_parameters or [])
@@ -120,7 +120,7 @@ def add_lora(model: nn.Module, config: Any, *, seed: int = 0) -> Any:
 
 def _refuse_second(what: str, model: Any, peft: Any) -> None:
     """Raise ConfigError for a model that has an adapter already. Experts can have the factors of one adapter only."""
-    factors = [one.layer.expert_weights.lora for one in saved_experts(model)]
+    factors = [one.layer.expert_weights.lora for one in layers_with_layout(model)]
     if isinstance(model, peft.PeftModel) or any(found is not None for found in factors):
         raise ConfigError(
             f"{what}: model must be without an adapter, got a {type(model).__name__} that has one; call "
@@ -171,7 +171,7 @@ def merge_lora(model: Any) -> nn.Module:
     """
     if hasattr(model, "ep_moe_scales"):
         model.ep_moe_scales()
-    for one in saved_experts(model):
+    for one in layers_with_layout(model):
         lora.merge_lora(one.layer.expert_weights)
     merged: nn.Module = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
     if hasattr(merged, "ep_moe_lora"):
@@ -191,7 +191,7 @@ def save_lora(model: Any, folder: str | Path) -> None:
         ConfigError: The model has no factors.
         CheckpointError: On all ranks, if the first one cannot write.
     """
-    peft, layers = _peft(), saved_experts(model)
+    peft, layers = _peft(), layers_with_layout(model)
     config = getattr(model, "ep_moe_lora", None)
     if config is None:
         raise ConfigError("save_lora needs a model of add_lora or load_lora; its factors may be merged already")
@@ -199,7 +199,7 @@ def save_lora(model: Any, folder: str | Path) -> None:
     tensors: dict[str, Tensor] = {}
     for target in expert_targets(model, list(config.target_parameters or [])):
         tensors |= target.in_file(*target.whole_factors())
-    with context.consensus.together("save_lora"):
+    with context.consensus.propagate_errors("save_lora"):
         if context.layout.place == 0:
             try:
                 _write(peft, model, config, tensors, Path(folder))
@@ -228,7 +228,7 @@ def load_lora(model: nn.Module, folder: str | Path, *, trainable: bool = False) 
     initial = config.init_lora_weights
     if initial in _DRAWN:
         config.init_lora_weights = True
-    with saved_experts(model)[0].layer.context.consensus.together("load_lora"):
+    with layers_with_layout(model)[0].layer.context.consensus.propagate_errors("load_lora"):
         try:
             tensors = load_file(folder / _FILE)
         except Exception as error:

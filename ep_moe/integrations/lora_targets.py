@@ -1,6 +1,6 @@
 """Resolves the names in PEFT's `LoraConfig` on a model with expert-parallel layers, by PEFT's own matching rules.
 
-A name selects matrices of experts (`Target`), or other modules, which PEFT handles itself.
+A name selects matrices of experts (`LoraTarget`), or other modules, which PEFT handles itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ep_moe.checks import as_number, check_count
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.blocks import ExpertParallelBlock, saved_experts, shared_names
+from ep_moe.integrations.blocks import ExpertParallelBlock, layers_with_layout, shared_names
 from ep_moe.integrations.generic import ExpertParallelExperts
-from ep_moe.integrations.save import SavedExperts
+from ep_moe.integrations.save import LayerWithLayout
 from ep_moe.weights import lora
 from ep_moe.weights.lora import ExpertLora, LowRank
 
@@ -31,7 +31,7 @@ _UNSERVED = (
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class LoraTarget:
     """One matrix of all experts of a layer, which gets LoRA factors.
 
     of: the layer
@@ -42,7 +42,7 @@ class Target:
         PEFT's B our A transposed
     """
 
-    of: SavedExperts
+    of: LayerWithLayout
     stored: str
     parameter: str
     depth: int
@@ -108,12 +108,12 @@ class Target:
         return a, b
 
 
-def expert_targets(model: Any, wanted: list[str]) -> Iterator[Target]:
+def expert_targets(model: Any, wanted: list[str]) -> Iterator[LoraTarget]:
     """Yield a target for each matrix of experts that `wanted` names, in the order of layers.
 
     PEFT wraps a module once for each of its target parameters. The wrapper of the last parameter is the outermost.
     """
-    layers = saved_experts(model)
+    layers = layers_with_layout(model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     theirs = meta_copy(base) if any(one.layout.tensors[0].transposed for one in layers) else None
     for one in layers:
@@ -122,7 +122,7 @@ def expert_targets(model: Any, wanted: list[str]) -> Iterator[Target]:
         found = [s for s, p in names.items() if any(is_named(f"{one.name}.{p}", each) for each in wanted)]
         turned = theirs is not None and not getattr(theirs.get_submodule(one.name), "is_transposed", False)
         for at, stored in enumerate(found):
-            yield Target(one, stored, names[stored], len(found) - 1 - at, turned)
+            yield LoraTarget(one, stored, names[stored], len(found) - 1 - at, turned)
 
 
 def is_named(name: str, wanted: str) -> bool:

@@ -17,16 +17,16 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from ep_moe.checkpoint.conversion import Recipe, converted
 from ep_moe.checkpoint.model_files import ExpertFiles, check_dtype, swapped
-from ep_moe.checkpoint.push import ORIGIN, Staged, Target, Weights, part_of, push
+from ep_moe.checkpoint.push import ORIGIN, Staged, Target, Weights, layer_prefix, push
 from ep_moe.checkpoint.source import MemorySource
 from ep_moe.checkpoint.stored import check_fits
-from ep_moe.checkpoint.unexpected_tensors import listed
+from ep_moe.checkpoint.unexpected_tensors import summarize_names
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.blocks import model_parts
-from ep_moe.integrations.load import check_files, fill
+from ep_moe.integrations.load import check_files, write_local_experts
 from ep_moe.integrations.save import (
+    LayerWithLayout,
     ModelParts,
-    SavedExperts,
     check_plain,
     gather_experts,
     untied,
@@ -101,15 +101,15 @@ def export_weights(model: PreTrainedModel, *, save_original_format: bool = True)
 
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in untied(model, parts.rest()).items():
-        layers.setdefault(part_of(name), {})[name] = tensor
-    for layer in dict.fromkeys([*layers, *(part_of(one.name) for one in parts.experts)]):
+        layers.setdefault(layer_prefix(name), {})[name] = tensor
+    for layer in dict.fromkeys([*layers, *(layer_prefix(one.name) for one in parts.experts)]):
         yield from renamed({name: full(tensor) for name, tensor in layers.get(layer, {}).items()}).items()
-        for one in (each for each in parts.experts if part_of(each.name) == layer):
+        for one in (each for each in parts.experts if layer_prefix(each.name) == layer):
             yield from _exported(one, renamed)
 
 
 def _exported(
-    one: SavedExperts, renamed: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    one: LayerWithLayout, renamed: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield a layer's experts: in chunks if each expert has tensors of its own, else all together."""
     experts, sizes = one.layout.experts, one.sizes()
@@ -126,7 +126,7 @@ def _exported(
                 yield f"{before}{expert}{behind}", found[f"{before}{place}{behind}"]
 
 
-def _numbered_names(one: SavedExperts, renamed: _Renamed) -> list[tuple[str, str]] | None:
+def _numbered_names(one: LayerWithLayout, renamed: _Renamed) -> list[tuple[str, str]] | None:
     """Return the prefix and suffix around the expert's number in each name of its tensors.
 
     None if a tensor holds more than one expert.
@@ -164,8 +164,8 @@ class ModelTarget(Target):
         self._live = parts.rest()
         if sharded := [name for name, tensor in self._live.items() if hasattr(tensor, "placements")]:
             raise ConfigError(
-                f"{listed(sharded)} is sharded over ranks, and load_weights writes whole tensors; serve a model that "
-                f"is not sharded outside its experts"
+                f"{summarize_names(sharded)} is sharded over ranks, and load_weights writes whole tensors; serve a "
+                f"model that is not sharded outside its experts"
             )
         if any(layer.expert_weights.lora is not None for layer in self.layers):
             raise ConfigError(
@@ -181,7 +181,7 @@ class ModelTarget(Target):
         self._written: dict[str, str] = {}
 
     def part(self, name: str) -> str:
-        return part_of(name)
+        return layer_prefix(name)
 
     def stage(self, tensors: Mapping[str, Tensor], *, headers: bool) -> Staged:
         source = MemorySource(tensors, ORIGIN)
@@ -193,11 +193,13 @@ class ModelTarget(Target):
             for recipe in files.rest.values():
                 dense |= self._converted(recipe, source, headers=headers)
         covers = files.made | {self._place[name] for name in dense}
-        layer = {part_of(name) for name in (*files.made, *dense)}
-        if missing := sorted(name for name in self._wanted - covers if part_of(name) in layer):
-            raise CheckpointError(f"{listed(missing)} is missing in {ORIGIN}")
+        layer = {layer_prefix(name) for name in (*files.made, *dense)}
+        if missing := sorted(name for name in self._wanted - covers if layer_prefix(name) in layer):
+            raise CheckpointError(f"{summarize_names(missing)} is missing in {ORIGIN}")
         if files.left_out:
-            said.append(f"{listed(files.left_out)} is not loaded: {type(self._model).__name__} has no such weights")
+            said.append(
+                f"{summarize_names(files.left_out)} is not loaded: {type(self._model).__name__} has no such weights"
+            )
         self.said |= dict.fromkeys(said)
         names = tensors.keys() - files.destinations.unknown.keys()
         return Staged(frozenset(covers), names, _Plan(files, dense))
@@ -217,7 +219,9 @@ class ModelTarget(Target):
         try:
             made = converted(recipe, given, self._model, self._model.config)
         except Exception as error:  # an operation cannot join tensors of these sizes
-            raise CheckpointError(f"{recipe.target} cannot be made of {listed(recipe.names())}: {error}") from error
+            raise CheckpointError(
+                f"{recipe.target} cannot be made of {summarize_names(recipe.names())}: {error}"
+            ) from error
         for name, tensor in made.items():
             wanted = list(self._live[name].shape) if name in self._live else None
             if wanted != list(tensor.shape):
@@ -227,7 +231,7 @@ class ModelTarget(Target):
     @torch.no_grad()
     def write(self, plan: _Plan) -> None:
         for name in plan.files.formats:
-            fill(self._experts[name].layer, self._experts[name].layout, name, plan.files)
+            write_local_experts(self._experts[name].layer, self._experts[name].layout, name, plan.files)
         for name, tensor in plan.dense.items():
             live, first = self._live[name], self._written.setdefault(self._place[name], name)
             if first != name and not torch.equal(live, tensor.to(live.dtype)):
@@ -239,7 +243,7 @@ class ModelTarget(Target):
 
     def check_whole(self, covered: Set[Any]) -> None:
         if missing := sorted(self._wanted - covered):
-            raise CheckpointError(f"{listed(missing)} is missing in {ORIGIN}")
+            raise CheckpointError(f"{summarize_names(missing)} is missing in {ORIGIN}")
 
 
 def _place(tensor: Tensor) -> tuple[int, ...]:

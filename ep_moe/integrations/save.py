@@ -36,7 +36,7 @@ _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True)
-class SavedExperts:
+class LayerWithLayout:
     """A layer, and the layout of its experts in transformers' module.
 
     name: transformers' name of the module of experts
@@ -56,19 +56,21 @@ class SavedExperts:
             "w2": (config.hidden_size, config.intermediate_size),
         }
         sizes |= {"w13_bias": (config.w13_rows,), "w2_bias": (config.hidden_size,)} if config.expert_bias else {}
-        return self.layout.stored({name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()})
+        return self.layout.from_canonical(
+            {name: torch.empty(size, dtype=dtype, device="meta") for name, size in sizes.items()}
+        )
 
     def joined(self, stacked: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert stacked tensors of experts, [E, ...] by parameter name, to the module's parameters by full name."""
-        held = {each.name: each for each in self.layout.tensors}
-        return {f"{self.name}.{name}": held[name].join(tensor) for name, tensor in stacked.items()}
+        layouts = {each.name: each for each in self.layout.tensors}
+        return {f"{self.name}.{name}": layouts[name].join(tensor) for name, tensor in stacked.items()}
 
     def stand_in(self) -> nn.Module:
         """Return a module with the parameters of all experts on the meta device, and with what is kept."""
         module, sizes = nn.Module(), self.sizes()
-        for held in self.layout.tensors:
-            one = sizes[held.name]
-            put_tensor(module, held.name, held.join(one.new_empty((self.layout.experts, *one.shape))))
+        for layout in self.layout.tensors:
+            one = sizes[layout.name]
+            put_tensor(module, layout.name, layout.join(one.new_empty((self.layout.experts, *one.shape))))
         for name, each in self.kept.items():
             setattr(module, name, each)
         return module
@@ -84,7 +86,7 @@ class ModelParts:
     """
 
     model: Any
-    experts: list[SavedExperts]
+    experts: list[LayerWithLayout]
     places: dict[str, nn.Module]
 
     def rest(self) -> dict[str, Tensor]:
@@ -141,14 +143,14 @@ def save_model(parts: ModelParts, folder: Path, *, original: bool, shard_bytes: 
         problem = error
     if writer is not None:
         writer.remove_unfinished()
-    context.consensus.healthy("save", problem, deadline_s=_LONGEST_S)
+    context.consensus.raise_on_all_ranks("save", problem, deadline_s=_LONGEST_S)
     stage = context.rank_groups["stage"]
     if stage.size > 1:  # ranks of other EP groups return after the files are complete
         with stage.flight_recorder.step("wait for the checkpoint", more_s=_LONGEST_S):
             barrier(context.device, stage.group)
 
 
-def check_plain(experts: list[SavedExperts], call: str) -> None:
+def check_plain(experts: list[LayerWithLayout], call: str) -> None:
     """Raise ConfigError, on all ranks, if `call` cannot gather whole experts of these layers."""
     layout = experts[0].layer.context.layout
     if layout.pp > 1:
@@ -173,7 +175,7 @@ def check_plain(experts: list[SavedExperts], call: str) -> None:
             )
 
 
-def warn_of_differences(experts: list[SavedExperts], call: str) -> None:
+def warn_of_differences(experts: list[LayerWithLayout], call: str) -> None:
     """Warn on all ranks if their weights are inconsistent. Collective.
 
     Either ranks hold different values where they should be equal, and `call` gives those of one rank. Or experts were
@@ -216,7 +218,7 @@ def _write(writer: _Writer, model: Any, tensors: dict[str, Tensor], original: bo
 
 
 @torch.no_grad()
-def _gathered(one: SavedExperts) -> dict[str, Tensor]:
+def _gathered(one: LayerWithLayout) -> dict[str, Tensor]:
     """Return the tensors of all experts of a layer on the CPU of the writing rank; {} on the others."""
     layer, layout = one.layer, one.layer.context.layout
     if layout.replica_rank != 0:
@@ -233,7 +235,7 @@ def _gathered(one: SavedExperts) -> dict[str, Tensor]:
     return one.joined(found) if found else {}
 
 
-def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _each(one: LayerWithLayout) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Send each expert from its owner to the writing rank. Yield it there and on its owner, and {} elsewhere."""
     layer, layout = one.layer, one.layer.context.layout
     weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
@@ -242,8 +244,8 @@ def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
     for expert in range(layer.config.num_experts):
         owner = expert_map.primary_owner(expert)
         tensors: dict[str, Tensor] = {}
-        if layout.ep_rank == owner:  # `whole` is collective over the etp group
-            tensors = one.layout.stored(weights.whole(weights.held[expert][0]))
+        if layout.ep_rank == owner:  # `gather_slot` is collective over the etp group
+            tensors = one.layout.from_canonical(weights.gather_slot(weights.slots_of_expert[expert][0]))
         if layout.etp_rank == 0 and owner != 0 and layout.ep_rank in (0, owner):
             if layout.ep_rank == 0:
                 tensors = {n: torch.empty(t.shape, dtype=t.dtype, device=weights.device) for n, t in sizes.items()}
@@ -256,7 +258,7 @@ def _each(one: SavedExperts) -> Iterator[tuple[int, dict[str, Tensor]]]:
 
 
 @torch.no_grad()
-def gather_experts(one: SavedExperts, experts: range) -> dict[str, Tensor]:
+def gather_experts(one: LayerWithLayout, experts: range) -> dict[str, Tensor]:
     """Return the parameters of a range of experts, [len(experts), ...] by full name, on all ranks. Collective."""
     layer, layout = one.layer, one.layer.context.layout
     weights, ep = layer.expert_weights, layer.context.rank_groups["ep"]
@@ -266,8 +268,10 @@ def gather_experts(one: SavedExperts, experts: range) -> dict[str, Tensor]:
         for name, tensor in one.sizes().items()
     }
     for place, (expert, owner) in enumerate(zip(experts, owners, strict=True)):
-        if layout.ep_rank == owner:  # `whole` is collective over the etp group
-            for name, tensor in one.layout.stored(weights.whole(weights.held[expert][0])).items():
+        if layout.ep_rank == owner:  # `gather_slot` is collective over the etp group
+            for name, tensor in one.layout.from_canonical(
+                weights.gather_slot(weights.slots_of_expert[expert][0])
+            ).items():
                 found[name][place].copy_(tensor)
     if ep.size > 1:
         with layer.context.flight_recorder.step("gather experts", layer.name, counted=False):

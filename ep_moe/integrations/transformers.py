@@ -20,15 +20,15 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ep_moe.checkpoint.formats import NUMBERS
+from ep_moe.checkpoint.formats import PLAIN_DTYPES
 from ep_moe.checkpoint.hub import HubOptions, model_folder
 from ep_moe.checkpoint.model_files import keep_in_float32
 from ep_moe.checkpoint.model_names import names_of
-from ep_moe.checkpoint.quantization_config import foreign_refusal
-from ep_moe.checkpoint.reader import largest_input_scale, load_layers, loading
+from ep_moe.checkpoint.quantization_config import unsupported_message
+from ep_moe.checkpoint.reader import largest_input_scale, load_errors_on_all_ranks, load_layers
 from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checkpoint.stored import check_fits
-from ep_moe.checkpoint.unexpected_tensors import listed, unexpected
+from ep_moe.checkpoint.unexpected_tensors import summarize_names, unexpected
 from ep_moe.checks import check_kind, check_path
 from ep_moe.config import ONE_SCALE, MoEConfig, Wire
 from ep_moe.context import EPContext
@@ -37,19 +37,18 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations.blocks import ExpertParallelBlock as ExpertParallelBlock
 from ep_moe.integrations.blocks import check_context, check_model, model_parts, replace_blocks
 from ep_moe.integrations.config_file import read_generation_config
-from ep_moe.integrations.edited import whole_blocks
 from ep_moe.integrations.ep_implementation import register_ep_implementation as register_ep_implementation
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, checked_config
 from ep_moe.integrations.find_experts import find_experts
+from ep_moe.integrations.forward_sync import GenerationSync
+from ep_moe.integrations.forward_sync import idle_step as idle_step
 from ep_moe.integrations.generic import replace_experts
-from ep_moe.integrations.in_step import Generation
-from ep_moe.integrations.in_step import idle_step as idle_step
 from ep_moe.integrations.load import (
-    described,
+    build_model_on_meta,
     draw_head,
     head_names,
-    keep_numbers,
     load_model,
+    mark_initialized,
     model_files,
     on_meta,
     warn_of_adapter,
@@ -59,6 +58,7 @@ from ep_moe.integrations.model_hooks import RouterLogitsHook
 from ep_moe.integrations.push import export_weights as export_weights
 from ep_moe.integrations.push import load_weights as load_weights
 from ep_moe.integrations.save import save_model
+from ep_moe.integrations.user_changes import family_to_replace
 from ep_moe.layer import MoELayer
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN
@@ -116,7 +116,7 @@ def expert_parallel(
     }  # fmt: skip
     check_context("expert_parallel", context)
     check_model("expert_parallel", model)
-    family = whole_blocks(model, FAMILIES.get(model.config.get_text_config().model_type))
+    family = family_to_replace(model, FAMILIES.get(model.config.get_text_config().model_type))
     return _parallel(model, context, family, layer_options)
 
 
@@ -139,7 +139,7 @@ def _parallel(
         RouterLogitsHook().attach(inner)
     first.masks.attach(model, inner, first.moe)
     if model.can_generate():
-        Generation.of(context).attach(model, inner)
+        GenerationSync.of(context).attach(model, inner)
     return model
 
 
@@ -244,9 +244,9 @@ def load_pretrained(
         "expert_map": expert_map, "all2all": all2all, "experts": experts, "quantization": quantization, "wire": wire,
         "pipeline": pipeline, "options": options, "tuned": tuned,
     }  # fmt: skip
-    with loading(folder, context.consensus):
-        model, known, dtype = described(folder, dtype, model_class, num_labels)
-        family, fresh = whole_blocks(model, known, fresh=True), set(head_names(model) if model_class else ())
+    with load_errors_on_all_ranks(folder, context.consensus):
+        model, known, dtype = build_model_on_meta(folder, dtype, model_class, num_labels)
+        family, fresh = family_to_replace(model, known, fresh=True), set(head_names(model) if model_class else ())
         keep_in_float32(model, dtype)
         files = model_files(model, folder) if family is None else None
         _parallel(model, context, family, layer_options)
@@ -257,12 +257,12 @@ def load_pretrained(
         if missing:
             draw_head(model, missing)
             warnings.warn(
-                f"{folder}: {listed(sorted(missing))} of {type(model).__name__} is missing and was newly "
+                f"{folder}: {summarize_names(sorted(missing))} of {type(model).__name__} is missing and was newly "
                 "initialized; train it",
                 stacklevel=2,
             )
         warn_of_adapter(folder)
-        keep_numbers(model)
+        mark_initialized(model)
         if model.can_generate():
             model.generation_config = read_generation_config(folder) or model.generation_config
     if context.layout.rank == 0:
@@ -303,7 +303,7 @@ def read_moe_config(path: str | Path, context: EPContext, **hub: Unpack[HubOptio
     """
     check_context("read_moe_config", context)
     folder = model_folder(path, context.consensus, weights=False, **hub)
-    with loading(folder, context.consensus):
+    with load_errors_on_all_ranks(folder, context.consensus):
         return checked_config(folder)[1]
 
 
@@ -313,8 +313,8 @@ def num_experts(path: str | Path, context: EPContext, **hub: Unpack[HubOptions])
     Raises CheckpointError or ConfigError on all ranks.
     """
     folder = model_folder(path, context.consensus, weights=False, **hub)
-    with loading(folder, context.consensus):
-        model, family, _ = described(folder, None, None, None)
+    with load_errors_on_all_ranks(folder, context.consensus):
+        model, family, _ = build_model_on_meta(folder, None, None, None)
         if family is not None:
             return checked_config(folder)[1].num_experts
         found = {one.layout.experts for one in find_experts(model).values()}
@@ -349,7 +349,7 @@ def calibrated_wire(
         CheckpointError: On all ranks, if the checkpoint has no input scales.
     """
     folder = model_folder(path, context.consensus, **hub)
-    with loading(folder, context.consensus):
+    with load_errors_on_all_ranks(folder, context.consensus):
         scale = _largest_input_scale(folder, ONE_SCALE.get(dispatch))
     return Wire(dispatch=dispatch, combine=combine, input_scale=scale)
 
@@ -395,8 +395,8 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
             continue
         found = source.shape(name) if source.has(name) else None
         if found != tuple(tensor.shape):
-            if others := source.foreign(name.rpartition(".")[0]):
-                raise CheckpointError(foreign_refusal(name, *next(iter(others.items()))))
+            if others := source.unsupported_tensors(name.rpartition(".")[0]):
+                raise CheckpointError(unsupported_message(name, *next(iter(others.items()))))
             if found is None and name in fresh:
                 drawn.add(name)
                 continue
@@ -405,7 +405,7 @@ def _load_rest(model: PreTrainedModel, source: CheckpointSource, blocks: tuple[s
                 continue
             got = "nothing" if found is None else list(found)
             raise CheckpointError(f"{name} must have shape {list(tensor.shape)}, got {got} in {source.origin}")
-        if tensor.is_floating_point() and source.dtype(name) not in NUMBERS:
+        if tensor.is_floating_point() and source.dtype(name) not in PLAIN_DTYPES:
             raise CheckpointError(
                 f"{name} is {source.dtype(name)} in {source.origin}; outside the experts only bf16, fp16, fp32 and "
                 f"fp8, NVFP4, MXFP4 and symmetric INT4 with their scales can be read"

@@ -119,7 +119,7 @@ def snapshot(context: EPContext, *balancers: ExpertBalancer, whole: bool = False
         rank=context.layout.rank,
         etp_rank=context.layout.etp_rank,
         whole=whole,
-        deadline_s=None if context.flight_recorder.alone else context.flight_recorder.deadline_s,
+        deadline_s=None if context.flight_recorder.has_no_peers else context.flight_recorder.deadline_s,
         layers=_layer_metrics(context, layers, whole),
         balancers=tuple(balancer.stats() for balancer in balancers),
     )
@@ -198,7 +198,9 @@ def stages(context: EPContext, *, times: bool = True, nvtx: bool = False) -> Ite
         raise ConfigError("metrics.stages: the stages of this context are watched already; leave that block first")
     if check_flag("stages: nvtx", nvtx):
         _check_nvtx(context.device)
-    watched = StageTimes(context.device, lambda: context._inside or "", timed=check_flag("times", times), nvtx=nvtx)
+    watched = StageTimes(
+        context.device, lambda: context._running_call or "", timed=check_flag("times", times), nvtx=nvtx
+    )
     context._stage_times = watched
     try:
         yield watched
@@ -251,7 +253,7 @@ def _names(layers: Sequence[MoELayer]) -> list[str]:
 
 
 def _margin(layer: str, flight_recorder: FlightRecorder) -> float | None:
-    if flight_recorder.alone:
+    if flight_recorder.has_no_peers:
         return None
     return flight_recorder.deadline_s - flight_recorder.longest_wait.get(layer, 0.0)
 

@@ -179,7 +179,7 @@ class _Collective(Function):
     def forward(
         ctx: Any, x: Tensor, there: Collective, back: Collective, rank_group: RankGroup, works: list[dist.Work]
     ) -> Tensor:
-        ctx.back, ctx.rank_group, ctx.where = back, rank_group, rank_group.flight_recorder.where
+        ctx.back, ctx.rank_group, ctx.where = back, rank_group, rank_group.flight_recorder.call_name
         ctx.number = next(rank_group.exchanges)
         out, work = there(x)
         if work is not None:

@@ -55,7 +55,9 @@ class ConnectedRanks:
         self.device, self._gpu = device, gpu_index(device)
         self.flight_recorder = flight_recorder
         self.rank_groups = rank_groups
-        self._tokens = TokenFlow(layout, tp=rank_groups["tp"], etp=rank_groups["etp"], lockstep=rank_groups["lockstep"])
+        self._token_flow = TokenFlow(
+            layout, tp=rank_groups["tp"], etp=rank_groups["etp"], lockstep=rank_groups["lockstep"]
+        )
         self.max_tokens = max_tokens
         self._seeds = None if store is None else PrefixStore(f"seeds/stage{layout.pp_rank}", store)
         peers = layout.group("lockstep")
@@ -244,7 +246,7 @@ class ConnectedRanks:
         except ConfigError as error:
             problem = error
         # before any group is created: a rank that creates another set of groups would leave the others waiting
-        consensus.same("EPContext groups", {"groups given": sorted(groups or {})}, problem)
+        consensus.require_equal("EPContext groups", {"groups given": sorted(groups or {})}, problem)
         made: list[RankGroups] = []
 
         def abort() -> None:
@@ -269,7 +271,9 @@ class ConnectedRanks:
                 flight_recorder.device_watch.prepare(device)
             with flight_recorder.step("connect", "process groups", counted=False, more_s=COMPILING_S):
                 made.append(RankGroups(layout, flight_recorder, device, groups, name))
-            consensus.healthy("EPContext", None)  # a barrier: all ranks have their groups before one uses them
+            consensus.raise_on_all_ranks(
+                "EPContext", None
+            )  # a barrier: all ranks have their groups before one uses them
             flight_recorder.attach()
         except BaseException:
             flight_recorder.close(wait=False)  # there is no context that would close it

@@ -22,8 +22,8 @@ from ep_moe.errors import (
     OutOfMemory,
     PeerTimeout,
 )
-from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
-from ep_moe.parallel.nodes import named
+from ep_moe.parallel.nodes import format_ranks
+from ep_moe.parallel.timeout_store import StoreLost, TimeoutStore
 
 _PATIENCE_S = 30.0  # the most seconds for an answer of the store that waits for no key
 
@@ -45,14 +45,14 @@ class StoreConsensus:
     """
 
     def __init__(self, store: Store | None, ranks: Sequence[int], rank: int, deadline_s: float, held: str = "") -> None:
-        self._store = None if store is None else AnsweringStore(store, min(deadline_s, _PATIENCE_S), held)
+        self._store = None if store is None else TimeoutStore(store, min(deadline_s, _PATIENCE_S), held)
         self._ranks = list(ranks)
         self._rank = rank
         self._deadline_s = deadline_s
         self._calls = 0
         self._mark = object()  # identifies the errors that this object raised (`EPMoEError.agreed_by`)
 
-    def same(self, what: str, facts: Mapping[str, Any], problem: Exception | None = None) -> None:
+    def require_equal(self, what: str, facts: Mapping[str, Any], problem: Exception | None = None) -> None:
         """Raise ConfigError on all ranks unless all of them pass the same facts. Collective; also a barrier.
 
         Args:
@@ -67,7 +67,7 @@ class StoreConsensus:
         """
         self._settle({"what": what, **facts}, problem)
 
-    def healthy(self, what: str, problem: Exception | None, *, deadline_s: float | None = None) -> None:
+    def raise_on_all_ranks(self, what: str, problem: Exception | None, *, deadline_s: float | None = None) -> None:
         """Raise one rank's problem on all ranks. Collective; also a barrier.
 
         Args:
@@ -83,7 +83,7 @@ class StoreConsensus:
         self._settle({"what": what}, problem, self._at_least(deadline_s))
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def propagate_errors(self, what: str) -> Iterator[None]:
         """Raise on all ranks if the body of a `with` block raises on any rank. Collective.
 
         All ranks enter the body. It may contain other calls of this object. If a rank raises between two of them, the
@@ -96,18 +96,21 @@ class StoreConsensus:
             Nothing.
 
         Raises:
-            EPMoEError: as in `healthy`. A rank whose body raised raises that exception itself, or the common error.
+            EPMoEError: as in `raise_on_all_ranks`. A rank whose body raised raises that exception itself, or the common
+                error.
         """
         try:
             yield
         except Exception as error:
             agreed = isinstance(error, PeerTimeout) or getattr(error, "agreed_by", None) is self._mark
             if not agreed:
-                self.healthy(what, error)
+                self.raise_on_all_ranks(what, error)
             raise
-        self.healthy(what, None)
+        self.raise_on_all_ranks(what, None)
 
-    def share(self, what: str, make: Callable[[], Any], *, owner: int = 0, deadline_s: float | None = None) -> Any:
+    def compute_on_owner(
+        self, what: str, make: Callable[[], Any], *, owner: int = 0, deadline_s: float | None = None
+    ) -> Any:
         """Compute a value on one rank, and return it on all. Collective.
 
         Args:
@@ -156,7 +159,7 @@ class StoreConsensus:
         if len(self._ranks) == 1 or self._store is None:
             return value
         try:
-            return self._store.first(f"first/{what}", value).decode()
+            return self._store.set_if_absent(f"first/{what}", value).decode()
         except StoreLost as lost:
             raise PeerTimeout(f"{what}: the decision of the ranks is unknown. {lost}") from lost
 
@@ -215,7 +218,7 @@ class StoreConsensus:
         if not self._store.wait(keys, deadline_s):
             missing = [rank for rank, k in zip(self._ranks, keys, strict=True) if not self._store.has(k)]
             return PeerTimeout.__name__, (
-                f"{what}: {named(missing)} did not arrive within {deadline_s:g} s; all ranks must "
+                f"{what}: {format_ranks(missing)} did not arrive within {deadline_s:g} s; all ranks must "
                 f"make the same calls in the same order"
             )
         entries = {rank: json.loads(self._store.get(k)) for rank, k in zip(self._ranks, keys, strict=True)}
@@ -224,7 +227,7 @@ class StoreConsensus:
             first = entries[troubled[0]]
             text = first["problem"].removeprefix(f"{what}: ")
             if not text.startswith("rank"):  # otherwise a consensus among fewer ranks has named them already
-                text = f"{named(troubled)}: {text}"
+                text = f"{format_ranks(troubled)}: {text}"
             return first["kind"], f"{what}: {text}"
         return _difference(what, {rank: entry["facts"] for rank, entry in entries.items()})
 
@@ -239,7 +242,9 @@ def _difference(what: str, facts: dict[int, dict[str, Any]]) -> tuple[str, str] 
         for rank, entry in facts.items():
             by_value.setdefault(json.dumps(entry.get(name)), []).append(rank)
         if len(by_value) > 1:
-            lines.append(f"{name}: " + ", ".join(f"{value} on {named(ranks)}" for value, ranks in by_value.items()))
+            lines.append(
+                f"{name}: " + ", ".join(f"{value} on {format_ranks(ranks)}" for value, ranks in by_value.items())
+            )
     if not lines:
         return None
     return (

@@ -85,7 +85,7 @@ def failure_text(
 
 
 def published_failure(entry: bytes) -> EPMoEError | None:
-    """Return the error that `FlightRecorder.fail` published, None for an empty entry."""
+    """Return the error that `FlightRecorder.publish_failure` published, None for an empty entry."""
     found = json.loads(entry or b"null")
     if found is None:
         return None

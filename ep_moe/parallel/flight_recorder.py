@@ -23,12 +23,12 @@ import torch
 from torch.distributed import Store
 
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
-from ep_moe.parallel.answering_store import AnsweringStore, StoreLost
 from ep_moe.parallel.device_watch import DeviceWatch
 from ep_moe.parallel.failed import failure_text, is_communication_error, is_out_of_memory, published_failure, with_cause
 from ep_moe.parallel.heartbeats import Heartbeats, Step
-from ep_moe.parallel.nodes import NodeLayout, named
+from ep_moe.parallel.nodes import NodeLayout, format_ranks
 from ep_moe.parallel.step_board import HostExchange, PeerBoard, StepBoard
+from ep_moe.parallel.timeout_store import StoreLost, TimeoutStore
 
 _log = logging.getLogger("ep_moe.parallel")
 
@@ -49,7 +49,7 @@ class _StepGuard:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        self._flight_recorder.leave(error)
+        self._flight_recorder.end_step(error)
 
 
 _UNSEEN = nullcontext()
@@ -82,8 +82,8 @@ class FlightRecorder:
         device: torch.device | None = None,
         nodes: NodeLayout | None = None,
     ) -> None:
-        self.where = ""  # the layer whose call is running, "" between calls
-        self.carried = ""  # facts of the call, "name=value, name=value"; ranks compare them before they exchange rows
+        self.call_name = ""  # the layer or function whose call is running, "" between calls
+        self.call_facts = ""  # "name=value, name=value" of the call; ranks compare them before they exchange rows
         self._guard = _StepGuard(self)
         self.deadline_s = deadline_s
         self._ranks, self._rank = list(ranks), rank
@@ -104,15 +104,15 @@ class FlightRecorder:
         self._key = f"block{self._ranks[0]}"  # prefix of keys of these ranks: other ranks write to the same store
         self._exchanging = False  # whether a group already uses the board for a `HostExchange`
         self.device_watch = DeviceWatch(self._period, abortable=abort is not None)
-        self._shared: dict[object, int] = {}  # the number of calls of `share` by group, and of `meet` by key
-        self._store: AnsweringStore | None = None
+        self._shared: dict[object, int] = {}  # calls of `broadcast_text` by group, and of `monitored_barrier` by key
+        self._store: TimeoutStore | None = None
         self._watched = True  # whether the store answered the watch thread's last calls
         if store is not None:
             patience_s, held = max(2.0, 2.5 * self._period), "" if nodes is None else nodes.store
-            self._store = AnsweringStore(store, patience_s, held)
+            self._store = TimeoutStore(store, patience_s, held)
         if store is not None and self._store is not None and (len(self._ranks) > 1 or others):
             clone = store.clone()  # type: ignore[attr-defined]  # a waiting call locks its connection
-            own = AnsweringStore(clone, patience_s, held)
+            own = TimeoutStore(clone, patience_s, held)
             self._board = StepBoard.made()
             self._store.set(f"board/{rank}", "" if self._board is None else self._board.address)
             self.device_watch.active = len(self._ranks) > 1
@@ -152,7 +152,7 @@ class FlightRecorder:
     def newest(self) -> Step:
         return self._step
 
-    def leave_at(self, step: Step) -> None:
+    def set_newest_step(self, step: Step) -> None:
         """Set the newest step. Replays and recordings use it to end at the same step as eager calls of the peers."""
         self._step = step
         if self._board is not None:
@@ -163,10 +163,10 @@ class FlightRecorder:
         """Whether a failure was found, so that every later step raises."""
         return self._failure is not None
 
-    def enter(self, where: str, carried: str = "") -> None:
-        """Begin a layer's call. Until `where` is "" again, the watch also measures the time between steps."""
+    def begin_call(self, name: str, call_facts: str = "") -> None:
+        """Begin a layer's call. Until `call_name` is "" again, the watch also measures the time between steps."""
         self.check()
-        self.where, self.carried = where, carried
+        self.call_name, self.call_facts = name, call_facts
         self._started = time.monotonic()
 
     def step(
@@ -189,18 +189,18 @@ class FlightRecorder:
             return _UNSEEN
         self.check()
         self._keeps, self._more_s = keep, more_s
-        self.leave_at(Step(self._step.number + counted, self.where, phase, detail, False))
+        self.set_newest_step(Step(self._step.number + counted, self.call_name, phase, detail, False))
         self._started = time.monotonic()
         return self._guard
 
-    def leave(self, error: BaseException | None) -> None:
+    def end_step(self, error: BaseException | None) -> None:
         """End a step. error: the exception that left it, or None"""
         try:
             if isinstance(error, EPMoEError | RuntimeError):
                 self._explain(error)
         finally:
             step = self._step
-            self.leave_at(Step(step.number, step.where, step.phase, step.detail, True))
+            self.set_newest_step(Step(step.number, step.where, step.phase, step.detail, True))
         if error is None:
             self.check()
 
@@ -211,7 +211,7 @@ class FlightRecorder:
         if isinstance(error, EPMoEError):
             return
         if is_out_of_memory(error, self._device):
-            raise with_cause(self.fail(error), error)
+            raise with_cause(self.publish_failure(error), error)
         if is_communication_error(error):
             found = self._diagnose(str(error).splitlines()[0])
             if self._keeps:
@@ -219,29 +219,29 @@ class FlightRecorder:
             raise found from error
 
     @property
-    def alone(self) -> bool:
+    def has_no_peers(self) -> bool:
         """Whether this rank has no peers."""
         return self._store is None or len(self._ranks) == 1
 
-    def fail(self, error: BaseException, where: str = "") -> EPMoEError:
+    def publish_failure(self, error: BaseException, where: str = "") -> EPMoEError:
         """Publish that `error` left a call on this rank. Return the error that all ranks raise from now on.
 
-        where: the layer, if `enter` was not called for its call
+        where: the layer, if `begin_call` was not called for its call
         """
         if self._failure is not None:
             return self._failure
         memory = is_out_of_memory(error, self._device)
-        text = failure_text(error, self._rank, self._step, self.where or where, self._device, memory=memory)
+        text = failure_text(error, self._rank, self._step, self.call_name or where, self._device, memory=memory)
         failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
-        if self._store is not None and not self.alone:
+        if self._store is not None and not self.has_no_peers:
             with suppress(StoreLost):  # the peers also notice a lost store
                 entry = json.dumps({"memory": memory, "text": text})
                 # if two ranks fail, the first failure is taken for the cause
-                failure = published_failure(self._store.first(f"{self._key}/failed", entry)) or failure
+                failure = published_failure(self._store.set_if_absent(f"{self._key}/failed", entry)) or failure
             self._failure = failure
         return failure
 
-    def _failed_elsewhere(self, store: AnsweringStore) -> EPMoEError | None:
+    def _failed_elsewhere(self, store: TimeoutStore) -> EPMoEError | None:
         if not store.has(f"{self._key}/failed"):
             return None
         return published_failure(store.get(f"{self._key}/failed"))
@@ -255,7 +255,7 @@ class FlightRecorder:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
 
-    def share(self, text: str | None, *, owner: int, group: tuple[int, ...]) -> str:
+    def broadcast_text(self, text: str | None, *, owner: int, group: tuple[int, ...]) -> str:
         """Return the owner's text on every rank of a group. For error messages only: it waits for the store."""
         if self._store is None or len(group) == 1:
             return text or ""
@@ -267,7 +267,7 @@ class FlightRecorder:
             raise self._diagnose(f"rank {owner} did not report its error")
         return self._store.get(key).decode()
 
-    def meet(self, key: str, ranks: Sequence[int], what: str) -> None:
+    def monitored_barrier(self, key: str, ranks: Sequence[int], what: str) -> None:
         """Wait through the store until all of `ranks` make this call.
 
         For collectives that a user might start on one rank alone. Warns after a few seconds, and raises PeerTimeout
@@ -286,7 +286,7 @@ class FlightRecorder:
             if self._store.wait(list(keys.values()), seconds):
                 return
             missing = [rank for rank, own in keys.items() if not self._store.has(own)]
-            text = f"{what} needs {named(missing)} too"
+            text = f"{what} needs {format_ranks(missing)} too"
             if seconds < self.deadline_s:
                 warnings.warn(f"{text}; rank {self._rank} waits up to {self.deadline_s:g} s", stacklevel=2)
         raise PeerTimeout(f"{text}, which did not call it within {self.deadline_s:g} s; call it on all ranks")
@@ -294,7 +294,7 @@ class FlightRecorder:
     def refuse(self, text: str) -> None:
         """Make the next step of every rank, this one included, raise `text` as InputError."""
         self._failure = self._failure or InputError(text)
-        if self._store is not None and not self.alone:
+        if self._store is not None and not self.has_no_peers:
             with suppress(StoreLost):  # the peers also notice a lost store
                 self._store.set(f"{self._key}/refusal", text)
 
@@ -313,7 +313,7 @@ class FlightRecorder:
 
     # --- the watch ---------------------------------------------------------------------------------------------
 
-    def _watch(self, store: AnsweringStore) -> None:
+    def _watch(self, store: TimeoutStore) -> None:
         """Watch the peers until `close`; the body of the watch thread.
 
         It continues without the store. The store may be lost together with a peer, and threads that wait for that peer
@@ -322,7 +322,7 @@ class FlightRecorder:
         while not self._stop.wait(self._period):
             try:
                 self._heartbeats.beat(store)
-                self._hear(store)
+                self._read_peer_failures(store)
                 self._watched = True
             except StoreLost as lost:
                 self._say_unwatched(lost)
@@ -337,7 +337,7 @@ class FlightRecorder:
             if self._late_on_host() > 2 * self.deadline_s and self._abort is not None:
                 self._end("The host still waits")
 
-    def _hear(self, store: AnsweringStore) -> None:
+    def _read_peer_failures(self, store: TimeoutStore) -> None:
         """Adopt a failure that a peer published."""
         if self._failure is None and store.has(f"{self._key}/refusal"):
             self._failure = InputError(store.get(f"{self._key}/refusal").decode())
@@ -352,7 +352,7 @@ class FlightRecorder:
             _log.info("rank %d cannot watch its peers: %s", self._rank, lost)
         self._watched = False
 
-    def _free(self, store: AnsweringStore) -> None:
+    def _free(self, store: TimeoutStore) -> None:
         """Free a thread that waits on a device for a peer, by `abort` on another thread.
 
         An abort may itself wait for the device, whose kernel may wait for the lost peer. Called once, with the first
@@ -397,7 +397,7 @@ class FlightRecorder:
         """
         if not self._step.done:
             return time.monotonic() - self._started - self._more_s
-        return time.monotonic() - self._started - COMPILING_S if self.where else 0.0
+        return time.monotonic() - self._started - COMPILING_S if self.call_name else 0.0
 
     def _end(self, why: str) -> None:
         """End the process with a stack trace, as NCCL's watchdog does, so that the launcher ends the job.
@@ -410,7 +410,7 @@ class FlightRecorder:
         sys.stderr.flush()
         os._exit(1)
 
-    def _diagnose(self, cause: str, store: AnsweringStore | None = None) -> EPMoEError:
+    def _diagnose(self, cause: str, store: TimeoutStore | None = None) -> EPMoEError:
         """Return the failure that a peer published. If there is none, compare two readings of all heartbeats.
 
         The first rank with a verdict publishes it, and the others adopt it: to them, that rank's exit would look like
@@ -428,7 +428,7 @@ class FlightRecorder:
             verdict, behind = self._heartbeats.compared(store, step, 2.5 * self._period)
             if (failed := self._failed_elsewhere(store)) is not None:
                 return failed
-            verdict = store.first(f"{self._key}/verdict/{behind}", verdict).decode() or verdict
+            verdict = store.set_if_absent(f"{self._key}/verdict/{behind}", verdict).decode() or verdict
         except StoreLost as lost:
             return PeerTimeout(f"{text} {lost}")
         return PeerTimeout(f"{text} {verdict} Raise deadline_s (now {self.deadline_s:g} s) if it was only slow.")

@@ -23,20 +23,20 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store
 
 from ep_moe._version import __version__
-from ep_moe.checks import INT32, as_number, as_whole, deadline_problem, shown
+from ep_moe.checks import INT32_MAX, as_number, as_whole, deadline_problem, shown
 from ep_moe.config import ParallelConfig
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.answering_store import holder
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.parallel.rank_group import Levels, RankGroup
+from ep_moe.parallel.timeout_store import holder
 from ep_moe.runtime.devices import on_device
 from ep_moe.runtime.versions import installed
 
 DEADLINE_S = 300.0
-LINKED = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "dp", "pp", "ep_node", "ep_rail")
+GROUP_KINDS = ("tp", "etp", "ep", "lockstep", "expert_data", "stage", "dp", "pp", "ep_node", "ep_rail")
 
 
 @dataclass(frozen=True)
@@ -152,20 +152,25 @@ def agreed_layout(
     wrong = deadline_problem("deadline_s", deadline_s)
     if wrong is not None:
         problem = ConfigError(wrong)
-    if max_tokens is not None and not 1 <= (as_whole(max_tokens) or 0) <= INT32:
-        problem = ConfigError(f"max_tokens must be an integer in [1, {INT32}] or None, got {shown(max_tokens)}")
-    if ranks_per_node is not None and not 1 <= (as_whole(ranks_per_node) or 0) <= INT32:
-        problem = ConfigError(f"ranks_per_node must be an integer in [1, {INT32}] or None, got {shown(ranks_per_node)}")
+    if max_tokens is not None and not 1 <= (as_whole(max_tokens) or 0) <= INT32_MAX:
+        problem = ConfigError(f"max_tokens must be an integer in [1, {INT32_MAX}] or None, got {shown(max_tokens)}")
+    if ranks_per_node is not None and not 1 <= (as_whole(ranks_per_node) or 0) <= INT32_MAX:
+        problem = ConfigError(
+            f"ranks_per_node must be an integer in [1, {INT32_MAX}] or None, got {shown(ranks_per_node)}"
+        )
     patience = seconds_or_default(deadline_s)
     rank = dist.get_rank()
     consensus = StoreConsensus(PrefixStore("create", store), sorted(ranks), rank, patience)
-    store.set(f"host/{rank}", json.dumps([*host_identity(), holder(store)]))  # `same`, a barrier, makes it readable
-    consensus.same("EPContext", facts, problem)
+    store.set(f"host/{rank}", json.dumps([*host_identity(), holder(store)]))
+    # also a barrier, after which the hosts can be read
+    consensus.require_equal("EPContext", facts, problem)
     # the facts are equal, so this raises on all ranks or on none
     layout = RankLayout.from_config(parallel, world=len(ranks), rank=rank, ranks=ranks)
-    found = consensus.share("EPContext hosts", lambda: [json.loads(store.get(f"host/{rank}")) for rank in ranks])
+    found = consensus.compute_on_owner(
+        "EPContext hosts", lambda: [json.loads(store.get(f"host/{rank}")) for rank in ranks]
+    )
     size, hosts = as_whole(ranks_per_node), [(identity, name) for identity, name, _ in found]
-    nodes = NodeLayout.found(ranks, hosts) if size is None else NodeLayout.counted(ranks, size)
+    nodes = NodeLayout.from_hosts(ranks, hosts) if size is None else NodeLayout.from_ranks_per_node(ranks, size)
     return replace(layout, nodes=nodes.with_store([kind for _, _, kind in found]))
 
 
@@ -253,7 +258,8 @@ class RankGroups:
         # recorder must first raise in the caller
         seconds = 2 * flight_recorder.deadline_s + 60 if device.type == "cuda" else flight_recorder.deadline_s
         known: list[tuple[list[list[int]], ProcessGroup | None]] = []
-        for kind in sorted(LINKED, key=lambda kind: kind not in (given or {})):  # given ones first: kinds share groups
+        # given ones first: kinds share groups
+        for kind in sorted(GROUP_KINDS, key=lambda kind: kind not in (given or {})):
             every, mine = layout.groups[kind], layout.group(kind)
             group = next((group for lists, group in known if lists == every), None)
             if group is None and len(mine) > 1:
@@ -326,8 +332,10 @@ def _forget_meshes() -> None:
 def check_groups(layout: RankLayout, groups: Mapping[str, ProcessGroup]) -> None:
     """Raise ConfigError unless each given group holds the ranks that the layout gives it."""
     for kind, group in groups.items():
-        if kind not in LINKED:
-            raise ConfigError(f"groups[{kind!r}] is no kind of group that can be given; those are {', '.join(LINKED)}")
+        if kind not in GROUP_KINDS:
+            raise ConfigError(
+                f"groups[{kind!r}] is no kind of group that can be given; those are {', '.join(GROUP_KINDS)}"
+            )
         ranks = dist.get_process_group_ranks(group)
         if ranks != layout.group(kind):
             raise ConfigError(

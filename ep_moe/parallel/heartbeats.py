@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ep_moe.parallel.answering_store import AnsweringStore
 from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.parallel.step_board import PeerBoard
+from ep_moe.parallel.timeout_store import TimeoutStore
 
 _FEWER_CALLS = (
     "Did a rank make fewer calls, because its batches or its generate ended earlier? Then keep it in step: "
@@ -63,14 +63,14 @@ class Heartbeats:
         self._beats = 0
         self._heard: dict[int, float] = {}  # the time of a rank's newest heartbeat, by that rank's clock
 
-    def beat(self, store: AnsweringStore) -> None:
+    def beat(self, store: TimeoutStore) -> None:
         """Publish this rank's heartbeat."""
         self._beats += 1
         store.set(
             f"beat/{self._rank}", json.dumps({"beat": self._beats, "at": time.time(), **self._newest()._asdict()})
         )
 
-    def _read(self, store: AnsweringStore) -> dict[int, tuple[int, Step] | None]:
+    def _read(self, store: TimeoutStore) -> dict[int, tuple[int, Step] | None]:
         found: dict[int, tuple[int, Step] | None] = {}
         for rank in (*self._ranks, *self._others):
             key = f"beat/{rank}"
@@ -87,7 +87,7 @@ class Heartbeats:
         found = {rank: board.read() for rank, board in list(self._boards.items())}
         return {rank: Step(one[0], *one[1], one[2]) for rank, one in found.items() if one is not None}
 
-    def compared(self, store: AnsweringStore, mine: Step, wait_s: float) -> tuple[str, int]:
+    def compared(self, store: TimeoutStore, mine: Step, wait_s: float) -> tuple[str, int]:
         """Read all heartbeats twice, `wait_s` seconds apart, and compare them.
 
         Return the description of the peers, and the step number of the rank that is furthest behind.

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ep_moe.checks import INT32, as_whole, check_kind, shown
+from ep_moe.checks import INT32_MAX, as_whole, check_kind, shown
 from ep_moe.config import ParallelConfig, Tokens
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.nodes import NodeLayout
@@ -95,7 +95,7 @@ class RankLayout:
     def __post_init__(self) -> None:
         for name in ("world", "pp", "dp", "tp", "ep", "etp"):
             found = as_whole(getattr(self, name))
-            if found is None or not 1 <= found <= INT32:
+            if found is None or not 1 <= found <= INT32_MAX:
                 raise ConfigError(f"RankLayout.{name} must be at least 1, got {shown(getattr(self, name))}")
             object.__setattr__(self, name, found)
         check_kind("RankLayout.tokens", self.tokens, Tokens)
@@ -310,7 +310,7 @@ class RankLayout:
         return f"rank {self.rank} of {among} ({parts} replicas={self.replicas} tokens={self.tokens.value})"
 
 
-def share(total: int, parts: int, index: int) -> tuple[int, int]:
+def split_range(total: int, parts: int, index: int) -> tuple[int, int]:
     """Return [start, stop) of part `index` when `total` rows are divided among `parts` ranks.
 
     The first `total % parts` ranks get one row more.

@@ -34,7 +34,7 @@ class NodeLayout:
     store: str = ""
 
     @classmethod
-    def found(cls, ranks: Sequence[int], hosts: Sequence[tuple[str, str]]) -> NodeLayout:
+    def from_hosts(cls, ranks: Sequence[int], hosts: Sequence[tuple[str, str]]) -> NodeLayout:
         """Create the nodes from the identities of hosts.
 
         Args:
@@ -53,7 +53,7 @@ class NodeLayout:
         return cls(tuple(ranks), tuple(number[identity] for identity, _ in hosts), tuple(names))
 
     @classmethod
-    def counted(cls, ranks: Sequence[int], ranks_per_node: int, gpus: int | None = None) -> NodeLayout:
+    def from_ranks_per_node(cls, ranks: Sequence[int], ranks_per_node: int, gpus: int | None = None) -> NodeLayout:
         """Create nodes of consecutive ranks, whatever hosts they are on.
 
         Args:
@@ -65,7 +65,7 @@ class NodeLayout:
             The nodes.
         """
         hosts = [f"node {rank // ranks_per_node}" for rank in ranks]
-        return replace(cls.found(ranks, [(host, host) for host in hosts]), gpus=gpus)
+        return replace(cls.from_hosts(ranks, [(host, host) for host in hosts]), gpus=gpus)
 
     @cached_property
     def _node(self) -> dict[int, int]:
@@ -149,13 +149,13 @@ class NodeLayout:
         Returns:
             For example "a (ranks 0, 1), b (ranks 2, 3)".
         """
-        return ", ".join(f"{self.host(part[0])} ({named(part)})" for part in self.split(group))
+        return ", ".join(f"{self.host(part[0])} ({format_ranks(part)})" for part in self.split(group))
 
     def with_store(self, holders: Sequence[str]) -> NodeLayout:
         """Return the nodes with `store` set, the text that says which process holds the store of torch.distributed.
 
         Args:
-            holders: The result of `answering_store.holder` on each rank, in the order of `ranks`: "rank" if the rank
+            holders: The result of `timeout_store.holder` on each rank, in the order of `ranks`: "rank" if the rank
                 itself holds the store, "agent" if the torchrun agent that started it does, else "".
 
         Returns:
@@ -165,7 +165,7 @@ class NodeLayout:
         if not found:
             return self
         rank, kind = found[0]
-        mates = named([mate for mate in self.ranks if self.node(mate) == self.node(rank)])
+        mates = format_ranks([mate for mate in self.ranks if self.node(mate) == self.node(rank)])
         held = f"the process of rank {rank}" if kind == "rank" else f"the agent that started {mates}"
         lost = "this process"
         if len(self.hosts) > 1:
@@ -191,14 +191,14 @@ class NodeLayout:
             if gone == part and len(part) > 1:
                 found.append(
                     f"Host {host}, or the network to it, is lost: all its ranks in this group are silent "
-                    f"({named(part)})."
+                    f"({format_ranks(part)})."
                 )
             elif gone:
-                found.append(f"Host of {named(gone)}: {host}.")
+                found.append(f"Host of {format_ranks(gone)}: {host}.")
         return found
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Write a list of ranks as text.
 
     Args:

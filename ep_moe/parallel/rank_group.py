@@ -24,7 +24,7 @@ from ep_moe.parallel.step_board import HostExchange
 from ep_moe.runtime.devices import unseen_by_modes
 
 _log = logging.getLogger("ep_moe.parallel")
-GIVEN = "layers="  # the first fact in `carried` of functions that take a model, such as clip_grad_norm_
+MODEL_FACTS_PREFIX = "layers="  # begins `call_facts` of functions that take a model, such as clip_grad_norm_
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
@@ -42,11 +42,11 @@ class _Known:
     """Facts that a group learns in its calls.
 
     own: the `HostExchange` of this rank, if it can read the memory of all other ranks
-    by: the same, once it is known that all ranks have one
+    agreed_exchange: the same, once it is known that all ranks have one
     """
 
     own: HostExchange | None = None
-    by: HostExchange | None = None
+    agreed_exchange: HostExchange | None = None
     asked = decided = grew = False
 
 
@@ -170,13 +170,11 @@ class RankGroup:
 
         Raises:
             InputError: On all ranks, if a rank has a problem, or ranks are in different layers, have different facts in
-                `FlightRecorder.carried`, or differ in which tensors require gradients.
+                `FlightRecorder.call_facts`, or differ in which tensors require gradients.
             ValueError: There are more than R + 1 integers.
         """
-        where, carried = (
-            zlib.crc32(self.flight_recorder.where.encode()),
-            zlib.crc32(self.flight_recorder.carried.encode()),
-        )
+        name = zlib.crc32(self.flight_recorder.call_name.encode())
+        call_facts = zlib.crc32(self.flight_recorder.call_facts.encode())
         # one copy moves all integers to the device; the tensors follow them
         integers = [value for value in values if isinstance(value, int)]
         tensors = [value.reshape(-1) for value in values if isinstance(value, Tensor)]
@@ -188,24 +186,25 @@ class RankGroup:
             )
         # all calls have the same width, so that ranks in different layers can exchange and report that
         filler = [0] * (self.size + 1 - numbers)
-        header = [problem is not None, where, carried, _asked(gradients), *filler, *integers]
+        header = [problem is not None, name, call_facts, _requires_grad_bits(gradients), *filler, *integers]
         row = torch.tensor(header, dtype=torch.int64, device=device)
         rows = self.exchange(torch.cat([row, *tensors]) if tensors else row)
         troubled = [index for index, row in enumerate(rows) if row[0]]
         if troubled:
-            text = self.flight_recorder.share(problem, owner=self.ranks[troubled[0]], group=self.ranks)
+            text = self.flight_recorder.broadcast_text(problem, owner=self.ranks[troubled[0]], group=self.ranks)
             raise InputError(f"rank {self.ranks[troubled[0]]}: {text}")
         odd = [index for index, row in enumerate(rows) if row[1] != rows[0][1]]
         if odd:
             pair = (self.ranks[0], self.ranks[odd[0]])
             names = [
-                self.flight_recorder.share(self.flight_recorder.where, owner=rank, group=self.ranks) for rank in pair
+                self.flight_recorder.broadcast_text(self.flight_recorder.call_name, owner=rank, group=self.ranks)
+                for rank in pair
             ]
             raise InputError(
                 f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
                 f"{names[1]!r}; call the layers in the same order on all ranks, and backward equally often"
             )
-        self._same_rows([row[2] for row in rows])
+        self._check_call_facts([row[2] for row in rows])
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - numbers :] for row in rows]
 
@@ -216,7 +215,7 @@ class RankGroup:
         not. Collective on CPUs. On GPUs it compares nothing, because it would wait for the device.
 
         Args:
-            where: The layer: `FlightRecorder.where` in forward.
+            where: The layer: `FlightRecorder.call_name` in forward.
             number: The number of the collective in forward, from `exchanges`.
             gradient: The tensor that the collective will exchange.
 
@@ -230,12 +229,12 @@ class RankGroup:
                 raise InputError(problem)
             return
         recorder = self.flight_recorder
-        before = recorder.where, recorder.carried
-        recorder.where, recorder.carried = f"the backward of {where}", f"exchange={number}"
+        before = recorder.call_name, recorder.call_facts
+        recorder.call_name, recorder.call_facts = f"the backward of {where}", f"exchange={number}"
         try:
             self.agree([], problem, gradient.device)
         finally:
-            recorder.where, recorder.carried = before
+            recorder.call_name, recorder.call_facts = before
 
     def most_tokens(
         self,
@@ -282,21 +281,21 @@ class RankGroup:
         Raises:
             InputError: The group has one rank, which has a problem.
         """
-        recorder, by = self.flight_recorder, self.known.by
+        recorder, exchange = self.flight_recorder, self.known.agreed_exchange
         if self.size == 1:
             if problem is not None:
                 raise InputError(f"rank {self.ranks[0]}: {problem}")
             return lambda: tokens
         recorder.check()
-        if by is None:
+        if exchange is None:
             return lambda: self._agreed_most(tokens, problem, device, what, gradients)
-        facts = zlib.crc32(recorder.where.encode(), _asked(gradients))
-        facts = zlib.crc32(recorder.carried.encode(), facts)
-        by.post(tokens << 1 | (problem is not None), facts)
+        facts = zlib.crc32(recorder.call_name.encode(), _requires_grad_bits(gradients))
+        facts = zlib.crc32(recorder.call_facts.encode(), facts)
+        exchange.post(tokens << 1 | (problem is not None), facts)
 
         def collect() -> int:
             most, alike = tokens, problem is None
-            for first, given in by.collect(recorder, lambda: self._aside(what)):
+            for first, given in exchange.collect(recorder, lambda: self._dispatch_step(what)):
                 most = max(most, first >> 1)
                 alike = alike and given == facts and not first & 1
             return most if alike else self._agreed_most(tokens, problem, device, what, gradients)
@@ -314,11 +313,12 @@ class RankGroup:
         recorder, known = self.flight_recorder, self.known
         if not known.asked:
             known.own, known.asked = recorder.host_exchange(self.ranks), True
-        with self._aside(what), unseen_by_modes():  # dispatch modes must not count it: later calls may use host memory
+        # dispatch modes must not count the exchange: later calls may use host memory
+        with self._dispatch_step(what), unseen_by_modes():
             rows = self.agree([known.own is not None, tokens], problem, device, gradients=gradients)
         if not known.decided:
-            known.by, known.decided = known.own if all(row[0] for row in rows) else None, True
-            if known.by is None and self.rank == 0:
+            known.agreed_exchange, known.decided = known.own if all(row[0] for row in rows) else None, True
+            if known.agreed_exchange is None and self.rank == 0:
                 _log.warning(
                     "ranks %s cannot read each other's memory through /proc on their hosts, so each call over %s "
                     "waits for the device; EPContext.from_torchrun(max_tokens=...) avoids the wait",
@@ -327,7 +327,7 @@ class RankGroup:
         return max(row[1] for row in rows)
 
     @contextmanager
-    def _aside(self, what: str) -> Iterator[None]:
+    def _dispatch_step(self, what: str) -> Iterator[None]:
         """Enter a step at the beginning of a dispatch. It counts as the dispatch's step, not as one more.
 
         Peers that arrive late are found to be behind this step.
@@ -335,49 +335,51 @@ class RankGroup:
         before = self.flight_recorder.newest
         with self.flight_recorder.step("dispatch", what):
             yield
-        self.flight_recorder.leave_at(before)
+        self.flight_recorder.set_newest_step(before)
 
-    def _same_rows(self, carried: list[int]) -> None:
-        odd = [index for index, found in enumerate(carried) if found != carried[0]]
+    def _check_call_facts(self, call_facts: list[int]) -> None:
+        """Raise InputError if ranks differ in their facts. call_facts: the checksum of each rank's"""
+        odd = [index for index, found in enumerate(call_facts) if found != call_facts[0]]
         if not odd:
             return
         pair = (self.ranks[0], self.ranks[odd[0]])
+        recorder = self.flight_recorder
         facts = [
-            self.flight_recorder.share(self.flight_recorder.carried, owner=rank, group=self.ranks).split(", ")
-            for rank in pair
+            recorder.broadcast_text(recorder.call_facts, owner=rank, group=self.ranks).split(", ") for rank in pair
         ]
         first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
-        if self.flight_recorder.carried.startswith(GIVEN) and first.startswith(("max_norm=", "norm_type=")):
+        of_model = recorder.call_facts.startswith(MODEL_FACTS_PREFIX)
+        if of_model and first.startswith(("max_norm=", "norm_type=")):
             raise InputError(
-                f"{self.flight_recorder.where} got {first} on rank {pair[0]}, and {second} on rank {pair[1]}; pass "
+                f"{self.flight_recorder.call_name} got {first} on rank {pair[0]}, and {second} on rank {pair[1]}; pass "
                 "the same on all ranks"
             )
-        if self.flight_recorder.carried.startswith(GIVEN):
+        if of_model:
             raise InputError(
-                f"{self.flight_recorder.where} got a model with {first} on rank {pair[0]}, and with {second} on rank "
-                f"{pair[1]}; pass the same models in the same order on all ranks, with the same requires_grad"
+                f"{self.flight_recorder.call_name} got a model with {first} on rank {pair[0]}, and with {second} on "
+                f"rank {pair[1]}; pass the same models in the same order on all ranks, with the same requires_grad"
             )
         if first.startswith("expert_map="):
             raise InputError(
-                f"{self.flight_recorder.where}: the ranks use different expert maps, at least rank {pair[0]} and "
+                f"{self.flight_recorder.call_name}: the ranks use different expert maps, at least rank {pair[0]} and "
                 f"rank {pair[1]}; call load_state_dict, ExpertBalancer.step and Placement.update on all ranks alike"
             )
         if "loaded=" in first + second:
             raise InputError(
-                f"{self.flight_recorder.where}: ranks have loaded different state dicts since the last call: rank "
+                f"{self.flight_recorder.call_name}: ranks have loaded different state dicts since the last call: rank "
                 f"{pair[0]} {first or 'none'}, rank {pair[1]} {second or 'none'} (a checksum of router and shared "
                 "experts); call load_state_dict on all ranks, with the same router and shared experts"
             )
         if first.startswith("exchange="):
-            raise of_other_calls(self.flight_recorder.where, pair)
+            raise different_calls_error(self.flight_recorder.call_name, pair)
         raise InputError(
-            f"{self.flight_recorder.where} has {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build the "
-            "layer alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"
+            f"{self.flight_recorder.call_name} has {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build "
+            "the layer alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"
         )
 
-    def _same_gradients(self, gradients: Gradients, asked: list[int]) -> None:
+    def _same_gradients(self, gradients: Gradients, requires_grad: list[int]) -> None:
         for at, name in enumerate(gradients):
-            found = {bool(bits >> at & 1): rank for rank, bits in zip(self.ranks, asked, strict=True)}
+            found = {bool(bits >> at & 1): rank for rank, bits in zip(self.ranks, requires_grad, strict=True)}
             if len(found) > 1:
                 raise InputError(
                     f"{name} requires a gradient on rank {found[True]} and not on rank {found[False]}, which would "
@@ -386,14 +388,14 @@ class RankGroup:
                 )
 
 
-def _asked(gradients: Gradients) -> int:
+def _requires_grad_bits(gradients: Gradients) -> int:
     """Return a bit mask of the tensors that require gradients, 0 if grad mode is off."""
     if not torch.is_grad_enabled():
         return 0
     return sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
 
 
-def of_other_calls(where: str, ranks: tuple[int, int]) -> InputError:
+def different_calls_error(where: str, ranks: tuple[int, int]) -> InputError:
     """Return the error for two ranks that are in the backward of different calls. where: `the backward of NAME`"""
     return InputError(
         f"{where}: the ranks run backward of different calls, at least rank {ranks[0]} and rank {ranks[1]}; run "

@@ -33,10 +33,10 @@ _REMEDY = (
     f"ranks), or tokens={Tokens.SHARDED.value} where each rank has its own"
 )
 
-Passed = Mapping[str, Tensor]  # a call's arguments by name, one of NAMES
+CallArguments = Mapping[str, Tensor]  # a call's arguments by name, one of NAMES
 
 
-def argument_bits(passed: Passed) -> int:
+def argument_bits(passed: CallArguments) -> int:
     """Return a bit mask of the arguments that are passed: bit i for NAMES[i]."""
     return sum(1 << NAMES.index(name) for name in passed)
 
@@ -73,7 +73,7 @@ class RowComparison:
         self._warned = False
         self._factors: Tensor | None = None  # the factors of checksums, cached to save host time in each eager call
 
-    def facts(self, passed: Passed | None, device: torch.device, *, compared: bool) -> list[int | Tensor]:
+    def facts(self, passed: CallArguments | None, device: torch.device, *, compared: bool) -> list[int | Tensor]:
         """Return two numbers that are equal on ranks that pass the same: `argument_bits`, and a checksum.
 
         compared: whether the arguments are compared with other ranks'. If not, the checksum is 0
@@ -98,7 +98,7 @@ class RowComparison:
         return self._factors
 
     @torch.no_grad()
-    def problem(self, passed: Passed) -> str | None:
+    def problem(self, passed: CallArguments) -> str | None:
         """Compare the arguments of tp ranks row by row. Collective over the group.
 
         Warns once if rows differ by rounding.

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from ep_moe.parallel.nodes import named
+from ep_moe.parallel.nodes import format_ranks
 
 _BYTES = 1 << 14
 _TOKEN, _STEP, _LENGTH = 0, 1, 2  # indices of words
@@ -206,6 +206,6 @@ class HostExchange:
                 continue
             recorder.check()  # raises if a peer has failed
             if time.monotonic() > end:
-                raise dist.DistError(f"{named(missing)} did not enter this call")
+                raise dist.DistError(f"{format_ranks(missing)} did not enter this call")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_S)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ep_moe.errors import InputError
 from ep_moe.parallel.collectives import gather_replicated, gather_rows, reduce_scatter_rows, sum_gradients
-from ep_moe.parallel.layout import RankLayout, share
+from ep_moe.parallel.layout import RankLayout, split_range
 from ep_moe.parallel.rank_group import NO_GRADIENTS, Gradients, RankGroup
 from ep_moe.parallel.row_comparison import (
     MASKS,
-    Passed,
+    CallArguments,
     RowComparison,
     arguments_problem,
     counts_problem,
@@ -34,7 +34,7 @@ from ep_moe.types import Routing, TokenMask, capturing
 
 
 @dataclass(frozen=True)
-class Share:
+class TokenSplit:
     """One call's split of tokens over ranks.
 
     Args:
@@ -50,7 +50,9 @@ class Share:
     masked: bool = False
 
 
-def passed_alike(rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None) -> Passed:
+def replicated_arguments(
+    rows: Tensor, routing: Routing | None, mask: TokenMask | None, replayed_ids: Tensor | None
+) -> CallArguments:
     """Return the arguments of a call that must be equal on tp ranks, by name.
 
     Args:
@@ -82,7 +84,7 @@ class TokenFlow:
         lockstep: All ranks that run the same layers together.
 
     Attributes:
-        whole: Whether each rank works on all rows of its x, and ranks exchange nothing before dispatch.
+        is_pass_through: Whether each rank works on all rows of its x, and ranks exchange nothing before dispatch.
         etp_rows_are_local: Whether all rows of `etp_gather` are in this rank's x, so that no exchange is needed.
         checks_input: Whether `enter` exchanges numbers and compares the call's arguments.
     """
@@ -96,17 +98,17 @@ class TokenFlow:
         self.etp_rows_are_local = layout.etp == 1 or (self._replicated and layout.tp % layout.etp == 0)
         self.checks_input = layout.lockstep > 1 and (layout.lockstep != layout.ep or self._replicated)
         self._comparison = RowComparison(tp)
-        self.whole = not (self._replicated or layout.etp > 1 or self.checks_input)
+        self.is_pass_through = not (self._replicated or layout.etp > 1 or self.checks_input)
 
     def enter(
         self,
         total: int,
         problem: str | None,
         device: torch.device,
-        passed: Passed | None = None,
+        passed: CallArguments | None = None,
         *,
         gradients: Gradients = NO_GRADIENTS,
-    ) -> Share:
+    ) -> TokenSplit:
         """Begin a call together with all ranks of the layer's collectives, and return the split of its rows.
 
         The ranks exchange row counts, problems and checksums of arguments. If the EP group holds all these ranks and no
@@ -128,8 +130,8 @@ class TokenFlow:
         """
         layout = self._layout
         masked = passed is not None and any(name in passed for name in MASKS)
-        if self.whole:
-            return Share((0, total), [total], [total], masked)
+        if self.is_pass_through:
+            return TokenSplit((0, total), [total], [total], masked)
         totals = {layout.rank: total}
         if capturing(device):  # an exchange cannot be captured; all ranks capture the same batch size
             totals, masked = dict.fromkeys(self._lockstep.ranks, total), masked and self.etp_rows_are_local
@@ -141,8 +143,8 @@ class TokenFlow:
             totals = {rank: row[0] for rank, row in found.items()}
             masked = any(has_mask(found[rank][1]) for rank in self._etp.ranks)
             self._check_replicated(rows, passed or {}, device)
-        return Share(
-            local=share(total, layout.split, self._split_rank[layout.rank]),
+        return TokenSplit(
+            local=split_range(total, layout.split, self._split_rank[layout.rank]),
             etp_counts=[self._local_count(rank, totals) for rank in self._etp.ranks] if self._etp.size > 1 else [total],
             tp_counts=[self._local_count(rank, totals) for rank in self._tp.ranks] if self._replicated else [total],
             masked=masked,
@@ -165,10 +167,10 @@ class TokenFlow:
                 self._lockstep.agree([], problem, device)
 
     def _local_count(self, rank: int, totals: dict[int, int]) -> int:
-        start, stop = share(totals[rank], self._layout.split, self._split_rank[rank])
+        start, stop = split_range(totals[rank], self._layout.split, self._split_rank[rank])
         return stop - start
 
-    def _check_replicated(self, rows: list[list[int]], passed: Passed, device: torch.device) -> None:
+    def _check_replicated(self, rows: list[list[int]], passed: CallArguments, device: torch.device) -> None:
         """Raise InputError, on all ranks, if tp ranks pass different arguments.
 
         All ranks see the same `rows`, so they raise the same error. rows: total and `facts` of each rank
@@ -203,7 +205,7 @@ class TokenFlow:
         """
         return sum_gradients(x, self._tp) if self._replicated else x
 
-    def local_tokens(self, x: Tensor, call: Share) -> Tensor:
+    def local_tokens(self, x: Tensor, call: TokenSplit) -> Tensor:
         """Return this rank's share of the rows.
 
         Args:
@@ -215,7 +217,7 @@ class TokenFlow:
         """
         return x[call.local[0] : call.local[1]] if self._replicated else x
 
-    def etp_gather(self, x: Tensor, call: Share) -> Tensor:
+    def etp_gather(self, x: Tensor, call: TokenSplit) -> Tensor:
         """Gather the local tokens of the etp group. Collective over the group unless `etp_rows_are_local`.
 
         Args:
@@ -234,7 +236,7 @@ class TokenFlow:
         with self._etp.flight_recorder.step("etp gather"):
             return gather_rows(self.local_tokens(x, call), call.etp_counts, self._etp).wait()
 
-    def etp_gather_given(self, routing: Routing, call: Share) -> Routing:
+    def etp_gather_given(self, routing: Routing, call: TokenSplit) -> Routing:
         """Gather the routes that the callers passed, for the rows of `etp_gather`.
 
         Args:
@@ -249,7 +251,7 @@ class TokenFlow:
             return Routing(self.etp_gather(ids, call), self.etp_gather(weights, call))
         return Routing(*self.etp_gather_routing(self.local_tokens(ids, call), self.local_tokens(weights, call), call))
 
-    def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: Share) -> tuple[Tensor, Tensor]:
+    def etp_gather_routing(self, ids: Tensor, weights: Tensor, call: TokenSplit) -> tuple[Tensor, Tensor]:
         """Gather the routes of local tokens, if rows of `etp_gather` come from other ranks.
 
         Each rank thus routes only its local tokens, and its router gets their gradient. Ids and weights are gathered in
@@ -268,7 +270,7 @@ class TokenFlow:
         found, gathered = both.chunk(2, dim=1)
         return found.detach().long(), gathered
 
-    def mask(self, mask: TokenMask | None, rows: Tensor, call: Share) -> TokenMask | None:
+    def mask(self, mask: TokenMask | None, rows: Tensor, call: TokenSplit) -> TokenMask | None:
         """Gather masks, for the rows of `etp_gather`.
 
         Collective over etp if `etp_gather` is; ranks without a mask take part too.
@@ -292,7 +294,7 @@ class TokenFlow:
             codes = self.etp_gather(codes.masked_fill(torch.as_tensor(tokens, device=rows.device), 1), call)
         return TokenMask(codes == 1, codes > 0)
 
-    def whole_input(self, y: Tensor, call: Share) -> Tensor:
+    def tp_gather_router_results(self, y: Tensor, call: TokenSplit) -> Tensor:
         """Gather a router's results for all rows of x. Collective over tp if tokens are replicated.
 
         All tp ranks must use the result in the same way: backward gives each rank the gradient of its own rows.
@@ -313,7 +315,7 @@ class TokenFlow:
         with self._tp.flight_recorder.step("router logits", counted=False):  # only ranks that record make this step
             return gather_replicated(y, call.tp_counts, self._tp)
 
-    def etp_reduce(self, y: Tensor, call: Share) -> Tensor:
+    def etp_reduce(self, y: Tensor, call: TokenSplit) -> Tensor:
         """Sum the partial rows over the etp group, and keep the local tokens. Collective over the group.
 
         Args:
@@ -328,7 +330,7 @@ class TokenFlow:
         with self._etp.flight_recorder.step("etp reduce"):
             return reduce_scatter_rows(y, call.etp_counts, self._etp).wait()
 
-    def tp_gather(self, y: Tensor, call: Share) -> Tensor:
+    def tp_gather(self, y: Tensor, call: TokenSplit) -> Tensor:
         """Gather the outputs of all tp ranks' local tokens. Collective over tp if tokens are replicated.
 
         Args:

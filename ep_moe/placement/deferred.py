@@ -19,7 +19,7 @@ from torch import Tensor
 from ep_moe.errors import InputError
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.runtime.devices import on_device, unseen_by_modes
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, kept_launches, next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, cdiv, kept_launches, launch_directly, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import PhysicalIds, PhysicalRouting, recomputing
 
@@ -143,8 +143,8 @@ class Tables(NamedTuple):
 class DeferredRouting(PhysicalRouting):
     """The routing of one call with ids that are still logical.
 
-    A transport that places and counts ids itself (`DispatcherCapabilities.places`) calls `to_place`. All others call
-    `materialize` first.
+    A transport that places and counts ids itself (`DispatcherCapabilities.places`) calls `placement_arguments`. All
+    others call `materialize` first.
 
     The rows are those of the whole call. The row number enters the hash that chooses replicas, so a call is placed
     before it is split into parts.
@@ -170,7 +170,7 @@ class DeferredRouting(PhysicalRouting):
         return placed
 
 
-def given_ids(routing: PhysicalRouting) -> Tensor:
+def ids_for_checks(routing: PhysicalRouting) -> Tensor:
     """Return the ids of a routing for checks of their shape: logical ids if they are not placed yet."""
     return routing.logical if _deferred(routing) else routing.materialize().ids
 
@@ -190,7 +190,7 @@ _PLACED = Placing(0, None, None)
 _NO_TABLES = (None,) * 6
 
 
-def to_place(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | int | None, ...], Placing]:
+def placement_arguments(routing: PhysicalRouting) -> tuple[Tensor, tuple[Tensor | int | None, ...], Placing]:
     """Return the arguments of a kernel that can place ids.
 
     These are the ids (logical if not placed yet), the tables `replicas, counts, expert_load, slot_load, counting,
@@ -244,7 +244,7 @@ _MANY = 4096  # from this many routes on, each program counts its routes in a hi
 
 def place_ids_once(
     ids: Tensor, replicas: Tensor, counts: Tensor, expert_load: Tensor, slot_load: Tensor, counting: Tensor,
-    invalid: int, out: Tensor, seed: int, *, launch: Launch = at_once,
+    invalid: int, out: Tensor, seed: int, *, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Write physical ids to `out` and count the load, in one launch.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ep_moe.checks import MOST_EXPERTS, as_id, check_count, check_path, set_counts, set_flags, shown
 from ep_moe.errors import ConfigError
-from ep_moe.parallel.layout import share
+from ep_moe.parallel.layout import split_range
 
 EMPTY = -1
 _FORMAT = 1
@@ -176,7 +176,7 @@ class ExpertMap:
                 f"num_redundant={num_redundant} gives a rank {most} slots for {num_experts} experts; at most "
                 f"{num_experts * num_ranks - num_experts} redundant experts make sense on {num_ranks} ranks"
             )
-        spans = [share(slots, num_ranks, rank) for rank in range(num_ranks)]
+        spans = [split_range(slots, num_ranks, rank) for rank in range(num_ranks)]
         return cls.from_ranks([[slot % num_experts for slot in range(*span)] for span in spans], num_experts)
 
     @classmethod

@@ -347,14 +347,14 @@ class NodeLimit:
         groups: The number of expert groups.
         top_groups: The number of groups that a token chooses from.
         most: The most nodes that the experts of a token are on.
-        apart: The groups whose experts are on several nodes.
+        split_groups: The groups whose experts are on several nodes.
     """
 
     nodes: int
     groups: int
     top_groups: int
     most: int
-    apart: tuple[int, ...]
+    split_groups: tuple[int, ...]
 
     @classmethod
     def of(cls, config: MoEConfig, layout: RankLayout, expert_map: ExpertMap | None = None) -> NodeLimit | None:
@@ -386,16 +386,16 @@ class NodeLimit:
             groups=routing.num_groups,
             top_groups=routing.top_groups,
             most=min(sum(widest), config.top_k, len(parts)),
-            apart=tuple(number for number, nodes in enumerate(found) if len(nodes) > 1),
+            split_groups=tuple(number for number, nodes in enumerate(found) if len(nodes) > 1),
         )
 
     def __str__(self) -> str:
         """Describe the limit in a sentence, for `MoELayer.explain`."""
         chosen = f"a token chooses {self.top_groups} of {self.groups} groups of experts"
-        if not self.apart:
+        if not self.split_groups:
             return f"{chosen}, each on one node, and so goes to {self.most} of {self.nodes} nodes at most"
-        names = ", ".join(map(str, self.apart))
-        several = f"group {names} is" if len(self.apart) == 1 else f"groups {names} are"
+        names = ", ".join(map(str, self.split_groups))
+        several = f"group {names} is" if len(self.split_groups) == 1 else f"groups {names} are"
         return (
             f"{chosen}, but {several} on several nodes of this map, and so a token goes to up to {self.most} of "
             f"{self.nodes} nodes"

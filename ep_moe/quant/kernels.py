@@ -15,7 +15,15 @@ from torch import Tensor
 from ep_moe.quant.fp8 import SMALLEST, e4m3_blocks, e4m3_step, e4m3_under
 from ep_moe.quant.microscale import quantize_mxfp8, quantize_nvfp4
 from ep_moe.runtime.devices import multiprocessors, on_device
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import (
+    Launch,
+    cdiv,
+    launch_directly,
+    next_power_of_2,
+    pdl_launch,
+    pdl_trigger,
+    pdl_wait,
+)
 from ep_moe.runtime.triton_compat import tl, triton
 
 # functions in Triton's language have no type annotations
@@ -44,14 +52,14 @@ class RowScales:
         """Whether each row of weights (output channel) has its own scale."""
         return self.weights.dim() == 2
 
-    def given(self) -> tuple[Any, ...]:
-        """Return the arguments of kernels, in the form of `MatrixScales.given`."""
+    def kernel_args(self) -> tuple[Any, ...]:
+        """Return the arguments of kernels, in the form of `MatrixScales.kernel_args`."""
         return 1.0, self.rows, 0, self.weights, None
 
 
 def round_rows(
     x: Tensor, out: Tensor, scale: Tensor, *, x_scale: Tensor | None = None, slots: Tensor | None = None,
-    counts: Tensor | None = None, pdl: bool = False, launch: Launch = at_once,
+    counts: Tensor | None = None, pdl: bool = False, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Quantize each row to E4M3 with its own scale: scale = amax / 448, out = x / scale to the nearest.
 
@@ -79,7 +87,7 @@ def round_rows(
     )  # fmt: skip
 
 
-def round_columns(w: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once) -> None:
+def round_columns(w: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = launch_directly) -> None:
     """Quantize matrices to E4M3 and transpose them. Bitwise equal to `round_rows` of each column of w.
 
     Args:
@@ -115,7 +123,7 @@ class MatrixScales:
     weights: Tensor
     out: Tensor | None = None
 
-    def given(self) -> tuple[Any, ...]:
+    def kernel_args(self) -> tuple[Any, ...]:
         """Return the arguments of kernels: factor, tensor of scales or None, its stride over experts, weights, out."""
         if isinstance(self.rows, float):
             return self.rows, None, 0, self.weights, self.out
@@ -134,8 +142,8 @@ class BlockScales:
     rows: Tensor
     weights: Tensor
 
-    def given(self) -> tuple[Any, ...]:
-        """Return the arguments of kernels, in the form of `MatrixScales.given`."""
+    def kernel_args(self) -> tuple[Any, ...]:
+        """Return the arguments of kernels, in the form of `MatrixScales.kernel_args`."""
         return 1.0, self.rows, 0, self.weights, None
 
 
@@ -144,7 +152,7 @@ NO_SCALES = (None, None, None, None, None)  # the arguments of kernels for opera
 
 def round_rows_by_tensor(
     x: Tensor, input_scales: Tensor, out: Tensor, scale: Tensor, slots: Tensor | None = None, *,
-    launch: Launch = at_once,
+    launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Quantize rows to E4M3 by the largest of the experts' scales, as `call_scales.round_rows` does.
 

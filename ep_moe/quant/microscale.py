@@ -20,7 +20,7 @@ NVFP4_RANGE = FP8_MAX * E2M1_MAX  # the largest NVFP4 value divided by its globa
 _E2M1_MAX_EXPONENT = 2  # 6 = 1.5 * 2**2
 _TINY = torch.finfo(torch.float32).tiny
 # torch 2.11's frexp and ldexp access invalid memory if their tensor is not on the current GPU
-_where_it_lies = on_device_of(lambda x: x.device)
+_on_tensor_device = on_device_of(lambda x: x.device)
 
 
 def quantize_nvfp4(x: Tensor, global_scale: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def _single(global_scale: Tensor | float) -> Tensor:
     return torch.tensor(global_scale, dtype=torch.float32, device="cpu")
 
 
-@_where_it_lies
+@_on_tensor_device
 def quantize_mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to E4M3 with an E8M0 scale per 32 columns: value = data * 2 ** (scale - 127).
 
@@ -115,7 +115,7 @@ def dequantize_mxfp8(data: Tensor, scale: Tensor) -> Tensor:
     return _scaled(data.float(), e8m0_values(scale))
 
 
-@_where_it_lies
+@_on_tensor_device
 def quantize_mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize to E2M1 with an E8M0 scale per 32 columns: value = code * 2 ** (scale - 127).
 
@@ -239,7 +239,7 @@ def e2m1_codes(values: Tensor) -> Tensor:
     return torch.bitwise_or(code, torch.signbit(values).to(torch.uint8) << 3)
 
 
-@_where_it_lies
+@_on_tensor_device
 def e2m1_values(packed: Tensor) -> Tensor:
     """Decode E2M1: sign, two exponent bits, one mantissa bit (OCP Microscaling Formats 1.0, table 5).
 

@@ -7,7 +7,7 @@ fp8_tensor  E4M3, one scale `Wire.input_scale`, which is not sent (calibrated pe
 mxfp8       E4M3, an E8M0 scale per 32 columns
 nvfp4       E2M1, two per byte, an E4M3 scale per 16 columns, and one global scale `Wire.input_scale`
 
-Scales are linear. Rows are quantized once: before they are sent (`round_to_travel`), or by the transport as it writes
+Scales are linear. Rows are quantized once: before they are sent (`quantize_for_wire`), or by the transport as it writes
 them. A kernel must read the format from `Received.format`: the presence of scales does not identify it.
 """
 
@@ -75,7 +75,7 @@ ROW_FORMATS = {
 }
 
 
-def round_to_travel(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
+def quantize_for_wire(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
     """Quantize rows for transport, in the format of `Wire.dispatch`.
 
     Args:
@@ -100,13 +100,13 @@ def round_to_travel(x: Tensor, wire: Wire) -> tuple[Tensor, Tensor | None]:
     return data, scale
 
 
-def widen_arrived(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
-    """Dequantize rows of `round_to_travel`.
+def dequantize_from_wire(data: Tensor, scale: Tensor | None, wire: Wire, dtype: torch.dtype) -> Tensor:
+    """Dequantize rows of `quantize_for_wire`.
 
     Args:
         data: [..., H / packed].
         scale: [..., scales per row], or None.
-        wire: The wire passed to `round_to_travel`.
+        wire: The wire passed to `quantize_for_wire`.
         dtype: The dtype of the result.
 
     Returns:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.config import MoEConfig, RoutingMethod
-from ep_moe.runtime.devices import on_device, starts_early
+from ep_moe.runtime.devices import on_device, supports_pdl
 from ep_moe.runtime.launch_cache import (
     Launch,
     LaunchCache,
@@ -177,7 +177,7 @@ class RouterKernels:
             "ROWS": _ROWS,
             "SIDE": _EXPERTS,
             "WIDTH": _WIDTH,
-            "PDL": starts_early(changing[0].device),
+            "PDL": supports_pdl(changing[0].device),
         }
         grid = (blocks, cdiv(c.num_experts, _EXPERTS), self.slices)
         return LaunchSpec(_partial_logits, grid, changing, (), constants)

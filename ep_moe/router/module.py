@@ -111,7 +111,7 @@ def sigmoid_topk(
     return weights, ids
 
 
-def weights_of(logits: Tensor, ids: Tensor, config: RoutingConfig, *, exact: bool = False) -> Tensor:
+def routing_weights(logits: Tensor, ids: Tensor, config: RoutingConfig, *, exact: bool = False) -> Tensor:
     """Compute the weights that `route` would give to experts that are already chosen.
 
     Args:
@@ -210,7 +210,7 @@ def route(
     return Routing(ids, weights)
 
 
-LIVE = -2  # in the ids that `Router.forward` takes: the router chooses the experts of this row
+CHOOSE_BY_ROUTER = -2  # in the ids that `Router.forward` takes: the router chooses the experts of this row
 
 
 class Router(nn.Module):
@@ -287,7 +287,7 @@ class Router(nn.Module):
         Args:
             x: [T, H] of the weight's dtype; with `float32_logits` of any floating-point dtype.
             ids: int64 [T, K], experts that were chosen before. Only their weights are computed. Default: none.
-            partial: Whether ids has rows of `LIVE`, for which experts are chosen.
+            partial: Whether ids has rows of `CHOOSE_BY_ROUTER`, for which experts are chosen.
 
         Returns:
             Ids, int64 [T, K], and weights, float32 [T, K].
@@ -298,8 +298,8 @@ class Router(nn.Module):
         if ids is None or partial:
             routing = route(logits, self.top_k, self.config, self.e_score_correction_bias, exact=self.exact)
         if ids is not None:
-            ids = torch.where(ids == LIVE, routing.ids, ids) if partial else ids
-            routing = Routing(ids, weights_of(logits, ids, self.config, exact=self.exact))
+            ids = torch.where(ids == CHOOSE_BY_ROUTER, routing.ids, ids) if partial else ids
+            routing = Routing(ids, routing_weights(logits, ids, self.config, exact=self.exact))
         return Routing(routing.ids, routing.weights, logits) if self.keeps_logits else routing
 
     def _by_kernels(self, x: Tensor) -> Routing:
@@ -319,7 +319,7 @@ class Router(nn.Module):
         logits = self._logits(x, weight)
         if not few:
             routing = kernels.choose(logits.detach(), correction)
-        weights = weights_of(logits, routing.ids, self.config) if differentiable else routing.weights
+        weights = routing_weights(logits, routing.ids, self.config) if differentiable else routing.weights
         return Routing(routing.ids, weights, logits if self.keeps_logits else None)
 
     def fused(self, x: Tensor) -> bool:

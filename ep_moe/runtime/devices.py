@@ -50,7 +50,7 @@ def current_stream(device: torch.device) -> int:
 
 
 @cache
-def starts_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Return whether the GPU supports PDL: a kernel can start before the previous one has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -94,7 +94,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
         InputError: A CUDA graph is being captured on another GPU.
     """
     index = None if torch.compiler.is_compiling() else gpu_index(device)
-    if index is None or not elsewhere(index):
+    if index is None or not is_other_gpu_current(index):
         return nullcontext()
     if torch.cuda.is_current_stream_capturing():
         found = torch.cuda.current_device()
@@ -105,7 +105,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(index)
 
 
-def elsewhere(index: int | None) -> bool:
+def is_other_gpu_current(index: int | None) -> bool:
     """Return whether another GPU than this one is current. Called in each eager call, so it must be fast.
 
     Args:

@@ -41,7 +41,7 @@ Launch = Callable[..., None]  # (kernel, grid, *arguments, **constants and optio
 _MAX_CACHED = 64  # most launches in a cache
 
 
-def at_once(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
+def launch_directly(kernel: Any, grid: Grid, /, *args: Any, **constants: Any) -> None:
     """Launch a kernel directly, without a cache."""
     kernel[grid](*args, **constants)
 
@@ -99,7 +99,7 @@ class LaunchCache:
         with unseen_by_modes():
             spec = make_spec()
         if bits % ALIGNED:
-            at_once(spec.kernel, spec.grid, *spec.changing, *spec.fixed, **spec.constants)
+            launch_directly(spec.kernel, spec.grid, *spec.changing, *spec.fixed, **spec.constants)
             return
         if len(self._made) == _MAX_CACHED:
             self._made.clear()
@@ -260,7 +260,7 @@ def next_power_of_2(number: int) -> int:
 
 def pdl_launch(device: torch.device, pdl: bool = True) -> dict[str, bool]:
     """Return the launch options of a kernel with a parameter PDL: start early if `pdl`, and if the device can."""
-    return {"PDL": True, "launch_pdl": True} if pdl and devices.starts_early(device) else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if pdl and devices.supports_pdl(device) else {"PDL": False}
 
 
 @triton.jit

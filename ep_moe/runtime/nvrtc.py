@@ -27,7 +27,7 @@ def missing() -> str | None:
     try:
         from cuda.bindings import nvrtc
 
-        done(nvrtc.nvrtcVersion())
+        check_status(nvrtc.nvrtcVersion())
     except (ImportError, RuntimeError) as error:
         return f"cuda-bindings or NVRTC is not installed ({error}); use a CUDA build of torch, which brings both"
     return None
@@ -37,16 +37,16 @@ def compile_kernels(source: str, options: Sequence[str] = ()) -> tuple[bytes, st
     """Compile source for compute capability 9.0, and return the binary and the compiler's log. Needs no GPU."""
     from cuda.bindings import nvrtc
 
-    program = done(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+    program = check_status(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
     given = [option.encode() for option in ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device", *options)]
     status = nvrtc.nvrtcCompileProgram(program, len(given), given)
-    log = b" " * done(nvrtc.nvrtcGetProgramLogSize(program))
-    done(nvrtc.nvrtcGetProgramLog(program, log))
+    log = b" " * check_status(nvrtc.nvrtcGetProgramLogSize(program))
+    check_status(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode(errors="replace").strip("\0 \n")
     if int(status[0]):
         raise RuntimeError(f"NVRTC cannot compile a kernel of ep_moe: {text}")
-    binary = b" " * done(nvrtc.nvrtcGetCUBINSize(program))
-    done(nvrtc.nvrtcGetCUBIN(program, binary))
+    binary = b" " * check_status(nvrtc.nvrtcGetCUBINSize(program))
+    check_status(nvrtc.nvrtcGetCUBIN(program, binary))
     return binary, text
 
 
@@ -58,10 +58,10 @@ def kernel(source: str, name: str, options: tuple[str, ...], device: int) -> Any
     """
     from cuda.bindings import driver
 
-    module = done(driver.cuModuleLoadData(_kept(source, options)))
-    function = done(driver.cuModuleGetFunction(module, name.encode()))
+    module = check_status(driver.cuModuleLoadData(_kept(source, options)))
+    function = check_status(driver.cuModuleGetFunction(module, name.encode()))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    done(driver.cuFuncSetAttribute(function, attribute, SHARED))
+    check_status(driver.cuFuncSetAttribute(function, attribute, SHARED))
     return function
 
 
@@ -88,7 +88,7 @@ class Kernel:
 
         def run(arguments: Arguments) -> Kernel:
             how = (x, y, z, self._threads, 1, 1, self._shared, current_stream(self._device))
-            done(_driver().cuLaunchKernel(self._function, *how, arguments.address, 0))
+            check_status(_driver().cuLaunchKernel(self._function, *how, arguments.address, 0))
             return self
 
         return run
@@ -143,7 +143,7 @@ def tensor_map(
 
     kinds = driver.CUtensorMapDataType
     kind = {1: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, 2: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16}[itemsize]
-    return done(
+    return check_status(
         driver.cuTensorMapEncodeTiled(
             kind,
             len(shape),
@@ -165,7 +165,7 @@ def _kept(source: str, options: tuple[str, ...]) -> bytes:
     from cuda.bindings import nvrtc
     from triton.runtime.cache import get_cache_manager
 
-    version = done(nvrtc.nvrtcVersion())
+    version = check_status(nvrtc.nvrtcVersion())
     files = get_cache_manager(hashlib.sha256(repr((source, options, version)).encode()).hexdigest())
     path = files.get_file("kernels.cubin")
     if path is None:
@@ -174,7 +174,7 @@ def _kept(source: str, options: tuple[str, ...]) -> bytes:
         return file.read()
 
 
-def done(answer: tuple[Any, ...]) -> Any:
+def check_status(answer: tuple[Any, ...]) -> Any:
     """Return a call's results without its status. Raise BackendUnavailable if the status is an error."""
     status, *rest = answer
     if int(status):

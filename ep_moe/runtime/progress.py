@@ -66,11 +66,11 @@ class Progress:
             self._line()
 
 
-def beside_bars() -> AbstractContextManager[Any]:
+def hide_progress_bars() -> AbstractContextManager[Any]:
     """Hide progress bars while something else is printed.
 
     Returns:
         A context manager.
     """
-    beside: AbstractContextManager[Any] = tqdm.external_write_mode(file=sys.stdout)
-    return beside
+    hidden: AbstractContextManager[Any] = tqdm.external_write_mode(file=sys.stdout)
+    return hidden

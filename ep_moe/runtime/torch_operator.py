@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 
 import torch
 
-from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.runtime.launch_cache import Launch, launch_directly
 
 Given = ParamSpec("Given")
 
@@ -46,13 +46,13 @@ def launching_operator(name: str) -> Callable[[Callable[..., None]], Callable[..
 
     def wrap(function: Callable[..., None]) -> Callable[..., None]:
         def plain(*args: Any) -> None:
-            function(at_once, *args)
+            function(launch_directly, *args)
 
         signature = inspect.signature(function, eval_str=True)
         plain.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])  # type: ignore[attr-defined]
         made = operator(name)(plain)
 
-        def call(*args: Any, launch: Launch = at_once) -> None:
+        def call(*args: Any, launch: Launch = launch_directly) -> None:
             if torch.compiler.is_compiling():
                 made(*args)
                 return

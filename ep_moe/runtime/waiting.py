@@ -12,14 +12,14 @@ from weakref import WeakSet
 from ep_moe.errors import BackendUnavailable
 from ep_moe.runtime.triton_compat import JITFunction, triton
 from ep_moe.runtime.versions import IN_PART, ON_GPUS
-from ep_moe.runtime.warp_paths import parting_branch
+from ep_moe.runtime.warp_paths import divergent_branch
 
 
 class Waiting:
     """A decorator above `triton.jit`: kernel[grid](...) launches a binary only if its warps provably stay together.
 
-    `parting_branch` examines each binary once, before its first launch (about 20 ms). For a binary that is not shown to
-    be safe, a launch raises BackendUnavailable. All ranks raise together: they compile the same source with the same
+    `divergent_branch` examines each binary once, before its first launch (about 20 ms). For a binary that is not shown
+    to be safe, a launch raises BackendUnavailable. All ranks raise together: they compile the same source with the same
     Triton, whose version the context compares over ranks.
     """
 
@@ -43,7 +43,7 @@ class Waiting:
 
     def _examine(self, made: Any) -> None:
         ptx = made.asm.get("ptx")
-        problem = "it has no PTX" if ptx is None else parting_branch(ptx)
+        problem = "it has no PTX" if ptx is None else divergent_branch(ptx)
         if problem is not None:
             known = ", ".join(sorted({*ON_GPUS["triton"], *IN_PART["triton"]}))
             raise BackendUnavailable(

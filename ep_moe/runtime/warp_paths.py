@@ -73,7 +73,7 @@ class _Block:
         return any(_BARRIER.match(each.operation) for each in self.instructions)
 
 
-def parting_branch(ptx: str) -> str | None:
+def divergent_branch(ptx: str) -> str | None:
     """Find a branch at which warps may take different paths, with a barrier on one of them.
 
     Args:
@@ -83,7 +83,7 @@ def parting_branch(ptx: str) -> str | None:
         None if there is none, else a phrase that names the branch, or the PTX that the analysis does not support.
     """
     try:
-        return next((found for each in _functions(ptx) if (found := each.parting()) is not None), None)
+        return next((found for each in _functions(ptx) if (found := each.divergent()) is not None), None)
     except _Unknown as unknown:
         return str(unknown)
 
@@ -187,8 +187,8 @@ class _Function:
         written = Counter(name for block in blocks for each in block.instructions for name in each.writes)
         self._written = set(written)
 
-    def parting(self) -> str | None:
-        """Return the result of `parting_branch` for this function."""
+    def divergent(self) -> str | None:
+        """Return the result of `divergent_branch` for this function."""
         end = len(self._blocks) - 1
         if any(end not in self._reach[each] for each in self._ways([0], but=end)):
             return "a loop without an exit"

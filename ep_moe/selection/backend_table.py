@@ -31,14 +31,14 @@ class TableEntry:
         tokens: The most tokens of any rank in such a call, None for any number.
         choice: The transport and kernel.
         pipeline: The value of `MoELayer(pipeline=)`.
-        room: The tokens per rank that the transport's buffers hold; with a pipeline, those of a part. None for any
-            number.
+        buffer_tokens: The tokens per rank that the transport's buffers hold; with a pipeline, those of a part. None
+            for any number.
     """
 
     tokens: int | None
     choice: explain.BackendChoice
     pipeline: int | None
-    room: int | None
+    buffer_tokens: int | None
 
     def __str__(self) -> str:
         return f"{self.choice.all2all} with {self.choice.experts} {_described(self)}"
@@ -67,7 +67,7 @@ class TableEntry:
             slots_per_rank=expert_map.slots_per_rank,
             num_ranks=expert_map.num_ranks,
             dtype=dtype,
-            max_tokens=None if self.room is None else self.room * rows,
+            max_tokens=None if self.buffer_tokens is None else self.buffer_tokens * rows,
             wire=wire,
             per_route=per_route,
         )
@@ -101,7 +101,7 @@ class BackendTable:
         """The names of the kernels without duplicates. That of the entry with the most tokens comes first."""
         return list(dict.fromkeys(entry.choice.experts for entry in reversed(self._entries)))
 
-    def at(self, bound: int | None) -> TableEntry:
+    def entry_for(self, bound: int | None) -> TableEntry:
         """Return the entry for calls with a token limit.
 
         Args:
@@ -115,10 +115,10 @@ class BackendTable:
         return self._entries[bucket_index(self._bounds, bound)]
 
     @property
-    def fixed(self) -> bool:
+    def has_fixed_buffers(self) -> bool:
         """Whether a transport has buffers of fixed dtype and size, without exchanging sizes before it sends rows."""
         return any(
-            registry.load("dispatchers", entry.choice.all2all).capabilities.static and entry.room is not None
+            registry.load("dispatchers", entry.choice.all2all).capabilities.static and entry.buffer_tokens is not None
             for entry in self._entries
             if entry.choice.all2all != INSIDE
         )
@@ -228,7 +228,7 @@ def tuned_table(
     if len({registry.load("experts", bucket.experts).weight_layout for bucket in used}) > 1:
         kernels = ", ".join(sorted({bucket.experts for bucket in used}))
         raise ConfigError(f"tuned has experts that cannot share one layer's weights: {kernels}; tune again")
-    return BackendTable([TableEntry(b.tokens, _choice(b, used), b.pipeline, _room(b, used)) for b in used])
+    return BackendTable([TableEntry(b.tokens, _choice(b, used), b.pipeline, _buffer_tokens(b, used)) for b in used])
 
 
 def _choice(bucket: Measured, used: Sequence[Measured]) -> explain.BackendChoice:
@@ -241,7 +241,7 @@ def _described(one: Measured | TableEntry) -> str:
     return f"{tokens} tokens" + ("" if one.pipeline is None else f" in parts of {one.pipeline}")
 
 
-def _room(bucket: Measured, used: Sequence[Measured]) -> int:
+def _buffer_tokens(bucket: Measured, used: Sequence[Measured]) -> int:
     """Return the tokens per rank that the buffers of a bucket's transport hold.
 
     Buckets of one transport share its buffers, which are sized for the largest of them: receivers read only the rows

@@ -24,7 +24,7 @@ from ep_moe.placement.placement import NodeLimit
 from ep_moe.quant.schemes import PLAIN, Scheme, scheme_of
 from ep_moe.runtime.devices import as_device
 from ep_moe.runtime.gpus import GPU, compute_capability, gpu_named
-from ep_moe.selection.refusals import Backends, Refusals
+from ep_moe.selection.refusals import BackendCache, Refusals
 from ep_moe.types import dtype_name
 
 AUTO = "auto"
@@ -67,7 +67,7 @@ def explain(
     max_tokens: int | None = None,
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
-    backends: Backends | None = None,
+    backends: BackendCache | None = None,
 ) -> list[BackendChoice]:
     """List all pairs of transport and kernel with their status.
 
@@ -97,7 +97,7 @@ def explain(
     if not isinstance(device, torch.device | GPU):  # these need not exist on this host, so they are not checked
         device = as_device(device)
     _check_names(all2all, experts)
-    backends = backends or Backends(device)
+    backends = backends or BackendCache(device)
     asked = Refusals(backends, config, layout, device, dtype, scheme, options, max_tokens, wire, expert_map)
     ours, others = _ranked(asked.backends, config, layout)
     fused = [
@@ -111,7 +111,7 @@ def explain(
         if reason is None and experts not in (AUTO, kernel):
             reason = f"experts={experts!r} was asked for"
         taken = any(row.status == "chosen" for row in table) or (transport == INSIDE and experts == AUTO)
-        if reason is None and (doubt := untried(kernel, device)) is not None:
+        if reason is None and (doubt := untested_warning(kernel, device)) is not None:
             why = f"{why}; {doubt}"
         status = "refused" if reason else "possible" if taken else "chosen"
         table.append(BackendChoice(transport, kernel, status, reason or why, asked.trains(transport, kernel)))
@@ -148,7 +148,7 @@ def choose(
     max_tokens: int | None = None,
     wire: Wire | None = None,
     expert_map: ExpertMap | None = None,
-    backends: Backends | None = None,
+    backends: BackendCache | None = None,
 ) -> BackendChoice:
     """Choose the best pair of transport and kernel.
 
@@ -261,10 +261,10 @@ def explain_model(
     if ranks_per_node is not None:
         check_count("ranks_per_node", ranks_per_node, at_least=1)
     device: torch.device | GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    nodes = None if ranks_per_node is None else NodeLayout.counted(range(world), ranks_per_node)
+    nodes = None if ranks_per_node is None else NodeLayout.from_ranks_per_node(range(world), ranks_per_node)
     if gpu is not None:
         per_node = ranks_per_node or world
-        device, nodes = gpu_named(gpu), NodeLayout.counted(range(world), per_node, gpus=per_node)
+        device, nodes = gpu_named(gpu), NodeLayout.from_ranks_per_node(range(world), per_node, gpus=per_node)
     layout = RankLayout.from_config(parallel, world=world, rank=0, nodes=nodes)
     most = None if max_tokens is None else layout.max_dispatch_tokens(max_tokens)
     return explain(
@@ -293,7 +293,7 @@ def _check_names(all2all: str, experts: str) -> None:
 
 
 def _ranked(
-    backends: Backends, config: MoEConfig, layout: RankLayout
+    backends: BackendCache, config: MoEConfig, layout: RankLayout
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Return two lists of (transport, reason of its place in the order), best first.
 
@@ -328,7 +328,7 @@ def _ahead(kind: registry.Kind, order: dict[str, str]) -> dict[str, str]:
     return {name: reasons[name] for name in names}
 
 
-def untried(kernel: str, device: torch.device | GPU) -> str | None:
+def untested_warning(kernel: str, device: torch.device | GPU) -> str | None:
     """Return a warning if a kernel has not been tested on a GPU's compute capability.
 
     Args:

@@ -19,7 +19,7 @@ from ep_moe.runtime.gpus import GPU
 from ep_moe.types import RowLayout, Weighting
 
 
-class Backends:
+class BackendCache:
     """A cache of the registry for one table: each backend is imported and checked once, not for each of its pairs."""
 
     def __init__(self, device: torch.device | GPU) -> None:
@@ -39,14 +39,14 @@ class Backends:
             backend = self.load(kind, name)
         except BackendUnavailable as error:
             return str(error)
-        return registry.asked(kind, name, backend.available)
+        return registry.query_unsupported_reason(kind, name, backend.available)
 
 
 @dataclass(frozen=True)
 class Refusals:
     """Checks pairs of transport and kernel for one layer. The fields are arguments of `explain`."""
 
-    backends: Backends
+    backends: BackendCache
     config: MoEConfig
     layout: RankLayout
     device: torch.device | GPU
@@ -71,7 +71,7 @@ class Refusals:
         for name, devices in ((transport, can.devices), (kernel, able.devices)):
             if self.device.type not in devices:
                 return f"{name} runs on {', '.join(sorted(devices))}, not on {self.device.type}"
-        reason = registry.asked(
+        reason = registry.query_unsupported_reason(
             "dispatchers",
             transport,
             lambda: (
@@ -96,7 +96,7 @@ class Refusals:
             return f"{transport} does not promise that it delivers each row in order and unchanged (exact=True)"
         if self.options.exact and self.wire.combine != "plain":
             return f"combine in {self.wire.combine} rounds rows, which exact=True forbids"
-        return registry.asked(
+        return registry.query_unsupported_reason(
             "experts",
             kernel,
             lambda: (
@@ -115,7 +115,7 @@ class Refusals:
         kind: type[FusedExperts] = registry.load("fused", kernel)
         if self.wire != PLAIN_WIRE:
             return f"{kernel} has its own row format for dispatch and combine, not {self.wire}"
-        return registry.asked(
+        return registry.query_unsupported_reason(
             "fused",
             kernel,
             lambda: (

@@ -26,7 +26,7 @@ from ep_moe.router import Router
 from ep_moe.runtime.devices import as_device
 from ep_moe.selection import explain
 from ep_moe.selection.backend_table import BackendTable, TableEntry, tuned_table
-from ep_moe.selection.refusals import Backends
+from ep_moe.selection.refusals import BackendCache
 from ep_moe.selection.tuned import Tuned, layer_facts, machine_facts, versions
 from ep_moe.types import dtype_name
 
@@ -80,7 +80,7 @@ def device_of(context: EPContext) -> torch.device:
     return context.device
 
 
-def agree(
+def resolve_backends(
     context: EPContext, name: str, config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | None
 ) -> tuple[BackendTable, ExpertMap, dict[str, Any]]:
     """Choose backends, and check that all ranks were given the same layer. Collective.
@@ -102,7 +102,7 @@ def agree(
     table, problem, keywords = BackendTable([TableEntry(None, nothing, None, None)]), None, dict[str, Any]()
     if (wrong := _wrong_kind(config, asked, expert_map, name)) is not None:
         # compare only the name: arguments of a wrong type have no fields to compare
-        context.consensus.same(f"MoELayer {name}", {"layer": str(name)}, wrong)
+        context.consensus.require_equal(f"MoELayer {name}", {"layer": str(name)}, wrong)
         raise AssertionError("a problem is raised")
     try:
         if expert_map is None:
@@ -122,7 +122,7 @@ def agree(
             table = tuned_table(asked.tuned, config, context.layout, context.device, asked.dtype, keywords)
         else:
             if context._backends is None:
-                context._backends = Backends(context.device)
+                context._backends = BackendCache(context.device)
             backends = context._backends
             choice = explain.choose(config, context.layout, context.device, asked.dtype, backends=backends, **keywords)
             if choice.all2all == INSIDE:
@@ -133,7 +133,7 @@ def agree(
             table = BackendTable([TableEntry(most, choice, asked.pipeline, asked.pipeline or most)])
     except EPMoEError as error:
         problem = error
-    context.consensus.same(f"MoELayer {name}", _facts(name, config, asked, expert_map, table), problem)
+    context.consensus.require_equal(f"MoELayer {name}", _facts(name, config, asked, expert_map, table), problem)
     assert expert_map is not None
     _warn(context, asked, table.last.choice.experts)
     if context.layout.rank == 0:
@@ -223,7 +223,7 @@ def _warn(context: EPContext, asked: LayerRequest, experts: str) -> None:
     if asked.tuned is not None:
         if (changed := asked.tuned.other_versions(versions())) is not None:
             warnings.warn(f"tuned was measured with other software ({changed}); consider tuning again", stacklevel=6)
-    elif asked.experts == explain.AUTO and (doubt := explain.untried(experts, context.device)) is not None:
+    elif asked.experts == explain.AUTO and (doubt := explain.untested_warning(experts, context.device)) is not None:
         warnings.warn(
             f"{doubt}; see whether tests/gpu of ep_moe's repository passes on this GPU, then name experts={experts!r}",
             stacklevel=6,
@@ -254,17 +254,17 @@ class SlowTraining:
     """Warns once if a layer trains slowly. All ranks have the same backends, so all of them warn."""
 
     def __init__(self) -> None:
-        self._looked = False
+        self._checked = False
 
-    def look(self, layer: Any) -> None:
+    def warn_once(self, layer: Any) -> None:
         """Warn at the first call with gradients, if "auto" chose `reference` on a GPU.
 
         Args:
             layer: A MoELayer.
         """
-        if self._looked or torch.compiler.is_compiling():
+        if self._checked or torch.compiler.is_compiling():
             return
-        self._looked = True
+        self._checked = True
         if layer.context.device.type != "cuda" or layer.choice.experts != "reference":
             return
         if layer._asked["experts"] != explain.AUTO:

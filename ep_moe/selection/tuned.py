@@ -313,7 +313,7 @@ def tuned_on_one_rank(
         The result of `kernel.tune` on that rank.
     """
     busiest = max(range(placed.num_ranks), key=placed.num_slots)
-    found: list[int] = context.consensus.share(
+    found: list[int] = context.consensus.compute_on_owner(
         f"tune {name}",
         lambda: kernel.tune(_counts(rows), None if cache is None else Path(cache).expanduser()),
         owner=busiest * context.layout.etp,  # its rank in the first EP group

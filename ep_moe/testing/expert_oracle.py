@@ -246,7 +246,7 @@ def through_activation(config: MoEConfig, h: Tensor, variance: Tensor) -> tuple[
     return a.detach(), first + 2 * (Z * spread.sum(0)).square()
 
 
-def worst(y: Tensor, expected: Tensor, limit: Tensor) -> float:
+def max_error_ratio(y: Tensor, expected: Tensor, limit: Tensor) -> float:
     """Return the largest error as a multiple of its limit; infinity for a NaN."""
     ratio = (y.double() - expected).abs() / limit.clamp(min=1e-30)
     ratio = torch.where((limit == 0) & (y == expected), 0.0, ratio)

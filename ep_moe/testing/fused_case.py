@@ -17,7 +17,7 @@ from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.placement.placement import Placement
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.router import route
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
@@ -134,11 +134,13 @@ class Case:
     def check(self, call: Call, what: str, y: Tensor | None = None) -> None:
         """Compare an output with the expected one. y: the output; by default the kernel is called"""
         y = self.kernel(call.x, call.routed) if y is None else y
-        self.that(y.shape == call.x.shape and y.dtype == self.dtype, f"{what}: got {list(y.shape)}, {y.dtype}")
-        found = worst(y, call.value, call.limit)
-        self.that(found <= 1, f"{what}: off by {found:.3g} times what rounding may cause")
+        self.add_fault_unless(
+            y.shape == call.x.shape and y.dtype == self.dtype, f"{what}: got {list(y.shape)}, {y.dtype}"
+        )
+        found = max_error_ratio(y, call.value, call.limit)
+        self.add_fault_unless(found <= 1, f"{what}: off by {found:.3g} times what rounding may cause")
 
-    def that(self, condition: object, fault: str) -> None:
+    def add_fault_unless(self, condition: object, fault: str) -> None:
         if not condition:
             self.faults.append(fault)
 
@@ -174,7 +176,7 @@ def out_of_range(routing: PhysicalRouting, last: int) -> PhysicalRouting:
     return PhysicalRouting(PhysicalIds(torch.where(routing.ids < 0, odd[at % len(odd)], routing.ids)), routing.weights)
 
 
-def tell(name: str, case: Case) -> None:
+def raise_faults_on_all_ranks(name: str, case: Case) -> None:
     """Raise AssertionError on all ranks if any rank found a fault."""
     reports: list[list[str]] = [case.faults]
     if dist.is_initialized():

@@ -27,8 +27,8 @@ from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import made_on_the_host, rank_device
-from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, tell
-from ep_moe.testing.transport_case import said, said_within
+from ep_moe.testing.fused_case import EXPERTS, Call, Case, Shared, maps, out_of_range, raise_faults_on_all_ranks
+from ep_moe.testing.transport_case import input_error_message, wait_for_input_error
 from ep_moe.types import PhysicalIds, PhysicalRouting, capturing
 
 COUNTS = ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2))
@@ -125,7 +125,7 @@ def _run(check: Callable[[Case], None], case: Case) -> None:
     except Exception as error:
         case.faults.append(f"{type(error).__name__}: {error}")
     name = check.func.__name__ if isinstance(check, partial) else check.__name__
-    tell(name.replace("_", " "), case)
+    raise_faults_on_all_ranks(name.replace("_", " "), case)
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def all_to_one_rank(case: Case) -> None:
         to = PhysicalRouting(PhysicalIds(slots), call.routed.weights)
         y = case.kernel(call.x, to)
         case.check(wanted, f"all to {what}", y)
-        case.that(routes or not y.any(), "rows without an expert must be zero")
+        case.add_fault_unless(routes or not y.any(), "rows without an expert must be zero")
 
 
 def ids_that_no_expert_has(case: Case) -> None:
@@ -191,8 +191,8 @@ def nan_stays_with_its_owner(case: Case) -> None:
     else:
         y = case.kernel(torch.full_like(call.x, torch.nan), routed)
         nothing = absent.all(1)
-        case.that(not case.scheme.plain or y[~nothing].isnan().all(), "NaN rows came back as numbers")
-        case.that((y[nothing] == 0).all(), "rows without an expert must be zero")
+        case.add_fault_unless(not case.scheme.plain or y[~nothing].isnan().all(), "NaN rows came back as numbers")
+        case.add_fault_unless((y[nothing] == 0).all(), "rows without an expert must be zero")
 
 
 def equal_calls_give_equal_bits(case: Case) -> None:
@@ -201,7 +201,7 @@ def equal_calls_give_equal_bits(case: Case) -> None:
     call = case.call(case.max_tokens, 4)
     first = case.kernel(call.x, call.routed)
     for _ in range(3):
-        case.that(torch.equal(case.kernel(call.x, call.routed), first), "equal calls must give equal bits")
+        case.add_fault_unless(torch.equal(case.kernel(call.x, call.routed), first), "equal calls must give equal bits")
 
 
 def weights_rewritten_in_place(case: Case) -> None:
@@ -304,14 +304,17 @@ def one_token_too_many(kind: type[FusedExperts], top_k: int, bound: int, device:
         sentence = f"rank 1: x has {bound + 1} tokens to dispatch, more than max_tokens={bound}"
         if case.rank_group.rank == 1:
             more = case.call(bound + 1)
-            case.that(sentence in said(lambda: case.kernel(more.x, more.routed)), "one too many was not refused")
+            case.add_fault_unless(
+                sentence in input_error_message(lambda: case.kernel(more.x, more.routed)),
+                "one too many was not refused",
+            )
         else:
             case.check(case.call(bound), "beside a rank that refuses")
         barrier(device)
-        refusal = said_within(2 * deadline_s / 8, context.flight_recorder.check)
-        case.that(sentence in refusal, "the refusal did not reach the other ranks")
+        refusal = wait_for_input_error(2 * deadline_s / 8, context.flight_recorder.check)
+        case.add_fault_unless(sentence in refusal, "the refusal did not reach the other ranks")
         shared.destroy()
-        tell("one token too many", case)
+        raise_faults_on_all_ranks("one token too many", case)
 
 
 def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int, device: torch.device) -> None:
@@ -336,7 +339,9 @@ def a_peer_that_comes_too_late(kind: type[FusedExperts], top_k: int, bound: int,
         except PeerTimeout as error:
             message = str(error)
     if case.rank_group.rank != lost:
-        case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
+        case.add_fault_unless(
+            f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}"
+        )
     case.check(call, "when it came after all", late)
     context.flight_recorder.close()
-    tell("a peer that comes too late", case)
+    raise_faults_on_all_ranks("a peer that comes too late", case)

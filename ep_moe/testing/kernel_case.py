@@ -39,7 +39,7 @@ def case_name(kind: type[Experts], config: MoEConfig, scheme: Scheme, dtype: tor
     return f"{kind.name} ({scheme.name}, {dtype}, {config.activation.value}{bias})"
 
 
-class Layer:
+class KernelCase:
     """A kernel object with the weights of a rank's experts, and their canonical tensors by slot."""
 
     def __init__(
@@ -129,7 +129,7 @@ class Layer:
             y = self.experts(received, out)
         for name, was in before.items():
             same = torch.equal(given[name].view(torch.uint8), was.view(torch.uint8))  # NaN too
-            that(same, self, f"{received.layout.value}: {name} must be left as it was")
+            require(same, self, f"{received.layout.value}: {name} must be left as it was")
         return y
 
     def rows(self, count: int, weighting: Weighting = Weighting.EXPERTS) -> Received:
@@ -163,9 +163,9 @@ def named(case: object, what: str) -> Iterator[None]:
         raise AssertionError(f"{case}: {what}: {type(error).__name__}: {error}") from error
 
 
-def that(condition: object, layer: Layer, fault: str) -> None:
+def require(condition: object, case: KernelCase, fault: str) -> None:
     if not condition:
-        raise AssertionError(f"{layer}: {fault}")
+        raise AssertionError(f"{case}: {fault}")
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -195,10 +195,10 @@ def exact_expert(config: MoEConfig, expert: int, dtype: torch.dtype, device: tor
     return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
 
 
-def _exact_call(layer: Layer) -> tuple[Received, Tensor]:
+def _exact_call(case: KernelCase) -> tuple[Received, Tensor]:
     """Return rows, and the gradient of their output."""
-    weighted = Weighting.EXPERTS in layer.kind.capabilities.weightings
-    received = layer.rows(ROWS, Weighting.EXPERTS if weighted else Weighting.COMBINE)
+    weighted = Weighting.EXPERTS in case.kind.capabilities.weightings
+    received = case.rows(ROWS, Weighting.EXPERTS if weighted else Weighting.COMBINE)
     generator = torch.Generator().manual_seed(2)
     received.x.copy_(torch.randint(0, 3, received.x.shape, generator=generator))
     if received.weights is not None:
@@ -206,20 +206,20 @@ def _exact_call(layer: Layer) -> tuple[Received, Tensor]:
     return received, torch.randint(-1, 2, received.x.shape, generator=generator).to(received.x)
 
 
-def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the kernel's gradients and the expected ones, by name. layer: trainable, with `exact_expert` weights"""
-    received, slope = _exact_call(layer)
+def gradients(case: KernelCase) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the kernel's gradients and the expected ones, by name. case: trainable, with `exact_expert` weights"""
+    received, slope = _exact_call(case)
     received.x.requires_grad_()
     if received.weights is not None:
         received.weights.requires_grad_()
-    layer.experts(received).backward(slope)
-    wanted = _wanted(layer, received, slope)
+    case.experts(received).backward(slope)
+    wanted = _wanted(case, received, slope)
     found = {"x": _grad(received.x)}
     if received.weights is not None:
         found["weights"] = _grad(received.weights)
-    weights = layer.experts.weights
-    for slot in range(len(layer.tensors)):
-        if weights.named:
+    weights = case.experts.weights
+    for slot in range(len(case.tensors)):
+        if weights.has_expert_parameters:
             canonical = _of_expert(weights, weights.local_experts[slot])
         else:
             own = {name: _grad(tensor)[slot] for name, tensor in weights.stored_tensors().items()}
@@ -229,13 +229,13 @@ def gradients(layer: Layer) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @torch.no_grad()
-def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def written_gradients(case: KernelCase) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
     """Yield (what, found, expected) for a kernel with `writes_gradients`, which writes gradients into given buffers.
 
     Expected is half of the gradient that it returns without buffers, because buffers are given with the factor 0.5. It
-    replaces NaN, or is added to the buffer. layer: as for `gradients`
+    replaces NaN, or is added to the buffer. case: as for `gradients`
     """
-    experts, (received, slope) = layer.experts, _exact_call(layer)
+    experts, (received, slope) = case.experts, _exact_call(case)
     stored = dict(experts.weights.stored_tensors())
 
     def backward(names: Collection[str], into: dict[str, GradientOut] | None) -> StepGradients:
@@ -245,7 +245,7 @@ def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor
         return experts.gradients(received, saved, stored, slope, wanted, **given)
 
     alone = backward(stored, None)
-    for dtype, start, names in product({layer.dtype, torch.float32}, (None, 3.0), (tuple(stored), tuple(stored)[:1])):
+    for dtype, start, names in product({case.dtype, torch.float32}, (None, 3.0), (tuple(stored), tuple(stored)[:1])):
         before = torch.nan if start is None else start
         outs = {name: torch.full_like(stored[name], before, dtype=dtype) for name in names}
         into = {name: GradientOut(out, start is not None, 0.5) for name, out in outs.items()}
@@ -261,13 +261,13 @@ def written_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor
 
 
 @torch.no_grad()
-def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def recorded_gradients(case: KernelCase) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
     """Yield (what, found, expected) for a kernel with `records_training`, whose calls a CUDA graph may replay.
 
     A second call writes to the same memory for other rows and gradients. The products that the first call returned then
-    read this memory. layer: as for `gradients`
+    read this memory. case: as for `gradients`
     """
-    experts, (received, slope) = layer.experts, _exact_call(layer)
+    experts, (received, slope) = case.experts, _exact_call(case)
     if not experts.records_training(len(received.x)):
         return
     stored = dict(experts.weights.stored_tensors())
@@ -275,7 +275,7 @@ def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tenso
 
     def allocator(of: str) -> Allocator:
         def allocate(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-            return held.setdefault((of, name), torch.empty(shape, dtype=dtype, device=layer.device))
+            return held.setdefault((of, name), torch.empty(shape, dtype=dtype, device=case.device))
 
         return allocate
 
@@ -296,20 +296,20 @@ def recorded_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tenso
 
 
 @torch.no_grad()
-def peer_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+def peer_gradients(case: KernelCase) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
     """Yield (what, found, expected) for a kernel with `trains_to_peers`, which writes rows to peers' memory.
 
-    Expected are the rows that it returns otherwise. Rows without a local expert are not written. layer: as for
+    Expected are the rows that it returns otherwise. Rows without a local expert are not written. case: as for
     `gradients`
     """
-    experts, (received, slope) = layer.experts, _exact_call(layer)
+    experts, (received, slope) = case.experts, _exact_call(case)
     stored, ranks, left = dict(experts.weights.stored_tensors()), 2, 77.0
     assert received.local_ids is not None
     here = (received.local_ids >= 0).any(1, keepdim=True)
 
     def peers() -> PeerRows:
         blocks = tuple(torch.full_like(slope[: ROWS // ranks], left) for _ in range(ranks))
-        addresses = torch.tensor([block.data_ptr() for block in blocks], device=layer.device)
+        addresses = torch.tensor([block.data_ptr() for block in blocks], device=case.device)
         return PeerRows(blocks, addresses, 0, 1)
 
     def written(to: PeerRows, wanted: Tensor | PeerRows) -> tuple[Tensor, Tensor]:
@@ -319,12 +319,12 @@ def peer_gradients(layer: Layer) -> Iterator[tuple[str, Tensor | None, Tensor | 
     y, saved = experts.compute_saving(received)
     to, wanted = peers(), dict.fromkeys(stored, True)
     found, kept = experts.compute_saving(received, peer_out=to)
-    that(found is to, layer, "compute_saving does not return peer_out, where it is to write")
+    require(found is to, case, "compute_saving does not return peer_out, where it is to write")
     yield "what is written to peers", *written(to, y)
     alone = experts.gradients(received, saved, stored, slope, wanted)
     to = peers()
     backward = experts.gradients(received, kept, stored, slope, wanted, peer_out=to)
-    that(backward.x is to, layer, "gradients does not return peer_out, where it is to write")
+    require(backward.x is to, case, "gradients does not return peer_out, where it is to write")
     yield "the gradient of x that is written to peers", *written(to, alone.x)
     yield "the gradient of weights beside rows written to peers", backward.weights, alone.weights
     for name in stored:
@@ -336,16 +336,16 @@ def _rows(found: StepGradients | RowGradients) -> Tensor:
     return found.x
 
 
-def _wanted(layer: Layer, received: Received, slope: Tensor) -> dict[str, Tensor]:
+def _wanted(case: KernelCase, received: Received, slope: Tensor) -> dict[str, Tensor]:
     """Return the expected gradients, by autograd in float64."""
     assert received.local_ids is not None
     x = received.x.detach().double().requires_grad_()
     weights = None if received.weights is None else received.weights.detach().double().requires_grad_()
-    experts = [{n: t.double().requires_grad_() for n, t in tensors.items()} for tensors in layer.tensors]
+    experts = [{n: t.double().requires_grad_() for n, t in tensors.items()} for tensors in case.tensors]
     y = torch.zeros_like(x)
     for slot, own in enumerate(experts):
         at, column = (received.local_ids == slot).nonzero(as_tuple=True)
-        a = activate(x[at] @ own["w13"].T + own.get("w13_bias", 0.0), layer.config)
+        a = activate(x[at] @ own["w13"].T + own.get("w13_bias", 0.0), case.config)
         part = a @ own["w2"].T + own.get("w2_bias", 0.0)
         y = y.index_add(0, at, part if weights is None else part * weights[at, column].unsqueeze(1))
     y.backward(slope.double())

@@ -15,11 +15,11 @@ from torch import Tensor
 from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.config import PLAIN_WIRE, Wire
 from ep_moe.errors import InputError, PeerTimeout
-from ep_moe.experts.layouts import as_rank_major, localized, widened
+from ep_moe.experts.layouts import as_plain, as_rank_major, with_local_ids
 from ep_moe.parallel.groups import default_store, numbered
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.fp8 import round_by
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.types import (
     LocalIds,
     PeerRows,
@@ -71,22 +71,24 @@ class Case:
     def rounds(self) -> bool:
         return self.shape.wire.dispatch in self.dispatcher.capabilities.rounds
 
-    def once(self, x: Tensor, routing: PhysicalRouting) -> Tensor:
+    def dispatch_and_combine(self, x: Tensor, routing: PhysicalRouting) -> Tensor:
         received = self.dispatch(x, routing)
         return self.dispatcher.combine(self.experts(received), received.handle)
 
     def experts(self, received: Received) -> Tensor | PeerRows:
         """Run experts that multiply by a factor of their own, so that a row at a wrong expert gives a wrong result."""
-        received = localized(received, SLOTS)
+        received = with_local_ids(received, SLOTS)
         ids = received.local_ids
         if ids is not None and not capturing(self.device):
-            self.that(bool(((ids >= -1) & (ids < self.shape.slots_per_rank)).all()), "local ids out of range")
+            self.add_fault_unless(
+                bool(((ids >= -1) & (ids < self.shape.slots_per_rank)).all()), "local ids out of range"
+            )
             after = ids.sort(1).values
             repeated = (after[:, 1:] == after[:, :-1]) & (after[:, 1:] >= 0)
-            self.that(not bool(repeated.any()), "a local id comes twice in a row")
+            self.add_fault_unless(not bool(repeated.any()), "a local id comes twice in a row")
         return multiplied(received, self.shape.dtype, self.rank, to_peers=self.to_peers)
 
-    def that(self, condition: bool, fault: str) -> None:
+    def add_fault_unless(self, condition: bool, fault: str) -> None:
         if not condition:
             self.faults.append(fault)
 
@@ -103,28 +105,28 @@ def run(check: Callable[[Case], None], dispatcher: Dispatcher, device: torch.dev
         check(case)
     except Exception as error:
         case.faults.append(_text(error))
-    tell(check, case)
+    raise_faults_on_all_ranks(check, case)
 
 
-def tell(check: Callable[..., None], case: Case) -> None:
+def raise_faults_on_all_ranks(check: Callable[..., None], case: Case) -> None:
     """Raise AssertionError on all ranks if any rank found a fault."""
     what = check.__name__.replace("_", " ").strip()
     details = f"top_k {case.shape.top_k}, {case.shape.dtype}, {case.shape.wire}{', to peers' if case.to_peers else ''}"
-    _tell(f"{case.dispatcher.name}: {what} ({details})", case.dispatcher.rank_group, case.faults)
+    _exchange_faults(f"{case.dispatcher.name}: {what} ({details})", case.dispatcher.rank_group, case.faults)
 
 
-def together(what: str, rank_group: RankGroup, call: Callable[[], Result]) -> Result:
+def call_and_share_errors(what: str, rank_group: RankGroup, call: Callable[[], Result]) -> Result:
     """Return the result of `call`. Raise AssertionError on all ranks if it raises on any."""
     found, faults = list[Result](), list[str]()
     try:
         found.append(call())
     except Exception as error:
         faults.append(_text(error))
-    _tell(what, rank_group, faults)
+    _exchange_faults(what, rank_group, faults)
     return found[0]
 
 
-def _tell(what: str, rank_group: RankGroup, faults: Sequence[str]) -> None:
+def _exchange_faults(what: str, rank_group: RankGroup, faults: Sequence[str]) -> None:
     """Exchange faults and raise on all ranks if there are any.
 
     It uses the store, because peers of a rank that has raised may still wait for it in a collective.
@@ -151,7 +153,7 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def said(call: Callable[[], object]) -> str:
+def input_error_message(call: Callable[[], object]) -> str:
     try:
         call()
     except InputError as error:
@@ -159,13 +161,13 @@ def said(call: Callable[[], object]) -> str:
     return ""
 
 
-def said_within(seconds: float, call: Callable[[], object]) -> str:
+def wait_for_input_error(seconds: float, call: Callable[[], object]) -> str:
     """Repeat `call` until it raises InputError or the time is over. Return its message, "" for none.
 
     A heartbeat carries the refusal of a peer, so it arrives with a delay.
     """
     end = time.monotonic() + seconds
-    while not (sentence := said(call)) and time.monotonic() < end:
+    while not (sentence := input_error_message(call)) and time.monotonic() < end:
         time.sleep(0.02)
     return sentence
 
@@ -278,7 +280,7 @@ def multiplied(
     exactly zero. With `per_route` there is one row for each id. The result is written to `received.out`, or with
     to_peers to `peer_out`, if the transport offers these.
     """
-    received = widened(localized(received, SLOTS), dtype)
+    received = as_plain(with_local_ids(received, SLOTS), dtype)
     flat = as_rank_major(received, SLOTS)
     x, slots = flat.x, flat.local_ids
     assert slots is not None
@@ -319,4 +321,4 @@ def same(actual: Tensor, wanted: Tensor, what: object, rtol: float = 0.0) -> Non
 
 def rounded(x: Tensor, shape: DispatchShape) -> tuple[Tensor, Tensor | None]:
     """Return rows in the wire format: x and x_scale."""
-    return round_to_travel(x, shape.wire)
+    return quantize_for_wire(x, shape.wire)

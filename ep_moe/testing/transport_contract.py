@@ -22,7 +22,7 @@ from torch import Tensor
 from ep_moe.all2all.base import DispatcherCapabilities, DispatchShape
 from ep_moe.config import Wire
 from ep_moe.context import EPContext
-from ep_moe.experts.layouts import as_rank_major, localized
+from ep_moe.experts.layouts import as_rank_major, with_local_ids
 from ep_moe.parallel.rank_group import RankGroup, barrier
 from ep_moe.runtime.devices import on_device_of
 from ep_moe.testing.distributed import made_on_the_host, rank_device
@@ -35,13 +35,13 @@ from ep_moe.testing.transport_case import (
     SLOTS,
     Case,
     DispatcherFactory,
+    call_and_share_errors,
     dispatch_shape,
     moved,
     rounded,
     routes,
     rows,
     run,
-    together,
 )
 from ep_moe.testing.transport_promises import (
     a_peer_that_comes_too_late,
@@ -112,10 +112,10 @@ def check_dispatcher(
 def _promised(factory: DispatcherFactory, context: EPContext) -> tuple[DispatcherCapabilities, bool]:
     """Return the capabilities of the factory's transports, and whether their buffers grow."""
     rank_group = context.rank_groups["ep"]
-    probe = together(
+    probe = call_and_share_errors(
         "made", rank_group, lambda: factory(dispatch_shape(context.layout.ep, 2, torch.bfloat16), rank_group)
     )
-    together(f"{probe.name}: destroy", rank_group, probe.destroy)
+    call_and_share_errors(f"{probe.name}: destroy", rank_group, probe.destroy)
     return probe.capabilities, probe.grows
 
 
@@ -127,18 +127,18 @@ def _wires(can: DispatcherCapabilities) -> list[Wire]:
 
 
 def _check_shape(factory: DispatcherFactory, shape: DispatchShape, rank_group: RankGroup, device: torch.device) -> None:
-    dispatcher = together("made", rank_group, lambda: factory(shape, rank_group))
+    dispatcher = call_and_share_errors("made", rank_group, lambda: factory(shape, rank_group))
     for check in CHECKS:
         run(check, dispatcher, device)
     if dispatcher.capabilities.peer_out:
         # the format of dispatch hardly affects combine, so two checks suffice for formats that are not plain
         for check in CHECKS if shape.wire.dispatch == "plain" else (uneven_and_empty_ranks, poisoned_buffers):
             run(check, dispatcher, device, to_peers=True)
-    together(f"{dispatcher.name}: destroy", rank_group, dispatcher.destroy)
-    together(f"{dispatcher.name}: destroy, again", rank_group, dispatcher.destroy)
-    again = together(f"{dispatcher.name}: made, again", rank_group, lambda: factory(shape, rank_group))
+    call_and_share_errors(f"{dispatcher.name}: destroy", rank_group, dispatcher.destroy)
+    call_and_share_errors(f"{dispatcher.name}: destroy, again", rank_group, dispatcher.destroy)
+    again = call_and_share_errors(f"{dispatcher.name}: made, again", rank_group, lambda: factory(shape, rank_group))
     run(uneven_and_empty_ranks, again, device)
-    together(f"{dispatcher.name}: destroy", rank_group, again.destroy)
+    call_and_share_errors(f"{dispatcher.name}: destroy", rank_group, again.destroy)
 
 
 # --- the checks -----------------------------------------------------------------------------------------------------
@@ -148,9 +148,9 @@ def uneven_and_empty_ranks(case: Case) -> None:
     for counts in COUNTS:
         x, routing, wanted = case.call(counts[case.rank % 4])
         given = [t.clone() for t in (x, routing.ids, routing.weights)]
-        case.same(case.once(x, routing), wanted, f"T={counts}")
+        case.same(case.dispatch_and_combine(x, routing), wanted, f"T={counts}")
         for name, now, was in zip(("x", "ids", "weights"), (x, routing.ids, routing.weights), given, strict=True):
-            case.that(torch.equal(now, was), f"T={counts}: {name} must be left as they were")
+            case.add_fault_unless(torch.equal(now, was), f"T={counts}: {name} must be left as they were")
 
 
 def rows_go_where_they_belong(case: Case) -> None:
@@ -162,12 +162,12 @@ def rows_go_where_they_belong(case: Case) -> None:
         ids = torch.tensor([[i + first_id if i >= 0 else -1 for i in local]] * MAX_TOKENS)
         weights = torch.arange(1, g.top_k + 1).float().expand(MAX_TOKENS, -1).contiguous()
         routing = PhysicalRouting(PhysicalIds(ids), weights)
-        received = localized(case.dispatch(x.to(case.device), moved(routing, case.device)), SLOTS)
+        received = with_local_ids(case.dispatch(x.to(case.device), moved(routing, case.device)), SLOTS)
         if received.layout is RowLayout.RANK_MAJOR and case.dispatcher.capabilities.dedup:
             assert received.local_ids is not None
             carried = int((received.local_ids >= 0).any(1).sum())
             here = MAX_TOKENS * case.ranks if case.rank == case.ranks - 1 and max(local) >= 0 else 0
-            case.that(carried == here, f"{what}: {carried} rows with experts arrived, not {here}")
+            case.add_fault_unless(carried == here, f"{what}: {carried} rows with experts arrived, not {here}")
         y = case.dispatcher.combine(case.experts(received), received.handle)
         case.same(y, case.expected(x, routing), what)
 
@@ -178,7 +178,7 @@ def views_are_taken(case: Case) -> None:
     wide = torch.cat([x, x + 1], 1)[:, :HIDDEN]
     ids = torch.cat([routing.ids, routing.ids], 1).int()[:, : case.shape.top_k]
     weights = torch.cat([routing.weights, routing.weights], 1)[:, : case.shape.top_k]
-    case.same(case.once(wide, PhysicalRouting(PhysicalIds(ids), weights)), wanted, "views")
+    case.same(case.dispatch_and_combine(wide, PhysicalRouting(PhysicalIds(ids), weights)), wanted, "views")
 
 
 def rows_that_come_plain_are_rounded_as_before_the_wire(case: Case) -> None:
@@ -203,12 +203,12 @@ def rows_that_come_plain_are_rounded_as_before_the_wire(case: Case) -> None:
                 received = case.dispatcher.dispatch_start(data, routing, x_scale=scale).wait()
             arrived.append(_bits(received))
             case.dispatcher.combine(case.experts(received), received.handle)
-        case.that(torch.equal(*arrived), f"other bits than those of rows that were rounded before, {what}")
+        case.add_fault_unless(torch.equal(*arrived), f"other bits than those of rows that were rounded before, {what}")
 
 
 def _bits(received: Received) -> Tensor:
     """Return the bytes of all received rows, and of their scales, that have an expert on this rank."""
-    received = as_rank_major(localized(received, SLOTS), SLOTS)
+    received = as_rank_major(with_local_ids(received, SLOTS), SLOTS)
     assert received.local_ids is not None
     here = (received.local_ids >= 0).any(1)
     parts = [part for part in (received.x, received.x_scale) if part is not None]
@@ -229,7 +229,9 @@ def two_in_flight(case: Case) -> None:
     case.same(room[1:-1], wanted_b, "second call, where it was wanted")
     case.same(back_a.wait(), wanted_a, "first call")
     case.same(wide[:, :HIDDEN], wanted_a, "first call, where it was wanted")
-    case.that(bool((room[[0, -1]] == 7).all() & (wide[:, HIDDEN:] == 7).all()), "combine wrote beside `out`")
+    case.add_fault_unless(
+        bool((room[[0, -1]] == 7).all() & (wide[:, HIDDEN:] == 7).all()), "combine wrote beside `out`"
+    )
 
 
 def nan_stays_with_its_owner(case: Case) -> None:
@@ -237,13 +239,13 @@ def nan_stays_with_its_owner(case: Case) -> None:
     x, routing, wanted = case.call(5)
     absent = routing.ids < 0
     routing = PhysicalRouting(routing.ids, routing.weights.masked_fill(absent, torch.nan))
-    y = case.once(torch.full_like(x, torch.nan) if case.rank == 0 else x, routing)
+    y = case.dispatch_and_combine(torch.full_like(x, torch.nan) if case.rank == 0 else x, routing)
     if case.rank:
         case.same(y, wanted, "beside NaN")
     else:
         nothing = absent.all(1)
-        case.that(bool(y[~nothing].isnan().all()), "NaN rows came back as numbers")
-        case.that(bool((y[nothing] == 0).all()), "rows without an expert must be zero")
+        case.add_fault_unless(bool(y[~nothing].isnan().all()), "NaN rows came back as numbers")
+        case.add_fault_unless(bool((y[nothing] == 0).all()), "rows without an expert must be zero")
 
 
 @contextmanager
@@ -332,7 +334,7 @@ def numbers_of_routes_come_back(case: Case) -> None:
         limit = bound if case.dispatcher.capabilities.static else None
         _delay(case.device, generator)
         received = case.dispatch(x, routing, limit)
-        ids = as_rank_major(localized(received, SLOTS), SLOTS).local_ids
+        ids = as_rank_major(with_local_ids(received, SLOTS), SLOTS).local_ids
         assert ids is not None
         found = (1 + ids + case.rank * SLOTS + 100 * received.x[:, :1].float()).where(ids >= 0, torch.nan)
         found = torch.cat([found, found], 1)[:, : case.shape.top_k]
@@ -341,7 +343,9 @@ def numbers_of_routes_come_back(case: Case) -> None:
         if turn % 2:
             outs = torch.full_like(wanted, 7.0, device=case.device), torch.full_like(routing.weights, 7.0)
         y, numbers = case.dispatcher.combine_with_weights(case.experts(received), found, received.handle, *outs)
-        case.that(outs[0] is None or (y is outs[0] and numbers is outs[1]), "results are not where they were wanted")
+        case.add_fault_unless(
+            outs[0] is None or (y is outs[0] and numbers is outs[1]), "results are not where they were wanted"
+        )
         results.append((y, wanted, numbers, mine.where(routing.ids >= 0, 0.0)))
     for turn, (y, wanted, numbers, meant) in enumerate(results):
         case.same(y, wanted, f"turn {turn}")

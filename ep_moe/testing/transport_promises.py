@@ -14,7 +14,7 @@ from ep_moe.all2all.base import DispatchShape
 from ep_moe.config import PLAIN_WIRE
 from ep_moe.context import EPContext
 from ep_moe.errors import PeerTimeout
-from ep_moe.experts.layouts import as_rank_major, localized
+from ep_moe.experts.layouts import as_rank_major, with_local_ids
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing.transport_case import (
     COUNTS,
@@ -26,14 +26,14 @@ from ep_moe.testing.transport_case import (
     factors,
     hold_back,
     identity,
+    input_error_message,
     moved,
     multiplied,
+    raise_faults_on_all_ranks,
     routes,
     rows,
-    said,
-    said_within,
-    tell,
     tolerance,
+    wait_for_input_error,
 )
 from ep_moe.types import PhysicalIds, PhysicalRouting, RowLayout, Weighting
 
@@ -52,16 +52,18 @@ def what_is_wrong_on_one_rank_is_raised_on_all(case: Case) -> None:
         x, routing, wanted = case.call(4, seed=odd)
         here = case.rank == odd
         problem = "planted by the caller" if here else None
-        message = said(partial(_waited, case, x, routing, problem))
-        case.that("planted by the caller" in message, f"rank {odd}'s problem was not raised, got {message!r}")
+        message = input_error_message(partial(_waited, case, x, routing, problem))
+        case.add_fault_unless(
+            "planted by the caller" in message, f"rank {odd}'s problem was not raised, got {message!r}"
+        )
         for beyond in () if case.dispatcher.grows else (case.shape.num_physical, -2):
             ids = routing.ids.clone()
             if here:
                 ids[-1, -1] = beyond
             wrong = PhysicalRouting(PhysicalIds(ids), routing.weights)
-            message = said(partial(_waited, case, x, wrong))
-            case.that(bool(message), f"rank {odd}'s id {beyond} was not refused")
-        case.same(case.once(x, routing), wanted, "after a refusal")
+            message = input_error_message(partial(_waited, case, x, wrong))
+            case.add_fault_unless(bool(message), f"rank {odd}'s id {beyond} was not refused")
+        case.same(case.dispatch_and_combine(x, routing), wanted, "after a refusal")
 
 
 def _waited(case: Case, x: Tensor, routing: PhysicalRouting, problem: str | None = None) -> None:
@@ -80,7 +82,7 @@ def gradients_flow(case: Case) -> None:
         x, weights = x.requires_grad_(), routing.weights.requires_grad_()
         slope = torch.zeros_like(x).detach()
         slope[:, :3] = torch.tensor([1.0, -1.0, 2.0])
-        out = case.once(x, routing)
+        out = case.dispatch_and_combine(x, routing)
         out.backward(slope)
         chosen = routing.ids >= 0
         factor = factors(routing.ids % SLOTS, routing.ids // SLOTS).masked_fill(~chosen, 0)
@@ -102,10 +104,10 @@ def gradients_are_wanted_alike(case: Case) -> None:
             x, routing, _ = case.call(4, seed=odd)
             given = x if name == "x" else routing.weights
             given.requires_grad_(case.rank == odd)
-            message = said(partial(_waited, case, x, routing))
-            case.that(bool(message), f"rank {odd} alone wants a gradient of {name}, which was not refused")
+            message = input_error_message(partial(_waited, case, x, routing))
+            case.add_fault_unless(bool(message), f"rank {odd} alone wants a gradient of {name}, which was not refused")
     x, routing, wanted = case.call(4)
-    case.same(case.once(x, routing), wanted, "after a refusal")
+    case.same(case.dispatch_and_combine(x, routing), wanted, "after a refusal")
 
 
 def _grad(given: Tensor) -> Tensor:
@@ -118,9 +120,9 @@ def equal_calls_give_equal_bits(case: Case) -> None:
     x = torch.randn(MAX_TOKENS, HIDDEN, generator=torch.Generator().manual_seed(case.rank))
     x = x.to(case.shape.dtype).to(case.device)
     routing = moved(routes(case.rank, MAX_TOKENS, case.ranks, case.shape.top_k), case.device)
-    first = case.once(x, routing)
+    first = case.dispatch_and_combine(x, routing)
     for _ in range(5):
-        case.same(case.once(x, routing), first, "again")
+        case.same(case.dispatch_and_combine(x, routing), first, "again")
 
 
 def single_rows_keep_their_order_and_bits(case: Case) -> None:
@@ -135,14 +137,14 @@ def single_rows_keep_their_order_and_bits(case: Case) -> None:
     for counts in COUNTS[:4]:
         x, routing = _single_rows(case, counts[case.rank % 4])
         received = case.dispatch(x, routing)
-        flat = as_rank_major(localized(received, SLOTS), SLOTS)
+        flat = as_rank_major(with_local_ids(received, SLOTS), SLOTS)
         assert flat.local_ids is not None
         mine = flat.local_ids >= 0
         here = flat.x[mine.any(1)].cpu()
         places = here[:, :2].long() - torch.tensor([1, 0])  # rank and token
         numbers = (places[:, 0] * MAX_TOKENS + places[:, 1]).tolist()
         if can.exact and received.layout is RowLayout.RANK_MAJOR:
-            case.that(numbers == sorted(numbers), f"single rows arrive in another order, got {numbers}")
+            case.add_fault_unless(numbers == sorted(numbers), f"single rows arrive in another order, got {numbers}")
         if received.weighting is Weighting.COMBINE:
             back = case.dispatcher.combine(identity(received, g.dtype, to_peers=case.to_peers), received.handle)
             _weighted_once(case, x, routing.weights[:, -1:], back)
@@ -150,10 +152,10 @@ def single_rows_keep_their_order_and_bits(case: Case) -> None:
         assert flat.weights is not None
         sent = torch.stack([_single_weights(rank) for rank in range(case.ranks)])
         wanted = sent[places[:, 0].clamp(0, case.ranks - 1), places[:, 1].clamp(0, MAX_TOKENS - 1)]
-        case.that(torch.equal(flat.weights[mine].cpu(), wanted), "weights arrive with other bits")
+        case.add_fault_unless(torch.equal(flat.weights[mine].cpu(), wanted), "weights arrive with other bits")
         unweighted = dataclasses.replace(received, weighting=Weighting.COMBINE)
         back = case.dispatcher.combine(identity(unweighted, g.dtype, to_peers=case.to_peers), received.handle)
-        case.that(torch.equal(back, x), "single rows come back with other bits")
+        case.add_fault_unless(torch.equal(back, x), "single rows come back with other bits")
 
 
 def _single_rows(case: Case, tokens: int) -> tuple[Tensor, PhysicalRouting]:
@@ -181,11 +183,13 @@ def _weighted_once(case: Case, x: Tensor, weights: Tensor, back: Tensor) -> None
     layer's dtype, by half a step. The check allows twice the former.
     """
     ones = (weights == 1).squeeze(1)
-    case.that(torch.equal(back[ones], x[ones]), "single rows come back with other bits")
+    case.add_fault_unless(torch.equal(back[ones], x[ones]), "single rows come back with other bits")
     numbers = torch.finfo(case.shape.dtype)
     product = x.double() * weights.double()
     step = product.abs() * (numbers.eps / 2 + 2**-23) + numbers.smallest_normal * numbers.eps
-    case.that(bool(((back.double() - product).abs() <= step).all()), "a weighted row was rounded more than once")
+    case.add_fault_unless(
+        bool(((back.double() - product).abs() <= step).all()), "a weighted row was rounded more than once"
+    )
 
 
 def captured_and_replayed(case: Case) -> None:
@@ -203,10 +207,10 @@ def captured_and_replayed(case: Case) -> None:
     if not case.dispatcher.capabilities.cuda_graph or case.dispatcher.grows:
         _refuses_capture(case, graph, x, routing)
         return
-    case.once(x, routing)
+    case.dispatch_and_combine(x, routing)
     torch.cuda.synchronize(device)
     with torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
-        y = case.once(x, routing)
+        y = case.dispatch_and_combine(x, routing)
     batches = []
     for seed in range(8):
         tokens = (0, 1, MAX_TOKENS, 7)[(seed + case.rank) % 4]
@@ -222,7 +226,7 @@ def captured_and_replayed(case: Case) -> None:
         routing.weights.copy_(to.weights)
         graph.replay()
         wrong += ((y.float() - wanted.float()).abs() > tolerance(g) * wanted.float().abs()).any()
-    case.that(int(wrong) == 0, f"{int(wrong)} of {REPLAYS} replays differ")
+    case.add_fault_unless(int(wrong) == 0, f"{int(wrong)} of {REPLAYS} replays differ")
 
 
 def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing: PhysicalRouting) -> None:
@@ -230,9 +234,9 @@ def _refuses_capture(case: Case, graph: torch.cuda.CUDAGraph, x: Tensor, routing
         with torch.cuda.graph(graph, stream=torch.cuda.Stream(case.device)):
             case.dispatch(x, routing)
 
-    sentence = said(capture)
+    sentence = input_error_message(capture)
     remedy = "max_tokens" if case.dispatcher.grows else "cannot be captured"
-    case.that(remedy in sentence, f"a capture must name those that can be captured, got {sentence!r}")
+    case.add_fault_unless(remedy in sentence, f"a capture must name those that can be captured, got {sentence!r}")
 
 
 # --- how calls end ----------------------------------------------------------------------------------------------------
@@ -250,12 +254,15 @@ def one_token_too_many(
     with EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node) as context:
         case = Case(factory(shape, context.rank_groups["ep"]), device)
         x, routing, wanted = case.call(MAX_TOKENS)
-        case.same(case.once(x, routing), wanted, "at capacity")
+        case.same(case.dispatch_and_combine(x, routing), wanted, "at capacity")
         odd = case.ranks - 1
         sentence = f"rank {odd}: x has {MAX_TOKENS + 1} tokens to dispatch, more than max_tokens={MAX_TOKENS}"
         if case.rank == odd:
             more, to, _ = case.call(MAX_TOKENS + 1)
-            case.that(sentence in said(lambda: case.dispatcher.dispatch(more, to)), "one too many was not refused")
+            case.add_fault_unless(
+                sentence in input_error_message(lambda: case.dispatcher.dispatch(more, to)),
+                "one too many was not refused",
+            )
         else:
             ids = routing.ids.cpu()
             theirs = (ids // shape.slots_per_rank == odd) & (ids >= 0)
@@ -264,18 +271,20 @@ def one_token_too_many(
                 received = case.dispatch(x, routing)
                 ones = received.x.new_ones(len(received.x), shape.top_k, dtype=torch.float32)
                 y, numbers = case.dispatcher.combine_with_weights(case.experts(received), ones, received.handle)
-                case.that(bool(numbers.cpu()[theirs].isnan().all()), "numbers of a rank's routes must be NaN")
+                case.add_fault_unless(
+                    bool(numbers.cpu()[theirs].isnan().all()), "numbers of a rank's routes must be NaN"
+                )
                 case.same(numbers.cpu()[~theirs], (ids >= 0).float()[~theirs], "numbers of other ranks' routes")
             else:
-                y = case.once(x, routing)
+                y = case.dispatch_and_combine(x, routing)
             y = y.cpu()
-            case.that(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
+            case.add_fault_unless(bool(y[touched].isnan().all()), "rows that miss a rank's experts must be NaN")
             case.same(y[~touched], wanted[~touched], "rows that the refusing rank has no part in")
         barrier(device)
-        refusal = said_within(2 * deadline_s / 8, context.flight_recorder.check)
-        case.that(sentence in refusal, "the refusal did not reach the other ranks")
+        refusal = wait_for_input_error(2 * deadline_s / 8, context.flight_recorder.check)
+        case.add_fault_unless(sentence in refusal, "the refusal did not reach the other ranks")
         case.dispatcher.destroy()
-        tell(one_token_too_many, case)
+        raise_faults_on_all_ranks(one_token_too_many, case)
 
 
 def a_peer_that_never_comes(
@@ -289,18 +298,20 @@ def a_peer_that_never_comes(
     context = EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node)
     case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
-    case.same(case.once(x, routing), wanted, "before")
+    case.same(case.dispatch_and_combine(x, routing), wanted, "before")
     start, message = time.monotonic(), ""
     if case.rank != lost:
         try:
-            case.once(x, routing)
+            case.dispatch_and_combine(x, routing)
         except PeerTimeout as error:
             message = str(error)
-        case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
-        case.that(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
+        case.add_fault_unless(
+            f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}"
+        )
+        case.add_fault_unless(time.monotonic() - start < 2 * deadline_s, "it waited past the deadline")
     hold_back(case.dispatcher.rank_group, lost, 2 * deadline_s)
     context.flight_recorder.close()  # the dispatcher is not destroyed: that is collective, and would wait for peers
-    tell(a_peer_that_never_comes, case)
+    raise_faults_on_all_ranks(a_peer_that_never_comes, case)
 
 
 def a_peer_that_comes_too_late(
@@ -315,7 +326,7 @@ def a_peer_that_comes_too_late(
     context = EPContext.from_groups(device=device, deadline_s=deadline_s, ranks_per_node=ranks_per_node)
     case = Case(factory(shape, context.rank_groups["ep"]), device)
     x, routing, wanted = case.call(3)
-    case.same(case.once(x, routing), wanted, "before")
+    case.same(case.dispatch_and_combine(x, routing), wanted, "before")
     barrier(device)
     time.sleep(deadline_s / 8)  # the interval of the flight recorder's heartbeat
     start, message = time.monotonic(), ""
@@ -333,8 +344,10 @@ def a_peer_that_comes_too_late(
         except PeerTimeout as error:
             message = str(error)
     if case.rank != lost:
-        case.that(f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}")
+        case.add_fault_unless(
+            f"Rank {lost} is alive but behind" in message, f"rank {lost} was not named in {message!r}"
+        )
     if not bool(late.isnan().all()):  # all NaN if collectives were aborted
         case.same(late, wanted, "when it came after all")
     context.flight_recorder.close()
-    tell(a_peer_that_comes_too_late, case)
+    raise_faults_on_all_ranks(a_peer_that_comes_too_late, case)

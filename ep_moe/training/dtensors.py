@@ -20,7 +20,7 @@ def within_tp(parameter: Tensor, layout: RankLayout) -> bool:
     return is_dtensor(parameter) and set(_ranks(parameter)) <= set(layout.group("tp"))
 
 
-def cut(parameter: Tensor) -> tuple[Any, ...] | None:
+def shard_key(parameter: Tensor) -> tuple[Any, ...] | None:
     """Return a key of this rank's shard of a DTensor (placements, mesh shape, coordinate); None for a plain tensor."""
     if not is_dtensor(parameter):
         return None

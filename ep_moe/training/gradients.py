@@ -22,7 +22,7 @@ from ep_moe.checks import check_not_negative, check_positive
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.rank_group import GIVEN
+from ep_moe.parallel.rank_group import MODEL_FACTS_PREFIX
 from ep_moe.training.dtensors import is_dtensor, within_tp
 from ep_moe.training.parameters import (
     check_context,
@@ -67,7 +67,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
             raise, and no gradient is changed.
     """
     check_context("sync_gradients", model, context)
-    _meet("sync_gradients", model, context)
+    _check_same_call("sync_gradients", model, context)
     layout = context.layout
     wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
     if not wrapped:
@@ -81,7 +81,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         _share_overflow(model, context)
 
 
-def _meet(what: str, model: nn.Module, context: EPContext, **numbers: float) -> None:
+def _check_same_call(what: str, model: nn.Module, context: EPContext, **numbers: float) -> None:
     """Raise InputError on all ranks if they do not make the same call, so that different gradients would be summed.
 
     A rank may still be in a layer's call, for example after another number of micro-batches, or pass another model or
@@ -95,10 +95,10 @@ def _meet(what: str, model: nn.Module, context: EPContext, **numbers: float) -> 
         dense = [p for p in model.named_parameters() if id(p[1]) not in experts and p[1].requires_grad]
         digest = zlib.crc32(repr([(name, p.shape, p.dtype) for name, p in dense]).encode())
         layers = " ".join(module.name for module in model.modules() if isinstance(module, MoELayer))
-        given = f"{GIVEN}{layers}, dense parameters that learn={len(dense)} (digest {digest:08x})"
+        facts = f"{MODEL_FACTS_PREFIX}{layers}, dense parameters that learn={len(dense)} (digest {digest:08x})"
         for name, number in numbers.items():
-            given += f", {name}={float(number) if isinstance(number, int | float) else number!r}"
-        with context._entered(what, given), context.flight_recorder.step(what, counted=False):
+            facts += f", {name}={float(number) if isinstance(number, int | float) else number!r}"
+        with context._begin_call(what, facts), context.flight_recorder.step(what, counted=False):
             context.rank_groups["lockstep"].agree([], None, context.device)
 
 
@@ -120,7 +120,7 @@ def _average(model: nn.Module, context: EPContext) -> None:
     """
     learning = [parameter for parameter in dense_parameters(model) if parameter.requires_grad]
     pieces = [parameter for parameter in learning if within_tp(parameter, context.layout)]
-    _settle(pieces, context)
+    _redistribute_gradients(pieces, context)
     _make_means([parameter for parameter in learning if not is_dtensor(parameter)], context, "stage")
     if context.layout.dp > 1:
         _make_means(pieces, context, "dp")
@@ -164,7 +164,7 @@ def _make_means(parameters: list[nn.Parameter], context: EPContext, kind: str) -
                     lacked.grad = None
 
 
-def _settle(parameters: Iterable[nn.Parameter], context: EPContext) -> None:
+def _redistribute_gradients(parameters: Iterable[nn.Parameter], context: EPContext) -> None:
     """Redistribute gradients of DTensors to the placements of their parameters.
 
     Sequence parallelism leaves partial sums. Collective over each DTensor's mesh: either all of its ranks have the
@@ -247,13 +247,13 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set. All ranks raise.
     """
     check_context("clip_grad_norm_", model, context)
-    _meet("clip_grad_norm_", model, context, max_norm=max_norm, norm_type=norm_type)
+    _check_same_call("clip_grad_norm_", model, context, max_norm=max_norm, norm_type=norm_type)
     _refuse_sparse("clip_grad_norm_", model)
     if max_norm != math.inf:
         max_norm = float(check_not_negative("clip_grad_norm_: max_norm", max_norm))  # an int may not fit into int64
     if norm_type != math.inf:
         norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
-    _settle(dense_parameters(model), context)
+    _redistribute_gradients(dense_parameters(model), context)
     rank_group, p = context.rank_groups["stage"], norm_type
     experts, dense = _power(_experts_once(model), p, context.device), _power(_dense(model), p, context.device)
     sharded = _power(_pieces(model, context.layout.stage), p, context.device)

@@ -61,7 +61,7 @@ def use_main_grads(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             )
     for weights, buffers in made:
         weights.main_grads = buffers
-        buffers.take_ordinary()
+        buffers.install_grad_hooks()
 
 
 def zero_main_grads(model: nn.Module) -> None:

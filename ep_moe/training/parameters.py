@@ -14,9 +14,9 @@ from ep_moe.errors import ConfigError, InputError
 from ep_moe.layer import MoELayer
 from ep_moe.parallel.checksum import checksum
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.training.dtensors import cut, is_dtensor, mesh_problem, within_tp
+from ep_moe.training.dtensors import is_dtensor, mesh_problem, shard_key, within_tp
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.optimizers import FSDP1, flattened
+from ep_moe.weights.optimizers import FSDP1_REFUSAL, flattened
 from ep_moe.weights.parts import local
 
 
@@ -59,7 +59,7 @@ def check_context(what: str, model: nn.Module, context: EPContext) -> None:
     check_kind(f"{what}: context", context, EPContext)
     check_kind(f"{what}: model", model, nn.Module)
     if any(map(flattened, model.parameters())):
-        raise ConfigError(f"{what}: {FSDP1}")
+        raise ConfigError(f"{what}: {FSDP1_REFUSAL}")
     for layer in model.modules():
         if isinstance(layer, MoELayer) and layer.context.layout != context.layout:
             raise ConfigError(
@@ -188,7 +188,7 @@ def _difference(rank_group: RankGroup, named: dict[str, Tensor], device: torch.d
     """Return which parameters of a group's ranks differ from those of its first rank, or None. Collective."""
     if rank_group.size == 1:
         return None
-    kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, cut(p)) for name, p in named.items()]
+    kinds = [(name, tuple(p.shape), str(p.dtype), p.requires_grad, shard_key(p)) for name, p in named.items()]
     facts = rank_group.exchange(torch.tensor([len(kinds), zlib.crc32(repr(kinds).encode())], device=device))
     odd = [rank for rank, found in zip(rank_group.ranks, facts, strict=True) if found != facts[0]]
     if odd:

@@ -18,10 +18,10 @@ from ep_moe.errors import ConfigError
 from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.placement.placement import Placement
 from ep_moe.router import Router
-from ep_moe.runtime.devices import elsewhere
+from ep_moe.runtime.devices import is_other_gpu_current
 from ep_moe.training.parameters import check_context, compare_ranks, expert_parameters, expert_weights_of
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.optimizers import leave_behind
+from ep_moe.weights.optimizers import mark_replaced_parameters
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -93,7 +93,7 @@ def fully_shard(
             f"fully_shard: mp_policy.param_dtype={param_dtype} would cast a layer's router and input but not its "
             "experts; leave param_dtype out, and compute in 16 bits under torch.autocast"
         )
-    if elsewhere(context._gpu):
+    if is_other_gpu_current(context._gpu):
         raise ConfigError(
             f"fully_shard: FSDP2 uses the current device, cuda:{torch.cuda.current_device()}, and the model is on "
             f"{context.device}; call torch.cuda.set_device({str(context.device)!r}) first"
@@ -134,7 +134,7 @@ def fully_shard(
         if not ignored.isdisjoint(weights.parameters()):
             continue
         weights.sharded = True  # also on ranks without experts: comparisons over ranks depend on it
-        if not weights.held:
+        if not weights.slots_of_expert:
             continue
         group, kind = gradients.replicas.group, context.device.type
         ranks = torch.tensor(gradients.replicas.ranks, device="cpu")
@@ -146,12 +146,12 @@ def fully_shard(
     kept = {p for weights in expert_weights_of(model) for p in weights.parameters()}
     for parameter, weights in before.items():
         if parameter not in kept:
-            leave_behind([parameter], weights)
+            mark_replaced_parameters([parameter], weights)
     shard(model, mesh=mesh, ignored_params=kept | ignored, **options)
-    follow = _divisor_of(model, mesh.size(), mesh.size() // layout.token_ranks)
+    divisor = _divisor_of(model, mesh.size(), mesh.size() // layout.token_ranks)
     for weights in expert_weights_of(model):
-        if weights.gradient_sum.followed is None:  # otherwise an inner module with its router was sharded earlier
-            weights.gradient_sum.followed = follow
+        if weights.gradient_sum.wrapper_divisor is None:  # else an inner module with its router was sharded earlier
+            weights.gradient_sum.wrapper_divisor = divisor
     return model
 
 
@@ -179,7 +179,7 @@ def _divisor_of(module: nn.Module, ranks: int, alike: int = 1) -> Callable[[], f
 def _to_be_sharded(weights: ExpertWeights) -> bool:
     """Return whether experts can be sharded: several EP groups hold them, without etp and redundant experts."""
     alike = weights.gradient_sum.replicas.size > 1 and not weights.expert_map.num_redundant
-    return alike and weights.named and weights.etp.size == 1
+    return alike and weights.has_expert_parameters and weights.etp.size == 1
 
 
 def _routers_apart(model: nn.Module) -> list[Router]:

@@ -13,7 +13,7 @@ from ep_moe.errors import ConfigError
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import joined
+from ep_moe.weights.parts import connect_in_autograd
 
 
 class BorrowedWeights(ExpertWeights):
@@ -44,7 +44,7 @@ class BorrowedWeights(ExpertWeights):
         assert tensors.keys() == set(self.names), f"{sorted(tensors)} are not {self.names}"
         lent = dict(tensors)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in lent.values()):
-            lent = joined({name: tensor.detach() for name, tensor in lent.items()}, list, lent.values())
+            lent = connect_in_autograd({name: tensor.detach() for name, tensor in lent.items()}, list, lent.values())
         before, self._lent = self._lent, lent
         self._dtype = lent["w13"].dtype  # FSDP2 may lend another dtype than it stores; backward reads it after the call
         try:
@@ -53,18 +53,18 @@ class BorrowedWeights(ExpertWeights):
             self._lent = before
 
     @property
-    def _held(self) -> dict[str, Any]:
+    def _raw_tensors(self) -> dict[str, Any]:
         return self._lent
 
     def _join(self) -> dict[str, Tensor]:
         return self._lent
 
     @property
-    def trained(self) -> bool:
+    def any_requires_grad(self) -> bool:
         return any(tensor.requires_grad for tensor in self._lent.values())
 
     def stored_tensors(self) -> Mapping[str, Tensor]:
-        """Return the tensors lent to the current call, or those passed to `given`; an empty mapping between calls."""
+        """Return the tensors lent to the current call, or those passed to `run_with_tensors`. Empty between calls."""
         return self._lent if self._joined is None else self._joined
 
     def reset_parameters(self) -> None:

@@ -29,10 +29,10 @@ from ep_moe.errors import InputError
 from ep_moe.quant.damaged import damaged, damaged_products
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.types import dtype_name
-from ep_moe.weights.full_state import laid_apart
+from ep_moe.weights.full_state import unshare_storages
 from ep_moe.weights.initial import initial_expert
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.parts import etp_shard, full, join, part_names, parts_of, split_parts
+from ep_moe.weights.parts import etp_shard, full, join_etp_shards, part_names, parts_of, split_parts
 from ep_moe.weights.slots import ExpertSlots
 
 Result = TypeVar("Result")
@@ -63,8 +63,8 @@ class ExpertWeights(ExpertSlots):
 
     def __getattr__(self, name: str) -> Any:
         # torch.distributed.checkpoint resolves the keys of `state_dict` as attributes
-        if name.isdigit() and not self.named and int(name) in self.held:
-            return SimpleNamespace(**self._parts(self.slot(self.held[int(name)][0])))
+        if name.isdigit() and not self.has_expert_parameters and int(name) in self.slots_of_expert:
+            return SimpleNamespace(**self._parts(self.slot(self.slots_of_expert[int(name)][0])))
         return super().__getattr__(name)
 
     # --- reading -----------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class ExpertWeights(ExpertSlots):
         for tensor in self.stored_tensors().values():
             tensor.zero_()
         seeds = torch.randint(2**62, (self.config.num_experts,), device="cpu").tolist()
-        for expert, slots in self.held.items():
+        for expert, slots in self.slots_of_expert.items():
             whole = initial_expert(self.config, self.scheme, self._dtype, seeds[expert], self.device)
             self.write(slots, self._etp_shards(whole))
 
@@ -155,7 +155,7 @@ class ExpertWeights(ExpertSlots):
         """
         if self.is_meta:
             raise InputError("the layer is on the meta device; call to_empty(device=...) before update_expert")
-        if self.named and not self._slots:
+        if self.has_expert_parameters and not self._slots:
             raise InputError("expert parameters are sharded by fully_shard; load them with load_state_dict")
         expert = as_id(logical_id)
         if expert is None or not 0 <= expert < self.config.num_experts:
@@ -165,7 +165,7 @@ class ExpertWeights(ExpertSlots):
         logical_id = expert
         self._check_expert(logical_id, tensors)
         self.updates += 1
-        slots = self.held.get(int(logical_id), [])
+        slots = self.slots_of_expert.get(int(logical_id), [])
         if slots:
             numbers = {name: tensors[name].to(self.device) for name in tensors if self._is_numbers(name, tensors[name])}
             codes = {name: tensor for name, tensor in tensors.items() if name not in numbers}
@@ -242,9 +242,9 @@ class ExpertWeights(ExpertSlots):
     # --- saving and loading ------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def whole(self, slot: int) -> dict[str, Tensor]:
+    def gather_slot(self, slot: int) -> dict[str, Tensor]:
         """Return a slot's whole canonical tensors. Collective over the etp group, and over FSDP2's mesh if sharded."""
-        if self.named and not self._slots:
+        if self.has_expert_parameters and not self._slots:
             module, gated = self._modules[str(self.local_experts[slot])], self.config.activation.gated
             assert module is not None
             parts = {name: full(parameter.detach()) for name, parameter in module.named_parameters()}
@@ -260,7 +260,7 @@ class ExpertWeights(ExpertSlots):
             "gather an expert over etp", counted=False
         ):  # not counted: ranks hold different numbers of experts, so the number of these calls differs
             dist.all_gather(pieces, wire, group=self.etp.group)
-        return join(self.config, name, [part.view(piece.dtype) for part in pieces])
+        return join_etp_shards(self.config, name, [part.view(piece.dtype) for part in pieces])
 
     @property
     def saved_names(self) -> list[str]:
@@ -275,16 +275,18 @@ class ExpertWeights(ExpertSlots):
         return {part: view for name, t in tensors.items() for part, view in split_parts(name, t, gated).items()}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        if self.etp.size > 1 and self.held and (self._slots or not self.named):
-            self.etp.flight_recorder.meet(f"{prefix}state_dict", self.etp.ranks, "state_dict() of a layer with etp > 1")
-        for expert, slots in self.held.items():
-            if self.named and (self.etp.size == 1 or not self._slots):
+        if self.etp.size > 1 and self.slots_of_expert and (self._slots or not self.has_expert_parameters):
+            self.etp.flight_recorder.monitored_barrier(
+                f"{prefix}state_dict", self.etp.ranks, "state_dict() of a layer with etp > 1"
+            )
+        for expert, slots in self.slots_of_expert.items():
+            if self.has_expert_parameters and (self.etp.size == 1 or not self._slots):
                 module = self._modules[str(expert)]
                 assert module is not None
                 found: dict[str, Tensor] = dict(module.named_parameters())
             else:
-                found = self._parts(self.whole(slots[0]))
-            for name, tensor in found.items() if keep_vars else laid_apart(found).items():
+                found = self._parts(self.gather_slot(slots[0]))
+            for name, tensor in found.items() if keep_vars else unshare_storages(found).items():
                 destination[f"{prefix}{expert}.{name}"] = tensor if keep_vars else tensor.detach()
 
     def _load_from_state_dict(
@@ -308,7 +310,7 @@ class ExpertWeights(ExpertSlots):
         factors = () if self.lora is None else self.lora.kinds
         known |= {f"{prefix}lora.{e}.{name}" for e in range(self.config.num_experts) for name in factors}
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
-        for expert in self.held:
+        for expert in self.slots_of_expert:
             own = {name: state_dict[key] for name in names if (key := f"{prefix}{expert}.{name}") in state_dict}
             odd = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
             error_msgs += [f"{prefix}{expert}.{n} must be a Tensor, got {type(v).__name__}" for n, v in odd.items()]
@@ -349,7 +351,7 @@ class ExpertWeights(ExpertSlots):
     @torch.no_grad()
     def _load_expert(self, expert: int, found: Mapping[str, Tensor]) -> None:
         """Load an expert from `found`, by parameter names (w1) or canonical names (w13), which take precedence."""
-        if self.named and not self._slots:
+        if self.has_expert_parameters and not self._slots:
             parts = {**found, **self._parts({name: found[name] for name in self.names if name in found})}
             module = self._modules[str(expert)]
             assert module is not None
@@ -392,7 +394,7 @@ class ExpertWeights(ExpertSlots):
             raise InputError(
                 f"expert {expert}: {part} is missing, and {name} is quantized as a whole; give both halves"
             )
-        kept = split_parts(name, self.slot(self.held[expert][0])[name], self.config.activation.gated)[part]
+        kept = split_parts(name, self.slot(self.slots_of_expert[expert][0])[name], self.config.activation.gated)[part]
         half = kept.new_zeros(shape)
         half.chunk(self.etp.size)[self.etp.rank].copy_(kept)
         return half

@@ -64,7 +64,7 @@ def refuse_adapter_state() -> None:
         )
 
 
-def laid_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def unshare_storages(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors if the calling library keeps only one tensor of each storage.
 
     Args:

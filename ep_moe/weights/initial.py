@@ -17,7 +17,7 @@ from ep_moe.types import Activation
 
 
 @contextmanager
-def fresh_numbers(shared_seed: Callable[[int], int], device: torch.device) -> Iterator[None]:
+def fork_rng_with_shared_seed(shared_seed: Callable[[int], int], device: torch.device) -> Iterator[None]:
     """Seed torch's default generators with one seed for all ranks of the pipeline stage, inside the `with` block.
 
     The first rank draws the seed from its default CPU generator. On exit the generators' states are restored, as if

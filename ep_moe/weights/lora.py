@@ -142,7 +142,7 @@ def check_lora(weights: ExpertSlots) -> None:
     """Raise ConfigError if these experts do not support low-rank updates."""
     if weights.lora is not None:
         why = "they have LoRA factors already; merge these first"
-    elif not weights.named:
+    elif not weights.has_expert_parameters:
         why = "the experts are quantized, or their kernel has no backward; build the layer with experts='reference'"
     elif weights.etp.size > 1:
         why = f"each expert is sharded over {weights.etp.size} ranks; set etp=1"

@@ -82,7 +82,7 @@ class MainGrads:
         self.buffers: dict[str, Tensor] = {}
         self._parts: dict[str, list[_Part]] = {}
         self._of: list[nn.Parameter] | None = None  # the parameters of `_parts`
-        self._held: Any = None  # `ExpertSlots.held` (expert -> slots) when the buffers were made
+        self._slots_of_expert: Any = None  # `ExpertSlots.slots_of_expert` when the buffers were made
         why = self._refusal()
         if why is not None:
             raise ConfigError(f"use_main_grads: {why}")
@@ -91,7 +91,7 @@ class MainGrads:
     def _refusal(self) -> str | None:
         """Return why these experts do not support gradient buffers, or None if they do."""
         weights = self._weights
-        if not weights.named:
+        if not weights.has_expert_parameters:
             return (
                 "expert_weights are quantized, belong to a transformers model, or have a kernel without a backward, "
                 "so they have no parameters to train; build the layer with experts='reference' or 'bf16_triton' and "
@@ -155,8 +155,8 @@ class MainGrads:
         anew and earlier gradients are dropped.
         """
         weights = self._weights
-        if self._held is not weights.held:
-            self._held, self._of, self.buffers = weights.held, None, {}
+        if self._slots_of_expert is not weights.slots_of_expert:
+            self._slots_of_expert, self._of, self.buffers = weights.slots_of_expert, None, {}
         if self._of is weights._on_views and len(self.buffers) == len(weights._slots):
             return
         owners = self._owners()
@@ -174,19 +174,19 @@ class MainGrads:
                     known = _Part(parameter, _as_shown(view, parameter), view)
                 self._parts[name].append(known)
         if weights.main_grads is self:
-            self.take_ordinary()
+            self.install_grad_hooks()
 
     def _owners(self) -> dict[str, list[tuple[nn.Parameter, int, str]]]:
         """Return by stored name a list of (parameter, slot, part name)."""
         weights, parameters = self._weights, iter(self._weights._on_views)
         found: dict[str, list[tuple[nn.Parameter, int, str]]] = {name: [] for name in weights._slots}
-        for slot, *_ in weights.held.values():
+        for slot, *_ in weights.slots_of_expert.values():
             for name in weights._slots:
                 for part in parts_of(name, weights.config.activation.gated):
                     found[name].append((next(parameters), slot, part))
         return found
 
-    def begin(self) -> dict[str, bool]:
+    def attach_gradients(self) -> dict[str, bool]:
         """Set each trainable parameter's gradient to its view of a buffer, before backward writes the buffers.
 
         Returns:
@@ -232,7 +232,7 @@ class MainGrads:
 
     def warn_of_move(self) -> None:
         """Warn that moving experts drops the gradients of their parameters, if there are any."""
-        if self.begun:
+        if self.has_gradients:
             warnings.warn(
                 "experts moved (load_state_dict of another expert map, EPLB) while their parameters had gradients of "
                 "use_main_grads, which are dropped; move experts after an optimizer step and zero_grad()",
@@ -246,11 +246,11 @@ class MainGrads:
         return sum(buffer.numel() * buffer.itemsize for buffer in self.buffers.values())
 
     @property
-    def begun(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether any parameter has a gradient."""
         return any(getattr(parameter, self.attribute, None) is not None for parameter in self._weights._on_views)
 
-    def take_ordinary(self) -> None:
+    def install_grad_hooks(self) -> None:
         """Add gradients that autograd accumulates in `grad` to `main_grad`.
 
         They come from other uses of a parameter, such as a penalty in the loss. Does nothing if buffers are `grad`.
@@ -264,10 +264,10 @@ class MainGrads:
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
-    def of_slots(self, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def connect_slots(self, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of all slots [L, ...] for one call, whose backward writes the buffers.
 
-        The counterpart of `GradientSum.of_parameters`.
+        The counterpart of `GradientSum.connect_parameters`.
         """
         self._weights.gradient_sum.check()
         self.lay_out()
@@ -293,7 +293,7 @@ class CallGradients:
     def __init__(self, main: MainGrads, names: tuple[str, ...], first: nn.Parameter) -> None:
         self._main, self._names, self._parameters = main, names, main._of
         self._node = get_gradient_edge(first).node
-        self._unwritten = main._weights.gradient_sum.pieces_unwritten()
+        self._check_versions = main._weights.gradient_sum.make_version_check()
         self._written = False  # whether a kernel has written the gradients
 
     def wanted(self) -> bool:
@@ -309,7 +309,7 @@ class CallGradients:
                 "outside of the autograd graph; call loss.backward(), and read the parameters' gradients"
             ) from error
 
-    def into(self) -> dict[str, GradientOut] | None:
+    def kernel_destinations(self) -> dict[str, GradientOut] | None:
         """Return the destinations of all gradients by name, for a kernel that writes them in the running backward.
 
         Return None if gradients must be summed over ranks or slots first. The kernel then returns them to autograd.
@@ -321,11 +321,11 @@ class CallGradients:
         factor = 1.0 / gradients_of.divisor
         return {
             name: GradientOut(self._main.buffers[name], accumulate, factor)
-            for name, accumulate in self._begun().items()
+            for name, accumulate in self._attach_gradients().items()
         }
 
-    def _begun(self) -> dict[str, bool]:
-        self._unwritten()
+    def _attach_gradients(self) -> dict[str, bool]:
+        self._check_versions()
         weights = self._main._weights
         before, now = self._parameters or [], weights._on_views
         if before is not now and (len(before) != len(now) or any(map(operator.is_not, before, now))):
@@ -333,9 +333,9 @@ class CallGradients:
                 "expert parameters were moved, converted or replaced between forward and backward, and now have "
                 "other gradient buffers; run backward before"
             )
-        return self._main.begin()
+        return self._main.attach_gradients()
 
-    def back(self, gradients: list[Tensor | None]) -> None:
+    def sum_into_buffers(self, gradients: list[Tensor | None]) -> None:
         """Sum the gradients over ranks and write them to the buffers, unless a kernel has written them.
 
         gradients: [L, ...] in the order of the names, None for a tensor without a gradient
@@ -349,13 +349,13 @@ class CallGradients:
             for name, gradient in zip(self._names, gradients, strict=True)
         }
         summed = weights.gradient_sum(whole)
-        for name, accumulate in self._begun().items():
+        for name, accumulate in self._attach_gradients().items():
             buffer = self._main.buffers[name]
             buffer.add_(summed[name]) if accumulate else buffer.copy_(summed[name])
 
 
 class _Collected(Function):
-    """Like `Joined`, but backward passes the gradients to `CallGradients.back` instead of returning them."""
+    """Like `Joined`, but backward passes the gradients to `CallGradients.sum_into_buffers`."""
 
     @staticmethod
     def forward(ctx: Any, stored: tuple[Tensor, ...], call: CallGradients, first: Tensor) -> tuple[Tensor, ...]:
@@ -366,7 +366,7 @@ class _Collected(Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        ctx.call.back(list(gradients))
+        ctx.call.sum_into_buffers(list(gradients))
         return None, None, None
 
 

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ep_moe.errors import ConfigError
 from ep_moe.parallel.checksum import is_compared
 from ep_moe.types import capturing
-from ep_moe.weights.beside import Beside
+from ep_moe.weights.dense_checksum import DenseChecksum
 from ep_moe.weights.full_state import refuse_full_state
 from ep_moe.weights.parts import local
 
@@ -43,7 +43,7 @@ _REFUSAL = (
 )
 
 
-FSDP1 = (
+FSDP1_REFUSAL = (
     "FullyShardedDataParallel averages gradients of all parameters that it flattens, also of experts, whose "
     "gradients are sums over ranks; shard with ep_moe.training.fully_shard(model, context)"
 )
@@ -104,7 +104,7 @@ def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
     _install()
 
 
-def leave_behind(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
+def mark_replaced_parameters(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
     """Mark parameters that a layer has replaced by new ones, because experts moved or the layer was converted.
 
     An optimizer that holds the old ones would not train the layer. Its steps are refused, unless the layer's experts
@@ -112,7 +112,7 @@ def leave_behind(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
     """
     owner = _Owner(weights)
     for parameter in parameters:
-        parameter.left_behind_by = owner  # type: ignore[attr-defined]
+        parameter.replaced_in_layer = owner  # type: ignore[attr-defined]
     _look_before_steps()
 
 
@@ -122,8 +122,8 @@ def _look_before_steps() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for weights in _owners(optimizer, "left_behind_by"):
-        if weights.trained:
+    for weights in _owners(optimizer, "replaced_in_layer"):
+        if weights.any_requires_grad:
             raise ConfigError(
                 "the optimizer holds expert parameters that their layer has replaced, and would train no expert: "
                 "experts moved (load_state_dict of another expert map, EPLB), the layer was converted with etp > 1 "
@@ -160,7 +160,7 @@ def _note_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         found = _owners(optimizer, "summed_over_ranks")
         if found:
             _refuse_mixed_groups(optimizer)
-            _note_beside(optimizer, found)
+            _record_dense_checksum(optimizer, found)
         for weights in found:
             _refuse_sums_beside_means(optimizer, weights)
             _note_router(optimizer, weights)
@@ -183,13 +183,13 @@ def _refuse_mixed_groups(optimizer: Optimizer) -> None:
             )
 
 
-def _note_beside(optimizer: Optimizer, found: set[ExpertSlots]) -> None:
+def _record_dense_checksum(optimizer: Optimizer, found: set[ExpertSlots]) -> None:
     """Let layers compare, in later backwards, the dense parameters that this optimizer updates with their experts."""
-    sums = [weights.gradient_sum for weights in found if weights.gradient_sum.beside is None]
+    sums = [weights.gradient_sum for weights in found if weights.gradient_sum.dense_checksum is None]
     if sums and not any(capturing(weights.device) for weights in found):
-        beside = Beside(optimizer)
+        dense_checksum = DenseChecksum(optimizer)
         for gradient_sum in sums:
-            gradient_sum.beside = beside
+            gradient_sum.dense_checksum = dense_checksum
 
 
 def _note_router(optimizer: Optimizer, weights: ExpertSlots) -> None:
@@ -208,7 +208,7 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
     torch's FSDP1 and FSDP2 average the gradients of the parameters that they shard.
     """
     found, router = weights.gradient_sum, weights.gradient_sum.router()
-    if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1 or found.followed is not None:
+    if found.layout is None or found.layout.token_ranks == 1 or found.divisor != 1 or found.wrapper_divisor is not None:
         return
     own = {id(parameter) for parameter in weights.parameters()}
     dense = [p for group in optimizer.param_groups for p in group["params"]]
@@ -216,7 +216,7 @@ def _refuse_sums_beside_means(optimizer: Optimizer, weights: ExpertSlots) -> Non
     tp = set(found.layout.group("tp"))
     for parameter in dense:
         if flattened(parameter):
-            raise ConfigError(FSDP1)
+            raise ConfigError(FSDP1_REFUSAL)
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None or id(parameter) in own or hasattr(parameter, "summed_over_ranks"):
             continue

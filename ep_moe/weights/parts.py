@@ -236,7 +236,7 @@ class Joined(Function):
         return (None, None, *ctx.back(list(gradients)))
 
 
-def joined(
+def connect_in_autograd(
     stored: Mapping[str, Tensor], back: Callable[..., list[Tensor]], parameters: Iterable[Tensor]
 ) -> dict[str, Tensor]:
     """Apply `Joined` to stored tensors, and return its outputs by name."""
@@ -265,7 +265,7 @@ def etp_shard(config: MoEConfig, name: str, tensor: Tensor, etp: int, etp_rank: 
     return torch.cat([half.chunk(etp, dim)[etp_rank] for half in halves], dim)
 
 
-def join(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
+def join_etp_shards(config: MoEConfig, name: str, pieces: list[Tensor]) -> Tensor:
     """Join all etp ranks' shards, in order, to the whole tensor: the inverse of `etp_shard`.
 
     A tensor that is not split is taken from etp rank 0, the only rank that adds w2_bias to its output.

@@ -2,7 +2,8 @@
 
 If a parameter was assigned, or its `data` was, its values are copied to the slots that kernels read, and the parameter
 becomes a view of them. Slots whose memory other tensors still reference are moved first, so that those tensors keep
-their values. If the stored tensors themselves were replaced, parameters become views of the new ones (`follow`).
+their values. If the stored tensors themselves were replaced, parameters become views of the new ones
+(`rebind_parameters`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ep_moe.types import dtype_name
-from ep_moe.weights.optimizers import guard_optimizers, leave_behind
+from ep_moe.weights.optimizers import guard_optimizers, mark_replaced_parameters
 from ep_moe.weights.parts import local, split_parts
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def take_over(weights: ExpertSlots, *, moved: bool) -> None:
+def copy_parameters_to_slots(weights: ExpertSlots, *, moved: bool) -> None:
     """Copy the values of parameters that are not views of the slots into the slots.
 
     moved: some parameters have other memory than their views
@@ -34,7 +35,7 @@ def take_over(weights: ExpertSlots, *, moved: bool) -> None:
     if weights._mesh is None and (moved or any(m.replaced for m in _replaceable(weights))) and _kept_elsewhere(weights):
         _renew(weights)
     if weights._changes.count != weights._seen:
-        take_replaced(weights)
+        attach_assigned_parameters(weights)
     for parameter, view in weights._views if moved else ():
         own = local(parameter)
         if own.data_ptr() != view.data_ptr():
@@ -43,14 +44,14 @@ def take_over(weights: ExpertSlots, *, moved: bool) -> None:
 
 
 @torch.no_grad()
-def take_replaced(weights: ExpertSlots) -> None:
+def attach_assigned_parameters(weights: ExpertSlots) -> None:
     """Copy assigned parameters to the memory of the former ones, and make them views of it.
 
     `torch.func.functional_call` writes tensors into `_parameters` for the time of one call. They are not assigned to
     the module, and are not copied. While they are in place, `_changes` and `_seen` differ.
     """
     views, own = [], True
-    modules = [cast("Expert", weights._modules[str(expert)]) for expert in weights.held]
+    modules = [cast("Expert", weights._modules[str(expert)]) for expert in weights.slots_of_expert]
     holders = [(module, part) for module in modules for part in module._parameters]
     for (module, part), (parameter, view) in zip(holders, weights._views, strict=True):
         kept, found = parameter, cast("nn.Parameter", module._parameters[part])
@@ -69,7 +70,7 @@ def take_replaced(weights: ExpertSlots) -> None:
         weights._seen -= 1
 
 
-def follow(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
+def rebind_parameters(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
     """Make the parameters views of the stored tensors after these were replaced.
 
     fn: the function that converted the old stored tensors to the new ones. It also converts gradients.
@@ -81,7 +82,7 @@ def follow(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
         if weights._mesh is None and torch._has_compatible_shallow_copy_type(old, view):
             old.data, kept = view, old  # keep the Parameter object, which optimizers reference
         else:
-            leave_behind([old], weights)
+            mark_replaced_parameters([old], weights)
         kept.requires_grad_(old.requires_grad)
         if old.grad is not None:
             kept.grad = fn(old.grad)
@@ -95,7 +96,7 @@ def follow(weights: ExpertSlots, fn: Callable[[Tensor], Tensor]) -> None:
 def _replaceable(weights: ExpertSlots) -> list[Expert]:
     """Return the modules of the experts if a parameter may have been assigned, else an empty list."""
     changed = weights._changes.count != weights._seen
-    return [cast("Expert", weights._modules[str(expert)]) for expert in weights.held] if changed else []
+    return [cast("Expert", weights._modules[str(expert)]) for expert in weights.slots_of_expert] if changed else []
 
 
 def _kept_elsewhere(weights: ExpertSlots) -> bool:
@@ -120,7 +121,7 @@ def _renew(weights: ExpertSlots) -> None:
     gated = weights.config.activation.gated
     parts = (
         view
-        for first, *_ in weights.held.values()
+        for first, *_ in weights.slots_of_expert.values()
         for name, tensor in weights._slots.items()
         for view in split_parts(name, tensor[first], gated).values()
     )
@@ -131,7 +132,7 @@ def _renew(weights: ExpertSlots) -> None:
         views.append((parameter, view))
     seen = weights._seen
     weights._set_views(views)
-    weights._seen, weights._place = seen, weights.place
+    weights._seen, weights._last_addresses = seen, weights.addresses
 
 
 def offloaded_problem(weights: ExpertSlots) -> str | None:

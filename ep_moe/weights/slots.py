@@ -15,8 +15,9 @@ from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.placement.expert_map import EMPTY, ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.types import dtype_name
+from ep_moe.weights.gradient_sum import GradientSum
 from ep_moe.weights.layouts.base import WeightLayout
-from ep_moe.weights.optimizers import guard_optimizers, leave_behind
+from ep_moe.weights.optimizers import guard_optimizers, mark_replaced_parameters
 from ep_moe.weights.parts import (
     Changes,
     Expert,
@@ -27,8 +28,13 @@ from ep_moe.weights.parts import (
     parts_of,
     split_parts,
 )
-from ep_moe.weights.replaced import follow, offloaded_problem, stored_problem, take_over, take_replaced
-from ep_moe.weights.trained import GradientSum
+from ep_moe.weights.replaced import (
+    attach_assigned_parameters,
+    copy_parameters_to_slots,
+    offloaded_problem,
+    rebind_parameters,
+    stored_problem,
+)
 
 if TYPE_CHECKING:
     from ep_moe.weights.lora import ExpertLora
@@ -85,7 +91,7 @@ class ExpertSlots(nn.Module):
         # called with the call's number in the backward of every call, on all ranks, even if none of their experts train
         self.each_backward: Callable[[int], None] | None = None
         self.trainable = trainable and scheme.plain
-        self.named = self.trainable and type(self.weight_layout) is WeightLayout
+        self.has_expert_parameters = self.trainable and type(self.weight_layout) is WeightLayout
         self._slots: dict[str, Tensor] = {}
         self._changes = Changes()
         self._seen = 0  # `_changes.count` when the views were last made
@@ -96,12 +102,12 @@ class ExpertSlots(nn.Module):
         self._specs = self.weight_layout.specs()
         for name, spec in self._specs.items():
             data = torch.zeros(self.num_slots, *spec.shape, dtype=spec.dtype, device=device)
-            if self.named:
+            if self.has_expert_parameters:
                 self._slots[name] = data
             else:
                 self.register_parameter(name, nn.Parameter(data, requires_grad=self.trainable))
         # keeps ranks without experts in the autograd graph, so that their backward enters the same collectives
-        self.anchor = torch.zeros(0, device=self.device, requires_grad=True) if self.named else None
+        self.anchor = torch.zeros(0, device=self.device, requires_grad=True) if self.has_expert_parameters else None
         self._name_experts(requires_grad=True)
         self.reset_parameters()
 
@@ -126,15 +132,15 @@ class ExpertSlots(nn.Module):
         return self._present
 
     @property
-    def _held(self) -> dict[str, Any]:
+    def _raw_tensors(self) -> dict[str, Any]:
         """The stored tensors by name, without autograd; empty if FSDP2 has sharded the parameters."""
-        found: dict[str, Any] = self._slots if self.named else self._parameters
+        found: dict[str, Any] = self._slots if self.has_expert_parameters else self._parameters
         return found
 
     @property
     def _present(self) -> Mapping[str, Any]:
         """The tensors of `stored_tensors`, without copying replaced parameters into them."""
-        return self._held if self._joined is None else self._joined
+        return self._raw_tensors if self._joined is None else self._joined
 
     def get_parameter(self, target: str) -> Any:
         """Return a stored tensor of all slots, such as "w13", or a parameter by its path, such as "3.w1".
@@ -154,7 +160,7 @@ class ExpertSlots(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Return a stored tensor by its name, as `get_parameter` does."""
         own = self.__dict__
-        if own.get("named") and name in (present := own.get("_joined") or own.get("_slots", {})):
+        if own.get("has_expert_parameters") and name in (present := own.get("_joined") or own.get("_slots", {})):
             return present[name]
         return super().__getattr__(name)
 
@@ -171,12 +177,12 @@ class ExpertSlots(nn.Module):
         Returns:
             The result of `compute`.
         """
-        out = self.given(self._join(), compute, *arguments)
+        out = self.run_with_tensors(self._join(), compute, *arguments)
         if self.sharded and isinstance(out, Tensor):  # a view would lose the backward hook that FSDP2 registers on it
             return cast("Result", torch.ops.aten._unsafe_view.default(out, out.shape))
         return out
 
-    def given(self, stored: dict[str, Tensor], compute: Callable[..., Result], *arguments: Any) -> Result:
+    def run_with_tensors(self, stored: dict[str, Tensor], compute: Callable[..., Result], *arguments: Any) -> Result:
         """Run `compute` while `stored_tensors` returns `stored`."""
         own = self.__dict__  # setting an attribute of an nn.Module costs three Python calls
         before, own["_joined"] = self._joined, stored
@@ -186,24 +192,24 @@ class ExpertSlots(nn.Module):
             own["_joined"] = before
 
     def _join(self) -> dict[str, Tensor]:
-        if not self.named:  # no named parameters to connect
-            return self._held
+        if not self.has_expert_parameters:  # no named parameters to connect
+            return self._raw_tensors
         apart = not self._slots or torch.compiler.is_compiling()
         if not apart:
             self._reattach()
             apart = self._changes.count != self._seen  # parameters substituted for one call, such as by functional_call
         if apart or self.lora is not None:
             tensors = self._stacked() if apart else self._slots
-            return self.gradient_sum.of_tensors(tensors if self.lora is None else self.lora(tensors))
-        if not torch.is_grad_enabled() or not self.trained:
+            return self.gradient_sum.connect_tensors(tensors if self.lora is None else self.lora(tensors))
+        if not torch.is_grad_enabled() or not self.any_requires_grad:
             return self._slots
         if self.main_grads is not None:
-            return self.main_grads.of_slots(self._slots)
+            return self.main_grads.connect_slots(self._slots)
         own = self._on_views if self._mesh is None else [local(parameter) for parameter in self._on_views]
-        return self.gradient_sum.of_parameters(self._slots, own)
+        return self.gradient_sum.connect_parameters(self._slots, own)
 
     @property
-    def trained(self) -> bool:
+    def any_requires_grad(self) -> bool:
         """Whether any parameter requires a gradient."""
         own = self.parameters() if self.lora is not None else self._on_views or self.parameters()
         return any(parameter.requires_grad for parameter in own)
@@ -242,20 +248,20 @@ class ExpertSlots(nn.Module):
         views of the new one. An expert in several slots of this rank has parameters on its first slot only, which is
         copied to the others.
         """
-        if self._place != self.place:
-            follow(self, lambda tensor: tensor)
-        # DTensors are always checked one by one in `take_over`, which compares their local addresses
+        if self._last_addresses != self.addresses:
+            rebind_parameters(self, lambda tensor: tensor)
+        # DTensors are always checked one by one in `copy_parameters_to_slots`, which compares their local addresses
         moved = self._mesh is not None or list(map(Tensor.data_ptr, self._on_views)) != self._view_places
         if moved or self._changes.count != self._seen:
-            take_over(self, moved=moved)
-        for first, other in self.twice:
+            copy_parameters_to_slots(self, moved=moved)
+        for first, other in self.duplicate_slots:
             # written through `data`, which leaves the version of tensors that earlier calls saved for backward
             for tensor in self._slots.values():
                 tensor.data[other].copy_(tensor.data[first])
 
     def replaced_problem(self) -> str | None:
         """Return why a replaced parameter cannot be used, or None."""
-        if not self.named:
+        if not self.has_expert_parameters:
             return stored_problem(self)
         if not self._slots or self._changes.count == self._seen:
             return None
@@ -278,23 +284,23 @@ class ExpertSlots(nn.Module):
 
     def _name_experts(self, *, requires_grad: bool) -> None:
         """Create the parameters by logical expert for the current map."""
-        self.held: dict[int, list[int]] = {}
+        self.slots_of_expert: dict[int, list[int]] = {}
         for slot, expert in sorted(enumerate(self.local_experts), key=lambda at: at[1]):
             if expert != EMPTY:
-                self.held.setdefault(expert, []).append(slot)
+                self.slots_of_expert.setdefault(expert, []).append(slot)
         # copied before each call, since versions do not show writes by fused optimizers or through `data`
-        self.twice = [(first, other) for first, *others in self.held.values() for other in others]
+        self.duplicate_slots = [(first, other) for first, *others in self.slots_of_expert.values() for other in others]
         views: list[tuple[nn.Parameter, Tensor]] = []
         self._set_views(views)
-        if not self.named:
+        if not self.has_expert_parameters:
             return
-        self._place = self.place
+        self._last_addresses = self.addresses
         if self.etp.size > 1 and self.etp.group is not None and self._mesh is None and not self.is_meta:
             device = self._slots["w13"].device.type
             ranks = torch.tensor(self.etp.ranks, device="cpu")
             self._mesh = DeviceMesh.from_group(self.etp.group, device, mesh=ranks, mesh_dim_names=("etp",))
         modules: dict[str, Expert] = {}
-        for expert, (first, *_) in self.held.items():
+        for expert, (first, *_) in self.slots_of_expert.items():
             module = Expert(self._changes)
             for name, tensor in self._slots.items():
                 for part, view in split_parts(name, tensor[first], self.config.activation.gated).items():
@@ -315,12 +321,12 @@ class ExpertSlots(nn.Module):
             self.main_grads.warn_of_move()
         learns = {name: parameter.requires_grad for name, parameter in before.items()}
         self._name_experts(requires_grad=any(learns.values()))
-        if self.named:
+        if self.has_expert_parameters:
             kinds = {name.partition(".")[2] for name, wanted in learns.items() if wanted}
             # an arriving expert's parameter is trainable if any parameter with the same last name (w1, w2) was
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(learns.get(name, name.partition(".")[2] in kinds))
-            leave_behind(before.values(), self)
+            mark_replaced_parameters(before.values(), self)
         if self.main_grads is not None:
             self.main_grads.lay_out()
 
@@ -332,10 +338,10 @@ class ExpertSlots(nn.Module):
             super()._apply(fn, recurse)
             return self
         if self._changes.count != self._seen:
-            take_replaced(self)
+            attach_assigned_parameters(self)
         self._slots.update({name: fn(tensor) for name, tensor in self._slots.items()})
         self.anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        follow(self, fn)
+        rebind_parameters(self, fn)
         if self.lora is not None:
             self.lora._apply(fn)
         return self
@@ -343,7 +349,7 @@ class ExpertSlots(nn.Module):
     @property
     def parameter_kinds(self) -> list[str]:
         """The last components of parameter names, such as "w1". The list is the same on all ranks."""
-        kinds = part_names(self.names, self.config.activation.gated) if self.named else list(self.names)
+        kinds = part_names(self.names, self.config.activation.gated) if self.has_expert_parameters else list(self.names)
         return kinds if self.lora is None else [*kinds, *self.lora.kinds]
 
     def _of_experts(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -382,53 +388,53 @@ class ExpertSlots(nn.Module):
         """The dtype of activations."""
         if not self._plain:
             return self._dtype
-        found: torch.dtype = self._held["w13"].dtype if self._held else next(self.parameters()).dtype
+        found: torch.dtype = self._raw_tensors["w13"].dtype if self._raw_tensors else next(self.parameters()).dtype
         return found
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = self._held["w13"].device if self._held else self._device
+        found: torch.device = self._raw_tensors["w13"].device if self._raw_tensors else self._device
         return found
 
     @property
-    def place(self) -> tuple[int, ...]:
+    def addresses(self) -> tuple[int, ...]:
         """Addresses of the stored tensors. They change when tensors are replaced, not when they are written."""
         return tuple([tensor.data_ptr() for tensor in self._present.values() if tensor is not None])
 
     @property
-    def settled(self) -> bool:
-        """Whether `settle` has nothing to write. Kept short: it costs host time in each replayed call."""
+    def slots_are_current(self) -> bool:
+        """Whether `refresh_slots` has nothing to copy. Kept short: it costs host time in each replayed call."""
         if not self._slots:
             return True
         if self._changes.count != self._seen:
             return False
-        if self._mesh is not None or self.twice:
+        if self._mesh is not None or self.duplicate_slots:
             return False
         return list(map(Tensor.data_ptr, self._on_views)) == self._view_places
 
-    def settle(self) -> tuple[int, ...]:
+    def refresh_slots(self) -> tuple[int, ...]:
         """Copy values of replaced parameters, and of an expert's other slots, into the memory that kernels read.
 
         Call this before a replay of a CUDA graph.
 
         Returns:
-            `place`, which is empty if parameters are sharded.
+            `addresses`, which is empty if parameters are sharded.
         """
         if self._slots:
             self._reattach()
-        return self.place
+        return self.addresses
 
-    def written(self) -> tuple[int, ...]:
-        """Settle, and return a key that changes with each write to the weights on this rank.
+    def version_key(self) -> tuple[int, ...]:
+        """Call `refresh_slots`, and return a key that changes with each write to the weights on this rank.
 
         In-place writes and replaced parameters change it. Writes through a tensor's `data` do not.
 
         Returns:
             Addresses and versions of the tensors.
         """
-        place = self.settle()
-        seen = [*self._held.values(), *(self._on_views if self._mesh is not None else ())]
-        return (*place, *[0 if tensor.is_inference() else tensor._version for tensor in seen])
+        addresses = self.refresh_slots()
+        seen = [*self._raw_tensors.values(), *(self._on_views if self._mesh is not None else ())]
+        return (*addresses, *[0 if tensor.is_inference() else tensor._version for tensor in seen])
 
     @property
     def local_experts(self) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures import p2p_bodies
 from tests.fixtures.captured_layer import built, on_gpus, routes, rows
-from tests.fixtures.distributed_cases import everywhere, ran
+from tests.fixtures.distributed_cases import gather_from_all_ranks, run_eager
 
 
 @on_gpus
@@ -48,9 +48,9 @@ def test_the_host_of_a_replayed_call(pair, world_size):
     with EPContext.from_groups(ParallelConfig(dp=world_size), device=rank_device(), max_tokens=1) as context:
         layer = built(context, pair)
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
-        own = host(lambda: ran(layer, x, routing), before=lambda: barrier(layer.device))
+        own = host(lambda: run_eager(layer, x, routing), before=lambda: barrier(layer.device))
         repeated = host(lambda: layer.forward_routed(x, routing), before=lambda: barrier(layer.device))
-        times = everywhere((round(own), round(repeated)))
+        times = gather_from_all_ranks((round(own), round(repeated)))
         if dist.get_rank() == 0:
             print(f"{pair}, host, us: {times}")  # noqa: T201
         assert all(again < 2 / 3 * own for own, again in times), times

@@ -15,7 +15,7 @@ from ep_moe.experts.flashinfer import cutedsl as cutedsl_op
 from ep_moe.experts.flashinfer import cutlass_op
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import Routing
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutedsl
@@ -84,7 +84,7 @@ def times_the_limit(
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
     # ranks' partial sums are added in bf16; each addition rounds a sum that is at most the sum of all magnitudes
-    return worst(y, expected, limit + world * torch.finfo(BF16).eps / 2 * (size + limit))
+    return max_error_ratio(y, expected, limit + world * torch.finfo(BF16).eps / 2 * (size + limit))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over emulations, on the CPU")

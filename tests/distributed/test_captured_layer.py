@@ -17,7 +17,7 @@ from ep_moe.bench.harness import host
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.captured_layer import PAIRS, SHARED, built, on_gpus, routes, rows, written
-from tests.fixtures.distributed_cases import everywhere, ran, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, run_eager, same_error
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def check(layer: MoELayer, tokens: int, seed: int, *, replays: bool, routed: boo
     x, routing = rows(layer, tokens, seed), routes(layer, tokens, seed) if routed else None
     with watched(layer) as found:
         y = layer(x) if routing is None else layer.forward_routed(x, routing)
-    expected = ran(layer, x, routing)
+    expected = run_eager(layer, x, routing)
     assert found == [replays], (tokens, seed)
     assert torch.equal(y, expected), (tokens, seed, (y.float() - expected.float()).abs().max())
     assert y.isfinite().all()
@@ -73,7 +73,7 @@ def test_the_same_bits_with_other_rows_routes_tokens_and_maps(pair, world_size):
             written(layer)
             check(layer, 32, 77 + rank, replays=True)
         check(layer, 32, rank, replays=False)
-        assert len(set(everywhere(context.flight_recorder.number))) == 1
+        assert len(set(gather_from_all_ranks(context.flight_recorder.number))) == 1
 
 
 @on_gpus
@@ -125,7 +125,7 @@ def test_other_streams_and_a_capture_around_it(world_size):
             x, routing = rows(layer, 16, step), routes(layer, 16, step)
             torch.cuda.synchronize(layer.device)
             with torch.cuda.stream(other):
-                aside = ran(layer, x, routing)
+                aside = run_eager(layer, x, routing)
             y = layer.forward_routed(x, routing)
             torch.cuda.synchronize(layer.device)
             assert torch.equal(y, aside), step
@@ -135,7 +135,7 @@ def test_other_streams_and_a_capture_around_it(world_size):
             y = layer.forward_routed(x, routing)
         assert found == [False], "inside a capture of the user's"
         graph.replay()
-        assert torch.equal(y, ran(layer, x, routing))
+        assert torch.equal(y, run_eager(layer, x, routing))
 
 
 @on_gpus
@@ -150,10 +150,10 @@ def test_the_host_of_a_replay(world_size):
         x, routing = rows(layer, 1, 0), routes(layer, 1, 0)
 
         with torch.no_grad():
-            before = host(lambda: ran(layer, x, routing), before=lambda: barrier(layer.device))
+            before = host(lambda: run_eager(layer, x, routing), before=lambda: barrier(layer.device))
             layer.capture_routed([1])
             after = host(lambda: layer.forward_routed(x, routing), before=lambda: barrier(layer.device))
-        times = everywhere((round(before), round(after)))
+        times = gather_from_all_ranks((round(before), round(after)))
         if dist.get_rank() == 0:
             print(f"host, us: {times}")  # noqa: T201
         assert all(replayed < own / 2 for own, replayed in times), times
@@ -176,10 +176,10 @@ def test_load_tuning_and_bad_input(world_size):
         routing = routes(layer, 16, rank)
         layer.forward_routed(rows(layer, 16, rank), routing)
         counted = int((routing.ids >= 0).sum())
-        assert sum(layer.stats().expert_load) == sum(everywhere(counted))
+        assert sum(layer.stats().expert_load) == sum(gather_from_all_ranks(counted))
         with layer.no_stats():
             layer.forward_routed(rows(layer, 16, rank), routing)
-        assert sum(layer.stats().expert_load) == sum(everywhere(counted))
+        assert sum(layer.stats().expert_load) == sum(gather_from_all_ranks(counted))
         layer.tune([16])
         check(layer, 16, rank, replays=False)
         found = same_error(ConfigError, lambda: layer.capture_routed([65]))

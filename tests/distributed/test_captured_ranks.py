@@ -17,10 +17,10 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.runtime.profiling import StageTimes
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_case import said_within
+from ep_moe.testing.transport_case import wait_for_input_error
 from tests.emulations import mega as mega_emulation
 from tests.emulations.graph import GRAPHS, EmulatedRecorder, stand_in
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for CUDA graphs on the CPU")
@@ -56,7 +56,7 @@ def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
         for step in range(2 * world_size):
             tokens = (4, 3, 9, 0)[(rank + step) % 4]
             check(layer, tokens, 10 * step + rank, replays=tokens <= 4)
-            assert len(set(everywhere(context.flight_recorder._step))) == 1, (
+            assert len(set(gather_from_all_ranks(context.flight_recorder._step))) == 1, (
                 "a rank that replays is neither behind nor elsewhere"
             )
         with context.token_limit(5):
@@ -72,7 +72,7 @@ def test_ranks_with_captured_and_other_numbers_of_tokens(world_size):
         layer.expert_weights.set_expert_map(moved)
         fill(layer)
         check(layer, 4, 99 + rank, replays=True)
-        assert max(everywhere(sum(layer.stats().expert_load))) > 0
+        assert max(gather_from_all_ranks(sum(layer.stats().expert_load))) > 0
 
 
 @distributed(2)
@@ -84,15 +84,15 @@ def test_calls_in_parts(world_size):
         layer = built(context, pipeline=2)
         for step in range(4):
             layer.capture_routed([9, 4])
-            buffer_pool = layer._dispatcher().buffer_pool.made
-            assert len(buffer_pool) > 1
+            buffer_slots = layer._dispatcher().buffer_pool.buffer_slots
+            assert len(buffer_slots) > 1
             tokens = (9, 0, 6, 3)[(rank + step) % 4]
             check(layer, tokens, 10 * step + rank, replays=True)
             if step % 2 == rank:
                 layer._graphs.drop()
             check(layer, tokens, 11 * step + rank, replays=step % 2 != rank)
-            assert len(set(everywhere(context.flight_recorder._step))) == 1
-            assert not any(buffer_slot.busy for buffer_slot in buffer_pool)
+            assert len(set(gather_from_all_ranks(context.flight_recorder._step))) == 1
+            assert not any(buffer_slot.busy for buffer_slot in buffer_slots)
         with context.token_limit(2):
             layer.capture_routed([2])
             check(layer, 2, rank, replays=True)
@@ -132,7 +132,7 @@ def test_a_rank_that_refuses_takes_part_with_replays(fault, world_size):
                 assert y[(routing.ids >= 3).any(1)].isnan().all()
                 assert EmulatedRecorder.replays == 1
             barrier(rank_device())
-            refusal = said_within(1.5, context.flight_recorder.check)
+            refusal = wait_for_input_error(1.5, context.flight_recorder.check)
             assert sentence in refusal, f"the peer's refusal did not arrive, got {refusal!r}"
             barrier(rank_device())
             with pytest.raises(InputError, match=sentence):
@@ -166,9 +166,8 @@ def test_captures_that_cannot_be(world_size):
             before = context.flight_recorder._step
             call()  # run the call: the peers' emulation needs it
             context.flight_recorder._step = before  # as if the capture had failed at once
-            context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool.made[
-                0
-            ].busy = True  # as after a dispatch
+            pool = context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool
+            pool.buffer_slots[0].busy = True  # as after a dispatch
             raise RuntimeError("operation not permitted when stream is capturing")
 
         def on_one_rank(value, other):
@@ -194,9 +193,9 @@ def test_captures_that_cannot_be(world_size):
         busy = context._dispatcher("nvlink_p2p", layer._dispatch_shape()).buffer_pool
         layer.capture_routed([4])
         context._stage_times = None
-        busy.made[0].busy = True
+        busy.buffer_slots[0].busy = True
         assert "a call of all2all=nvlink_p2p is not finished" in same_error(ConfigError, lambda: layer.capture([4]))
-        busy.made[0].busy = False
+        busy.buffer_slots[0].busy = False
         recorded_calls.capturing = lambda device: device == CPU
         assert "this stream is being captured" in same_error(ConfigError, lambda: layer.capture([4]))
         recorded_calls.capturing = lambda device: False
@@ -216,7 +215,7 @@ def test_captures_that_cannot_be(world_size):
         assert not context._recorders or not rank, "its memory may be lost"
         assert "rank 1: the call could not be captured, RuntimeError: operation not permitted" in found
         EmulatedRecorder.record = record
-        assert len(set(everywhere(context.flight_recorder.number))) == 1
+        assert len(set(gather_from_all_ranks(context.flight_recorder.number))) == 1
         check(layer, 4, rank, replays=True)
         check(layer, 5, rank, replays=False)
         buffer_pool = NVLinkP2PDispatcher.capabilities

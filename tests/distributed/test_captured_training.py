@@ -78,7 +78,7 @@ def test_replays_equal_eager_steps(main, world_size):
             wanted = {"out": eager.run()} | eager.gradients()
             found = {"out": out} | captured.gradients()
             assert found.keys() == wanted.keys()
-            assert len(wanted) > 3 * len(eager.layer.expert_weights.held), "of every expert here"
+            assert len(wanted) > 3 * len(eager.layer.expert_weights.slots_of_expert), "of every expert here"
             for name, tensor in wanted.items():
                 assert torch.equal(found[name], tensor), f"replay {replay}: {name}"
                 assert name != "x" or tensor.any()

@@ -131,7 +131,7 @@ def test_generation_with_a_static_cache():
         folder = f"{tempfile.gettempdir()}/ep_moe_static_cache_{os.environ['MASTER_PORT']}"
         if context.layout.rank == 0:
             whole.save_pretrained(folder)
-        context.consensus.healthy("the checkpoint is written", None)
+        context.consensus.raise_on_all_ranks("the checkpoint is written", None)
         model = load_pretrained(folder, context, progress=False)
         whole.to(context.device)
         ids = torch.tensor([[1, 5, 9, 30 + context.layout.rank, 77]], device=context.device)

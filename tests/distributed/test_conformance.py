@@ -13,7 +13,7 @@ from ep_moe.all2all.base import Dispatcher, DispatchShape
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p import dispatcher as nvlink_p2p
 from ep_moe.parallel.rank_group import RankGroup, barrier
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from ep_moe.testing.transport_case import (
     dispatch_shape,
@@ -245,7 +245,7 @@ def test_tensors_that_lie_apart_travel_like_others(kind, make, world_size):
         for wire in (Wire(), Wire(dispatch="fp8_block")):
             dispatcher = make(dispatch_shape(world_size, 3, torch.bfloat16, wire), context.rank_groups["ep"])
             x, routing = rows(rank, 5 + rank, torch.bfloat16, wire), routes(rank, 5 + rank, world_size, 3)
-            travelling, scale = round_to_travel(x.to(device), wire)
+            travelling, scale = quantize_for_wire(x.to(device), wire)
             there = moved(routing, device)
             given = PhysicalRouting(PhysicalIds(apart(there.ids)), apart(there.weights))
             received = dispatcher.dispatch(apart(travelling), given, None if scale is None else apart(scale))

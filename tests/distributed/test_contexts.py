@@ -23,7 +23,7 @@ from ep_moe import (
 )
 from ep_moe.parallel import connected_ranks
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import check_call, everywhere
+from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks
 from tests.fixtures.helpers import assert_same, fill, integer_expert, integer_routing, integer_rows, moved, saved_expert
 
 CONFIG = MoEConfig(
@@ -73,7 +73,10 @@ def test_lifetime(world_size):
     context = made(dp=2)
     layer = fill(MoELayer(CONFIG, context))
     check_call(layer, context)
-    with context._entered("outer"), pytest.raises(RuntimeError, match=r"not re-entrant: moe0 was called inside outer"):
+    with (
+        context._begin_call("outer"),
+        pytest.raises(RuntimeError, match=r"not re-entrant: moe0 was called inside outer"),
+    ):
         layer(torch.zeros(1, 16, device=context.device))
     check_call(layer, context, what="after a refused nested call")
     context.destroy()
@@ -110,7 +113,9 @@ def test_a_layer_that_is_gone_is_not_counted(world_size):
 def union(layer: MoELayer) -> dict[str, torch.Tensor]:
     """Return the merged state dicts of all ranks, as a checkpoint."""
     whole = {}
-    for part in everywhere({name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()}):
+    for part in gather_from_all_ranks(
+        {name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()}
+    ):
         whole |= part
     return whole
 
@@ -150,7 +155,9 @@ def test_a_checkpoint_after_training_holds_what_was_trained(world_size):
             for parameter in layer.expert_weights.parameters():
                 if parameter.grad is not None:
                     parameter -= parameter.grad
-        trained = everywhere(layer.expert_weights.w2_bias.detach().cpu())[0]  # the one that etp rank 0 trained
+        trained = gather_from_all_ranks(layer.expert_weights.w2_bias.detach().cpu())[
+            0
+        ]  # the one that etp rank 0 trained
         found = layer.expert_weights.state_dict()
         for expert in range(CONFIG.num_experts):
             assert_same(found[f"{expert}.w2_bias"].cpu(), trained[expert], f"expert {expert}")
@@ -163,7 +170,7 @@ def test_an_update_reaches_every_replica(world_size):
         for expert in range(CONFIG.num_experts):
             layer.update_expert(expert, **integer_expert(CONFIG, expert, seed=1))
         check_call(layer, context, seed=1)
-        written = everywhere(layer.update_expert(0, **integer_expert(CONFIG, 0, seed=1)))
+        written = gather_from_all_ranks(layer.update_expert(0, **integer_expert(CONFIG, 0, seed=1)))
         assert sum(written) == layer.placement.expert_map.replica_count[0] == 2
 
 
@@ -235,10 +242,10 @@ def test_a_context_whose_store_is_gone_is_given_back_quietly(world_size):
     context = made(dp=2)
     groups = len(dist.distributed_c10d._world.pg_map)
 
-    def healthy(*_):
+    def raise_on_all_ranks(*_):
         raise dist.DistNetworkError("failed to recv, got 0 bytes")
 
-    context.consensus.healthy = healthy
+    context.consensus.raise_on_all_ranks = raise_on_all_ranks
     context.destroy()
     assert len(dist.distributed_c10d._world.pg_map) < groups
 

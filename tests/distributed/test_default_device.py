@@ -16,7 +16,7 @@ from ep_moe.eplb.load import LoadRecorder
 from ep_moe.testing import check_dispatcher, distributed, rank_device
 from tests.fixtures.eplb_cases import CONFIG, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
-from tests.fixtures.layer_static import on_the_cpu
+from tests.fixtures.layer_static import emulate_on_cpu
 
 
 @distributed(2)
@@ -26,7 +26,7 @@ def test_calls_and_moves(all2all, world_size):
     device, rank = rank_device(), dist.get_rank()
     elsewhere = torch.device("meta") if device.type == "cpu" else device  # memory that the host cannot read
     if device.type == "cpu":
-        on_the_cpu(NVLinkP2PDispatcher)
+        emulate_on_cpu(NVLinkP2PDispatcher)
     elif all2all == "nvlink_p2p" and (why := NVLinkP2PDispatcher.available()):
         pytest.skip(why)
     x, routing = integer_rows(5 - rank, CONFIG.hidden_size, rank), integer_routing(5 - rank, CONFIG, rank)

@@ -17,9 +17,9 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.placement.deferred import DeferredRouting
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
+from tests.fixtures.deferred_placement import DeferredPlacement
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
-from tests.fixtures.late_routing import Late
-from tests.fixtures.layer_static import CONFIG, on_the_cpu
+from tests.fixtures.layer_static import CONFIG, emulate_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs on the CPU")
 KINDS = {"nvlink_p2p": NVLinkP2PDispatcher, "torch_a2a": TorchAll2AllDispatcher}
@@ -50,14 +50,14 @@ def test_late_ids_are_the_same_ones_and_counted_once(
 
     In a pipelined call, each row keeps its number in the whole call.
     """
-    on_the_cpu(NVLinkP2PDispatcher, False, low_latency_bytes)
+    emulate_on_cpu(NVLinkP2PDispatcher, False, low_latency_bytes)
     rank, config = dist.get_rank(), dataclasses.replace(CONFIG, shared_intermediate_size=shared)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
         make = partial(MoELayer, config, context, expert_map=ExpertMap.redundant(6, 2, 4), all2all=all2all)
         plain, layer = [fill(make(experts="reference", pipeline=pipeline)) for _ in range(2)]
         for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
             ours.data.copy_(theirs.data)
-        late, seen = Late(layer.placement), seen_by(KINDS[all2all])
+        deferred, seen = DeferredPlacement(layer.placement), seen_by(KINDS[all2all])
         for number, tokens in enumerate((9, 0, 5)):
             x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, 7 * number + rank)
             with torch.no_grad():
@@ -65,7 +65,7 @@ def test_late_ids_are_the_same_ones_and_counted_once(
                 seen.clear()
                 assert_same(layer.forward_routed(x, routing), wanted)
             assert set(seen) == {late_there}
-            assert late.looks == number + 1, "placed once"
+            assert deferred.place_calls == number + 1, "placed once"
         with layer.no_stats(), plain.no_stats(), torch.no_grad():
             layer.forward_routed(x, routing)
         assert torch.equal(layer.placement.slot_load, plain.placement.slot_load)
@@ -88,22 +88,22 @@ def test_gradients_flow_past_them(world_size):
             routing = Routing(routing.ids, routing.weights.requires_grad_())
             layer.forward_routed(x, routing).square().sum().backward()
             found.append((x.grad, routing.weights.grad))
-            late = Late(layer.placement)
-        assert late.looks == 0
+            deferred = DeferredPlacement(layer.placement)
+        assert deferred.place_calls == 0
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
         layer.forward_routed(x, routing)
-        assert late.looks == 1
+        assert deferred.place_calls == 1
 
 
 @distributed(2, set_device=True)
 @pytest.mark.parametrize("fault", ["tokens", "dispatched"])
 def test_a_bad_call_is_refused_all_the_same(fault, world_size):
-    on_the_cpu(NVLinkP2PDispatcher)
+    emulate_on_cpu(NVLinkP2PDispatcher)
     rank = dist.get_rank()
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference"))
         layer._checks.first_call(layer)
-        Late(layer.placement)
+        DeferredPlacement(layer.placement)
         tokens = 9 + rank * (fault == "tokens")
         x, routing = integer_rows(tokens, 16, rank), integer_routing(tokens, CONFIG, rank)
         with torch.no_grad():

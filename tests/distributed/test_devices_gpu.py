@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ep_moe import EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoEConfig, MoELayer, OutOfMemory, Routing
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 
 CONFIG = MoEConfig(hidden_size=512, intermediate_size=256, num_experts=16, top_k=4)
 BF16 = torch.bfloat16
@@ -202,7 +202,7 @@ def test_memory_that_is_not_there_on_one_rank(world_size):
     assert isinstance(first.value, torch.OutOfMemoryError)
     with pytest.raises(OutOfMemory) as again:
         layer(x)
-    texts = everywhere(str(again.value))
+    texts = gather_from_all_ranks(str(again.value))
     assert texts[0] == texts[1]
     assert texts[0].startswith("rank 1 ran out of memory on cuda:1 in a call of ")
     context.flight_recorder.close()

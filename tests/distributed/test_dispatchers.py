@@ -18,7 +18,7 @@ from ep_moe.testing.transport_case import HIDDEN, SLOTS, dispatch_shape, expecte
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from tests.fixtures.distributed_cases import no_payload, same_error
 from tests.fixtures.helpers import assert_same
-from tests.fixtures.identity_experts import once
+from tests.fixtures.identity_experts import dispatch_and_combine
 
 TOP_K = 4
 F32 = torch.float32
@@ -67,7 +67,7 @@ def gives_x_times_the_weights(dispatcher: Dispatcher, device: torch.device) -> N
     rank, ranks = dispatcher.rank_group.rank, dispatcher.rank_group.size
     for counts in ((7, 5, 1, 3), (0, 4, 0, 0), (0, 0, 0, 0), (1, 0, 9, 2)):
         x, routing = rows(rank, counts[rank], F32), routes(rank, counts[rank], ranks, TOP_K)
-        y, received = once(dispatcher, x.to(device), moved(routing, device))
+        y, received = dispatch_and_combine(dispatcher, x.to(device), moved(routing, device))
         assert_same(y, expected(x, routing), f"{dispatcher.name}, T={counts}")
         arrived = received.x.tolist()
         assert arrived == arrivals(counts, ranks, rank, dispatcher.name), f"{dispatcher.name}: {received.x[:, :3]}"
@@ -89,7 +89,7 @@ def sends_rows_where_they_belong(dispatcher: Dispatcher, device: torch.device) -
         ids = torch.tensor([[i + first_id if i >= 0 else -1 for i in local]] * 4)
         weights = torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 4)
         routing = PhysicalRouting(PhysicalIds(ids), weights)
-        y, received = once(dispatcher, x.to(device), moved(routing, device))
+        y, received = dispatch_and_combine(dispatcher, x.to(device), moved(routing, device))
         what = f"{dispatcher.name}, {what}"
         assert_same(y, expected(x, routing), what)
         here = 4 * ranks if rank == ranks - 1 and max(local) >= 0 else 0
@@ -127,7 +127,8 @@ def refuses_bad_calls(dispatcher: Dispatcher, device: torch.device) -> None:
             text = same_error(InputError, lambda arguments=arguments: dispatcher.dispatch(*arguments))
         assert (f"rank 1: {sentence}" if sentence else "got ids out of range: ") in text, text
         assert sentence or text.endswith("on rank 1"), text
-        assert_same(once(dispatcher, x, good)[0], expected(x.cpu(), moved(good, torch.device("cpu"))), f"after: {text}")
+        y, _ = dispatch_and_combine(dispatcher, x, good)
+        assert_same(y, expected(x.cpu(), moved(good, torch.device("cpu"))), f"after: {text}")
 
 
 @distributed(2)

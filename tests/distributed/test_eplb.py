@@ -21,7 +21,7 @@ from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
 from ep_moe.weights.initial import random_expert
-from tests.fixtures.distributed_cases import batch_of, check_call, everywhere
+from tests.fixtures.distributed_cases import batch_of, check_call, gather_from_all_ranks
 from tests.fixtures.eplb_cases import (
     CONFIG,
     ROW,
@@ -50,20 +50,20 @@ def test_random_plans_one_after_the_other(budget, commit, world_size):
             counted, held = 0, balancer.stats().staging_bytes
             for turn in range(2):
                 maps = [random_map(world_size, slots_per_rank, 10 * turn + index) for index in range(2)]
-                addresses = [layer.expert_weights.place for layer in layers]
+                addresses = [layer.expert_weights.addresses for layer in layers]
                 for layer, new in zip(layers, maps, strict=True):
                     counted += len(sub_plans(layer.placement.expert_map, new, max(1, commit // ROW)))
                 balancer.move_to(maps)
                 all_alike(drive(balancer, layers, context))
                 assert [layer.placement.expert_map for layer in layers] == maps
-                assert addresses == [layer.expert_weights.place for layer in layers]
+                assert addresses == [layer.expert_weights.addresses for layer in layers]
                 for layer in layers:
                     assert_slots(layer)
                     check_call(layer, context, what=f"after plan {turn}")
             stats = balancer.stats()
             assert (stats.commits, stats.rebalances, stats.rollbacks, stats.error) == (counted, 2, 0, "")
             assert stats.staging_bytes == held
-            assert sum(everywhere(stats.received_bytes)) > 0
+            assert sum(gather_from_all_ranks(stats.received_bytes)) > 0
 
 
 @distributed(2)
@@ -182,7 +182,7 @@ def test_every_layout(name, world_size):
                 check_call(layer, context)
             block = context.layout.group("lockstep")
             mine = (seen, [layer.placement.expert_map.to_json() for layer in layers])
-            found = everywhere(mine)
+            found = gather_from_all_ranks(mine)
             assert all(found[rank] == mine for rank in block), "all ranks that run together plan alike"
             # two layers, 4 steps of 5 tokens with 3 routes, of which a fifth is -1, as `check_call` passes them
             passed = len({batch_of(context.layout, rank) for rank in block})
@@ -356,11 +356,15 @@ def test_weights_written_on_the_way_are_not_lost(row_bytes_per_step, world_size)
 def test_a_state_dict_does_not_depend_on_the_moves(world_size):
     with context_of() as context:
         (layer,) = make_layers(context)
-        before = everywhere({name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()})
+        before = gather_from_all_ranks(
+            {name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()}
+        )
         with ExpertBalancer([layer], context, on_request()) as balancer:
             balancer.move_to([random_map(2, 8, 5)])
             balancer.settle()
-        after = everywhere({name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()})
+        after = gather_from_all_ranks(
+            {name: tensor.cpu() for name, tensor in layer.expert_weights.state_dict().items()}
+        )
         before, after = ({k: v for part in parts for k, v in part.items()} for parts in (before, after))
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before)

@@ -15,9 +15,9 @@ from tests.fixtures.eplb_cases import ROW, all_alike, assert_slots, context_of, 
 from tests.fixtures.eplb_faults import (
     DEADLINE_S,
     LOST,
+    assert_balancer_off,
+    assert_recovers,
     await_first,
-    goes_on,
-    is_off,
     new_map,
     note_first,
     raises_everywhere,
@@ -50,7 +50,7 @@ def test_a_rank_that_skips_a_step_is_found_before_anything_is_put_in_force(world
         assert "the ranks are not in step: forward is" in found
         assert "call ExpertBalancer.step() after every forward, on all ranks alike" in found
         assert layers[0].placement.expert_map == before
-        is_off(balancer, layers, RebalanceError)
+        assert_balancer_off(balancer, layers, RebalanceError)
 
 
 @distributed(2, deadline_s=60)
@@ -130,7 +130,7 @@ def test_weights_that_one_rank_alone_writes(first, world_size):
 
 @distributed(2, 4)
 @pytest.mark.parametrize("first", ["the one that lost the others", "the others"])
-def test_ranks_that_hear_different_things_do_the_same(first, world_size):
+def test_ranks_that_receive_different_statuses_do_the_same(first, world_size):
     """All ranks have the same map if rank 1 misses the answer that made the others commit.
 
     The first rank that writes to the store decides.
@@ -142,24 +142,24 @@ def test_ranks_that_hear_different_things_do_the_same(first, world_size):
         balancer.move_to([after])
         # all have reported ready; the next step brings the answers
         step_until(balancer, lambda: balancer.state is State.MOVING and balancer._migration.done)
-        rank, hear = dist.get_rank(), StatusExchange.hear
+        rank, wait_for_statuses = dist.get_rank(), StatusExchange.wait_for_statuses
 
-        def deaf(exchange):
-            found = hear(exchange)
+        def miss_answers(exchange):
+            found = wait_for_statuses(exchange)
             if (rank == LOST) == (first == "the others"):
                 await_first()
             if rank == LOST:
                 raise PeerTimeout("planted: connection lost")
             return found
 
-        with mock.patch.object(StatusExchange, "hear", deaf):
+        with mock.patch.object(StatusExchange, "wait_for_statuses", miss_answers):
             if first == "the others" and rank != LOST:
                 balancer.step()
                 note_first()
                 assert balancer.state is State.IDLE
-                balancer._status_exchange.tell(RankStatus(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
+                balancer._status_exchange.post_status(RankStatus(0, 0, State.IDLE, 0, True, Trouble.NONE, 0))
                 with pytest.raises(PeerTimeout, match="lost its peers in eplb agree"):
-                    hear(balancer._status_exchange)  # no rank answers a rank that has lost the others
+                    wait_for_statuses(balancer._status_exchange)  # no rank answers a rank that has lost the others
             else:
                 with pytest.raises((PeerTimeout, RebalanceError), match="the balancer is off"):
                     balancer.step()
@@ -189,7 +189,7 @@ def test_another_map_on_the_way(world_size):
         sentence = raises_everywhere(RebalanceError, balancer, layers, context)
         assert "its expert map was changed while its experts were moving" in sentence
         assert layers[0].placement.expert_map == mine
-        goes_on(balancer, layers, context)
+        assert_recovers(balancer, layers, context)
         balancer.close()
 
 
@@ -203,6 +203,6 @@ def test_a_context_that_is_through_ends_the_balancer_too(world_size):
         context.flight_recorder.refuse("planted: this context is at its end")
         with pytest.raises(balancer_module.InputError, match="planted: this context is at its end"):
             balancer.settle()
-        is_off(balancer, layers, balancer_module.InputError)
+        assert_balancer_off(balancer, layers, balancer_module.InputError)
         with pytest.raises(ConfigError, match=r"EPLBConfig.nodes must divide the 2 EP ranks, got 3"):
             ExpertBalancer(layers, context, on_request(nodes=3))

@@ -18,14 +18,14 @@ from ep_moe.eplb.migration.consensus import State
 from ep_moe.eplb.migration.slots import SlotStore
 from ep_moe.eplb.migration.transfer import Migration, Mover
 from ep_moe.testing import distributed
-from tests.fixtures.distributed_cases import check_call, everywhere, same_error
+from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks, same_error
 from tests.fixtures.eplb_cases import ROW, assert_slots, context_of, drive, make_layers, on_request
 from tests.fixtures.eplb_faults import (
     DEADLINE_S,
     LOST,
+    assert_balancer_off,
+    assert_recovers,
     busy_map,
-    goes_on,
-    is_off,
     new_map,
     raises_everywhere,
     step_until,
@@ -64,7 +64,7 @@ def test_a_rank_is_lost_on_the_way(how, when, world_size):
     assert "of moe0" in sentence
     assert "was rolled back, and the balancer is off" in sentence
     assert [layer.placement.expert_map for layer in layers] == before
-    is_off(balancer, layers)
+    assert_balancer_off(balancer, layers)
 
 
 @distributed(2, 4)
@@ -90,7 +90,7 @@ def test_a_slow_rank(naps, ends, world_size):
             with pytest.raises(PeerTimeout, match="was rolled back, and the balancer is off"):
                 balancer.settle()
             assert layers[0].placement.expert_map == before
-            is_off(balancer, layers)
+            assert_balancer_off(balancer, layers)
             check_call(layers[0], context, what="the layer goes on without a balancer")
 
 
@@ -115,7 +115,7 @@ def test_a_lost_message(world_size):
         # the device that waits for its peer's bytes may not have sent its own either
         assert re.search(f"bytes (to rank {LOST} and )?from rank {LOST} did not arrive within 1 s", sentence)
         assert [layer.placement.expert_map for layer in layers] == before
-        is_off(balancer, layers)
+        assert_balancer_off(balancer, layers)
 
 
 # --- bytes that are not what they were -------------------------------------------------------------------------------
@@ -156,12 +156,12 @@ def test_a_corrupt_row(where, world_size):
         }.get(where, (SlotStore, "read", damaged_read))
         with mock.patch.object(*patches):
             sentence = raises_everywhere(RebalanceError, balancer, layers, context)
-        assert any(everywhere(bool(done)))
+        assert any(gather_from_all_ranks(bool(done)))
         assert "does not match its checksum" in sentence
         assert re.search(r"rebalance in MOVING of moe\d \(step \d+\) was rolled back", sentence), sentence
         assert "The balancer goes on" in sentence
         assert balancer.stats().rollbacks == 1
-        goes_on(balancer, layers, context)
+        assert_recovers(balancer, layers, context)
         balancer.close()
 
 
@@ -253,7 +253,7 @@ def test_maps_of_a_user_that_differ_or_do_not_fit(world_size):
         ):
             balancer.move_to(maps)
             assert words in same_error(RebalanceError, balancer.settle)
-        goes_on(balancer, layers, context)
+        assert_recovers(balancer, layers, context)
         balancer.move_to(good)
         same_error(balancer_module.InputError, lambda: balancer.move_to(good))
         balancer.close()

@@ -27,7 +27,7 @@ from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.initial import random_expert
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.eplb_cases import all_alike, assert_slots, make_layers, on_request, random_map
 from tests.fixtures.layer_static import TOKENS, WIDE, Captured
 
@@ -183,7 +183,7 @@ def test_a_rank_that_does_not_step_is_given_up(world_size):
         balancer = ExpertBalancer(layers, context, on_request(bytes_per_step=1 << 20, deadline_s=4.0))
         balancer.move_to([random_map(2, before.slots_per_rank, 3)])
         for _ in range(200):
-            if everywhere(balancer.state) == [State.MOVING, State.MOVING]:
+            if gather_from_all_ranks(balancer.state) == [State.MOVING, State.MOVING]:
                 break
             balancer.step()
         if rank == 0:

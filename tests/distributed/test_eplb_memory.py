@@ -15,7 +15,7 @@ from ep_moe.eplb.migration.transfer import Staging
 from ep_moe.testing import distributed
 from tests.fixtures.distributed_cases import same_error
 from tests.fixtures.eplb_cases import CONFIG, ROW, assert_slots, context_of, make_layers, on_request, random_map
-from tests.fixtures.eplb_faults import LOST, goes_on, new_map, raises_everywhere
+from tests.fixtures.eplb_faults import LOST, assert_recovers, new_map, raises_everywhere
 
 
 @distributed(2)
@@ -40,7 +40,7 @@ def test_the_first_rebalance_makes_no_memory(world_size):
                     if balancer._migration is not None:
                         own, kept = balancer._migration, balancer._mover.staging
                         assert own._damage.data_ptr() == kept.damage.data_ptr()
-                        assert own._seen.data_ptr() == kept.seen.data_ptr()
+                        assert own._damage_on_host.data_ptr() == kept.damage_on_host.data_ptr()
                 balancer.settle()
             assert _addresses(balancer) == before
             for layer in layers:
@@ -49,7 +49,7 @@ def test_the_first_rebalance_makes_no_memory(world_size):
 
 def _addresses(balancer):
     kept, load = balancer._mover.staging, balancer._load
-    held = [*kept._rows, kept._outbox, kept.damage, kept.seen, load._before, load._counts, load._on_host]
+    held = [*kept._rows, kept._outbox, kept.damage, kept.damage_on_host, load._before, load._counts, load._on_host]
     return [tensor.data_ptr() for tensor in held]
 
 
@@ -88,7 +88,7 @@ def test_no_memory_for_a_balancer(world_size):
         words = f"rank 1: EPLBConfig.bytes_per_commit=1 and bytes_per_step={ROW} need {9 * ROW} bytes of memory on "
         assert words in sentence, sentence
         balancer = ExpertBalancer(layers, context, config)
-        goes_on(balancer, layers, context)
+        assert_recovers(balancer, layers, context)
         balancer.close()
 
 
@@ -103,5 +103,5 @@ def test_no_memory_for_what_comes(world_size):
         with full if dist.get_rank() == LOST else mock.patch.object(os, "getpid", os.getpid):
             sentence = raises_everywhere(RebalanceError, balancer, layers, context)
         assert "rank 1: OutOfMemoryError: out of memory" in sentence
-        goes_on(balancer, layers, context)
+        assert_recovers(balancer, layers, context)
         balancer.close()

@@ -124,8 +124,8 @@ def test_a_write_to_a_piece_of_etp_is_seen(world_size):
     with EPContext.from_groups(ParallelConfig(dp=2, ep=1, etp=2), device=rank_device(), deadline_s=30) as context:
         layer = MoELayer(MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2), context)
         weights = layer.expert_weights
-        before = weights.written()
-        assert weights.written() == before
+        before = weights.version_key()
+        assert weights.version_key() == before
         with torch.no_grad():
             weights.get_submodule("2").w2.mul_(2)
-        assert weights.written() != before
+        assert weights.version_key() != before

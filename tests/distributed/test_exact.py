@@ -30,7 +30,7 @@ from ep_moe.all2all.nvlink_p2p import reference
 from ep_moe.execution import exact_exchange
 from ep_moe.runtime import batch_invariant
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.distributed_cases import batch_of, batches, gather_from_all_ranks
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 from tests.fixtures.random_examples import random_examples
@@ -149,7 +149,7 @@ def differences(world_size: int, examples: int, config: MoEConfig, dtype: torch.
         with torch.no_grad():  # the transport may combine in another way then: one row per route
             if not same_bits(layer(leaf), outs[mine]):
                 problem = f"{problem}, out without gradients"
-        if any(found := everywhere(problem)):
+        if any(found := gather_from_all_ranks(problem)):
             wrong.append(f"{found}: {context.layout}, {layer.choice}, {layer.placement.expert_map}, {drawn}")
 
     with p2p_on_cpu():
@@ -195,7 +195,7 @@ def test_gradients_of_experts_are_sums_in_the_order_of_ranks_and_tokens(world_si
                 layer = build(SIGMOID, context, expert_map=expert_map, all2all=all2all)
                 found = of_experts(layer, x[cuts[rank] : cuts[rank + 1]])
                 wrong = [name for name, gradient in found.items() if not same_bits(gradient, wanted[name])]
-                assert everywhere(wrong) == [[]] * world_size, (all2all, expert_map)
+                assert gather_from_all_ranks(wrong) == [[]] * world_size, (all2all, expert_map)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -308,6 +308,6 @@ def test_hopper_kernels_over_transports_in_eager_calls_and_replays(world_size):
                         continue
                     part = slice(dist.get_rank() % 2 * (600 - count), dist.get_rank() % 2 * (600 - count) + count)
                     equal = [same_bits(layer(x[part]), wanted[part]) for _ in range(4)]
-                    assert everywhere(equal) == [[True] * 4] * world_size, (experts, most, all2all, count)
+                    assert gather_from_all_ranks(equal) == [[True] * 4] * world_size, (experts, most, all2all, count)
                 if all2all == "nvlink_p2p":
                     assert layer._graphs._calls, "repeated calls are replayed"

@@ -23,7 +23,7 @@ from ep_moe import (
 from ep_moe.errors import RankFailed
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import clip_grad_norm_, sync_gradients
-from tests.fixtures.distributed_cases import check_call, everywhere, same_error
+from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks, same_error
 from tests.fixtures.helpers import fill
 from tests.fixtures.planted_errors import FULL, plant, raises_once
 
@@ -63,7 +63,7 @@ def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
     layer = fill(MoELayer(config, context, **WAITS, name="block"))
     x = torch.ones(4, 16, device=context.device)
     layer(x)
-    everywhere("")  # a slow rank would hear of the next call's failure in this one
+    gather_from_all_ranks("")  # a slow rank would hear of the next call's failure in this one
     odd = dist.get_rank() == ODD
     if odd:
         plant(layer, where, ValueError("no such thing"))
@@ -77,7 +77,7 @@ def test_what_leaves_a_call_is_raised_on_all_ranks(where, world_size):
         layer(x)
     with pytest.raises(RankFailed) as another:
         MoELayer(config, context)
-    every = everywhere(str(again.value))
+    every = gather_from_all_ranks(str(again.value))
     assert every == [str(another.value)] * world_size
     assert every[0].startswith(sentence)
     if not odd:
@@ -114,7 +114,7 @@ def test_memory_that_is_not_there_is_named_on_all_ranks(planted, world_size):
         heard(layer, x)
     text = same_error(OutOfMemory, lambda: layer(x))
     assert str(first.value) == text
-    where = everywhere(str(x.device))[ODD]
+    where = gather_from_all_ranks(str(x.device))[ODD]
     assert text.startswith(
         f"rank {ODD} ran out of memory on {where} in a call of block (it was last seen finished dispatch"
     )
@@ -156,7 +156,7 @@ def test_an_error_of_ours_from_a_users_module_is_that_ranks_alone(where, world_s
     x = torch.ones(4, 16, device=context.device)
     found = [said(lambda: heard(layer, x)) for _ in range(3)]
     assert [kind for kind, _ in found] == ["InputError" if odd else "RankFailed", "RankFailed", "RankFailed"]
-    assert everywhere(found[1:]) == [found[1:]] * world_size
+    assert gather_from_all_ranks(found[1:]) == [found[1:]] * world_size
     context.flight_recorder.close()
 
 
@@ -181,7 +181,7 @@ def test_whatever_is_called_after_it_raises_the_same(world_size):
     }
     found = {what: said(call) for what, call in calls.items()}
     assert {kind for kind, _ in found.values()} == {"RankFailed"}, found
-    assert len({text for own in everywhere([text for _, text in found.values()]) for text in own}) == 1
+    assert len({text for own in gather_from_all_ranks([text for _, text in found.values()]) for text in own}) == 1
     context.destroy()
 
 

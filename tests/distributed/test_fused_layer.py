@@ -19,12 +19,12 @@ from ep_moe.experts.fused.flashinfer_mega import FlashInferMega, FlashInferMegaB
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from ep_moe.testing.transport_case import said_within
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
+from ep_moe.testing.transport_case import wait_for_input_error
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts.base import MegaBf16
-from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
+from tests.fixtures.distributed_cases import batch_of, gather_from_all_ranks, same_error
 from tests.fixtures.eplb_cases import all_alike, assert_slots, on_request, random_map
 from tests.fixtures.fused_conformance import ready
 from tests.fixtures.helpers import integer_routing, moved
@@ -79,7 +79,7 @@ def error_of(layer: MoELayer, context: EPContext, tokens: int, seed: int = 0, we
     with torch.no_grad():
         y = layer.forward_routed(x, routing)
     # etp ranks' partial sums are rounded and added in bf16
-    return worst(y, value, limit * (1 if context.layout.etp == 1 else 1 + context.layout.etp))
+    return max_error_ratio(y, value, limit * (1 if context.layout.etp == 1 else 1 + context.layout.etp))
 
 
 @distributed(4)
@@ -175,7 +175,7 @@ def test_the_layers_own_router_and_shared_experts(world_size):
         value, limit = expected_and_limit(
             config, SCHEMES["none"], tensors, x.view(-1, 256), routing.ids, routing.weights, torch.bfloat16
         )
-        assert worst(y, value + own.double(), limit + 2**-8 * (value + own.double()).abs()) <= 1
+        assert max_error_ratio(y, value + own.double(), limit + 2**-8 * (value + own.double()).abs()) <= 1
 
 
 @distributed(2)
@@ -219,7 +219,7 @@ def test_a_rank_that_refuses_a_call(fault, world_size):
             else:
                 assert error_of(layer, context, 6) <= 1
         barrier(context.device)
-        refusal = said_within(2, context.flight_recorder.check)
+        refusal = wait_for_input_error(2, context.flight_recorder.check)
         assert re.search(sentence, refusal), f"the peer's refusal did not arrive, got {refusal!r}"
         barrier(context.device)  # no rank ends before its peers have heard
 
@@ -349,7 +349,7 @@ def test_planted(names, world_size):
             assert error_of(layer, context, 12) <= 1, "before"
             with torch.no_grad():
                 plant(layer)
-            assert max(everywhere(error_of(layer, context, 12))) > 1, f"{plant.__name__} went unseen"
+            assert max(gather_from_all_ranks(error_of(layer, context, 12))) > 1, f"{plant.__name__} went unseen"
 
 
 @distributed(2)
@@ -368,7 +368,7 @@ def test_planted_in_the_preparation_and_in_memory(world_size):
         prepare = MegaBf16.prepare
         try:
             MegaBf16.prepare = lambda self, tensors: dict(tensors)
-            assert max(everywhere(error_of(build(context), context, 12))) > 1
+            assert max(gather_from_all_ranks(error_of(build(context), context, 12))) > 1
         finally:
             MegaBf16.prepare = prepare
         stale = FlashInferMega._bundle
@@ -380,6 +380,6 @@ def test_planted_in_the_preparation_and_in_memory(world_size):
                 parameter.data = parameter.data.clone()
             for expert in range(10):
                 layer.update_expert(expert, **checkpoint(CONFIG, expert, 1, device=context.device))
-            assert max(everywhere(error_of(layer, context, 12, weights=1))) > 1
+            assert max(gather_from_all_ranks(error_of(layer, context, 12, weights=1))) > 1
         finally:
             FlashInferMega._bundle = stale

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from ep_moe import EPContext, InputError, ParallelConfig, PeerTimeout
-from ep_moe.integrations.in_step import Generation
+from ep_moe.integrations.forward_sync import GenerationSync
 from ep_moe.integrations.transformers import expert_parallel, idle_step, moe_layers
 from ep_moe.parallel.groups import default_store
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import exclude_experts, record_routing, replay_routing, router_logits, sync_gradients
 from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 
 LAYOUTS = {
     2: [{"dp": 2}, {"dp": 2, "ep": 1, "etp": 2}],
@@ -55,7 +55,7 @@ def test_ranks_that_end_at_different_lengths(world_size):
                 how = {"max_new_tokens": 3 + 4 * context.layout.dp_rank} | GREEDY | way
                 assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how)), f"{sizes} {name}"
                 assert torch.equal(model.generate(ids, **how, synced_gpus=True), plain.generate(ids, **how))
-            numbers = everywhere(context.flight_recorder.number)
+            numbers = gather_from_all_ranks(context.flight_recorder.number)
             assert len({numbers[rank] for rank in context.rank_groups["lockstep"].ranks}) == 1, "ranks out of step"
 
 
@@ -185,7 +185,7 @@ def test_continuous_batching_is_refused_on_all_ranks(world_size):
 @distributed(2)
 def test_synced_gpus_that_is_off_stays_off(world_size):
     context, model, plain = made({"dp": 2})
-    with context, mock.patch.object(Generation, "_next_model", side_effect=AssertionError("an exchange")):
+    with context, mock.patch.object(GenerationSync, "_next_model", side_effect=AssertionError("an exchange")):
         ids, how = prompt(context.layout), {"max_new_tokens": 3} | GREEDY
         assert torch.equal(model.generate(ids, **how, synced_gpus=False), plain.generate(ids, **how))
 
@@ -228,7 +228,7 @@ def test_sampled_tokens_agree_over_tp(world_size):
                 else:
                     how = {"max_new_tokens": new, "do_sample": True, "pad_token_id": 0}
                     assert torch.equal(plain.generate(ids, **how), found), "those of one process"
-                tokens = everywhere((context.layout.dp_rank, found.tolist()))
+                tokens = gather_from_all_ranks((context.layout.dp_rank, found.tolist()))
                 assert all(one == dict(tokens)[at] for at, one in tokens), tokens
 
 
@@ -310,7 +310,7 @@ def test_an_idle_step_in_a_wrapper_and_with_checkpointing(world_size):
         wrapped = torch.nn.parallel.DistributedDataParallel(exclude_experts(model), broadcast_buffers=False)
         ids = prompt(context.layout, 2)
         (wrapped(input_ids=ids, use_cache=False).logits.mean() if dist.get_rank() else idle_step(wrapped)).backward()
-        grads = everywhere(model.model.embed_tokens.weight.grad.abs().sum().item())
+        grads = gather_from_all_ranks(model.model.embed_tokens.weight.grad.abs().sum().item())
         assert grads[0] == grads[1] > 0
 
 

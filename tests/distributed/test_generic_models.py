@@ -10,7 +10,7 @@ from ep_moe.integrations.generic import ExpertParallelExperts, replace_experts
 from ep_moe.integrations.transformers import expert_parallel, idle_step, moe_layers
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet, tiny_model
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.transformers_models import outcome, tiny_ids, tiny_transformers_model
 
 BOUND = 1e-5  # relative to the largest number: float32 rounding through the layers
@@ -117,7 +117,7 @@ def test_padding_and_generation(world_size):
             how = {"max_new_tokens": 3 + 2 * batch, "do_sample": False, "pad_token_id": 0}
             expected, found = (m.generate(ids, attention_mask=mask, **how) for m in (plain, model))
             assert torch.equal(found, expected), kind
-            assert len(set(everywhere(context.flight_recorder.number))) == 1, "ranks out of step"
+            assert len(set(gather_from_all_ranks(context.flight_recorder.number))) == 1, "ranks out of step"
 
 
 @distributed(2, deadline_s=120)
@@ -140,7 +140,7 @@ def test_gradients_are_the_models_own(checkpointing, world_size):
         loss.backward()
         for at, (layer, other) in enumerate(zip(moe_layers(model), plain.model.layers, strict=True)):
             theirs = other.mlp.experts
-            for expert in layer.expert_weights.held:
+            for expert in layer.expert_weights.slots_of_expert:
                 own = layer.expert_weights.get_submodule(str(expert))
                 gate, up = theirs.gate_up_proj.grad[expert].chunk(2)
                 assert_close(own.w1.grad, gate, f"{at}.{expert}.w1")

@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ep_moe import EPContext, ExpertMap, MoELayer, ParallelConfig, training
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.training_model import CONFIG, EXPERTS, WIDTH
 
 OVERFLOWS = {"one optimizer": math.nan, "an optimizer of experts": math.inf, "a rank without experts": math.inf}
@@ -50,4 +50,4 @@ def test_ranks_skip_the_step_in_which_one_ranks_experts_overflow(case):
         experts_move = uneven is None or context.layout.rank == 1
         assert steps == [(8.0, True, experts_move), (4.0, False, False), (4.0, True, experts_move)]
         finite = [bool(parameter.isfinite().all()) for parameter in layer.parameters()]
-        assert all(map(all, everywhere(finite)))
+        assert all(map(all, gather_from_all_ranks(finite)))

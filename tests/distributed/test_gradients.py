@@ -31,7 +31,7 @@ from ep_moe import (
 from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import etp_shard, local
-from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
+from tests.fixtures.distributed_cases import batch_of, batches, gather_from_all_ranks, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
@@ -149,7 +149,7 @@ def check(config: MoEConfig, layer: MoELayer, counts: tuple[int, ...], what: str
         if name in found:
             compare(found[name], expected[name].split([len(part[0]) for part in parts])[batch], name)
     parameters = {name: gradient for name, gradient in found.items() if "." in name}
-    ranks = everywhere(parameters)
+    ranks = gather_from_all_ranks(parameters)
     for name, gradient in parameters.items():
         if name.startswith("expert_weights"):
             part = name.split(".")[-1]

@@ -29,15 +29,15 @@ from ep_moe.testing.transport_case import (
     moved,
     routes,
     rows,
-    said_within,
     same,
+    wait_for_input_error,
 )
 from ep_moe.types import Routing
 from tests.fixtures import p2p_bodies
 from tests.fixtures.captured_layer import WIDE, built, on_gpus
 from tests.fixtures.captured_layer import routes as wide_routes
 from tests.fixtures.captured_layer import rows as wide_rows
-from tests.fixtures.distributed_cases import check_call, everywhere, ran, same_error
+from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks, run_eager, same_error
 from tests.fixtures.eplb_cases import drive, make_layers, on_request, random_map
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 from tests.fixtures.layer_static import CONFIG
@@ -75,7 +75,7 @@ def test_all_ranks_grow_together(low_latency_bytes, world_size):
             most = max(most, 1 << max(tokens - 1, 0).bit_length())
             assert rooms(layer) == rooms(second) == [most]
             assert layer._dispatcher().newest_bound == 1 << max(tokens - 1, 0).bit_length()
-            sized = layer._dispatcher().buffer_pool.made[0].library.dispatch_shape
+            sized = layer._dispatcher().buffer_pool.buffer_slots[0].workspace.dispatch_shape
             assert sized.max_tokens == most
             held = NVLinkP2PDispatcher.buffer_bytes(sized)
             assert layer.plan()["transport"] == context.plan()["transport"] == held > 0, "two layers share one"
@@ -105,7 +105,7 @@ def test_it_is_said_once_and_explained(world_size):
         for tokens in (2, 9, 40, 90):
             for layer in layers:
                 layer(torch.zeros(tokens, 16, dtype=layer.dtype, device=context.device))
-        said = everywhere([text for text in heard if "has allocated buffers" in text])
+        said = gather_from_all_ranks([text for text in heard if "has allocated buffers" in text])
         assert [len(lines) for lines in said] == [1, 0], "once, on one rank"
         assert re.search(r"nvlink_p2p has allocated buffers for 16 tokens per rank \([\d.]+ MiB\)", said[0][0])
         assert "EPContext.from_torchrun(max_tokens=...)" in said[0][0]
@@ -159,7 +159,7 @@ def test_ids_that_name_no_expert_raise_in_a_later_call(world_size):
                 ids[-1, 0] = experts + 300 if rank else -1
                 y = layer.forward_routed(x, Routing(ids, routing.weights))
                 ids[-1, 0] = -1
-                assert torch.equal(y, ran(layer, x, Routing(ids, routing.weights)))
+                assert torch.equal(y, run_eager(layer, x, Routing(ids, routing.weights)))
                 torch.cuda.synchronize(layer.device)
             else:
                 layer.placement.invalid_ids.word.value = experts + 300 if rank else NO_ID  # as GPU kernels write it
@@ -167,7 +167,7 @@ def test_ids_that_name_no_expert_raise_in_a_later_call(world_size):
             text = same_error(InputError, lambda: layer.forward_routed(x, routing))  # noqa: B023
             wanted = f"rank 1: routing.ids must be -1 or in [0, {experts}), got {experts + 300} in an earlier call of "
             assert text.startswith(wanted + layer.name), text
-            assert torch.equal(layer.forward_routed(x, routing), ran(layer, x, routing)), "it raises once"
+            assert torch.equal(layer.forward_routed(x, routing), run_eager(layer, x, routing)), "it raises once"
 
 
 @distributed(2)
@@ -196,7 +196,7 @@ def test_a_users_router_that_errs_where_others_would_grow(world_size):
         x = integer_rows(20, 16, rank).to(context.device)
         text = same_error(InputError, lambda: layer(x))
         assert "rank 1: routing.weights must be float32, got float64" in text
-        assert layer._dispatcher().buffer_pool.made == []
+        assert layer._dispatcher().buffer_pool.buffer_slots == []
         wrong[0] = False
         layer(x)
         assert rooms(layer) == [32]
@@ -222,9 +222,9 @@ def test_a_refusal_after_the_ranks_agreed(world_size):
             touched = (routing.ids >= 4).any(1)
             assert y[touched].isnan().all()
             assert not y[~touched].isnan().any()
-        assert [slot.library.room for slot in made.buffer_pool.made] == [32]
+        assert [slot.workspace.room for slot in made.buffer_pool.buffer_slots] == [32]
         barrier(device)
-        assert "rank 1: planted" in said_within(2, context.flight_recorder.check)
+        assert "rank 1: planted" in wait_for_input_error(2, context.flight_recorder.check)
         barrier(device)
         made.destroy()
 
@@ -251,7 +251,7 @@ def test_calls_in_flight_keep_their_buffers(world_size):
             same(made.combine(identity(received, torch.float32), received.handle), wanted, what)
 
         def held():
-            return [slot.library.room for slot in made.buffer_pool.made]
+            return [slot.workspace.room for slot in made.buffer_pool.buffer_slots]
 
         first, second = sent(2 + rank % 2, 0), sent(17, 10)
         assert held() == [4, 32]
@@ -259,13 +259,13 @@ def test_calls_in_flight_keep_their_buffers(world_size):
         assert held() == [4, 32, 32]
         answered(second, "second")
         answered(first, "first")
-        before = made.buffer_pool.made[0]
+        before = made.buffer_pool.buffer_slots[0]
         fourth = sent(9, 30)
         assert held() == [32, 32, 32]
-        assert before.given_back
+        assert before.is_freed
         answered(third, "third")
         answered(fourth, "fourth")
-        assert made.held_bytes() == 3 * made.buffer_bytes(made.buffer_pool.made[0].library.dispatch_shape)
+        assert made.held_bytes() == 3 * made.buffer_bytes(made.buffer_pool.buffer_slots[0].workspace.dispatch_shape)
         barrier(device)
         made.destroy()
         assert made.held_bytes() == 0
@@ -403,7 +403,7 @@ def test_the_host_of_a_default_call(world_size):
             calls += [partial(layer.forward_routed, x, routing), partial(layer, x)]
         turns = []
         for _ in range(3):  # measure in turns and drop the first, as the first measurement in a process is slow
-            times = [everywhere(round(host(call, before=lambda: barrier(rank_device())))) for call in calls]
+            times = [gather_from_all_ranks(round(host(call, before=lambda: barrier(rank_device())))) for call in calls]
             turns.append([max(ranks) for ranks in times])
     found = [min(times) for times in zip(*turns[1:], strict=True)]
     if dist.get_rank() == 0:

@@ -41,7 +41,7 @@ from ep_moe.testing.transport_promises import one_token_too_many
 from ep_moe.types import PhysicalRouting, Routing
 from tests.emulations.trained_graph import recorded_kernel
 from tests.fixtures.counted_links import counted_links
-from tests.fixtures.distributed_cases import batch_of, batches, everywhere, same_error
+from tests.fixtures.distributed_cases import batch_of, batches, gather_from_all_ranks, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 from tests.fixtures.helpers import moved as moved_routing
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
@@ -313,11 +313,11 @@ def check_bytes(kind: type[Dispatcher], per_node: int, wire: Wire) -> None:
                 data, scale = rounded(x, shape)
                 received = dispatcher.dispatch(data, PhysicalRouting(routing.ids, weights), scale)
                 y = dispatcher.combine(identity(received, BF16), received.handle)
-                forward = sum(everywhere(links.far_sent))
+                forward = sum(gather_from_all_ranks(links.far_sent))
                 links.clear()
                 if plain:
                     y.backward(torch.ones_like(y))
-            backward = sum(everywhere(links.far_sent))
+            backward = sum(gather_from_all_ranks(links.far_sent))
             form = ROW_FORMATS[wire.dispatch]
             there = shape.row_bytes + form.scales(HIDDEN) * form.scale.itemsize + 2 * TOP_K * 4
             number = pairs(ranks, per_node, counts)

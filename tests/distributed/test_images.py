@@ -11,7 +11,7 @@ from ep_moe.integrations.generic import ExpertParallelExperts
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained, moe_layers, save_pretrained
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet, save
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.transformers_models import (
     tiny_ids,
     tiny_llava,
@@ -96,7 +96,7 @@ def test_gradients_where_one_rank_has_an_image(world_size):
                 own, grad = one.moe.expert_weights.get_submodule(str(expert)).w2.grad, theirs.down_proj.grad[expert]
                 torch.testing.assert_close(own, grad, rtol=0, atol=BOUND * float(theirs.down_proj.grad.abs().max()))
                 used += "vision_moe" in name and bool(grad.any())
-        assert sum(everywhere(used)), "no expert of image rows was used"
+        assert sum(gather_from_all_ranks(used)), "no expert of image rows was used"
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from ep_moe.integrations import transformers as integration
 from ep_moe.integrations.transformers import load_pretrained, moe_layers
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_checkpoints
 
 KINDS = [kind for kind in MODELS if kind != "gpt_oss"]  # gpt_oss is a known family, covered by test_transformers
@@ -94,10 +94,12 @@ def test_logits_equal_from_pretrained(checkpoints, world_size, monkeypatch):
 
 def share_of(model, files, plain, etp):
     """Return the bytes of this rank's expert matrices, divided by etp if the reader knows their format."""
-    held = sum(len(layer.expert_weights.held) for layer in moe_layers(model))
+    held = sum(len(layer.expert_weights.slots_of_expert) for layer in moe_layers(model))
     name, layout = next(iter(files.modules.items()))
     first = {one.name: plain.get_parameter(f"{name}.{one.name}") for one in layout.tensors if "bias" not in one.part}
-    per_expert = sum(one.one(first[one.name], 0, EXPERTS).nbytes for one in layout.tensors if one.name in first)
+    per_expert = sum(
+        one.expert_slice(first[one.name], 0, EXPERTS).nbytes for one in layout.tensors if one.name in first
+    )
     return held * per_expert // (1 if None in files.formats.values() else etp)
 
 
@@ -113,4 +115,4 @@ def test_a_missing_expert_is_one_error_on_all_ranks(missing):
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device()) as context:
         with pytest.raises(CheckpointError, match=r"layers.0.mlp.experts.6.up_proj.weight is missing") as caught:
             load_pretrained(missing, context, progress=False)
-        assert len(set(everywhere(str(caught.value)))) == 1
+        assert len(set(gather_from_all_ranks(str(caught.value)))) == 1

@@ -20,13 +20,13 @@ from ep_moe.errors import ConfigError, InputError
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
-from ep_moe.testing.transport_case import said_within
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
+from ep_moe.testing.transport_case import wait_for_input_error
 from ep_moe.types import Routing
 from ep_moe.weights.initial import random_expert
 from tests.fixtures.distributed_cases import check_call
 from tests.fixtures.helpers import fill, integer_routing, integer_rows, oracle
-from tests.fixtures.layer_static import CONFIG, LAYOUTS, TOKENS, WIDE, Captured, as_it_arrives, on_the_cpu
+from tests.fixtures.layer_static import CONFIG, LAYOUTS, TOKENS, WIDE, Captured, as_it_arrives, emulate_on_cpu
 
 WAYS = {
     "flashinfer_nvlink": (FlashInferNVLinkDispatcher,),
@@ -56,7 +56,7 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
     pplx delivers BATCHED rows, which the layer converts for kernels that take RANK_MAJOR rows.
     """
     kind = WAYS[way][0]
-    on_the_cpu(*WAYS[way])
+    emulate_on_cpu(*WAYS[way])
     device = rank_device()
     with EPContext.from_groups(ParallelConfig(**LAYOUTS[sizes]), device=device, max_tokens=9) as context:
         for make in (ExpertMap.linear, lambda experts, ranks: ExpertMap.redundant(experts, ranks, 2 * ranks)):
@@ -82,7 +82,7 @@ def test_every_layout_equals_one_process(way, sizes, world_size):
             check_call(parts, context, tokens=2, what=f"{sizes}, at most 2, in parts")
         buffer_pool = context._pool[kind.name, parts._dispatch_shape()].buffer_pool
         planned = kind.calls_in_parts(parts._dispatch_shape())
-        assert len(buffer_pool.made) == min(planned, -(-context.layout.max_dispatch_tokens(9) // 2)), (
+        assert len(buffer_pool.buffer_slots) == min(planned, -(-context.layout.max_dispatch_tokens(9) // 2)), (
             "workspaces as planned"
         )
         shared = dataclasses.replace(CONFIG, shared_intermediate_size=16)
@@ -106,7 +106,7 @@ def test_one_rank_is_its_own_peer(way, world_size):
     """
     own = dispatcher.make_memory
     if not torch.cuda.is_available():
-        on_the_cpu(*WAYS[way])
+        emulate_on_cpu(*WAYS[way])
     NVLinkP2PDispatcher.low_latency_bytes, dispatcher.make_memory = 256 if "packets" in way else 0, own
     with EPContext.from_groups(ParallelConfig(dp=1), device=rank_device(), max_tokens=9) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p"))
@@ -122,7 +122,7 @@ def test_one_rank_is_its_own_peer(way, world_size):
 def test_a_first_call_in_inference_mode_is_one_like_any_other(way, world_size):
     """Buffers made by a first call in inference mode can be written by calls outside of it."""
     kind = WAYS[way][0]
-    on_the_cpu(*WAYS[way])
+    emulate_on_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
         layer = fill(MoELayer(CONFIG, context, all2all=kind.name))
         with torch.inference_mode():
@@ -141,7 +141,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
     """A rank that refuses a call raises at once; its peer, which has sent its rows, gets NaN, and the error at a later
     step."""
     kind = WAYS[way][0]
-    on_the_cpu(*WAYS[way])
+    emulate_on_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         config = dataclasses.replace(CONFIG, shared_intermediate_size=shared)
         layer = fill(MoELayer(config, context, all2all=kind.name, pipeline=pipeline))
@@ -161,7 +161,7 @@ def test_a_rank_that_refuses_takes_part_all_the_same(pipeline, most, shared, fau
                 assert y[theirs].isnan().all()
                 assert not y[~theirs].isnan().any()
         barrier(context.device)
-        refusal = said_within(2, context.flight_recorder.check)
+        refusal = wait_for_input_error(2, context.flight_recorder.check)
         assert re.search(sentence, refusal), f"the peer's refusal did not arrive, got {refusal!r}"
         barrier(context.device)  # no rank leaves before its peers have heard
 
@@ -175,7 +175,7 @@ def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_
     Its peer has sent rows of that size; buffers of another size would lie where the peer writes.
     """
     kind = WAYS[way][0]
-    on_the_cpu(*WAYS[way])
+    emulate_on_cpu(*WAYS[way])
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9, deadline_s=8) as context:
         layer = fill(MoELayer(CONFIG, context, all2all=kind.name))
         check_call(layer, context, tokens=9)
@@ -195,7 +195,7 @@ def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_
                 assert y[theirs].isnan().all()
                 assert not y[~theirs].isnan().any()
         barrier(context.device)
-        refusal = said_within(2, context.flight_recorder.check)
+        refusal = wait_for_input_error(2, context.flight_recorder.check)
         assert re.search(sentence, refusal), f"the peer's refusal did not arrive, got {refusal!r}"
         barrier(context.device)  # no rank leaves before its peers have heard
 
@@ -203,7 +203,7 @@ def test_a_rank_that_converted_its_layer_takes_part_in_the_old_dtype(way, world_
 @pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
 @distributed(2)
 def test_a_layer_is_converted_before_its_first_call(world_size):
-    on_the_cpu(NVLinkP2PDispatcher)
+    emulate_on_cpu(NVLinkP2PDispatcher)
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=9) as context:
         layer = fill(MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference"))
         odd = MoELayer(CONFIG, context, all2all="nvlink_p2p", experts="reference")
@@ -227,7 +227,7 @@ def test_pipelines_that_cannot_be(world_size):
         ):
             with pytest.raises(ConfigError, match=sentence):
                 MoELayer(CONFIG, context, all2all=all2all, pipeline=pipeline, experts="reference")
-    on_the_cpu(FlashInferNVLinkDispatcher)  # a context reads the registry once
+    emulate_on_cpu(FlashInferNVLinkDispatcher)  # a context reads the registry once
     with EPContext.from_groups(ParallelConfig(dp=2), device=device, max_tokens=9) as context:
         for pipeline in (0, 10, 2.5):
             with pytest.raises(ConfigError, match=r"pipeline must be an integer in \[1, 9\]"):
@@ -318,7 +318,7 @@ def check_call_eagerly(layer: MoELayer, tensors: list[dict[str, torch.Tensor]], 
     expected, limit = expected_and_limit(
         WIDE, SCHEMES[scheme], tensors, x, routing.ids, routing.weights, torch.bfloat16
     )
-    assert worst(y, expected, (1 + dist.get_world_size()) * limit) <= 1
+    assert max_error_ratio(y, expected, (1 + dist.get_world_size()) * limit) <= 1
 
 
 @on_gpus

@@ -77,7 +77,7 @@ def test_the_host_of_the_store_is_named(stage, world_size):
         layer(torch.ones(4, 16))
     assert str(again.value) == str(first.value)
     with pytest.raises(PeerTimeout, match=HELD):
-        context.consensus.same("later", {})
+        context.consensus.require_equal("later", {})
     context.destroy()
     assert time.monotonic() - start < 3 * DEADLINE_S + 6
 

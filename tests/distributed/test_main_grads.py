@@ -207,7 +207,7 @@ def test_what_begins_anew(kernel, parallel, world_size):
         each(forget)
         each(lambda p: p.requires_grad_(False), ".w1")
         each(lambda p: p.requires_grad_(False), ".w2")
-        each(lambda p: p.requires_grad_(False), f"{min(layers[0].expert_weights.held)}.w3")
+        each(lambda p: p.requires_grad_(False), f"{min(layers[0].expert_weights.slots_of_expert)}.w3")
         backward(layers, rows(context, 4))
         same(layers, "frozen")
         each(lambda p: p.requires_grad_(True))
@@ -386,4 +386,4 @@ def test_experts_that_move_say_that_gradients_are_dropped(world_size):
             layer.placement.update(swapped)
         backward(layers, rows(context, 1))
         same(layers)
-        assert set(grads(layers[1])) == {f"{e}.{part}" for e in held.held for part in ("w1", "w3", "w2")}
+        assert set(grads(layers[1])) == {f"{e}.{part}" for e in held.slots_of_expert for part in ("w1", "w3", "w2")}

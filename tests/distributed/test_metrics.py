@@ -8,7 +8,7 @@ from ep_moe import ExpertBalancer, ExpertMap, ExpertsOptions, MoELayer, Routing,
 from ep_moe.eplb.migration.consensus import State
 from ep_moe.metrics.families import families
 from ep_moe.testing import distributed
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.eplb_cases import CONFIG, context_of, make_layers, on_request, random_map
 
 ROW = 16 * 4  # bytes of a row
@@ -59,7 +59,7 @@ def test_rows_to_an_etp_peer_are_not_sent_to_another_ep_rank(world_size):
     with context_of(dp=4, ep=2, etp=2) as context:
         layer = MoELayer(CONFIG, context, expert_map=ExpertMap.linear(10, 2), all2all="torch_a2a")
         call(layer, [[0, 1, 2]] * 2)  # all routes go to EP rank 0, from 2 tokens of each etp peer
-        sent = everywhere(metrics.snapshot(context).layers[0].sent_bytes)
+        sent = gather_from_all_ranks(metrics.snapshot(context).layers[0].sent_bytes)
     assert sent == [0, 0, 12 * ROW, 12 * ROW]
 
 
@@ -70,9 +70,9 @@ def test_members_of_an_etp_group_count_the_same(world_size):
         call(layer, [[0, 1, 9]] * (1 + dist.get_rank()))
         found = metrics.snapshot(context)
         whole = metrics.snapshot(context, whole=True)
-        assert everywhere((found.etp_rank, found.layers[0].tokens)) == [(0, 3), (1, 3)]
+        assert gather_from_all_ranks((found.etp_rank, found.layers[0].tokens)) == [(0, 3), (1, 3)]
         assert whole.layers[0].expert_load == found.layers[0].expert_load  # of one EP rank
-        texts = everywhere({family.name: list(family.samples(found)) for family in families()})
+        texts = gather_from_all_ranks({family.name: list(family.samples(found)) for family in families()})
         assert texts[0]["ep_moe_layer_tokens"] == [(("moe0",), 3)]
         assert texts[1]["ep_moe_layer_tokens"] == []
 
@@ -102,6 +102,6 @@ def test_each_rank_answers_on_a_port_of_its_own(world_size):
         with metrics.serve(metrics.Source(context), port=0) as server:
             with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
                 page = answer.read().decode()
-            ports = everywhere(server.port)
+            ports = gather_from_all_ranks(server.port)
         assert len(set(ports)) == 2
         assert f'ep_moe_layer_tokens_total{{layer="moe0",rank="{dist.get_rank()}"}} 1.0' in page

@@ -92,7 +92,8 @@ def test_an_average_of_weights_late_in_training_is_found_within_128_backwards(wa
         optimizer = SGD(layer.parameters(), lr=0.1)
         train(layer, context, optimizer, training.sync_gradients)
         AVERAGES[way](layer.parameters())
-        layer._checks.watch._backwards["lockstep"] = 256 + 128 - 5  # `train` ends just before the comparison
+        # `train` then ends just before the comparison
+        layer._checks.backward_comparison._backwards["lockstep"] = 256 + 128 - 5
         train(layer, context, optimizer, training.sync_gradients)
         found = same_error(InputError, lambda: train(layer, context, optimizer, training.sync_gradients))
         assert "the experts of rank 1 became similar to those of rank 0" in found

@@ -14,7 +14,7 @@ from ep_moe.errors import InputError
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.transport_case import hold_back
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 
 
 def made(deadline_s: float = 10, **sizes: int) -> EPContext:
@@ -69,19 +69,19 @@ def test_one_error_on_all_ranks_and_the_next_call_works(world_size):
             problem = "planted" if rank == turn % 2 else None
             assert same_error(InputError, lambda p=problem: most(context, 3, p)) == f"rank {turn % 2}: planted"
             assert most(context, 3 + rank) == 4
-            recorder.where = f"moe{rank}"
+            recorder.call_name = f"moe{rank}"
             text = same_error(InputError, lambda: most(context, 3))
             assert "not in the same layer: rank 0 is in 'moe0', rank 1 in 'moe1'" in text
-            recorder.where, recorder.carried = "moe", f"dtype={rank}, top_k=2"
+            recorder.call_name, recorder.call_facts = "moe", f"dtype={rank}, top_k=2"
             text = same_error(InputError, lambda: most(context, 3))
             assert "moe has dtype=0 on rank 0, and dtype=1 on rank 1" in text
-            recorder.where = recorder.carried = ""
+            recorder.call_name = recorder.call_facts = ""
             gradients = {"x": wanting if rank else x}
             text = same_error(InputError, lambda: most(context, 3, gradients=gradients))  # noqa: B023
             assert "x requires a gradient on rank 1 and not on rank 0" in text
             assert most(context, rank) == 1
             assert most(context, 2, gradients={"x": wanting}) == 2
-        assert len(set(everywhere(recorder.number))) == 1
+        assert len(set(gather_from_all_ranks(recorder.number))) == 1
 
 
 @distributed(2)
@@ -107,7 +107,7 @@ def test_a_rank_that_fails_elsewhere(world_size):
     most(context, 1)
     start = time.monotonic()
     if dist.get_rank():
-        context._broken_by(KeyError("planted"), "moe0", users=True)
+        context._report_exception(KeyError("planted"), "moe0", users=True)
     else:
         with pytest.raises(RuntimeError, match="rank 1 raised KeyError in a call of moe0: 'planted'"):
             most(context, 1)

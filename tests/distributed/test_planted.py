@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import LocalIds, PhysicalIds, PhysicalRouting, Received
-from tests.fixtures.distributed_cases import check_call, everywhere
+from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks
 from tests.fixtures.helpers import fill
 
 EXACT = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
@@ -33,7 +33,9 @@ def differs(plant: Callable[[MoELayer], None], config: MoEConfig, all2all: str) 
             found = ""
         except AssertionError as error:
             found = str(error)
-        assert any("Mismatched elements" in text for text in everywhere(found)), f"{plant.__name__} went unseen"
+        assert any("Mismatched elements" in text for text in gather_from_all_ranks(found)), (
+            f"{plant.__name__} went unseen"
+        )
 
 
 def wrapped(layer: MoELayer, around: Callable[[Experts, Received], torch.Tensor]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ep_moe import Activation, EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Routing, Tokens
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.distributed_cases import batch_of, batches, gather_from_all_ranks
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, moved, oracle
 from tests.fixtures.random_examples import random_examples
 
@@ -101,7 +101,7 @@ def test_any_layout_map_and_batch_equals_one_process(world_size):
         for all2all in ("allgather", "torch_a2a", "local")[: 3 if context.layout.ep == 1 else 2]:
             layer = fill(MoELayer(config, context, expert_map=expert_map, all2all=all2all))
             found[all2all] = mismatch(layer, batch, drawn[batch])
-        problems = [f"rank {rank}: {by}" for rank, by in enumerate(everywhere(found)) if any(by.values())]
+        problems = [f"rank {rank}: {by}" for rank, by in enumerate(gather_from_all_ranks(found)) if any(by.values())]
         assert not problems, f"{context.layout}, {expert_map.to_json()}, {drawn}: {problems}"
 
     example()

@@ -19,7 +19,7 @@ from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer, ParallelConfig, Ro
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import parameter_groups, sync_gradients, use_main_grads
 from ep_moe.weights.parts import full
-from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.distributed_cases import batch_of, batches, gather_from_all_ranks
 from tests.fixtures.helpers import assert_same
 
 P = ParallelConfig
@@ -103,7 +103,9 @@ class Use:
         return None
 
     def check(self, problems: list[str | None]) -> None:
-        found = [f"rank {rank}: {one}" for rank, own in enumerate(everywhere(problems)) for one in own if one]
+        found = [
+            f"rank {rank}: {one}" for rank, own in enumerate(gather_from_all_ranks(problems)) for one in own if one
+        ]
         assert not found, f"{self.context.layout}, after {self.done}: {found[0]}"
 
     # --- uses ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from ep_moe import EPContext, MoEConfig, MoELayer
 from ep_moe.bench import rebalance
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2)
@@ -30,5 +30,5 @@ def test_every_expert_moves(world_size):
         assert found.forwards >= 8
         assert 0 < found.usual <= found.usual_slowest
         assert found.ratio == found.moving_slowest / found.usual
-        on_all_ranks = everywhere(dataclasses.replace(found, seconds=0.0))
+        on_all_ranks = gather_from_all_ranks(dataclasses.replace(found, seconds=0.0))
         assert len(set(on_all_ranks)) == 1, "the slowest rank's, on all"

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ep_moe import EPContext, MoEConfig, MoELayer, ParallelConfig, Routing, RoutingConfig, RoutingMethod, Tokens
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import BiasUpdate, load_balancing_loss, parameter_groups, router_logits, router_z_loss
-from tests.fixtures.distributed_cases import batch_of, batches, everywhere
+from tests.fixtures.distributed_cases import batch_of, batches, gather_from_all_ranks
 from tests.fixtures.helpers import assert_same, fill
 
 P = ParallelConfig
@@ -106,7 +106,7 @@ def test_the_mean_over_ranks_is_one_process(world_size, own_router):
                 whole, balance = losses(layers, x, 1e-3, context, again)
                 whole.backward()
                 wanted, x_gradient, router_gradients = one_process(number, own_router)
-                found = everywhere((balance.item(), [layer.router.weight.grad.cpu() for layer in layers]))
+                found = gather_from_all_ranks((balance.item(), [layer.router.weight.grad.cpu() for layer in layers]))
                 for base in range(0, world_size, layout.split):  # tp ranks with the same tokens
                     same = {loss for loss, _ in found[base : base + layout.split]}
                     assert len(same) == 1, f"{layout}: {same}"
@@ -184,7 +184,7 @@ def test_biases_are_those_of_one_process(world_size):
                 local = EPContext.local(rank_device())
                 expected[number] = trained(two_layers(local), local, range(number))
             batch = batch_of(context.layout, dist.get_rank())
-            for biases in everywhere(trained(two_layers(context), context, [batch])):
+            for biases in gather_from_all_ranks(trained(two_layers(context), context, [batch])):
                 for found, wanted in zip(biases, expected[number], strict=True):
                     assert torch.equal(found, wanted), f"{context.layout}: {found} for {wanted}"
     for biases in expected.values():

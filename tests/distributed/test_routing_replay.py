@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ep_moe import EPContext, ExpertMap, ExpertsOptions, InputError, MoEConfig, MoELayer, ParallelConfig, RoutingBuffer
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 from tests.fixtures.helpers import same_bits
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=24, num_experts=6, top_k=2, shared_intermediate_size=8)
@@ -72,7 +72,7 @@ def test_a_wrong_replay_on_one_rank_is_refused_on_all(world_size):
         buffer = RoutingBuffer(4, 2 + dist.get_rank(), device=context.device)
         with layer.record_routing(buffer):
             assert "rank 1: record_routing: buffer must have top_k=2" in same_error(InputError, lambda: layer(x))
-        assert everywhere(layer(x).shape) == [x.shape] * 2
+        assert gather_from_all_ranks(layer(x).shape) == [x.shape] * 2
 
 
 @distributed(2)

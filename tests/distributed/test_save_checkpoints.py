@@ -22,7 +22,7 @@ from ep_moe.integrations.transformers import (
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import fully_shard
 from tests.fixtures.checkpoint_files import FAMILIES, check_equal, quiet, save, tensors_of, tiny_model
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 from tests.fixtures.interface_models import FORMATS, MODELS, interface_model
 
 KINDS = {kind: interface_model for kind in MODELS if kind not in FAMILIES} | dict.fromkeys(FAMILIES, tiny_model)
@@ -93,7 +93,7 @@ def test_experts_travel_to_the_rank_that_writes_alone(folders, monkeypatch, worl
             model = load_pretrained(folders / "olmoe" / "per_expert", context, progress=False)
             sent.clear()
             save_pretrained(model, folders / "once" / str(len(senders)))
-            found = {rank for rank, count in enumerate(everywhere(len(sent))) if count}
+            found = {rank for rank, count in enumerate(gather_from_all_ranks(len(sent))) if count}
             assert found == senders, context.layout
 
 
@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_written_is_one_error_on_all_ranks(folders):
         model = load_pretrained(folders / "olmoe" / "per_expert", context, progress=False)
         with pytest.raises(CheckpointError, match=r"cannot be saved: .*config\.json") as caught:
             save_pretrained(model, folders / "olmoe" / "per_expert" / "config.json")
-        assert len(set(everywhere(str(caught.value)))) == 1
+        assert len(set(gather_from_all_ranks(str(caught.value)))) == 1
         ids = torch.arange(5)[None].to(rank_device())
         assert model(input_ids=ids, use_cache=False).logits.isfinite().all()  # all ranks can go on
 

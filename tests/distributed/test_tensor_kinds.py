@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ep_moe import Activation, EPContext, InputError, MoEConfig, MoELayer, Routing
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import check_call, everywhere, same_error
+from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks, same_error
 from tests.fixtures.helpers import fill, integer_rows
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, activation=Activation.RELU2)
@@ -68,5 +68,5 @@ def test_tensors_of_a_users_class_are_computed_as_plain_ones(world_size):
             assert torch.equal(one, other)
         under_way = all_gather_tensor(x, 0, dist.group.WORLD)
         assert type(under_way) is not torch.Tensor
-        whole = torch.cat([each.to(x.device) for each in everywhere(x.cpu())])
+        whole = torch.cat([each.to(x.device) for each in gather_from_all_ranks(x.cpu())])
         assert torch.equal(layer(under_way), layer(whole))

@@ -20,7 +20,7 @@ from ep_moe import (
 from ep_moe.integrations.transformers import expert_parallel, moe_layers
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import FAMILIES, quiet, tiny_model
-from tests.fixtures.distributed_cases import batch_of, everywhere, same_error
+from tests.fixtures.distributed_cases import batch_of, gather_from_all_ranks, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_rows
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=8, top_k=2, shared_intermediate_size=16)
@@ -59,7 +59,7 @@ def test_a_masked_layer_on_every_layout(world_size):
                 whole, _ = layer(x), load(layer)
                 chosen = layer.router(x)
                 counted = torch.bincount(chosen.ids[tokens].flatten(), minlength=8)
-                batches = dict(everywhere((batch_of(context.layout, dist.get_rank()), counted.cpu())))
+                batches = dict(gather_from_all_ranks((batch_of(context.layout, dist.get_rank()), counted.cpu())))
                 groups = context.layout.replicas if context.layout.ep == 1 else 1  # stats cover one EP group
                 expected = sum(batches.values()) if groups == 1 else counted.cpu()
                 for send in (False, True):

@@ -19,11 +19,11 @@ from ep_moe.execution.trained_graphs import _KEPT, _MOVES
 from ep_moe.metrics import snapshot
 from ep_moe.parallel.rank_group import barrier
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.transport_case import said_within
+from ep_moe.testing.transport_case import wait_for_input_error
 from ep_moe.training import use_main_grads
 from tests.emulations.graph import EmulatedRecorder
 from tests.emulations.trained_graph import stand_in
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
@@ -84,7 +84,9 @@ def same(layers, act, what):
             assert not any(one is not None and one.any() for one in (own, wanted)), f"{what}: {name}"
             continue
         assert_same(own, wanted, f"{what}: {name}")
-    assert len(set(everywhere(layers[0].context.flight_recorder._step))) == 1, "a rank that replays is in step"
+    assert len(set(gather_from_all_ranks(layers[0].context.flight_recorder._step))) == 1, (
+        "a rank that replays is in step"
+    )
     return EmulatedRecorder.replays - before
 
 
@@ -374,7 +376,7 @@ def test_a_call_that_cannot_be_recorded(world_size):
         rank = dist.get_rank()
 
         def fails(call):
-            slot = layers[0]._dispatcher().buffer_pool.made[0]
+            slot = layers[0]._dispatcher().buffer_pool.buffer_slots[0]
             slot.busy = True  # as after a capture that fails between dispatch and combine
             raise RuntimeError("no capture")
 
@@ -402,6 +404,6 @@ def test_too_many_tokens(world_size):
             away = (integer_routing(4, CONFIG, rank).ids >= 3).any(1)
             assert call.out[away].isnan().all()
         barrier(rank_device())
-        said = said_within(10, layer.context.flight_recorder.check)
+        said = wait_for_input_error(10, layer.context.flight_recorder.check)
         assert sentence in said, said
         barrier(rank_device())

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ep_moe import EPContext, ExpertsOptions, MoEConfig, MoELayer, ParallelConfig
 from ep_moe.testing import distributed, rank_device
 from ep_moe.training import use_main_grads
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -71,7 +71,7 @@ def test_recorded_steps_equal_eager_ones(most, main, options, world_size):
                 out.backward(behind)
                 found.append({"out": out.detach(), "x": x.grad} | gradients(model))
             assert found[0].keys() == found[1].keys()
-            assert len(found[1]) > 3 * len(pair[1][0].expert_weights.held), "of every expert here"
+            assert len(found[1]) > 3 * len(pair[1][0].expert_weights.slots_of_expert), "of every expert here"
             for name, tensor in found[1].items():
                 assert torch.equal(found[0][name], tensor), f"step {step}: {name}"
             with torch.no_grad():
@@ -103,7 +103,7 @@ def test_a_rank_that_runs_what_its_peer_replays(runs, world_size):
                 out = model(x)
                 out.backward(behind)
                 found.append({"out": out.detach(), "x": x.grad} | gradients(model))
-                assert len(set(everywhere(context.flight_recorder._step))) == 1, step
+                assert len(set(gather_from_all_ranks(context.flight_recorder._step))) == 1, step
             for name, tensor in found[1].items():
                 assert torch.equal(found[0][name], tensor), f"step {step}: {name}"
         assert (len(pair[0][0]._graphs.trained) > 0) == (rank != runs)

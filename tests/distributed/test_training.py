@@ -19,7 +19,7 @@ from ep_moe.config import RoutingMethod
 from ep_moe.errors import ConfigError, InputError
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import local
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.distributed_cases import same_error as same_error_of
 from tests.fixtures.training_model import (
     CONFIG,
@@ -182,7 +182,7 @@ def check_copies(model, context, what):
         if "expert_weights" in name
     }
     cut = any(weights.gradient_sum.sharded for weights in training.parameters.expert_weights_of(model))
-    for rank, theirs in enumerate(everywhere(own)):
+    for rank, theirs in enumerate(gather_from_all_ranks(own)):
         if not cut and rank % context.layout.etp == context.layout.etp_rank:
             for name in own.keys() & theirs.keys():
                 assert torch.equal(own[name], theirs[name]), f"{what}: {name} of rank {rank}"

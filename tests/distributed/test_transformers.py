@@ -16,7 +16,7 @@ from ep_moe.integrations.transformers import ExpertParallelBlock, expert_paralle
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, LAYERS, logits, quiet, tiny_model, written
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +45,7 @@ def expert_parameters(config, etp=1):
 def check_parameters(model, plain, family, layout):
     """Check that the model has all parameters of the original, except other ranks' experts, and no others."""
     layers, config = moe_layers(model), CONFIGS[family]
-    held = sum(len(layer.expert_weights.held) for layer in layers) * expert_parameters(config, layout.etp)
+    held = sum(len(layer.expert_weights.slots_of_expert) for layer in layers) * expert_parameters(config, layout.etp)
     of_experts = len(layers) * config.num_experts * expert_parameters(config)
     own = [getattr(p, "_local_tensor", p) for p in model.parameters()]
     count = {"ours": sum(p.numel() for p in own), "plain": sum(p.numel() for p in plain.parameters())}
@@ -217,7 +217,7 @@ def test_damage_is_one_error_on_all_ranks(checkpoints, damaged, world_size):
                 path = folder if dist.get_rank() in hit else good
                 with pytest.raises(error, match=pattern) as caught:
                     load_pretrained(Path(path), context, dtype=torch.float32)
-                said = everywhere(str(caught.value))
+                said = gather_from_all_ranks(str(caught.value))
                 assert len(set(said)) == 1, f"{name} on {hit}: {said}"
         model = load_pretrained(good, context, dtype=torch.float32)
         ids = batch(context.layout)

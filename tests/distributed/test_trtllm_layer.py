@@ -17,7 +17,7 @@ from ep_moe.experts.flashinfer.trtllm import FlashInferTrtllmExperts
 from ep_moe.experts.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import Activation
 from ep_moe.weights.initial import random_expert
 from tests.emulations.trtllm import emulate
@@ -86,7 +86,7 @@ def largest_errors(scheme: str, etp: int, maps: list[str], plant=None) -> dict[s
             if plant is not None:
                 plant(layer.expert_weights)
             with torch.no_grad():
-                found[name] = worst(layer.forward_routed(x, routing), expected, limit)
+                found[name] = max_error_ratio(layer.forward_routed(x, routing), expected, limit)
     return found
 
 
@@ -138,4 +138,4 @@ def test_monolithic_over_an_etp_group(world_size):
         with torch.no_grad():
             chosen = layer.router(x)
             expected, limit = expected_and_limit(config, SCHEMES["nvfp4"], tensors, x, chosen.ids, chosen.weights, BF16)
-            assert worst(layer(x), expected, (1 + world_size) * limit) <= 1
+            assert max_error_ratio(layer(x), expected, (1 + world_size) * limit) <= 1

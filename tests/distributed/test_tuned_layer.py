@@ -28,11 +28,11 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.tuned import Measured, Tuned, layer_facts, machine_facts, versions
 from ep_moe.testing import distributed, rank_device
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.weights.initial import random_expert
-from tests.fixtures.distributed_cases import check_call, everywhere, no_payload, same_error
+from tests.fixtures.distributed_cases import check_call, gather_from_all_ranks, no_payload, same_error
 from tests.fixtures.helpers import fill, integer_routing, moved
-from tests.fixtures.layer_static import WIDE, on_the_cpu
+from tests.fixtures.layer_static import WIDE, emulate_on_cpu
 
 CONFIG = MoEConfig(hidden_size=16, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
 on_the_cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="over the emulation, on the CPU")
@@ -149,7 +149,7 @@ def test_each_bound_by_its_own_pair(sizes, world_size):
 def test_fixed_buffers_and_parts(world_size):
     """Each transport's buffers are sized by its largest bucket, made once, and counted in `plan()`."""
     for kind in (FlashInferNVLinkDispatcher, NVLinkP2PDispatcher):
-        on_the_cpu(kind)
+        emulate_on_cpu(kind)
     with EPContext.from_groups(ParallelConfig(dp=4), device=rank_device(), max_tokens=9) as context:
         buckets = (
             bucket(1, "nvlink_p2p"),
@@ -246,7 +246,7 @@ def test_tuning_alike_on_all_ranks(world_size):
         assert sorted((one.tokens, one.all2all, one.us) for one in found.measured) == [
             (2, "allgather", 40), (2, "torch_a2a", 80), (5, "allgather", 90), (5, "torch_a2a", 60),
         ]  # fmt: skip
-        assert everywhere(found) == [found] * 4
+        assert gather_from_all_ranks(found) == [found] * 4
         assert "2 tokens, allgather with reference: 40.0 us" in said
         layer = fill(MoELayer(CONFIG, context, tuned=found, dtype=torch.float32))
         for most, name in ((2, "allgather"), (5, "torch_a2a")):
@@ -288,7 +288,7 @@ def test_rows_under_one_scale_whichever_it_is(world_size):
     rows = Wire(dispatch="fp8_tensor", input_scale=0.7)
     of_layer = {"quantization": "fp8_static", "dtype": torch.float32}
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), max_tokens=3) as context:
-        found = tuning.tune(context, CONFIG, asked.tokens, wire=asked.rows(), **of_layer)
+        found = tuning.tune(context, CONFIG, asked.tokens, wire=asked.dispatch_wire(), **of_layer)
         layer = MoELayer(CONFIG, context, tuned=found, wire=rows, **of_layer)
         assert layer._dispatch_shape().wire == rows
         with pytest.raises(ConfigError, match=r"layer Wire\.dispatch is 'plain' here and 'fp8_tensor' in the file"):
@@ -323,7 +323,7 @@ def test_what_fails_is_left_out_on_all_ranks(world_size):
 @on_the_cpu_only
 @distributed(2)
 def test_parts_are_candidates_where_they_can_overlap(world_size):
-    on_the_cpu(FlashInferNVLinkDispatcher)
+    emulate_on_cpu(FlashInferNVLinkDispatcher)
     beside = dataclasses.replace(ReferenceExperts.capabilities, host_sync=False)
     with (
         mock.patch.object(ReferenceExperts, "capabilities", beside),
@@ -387,4 +387,4 @@ def test_a_capture_keeps_its_transport(world_size):
                 y.fill_(torch.nan)
                 graph.replay()
                 for found in (y, other):
-                    assert worst(found, expected, (1 + world_size) * limit) <= 1
+                    assert max_error_ratio(found, expected, (1 + world_size) * limit) <= 1

@@ -28,7 +28,7 @@ from tests.fixtures.checkpoint_files import (
     stored,
     tiny_model,
 )
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.interface_models import MODELS, interface_model
 from tests.fixtures.weight_push import (
@@ -61,7 +61,7 @@ LAYOUTS = {
 
 def addresses(model):
     found = [tensor.data_ptr() for name, tensor in model.state_dict().items() if "expert_weights" not in name]
-    return found + [layer.expert_weights.place for layer in models.moe_layers(model)]
+    return found + [layer.expert_weights.addresses for layer in models.moe_layers(model)]
 
 
 @distributed(1, 2, 4)
@@ -93,7 +93,7 @@ def check_numbers(server, trained, scheme, where):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * wanted.abs().max().item(), msg=str(where))
     else:
         numbers = [
-            found.layout.canonical(dict(trained.get_submodule(name).named_parameters()))
+            found.layout.to_canonical(dict(trained.get_submodule(name).named_parameters()))
             for name, found in find_experts(trained).items()
         ]
         for layer, whole in zip(models.moe_layers(server), numbers, strict=True):
@@ -277,7 +277,7 @@ def test_codes_are_kept_or_widened(world_size):
             check_model(server, wanted, "fp8")
             models.load_weights(kept, weights())
             for number, layer in zip((1, 2), models.moe_layers(kept), strict=True):
-                for expert in layer.expert_weights.held:
+                for expert in layer.expert_weights.slots_of_expert:
                     name = f"model.layers.{number}.mlp.experts.{expert}"
                     for part, end in (("", ""), ("_scale", "_scale_inv")):
                         gate, up, down = (packed[f"{name}.{p}_proj.weight{end}"] for p in ("gate", "up", "down"))
@@ -333,7 +333,11 @@ def test_a_state_dict_of_numbers_is_quantised(world_size):
         sizes = {} if world_size == 1 else {"tp": 2, "ep": 1, "etp": 2}
         with context_of() as ours, context_of(**sizes) as theirs:
             trainer = MoELayer(config, ours, experts="reference")
-            state = {name: tensor for rank in everywhere(dict(trainer.state_dict())) for name, tensor in rank.items()}
+            state = {
+                name: tensor
+                for rank in gather_from_all_ranks(dict(trainer.state_dict()))
+                for name, tensor in rank.items()
+            }
             state = {name: tensor.to(theirs.device) for name, tensor in state.items()}
             joined = {name: tensor for name, tensor in state.items() if name.split(".")[-1] not in ("w1", "w3")}
             for expert in range(8):

@@ -6,7 +6,7 @@ from ep_moe import EPContext, MoEConfig, ParallelConfig
 from ep_moe.bench import weight_push
 from ep_moe.testing import distributed, rank_device
 from tests.fixtures.checkpoint_files import quiet
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 
 CONFIG = MoEConfig(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2)
 
@@ -35,5 +35,5 @@ def test_a_push_and_its_floor(world_size, monkeypatch):
         floor = own / found.copy + (0 if found.broadcast is None else experts / found.broadcast)
         assert abs(found.floor_s / floor - 1) < 1e-9
         assert 0 < found.per_second == found.bytes / found.push_s / 1e9
-        assert len(set(everywhere(found))) == 1, "the slowest rank's, on all"
+        assert len(set(gather_from_all_ranks(found))) == 1, "the slowest rank's, on all"
         assert "fp8_dynamic" in list(weight_push.shown("", [found]).columns[0].cells)

@@ -16,7 +16,7 @@ from ep_moe.testing import distributed
 from ep_moe.training import fully_shard
 from ep_moe.weights.lora import LowRank, add_lora
 from tests.fixtures.checkpoint_files import CONFIGS, LAYERS, quiet, save, tiny_model
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.weight_push import KINDS, check_model, context_of, expert_parallel, serving_model
 
@@ -65,7 +65,7 @@ def test_a_mapping_that_is_wrong_changes_nothing(world_size):
             with pytest.raises((CheckpointError, InputError), match=words) as caught:
                 models.load_weights(server, change(published("olmoe")))
             assert "rank 1" in str(caught.value)
-            assert len(set(everywhere(str(caught.value)))) == 1
+            assert len(set(gather_from_all_ranks(str(caught.value)))) == 1
             assert all(same_bits(tensor, before[name]) for name, tensor in server.state_dict().items()), words
             assert server(input_ids=ids, use_cache=False).logits.isfinite().all(), "it goes on with the old ones"
 
@@ -131,7 +131,7 @@ def test_a_rank_with_a_bad_tensor_takes_part_to_the_end(world_size):
             with pytest.raises((CheckpointError, InputError)) as caught:
                 models.load_weights(server, spoiled(export_weights(trainer), value))
             assert words in str(caught.value)
-            assert len(set(everywhere(str(caught.value)))) == 1
+            assert len(set(gather_from_all_ranks(str(caught.value)))) == 1
             models.load_weights(server, export_weights(trainer))
             check_model(server, wanted, words)
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer, ParallelConfig, Wire
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.errors import BackendUnavailable, ConfigError, InputError
-from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
+from ep_moe.quant.row_format import ROW_FORMATS, dequantize_from_wire, quantize_for_wire
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import distributed
 from ep_moe.weights.initial import random_expert
 from tests.fixtures import layer_static as test_layer_static
 from tests.fixtures.blackwell_layer import on_the_cpu
-from tests.fixtures.distributed_cases import everywhere, same_error
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
 from tests.fixtures.helpers import assert_same, fill, integer_routing, integer_rows, oracle
 
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=16, num_experts=6, top_k=3, activation=Activation.RELU2)
@@ -65,7 +65,7 @@ def rounded_once(layer, wire):
             assert_same(layer.forward_routed(x, routing), oracle(CONFIG, x, routing), f"exact rows in {wire}")
             x = torch.randn(tokens, CONFIG.hidden_size, generator=torch.Generator().manual_seed(seed))
             y = layer.forward_routed(x, routing)
-        rounded = oracle(CONFIG, widen_arrived(*round_to_travel(x, wire), wire, torch.float32), routing)
+        rounded = oracle(CONFIG, dequantize_from_wire(*quantize_for_wire(x, wire), wire, torch.float32), routing)
         if tokens:  # equal to rounded rows except for summation order, and different from unrounded rows
             most = float(rounded.abs().max())
             assert (y - rounded).abs().max() < 1e-5 * most, wire
@@ -110,11 +110,11 @@ def test_rows_that_the_transport_rounds_itself(wire, world_size, monkeypatch):
 
     In whole calls, in pipelined calls, and beside shared experts.
     """
-    test_layer_static.on_the_cpu(NVLinkP2PDispatcher)
+    test_layer_static.emulate_on_cpu(NVLinkP2PDispatcher)
     given, dispatch = [], NVLinkP2PDispatcher._dispatch
 
     def noted(self, x, *arguments):
-        given.append((x.dtype, self._by_copies(arguments[-1])))
+        given.append((x.dtype, self._uses_copy_engines(arguments[-1])))
         return dispatch(self, x, *arguments)
 
     monkeypatch.setattr(NVLinkP2PDispatcher, "_dispatch", noted)
@@ -153,4 +153,4 @@ def test_what_cannot_be_is_said_on_all_ranks(world_size):
         layer = MoELayer(CONFIG, context, wire=FP8)
         x = torch.ones(2, CONFIG.hidden_size, requires_grad=True)
         assert "has no backward" in same_error(InputError, lambda: layer(x))
-        assert everywhere("alive") == ["alive"] * 2
+        assert gather_from_all_ranks("alive") == ["alive"] * 2

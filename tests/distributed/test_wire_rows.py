@@ -20,7 +20,7 @@ from ep_moe.testing import distributed, rank_device
 from ep_moe.testing.transport_case import rounded
 from ep_moe.types import PhysicalRouting
 from tests.fixtures.counted_links import counted_links
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 
 HIDDEN, TOP_K = 256, 2
 PLAIN = Wire()
@@ -56,7 +56,7 @@ def received(kind, context: EPContext, expert_map: ExpertMap, wire: Wire) -> tup
         dispatcher.combine(torch.zeros(len(arrived.x), HIDDEN, dtype=torch.bfloat16, device=device), arrived.handle)
     # for combine, sender and receiver are exchanged
     own = [one + back for one, back in zip(out, (links.near_sent, links.far_sent), strict=True)]
-    return len(ids), tuple(max(everywhere(size)) for size in own)
+    return len(ids), tuple(max(gather_from_all_ranks(size)) for size in own)
 
 
 def differences(experts: int, redundant: int, per_host: int, wire: Wire = PLAIN, kinds=KINDS) -> list[str]:

@@ -67,7 +67,7 @@ class Recording:
     def __init__(self, made: Driver) -> None:
         self.driver = made
 
-    def among(self, made, device, workspaces) -> Recording:
+    def for_current_stream(self, made, device, workspaces) -> Recording:
         return self
 
     def graph_of(self, launch, given) -> Callable[..., None]:

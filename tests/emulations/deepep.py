@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ep_moe.parallel.collectives import as_bytes
-from tests.emulations.exchange import exchanged
+from tests.emulations.exchange import all_gather_values
 
 
 class Event:
@@ -54,7 +54,7 @@ class Buffer:
         assert all(t.is_contiguous() for t in (x, is_token_in_rank, topk_idx, topk_weights))
         each = len(num_tokens_per_expert) // self.ranks
         mine = (as_bytes(x), scales, is_token_in_rank, topk_idx, topk_weights, num_worst_tokens)
-        everyone = exchanged(mine, self.group)
+        everyone = all_gather_values(mine, self.group)
         rows, steps, ids, weights, plan = [], [], [], [], []
         for data, step, wanted, chosen, factors, worst in everyone:
             assert worst == num_worst_tokens
@@ -86,7 +86,7 @@ class Buffer:
         assert y.dtype == torch.bfloat16
         plan, count, tokens = handle
         assert len(y) >= count
-        everyone = exchanged((y.clone(), plan), self.group)
+        everyone = all_gather_values((y.clone(), plan), self.group)
         out = torch.full((tokens, y.shape[1]), torch.nan, dtype=y.dtype)
 
         def finish() -> None:

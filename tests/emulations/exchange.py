@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def exchanged(value: Any, group: Any) -> list[Any]:
+def all_gather_values(value: Any, group: Any) -> list[Any]:
     """Return every rank's value, by rank.
 
     Values are CPU tensors and picklable objects, nested in any way. Tensors come back as copies without a gradient.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.emulations.exchange import exchanged
+from tests.emulations.exchange import all_gather_values
 
 TOP_KS = (1, 2, 4, 6, 8, 10, 12, 14, 16, 18, 22)  # moeAlltoAllKernels.cu, FlashInfer 0.7.2.post1
 sizes_made: list[int] = []  # FlashInfer shares equal workspaces within a process
@@ -50,7 +50,7 @@ class Communication:
         scale = torch.empty(len(hidden), 0) if hidden_states_scale is None else hidden_states_scale
         assert (len(scale), scale.is_contiguous()) == (len(hidden), True)
         payloads = (hidden.view(torch.uint8), scale.view(torch.uint8), ids, weights, max_tokens_per_rank)
-        everyone = exchanged(payloads, self.group)
+        everyone = all_gather_values(payloads, self.group)
         assert len({bound for *_, bound in everyone}) == 1, "ranks disagree about the layout"
         each = self.params["num_experts"] // self.size
         shape = (self.size, max_tokens_per_rank)
@@ -86,7 +86,7 @@ class Communication:
         assert y.is_contiguous()
         if self.low_precision:
             y.copy_(y.float().clamp(-448, 448).to(torch.float8_e4m3fn))  # in place if the rows lie in its workspace
-        everyone = exchanged((y.view(self.size, self._bound, -1), self._plan), self.group)
+        everyone = all_gather_values((y.view(self.size, self._bound, -1), self._plan), self.group)
         total = torch.zeros(self._tokens, y.shape[1])
         for rows, plan in everyone:
             total[plan[self.rank]] += rows[self.rank, : len(plan[self.rank])].float()

@@ -11,7 +11,7 @@ from ep_moe.errors import BackendUnavailable
 from ep_moe.execution import graphs
 from ep_moe.execution.graph_inputs import InputMemory
 from ep_moe.experts.reference import ReferenceExperts
-from tests.fixtures.layer_static import on_the_cpu
+from tests.fixtures.layer_static import emulate_on_cpu
 
 GRAPHS = graphs.Recorder
 
@@ -19,7 +19,7 @@ GRAPHS = graphs.Recorder
 class EmulatedRecorder:
     """Emulate a `Recorder`. `replays` counts the replays."""
 
-    replays, here, handle, among = 0, True, 0, vars(GRAPHS)["among"]
+    replays, can_replay, handle, for_current_stream = 0, True, 0, vars(GRAPHS)["for_current_stream"]
 
     def __init__(self, device: torch.device, workspaces) -> None:
         self.stream = None
@@ -59,6 +59,6 @@ class EmulatedRecorder:
 
 def stand_in() -> None:
     """Replace the recorder in a rank's process."""
-    on_the_cpu(NVLinkP2PDispatcher)
+    emulate_on_cpu(NVLinkP2PDispatcher)
     graphs.Recorder, EmulatedRecorder.replays = EmulatedRecorder, 0
     ReferenceExperts.capabilities = dataclasses.replace(ReferenceExperts.capabilities, cuda_graph=True)

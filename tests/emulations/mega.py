@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
-from tests.emulations.exchange import exchanged
+from tests.emulations.exchange import all_gather_values
 
 TOP_KS = (1, 2, 4, 6, 8)
 
@@ -161,7 +161,7 @@ class Kernel:
 
     def prepare_workspace(self, bootstrap: BootstrapConfig, fleet: FleetParams) -> Any:
         assert self._weights is not None, "weights come first"
-        stated = exchanged((dataclasses.astuple(self.config), fleet), self.group)
+        stated = all_gather_values((dataclasses.astuple(self.config), fleet), self.group)
         assert len(set(stated)) == 1, "ranks disagree"
         return SimpleNamespace(fleet=fleet, staged=None, alive=True)
 
@@ -176,7 +176,7 @@ class Kernel:
         assert ids.shape == weights.shape == (len(x), self.config.top_k)
         assert len(x) <= workspace.fleet.max_tokens_per_rank
         assert (ids < workspace.fleet.num_experts).all(), "traps"
-        everyone = exchanged((x, ids, weights), self.group)
+        everyone = all_gather_values((x, ids, weights), self.group)
         workspace.staged = (everyone, self._weights, ids)
 
     def compute(self, workspace: Any, weights: Any, *, output: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Kernel:
         assert output.dtype == torch.bfloat16
         assert output.is_contiguous()
         experts = [weights.gate_up_down(expert) for expert in range(weights.shapes()[0])]
-        inbox = exchanged([self._answers(experts, *theirs) for theirs in everyone], self.group)
+        inbox = all_gather_values([self._answers(experts, *theirs) for theirs in everyone], self.group)
         output.copy_(self._sum([answers[self.rank] for answers in inbox], ids))
         return output
 

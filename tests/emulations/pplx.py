@@ -14,7 +14,7 @@ import torch
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.parallel.collectives import as_bytes
 from ep_moe.parallel.rank_group import RankGroup
-from tests.emulations.exchange import exchanged
+from tests.emulations.exchange import all_gather_values
 
 
 class AllToAll:
@@ -26,7 +26,7 @@ class AllToAll:
         self.destroyed = False
 
     def _exchange(self, value: Any) -> list[Any]:
-        return exchanged(value, self.rank_group.group)
+        return all_gather_values(value, self.rank_group.group)
 
     def dispatch(
         self, *, out_expert_num_tokens, out_expert_x, out_expert_x_scale, dp_x, dp_x_scale, indices, bound_m, do_send,

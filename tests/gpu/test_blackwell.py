@@ -16,7 +16,7 @@ from ep_moe import EPContext, MoEConfig, MoELayer, RoutingConfig, registry
 from ep_moe.config import RoutingMethod
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import check_experts
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.weights.initial import random_expert
 
 if not torch.cuda.is_available():
@@ -73,5 +73,7 @@ def test_routing_inside(scheme, routing):
         with torch.no_grad():
             y, routing = layer(x), layer.router(x)
         weights = routing.weights.bfloat16().float()  # rounded as in the kernel
-        found = worst(y, *expected_and_limit(config, SCHEMES[scheme], tensors, x, routing.ids, weights, torch.bfloat16))
+        found = max_error_ratio(
+            y, *expected_and_limit(config, SCHEMES[scheme], tensors, x, routing.ids, weights, torch.bfloat16)
+        )
         assert found <= 1, f"off by {found:.3g} times what rounding may cause"

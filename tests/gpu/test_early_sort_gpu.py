@@ -15,7 +15,7 @@ from triton.language.extra.cuda import globaltimer
 
 from ep_moe.all2all.nvlink_p2p.signals import last_to_count
 from ep_moe.experts.hopper import route_sort
-from ep_moe.runtime.devices import starts_early
+from ep_moe.runtime.devices import supports_pdl
 from ep_moe.runtime.launch_cache import pdl_trigger
 
 EXPERTS, TOP_K, CALLS, PROGRAMS = 48, 8, 150, 32
@@ -45,7 +45,7 @@ def send(drawn, ids, rows, written, ids_ready, calls, us, PAIRS: tl.constexpr, P
 @pytest.mark.parametrize("us", [0, 10])
 @pytest.mark.parametrize("pairs", [1024, 4096, 8192, 65536])
 def test_the_lists_are_right_and_rows_are_here_behind_them(pairs, us):
-    if not starts_early(torch.device("cuda")):
+    if not supports_pdl(torch.device("cuda")):
         pytest.skip("kernels do not start early here")
     on = {"dtype": torch.int32, "device": "cuda"}
     drawn = torch.randint(-EXPERTS, EXPERTS, (CALLS + 1, pairs), generator=torch.Generator("cuda").manual_seed(5), **on)

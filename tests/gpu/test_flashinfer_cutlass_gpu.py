@@ -18,7 +18,7 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
@@ -67,7 +67,7 @@ def check(experts: FlashInferCutlassExperts, tensors: list[dict[str, Tensor]], r
     expected, limit = expected_and_limit(
         experts.config, weights.scheme, tensors, received.x, received.local_ids, received.weights, weights.dtype
     )
-    found = worst(y, expected, limit)
+    found = max_error_ratio(y, expected, limit)
     print(f"{weights.scheme.name}: {len(y)} rows, {found:.3f} of the bound")
     assert found <= 1
     assert (y[(received.local_ids < 0).all(1)] == 0).all()
@@ -217,7 +217,7 @@ def test_captured_and_replayed_with_other_rows(scheme):
         expected, limit = expected_and_limit(
             SMALL[0], SCHEMES[scheme], tensors, static.x, static.local_ids, static.weights, BF16
         )
-        assert worst(out, expected, limit) <= 1
+        assert max_error_ratio(out, expected, limit) <= 1
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_static", "fp8_block"])
@@ -236,7 +236,7 @@ def test_other_layouts_come_through_the_adapter(scheme):
     expected, limit = expected_and_limit(
         SMALL[0], SCHEMES[scheme], tensors, x.view(-1, hidden).nan_to_num(), ids, None, BF16
     )
-    assert worst(y.view(-1, hidden), expected, limit) <= 1
+    assert max_error_ratio(y.view(-1, hidden), expected, limit) <= 1
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     rest = torch.full((9, hidden), torch.nan, dtype=BF16, device=GPU)
     contiguous = Received(
@@ -244,7 +244,7 @@ def test_other_layouts_come_through_the_adapter(scheme):
         expert_offsets=offsets,
     )  # fmt: skip
     found = experts(contiguous)
-    assert worst(found[:-9], expected[valid.view(-1)], limit[valid.view(-1)]) <= 1
+    assert max_error_ratio(found[:-9], expected[valid.view(-1)], limit[valid.view(-1)]) <= 1
     assert (found[-9:] == 0).all()
 
 
@@ -265,7 +265,7 @@ def test_pieces_of_etp_sum_to_the_whole(scheme):
     expected, limit = expected_and_limit(
         config, SCHEMES[scheme], tensors, received.x, received.local_ids, received.weights, BF16
     )
-    assert worst(total, expected, 2 * limit) <= 1  # two ranks round their halves
+    assert max_error_ratio(total, expected, 2 * limit) <= 1  # two ranks round their halves
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8_static", "int4_fp8"])

@@ -24,7 +24,7 @@ from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts, Fp8ChannelT
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from ep_moe.weights.initial import random_expert
 from tests.fixtures import fp8_dynamic_triton, fp8_tensor_triton
@@ -151,7 +151,7 @@ def test_biases_with_a_scale_for_each_channel(model, activation, count, output_b
     expected, limit = expected_and_limit(
         config, SCHEMES["fp8_channel"], tensors, *given, output_bias=output_bias
     )  # fmt: skip
-    assert worst(y, expected, limit) <= 1
+    assert max_error_ratio(y, expected, limit) <= 1
     assert (y[(received.local_ids < 0).all(1)] == 0).all()
 
 
@@ -167,7 +167,7 @@ def block(config: MoEConfig, slots: int, dtype: torch.dtype = BF16, **options) -
 def check_block(experts: Experts, tensors: list[dict], received: Received) -> None:
     given = received.x, received.local_ids, received.weights, experts.weights.dtype
     y = experts(received, torch.full_like(received.x, torch.nan))
-    found = worst(y, *expected_and_limit(experts.config, BLOCK, tensors, *given))
+    found = max_error_ratio(y, *expected_and_limit(experts.config, BLOCK, tensors, *given))
     print(f"{len(y)} rows, {found:.3f} of the bound")
     assert found <= 1
     assert (y[(received.local_ids < 0).all(1)] == 0).all()
@@ -201,7 +201,7 @@ def test_grouped_layouts(weighting, chunk_rows):
     batched = Received(
         x=x, layout=RowLayout.BATCHED, weighting=weighting, handle=None, expert_counts=counts, weights=weights
     )  # fmt: skip
-    assert worst(experts(batched)[valid], value, limit) <= 1
+    assert max_error_ratio(experts(batched)[valid], value, limit) <= 1
     contiguous = Received(
         x=x[valid],
         layout=RowLayout.CONTIGUOUS,
@@ -210,7 +210,7 @@ def test_grouped_layouts(weighting, chunk_rows):
         expert_offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int(),
         weights=None if weights is None else weights[valid],
     )
-    assert worst(experts(contiguous), value, limit) <= 1
+    assert max_error_ratio(experts(contiguous), value, limit) <= 1
 
 
 @pytest.mark.parametrize("model", [SMALL, QWEN3], ids=["small", "qwen3"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe import Wire
-from ep_moe.quant.row_format import round_to_travel, widen_arrived
+from ep_moe.quant.row_format import dequantize_from_wire, quantize_for_wire
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -29,7 +29,7 @@ def test_captured(wire, dtype):
     there = torch.zeros(33, 1024, dtype=dtype, device="cuda")[:, :512]  # a slice of a wider tensor
 
     def there_and_back() -> torch.Tensor:
-        return widen_arrived(*round_to_travel(there, wire), wire, dtype)
+        return dequantize_from_wire(*quantize_for_wire(there, wire), wire, dtype)
 
     there_and_back()
     torch.cuda.synchronize()
@@ -38,4 +38,6 @@ def test_captured(wire, dtype):
         found = there_and_back()
     there.copy_(x)
     graph.replay()
-    torch.testing.assert_close(found.cpu(), widen_arrived(*round_to_travel(x, wire), wire, dtype), rtol=0, atol=0)
+    torch.testing.assert_close(
+        found.cpu(), dequantize_from_wire(*quantize_for_wire(x, wire), wire, dtype), rtol=0, atol=0
+    )

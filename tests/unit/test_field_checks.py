@@ -32,7 +32,7 @@ from ep_moe import (
 )
 from ep_moe.checkpoint.push import load_layer_weights
 from ep_moe.checkpoint.reader import load_layers
-from ep_moe.checks import INT32, MOST_EXPERTS, as_id, check_count
+from ep_moe.checks import INT32_MAX, MOST_EXPERTS, as_id, check_count
 from ep_moe.eplb.cost import Machine
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import balancedness, loads_by_rank, traffic
@@ -271,10 +271,10 @@ def test_a_count_is_told_the_bound_that_it_passed(value, bound):
         *(
             (lambda v, cls=cls, good=good, name=name: cls(**{**good, name: v}), f"{cls.__name__}.{name}", most)
             for cls, good, most, names in (
-                (MoEConfig, SIZES, INT32, ("hidden_size", "intermediate_size", "shared_intermediate_size")),
+                (MoEConfig, SIZES, INT32_MAX, ("hidden_size", "intermediate_size", "shared_intermediate_size")),
                 (MoEConfig, SIZES, MOST_EXPERTS, ("num_experts", "top_k")),
-                (ParallelConfig, {}, INT32, ("pp", "dp", "tp", "ep", "etp")),
-                (ModelConfig, MODEL, INT32, ("num_layers", "dense_layers")),
+                (ParallelConfig, {}, INT32_MAX, ("pp", "dp", "tp", "ep", "etp")),
+                (ModelConfig, MODEL, INT32_MAX, ("num_layers", "dense_layers")),
             )
             for name in names
         ),

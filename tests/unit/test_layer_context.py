@@ -71,12 +71,12 @@ def test_a_bound_of_tokens_is_one_of_what_ranks_dispatch(monkeypatch):
 def test_what_ranks_compare_of_a_call_follows_the_map_in_force(monkeypatch):
     context = EPContext.local(CPU)
     layer, reversed_map = MoELayer(shape(), context), ExpertMap.from_ranks([range(EXPERTS)[::-1]], EXPERTS)
-    monkeypatch.setattr(type(context.flight_recorder), "alone", False)
-    before, first = layer._carried(), layer.placement.expert_map
+    monkeypatch.setattr(type(context.flight_recorder), "has_no_peers", False)
+    before, first = layer._call_facts(), layer.placement.expert_map
     layer.placement.update(reversed_map)
-    assert layer._carried() != before
+    assert layer._call_facts() != before
     layer.placement.update(first)
-    assert layer._carried() == before
+    assert layer._call_facts() == before
 
 
 def test_recorded_calls_end_with_what_they_stand_for():
@@ -146,8 +146,8 @@ def test_a_context_is_free_again_whatever_an_error_raises(context, monkeypatch):
     def broken(error):
         raise KeyError
 
-    monkeypatch.setattr(context, "_broken_by", broken)
-    with pytest.raises(KeyError), context._entered("moe0"):
+    monkeypatch.setattr(context, "_report_exception", broken)
+    with pytest.raises(KeyError), context._begin_call("moe0"):
         raise ValueError
     assert context._idle
 
@@ -163,7 +163,7 @@ def test_a_context_is_free_again_where_a_call_cannot_begin(error, context, monke
         raise error("x")
 
     layer = fill(MoELayer(shape(), context))
-    monkeypatch.setattr(context.flight_recorder, "enter", stopped)
+    monkeypatch.setattr(context.flight_recorder, "begin_call", stopped)
     with pytest.raises(error):
         layer(torch.ones(3, HIDDEN))
     monkeypatch.undo()
@@ -198,10 +198,10 @@ def test_between_calls_a_rank_is_in_no_layer(context):
     """
     layer = fill(MoELayer(shape(), context))
     layer(torch.ones(3, HIDDEN))
-    assert context.flight_recorder.where == ""
+    assert context.flight_recorder.call_name == ""
     with pytest.raises(InputError):
         layer(torch.ones(3, HIDDEN + 1))
-    assert context.flight_recorder.where == ""
+    assert context.flight_recorder.call_name == ""
 
 
 def agreed(error):
@@ -225,10 +225,12 @@ def agreed(error):
 )
 def test_peers_learn_of_what_one_rank_alone_raises(error, users, captures, reported, context, monkeypatch):
     heard = []
-    monkeypatch.setattr(type(context.flight_recorder), "alone", False)
-    monkeypatch.setattr(context.flight_recorder, "fail", lambda *what: heard.append(what) or RankFailed("reported"))
+    monkeypatch.setattr(type(context.flight_recorder), "has_no_peers", False)
+    monkeypatch.setattr(
+        context.flight_recorder, "publish_failure", lambda *what: heard.append(what) or RankFailed("reported")
+    )
     monkeypatch.setattr(context_module, "capturing", lambda device: captures)
-    context._broken_by(error, "moe0", users=users)
+    context._report_exception(error, "moe0", users=users)
     assert heard == ([(error, "moe0")] if reported else [])
 
 

@@ -101,7 +101,7 @@ def test_buffers_that_layers_share_count_once(context, monkeypatch):
     for layer, own in zip(layers, ({"a": 5}, {"a": 7, "b": 1}, {"b": 1}), strict=True):
         monkeypatch.setattr(layer, "_transport_bytes", lambda _tokens, own=own: own)
     assert context.plan()["transport"] == 7 + 1
-    layers[0]._others = {"another": SimpleNamespace(workspace_bytes=lambda: 4096)}
+    layers[0]._small_batch_kernels = {"another": SimpleNamespace(workspace_bytes=lambda: 4096)}
     assert layers[0].plan()["workspace"] == 4096, "of the kernel that needs most"
 
 

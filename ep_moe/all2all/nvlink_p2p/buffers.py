@@ -15,7 +15,8 @@ from ep_moe.runtime.launch_cache import LaunchCache, cdiv
 from ep_moe.runtime.workspace import Shapes, carve
 from ep_moe.types import PeerPackets, PeerRows, PhysicalIds, RowLayout, Weighting, WireIds
 
-SENT, ANSWERED, CHOSEN = 0, 1, 2  # rows of the tensor `flags`: rows sent; answers written; ids and weights sent
+# rows of the tensor `flags`: rows sent; answers written; ids and weights sent
+ROWS_SENT, ANSWERS_READY, IDS_SENT = 0, 1, 2
 PIECE = 512  # most 4-byte words of a row that one program of a packet kernel handles
 
 
@@ -45,7 +46,8 @@ def place_shapes(dispatch_shape: DispatchShape, low_latency_tokens: int) -> Shap
     row_packets, answer_packets [R, T, packets of a row]: written by peers in calls of at most T = low_latency_tokens
         tokens
     weight_packets [max_tokens, K]: written by peers, one number for each route of this rank's tokens
-    flags [3, R]: for SENT, ANSWERED and CHOSEN, the sequence number of the last call for which each peer set the flag
+    flags [3, R]: for ROWS_SENT, ANSWERS_READY and IDS_SENT, the sequence number of the last call for which each peer
+        set the flag
 
     With `per_route` there are K answers for each token, one after the other.
     """
@@ -113,12 +115,12 @@ class Workspace:
     """The memory of one call, on this rank and on its peers.
 
     room: the most tokens per rank
-    places: this rank's tensors by name (`place_shapes`)
+    local_tensors: this rank's tensors by name (`place_shapes`)
     peers: the tensors of all ranks
     offsets: byte offsets of the tensors, equal on all ranks
-    sent: int32 [max_tokens, K], private copy of the ids of this rank's tokens. `places["ids"]` may already hold the
-        next call's ids, which peers may lay out by another token limit
-    sent_weights: float32 [max_tokens, K], 0 where `sent` is below 0; None unless the shape has `per_route`
+    sent_ids: int32 [max_tokens, K], private copy of the ids of this rank's tokens. `local_tensors["ids"]` may already
+        hold the next call's ids, which peers may lay out by another token limit
+    sent_weights: float32 [max_tokens, K], 0 where `sent_ids` is below 0; None unless the shape has `per_route`
     launch_cache: the launches over this memory
     sequence: int32 [5]:
 
@@ -136,12 +138,12 @@ class Workspace:
         assert dispatch_shape.max_tokens is not None
         self.dispatch_shape, self.rank, self.memory = dispatch_shape, rank, memory
         self.room = dispatch_shape.max_tokens
-        self.places = carve(memory.local, shapes)
+        self.local_tensors = carve(memory.local, shapes)
         self.peers = [carve(peer, shapes) for peer in memory.peers]
         start = memory.local.data_ptr()
-        self.offsets = {name: self.places[name].data_ptr() - start for name in shapes}
-        self.sent = torch.empty(self.room, dispatch_shape.top_k, dtype=torch.int32, device=memory.local.device)
-        self.sent_weights = torch.zeros_like(self.sent, dtype=torch.float32) if dispatch_shape.per_route else None
+        self.offsets = {name: self.local_tensors[name].data_ptr() - start for name in shapes}
+        self.sent_ids = torch.empty(self.room, dispatch_shape.top_k, dtype=torch.int32, device=memory.local.device)
+        self.sent_weights = torch.zeros_like(self.sent_ids, dtype=torch.float32) if dispatch_shape.per_route else None
         self.sequence = torch.zeros(5, dtype=torch.int32, device=memory.local.device)
         self._peer_out: dict[tuple[int, bool], PeerRows] = {}  # few, and made once
         self._received: dict[tuple[int, bool, bool], dict[str, Any]] = {}
@@ -155,21 +157,21 @@ class Workspace:
             blocks = tuple(peer["arrived"][part] for peer in self.peers)
             start = self.offsets["arrived"] + part.start * answer_bytes(self.dispatch_shape)
             made = PeerRows(blocks, self.memory.addresses, start, self.rank)
-            self._peer_out[bound, packets] = self._by_packets(made) if packets and self.sequence.is_cuda else made
+            self._peer_out[bound, packets] = self._as_packets(made) if packets and self.sequence.is_cuda else made
         return self._peer_out[bound, packets]
 
-    def received(self, bound: int, *, packets: bool = False, alone: bool = False) -> dict[str, Any]:
-        """Return the fields of a call's `Received`, except `handle`. packets, alone: as of `reference.send`"""
-        if (bound, packets, alone) not in self._received:
+    def received(self, bound: int, *, packets: bool = False, allow_pdl: bool = False) -> dict[str, Any]:
+        """Return the fields of a call's `Received`, except `handle`. packets, allow_pdl: as of `reference.send`"""
+        if (bound, packets, allow_pdl) not in self._received:
             # views created in inference mode cannot be written outside it
             with torch.inference_mode(False), unseen_by_modes():
-                self._received[bound, packets, alone] = self._rows_received(bound, packets, alone)
-        return self._received[bound, packets, alone]
+                self._received[bound, packets, allow_pdl] = self._rows_received(bound, packets, allow_pdl)
+        return self._received[bound, packets, allow_pdl]
 
-    def _rows_received(self, bound: int, packets: bool, alone: bool) -> dict[str, Any]:
+    def _rows_received(self, bound: int, packets: bool, allow_pdl: bool) -> dict[str, Any]:
         g, rows = self.dispatch_shape, slice(0, self.dispatch_shape.num_ranks * bound)
-        ids_ready = self._ids_signals() if alone and not packets else ()  # no kernel starts early beside other work
-        at = {name: self.places[name][rows] for name in ("rows", "scales", "ids", "weights")}
+        ids_ready = self._ids_signals() if allow_pdl and not packets else ()  # no kernel starts early beside other work
+        at = {name: self.local_tensors[name][rows] for name in ("rows", "scales", "ids", "weights")}
         return {
             "x": at["rows"],
             "x_scale": at["scales"] if g.scales else None,
@@ -179,18 +181,18 @@ class Workspace:
             "weighting": Weighting.COMBINE if g.per_route else Weighting.EXPERTS,
             "wire_ids": WireIds(PhysicalIds(at["ids"]), self.rank * g.slots_per_rank, *ids_ready),
             "weights": None if g.per_route else at["weights"],
-            "out": self.places["answers"][: rows.stop * g.returned],
+            "out": self.local_tensors["answers"][: rows.stop * g.returned],
             "peer_out": self.peer_out(bound, packets=packets),
             "per_route": g.per_route,
         }
 
     def _ids_signals(self) -> tuple[Tensor, ...]:
         """Return `WireIds.ids_ready` and `WireIds.sequence` on GPUs, else nothing."""
-        return (self.places["flags"][CHOSEN], self.sequence[2:4]) if self.sequence.is_cuda else ()
+        return (self.local_tensors["flags"][IDS_SENT], self.sequence[2:4]) if self.sequence.is_cuda else ()
 
-    def _by_packets(self, rows: PeerRows) -> PeerRows:
+    def _as_packets(self, rows: PeerRows) -> PeerRows:
         places = tuple(peer["answer_packets"][self.rank, : rows.bound] for peer in self.peers)
-        start = self.offsets["answer_packets"] + self.rank * self.places["answer_packets"][0].nbytes
+        start = self.offsets["answer_packets"] + self.rank * self.local_tensors["answer_packets"][0].nbytes
         return replace(
             rows, offset=start, packets=PeerPackets(places, self.sequence, answer_bytes(self.dispatch_shape) // 4)
         )
@@ -203,6 +205,6 @@ class Workspace:
     def destroy(self) -> None:
         self._peer_out.clear()
         self._received.clear()
-        self.places.clear()
+        self.local_tensors.clear()
         self.peers.clear()
         self.memory = None

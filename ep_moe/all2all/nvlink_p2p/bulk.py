@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace, answer_bytes, answer_dtype
 from ep_moe.all2all.nvlink_p2p.signals import last_to_count, tell, wait
-from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
+from ep_moe.placement.deferred import Placing, count_ids, place_ids, placement_arguments, tell_invalid
 from ep_moe.quant.fp8 import SMALLEST, e4m3_blocks, e4m3_by, of_e4m3, to_e4m3
 from ep_moe.runtime import devices
 from ep_moe.runtime.devices import aligned
@@ -25,19 +25,19 @@ _BLOCKS = 1056  # most programs of `receive`
 
 def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, blocks: int, *,
-    alone: bool = False,
+    allow_pdl: bool = False,
 ) -> None:  # fmt: skip
-    ids, tables, placing = to_place(routing)
+    ids, tables, placing = placement_arguments(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
-    key = ("send", bound, blocks, x.dtype, ids.dtype, x_scale is not None, placing, alone)
+    key = ("send", bound, blocks, x.dtype, ids.dtype, x_scale is not None, placing, allow_pdl)
     workspace.launch_cache.launch(
-        key, changing, partial(_send_spec, workspace, bound, blocks, changing, placing, alone)
+        key, changing, partial(_send_spec, workspace, bound, blocks, changing, placing, allow_pdl)
     )
 
 
 def _send_spec(
-    workspace: Workspace, bound: int, blocks: int, given: tuple[Any, ...], placing: Placing, alone: bool
+    workspace: Workspace, bound: int, blocks: int, given: tuple[Any, ...], placing: Placing, allow_pdl: bool
 ) -> LaunchSpec:
     g, at = workspace.dispatch_shape, workspace.offsets
     x, x_scale, *rest = given
@@ -49,9 +49,9 @@ def _send_spec(
         placing.experts,
         g.wire.input_scale,
         workspace.memory.addresses,
-        workspace.places["flags"],
+        workspace.local_tensors["flags"],
         workspace.sequence,
-        workspace.sent,
+        workspace.sent_ids,
         workspace.sent_weights,
         at["rows"],
         at["scales"],
@@ -78,7 +78,7 @@ def _send_spec(
         "SCALE_BLOCK": next_power_of_2(max(scale_words, 1)),
         "ROUNDS": rounds,
         "SMALLEST": SMALLEST,
-        "PDL": alone and devices.starts_early(x.device),
+        "PDL": allow_pdl and devices.supports_pdl(x.device),
         "num_warps": 8 if g.row_bytes > 4096 else 4,
     }
     # rounding adds latency to each row, which more programs hide
@@ -103,7 +103,7 @@ def _send(
     to physical ids if MOST is not 0.
 
     x: rows of ELEMENTS: 4-byte words in the wire format, or plain numbers that are rounded to bytes. Scales are words
-    replicas to invalid, seed, experts: as `to_place` returns them
+    replicas to invalid, seed, experts: as `placement_arguments` returns them
     """
     pdl_trigger(PDL)
     program, blocks = tl.program_id(0), tl.num_programs(0)
@@ -130,7 +130,7 @@ def _send_ids(
     MOST: tl.constexpr, TILE: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     TOP_K: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Send ids and weights to all peers. The last of the programs that do this sets the flag CHOSEN on each peer."""
+    """Send ids and weights to all peers. The last of the programs that do this sets the flag IDS_SENT on each peer."""
     route = tl.arange(0, WIDTH)[None]
     for first in range(tl.program_id(0) * TILE, bound, programs * TILE):
         token = (first + tl.arange(0, TILE)).to(tl.int64)[:, None]
@@ -210,9 +210,9 @@ def _announce_spec(workspace: Workspace, bound: int, given: tuple[Any, ...]) -> 
     changing = (None if x_scale is None else x_scale.view(torch.int32), *rest)
     fixed = (
         workspace.memory.addresses,
-        workspace.places["flags"],
+        workspace.local_tensors["flags"],
         workspace.sequence,
-        workspace.sent,
+        workspace.sent_ids,
         workspace.sent_weights,
         at["scales"],
         at["ids"],
@@ -263,7 +263,7 @@ def _announce(
 
 @triton.jit
 def _meet(peers, flags, sequence, place, blocks, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """In the last program of the grid, set the flag SENT on the peers, and wait for theirs."""
+    """In the last program of the grid, set the flag ROWS_SENT on the peers, and wait for theirs."""
     if last_to_count(sequence + 1, blocks):
         number = tl.load(sequence + 2) + 1
         tl.store(sequence, number)
@@ -271,14 +271,14 @@ def _meet(peers, flags, sequence, place, blocks, RANKS: tl.constexpr, LANES: tl.
         wait(flags, number, RANKS, LANES)
 
 
-def tell_given(workspace: Workspace) -> None:
+def signal_answers_written(workspace: Workspace) -> None:
     def make_spec() -> LaunchSpec:
         ranks = workspace.dispatch_shape.num_ranks
         place = workspace.offsets["flags"] + 4 * (ranks + workspace.rank)
         constants = {"RANKS": ranks, "LANES": next_power_of_2(ranks), "num_warps": 1}
         return LaunchSpec(_tell_given, (1,), (), (workspace.memory.addresses, workspace.sequence, place), constants)
 
-    workspace.launch_cache.launch("tell given", (), make_spec)
+    workspace.launch_cache.launch("signal answers written", (), make_spec)
 
 
 @triton.jit
@@ -286,17 +286,17 @@ def _tell_given(peers, sequence, place, RANKS: tl.constexpr, LANES: tl.constexpr
     tell(peers, place, tl.load(sequence), RANKS, LANES)
 
 
-def give(workspace: Workspace, bound: int) -> None:
-    workspace.launch_cache.launch(("give", bound), (), partial(_give_spec, workspace, bound))
+def send_answers(workspace: Workspace, bound: int) -> None:
+    workspace.launch_cache.launch(("send answers", bound), (), partial(_give_spec, workspace, bound))
 
 
 def _give_spec(workspace: Workspace, bound: int) -> LaunchSpec:
-    g, places = workspace.dispatch_shape, workspace.places
+    g, tensors = workspace.dispatch_shape, workspace.local_tensors
     rounds = answer_dtype(g) != g.dtype
     numbers = g.hidden_size if rounds else answer_bytes(g) // 4
     fixed = (
-        places["answers"] if rounds else places["answers"].view(torch.int32),
-        places["ids"],
+        tensors["answers"] if rounds else tensors["answers"].view(torch.int32),
+        tensors["ids"],
         workspace.memory.addresses,
         workspace.offsets["arrived"],
         bound * g.returned,
@@ -338,26 +338,26 @@ def _give(
     tl.store(theirs + row * NUMBERS + at, answer, mask=(at < NUMBERS) & wanted)
 
 
-def receive(workspace: Workspace, out: Tensor, bound: int, *, tell: bool) -> None:
-    make_spec = partial(_receive_spec, workspace, out, bound, tell)
-    workspace.launch_cache.launch(("receive", bound, tell), (out, len(out)), make_spec)
+def receive(workspace: Workspace, out: Tensor, bound: int, *, signal_first: bool) -> None:
+    make_spec = partial(_receive_spec, workspace, out, bound, signal_first)
+    workspace.launch_cache.launch(("receive", bound, signal_first), (out, len(out)), make_spec)
 
 
-def _receive_spec(workspace: Workspace, out: Tensor, bound: int, tell: bool) -> LaunchSpec:
-    g, arrived = workspace.dispatch_shape, workspace.places["arrived"]
+def _receive_spec(workspace: Workspace, out: Tensor, bound: int, signal_first: bool) -> LaunchSpec:
+    g, arrived = workspace.dispatch_shape, workspace.local_tensors["arrived"]
     fixed = (
         arrived if answer_dtype(g) == g.dtype else arrived.view(torch.uint8),
-        workspace.sent,
+        workspace.sent_ids,
         workspace.sent_weights,
         workspace.memory.addresses,
-        workspace.places["flags"][1],
+        workspace.local_tensors["flags"][1],
         workspace.sequence,
         workspace.offsets["flags"] + 4 * g.num_ranks,
         bound,
         g.slots_per_rank,
     )
     constants = {
-        "TELL": tell,
+        "TELL": signal_first,
         "RANK": workspace.rank,
         "RANKS": g.num_ranks,
         "LANES": next_power_of_2(g.num_ranks),

@@ -35,13 +35,13 @@ from ep_moe.all2all.buffer_slots import BufferPool, BufferSlot, RecordableCall
 from ep_moe.all2all.capabilities import one_host_problem
 from ep_moe.all2all.nvlink_p2p.buffers import PeerMemory, Workspace, pieces, place_shapes
 from ep_moe.all2all.nvlink_p2p.reference import (
-    give_copies,
-    give_weights,
+    copy_answers,
     receive,
+    receive_route_values,
     send,
     send_copies,
-    take_weights,
-    tell_given,
+    send_route_values,
+    signal_answers_written,
 )
 from ep_moe.errors import BackendUnavailable, InputError
 from ep_moe.parallel.layout import RankLayout
@@ -148,7 +148,9 @@ class NVLinkP2PDispatcher(Dispatcher):
         return max(cls.least_room, bound)
 
     def held_bytes(self) -> int:
-        return sum(self.buffer_bytes(buffer_slot.library.dispatch_shape) for buffer_slot in self.buffer_pool.made)
+        return sum(
+            self.buffer_bytes(buffer_slot.workspace.dispatch_shape) for buffer_slot in self.buffer_pool.buffer_slots
+        )
 
     @classmethod
     def calls_in_parts(cls, dispatch_shape: DispatchShape) -> int:
@@ -164,12 +166,12 @@ class NVLinkP2PDispatcher(Dispatcher):
             self._poison(buffer_slot, x.device, max_tokens)
             self.refuse(problem)
         buffer_slot.busy = True
-        how = {"packets": self._by_packets(max_tokens), "alone": not self._side.active}
-        if self._by_copies(max_tokens):
-            send_copies(buffer_slot.library, x, x_scale, routing, max_tokens)
+        how = {"packets": self._uses_packets(max_tokens), "allow_pdl": not self._side.active}
+        if self._uses_copy_engines(max_tokens):
+            send_copies(buffer_slot.workspace, x, x_scale, routing, max_tokens)
         else:
-            send(buffer_slot.library, x, x_scale, routing, max_tokens, self._blocks, **how)
-        there = buffer_slot.library.received(max_tokens, **how)
+            send(buffer_slot.workspace, x, x_scale, routing, max_tokens, self._blocks, **how)
+        there = buffer_slot.workspace.received(max_tokens, **how)
         return Pending.of(Received(handle=_Handle(buffer_slot, len(x), max_tokens), **there))
 
     def _buffers(self, device: torch.device, bound: int) -> BufferSlot:
@@ -190,22 +192,22 @@ class NVLinkP2PDispatcher(Dispatcher):
         return found
 
     def _combine(self, y: Tensor, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        answers = handle.buffer_slot.library.places["answers"]
+        answers = handle.buffer_slot.workspace.local_tensors["answers"]
         if y.data_ptr() != answers.data_ptr():
             answers[: len(y)].copy_(y)
-        if not self._by_copies(handle.bound):
-            found = self._receive(handle, out, tell=True, giving=True)
+        if not self._uses_copy_engines(handle.bound):
+            found = self._receive(handle, out, signal_first=True, send_first=True)
             return Pending.of(found)
-        give_copies(handle.buffer_slot.library, handle.bound)
-        tell_given(handle.buffer_slot.library)
-        return Pending(partial(self._receive, handle, out, tell=False))
+        copy_answers(handle.buffer_slot.workspace, handle.bound)
+        signal_answers_written(handle.buffer_slot.workspace)
+        return Pending(partial(self._receive, handle, out, signal_first=False))
 
     def _combine_written(self, handle: _Handle, out: Tensor | None) -> Pending[Tensor]:
-        if not self._by_copies(handle.bound):
-            found = self._receive(handle, out, tell=True)
+        if not self._uses_copy_engines(handle.bound):
+            found = self._receive(handle, out, signal_first=True)
             return Pending.of(found)
-        tell_given(handle.buffer_slot.library)
-        return Pending(partial(self._receive, handle, out, tell=False))
+        signal_answers_written(handle.buffer_slot.workspace)
+        return Pending(partial(self._receive, handle, out, signal_first=False))
 
     def combine_with_weights(
         self,
@@ -217,32 +219,40 @@ class NVLinkP2PDispatcher(Dispatcher):
     ) -> tuple[Tensor, Tensor]:
         if weights_out is None:
             weights_out = by_route.new_empty(handle.tokens, self.dispatch_shape.top_k)
-        give_weights(handle.buffer_slot.library, by_route, handle.bound)
+        send_route_values(handle.buffer_slot.workspace, by_route, handle.bound)
         return self.combine(y, replace(handle, weights=weights_out), out), weights_out
 
     def recordable_call(self, bound: int) -> RecordableCall | None:
-        g, slots = self.dispatch_shape, self.buffer_pool.made
+        g, slots = self.dispatch_shape, self.buffer_pool.buffer_slots
         rounded_here = g.wire.dispatch == "plain" or g.wire.dispatch in self.capabilities.rounds
-        if not slots or not rounded_here or bound > slots[0].library.room:
+        if not slots or not rounded_here or bound > slots[0].workspace.room:
             return None
-        workspace, packets = slots[0].library, self._by_packets(bound)
+        workspace, packets = slots[0].workspace, self._uses_packets(bound)
 
         def there(x: Tensor, routing: PhysicalRouting) -> None:
-            send(workspace, x, None, routing, bound, BLOCKS, packets=packets, alone=True)
+            send(workspace, x, None, routing, bound, BLOCKS, packets=packets, allow_pdl=True)
 
         def back(y: Tensor | PeerRows, out: Tensor) -> None:
-            giving = isinstance(y, Tensor)  # y is `received.out` then, from which `receive` sends
-            receive(workspace, len(out), bound, tell=True, giving=giving, packets=packets, out=out)
+            send_first = isinstance(y, Tensor)  # y is `received.out` then, from which `receive` sends
+            receive(workspace, len(out), bound, signal_first=True, send_first=send_first, packets=packets, out=out)
 
-        received = Received(handle=None, **workspace.received(bound, packets=packets, alone=True))
+        received = Received(handle=None, **workspace.received(bound, packets=packets, allow_pdl=True))
         return RecordableCall(slots[0], received, there, back, latency_bound=packets)
 
-    def _receive(self, handle: _Handle, out: Tensor | None, *, tell: bool, giving: bool = False) -> Tensor:
+    def _receive(self, handle: _Handle, out: Tensor | None, *, signal_first: bool, send_first: bool = False) -> Tensor:
         buffer_slot, bound = handle.buffer_slot, handle.bound
-        packets = self._by_packets(bound)
-        found = receive(buffer_slot.library, handle.tokens, bound, tell=tell, giving=giving, packets=packets, out=out)
+        packets = self._uses_packets(bound)
+        found = receive(
+            buffer_slot.workspace,
+            handle.tokens,
+            bound,
+            signal_first=signal_first,
+            send_first=send_first,
+            packets=packets,
+            out=out,
+        )
         if handle.weights is not None:
-            take_weights(buffer_slot.library, handle.weights)
+            receive_route_values(buffer_slot.workspace, handle.weights)
         buffer_slot.release(found.device)
         return found
 
@@ -256,23 +266,23 @@ class NVLinkP2PDispatcher(Dispatcher):
         assert max_tokens is not None
         ids = torch.empty(0, self.dispatch_shape.top_k, dtype=torch.int64, device=device)
         nowhere = PhysicalRouting(PhysicalIds(ids), ids.float())
-        packets = self._by_packets(max_tokens)
-        send(buffer_slot.library, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, packets=packets)
-        buffer_slot.library.places["answers"].fill_(torch.nan)
+        packets = self._uses_packets(max_tokens)
+        send(buffer_slot.workspace, *self.dispatch_shape.no_rows(device), nowhere, max_tokens, BLOCKS, packets=packets)
+        buffer_slot.workspace.local_tensors["answers"].fill_(torch.nan)
         routes = self.dispatch_shape.num_ranks * max_tokens, self.dispatch_shape.top_k
-        give_weights(buffer_slot.library, torch.full(routes, torch.nan, device=device), max_tokens)
-        receive(buffer_slot.library, 0, max_tokens, tell=True, giving=True, packets=packets)
+        send_route_values(buffer_slot.workspace, torch.full(routes, torch.nan, device=device), max_tokens)
+        receive(buffer_slot.workspace, 0, max_tokens, signal_first=True, send_first=True, packets=packets)
 
-    def _by_copies(self, bound: int) -> bool:
+    def _uses_copy_engines(self, bound: int) -> bool:
         """Whether the current call uses copy engines. All ranks overlap it with other work, or none does.
 
         A rank that refuses the call may differ, because peers cannot tell copies from written rows.
         """
-        if not self._side.active or self._by_packets(bound):
+        if not self._side.active or self._uses_packets(bound):
             return False
         return self._copies(replace(self.dispatch_shape, max_tokens=bound) if self.grows else self.dispatch_shape)
 
-    def _by_packets(self, bound: int) -> bool:
+    def _uses_packets(self, bound: int) -> bool:
         """Whether a call uses LL packets. Depends on `bound` alone: a rank that refuses a call knows nothing else."""
         return bound <= self._most_by_packets
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ep_moe.all2all.nvlink_p2p.buffers import PIECE, Workspace
 from ep_moe.all2all.nvlink_p2p.signals import any_of, late_packets, packets_of, put_packets, still_missing
-from ep_moe.placement.deferred import Placing, count_ids, place_ids, tell_invalid, to_place
+from ep_moe.placement.deferred import Placing, count_ids, place_ids, placement_arguments, tell_invalid
 from ep_moe.quant.fp8 import SMALLEST, e4m3_blocks, e4m3_by, e4m3_step, e4m3_under
 from ep_moe.runtime import devices
 from ep_moe.runtime.devices import aligned
@@ -36,26 +36,26 @@ from ep_moe.types import PhysicalRouting
 
 def send(
     workspace: Workspace, x: Tensor, x_scale: Tensor | None, routing: PhysicalRouting, bound: int, *,
-    alone: bool = False, put: bool = True, take: bool = True,
+    allow_pdl: bool = False, put: bool = True, take: bool = True,
 ) -> None:  # fmt: skip
     """Launch the send kernel.
 
-    alone: as of `nvlink_p2p.reference.send`
+    allow_pdl: as of `nvlink_p2p.reference.send`
     put, take: run the sending and the receiving half. Ranks that run one after the other need a launch for each half
     """
-    ids, tables, placing = to_place(routing)
+    ids, tables, placing = placement_arguments(routing)
     x, ids, weights = aligned(x.contiguous()), ids.contiguous(), routing.weights.contiguous()
     changing = (x, None if x_scale is None else x_scale.contiguous(), ids, weights, *tables, len(x))
-    key = ("send by packets", bound, x.dtype, ids.dtype, x_scale is not None, placing, alone, put, take)
+    key = ("send by packets", bound, x.dtype, ids.dtype, x_scale is not None, placing, allow_pdl, put, take)
     workspace.launch_cache.launch(
-        key, changing, partial(_send_spec, workspace, bound, changing, placing, alone, put, take)
+        key, changing, partial(_send_spec, workspace, bound, changing, placing, allow_pdl, put, take)
     )
 
 
 def _send_spec(
-    workspace: Workspace, bound: int, given: tuple[Any, ...], placing: Placing, alone: bool, put: bool, take: bool
+    workspace: Workspace, bound: int, given: tuple[Any, ...], placing: Placing, allow_pdl: bool, put: bool, take: bool
 ) -> LaunchSpec:
-    g, places = workspace.dispatch_shape, workspace.places
+    g, tensors = workspace.dispatch_shape, workspace.local_tensors
     words, scale_words = g.row_bytes // 4, g.scale_bytes // 4
     x, x_scale, *rest = given
     rounds = "" if x.dtype == g.row_dtype else g.wire.dispatch
@@ -63,7 +63,7 @@ def _send_spec(
     grid = (bound, g.num_ranks, cdiv(words, block))
     # a kernel that starts early occupies multiprocessors while all these programs must run at once. They still fit if
     # there is at most one per multiprocessor
-    leads = alone and math.prod(grid) <= devices.multiprocessors(x.device)
+    leads = allow_pdl and math.prod(grid) <= devices.multiprocessors(x.device)
     changing = (x if rounds else x.view(torch.int32), None if x_scale is None else x_scale.view(torch.int32), *rest)
     fixed = (
         placing.seed,
@@ -71,13 +71,13 @@ def _send_spec(
         g.wire.input_scale,
         workspace.memory.addresses,
         workspace.sequence,
-        workspace.sent,
+        workspace.sent_ids,
         workspace.sent_weights,
-        places["row_packets"],
-        places["rows"].view(torch.int32),
-        places["scales"].view(torch.int32),
-        places["ids"],
-        places["weights"],
+        tensors["row_packets"],
+        tensors["rows"].view(torch.int32),
+        tensors["scales"].view(torch.int32),
+        tensors["ids"],
+        tensors["weights"],
         workspace.offsets["row_packets"],
         bound,
         g.num_physical,
@@ -95,11 +95,11 @@ def _send_spec(
         "SCALE_BLOCK": block // 32 if rounds == "fp8_block" else next_power_of_2(max(scale_words, 1)),
         "ROUNDS": rounds,
         "SMALLEST": SMALLEST,
-        "FEW": places["row_packets"].shape[1],
-        "PACKETS": places["row_packets"].shape[2],
+        "FEW": tensors["row_packets"].shape[1],
+        "PACKETS": tensors["row_packets"].shape[2],
         "PUT": put,
         "TAKE": take,
-        "PDL": leads and devices.starts_early(x.device),
+        "PDL": leads and devices.supports_pdl(x.device),
     }
     return LaunchSpec(_send, grid, changing, fixed, constants)
 
@@ -127,7 +127,7 @@ def _send(
     The packets of a token hold K ids, K weights, the words of its row, and the words of its scales. Each program maps
     its token's logical ids to physical ones. Only the program with peer = RANK and piece = 0 counts their load.
 
-    replicas to invalid, seed, experts: as `to_place` returns them
+    replicas to invalid, seed, experts: as `placement_arguments` returns them
     """
     pdl_trigger(PDL)
     token, peer, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -28,18 +28,18 @@ def receive(workspace: Workspace, out: Tensor, bound: int, *, put: bool = True, 
 
 
 def _receive_spec(workspace: Workspace, out: Tensor, bound: int, put: bool, take: bool) -> LaunchSpec:
-    g, places = workspace.dispatch_shape, workspace.places
+    g, tensors = workspace.dispatch_shape, workspace.local_tensors
     words, rounds = answer_bytes(g) // 4, answer_dtype(g) != g.dtype
     block, rows, top_k = piece_of(words), bound * g.returned, g.top_k // g.returned
     changing = (out if rounds else out.view(torch.int32), len(out))
     fixed = (
-        places["answers"] if rounds else places["answers"].view(torch.int32),
-        places["ids"],
-        workspace.sent,
+        tensors["answers"] if rounds else tensors["answers"].view(torch.int32),
+        tensors["ids"],
+        workspace.sent_ids,
         workspace.sent_weights,
         workspace.memory.addresses,
         workspace.sequence,
-        places["answer_packets"],
+        tensors["answer_packets"],
         workspace.offsets["answer_packets"],
         rows,
         g.slots_per_rank,
@@ -58,8 +58,8 @@ def _receive_spec(workspace: Workspace, out: Tensor, bound: int, put: bool, take
         "LANES": next_power_of_2(g.num_ranks),
         "DTYPE": getattr(tl, str(g.dtype).removeprefix("torch.")),
         "ROUNDS": rounds,
-        "FEW": places["answer_packets"].shape[1],
-        "PACKETS": places["answer_packets"].shape[2],
+        "FEW": tensors["answer_packets"].shape[1],
+        "PACKETS": tensors["answer_packets"].shape[2],
         "PUT": put,
         "TAKE": take,
         **({"enable_fp_fusion": False} if g.per_route else {}),  # products are rounded before they are added

@@ -1,8 +1,7 @@
-"""Return one number per route, such as the gradient of its weight: `reference.give_weights` and `take_weights` in
-Triton.
+"""The functions `send_route_values` and `receive_route_values` of `nvlink_p2p.reference`, in Triton.
 
-The rank of a route's expert writes its number, as one packet, to the token's rank. No other rank writes there, so
-nothing is summed.
+They return one number per route, such as the gradient of its weight. The rank of a route's expert writes the number, as
+one packet, to the token's rank. No other rank writes there, so nothing is summed.
 """
 
 # Triton's language has no types
@@ -23,8 +22,8 @@ from ep_moe.runtime.waiting import Waiting
 _BLOCK = 256  # routes of a program
 
 
-def give(workspace: Workspace, by_route: Tensor, bound: int) -> None:
-    key = ("give weights", bound)
+def send_route_values(workspace: Workspace, by_route: Tensor, bound: int) -> None:
+    key = ("send route values", bound)
     workspace.launch_cache.launch(key, (by_route,), partial(_give_spec, workspace, by_route, bound))
 
 
@@ -32,7 +31,7 @@ def _give_spec(workspace: Workspace, by_route: Tensor, bound: int) -> LaunchSpec
     g = workspace.dispatch_shape
     routes = bound * g.top_k
     fixed = (
-        workspace.places["ids"],
+        workspace.local_tensors["ids"],
         workspace.memory.addresses,
         workspace.sequence,
         workspace.offsets["weight_packets"],
@@ -58,13 +57,13 @@ def _give(
     put_packets(theirs + at, number.to(tl.int32, bitcast=True), tl.load(sequence), mine)
 
 
-def take(workspace: Workspace, out: Tensor) -> None:
-    workspace.launch_cache.launch("take weights", (out, out.numel()), partial(_take_spec, workspace, out))
+def receive_route_values(workspace: Workspace, out: Tensor) -> None:
+    workspace.launch_cache.launch("receive route values", (out, out.numel()), partial(_take_spec, workspace, out))
 
 
 def _take_spec(workspace: Workspace, out: Tensor) -> LaunchSpec:
-    fixed = (workspace.sent, workspace.places["weight_packets"], workspace.sequence)
-    grid = (cdiv(workspace.sent.numel(), _BLOCK),)
+    fixed = (workspace.sent_ids, workspace.local_tensors["weight_packets"], workspace.sequence)
+    grid = (cdiv(workspace.sent_ids.numel(), _BLOCK),)
     return LaunchSpec(_take_weights, grid, (out, out.numel()), fixed, {"BLOCK": _BLOCK})
 
 

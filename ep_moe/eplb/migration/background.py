@@ -18,7 +18,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import LayerTime, Price, verdict
 from ep_moe.eplb.migration.schedule import TransferSchedule, sub_plans, transfer_schedule
-from ep_moe.eplb.migration.transfer import Room
+from ep_moe.eplb.migration.transfer import StagingSize
 from ep_moe.eplb.planner.packing import Ints
 from ep_moe.eplb.planner.plan import plan
 from ep_moe.eplb.planner.score import loads_by_rank, traffic
@@ -55,9 +55,9 @@ class Decision:
         return int.from_bytes(text.digest()[:8], "big", signed=True)
 
     @cached_property
-    def room(self) -> Room:
+    def staging_size(self) -> StagingSize:
         """The staging memory that this rank needs."""
-        return Room.of_plan(part for parts in self.schedules for part in parts)
+        return StagingSize.of_plan(part for parts in self.schedules for part in parts)
 
 
 def default_planner(config: EPLBConfig, slots: Sequence[Sequence[int]]) -> Planner:
@@ -112,7 +112,7 @@ def decide(
     return Decision(planned if price.accepted else tuple(current), price)
 
 
-def given(maps: Sequence[ExpertMap], layers: int) -> Decision:
+def decision_for_user_maps(maps: Sequence[ExpertMap], layers: int) -> Decision:
     """Return a decision for a user's own maps. It runs as a plan does, so that all ranks learn of an error."""
     found = tuple(maps) if isinstance(maps, Iterable) else ()
     if len(found) != layers or not all(isinstance(placed, ExpertMap) for placed in found):
@@ -121,7 +121,7 @@ def given(maps: Sequence[ExpertMap], layers: int) -> Decision:
     return Decision(found)
 
 
-def laid_out(
+def add_transfer_schedules(
     call: Callable[[], Decision],
     layers: Sequence[tuple[Placement, ExpertMap, int]],
     *,
@@ -130,7 +130,9 @@ def laid_out(
     commit: int,
     ranks_per_node: int,
 ) -> Decision:
-    """Check the decision of `call`, and add to it all that would take long within a step: schedules, digest and room.
+    """Check the decision of `call`, and add its transfer schedules.
+
+    It also computes the digest and the staging size. All of this would take too long within a step.
 
     layers: of each layer the placement, the map that was in force at the same step on all ranks, and a slot's bytes
     budget: bytes of a step
@@ -149,11 +151,11 @@ def laid_out(
         parts.append(tuple(found))
     decision = replace(decision, schedules=tuple(parts))
     pause()
-    _ = decision.digest, decision.room  # computes these cached properties in this thread
+    _ = decision.digest, decision.staging_size  # computes these cached properties in this thread
     return decision
 
 
-def loads(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[LayerStats, ...]:
+def layer_load_stats(names: Sequence[str], load: Ints, maps: Sequence[ExpertMap]) -> tuple[LayerStats, ...]:
     """Return a window's load for each layer, by expert and by rank. Replicas of an expert share its load equally."""
     rows = zip(names, load.tolist(), loads_by_rank(load, maps).tolist(), strict=True)
     return tuple(LayerStats(name, tuple(experts), tuple(held)) for name, experts, held in rows)

@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, ProcessGroup
 from ep_moe.checks import flat_facts
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.migration.slots import Checksum, SlotStore
-from ep_moe.eplb.migration.transfer import BalancedLayer, Mover, Room, Staging
+from ep_moe.eplb.migration.transfer import BalancedLayer, Mover, Staging, StagingSize
 from ep_moe.errors import ConfigError, EPMoEError
 from ep_moe.parallel.collectives import all_gather_single
 from ep_moe.parallel.consensus import StoreConsensus
@@ -168,7 +168,7 @@ class StatusExchange:
         self._sums: tuple[Tensor, dist.Work | None] | None = None
         self._posted: tuple[Tensor, dist.Work | None] | None = None
 
-    def tell(self, facts: RankStatus) -> None:
+    def post_status(self, facts: RankStatus) -> None:
         own = torch.tensor(list(map(int, vars(facts).values())), dtype=torch.int64, device="cpu")
         every, work = own, None
         if self.rank_group.size > 1:
@@ -176,22 +176,22 @@ class StatusExchange:
             work = all_gather_single(every, own, group=self.rank_group.group, async_op=True)
         self._posted = every, work
 
-    def hear(self) -> list[RankStatus]:
-        """Return the status of all ranks as of the last `tell`."""
-        assert self._posted is not None, "tell first"
+    def wait_for_statuses(self) -> list[RankStatus]:
+        """Return the status of all ranks as of the last `post_status`."""
+        assert self._posted is not None, "post_status first"
         (every, work), self._posted = self._posted, None
         self._await("eplb agree", work)
         return [RankStatus.of(row) for row in every.view(-1, len(fields(RankStatus))).tolist()]
 
-    def add(self, counts: Tensor) -> None:
+    def post_load_counts(self, counts: Tensor) -> None:
         """Begin to sum host int64 `counts` over the ranks."""
         work = None
         if self.rank_group.size > 1:
             work = dist.all_reduce(counts, group=self.rank_group.group, async_op=True)
         self._sums = counts, work
 
-    def sums(self) -> Tensor:
-        assert self._sums is not None, "add first"
+    def wait_for_load_sums(self) -> Tensor:
+        assert self._sums is not None, "post_load_counts first"
         (counts, work), self._sums = self._sums, None
         self._await("eplb sum", work)
         return counts
@@ -234,7 +234,9 @@ class Connections:
 
     def close(self) -> None:
         self.closed = True
-        self.consensus.healthy("ExpertBalancer.close", None)  # no rank closes connections that a peer still uses
+        self.consensus.raise_on_all_ranks(
+            "ExpertBalancer.close", None
+        )  # no rank closes connections that a peer still uses
         for group in self.groups:
             dist.destroy_process_group(group)
 
@@ -270,7 +272,7 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     try:
         # first among the ranks that run these layers; their problem reaches the rest of the world below
         facts = _facts(layers, stores, context.device)
-        context.consensus.same("ExpertBalancer", facts, _problem(layers, context, config))
+        context.consensus.require_equal("ExpertBalancer", facts, _problem(layers, context, config))
         staging = _staging(stores, context.device, config)
     except EPMoEError as error:
         problem = error
@@ -279,7 +281,7 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
         name = numbered("balancer", layout.ranks)
         scope = PrefixStore(name, default_store())
         every = StoreConsensus(scope, layout.ranks, layout.rank, context.flight_recorder.deadline_s)
-        every.same("ExpertBalancer", {} if problem is not None else flat_facts(config, "EPLBConfig"), problem)
+        every.require_equal("ExpertBalancer", {} if problem is not None else flat_facts(config, "EPLBConfig"), problem)
     elif problem is not None:
         raise problem
     assert staging is not None, "all ranks would have raised"
@@ -291,7 +293,7 @@ def connect(given: nn.Module | Sequence[BalancedLayer], context: Context, config
     mover = Mover(_dedicated_rank_group(context, "ep", name, kind, seconds, groups), staging, deadline / 2)
     for layer in layers:
         mover.warm_up(layer)
-    context.consensus.healthy("ExpertBalancer", None)  # wait until all ranks are connected
+    context.consensus.raise_on_all_ranks("ExpertBalancer", None)  # wait until all ranks are connected
     return Connections(layers, mover, status_exchange, name, deadline, context.consensus, groups)
 
 
@@ -301,13 +303,13 @@ def _staging(stores: Sequence[SlotStore], device: torch.device, config: EPLBConf
     It comes before any group is made, so that a rank without enough memory raises while no peer waits for it.
     """
     sizes = [(store.slots, store.row_bytes) for store in stores]
-    room = Room.usual(sizes, budget=config.bytes_per_step, commit=config.bytes_per_commit)
+    size = StagingSize.usual(sizes, budget=config.bytes_per_step, commit=config.bytes_per_commit)
     try:
-        return Staging(room, max(slots for slots, _ in sizes), device)
+        return Staging(size, max(slots for slots, _ in sizes), device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"EPLBConfig.bytes_per_commit={config.bytes_per_commit} and bytes_per_step={config.bytes_per_step} need "
-            f"{sum(room.rows) + room.outbox} bytes of memory on {device}, which has less free; lower them"
+            f"{sum(size.rows) + size.outbox} bytes of memory on {device}, which has less free; lower them"
         ) from error
 
 

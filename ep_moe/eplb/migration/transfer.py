@@ -76,7 +76,7 @@ class Mover:
                 store.examine(row, self.staging.damage[slot])
                 store.address({slot: row}, self.staging.pairs)
                 store.write({slot: row}, self.staging.pairs)
-            self.staging.seen.copy_(self.staging.damage, non_blocking=True)
+            self.staging.damage_on_host.copy_(self.staging.damage, non_blocking=True)
         self.make_caller_wait()
         if self.stream is not None:
             # fill torch's cache with pinned memory, through which maps are put in force: several may be in use at once
@@ -144,15 +144,15 @@ class Migration:
     def __init__(self, layer: BalancedLayer, transfer_schedule: TransferSchedule, mover: Mover) -> None:
         self.layer, self.transfer_schedule, self._mover = layer, transfer_schedule, mover
         self._rank = mover.rank_group.rank
-        self._updates, self._written = layer.expert_weights.updates, layer.expert_weights.written()
+        self._updates, self._written = layer.expert_weights.updates, layer.expert_weights.version_key()
         self._store = mover.store(layer)
         self._batches, self._staged = transfer_schedule.batches, transfer_schedule.staged
         self._place = {expert: index for index, expert in enumerate(self._staged)}
         # the buffers are shared by all migrations, of which one is under way at a time
         self._damage = mover.staging.damage[: len(self._staged)].zero_()
-        self._seen = mover.staging.seen[: len(self._staged)].zero_()
+        self._damage_on_host = mover.staging.damage_on_host[: len(self._staged)].zero_()
         self._next = 0
-        self._flight: _Flight | None = None
+        self._batch_transfer: _BatchTransfer | None = None
         self._rows: dict[int, Tensor] | None = None  # by slot, once `_prepare` was called
         # once, not for each batch: if the host is far ahead of the device, each batch would wait for all queued
         # forwards; weights that are written in the meantime make the migration outdated
@@ -160,11 +160,11 @@ class Migration:
 
     @property
     def done(self) -> bool:
-        return self._flight is None and self._next == len(self._batches)
+        return self._batch_transfer is None and self._next == len(self._batches)
 
     def damage(self) -> str:
         """Return a sentence about rows that do not match their checksums; "" if all do. Call it once `done`."""
-        bad = [self._staged[index] for index in self._seen.nonzero().flatten().tolist()]
+        bad = [self._staged[index] for index in self._damage_on_host.nonzero().flatten().tolist()]
         if not bad:
             return ""
         origin = {t.expert: t.source for t in self.transfer_schedule.moves.transfers if t.target == self._rank}
@@ -190,18 +190,18 @@ class Migration:
 
         Other ranks cannot know it.
         """
-        return self.layer.expert_weights.written() != self._written
+        return self.layer.expert_weights.version_key() != self._written
 
     def advance(self) -> None:
         """Check the current batch, and start the next. Raise PeerTimeout if a peer does not answer in time."""
         if self._next == len(self._batches):
             self._prepare()  # here, because this step starts no batch
-        if self._flight is not None:
-            if not self._flight.landed(self.layer.name):
+        if self._batch_transfer is not None:
+            if not self._batch_transfer.check_complete(self.layer.name):
                 return
             if self._mover.stream is None:
                 self._examine(self._batches[self._next - 1])
-            self._flight = None
+            self._batch_transfer = None
         if self._next < len(self._batches):
             batch, self._next = self._batches[self._next], self._next + 1
             with self._mover.beside():
@@ -210,7 +210,7 @@ class Migration:
                     for work, _ in works:
                         work.wait()  # makes the stream wait, not the host
                     self._examine(batch)
-            self._flight = _Flight(self._mover, works)
+            self._batch_transfer = _BatchTransfer(self._mover, works)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -260,7 +260,7 @@ class Migration:
         for expert in (*batch.copies, *complete):
             self._store.examine(self._row(expert), self._damage[self._place[expert]])
         if self._next == len(self._batches):
-            self._seen.copy_(self._damage, non_blocking=True)
+            self._damage_on_host.copy_(self._damage, non_blocking=True)
 
     def _slot(self, expert: int) -> int:
         return self.transfer_schedule.old.local(self._rank).index(expert)
@@ -272,11 +272,11 @@ class Migration:
         return self._row(piece.expert)[piece.start : piece.stop]
 
 
-class _Flight:
+class _BatchTransfer:
     """A batch in transfer.
 
-    On a GPU it has landed once the stream has reached its event, which is queried without waiting. On a CPU the
-    transfer runs beside the forward, and `landed` waits for the rest of it.
+    On a GPU it is complete once the stream has reached its event, which is queried without waiting. On a CPU the
+    transfer runs beside the forward, and `check_complete` waits for the rest of it.
     """
 
     def __init__(self, mover: Mover, works: list[tuple[dist.Work, str]]) -> None:
@@ -287,7 +287,8 @@ class _Flight:
             self._event = torch.cuda.Event()
             self._event.record(mover.stream)
 
-    def landed(self, layer: str) -> bool:
+    def check_complete(self, layer: str) -> bool:
+        """Return whether the batch is complete. Raise PeerTimeout if a peer does not answer in time."""
         if self._event is None:
             for work, text in self._works:
                 try:
@@ -316,7 +317,7 @@ _CYCLE = 8  # experts of a rank that change places in one cycle: more are rare u
 
 
 @dataclass(frozen=True)
-class Room:
+class StagingSize:
     """The staging memory that one rank needs, in bytes.
 
     rows: bytes of each expert that waits for its commit, the largest first
@@ -327,8 +328,8 @@ class Room:
     outbox: int = 0
 
     @classmethod
-    def usual(cls, layers: Iterable[tuple[int, int]], *, budget: int, commit: int) -> Room:
-        """Return the room for all maps, except those in which experts change places in cycles longer than `_CYCLE`.
+    def usual(cls, layers: Iterable[tuple[int, int]], *, budget: int, commit: int) -> StagingSize:
+        """Return the size for all maps, except those in which experts change places in cycles longer than `_CYCLE`.
 
         layers: (slots of this rank, bytes of a row) of each layer
         budget: bytes of a step
@@ -339,12 +340,12 @@ class Room:
         )
 
     @classmethod
-    def of_plan(cls, parts: Iterable[TransferSchedule]) -> Room:
+    def of_plan(cls, parts: Iterable[TransferSchedule]) -> StagingSize:
         return cls._for_one_of((len(part.staged), part.row_bytes, part.outbox_bytes) for part in parts)
 
     @classmethod
-    def _for_one_of(cls, needs: Iterable[tuple[int, int, int]]) -> Room:
-        """Return the room that satisfies any one of the needs at a time. needs: (rows, bytes of each, outbox)"""
+    def _for_one_of(cls, needs: Iterable[tuple[int, int, int]]) -> StagingSize:
+        """Return the size that satisfies any one of the needs at a time. needs: (rows, bytes of each, outbox)"""
         needs = list(needs)
         largest = [0] * max([rows for rows, _, _ in needs], default=0)
         for rows, size, _ in needs:
@@ -359,37 +360,37 @@ class Staging:
 
     Memory that a plan needs beyond this is allocated for the plan and freed after it.
 
-    kept: the room that is kept
+    kept: the size that is kept
     slots: the most slots of this rank in any layer
     damage: int64 [slots] on the device, the checksum difference of each row, 0 for an intact one
-    seen: a copy of `damage` on the host, pinned for a GPU
+    damage_on_host: a copy of `damage` on the host, pinned for a GPU
     pairs: int64 [slots, 2] on the device, which row goes to which slot (`SlotStore.address`)
     """
 
     @torch.inference_mode(False)  # tensors made in inference mode could not be written outside of it
-    def __init__(self, kept: Room, slots: int, device: torch.device) -> None:
+    def __init__(self, kept: StagingSize, slots: int, device: torch.device) -> None:
         self.device, self._kept = device, len(kept.rows)
         self._rows = [self._empty(size) for size in kept.rows]
         self._outbox = self._empty(kept.outbox)
         self.damage = torch.zeros(slots, dtype=torch.int64, device=device)
         self.pairs = torch.zeros(slots, 2, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(slots, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+        self.damage_on_host = torch.zeros(slots, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
 
     @property
     def bytes(self) -> int:
         """Bytes of the memory for experts."""
         return sum(row.numel() for row in self._rows) + self._outbox.numel()
 
-    def reserve(self, room: Room) -> bool:
-        """Allocate some of the memory that `room` lacks. Return whether all of it is there.
+    def reserve(self, needed: StagingSize) -> bool:
+        """Allocate some of the memory that is missing for `needed`. Return whether all of it is there.
 
         It runs before any transfer, so that a rank without memory reports it while no peer waits for it. It does not
         allocate all at once, because forwards wait for allocations.
         """
-        if self._outbox.numel() < room.outbox:
-            self._outbox = self._empty(room.outbox)
+        if self._outbox.numel() < needed.outbox:
+            self._outbox = self._empty(needed.outbox)
         made = 0
-        for place, size in enumerate(room.rows):
+        for place, size in enumerate(needed.rows):
             if place < len(self._rows) and self._rows[place].numel() >= size:
                 continue
             if made >= _MADE_AT_ONCE:

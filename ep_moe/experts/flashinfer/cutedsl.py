@@ -85,8 +85,8 @@ def arguments(kernel: Kernel, device: torch.device) -> dict[str, Any]:
     }
 
 
-def own_shapes(rows: int, hidden: int, slots: int, top_k: int) -> Shapes:
-    """Return the tensors that the operator places in the workspace."""
+def operator_scratch_shapes(rows: int, hidden: int, slots: int, top_k: int) -> Shapes:
+    """Return the scratch tensors that the operator places in the workspace."""
     return {
         "ids": ((rows, top_k), torch.int32),
         "weights": ((rows, top_k), torch.float32),
@@ -100,8 +100,8 @@ def own_shapes(rows: int, hidden: int, slots: int, top_k: int) -> Shapes:
     }
 
 
-def own_bytes(rows: int, hidden: int, slots: int, top_k: int) -> int:
-    return carved_bytes(own_shapes(rows, hidden, slots, top_k))
+def operator_scratch_bytes(rows: int, hidden: int, slots: int, top_k: int) -> int:
+    return carved_bytes(operator_scratch_shapes(rows, hidden, slots, top_k))
 
 
 @operator("cutedsl_moe")
@@ -139,22 +139,22 @@ def cutedsl_moe(
         out.zero_()
         return
     kernel = Kernel(slots, top_k, hidden, inner, out.dtype, activation, alpha, beta, limit, fused_finalize)
-    own = carve(workspace, own_shapes(min(rows, chunk), hidden, slots, top_k))
+    scratch = carve(workspace, operator_scratch_shapes(min(rows, chunk), hidden, slots, top_k))
     stored = dict(zip(SCALES, scales, strict=True))
-    _scale_call(own, stored, input_scale)
+    _scale_call(scratch, stored, input_scale)
     moe = wrapper(kernel, x.device)
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
-        part_ids, part_weights = own["ids"][:count], own["weights"][:count]
+        part_ids, part_weights = scratch["ids"][:count], scratch["weights"][:count]
         clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids,
                   None if weights is None else part_weights)  # fmt: skip
         if weights is None:
             part_weights.fill_(1.0)
-        send_elsewhere(part_ids, slots)
+        replace_missing_ids(part_ids, slots)
         if x_scale is None:
-            part_rows, part_scale = own["rows"][:count], own["row_scale"][:count]
-            nvfp4_rows(x[part], own["input1"], part_rows, part_scale)
+            part_rows, part_scale = scratch["rows"][:count], scratch["row_scale"][:count]
+            nvfp4_rows(x[part], scratch["input1"], part_rows, part_scale)
         else:
             part_rows, part_scale = x[part], x_scale[part]
         y = moe.run(
@@ -164,28 +164,28 @@ def cutedsl_moe(
             token_final_scales=part_weights,
             w1_weight=w13,
             w1_weight_sf=mma_view(stored["w13_scale"]),
-            w1_alpha=own["alpha1"],
-            fc2_input_scale=own["quant2"],
+            w1_alpha=scratch["alpha1"],
+            fc2_input_scale=scratch["quant2"],
             w2_weight=w2,
             w2_weight_sf=mma_view(stored["w2_scale"]),
-            w2_alpha=own["alpha2"],
+            w2_alpha=scratch["alpha2"],
         )
         out[part].copy_(y)
 
 
-def _scale_call(own: dict[str, Tensor], stored: dict[str, Tensor], input_scale: float | None) -> None:
+def _scale_call(scratch: dict[str, Tensor], stored: dict[str, Tensor], input_scale: float | None) -> None:
     """Fill in the scales of one call."""
     # a row has one scale for all its experts, and the kernel takes one scale for the second product's input
-    torch.amax(stored["w13_input_scale"], 0, out=own["input1"])
-    torch.amax(stored["w2_input_scale"], 0, out=own["input2"])
+    torch.amax(stored["w13_input_scale"], 0, out=scratch["input1"])
+    torch.amax(stored["w2_input_scale"], 0, out=scratch["input2"])
     if input_scale is not None:
-        own["input1"].fill_(input_scale)
-    torch.reciprocal(own["input2"], out=own["quant2"][0])
-    torch.mul(stored["w13_global_scale"], own["input1"], out=own["alpha1"])
-    torch.mul(stored["w2_global_scale"], own["input2"], out=own["alpha2"])
+        scratch["input1"].fill_(input_scale)
+    torch.reciprocal(scratch["input2"], out=scratch["quant2"][0])
+    torch.mul(stored["w13_global_scale"], scratch["input1"], out=scratch["alpha1"])
+    torch.mul(stored["w2_global_scale"], scratch["input2"], out=scratch["alpha2"])
 
 
-def send_elsewhere(ids: Tensor, slots: int) -> None:
+def replace_missing_ids(ids: Tensor, slots: int) -> None:
     """Replace each id -1 by an id without a slot, distinct within the row: `slots` plus its position in the row.
 
     The kernel takes these for experts of another rank (`num_local_experts`, `local_expert_offset`), and `moe_sort`
@@ -271,7 +271,8 @@ class FlashInferCuteDslExperts(FlashInferExperts):
     def workspace_bytes(self) -> int:
         if not self.weights.num_slots:
             return 0
-        return own_bytes(self.chunk_rows, self.config.hidden_size, self.weights.num_slots, self.config.top_k)
+        config = self.config
+        return operator_scratch_bytes(self.chunk_rows, config.hidden_size, self.weights.num_slots, config.top_k)
 
     def _call(self, given: Given) -> None:
         config, clamped = self.config, self.config.activation is Activation.SWIGLU_CLAMPED

@@ -326,7 +326,7 @@ class FlashInferCutlassExperts(FlashInferExperts):
         scratch = cutlass_op.scratch_bytes(
             self.runner, *shape, ACTIVATIONS[self.config.activation], self.workspaces.device
         )
-        return cutlass_op.own_bytes(self.runner, *shape) + scratch
+        return cutlass_op.operator_scratch_bytes(self.runner, *shape) + scratch
 
     def _call(self, given: Given) -> None:
         self._advise()

@@ -132,8 +132,10 @@ def scratch_bytes(
     )
 
 
-def own_shapes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, weighted: bool) -> Shapes:
-    """Return the tensors that the operator places in the workspace before FlashInfer's scratch."""
+def operator_scratch_shapes(
+    runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int, weighted: bool
+) -> Shapes:
+    """Return the scratch tensors that the operator places in the workspace before FlashInfer's scratch."""
     shapes: Shapes = {"ids": ((rows, top_k), torch.int32)}
     if weighted:
         shapes["weights"] = ((rows, top_k), torch.float32)
@@ -155,8 +157,8 @@ def own_shapes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, t
     return shapes
 
 
-def own_bytes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int) -> int:
-    return carved_bytes(own_shapes(runner, rows, hidden, inner, slots, top_k, weighted=True))
+def operator_scratch_bytes(runner: Runner, rows: int, hidden: int, inner: int, slots: int, top_k: int) -> int:
+    return carved_bytes(operator_scratch_shapes(runner, rows, hidden, inner, slots, top_k, weighted=True))
 
 
 @operator("cutlass_moe")
@@ -200,11 +202,11 @@ def cutlass_moe(
         out.zero_()
         return
     runner = runner_of(out.dtype, w13.dtype, scheme, fused_finalize)
-    shapes = own_shapes(runner, min(rows, chunk), hidden, inner, slots, ids.shape[1], weights is not None)
-    own = carve(workspace, shapes)
+    shapes = operator_scratch_shapes(runner, min(rows, chunk), hidden, inner, slots, ids.shape[1], weights is not None)
+    scratch = carve(workspace, shapes)
     if scheme in DYNAMIC:
-        _measure(x, ids, base, own, slots, chunk)
-    handed = _Rows(scheme, dict(zip(scale_names(scheme), scales, strict=True)), own, activation_bound, input_scale)
+        _measure(x, ids, base, scratch, slots, chunk)
+    handed = _Rows(scheme, dict(zip(scale_names(scheme), scales, strict=True)), scratch, activation_bound, input_scale)
     fixed: dict[str, Any] = {
         **ALONE,
         "fc1_expert_weights": w13.view(runner.weight),
@@ -216,12 +218,12 @@ def cutlass_moe(
         "tp_size": etp_rank + 1,  # the kernel only checks tp_rank == 0, to add w2_bias
         "tp_rank": etp_rank,
         "base_activation_type": activation,
-        "workspace_buffer": own["rest"],
+        "workspace_buffer": scratch["rest"],
     }
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
-        part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
+        part_ids, part_weights = scratch["ids"][:count], None if weights is None else scratch["weights"][:count]
         clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids, part_weights)
         row_input, row_scale = handed.as_read(x[part], None if x_scale is None else x_scale[part])
         run_moe(
@@ -240,18 +242,24 @@ class _Rows:
     """Prepare one call's rows for FlashInfer. scales: its `quant_scales`, filled here or when rows are rounded"""
 
     def __init__(
-        self, scheme: str, stored: dict[str, Tensor], own: dict[str, Tensor], bound: float, input_scale: float | None
+        self,
+        scheme: str,
+        stored: dict[str, Tensor],
+        scratch: dict[str, Tensor],
+        bound: float,
+        input_scale: float | None,
     ) -> None:
         """stored: the scheme's tensors by name; bound: upper bound of activations; input_scale: scale of rows that
         arrived rounded, if they have one"""
-        self._scheme, self._stored, self._own, self._inputs = scheme, stored, own, _inputs(scheme, stored, own, bound)
+        self._scheme, self._stored, self._scratch = scheme, stored, scratch
+        self._inputs = _inputs(scheme, stored, scratch, bound)
         self._come_rounded = input_scale is not None
         if scheme == "int4_fp8":
             assert self._inputs is not None
-            column_scales(self._inputs, own["act1"], own["act2"], own["alpha1"], own["alpha2"])
+            column_scales(self._inputs, scratch["act1"], scratch["act2"], scratch["alpha1"], scratch["alpha2"])
         if scheme in BLOCK_SCALED:
-            _fill_scales(scheme, stored, own, input_scale)
-        self.scales = quant_scales(scheme, stored, own)
+            _fill_scales(scheme, stored, scratch, input_scale)
+        self.scales = quant_scales(scheme, stored, scratch)
         if scheme == "fp8_static" and input_scale is not None:
             each = stored["w13_scale"], stored["w2_scale"], stored["w2_input_scale"]
             fill_scales(input_scale, *each, TensorScales(*self.scales))
@@ -259,21 +267,21 @@ class _Rows:
     def as_read(self, x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return rows as the kernel reads them, and their block scales. x, x_scale: a part of the call's rows"""
         if self._scheme in BLOCK_SCALED and x_scale is None:
-            rows, scale = self._own["rows"][: len(x)], self._own["row_scale"][: len(x)]
-            _round_blocks(self._scheme, x, self._own, rows, scale)
+            rows, scale = self._scratch["rows"][: len(x)], self._scratch["row_scale"][: len(x)]
+            _round_blocks(self._scheme, x, self._scratch, rows, scale)
             return rows, scale
         if self._scheme in PRE_ROUNDED and not self._come_rounded:
             assert self._inputs is not None
-            rows, each = self._own["rows"][: len(x)], (self._stored["w13_scale"], self._stored["w2_scale"])
+            rows, each = self._scratch["rows"][: len(x)], (self._stored["w13_scale"], self._stored["w2_scale"])
             round_rows(x, *each, self._inputs, rows, TensorScales(*self.scales))
             return rows, x_scale
         return x, x_scale
 
 
-def _inputs(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], bound: float) -> Inputs | None:
+def _inputs(scheme: str, stored: Mapping[str, Tensor], scratch: Mapping[str, Tensor], bound: float) -> Inputs | None:
     """Return the source of row scales, for schemes with one scale for all rows."""
     if scheme in DYNAMIC:
-        return Inputs(own["extremes"], stored["w13_bound"], dynamic=True, activation_bound=bound)
+        return Inputs(scratch["extremes"], stored["w13_bound"], dynamic=True, activation_bound=bound)
     if scheme == "fp8_static":
         return Inputs(stored["w13_input_scale"], stored["w2_input_scale"], dynamic=False)
     return None
@@ -314,17 +322,17 @@ def scale_names(scheme: str) -> tuple[str, ...]:
     }[scheme]
 
 
-def _measure(x: Tensor, ids: Tensor, base: int, own: dict[str, Tensor], slots: int, chunk: int) -> None:
+def _measure(x: Tensor, ids: Tensor, base: int, scratch: dict[str, Tensor], slots: int, chunk: int) -> None:
     """Measure the extremes of all rows of the call, so that its chunks have one scale."""
-    own["extremes"].zero_()
+    scratch["extremes"].zero_()
     for start in range(0, len(x), chunk):
-        part_ids = own["ids"][: min(chunk, len(x) - start)]
+        part_ids = scratch["ids"][: min(chunk, len(x) - start)]
         clean_ids(ids[start : start + chunk], None, base, slots, part_ids, None)
-        row_extremes(x[start : start + chunk], part_ids, own["extremes"])
+        row_extremes(x[start : start + chunk], part_ids, scratch["extremes"])
 
 
 def _fill_scales(
-    scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor], input_scale: float | None
+    scheme: str, stored: Mapping[str, Tensor], scratch: Mapping[str, Tensor], input_scale: float | None
 ) -> None:
     """Fill the scales that the kernel takes besides block scales.
 
@@ -332,40 +340,40 @@ def _fill_scales(
     only have block scales.
     """
     if scheme != "nvfp4":
-        own["ones"].fill_(1.0)
+        scratch["ones"].fill_(1.0)
         return
     # a row has one scale for all its experts; the second product's input has one scale per expert
     if input_scale is None:
-        torch.amax(stored["w13_input_scale"], 0, out=own["input_scale"])
+        torch.amax(stored["w13_input_scale"], 0, out=scratch["input_scale"])
     else:
-        own["input_scale"].fill_(input_scale)
-    torch.reciprocal(own["input_scale"], out=own["quant1"])
-    torch.reciprocal(stored["w2_input_scale"], out=own["quant2"])
-    torch.mul(stored["w13_global_scale"], own["input_scale"], out=own["alpha1"])
-    torch.mul(stored["w2_global_scale"], stored["w2_input_scale"], out=own["alpha2"])
+        scratch["input_scale"].fill_(input_scale)
+    torch.reciprocal(scratch["input_scale"], out=scratch["quant1"])
+    torch.reciprocal(stored["w2_input_scale"], out=scratch["quant2"])
+    torch.mul(stored["w13_global_scale"], scratch["input_scale"], out=scratch["alpha1"])
+    torch.mul(stored["w2_global_scale"], stored["w2_input_scale"], out=scratch["alpha2"])
 
 
-def _round_blocks(scheme: str, x: Tensor, own: Mapping[str, Tensor], rows: Tensor, scale: Tensor) -> None:
+def _round_blocks(scheme: str, x: Tensor, scratch: Mapping[str, Tensor], rows: Tensor, scale: Tensor) -> None:
     if scheme == "nvfp4":
-        nvfp4_rows(x, own["input_scale"], rows, scale)
+        nvfp4_rows(x, scratch["input_scale"], rows, scale)
     else:
         mxfp8_rows(x, rows, scale)
 
 
-def quant_scales(scheme: str, stored: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return FlashInfer's `quant_scales`, from stored tensors and from tensors in the workspace (`own`)."""
+def quant_scales(scheme: str, stored: Mapping[str, Tensor], scratch: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return FlashInfer's `quant_scales`, from stored tensors and from the operator's scratch tensors."""
     weights = [stored[name] for name in ("w13_scale", "w2_scale") if name in stored]
     if scheme in PRE_ROUNDED:
-        return [own["alpha1"], own["quant2"], own["alpha2"], own["input_scale"]]
+        return [scratch["alpha1"], scratch["quant2"], scratch["alpha2"], scratch["input_scale"]]
     if scheme == "int4_fp8":
-        nothing = own["act1"][:0]
-        return [*weights, own["act1"], own["act2"], nothing, nothing, own["alpha1"], own["alpha2"]]
+        nothing = scratch["act1"][:0]
+        return [*weights, scratch["act1"], scratch["act2"], nothing, nothing, scratch["alpha1"], scratch["alpha2"]]
     if scheme == "mxfp4_fp8":
         first, second = stored["w13_residual"], stored["w2_residual"]
         return [weights[0], first, first, weights[1], second]  # the third is reserved, not read
     if scheme in BLOCK_SCALED:
         first, second = (scale.view(torch.int32) for scale in weights)
         if scheme == "nvfp4":
-            return [own["quant1"], first, own["alpha1"], own["quant2"], second, own["alpha2"]]
-        return [first, own["ones"], second, own["ones"]]
+            return [scratch["quant1"], first, scratch["alpha1"], scratch["quant2"], second, scratch["alpha2"]]
+        return [first, scratch["ones"], second, scratch["ones"]]
     return weights

@@ -87,8 +87,8 @@ class FlashInferTrtllmExperts(FlashInferExperts):
     def workspace_bytes(self) -> int:
         if not self.weights.num_slots:
             return 0
-        config = self.config
-        return trtllm_op.own_bytes(self.weights.scheme.name, self.chunk_rows, config.hidden_size, config.top_k)
+        config, scheme = self.config, self.weights.scheme.name
+        return trtllm_op.operator_scratch_bytes(scheme, self.chunk_rows, config.hidden_size, config.top_k)
 
     def _call(self, given: Given) -> None:
         weights = self.weights

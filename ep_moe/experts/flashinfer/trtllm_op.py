@@ -100,12 +100,12 @@ def row_shapes(scheme: str, rows: int, hidden: int) -> Shapes:
 
 
 def quantize_rows(
-    x: Tensor, scheme: str, input_scale: Tensor | None, own: Mapping[str, Tensor]
+    x: Tensor, scheme: str, input_scale: Tensor | None, scratch: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
     """Round rows for the scheme's entry, and return them with their scales.
 
-    x: bf16 [N, H]; input_scale: float32 scalar for calibrated schemes, else None; own: tensors of `row_shapes` with at
-    least N rows
+    x: bf16 [N, H]; input_scale: float32 scalar for calibrated schemes, else None
+    scratch: tensors of `row_shapes` with at least N rows
 
     none, mxfp4, mxint4   x itself
     fp8_static            E4M3 [N, H], saturating
@@ -116,9 +116,9 @@ def quantize_rows(
     if scheme == "fp8_block":
         data, scale = round_blocks(x)
         return data, scale.t().contiguous()
-    if "rows" not in own:
+    if "rows" not in scratch:
         return x, None
-    rows, scales = own["rows"][: len(x)], own["row_scales"][: len(x)] if "row_scales" in own else None
+    rows, scales = scratch["rows"][: len(x)], scratch["row_scales"][: len(x)] if "row_scales" in scratch else None
     if scales is None:
         assert input_scale is not None
         return rows.copy_(to_fp8(x, input_scale)), None
@@ -256,16 +256,16 @@ def _fp4_arguments(
     }
 
 
-def own_shapes(scheme: str, rows: int, hidden: int, top_k: int, weighted: bool) -> Shapes:
-    """Return the tensors that the operator places in the workspace."""
+def operator_scratch_shapes(scheme: str, rows: int, hidden: int, top_k: int, weighted: bool) -> Shapes:
+    """Return the scratch tensors that the operator places in the workspace."""
     shapes: Shapes = dict.fromkeys(("ids", "packed"), ((rows, top_k), torch.int32))
     if weighted:
         shapes["weights"] = ((rows, top_k), torch.float32)
     return shapes | row_shapes(scheme, rows, hidden)
 
 
-def own_bytes(scheme: str, rows: int, hidden: int, top_k: int) -> int:
-    return carved_bytes(own_shapes(scheme, rows, hidden, top_k, weighted=True))
+def operator_scratch_bytes(scheme: str, rows: int, hidden: int, top_k: int) -> int:
+    return carved_bytes(operator_scratch_shapes(scheme, rows, hidden, top_k, weighted=True))
 
 
 @operator("trtllm_moe")
@@ -303,7 +303,7 @@ def trtllm_moe(
     if slots == 0:  # the launcher needs an expert; without rows the loop below does not call it
         out.zero_()
         return
-    own = carve(workspace, own_shapes(scheme, min(rows, chunk), hidden, top_k, weights is not None))
+    scratch = carve(workspace, operator_scratch_shapes(scheme, min(rows, chunk), hidden, top_k, weights is not None))
     stored = dict(zip(scale_names(scheme), scales, strict=True))
     if input_scale is not None:
         stored["w13_input_scale"] = torch.full((slots,), input_scale, device=x.device)
@@ -311,12 +311,12 @@ def trtllm_moe(
     for start in range(0, rows, chunk):
         part = slice(start, min(start + chunk, rows))
         count = part.stop - part.start
-        part_ids, part_weights = own["ids"][:count], None if weights is None else own["weights"][:count]
+        part_ids, part_weights = scratch["ids"][:count], None if weights is None else scratch["weights"][:count]
         clean_ids(ids[part], None if weights is None else weights[part], base, slots, part_ids, part_weights)
-        packed = own["packed"][:count]
+        packed = scratch["packed"][:count]
         pack(part_ids, part_weights, slots, packed)
         if x_scale is None:
-            data, row_scale = quantize_rows(x[part], scheme, of_rows, own)
+            data, row_scale = quantize_rows(x[part], scheme, of_rows, scratch)
         else:  # the fp8_block entry reads transposed scales
             data, row_scale = x[part], x_scale[part].t().contiguous() if scheme == "fp8_block" else x_scale[part]
         call(

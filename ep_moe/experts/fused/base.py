@@ -23,7 +23,7 @@ from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.capabilities import FusedCapabilities as FusedCapabilities
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.placement.deferred import given_ids
+from ep_moe.placement.deferred import ids_for_checks
 from ep_moe.placement.expert_map import ExpertMap
 from ep_moe.quant.schemes import PLAIN, Scheme
 from ep_moe.renamed import PLUGIN_HOOKS, renamed, take_old_names
@@ -357,7 +357,7 @@ class FusedExperts(ABC):
             return None
         if not isinstance(routed, PhysicalRouting):
             return f"routing must be a PhysicalRouting (pass it through Placement), got {type(routed).__name__}"
-        return routing_problem(given_ids(routed), routed.weights, x, g.top_k)
+        return routing_problem(ids_for_checks(routed), routed.weights, x, g.top_k)
 
 
 class FusedCall:

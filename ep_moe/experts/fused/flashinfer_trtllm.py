@@ -121,8 +121,8 @@ class FlashInferTrtllmMonolithic(FusedExperts):
     def _rounded(self, x: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         scheme = self.weights.scheme.name
         shapes = trtllm_op.row_shapes(scheme, len(x), x.shape[1])
-        own = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (size, dtype) in shapes.items()}
-        return trtllm_op.quantize_rows(x, scheme, input_scale, own)
+        scratch = {name: torch.empty(size, dtype=dtype, device=x.device) for name, (size, dtype) in shapes.items()}
+        return trtllm_op.quantize_rows(x, scheme, input_scale, scratch)
 
     def _problem(self, x: Tensor, routed: Routed, max_tokens: int | None) -> str | None:
         problem = super()._problem(x, routed, max_tokens)

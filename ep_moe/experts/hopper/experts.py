@@ -25,7 +25,7 @@ from ep_moe.experts.hopper.step import SCALINGS
 from ep_moe.experts.layouts import expected_pairs, row_bounds
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime import nvrtc
-from ep_moe.runtime.launch_cache import KeptLaunches, Launch, RecordedLaunches, at_once
+from ep_moe.runtime.launch_cache import KeptLaunches, Launch, RecordedLaunches, launch_directly
 from ep_moe.types import Activation, PeerRows, Received, RowLayout, Weighting
 from ep_moe.weights.main_grads import GradientOut
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # supported by the kernels, whose last branch would run for any other activation
 ACTIVATIONS = frozenset({Activation.SWIGLU, Activation.GEGLU, Activation.SWIGLU_CLAMPED, Activation.RELU2})
-_PLACES = 32  # most recorded calls of a layer
+_MAX_RECORDED_CALLS = 32  # of a layer
 
 
 class HopperExperts(Experts):
@@ -100,23 +100,23 @@ class HopperExperts(Experts):
     def _step(self, received: Received, out: Tensor, peers: PeerRows | None) -> None:
         # rows that arrive grouped by expert also need torch operations, which cannot be recorded
         if torch.compiler.is_compiling() or received.layout is not RowLayout.RANK_MAJOR:
-            self._launch(received, out, peers, at_once)
+            self._launch(received, out, peers, launch_directly)
             return
-        place = self._place(received, out, peers)
-        recorded = self._recorded.get(place)
+        key = self._launch_key(received, out, peers)
+        recorded = self._recorded.get(key)
         if recorded is not None:
             recorded.replay()
-        elif place in self._recorded:
+        elif key in self._recorded:
             recorded = RecordedLaunches()
             self._launch(received, out, peers, recorded)
-            self._recorded[place] = recorded
+            self._recorded[key] = recorded
         else:
-            if len(self._recorded) == _PLACES:
+            if len(self._recorded) == _MAX_RECORDED_CALLS:
                 self._recorded.clear()
-            self._launch(received, out, peers, at_once)
-            self._recorded[place] = None
+            self._launch(received, out, peers, launch_directly)
+            self._recorded[key] = None
 
-    def _place(self, received: Received, out: Tensor, peers: PeerRows | None) -> tuple[Any, ...]:
+    def _launch_key(self, received: Received, out: Tensor, peers: PeerRows | None) -> tuple[Any, ...]:
         """Return everything on which the launches of `_launch` depend."""
         wire, weights, scale = received.wire_ids, received.weights, received.x_scale
         ids = received.local_ids if wire is None else wire.ids
@@ -139,7 +139,7 @@ class HopperExperts(Experts):
             out.data_ptr(),
             self.workspace().data_ptr(),
             None if peers is None else peers.place,
-            self.weights.place,
+            self.weights.addresses,
         )
 
     def _launch(self, received: Received, out: Tensor, peers: PeerRows | None, launch: Launch) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from ep_moe.experts.hopper.gemm_skinny import Tile, activate
 from ep_moe.experts.hopper.numbers_4bit import DEPTH, Weights
 from ep_moe.experts.hopper.route_sort import Lists
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, cdiv, launch_directly, next_power_of_2
 from ep_moe.runtime.triton_compat import JITFunction, tl, triton
 from ep_moe.types import Activation
 
@@ -38,7 +38,7 @@ def tile_for(rows: float) -> Tile:
 
 def product(
     x: Tensor, w: Weights, lists: Lists, out: Tensor, tile: Tile, *, activation: Activation | None = None,
-    alpha: float = 0.0, limit: float = 0.0, gather: bool = False, launch: Launch = at_once,
+    alpha: float = 0.0, limit: float = 0.0, gather: bool = False, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[p] = w[e] @ x[p] for each pair p of expert e, in the order of `lists`; sums in float32.
 

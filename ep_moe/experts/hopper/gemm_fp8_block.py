@@ -23,7 +23,7 @@ from ep_moe.experts.hopper import gemm_fp8_block_triton as kernels
 from ep_moe.experts.hopper.gemm_fp8_block_gluon import multiply
 from ep_moe.quant.fp8 import SMALLEST
 from ep_moe.runtime.devices import multiprocessors
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch
+from ep_moe.runtime.launch_cache import Launch, cdiv, launch_directly, next_power_of_2, pdl_launch
 from ep_moe.runtime.triton_compat import HAS_GLUON
 from ep_moe.types import Activation
 
@@ -84,7 +84,7 @@ def config_for(m: int, num_experts: int, n: int, *, hopper: bool = True, activat
 
 def grouped_gemm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out: Tensor, *,
-    starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = at_once,
+    starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[r] = a[r] @ b[e].T for each row r of expert e, scaled per block of 128 along K; sums in float32.
 
@@ -114,7 +114,7 @@ def grouped_gemm(
 def grouped_gemm_activate(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, ends: Tensor, out: Tensor, out_scale: Tensor,
     activation: Activation = Activation.SWIGLU, *, alpha: float = 1.702, limit: float = 7.0, up_first: bool = False,
-    starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = at_once,
+    starts: Tensor | None = None, config: GemmConfig | None = None, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Do `grouped_gemm` and `activate_and_quantize` in one kernel, without rounding between. Needs `has_hopper`.
 
@@ -147,7 +147,7 @@ def _gluon(
 
 def quantize_rows(
     x: Tensor, out: Tensor, scale: Tensor, *, rows: Tensor | None = None, counts: Tensor | None = None,
-    pdl: bool = False, launch: Launch = at_once,
+    pdl: bool = False, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Quantize rows: scale = amax / 448 for each 128 values of a row, out = x / scale rounded to the nearest E4M3.
 
@@ -171,7 +171,7 @@ def quantize_rows(
     )  # fmt: skip
 
 
-def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once) -> None:
+def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = launch_directly) -> None:
     """Quantize each row of x into all rows of the output that `slots` names. Other rows are not written.
 
     The result is that of `quantize_rows` with `rows`, but each row is read and quantized only once.
@@ -191,7 +191,7 @@ def quantize_pairs(x: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, laun
 
 
 def copy_pairs(
-    x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = at_once
+    x: Tensor, x_scale: Tensor, slots: Tensor, out: Tensor, scale: Tensor, *, launch: Launch = launch_directly
 ) -> None:
     """Copy rows that are quantized already, as `quantize_pairs` does.
 
@@ -210,7 +210,7 @@ def copy_pairs(
 
 def activate_and_quantize(
     h: Tensor, out: Tensor, scale: Tensor, activation: Activation = Activation.SWIGLU, *, counts: Tensor | None = None,
-    alpha: float = 1.702, limit: float = 7.0, up_first: bool = False, launch: Launch = at_once,
+    alpha: float = 1.702, limit: float = 7.0, up_first: bool = False, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Apply the activation (`ep_moe.types.Activation`) in float32, then quantize as `quantize_rows` does.
 

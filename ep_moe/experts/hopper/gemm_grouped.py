@@ -28,7 +28,7 @@ from torch import Tensor
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
 from ep_moe.runtime import nvrtc
 from ep_moe.runtime.devices import multiprocessors
-from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.runtime.launch_cache import Launch, launch_directly
 from ep_moe.types import Activation
 
 LINE, WEIGHTS = 128, 256  # bytes along K per block; rows of weights in a tile
@@ -90,7 +90,7 @@ def grouped_gemm(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, tiles: Tiles, *, activation: Activation | None = None,
     alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0,
     scales: MatrixScales | RowScales | BlockScales | None = None, turned: bool = False, source: Tensor | None = None,
-    bias: Tensor | None = None, addresses: Tensor | None = None, launch: Launch = at_once,
+    bias: Tensor | None = None, addresses: Tensor | None = None, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[r] = a[r] @ b[e].T for each row r of expert e; sums in float32, for E4M3 with about 14 bits.
 
@@ -109,7 +109,7 @@ def grouped_gemm(
     experts, rows, k = (len(b), b.shape[2], b.shape[1]) if turned else b.shape
     itemsize, gated = b.element_size(), activation is not None and activation.gated
     n, depth, blocks = rows // 2 if gated else rows, LINE // itemsize, isinstance(scales, BlockScales)
-    a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.given()
+    a_factor, a_scale, a_step, b_scale, out_scale = NO_SCALES if scales is None else scales.kernel_args()
     b_step = 1 if b_scale is None else b_scale.stride(0)
     if blocks:  # strides of the rows' scales along rows and K; the weights' scales are contiguous
         a_step, b_step = a_scale.stride()
@@ -140,7 +140,7 @@ def grouped_gemm(
 
 def weight_gradient(
     a: Tensor, b: Tensor, ends: Tensor, out: Tensor, accumulate: bool = False, factor: float = 1.0, *,
-    spare_sms: int = 0, launch: Launch = at_once,
+    spare_sms: int = 0, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[e] = factor * (sum of a[r].T @ b[r] over expert e's rows r), in float32.
 

@@ -26,7 +26,7 @@ from ep_moe.experts.hopper.gemm_grouped import (
 )
 from ep_moe.experts.hopper.numbers_4bit import DEPTH, EXPONENTS, Weights, numbers_form, numbers_text
 from ep_moe.runtime import nvrtc
-from ep_moe.runtime.launch_cache import Launch, at_once
+from ep_moe.runtime.launch_cache import Launch, launch_directly
 from ep_moe.types import Activation
 
 PACKED = DEPTH // 2  # bytes of a row of weights in a block
@@ -39,7 +39,7 @@ WIDER = {160: 80}  # for E2M1 with E4M3 rows, which needs the fewest registers
 NARROW = {16: 16, 32: 32}  # with two programs per multiprocessor: one converts weights while the other waits
 # Fitted to both products of Qwen3-30B-A3B, GPT-OSS-120B and Kimi-K2 on an H200: the fixed cost of a tile, in rows; the
 # time factor of two programs per multiprocessor; the time factor of tiles of `WIDER`.
-BESIDES, BESIDE_EACH_OTHER, OF_WIDER = 96, 1.75, 1.12
+TILE_OVERHEAD_ROWS, TWO_PROGRAMS_FACTOR, OF_WIDER = 96, 1.75, 1.12
 _APART = WIDTHS | WIDER | NARROW
 
 
@@ -63,8 +63,10 @@ def tiles_for(rows: float, w: Weights, spare_sms: int = 0) -> Tiles:
         for own in (rows - math.sqrt(rows), rows, rows + math.sqrt(rows)):  # most experts have rows in this range
             tiles = max(1, math.ceil(own / candidate.rows))
             width = math.ceil(max(own, 1) / tiles / _APART[candidate.rows]) * _APART[candidate.rows]
-            found += math.ceil(tiles_of_weights * tiles / (at_once * candidate.programs)) * (width + BESIDES)
-        return found * (BESIDE_EACH_OTHER if candidate.programs == 2 else OF_WIDER if candidate.rows in WIDER else 1.0)
+            found += math.ceil(tiles_of_weights * tiles / (at_once * candidate.programs)) * (width + TILE_OVERHEAD_ROWS)
+        return found * (
+            TWO_PROGRAMS_FACTOR if candidate.programs == 2 else OF_WIDER if candidate.rows in WIDER else 1.0
+        )
 
     return min(candidates_of(w), key=steps)
 
@@ -72,7 +74,7 @@ def tiles_for(rows: float, w: Weights, spare_sms: int = 0) -> Tiles:
 def product(
     a: Tensor, w: Weights, ends: Tensor, out: Tensor, tiles: Tiles, *, a_scale: Tensor | None = None,
     activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0, spare_sms: int = 0,
-    source: Tensor | None = None, addresses: Tensor | None = None, launch: Launch = at_once,
+    source: Tensor | None = None, addresses: Tensor | None = None, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[r] = a[r] @ w[e].T for each row r of expert e; sums in float32, for E4M3 with about 14 bits.
 

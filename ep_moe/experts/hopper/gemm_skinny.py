@@ -30,7 +30,7 @@ from torch import Tensor
 from ep_moe.experts.hopper.route_sort import Lists, local_experts
 from ep_moe.quant.fp8 import SMALLEST
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales, saturated
-from ep_moe.runtime.launch_cache import Launch, at_once, next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, launch_directly, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import Activation
 
@@ -113,7 +113,8 @@ def _sorted_first(routes: int, rows: float, dense: float) -> bool:
 def first_product(
     x: Tensor, ids: Tensor, weights: Tensor | None, base: int, w13: Tensor, out: Tensor, activation: Activation,
     tile: Tile, *, lists: Lists | None = None, alpha: float = 0.0, limit: float = 0.0,
-    scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None, launch: Launch = at_once,
+    scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None,
+    launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[p] = activation(w13[e] @ x[p // K]) for each pair p of expert e = ids[p] - base with weight != 0.
 
@@ -129,7 +130,7 @@ def first_product(
     inner = rows // 2 if activation.gated else rows
     pairs = ids.numel()
     assert not isinstance(scales, MatrixScales) or scales.out is not None
-    factor, x_scale, step, w13_scale, to = NO_SCALES if scales is None else scales.given()
+    factor, x_scale, step, w13_scale, to = NO_SCALES if scales is None else scales.kernel_args()
     strides = tuple(scales.rows.stride()) if isinstance(scales, BlockScales) else (1, 0)
     by_pick = lists is None and pairs <= experts
     launch(
@@ -147,7 +148,7 @@ def first_product(
 def second_product(
     act: Tensor, ids: Tensor, weights: Tensor | None, base: int, w2: Tensor, out: Tensor, tile: Tile, *,
     lists: Lists | None = None, w2_scale: Tensor | None = None, scales: MatrixScales | None = None,
-    bias: Tensor | None = None, launch: Launch = at_once,
+    bias: Tensor | None = None, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[p] = w2[e] @ act[p], for rows in the order of `first_product`.
 
@@ -158,7 +159,9 @@ def second_product(
     """
     experts, hidden, inner = w2.shape
     pairs = ids.numel()
-    factor, act_scale, step, w2_scale, _ = (None, None, None, w2_scale, None) if scales is None else scales.given()
+    factor, act_scale, step, w2_scale, _ = (
+        (None, None, None, w2_scale, None) if scales is None else scales.kernel_args()
+    )
     by_pick = lists is None and pairs <= experts
     launch(
         _second_product, ((pairs if by_pick else experts) * (hidden // tile.block_n),),
@@ -244,7 +247,7 @@ def _rounded(value, SMALLEST: tl.constexpr):
 
 @triton.jit
 def _scale_of(factor, rows_scale, step, weights_scale, expert):
-    """Return the factor of an expert's sums, see `MatrixScales.given`."""
+    """Return the factor of an expert's sums, see `MatrixScales.kernel_args`."""
     scale = factor * tl.load(weights_scale + expert)
     if rows_scale is not None:
         scale *= tl.load(rows_scale + expert * step)

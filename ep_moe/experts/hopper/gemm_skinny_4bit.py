@@ -14,7 +14,7 @@ from ep_moe.experts.hopper.gemm_grouped_4bit import UNIT
 from ep_moe.experts.hopper.gemm_skinny import FEWEST, Tile, TileConfig
 from ep_moe.experts.hopper.numbers_4bit import DEPTH, EXPONENTS, Weights, numbers_form, numbers_text
 from ep_moe.runtime import nvrtc
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv
+from ep_moe.runtime.launch_cache import Launch, cdiv, launch_directly
 from ep_moe.types import Activation
 
 _LANES = 32
@@ -30,7 +30,7 @@ def tiles_for(routes: int) -> TileConfig:
 def product(
     x: Tensor, ids: Tensor, routing: Tensor | None, base: int, w: Weights, out: Tensor, tile: Tile, *,
     x_scale: Tensor | None = None, activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
-    gather: bool = False, launch: Launch = at_once,
+    gather: bool = False, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[p] = w[e] @ x[p] for each pair p of expert e = ids[p] - base with weight != 0; sums in float32.
 

@@ -22,7 +22,7 @@ from ep_moe.experts.hopper.gemm_streaming_gluon import stream
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.quant.kernels import NO_SCALES, BlockScales, MatrixScales, RowScales
 from ep_moe.runtime.devices import memory_rate, multiprocessors
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch
+from ep_moe.runtime.launch_cache import Launch, cdiv, launch_directly, next_power_of_2, pdl_launch
 from ep_moe.runtime.triton_compat import TensorDescriptor, gl
 from ep_moe.types import Activation
 
@@ -80,7 +80,7 @@ def product(
     x: Tensor, w: Tensor, lists: Lists, out: Tensor, ring: Ring, *, gather: bool = False,
     activation: Activation | None = None, alpha: float = 0.0, limit: float = 0.0,
     scales: MatrixScales | RowScales | BlockScales | None = None, bias: Tensor | None = None,
-    launch: Launch = at_once,
+    launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[r] = x[r] @ w[e].T for each row r of expert e; sums in float32, for E4M3 with about 14 bits.
 
@@ -97,7 +97,7 @@ def product(
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * itemsize, rank=2)
     weights = TensorDescriptor(w, [experts * n, k], [k, 1], [64, LINE // itemsize], layout)
     width = n // 2 if gated else n
-    columns, given = cdiv(width, 64 if gated else 128), NO_SCALES if scales is None else scales.given()
+    columns, given = cdiv(width, 64 if gated else 128), NO_SCALES if scales is None else scales.kernel_args()
     w_scale = given[3]
     steps = scales.rows.stride() if isinstance(scales, BlockScales) else (0, 0)
     launch(

@@ -37,12 +37,12 @@ from ep_moe.experts.hopper.gemm_grouped import grouped_gemm, tiles_for, weight_g
 from ep_moe.experts.hopper.gradients_triton import Float8Rows
 from ep_moe.experts.layouts import expected_pairs
 from ep_moe.quant.kernels import RowScales, round_columns, round_rows
-from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, at_once
+from ep_moe.runtime.launch_cache import Launch, RecordedLaunches, launch_directly
 from ep_moe.types import Activation, PeerRows, capturing
 from ep_moe.weights.main_grads import GradientOut
 
 _ROUTES = 1024  # routes per program of `number_routes`
-_PLACES = 8  # most targets whose launches a `_WeightGradient` keeps
+_MAX_RECORDED_TARGETS = 8  # most targets whose launches a `_WeightGradient` keeps
 # If the first product's results of all possible pairs have at most this many bytes, they are all allocated, and the
 # host does not wait for the number of pairs
 UNCOUNTED = 64 << 20
@@ -63,12 +63,12 @@ class Routes:
     ends: Tensor
     source: Tensor
     count: int
-    launch: Launch = at_once
+    launch: Launch = launch_directly
 
     @classmethod
     def sort(
-        cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = at_once, *, all_here: bool = False,
-        allocate: Allocator | None = None,
+        cls, ids: Tensor, num_experts: int, pair_bytes: int, launch: Launch = launch_directly, *,
+        all_here: bool = False, allocate: Allocator | None = None,
     ) -> Routes:  # fmt: skip
         """Sort routes by expert.
 
@@ -82,8 +82,8 @@ class Routes:
         if not pairs or not num_experts:
             none = torch.full_like(ids, -1)
             return cls(ids, none, ids.new_zeros(num_experts, dtype=torch.int32), none, 0, launch)
-        own = {name: allocate(name, *how) for name, how in route_sort.list_shapes(pairs, num_experts).items()}
-        lists = route_sort.list_pairs(own, ids, None, 0, num_experts, launch=launch)
+        scratch = {name: allocate(name, *how) for name, how in route_sort.list_shapes(pairs, num_experts).items()}
+        lists = route_sort.list_pairs(scratch, ids, None, 0, num_experts, launch=launch)
         uncounted = all_here or pairs * pair_bytes <= UNCOUNTED or capturing(ids.device)
         count = pairs if uncounted else int(lists.ends[-1])
         return cls(ids, lists.slots, lists.ends, lists.source, count, launch)
@@ -124,7 +124,7 @@ class TrainedStep:
     w2_bias: Tensor | None = None
     spare_sms: int = 0
     float8: bool = False
-    launch: Launch = at_once
+    launch: Launch = launch_directly
 
     def forward(
         self, x: Tensor, weights: Tensor | None, ids: Tensor, allocate: Allocator | None = None,
@@ -267,7 +267,7 @@ class _WeightGradient:
         if key in self._made:
             self._made[key].replay()
             return
-        if len(self._made) == _PLACES:
+        if len(self._made) == _MAX_RECORDED_TARGETS:
             self._made.clear()
         launch = self._made[key] = RecordedLaunches()
         weight_gradient(*self._operands, *to, spare_sms=self._spare_sms, launch=launch)

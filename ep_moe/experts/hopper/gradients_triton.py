@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ep_moe.quant.fp8 import SMALLEST, e4m3_step, e4m3_under
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2
+from ep_moe.runtime.launch_cache import Launch, cdiv, launch_directly, next_power_of_2
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.types import Activation
 
@@ -142,7 +142,7 @@ def _differentiate(
 
 def activate_rows(
     h: Tensor, out: Tensor | Float8Rows, count: Tensor, activation: Activation, alpha: float, limit: float, *,
-    launch: Launch = at_once,
+    launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[m] = activation(h[m]) for the first count rows.
 
@@ -161,7 +161,7 @@ def activate_rows(
 def differentiate(
     h: Tensor, grad: Tensor, routes: Tensor, weights: Tensor | None, ends: Tensor, activation: Activation, alpha: float,
     limit: float, *, grad_weights: Tensor, weighted: Tensor | None, grad_h: Tensor | None,
-    rounded: Float8Rows | None = None, launch: Launch = at_once,
+    rounded: Float8Rows | None = None, launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute the gradients of h and of routing weights from the gradient of each row's activation.
 
@@ -197,7 +197,7 @@ def _warps(block: int) -> int:
 
 def sum_rows(
     rows: Tensor, ends: Tensor, out: Tensor, routes: Tensor | None = None, weights: Tensor | None = None, *,
-    launch: Launch = at_once,
+    launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Compute out[e] = the sum of expert e's rows, each times its route's weight, in a fixed order.
 
@@ -210,7 +210,7 @@ def sum_rows(
 
 
 def add_dots(
-    rows: Tensor, bias: Tensor, routes: Tensor, out: Tensor, ends: Tensor, *, launch: Launch = at_once
+    rows: Tensor, bias: Tensor, routes: Tensor, out: Tensor, ends: Tensor, *, launch: Launch = launch_directly
 ) -> None:
     """Add <bias of the expert, row> to out [routes] for each row's route. rows: bf16 [M, N], by expert; bias: [L, N]"""
     experts, size = bias.shape

@@ -16,7 +16,15 @@ from torch import Tensor
 from ep_moe.all2all.nvlink_p2p.signals import grid_barrier, put_packets, wait
 from ep_moe.quant.fp8 import to_e4m3
 from ep_moe.runtime.devices import multiprocessors
-from ep_moe.runtime.launch_cache import Launch, at_once, cdiv, next_power_of_2, pdl_launch, pdl_trigger, pdl_wait
+from ep_moe.runtime.launch_cache import (
+    Launch,
+    cdiv,
+    launch_directly,
+    next_power_of_2,
+    pdl_launch,
+    pdl_trigger,
+    pdl_wait,
+)
 from ep_moe.runtime.triton_compat import tl, triton
 from ep_moe.runtime.waiting import Waiting
 from ep_moe.runtime.workspace import Shapes
@@ -89,7 +97,7 @@ def passes(
 def reduce(
     y: Tensor, ids: Tensor, weights: Tensor | None, base: int, num_experts: int, out: Tensor, *,
     slots: Tensor | None = None, peer_out: PeerAddresses | None = None, pdl: bool = False, per_route: bool = False,
-    launch: Launch = at_once,
+    launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Sum results per row: out[n] is the sum over k of weights[n, k] * y[n * K + k], in float32, k from 0 upwards.
 
@@ -121,7 +129,7 @@ def reduce(
     )  # fmt: skip
 
 
-def copy_rows(x: Tensor, slots: Tensor, out: Tensor, *, launch: Launch = at_once) -> None:
+def copy_rows(x: Tensor, slots: Tensor, out: Tensor, *, launch: Launch = launch_directly) -> None:
     """Copy each row of x to all rows of the output that `slots` names. Other rows are not written.
 
     x: [N, H]; slots: int32 [N, K], below 0 or at least M for none; out: [M, H]
@@ -154,16 +162,16 @@ def _pairs_per_program(num_pairs: int, programs: int) -> int:
 
 
 def list_pairs(
-    own: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, pdl: bool = False,
+    scratch: dict[str, Tensor], ids: Tensor, weights: Tensor | None, base: int, num_experts: int, *, pdl: bool = False,
     ids_ready: IdsReady | None = None, peer_out: PeerAddresses | None = None, row_bytes: int = 0,
-    launch: Launch = at_once,
+    launch: Launch = launch_directly,
 ) -> Lists:  # fmt: skip
     """Run `group_pairs` into tensors of `list_shapes`. peer_out: also compute addresses there, of rows of row_bytes"""
-    addresses = None if peer_out is None else own["addresses"]
-    lists = Lists(own["source"], own["slots"].view(ids.shape), own["ends"], addresses)
+    addresses = None if peer_out is None else scratch["addresses"]
+    lists = Lists(scratch["source"], scratch["slots"].view(ids.shape), scratch["ends"], addresses)
     group_pairs(
-        ids, num_experts, lists.source, lists.slots, lists.ends, own["sorting"], base=base, weights=weights, pdl=pdl,
-        ids_ready=ids_ready, peer_out=peer_out, addresses=addresses, row_bytes=row_bytes, launch=launch,
+        ids, num_experts, lists.source, lists.slots, lists.ends, scratch["sorting"], base=base, weights=weights,
+        pdl=pdl, ids_ready=ids_ready, peer_out=peer_out, addresses=addresses, row_bytes=row_bytes, launch=launch,
     )  # fmt: skip
     return lists
 
@@ -172,7 +180,7 @@ def group_pairs(
     ids: Tensor, num_experts: int, source_row: Tensor, slots: Tensor, ends: Tensor, workspace: Tensor, *,
     base: int = 0, weights: Tensor | None = None, pdl: bool = False, ids_ready: IdsReady | None = None,
     peer_out: PeerAddresses | None = None, addresses: Tensor | None = None, row_bytes: int = 0,
-    launch: Launch = at_once,
+    launch: Launch = launch_directly,
 ) -> None:  # fmt: skip
     """Sort (row, expert) pairs by expert. The sort is stable, and so deterministic.
 

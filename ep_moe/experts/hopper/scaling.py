@@ -86,7 +86,7 @@ class Products:
 
 
 class Scaling(ABC):
-    """The part of a step that depends on the scheme, for one call. `own` has the scratch tensors of `scratch`."""
+    """The part of a step that depends on the scheme, for one call. `scratch` has the tensors of `scratch_shapes`."""
 
     names: ClassVar[tuple[str, ...]] = ()  # names of the parameters in `Products.scales`, in order
     writes_to_peers: ClassVar[bool] = True  # `grouped` supports `Lists.addresses`
@@ -108,7 +108,7 @@ class Scaling(ABC):
 
     @classmethod
     @abstractmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+    def scratch_shapes(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
         """Return the scratch tensors for a number of routes, without those of the sort. `reduce` sums y [routes, H]."""
 
     @abstractmethod
@@ -120,69 +120,83 @@ class Scaling(ABC):
         return ring_for(each, self.products.w13)
 
     @abstractmethod
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+    def prepare_rows(self, rows: Rows, scratch: Mapping[str, Tensor]) -> Rows:
         """Return the rows as the products read them, in the order received."""
 
     @abstractmethod
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
+    def prepare_sorted_rows(self, rows: Rows, lists: Lists, scratch: Mapping[str, Tensor]) -> Rows:
         """Return the rows as the products read them, in the order of `lists`."""
 
-    def first_result(self, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+    def first_result(self, scratch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
         """Return the output of the first product, and the arguments of the activation that it applies."""
         p = self.products
-        return own["act"], {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
+        return scratch["act"], {"activation": p.activation, "alpha": p.alpha, "limit": p.limit}
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
+    def second_input(self, scratch: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
         """Return the second product's rows. counts: int32 [1], the number of rows; pdl: as in `quant.kernels`"""
-        return Rows(own["act"])
+        return Rows(scratch["act"])
 
-    def of_first(self, rows: Rows) -> dict[str, Any]:
+    def first_product_args(self, rows: Rows) -> dict[str, Any]:
         """Return the scale and bias arguments of the first product in `gemm_streaming` and `gemm_grouped`."""
         return {}
 
-    def of_second(self, rows: Rows) -> dict[str, Any]:
+    def second_product_args(self, rows: Rows) -> dict[str, Any]:
         """Return the scale and bias arguments of the second product."""
         return {}
 
     def run_skinny(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
-        own: Mapping[str, Tensor],
+        self, rows: Rows, routing_args: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
+        scratch: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        """Compute both products of few rows into own["y"]. found: ids, weights and base"""
-        p, act = self.products, own["act"]
+        """Compute both products of few rows into scratch["y"]. routing_args: ids, weights and base"""
+        p, act = self.products, scratch["act"]
         gemm_skinny.first_product(
-            rows.x, *found, p.w13, act, p.activation, tiles.first, lists=lists, alpha=p.alpha, limit=p.limit,
-            launch=p.launch, **self.of_first(rows),
+            rows.x, *routing_args, p.w13, act, p.activation, tiles.first, lists=lists, alpha=p.alpha, limit=p.limit,
+            launch=p.launch, **self.first_product_args(rows),
         )  # fmt: skip
         gemm_skinny.second_product(
-            act, *found, p.w2, own["y"], tiles.second, lists=lists, launch=p.launch, **self.of_second(Rows(act))
+            act,
+            *routing_args,
+            p.w2,
+            scratch["y"],
+            tiles.second,
+            lists=lists,
+            launch=p.launch,
+            **self.second_product_args(Rows(act)),
         )
 
-    def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
-        """Compute both products into own["y"] by `gemm_streaming`. The first product gathers its rows."""
-        p, (first, how) = self.products, self.first_result(own)
+    def streamed(self, rows: Rows, lists: Lists, ring: Ring, scratch: Mapping[str, Tensor]) -> None:
+        """Compute both products into scratch["y"] by `gemm_streaming`. The first product gathers its rows."""
+        p, (first, how) = self.products, self.first_result(scratch)
         gemm_streaming.product(
-            rows.x, p.w13, lists, first, ring, gather=True, **how, **self.of_first(rows), launch=p.launch
+            rows.x, p.w13, lists, first, ring, gather=True, **how, **self.first_product_args(rows), launch=p.launch
         )
-        act = self.between(own, lists.ends[-1:], True)
-        gemm_streaming.product(act.x, p.w2, lists, own["y"], ring, **self.of_second(act), launch=p.launch)
+        act = self.second_input(scratch, lists.ends[-1:], True)
+        gemm_streaming.product(act.x, p.w2, lists, scratch["y"], ring, **self.second_product_args(act), launch=p.launch)
 
-    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
-        """Compute both products of many rows into own["y"] or `lists.addresses`. expected: rows of all experts"""
-        self.by_gemm_grouped(self.sorted(rows, lists, own), lists, each, own)
+    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, scratch: Mapping[str, Tensor]) -> None:
+        """Compute both products of many rows into scratch["y"] or `lists.addresses`. expected: rows of all experts"""
+        self.by_gemm_grouped(self.prepare_sorted_rows(rows, lists, scratch), lists, each, scratch)
 
-    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
-        """Compute both products by `gemm_grouped`. rows: as `sorted` returns them"""
+    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, scratch: Mapping[str, Tensor]) -> None:
+        """Compute both products by `gemm_grouped`. rows: as `prepare_sorted_rows` returns them"""
         p, spare = self.products, self.products.spare_sms
         first = gemm_grouped.tiles_for(each, p.w13, spare, gathered=rows.source is not None, blocks=self.blocks)
         second = gemm_grouped.tiles_for(each, p.w2, spare, blocks=self.blocks)
         how: dict[str, Any] = {"spare_sms": spare, "launch": p.launch}
-        out, activated = self.first_result(own)
-        given = {**activated, **self.of_first(rows), **how, "source": rows.source}
+        out, activated = self.first_result(scratch)
+        given = {**activated, **self.first_product_args(rows), **how, "source": rows.source}
         gemm_grouped.grouped_gemm(rows.x, p.w13, lists.ends, out, first, **given)
-        act = self.between(own, lists.ends[-1:], False)
+        act = self.second_input(scratch, lists.ends[-1:], False)
         gemm_grouped.grouped_gemm(
-            act.x, p.w2, lists.ends, own["y"], second, addresses=lists.addresses, **self.of_second(act), **how
+            act.x,
+            p.w2,
+            lists.ends,
+            scratch["y"],
+            second,
+            addresses=lists.addresses,
+            **self.second_product_args(act),
+            **how,
         )
 
 
@@ -190,22 +204,22 @@ class Unscaled(Scaling):
     """Weights, rows and biases in bf16."""
 
     @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+    def scratch_shapes(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
         return {"act": ((routes, inner), BF16), "y": ((routes, hidden), BF16)}
 
     def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of(routes, each)
 
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+    def prepare_rows(self, rows: Rows, scratch: Mapping[str, Tensor]) -> Rows:
         return rows
 
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
+    def prepare_sorted_rows(self, rows: Rows, lists: Lists, scratch: Mapping[str, Tensor]) -> Rows:
         return Rows(rows.x, source=lists.source)  # the product gathers the rows
 
-    def of_first(self, rows: Rows) -> dict[str, Any]:
+    def first_product_args(self, rows: Rows) -> dict[str, Any]:
         return {"bias": self.products.bias(0)}
 
-    def of_second(self, rows: Rows) -> dict[str, Any]:
+    def second_product_args(self, rows: Rows) -> dict[str, Any]:
         return {"bias": self.products.bias(1)}
 
 
@@ -217,13 +231,16 @@ class Trained(Unscaled):
         return True  # both products sum in blocks of 128 bytes, in order, and no activation is part of them
 
     @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
-        return {"h": ((routes, inner * (1 + gated)), BF16), **super().scratch(routes, hidden, inner, gated, dtype)}
+    def scratch_shapes(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+        return {
+            "h": ((routes, inner * (1 + gated)), BF16),
+            **super().scratch_shapes(routes, hidden, inner, gated, dtype),
+        }
 
-    def first_result(self, own: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        return own["h"], {}
+    def first_result(self, scratch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Any]]:
+        return scratch["h"], {}
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
-        p, act = self.products, own["act"]
-        gradients_triton.activate_rows(own["h"], act, counts, p.activation, p.alpha, p.limit, launch=p.launch)
+    def second_input(self, scratch: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
+        p, act = self.products, scratch["act"]
+        gradients_triton.activate_rows(scratch["h"], act, counts, p.activation, p.alpha, p.limit, launch=p.launch)
         return Rows(act)

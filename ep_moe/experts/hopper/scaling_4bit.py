@@ -36,9 +36,9 @@ class Packed(Scaling):
     def weights(self, which: int) -> Weights:
         """Return the weights of the first product (0) or the second (1)."""
         p = self.products
-        own = dict(zip(self.names[which::2], p.scales[which::2], strict=True))
-        scale, *_ = own.values()
-        found = {name.partition("_")[2]: tensor for name, tensor in own.items()}
+        scales = dict(zip(self.names[which::2], p.scales[which::2], strict=True))
+        scale, *_ = scales.values()
+        found = {name.partition("_")[2]: tensor for name, tensor in scales.items()}
         return Weights(
             (p.w13, p.w2)[which], scale, self.format, self.group, found.get("global_scale"), p.bias(which),
             isinstance(self, RowScaled), found.get("row_scale"),
@@ -53,26 +53,26 @@ class Packed(Scaling):
         return gemm_skinny_4bit.tiles_for(routes) if routes <= FEWEST else None
 
     def run_skinny(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
-        own: Mapping[str, Tensor],
+        self, rows: Rows, routing_args: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
+        scratch: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         launch = self.products.launch
         gemm_skinny_4bit.product(
-            rows.x, *found, self.weights(0), own["act"], tiles.first, x_scale=_scale(rows), gather=True, launch=launch,
-            **self.activated(),
+            rows.x, *routing_args, self.weights(0), scratch["act"], tiles.first, x_scale=_scale(rows), gather=True,
+            launch=launch, **self.activated(),
         )  # fmt: skip
-        act = self.between_skinny(own)
+        act = self.between_skinny(scratch)
         gemm_skinny_4bit.product(
-            act.x, *found, self.weights(1), own["y"], tiles.second, x_scale=_scale(act), launch=launch
+            act.x, *routing_args, self.weights(1), scratch["y"], tiles.second, x_scale=_scale(act), launch=launch
         )
 
-    def between_skinny(self, own: Mapping[str, Tensor]) -> Rows:
+    def between_skinny(self, scratch: Mapping[str, Tensor]) -> Rows:
         """Return the second product's rows, for rows that are not sorted."""
-        return Rows(own["act"])
+        return Rows(scratch["act"])
 
-    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, own: Mapping[str, Tensor]) -> None:
-        self._multiply(0, rows, lists, each, own["act"])
-        self._multiply(1, self.between(own, lists.ends[-1:], False), lists, each, own["y"])
+    def by_gemm_grouped(self, rows: Rows, lists: Lists, each: float, scratch: Mapping[str, Tensor]) -> None:
+        self._multiply(0, rows, lists, each, scratch["act"])
+        self._multiply(1, self.second_input(scratch, lists.ends[-1:], False), lists, each, scratch["y"])
 
     def _multiply(self, which: int, rows: Rows, lists: Lists, each: float, out: Tensor) -> None:
         """Compute the first (0) or second (1) product of sorted rows."""
@@ -123,8 +123,8 @@ class FourBitsFp8(Packed, RowScaled):
 
     names: ClassVar[tuple[str, ...]] = Packed.names
 
-    def between_skinny(self, own: Mapping[str, Tensor]) -> Rows:
-        return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]))
+    def between_skinny(self, scratch: Mapping[str, Tensor]) -> Rows:
+        return self._round(Rows(scratch["act"]), Rows(scratch["act_numbers"], scratch["act_scale"]))
 
 
 class Mxfp4Fp8(FourBitsFp8):

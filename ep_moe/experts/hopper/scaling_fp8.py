@@ -22,9 +22,9 @@ from ep_moe.types import Activation
 BLOCK = 128  # with the scaling `block`, a scale covers 128 columns of a row, or 128 x 128 weights
 
 
-def _numbers(own: Mapping[str, Tensor], rows: int) -> Tensor:
+def _numbers(scratch: Mapping[str, Tensor], rows: int) -> Tensor:
     """Return E4M3 [rows, H] in the memory of y, which is written only after these rows were read."""
-    y = own["y"]
+    y = scratch["y"]
     return y.view(FP8).view(-1, y.shape[1])[:rows]
 
 
@@ -46,32 +46,32 @@ class MatrixScaled(SameOrder):
     names = ("w13_scale", "w13_input_scale", "w2_scale", "w2_input_scale")
 
     @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+    def scratch_shapes(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
         return {"scale": ((1,), torch.float32), "act": ((routes, inner), FP8), "y": ((routes, hidden), BF16)}
 
     def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of_matrices(routes, each)
 
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
-        return rows if rows.scale is not None else self._round(rows, _numbers(own, len(rows.x)), own)
+    def prepare_rows(self, rows: Rows, scratch: Mapping[str, Tensor]) -> Rows:
+        return rows if rows.scale is not None else self._round(rows, _numbers(scratch, len(rows.x)), scratch)
 
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        out = _numbers(own, lists.slots.numel())
+    def prepare_sorted_rows(self, rows: Rows, lists: Lists, scratch: Mapping[str, Tensor]) -> Rows:
+        out = _numbers(scratch, lists.slots.numel())
         if rows.scale is None:
-            return self._round(rows, out, own, lists.slots)
+            return self._round(rows, out, scratch, lists.slots)
         copy_rows(rows.x, lists.slots, out, launch=self.products.launch)
         return Rows(out, rows.scale)
 
-    def _round(self, rows: Rows, out: Tensor, own: Mapping[str, Tensor], slots: Tensor | None = None) -> Rows:
-        round_rows_by_tensor(rows.x, self.products.scales[1], out, own["scale"], slots, launch=self.products.launch)
-        return Rows(out, own["scale"])
+    def _round(self, rows: Rows, out: Tensor, scratch: Mapping[str, Tensor], slots: Tensor | None = None) -> Rows:
+        round_rows_by_tensor(rows.x, self.products.scales[1], out, scratch["scale"], slots, launch=self.products.launch)
+        return Rows(out, scratch["scale"])
 
-    def of_first(self, rows: Rows) -> dict[str, Any]:
+    def first_product_args(self, rows: Rows) -> dict[str, Any]:
         assert rows.scale is not None
         w13_scale, _, _, w2_input_scale = self.products.scales
         return {"scales": MatrixScales(rows.scale, w13_scale, w2_input_scale)}
 
-    def of_second(self, rows: Rows) -> dict[str, Any]:
+    def second_product_args(self, rows: Rows) -> dict[str, Any]:
         _, _, w2_scale, w2_input_scale = self.products.scales
         return {"scales": MatrixScales(w2_input_scale, w2_scale)}
 
@@ -86,7 +86,7 @@ class RowScaled(SameOrder):
     names: ClassVar[tuple[str, ...]] = ("w13_scale", "w2_scale")
 
     @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+    def scratch_shapes(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
         return {
             "row_scale": ((routes,), torch.float32),
             "act": ((routes, inner), BF16),
@@ -98,28 +98,30 @@ class RowScaled(SameOrder):
     def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of_rows(routes, each)
 
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+    def prepare_rows(self, rows: Rows, scratch: Mapping[str, Tensor]) -> Rows:
         if rows.scale is not None:
             return rows
         count = len(rows.x)
-        return self._round(rows, Rows(_numbers(own, count), own["row_scale"][:count]))
+        return self._round(rows, Rows(_numbers(scratch, count), scratch["row_scale"][:count]))
 
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        out = Rows(_numbers(own, lists.slots.numel()), own["row_scale"])
+    def prepare_sorted_rows(self, rows: Rows, lists: Lists, scratch: Mapping[str, Tensor]) -> Rows:
+        out = Rows(_numbers(scratch, lists.slots.numel()), scratch["row_scale"])
         return self._round(rows, out, x_scale=rows.scale, slots=lists.slots)
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
-        return self._round(Rows(own["act"]), Rows(own["act_numbers"], own["act_scale"]), counts=counts, pdl=pdl)
+    def second_input(self, scratch: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
+        return self._round(
+            Rows(scratch["act"]), Rows(scratch["act_numbers"], scratch["act_scale"]), counts=counts, pdl=pdl
+        )
 
     def _round(self, rows: Rows, to: Rows, **how: Any) -> Rows:
         assert isinstance(to.scale, Tensor)
         round_rows(rows.x, to.x, to.scale, **how, launch=self.products.launch)
         return to
 
-    def of_first(self, rows: Rows) -> dict[str, Any]:
+    def first_product_args(self, rows: Rows) -> dict[str, Any]:
         return self._scales(rows, 0)
 
-    def of_second(self, rows: Rows) -> dict[str, Any]:
+    def second_product_args(self, rows: Rows) -> dict[str, Any]:
         if rows.scale is None:  # `gemm_skinny` rounds them itself, by blocks
             return {"w2_scale": self.products.scales[1]}
         return self._scales(rows, 1)
@@ -139,11 +141,11 @@ class ChannelScaled(RowScaled):
     def _of_weights(self, scales: Tensor) -> Tensor:
         return scales
 
-    def of_first(self, rows: Rows) -> dict[str, Any]:
-        return super().of_first(rows) | {"bias": self.products.bias(0)}
+    def first_product_args(self, rows: Rows) -> dict[str, Any]:
+        return super().first_product_args(rows) | {"bias": self.products.bias(0)}
 
-    def of_second(self, rows: Rows) -> dict[str, Any]:
-        return super().of_second(rows) | {"bias": self.products.bias(1)}
+    def second_product_args(self, rows: Rows) -> dict[str, Any]:
+        return super().second_product_args(rows) | {"bias": self.products.bias(1)}
 
 
 class BlockScaled(Scaling):
@@ -159,7 +161,7 @@ class BlockScaled(Scaling):
     gemm_grouped_up_to = 88.0  # mean rows per expert; with more, `gemm_fp8_block` is faster
 
     @classmethod
-    def scratch(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
+    def scratch_shapes(cls, routes: int, hidden: int, inner: int, gated: bool, dtype: torch.dtype) -> Shapes:
         return {
             "rows": ((routes, hidden), FP8),
             "row_scale": ((routes, hidden // BLOCK), torch.float32),
@@ -172,15 +174,17 @@ class BlockScaled(Scaling):
     def skinny_tiles(self, routes: int, each: float) -> TileConfig | None:
         return TileConfig.of_blocks(routes, each)
 
-    def rounded(self, rows: Rows, own: Mapping[str, Tensor]) -> Rows:
+    def prepare_rows(self, rows: Rows, scratch: Mapping[str, Tensor]) -> Rows:
         if rows.scale is not None:
             return rows
         count = len(rows.x)
-        gemm_fp8_block.quantize_rows(rows.x, own["rows"][:count], own["row_scale"][:count], launch=self.products.launch)
-        return Rows(own["rows"][:count], own["row_scale"][:count])
+        gemm_fp8_block.quantize_rows(
+            rows.x, scratch["rows"][:count], scratch["row_scale"][:count], launch=self.products.launch
+        )
+        return Rows(scratch["rows"][:count], scratch["row_scale"][:count])
 
-    def sorted(self, rows: Rows, lists: Lists, own: Mapping[str, Tensor]) -> Rows:
-        out, scale = own["rows"], own["row_scale"]
+    def prepare_sorted_rows(self, rows: Rows, lists: Lists, scratch: Mapping[str, Tensor]) -> Rows:
+        out, scale = scratch["rows"], scratch["row_scale"]
         if rows.scale is None:
             gemm_fp8_block.quantize_pairs(rows.x, lists.slots, out, scale, launch=self.products.launch)
         else:
@@ -193,47 +197,47 @@ class BlockScaled(Scaling):
         return ring_for(each, w13, blocks=True) if gemm_fp8_block.has_hopper(w13.device) else None
 
     def run_skinny(
-        self, rows: Rows, found: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
-        own: Mapping[str, Tensor],
+        self, rows: Rows, routing_args: tuple[Tensor, Tensor | None, int], tiles: TileConfig, lists: Lists | None,
+        scratch: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
-        super().run_skinny(rows, found, tiles, lists, self._plain(own))
+        super().run_skinny(rows, routing_args, tiles, lists, self._plain(scratch))
 
-    def streamed(self, rows: Rows, lists: Lists, ring: Ring, own: Mapping[str, Tensor]) -> None:
-        super().streamed(rows, lists, ring, self._plain(own))
+    def streamed(self, rows: Rows, lists: Lists, ring: Ring, scratch: Mapping[str, Tensor]) -> None:
+        super().streamed(rows, lists, ring, self._plain(scratch))
 
-    def between(self, own: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
-        out, scale = own["act_numbers"], own["act_scale"]
-        gemm_fp8_block.quantize_rows(own["act"], out, scale, counts=counts, pdl=pdl, launch=self.products.launch)
+    def second_input(self, scratch: Mapping[str, Tensor], counts: Tensor, pdl: bool) -> Rows:
+        out, scale = scratch["act_numbers"], scratch["act_scale"]
+        gemm_fp8_block.quantize_rows(scratch["act"], out, scale, counts=counts, pdl=pdl, launch=self.products.launch)
         return Rows(out, scale)
 
-    def _plain(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return `own` with "act", unrounded activations in the memory of "h"."""
+    def _plain(self, scratch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `scratch` with "act", unrounded activations in the memory of "h"."""
         inner = self.products.w2.shape[2]
-        return {**own, "act": own["h"].view(-1)[: len(own["h"]) * inner].view(-1, inner)}
+        return {**scratch, "act": scratch["h"].view(-1)[: len(scratch["h"]) * inner].view(-1, inner)}
 
-    def of_first(self, rows: Rows) -> dict[str, Any]:
+    def first_product_args(self, rows: Rows) -> dict[str, Any]:
         assert isinstance(rows.scale, Tensor)
         return {"scales": BlockScales(rows.scale, self.products.scales[0])}
 
-    def of_second(self, rows: Rows) -> dict[str, Any]:
+    def second_product_args(self, rows: Rows) -> dict[str, Any]:
         if rows.scale is None:  # `gemm_skinny` rounds them itself
             return {"w2_scale": self.products.scales[1]}
         assert isinstance(rows.scale, Tensor)
         return {"scales": BlockScales(rows.scale, self.products.scales[1])}
 
-    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, own: Mapping[str, Tensor]) -> None:
+    def grouped(self, rows: Rows, lists: Lists, each: float, expected: float, scratch: Mapping[str, Tensor]) -> None:
         p, few = self.products, each <= self.gemm_grouped_up_to
         if few and p.dtype is BF16 and not p.exact and gemm_fp8_block.has_hopper(p.w2.device):
-            own = self._plain(own)
-            rows = self.rounded(rows, own)
-            self.by_gemm_grouped(Rows(rows.x, rows.scale, lists.source), lists, each, own)
+            scratch = self._plain(scratch)
+            rows = self.prepare_rows(rows, scratch)
+            self.by_gemm_grouped(Rows(rows.x, rows.scale, lists.source), lists, each, scratch)
         else:
-            rows = self.sorted(rows, lists, own)
-            self.multiply(rows, None, lists.ends, lists.ends[-1:], own["y"], expected, own)
+            rows = self.prepare_sorted_rows(rows, lists, scratch)
+            self.multiply(rows, None, lists.ends, lists.ends[-1:], scratch["y"], expected, scratch)
 
     def multiply(
         self, rows: Rows, starts: Tensor | None, ends: Tensor, counts: Tensor | None, out: Tensor, expected: float,
-        own: Mapping[str, Tensor],
+        scratch: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         """Compute both products of rows grouped by expert into out.
 
@@ -246,13 +250,13 @@ class BlockScaled(Scaling):
         config = dataclasses.replace(config, spare_sms=p.spare_sms)
         assert isinstance(rows.scale, Tensor)
         first = (rows.x, rows.scale, p.w13, w13_scale, ends)
-        act = (own["act_numbers"], own["act_scale"])
+        act = (scratch["act_numbers"], scratch["act_scale"])
         how: dict[str, Any] = {"alpha": p.alpha, "limit": p.limit, "launch": launch}
         if hopper:
             gemm_fp8_block.grouped_gemm_activate(*first, *act, p.activation, starts=starts, config=config, **how)
         else:
-            gemm_fp8_block.grouped_gemm(*first, own["h"], starts=starts, config=config, launch=launch)
-            gemm_fp8_block.activate_and_quantize(own["h"], *act, p.activation, counts=counts, **how)
+            gemm_fp8_block.grouped_gemm(*first, scratch["h"], starts=starts, config=config, launch=launch)
+            gemm_fp8_block.activate_and_quantize(scratch["h"], *act, p.activation, counts=counts, **how)
         config = gemm_fp8_block.config_for(routes, slots, p.w2.shape[1], hopper=hopper)
         config = dataclasses.replace(config, spare_sms=p.spare_sms)
         gemm_fp8_block.grouped_gemm(*act, p.w2, w2_scale, ends, out, starts=starts, config=config, launch=launch)

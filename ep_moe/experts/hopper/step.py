@@ -53,7 +53,7 @@ def shapes(
     sort: bool = True,
 ) -> Shapes:
     """Return the scratch tensors of one pass. sort: rows are to be sorted and summed; else they arrive grouped"""
-    found = SCALINGS[scaling].scratch(routes, hidden, inner, gated, dtype)
+    found = SCALINGS[scaling].scratch_shapes(routes, hidden, inner, gated, dtype)
     if sort:
         return found | list_shapes(routes, slots) | {"addresses": ((routes,), torch.int64)}
     del found["y"]
@@ -145,51 +145,61 @@ def hopper_moe(
     coming = None if ids_ready is None or sequence is None else (ids_ready, sequence)
     returned = ids.shape[1] if per_route else 1
     for part, to in passes(len(x), max(1, chunk // ids.shape[1]), peer_out, returned):
-        found = (ids[part], None if weights is None else weights[part], base)
+        routing_args = (ids[part], None if weights is None else weights[part], base)
         own = out if to else out[part.start * returned : part.stop * returned]
-        _pass(step, scaling, workspace, rows.part(part), found, coming, own, to, expected, exact, per_route)
+        _pass(step, scaling, workspace, rows.part(part), routing_args, coming, own, to, expected, exact, per_route)
         coming = None  # after the first pass all ids and rows have arrived
 
 
 def _pass(
-    step: Scaling, scaling: str, workspace: Tensor, rows: Rows, found: tuple[Tensor, Tensor | None, int],
+    step: Scaling, scaling: str, workspace: Tensor, rows: Rows, routing_args: tuple[Tensor, Tensor | None, int],
     coming: IdsReady | None, out: Tensor, peer_out: PeerAddresses | None, expected: float, exact: bool,
     per_route: bool,
 ) -> None:  # fmt: skip
-    """Compute one pass. found: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
-    p, (count, top_k) = step.products, found[0].shape
+    """Compute one pass. routing_args: ids, weights and base; coming: `ids_ready` of `group_pairs`"""
+    p, (count, top_k) = step.products, routing_args[0].shape
     launch, (slots, hidden, inner) = p.launch, step.sizes
     total = count * expected
     each = total / slots
     tiles = None if exact else step.skinny_tiles(count * top_k, each)
     ring = step.ring(each) if tiles is None and (step.same_bits or not exact) else None
-    own = carve(
+    scratch = carve(
         workspace, shapes(scaling, count * top_k, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype)
     )
     if tiles is not None and not tiles.sort:
-        step.run_skinny(step.rounded(rows, own), found, tiles, None, own)
-        route_sort.reduce(own["y"], *found, slots, out, peer_out=peer_out, per_route=per_route, launch=launch)
+        step.run_skinny(step.prepare_rows(rows, scratch), routing_args, tiles, None, scratch)
+        route_sort.reduce(
+            scratch["y"], *routing_args, slots, out, peer_out=peer_out, per_route=per_route, launch=launch
+        )
         return
     pdl = ring is not None  # the first product prefetches weights while routes are sorted
     if pdl:
-        rows = step.rounded(rows, own)
+        rows = step.prepare_rows(rows, scratch)
     # the second product writes the row of each route directly to its peer
     to_peers = peer_out is not None and peer_out.number is None
     direct = per_route and step.writes_to_peers and tiles is None and not pdl and to_peers
     lists = route_sort.list_pairs(
-        own, *found, slots, pdl=pdl, ids_ready=coming, peer_out=peer_out if direct else None,
+        scratch, *routing_args, slots, pdl=pdl, ids_ready=coming, peer_out=peer_out if direct else None,
         row_bytes=hidden * out.itemsize, launch=launch,
     )  # fmt: skip
     if tiles is not None:
-        step.run_skinny(step.rounded(rows, own), found, tiles, lists, own)
+        step.run_skinny(step.prepare_rows(rows, scratch), routing_args, tiles, lists, scratch)
     elif ring is not None:
-        step.streamed(rows, lists, ring, own)
+        step.streamed(rows, lists, ring, scratch)
     else:
-        step.grouped(rows, lists, each, total, own)
+        step.grouped(rows, lists, each, total, scratch)
         if direct:
             return
     route_sort.reduce(
-        own["y"], *found, slots, out, slots=lists.slots, peer_out=peer_out, pdl=pdl, per_route=per_route, launch=launch
+        scratch["y"],
+        *routing_args,
+        slots,
+        out,
+        slots=lists.slots,
+        peer_out=peer_out,
+        pdl=pdl,
+        per_route=per_route,
+        launch=launch,
     )
 
 
@@ -203,14 +213,16 @@ def _grouped(
     """
     p, count = step.products, len(rows.x)
     slots, hidden, inner = step.sizes
-    own = carve(
+    scratch = carve(
         workspace, shapes("block", count, hidden, inner, slots, gated=p.activation.gated, dtype=p.dtype, sort=False)
     )
     for name, bound in zip(("starts", "ends"), bounds, strict=True):
-        own[name].copy_(bound).sub_(first).clamp_(0, count)
+        scratch[name].copy_(bound).sub_(first).clamp_(0, count)
     if isinstance(rows.scale, Tensor):
         rows = Rows(rows.x, rows.scale.contiguous())
-    step.multiply(step.rounded(rows, own), own["starts"], own["ends"], None, out, count * expected, own)
+    step.multiply(
+        step.prepare_rows(rows, scratch), scratch["starts"], scratch["ends"], None, out, count * expected, scratch
+    )
 
 
 def ids_ready_of(ids: WireIds | None) -> tuple[Tensor | None, Tensor | None]:

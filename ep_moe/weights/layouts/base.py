@@ -159,7 +159,7 @@ def arrange(scales: Tensor, layout: ScaleLayout) -> Tensor:
     return swizzled.contiguous().view(whole.shape)
 
 
-def linear(stored: Tensor, layout: ScaleLayout, rows: int, blocks: int) -> Tensor:
+def linearize_scales(stored: Tensor, layout: ScaleLayout, rows: int, blocks: int) -> Tensor:
     """Convert scales in `layout` to LINEAR [..., rows, blocks], without padding: the inverse of `arrange`."""
     if layout is ScaleLayout.LINEAR:
         return stored
@@ -167,7 +167,7 @@ def linear(stored: Tensor, layout: ScaleLayout, rows: int, blocks: int) -> Tenso
         swizzled = stored.permute(5, 2, 4, 0, 1, 3).contiguous()
         groups, row_tiles, block_tiles = swizzled.shape[:3]
         shape = (groups, 128 * row_tiles, _BLOCKS * block_tiles)
-        return linear(swizzled.view(shape), ScaleLayout.SWIZZLED_128X4, rows, blocks)
+        return linearize_scales(swizzled.view(shape), ScaleLayout.SWIZZLED_128X4, rows, blocks)
     tile = _tile(layout)
     tiles = stored.view(*stored.shape[:-2], stored.shape[-2] // tile, stored.shape[-1] // _BLOCKS, tile, _BLOCKS)
     whole = _turned(tiles, layout, back=True).transpose(-3, -2).reshape(stored.shape)

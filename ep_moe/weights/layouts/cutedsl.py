@@ -19,7 +19,7 @@ from torch import Tensor
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme
 from ep_moe.quant.weight_formats import TensorSpec
-from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
+from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linearize_scales, swap_halves
 
 GROUP = 64  # rows of up, then as many of gate
 _SCALES = ("w13_scale", "w2_scale")
@@ -50,7 +50,7 @@ class CuteDsl(WeightLayout):
     def restore(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         tensors = dict(stored)
         for name in _SCALES:
-            tensors[name] = linear(stored[name], ScaleLayout.SWIZZLED_128X4, *self.canonical[name].shape)
+            tensors[name] = linearize_scales(stored[name], ScaleLayout.SWIZZLED_128X4, *self.canonical[name].shape)
         if self.config.activation.gated:
             tensors |= {name: swap_halves(deinterleave(tensors[name])) for name in ("w13", "w13_scale")}
         return tensors

@@ -16,7 +16,7 @@ from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Rounding, Scheme
 from ep_moe.quant.weight_formats import TensorSpec
 from ep_moe.weights.layouts import cutlass_mixed as mixed
-from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
+from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linearize_scales, swap_halves
 
 BOUND = "w13_bound"
 SM90_SCHEMES = ("none", "fp8_static", "fp8_dynamic", "fp8_block", "mxfp4", "mxfp4_fp8", "int4_fp8")
@@ -173,7 +173,7 @@ class CutlassSm100(CutlassSm90):
 
     def restore(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         scales = {
-            name: linear(stored[name], ScaleLayout.SWIZZLED_128X4, *self.canonical[name].shape)
+            name: linearize_scales(stored[name], ScaleLayout.SWIZZLED_128X4, *self.canonical[name].shape)
             for name in self._swizzled
         }
         return super().restore({**stored, **scales})

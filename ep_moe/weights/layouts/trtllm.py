@@ -26,7 +26,7 @@ from torch import Tensor
 from ep_moe.config import MoEConfig
 from ep_moe.quant.schemes import Scheme
 from ep_moe.quant.weight_formats import TensorSpec
-from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linear, swap_halves
+from ep_moe.weights.layouts.base import ScaleLayout, WeightLayout, arrange, linearize_scales, swap_halves
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Trtllm(WeightLayout):
             stored = stored.to(self.dtype)
         elif name.endswith("_scale"):
             if self.layout.swizzled:
-                stored = linear(stored, ScaleLayout.SWIZZLED_128X4, *stored.shape)
+                stored = linearize_scales(stored, ScaleLayout.SWIZZLED_128X4, *stored.shape)
         elif self.layout.blocked:
             stored = row_major(stored)
         if self.layout.shuffled:

@@ -9,7 +9,7 @@ from ep_moe.all2all.torch_collectives import LocalDispatcher
 from ep_moe.config import ONE_SCALE
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
+from ep_moe.quant.row_format import ROW_FORMATS, dequantize_from_wire, quantize_for_wire
 from ep_moe.types import Pending, PhysicalRouting
 
 
@@ -19,7 +19,7 @@ def test_received_rows_say_how_they_were_written(name):
     wire = Wire(dispatch=name, input_scale=0.25 if name in ONE_SCALE else None)
     shape = DispatchShape(hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=wire)
     x, ids = torch.randn(3, 256).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
-    sent, scale = round_to_travel(x, wire)
+    sent, scale = quantize_for_wire(x, wire)
     assert scale is None or scale.shape == (3, shape.scales)
     for whole, empty in zip((sent, scale), shape.no_rows(x.device), strict=True):
         assert (whole is None) == (empty is None), "a rank without tokens sends as its peers do"
@@ -29,7 +29,8 @@ def test_received_rows_say_how_they_were_written(name):
     reported = Wire(dispatch=received.format, input_scale=received.input_scale)
     assert reported == wire
     assert torch.equal(
-        widen_arrived(received.x, received.x_scale, reported, x.dtype), widen_arrived(sent, scale, wire, x.dtype)
+        dequantize_from_wire(received.x, received.x_scale, reported, x.dtype),
+        dequantize_from_wire(sent, scale, wire, x.dtype),
     )
 
 
@@ -38,7 +39,7 @@ def test_a_shape_knows_the_bytes_of_its_rows(name):
     """`DispatchShape` gives the bytes of a row and its scales, and the empty tensors of a call without tokens."""
     wire = Wire(dispatch=name, input_scale=0.25 if name in ONE_SCALE else None)
     shape = DispatchShape(hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=wire)
-    sent, scale = round_to_travel(torch.randn(3, 256).bfloat16(), wire)
+    sent, scale = quantize_for_wire(torch.randn(3, 256).bfloat16(), wire)
     assert shape.row_bytes == sent[0].nbytes
     assert shape.scale_bytes == (0 if scale is None else scale[0].nbytes)
     no_rows, no_scale = shape.no_rows(torch.device("cpu"))
@@ -94,7 +95,7 @@ def test_rows_come_with_the_scales_of_their_format(name):
     shape = DispatchShape(
         hidden_size=256, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.bfloat16, wire=Wire(dispatch=name)
     )
-    sent, scale = round_to_travel(torch.randn(3, 256).bfloat16(), Wire(dispatch=name))
+    sent, scale = quantize_for_wire(torch.randn(3, 256).bfloat16(), Wire(dispatch=name))
     routing = PhysicalRouting(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
     for wrong in (torch.ones(3, 2) if scale is None else None, torch.ones(3, 5), torch.ones(3, 2).double()):
         wanted = "None" if scale is None else r"float32 \[3, 2\]"

@@ -22,26 +22,26 @@ def test_as_many_as_calls_are_in_flight():
     second.busy = True
     first.release(CPU)
     assert pool.take(CPU) is first
-    assert pool.made == [first, second]
+    assert pool.buffer_slots == [first, second]
     pool.destroy()
-    assert (destroyed, pool.made) == ([CPU, CPU], [])
+    assert (destroyed, pool.buffer_slots) == ([CPU, CPU], [])
 
 
-def test_one_that_does_not_serve_is_given_back_and_says_so():
-    """A slot that does not fit is destroyed and marked `given_back`, so a graph recorded on it knows."""
+def test_a_slot_that_does_not_fit_is_freed():
+    """A slot that does not fit is destroyed and marked `is_freed`, so a graph recorded on it is not replayed."""
     destroyed = []
     pool = BufferPool("mine", lambda device: SimpleNamespace(destroy=lambda: destroyed.append(device)))
     first = pool.take(CPU)
-    assert pool.take(CPU, fits=lambda library: True) is first
-    assert not first.given_back
-    second = pool.take(CPU, fits=lambda library: False)
-    assert (first.given_back, second.given_back, destroyed, pool.made) == (True, False, [CPU], [second])
+    assert pool.take(CPU, fits=lambda workspace: True) is first
+    assert not first.is_freed
+    second = pool.take(CPU, fits=lambda workspace: False)
+    assert (first.is_freed, second.is_freed, destroyed, pool.buffer_slots) == (True, False, [CPU], [second])
 
 
 def test_what_a_first_call_of_inference_mode_makes_is_written_outside():
     pool = BufferPool("mine", lambda device: torch.zeros(1, device=device))
     with torch.inference_mode():
-        made = pool.take(CPU).library
+        made = pool.take(CPU).workspace
     made.fill_(1)
     assert made.item() == 1
 
@@ -65,7 +65,7 @@ class Stream:
         self.waited.append(other)
 
 
-def test_a_call_follows_the_one_before_it_on_another_stream(monkeypatch):
+def test_a_call_waits_for_the_last_one_on_another_stream(monkeypatch):
     """A call that takes a slot waits for the last call that used it, if that ran on another stream.
 
     Otherwise it would overwrite rows that the earlier call still reads.

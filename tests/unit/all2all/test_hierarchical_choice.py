@@ -18,7 +18,7 @@ CONFIG = MoEConfig(hidden_size=256, intermediate_size=256, num_experts=32, top_k
 
 def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
     """Return the layout of ranks on hosts; `hosts` has one letter per rank."""
-    nodes = NodeLayout.found(range(len(hosts)), [(host, host) for host in hosts])
+    nodes = NodeLayout.from_hosts(range(len(hosts)), [(host, host) for host in hosts])
     return RankLayout.from_config(
         ParallelConfig(**{"dp": len(hosts)} | sizes), world=len(hosts), rank=rank, nodes=nodes
     )
@@ -67,7 +67,7 @@ def test_auto_does_not_where_the_network_saves_less_than_nvlink_takes(nodes, cho
 
     For DeepSeek-V3 on nodes of 8 ranks, that is the case from EP 256 on, as in the model of `bench.scaling`.
     """
-    paper = NodeLayout.counted(range(8 * nodes), 8)
+    paper = NodeLayout.from_ranks_per_node(range(8 * nodes), 8)
     found = RankLayout.from_config(ParallelConfig(dp=8 * nodes), world=8 * nodes, rank=0, nodes=paper)
     config = dataclasses.replace(CONFIG, num_experts=256)
     assert choose(config, found, CPU, BF16).all2all == chosen

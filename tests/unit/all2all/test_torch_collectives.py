@@ -9,7 +9,7 @@ from ep_moe.errors import InputError
 from ep_moe.testing.transport_case import SLOTS, dispatch_shape, expected, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting, Routing
 from tests.fixtures.helpers import assert_same
-from tests.fixtures.identity_experts import once
+from tests.fixtures.identity_experts import dispatch_and_combine
 
 TOP_K = 4
 F32 = torch.float32
@@ -22,7 +22,7 @@ def test_one_rank(name, tokens):
     context = EPContext.local(torch.device("cpu"))
     dispatcher = context._dispatcher(name, dispatch_shape(1, TOP_K, F32))
     x, routing = rows(0, tokens, F32), routes(0, tokens, 1, TOP_K)
-    y, received = once(dispatcher, x, routing)
+    y, received = dispatch_and_combine(dispatcher, x, routing)
     assert_same(y, expected(x, routing))
     assert len(received.x) <= tokens
     wrong = PhysicalRouting(PhysicalIds(routing.ids + SLOTS), routing.weights)

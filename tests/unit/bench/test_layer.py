@@ -19,7 +19,7 @@ from ep_moe.all2all import flashinfer_nvlink
 from ep_moe.bench import all2all, breakdown, floors, harness, layer, layer_report, peers
 from ep_moe.bench.floors import Rates
 from ep_moe.bench.layer_report import LayerLine
-from ep_moe.bench.overlap import beside
+from ep_moe.bench.overlap import overlapped_share
 from ep_moe.bench.wire_rows import remote_ranks
 from ep_moe.config import load_model_config
 from ep_moe.experts.flashinfer import cutlass_op
@@ -144,7 +144,7 @@ def test_answers_that_the_transport_writes_are_part_of_combine():
     one = [("_send", 0.0, 2.0), ("gemm", 2.0, 4.0), ("_give", 4.0, 5.0), ("_receive", 5.0, 8.0)]
     spans = [(name, start + 8 * number, end + 8 * number) for number in range(3) for name, start, end in one]
     assert breakdown.split(spans) == breakdown.Stages(dispatch=2, experts=2, combine=4, rest=0)
-    assert beside([("gemm", 0.0, 4.0), ("_give", 1.0, 2.0), ("_receive", 4.0, 5.0)]) == 0.5
+    assert overlapped_share([("gemm", 0.0, 4.0), ("_give", 1.0, 2.0), ("_receive", 4.0, 5.0)]) == 0.5
 
 
 # --- the host, memory ----------------------------------------------------------------------------------------------

@@ -38,13 +38,13 @@ def nothing_installed():
         yield
 
 
-def held(scheme: str) -> libraries.Held:
+def rank_experts(scheme: str) -> libraries.RankExperts:
     """Return weights of experts 2 to 4 of 8."""
     tensors = [random_expert(CONFIG, SCHEMES[scheme], expert, torch.bfloat16) for expert in range(HELD)]
     slots = torch.full((8,), -1, dtype=torch.int32)
     slots[2 : 2 + HELD] = torch.arange(HELD, dtype=torch.int32)
     stacked = {name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
-    return libraries.Held(slots=slots, **stacked)
+    return libraries.RankExperts(slots=slots, **stacked)
 
 
 def given(count: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,7 +55,7 @@ def given(count: int = 40) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x, ids, torch.rand(count, 2, generator=generator)
 
 
-def expected(own: libraries.Held, x, ids, weights) -> torch.Tensor:
+def expected(own: libraries.RankExperts, x, ids, weights) -> torch.Tensor:
     w13, w2 = (emulated.wide(w, scale) for w, scale in ((own.w13, own.w13_scale), (own.w2, own.w2_scale)))
     return emulated.dense(x, w13, w2, own.slots[ids.long()], weights)
 
@@ -74,13 +74,13 @@ def same(y: torch.Tensor, wanted: torch.Tensor) -> None:
 )
 def test_fused_moe_gets_this_ranks_experts(library, emulation, scheme):
     emulation()
-    own = held(scheme)
+    own = rank_experts(scheme)
     same(libraries.FUSED_MOE[library](own)(*given()), expected(own, *given()))
 
 
 def test_sonic_gets_routes_and_rows_of_gate_and_up_in_turns():
     emulated.sonic()
-    own, (x, ids, weights) = held("none"), given()
+    own, (x, ids, weights) = rank_experts("none"), given()
     same(libraries.sonic(own, ids, weights)(x), expected(own, x, ids, weights))
     total = sys.modules["sonicmoe.functional.reduction_over_k_gather"].token_gather_sum_kernel
     assert len(total.configs) == 1
@@ -88,7 +88,7 @@ def test_sonic_gets_routes_and_rows_of_gate_and_up_in_turns():
 
 def test_deepgemm_gets_rows_grouped_and_filled_up():
     products = emulated.deepgemm()
-    own, (_, ids, _) = held("fp8_block"), given(300)
+    own, (_, ids, _) = rank_experts("fp8_block"), given(300)
     libraries.deepgemm_products(own, ids)()
     (layout, first), (again, second) = products
     assert torch.equal(layout, again)
@@ -140,7 +140,7 @@ def test_lines_of_local_experts(scheme, monkeypatch):
 
 def test_what_is_not_installed_is_named():
     with pytest.raises(BackendUnavailable, match=r"deep_gemm cannot be imported .*put the library and what it needs"):
-        libraries.deepgemm_products(held("fp8_block"), given()[1])
+        libraries.deepgemm_products(rank_experts("fp8_block"), given()[1])
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------

@@ -54,14 +54,16 @@ def test_libraries_get_the_numbers_of_this_ranks_experts(scheme):
     tensors = [random_expert(CONFIG, SCHEMES[scheme], expert, torch.bfloat16) for expert in range(3)]
     slots = torch.full((8,), -1, dtype=torch.int32)
     slots[2:5] = torch.arange(3, dtype=torch.int32)
-    held = libraries.Held(slots=slots, **{name: torch.stack([own[name] for own in tensors]) for name in tensors[0]})
+    rank_experts = libraries.RankExperts(
+        slots=slots, **{name: torch.stack([own[name] for own in tensors]) for name in tensors[0]}
+    )
     w13, w2 = (torch.stack([SCHEMES[scheme].dequantize(own, name) for own in tensors]) for name in ("w13", "w2"))
     x, weights = torch.randn(40, 256).bfloat16(), torch.rand(40, 2)
     ids = torch.rand(40, 8).topk(2).indices.int()
     wanted = dense(x, w13, w2, slots[ids.long()], weights)
-    steps = [libraries_4bit.marlin(held, scheme)]
+    steps = [libraries_4bit.marlin(rank_experts, scheme)]
     if scheme == "mxfp4":
-        steps.append(libraries_4bit.triton_kernels(held))
+        steps.append(libraries_4bit.triton_kernels(rank_experts))
     for step in steps:
         y = step(x, ids, weights)
         assert bool(((y.float() - wanted).abs() <= 2.0**-7 * wanted.abs() + 1e-4).all())
@@ -135,6 +137,6 @@ def test_routes_to_other_ranks_take_their_experts_in_turns():
 
 
 def test_what_is_not_installed_is_named():
-    held = libraries.Held(w13=torch.empty(0), w2=torch.empty(0), slots=torch.empty(0))
+    rank_experts = libraries.RankExperts(w13=torch.empty(0), w2=torch.empty(0), slots=torch.empty(0))
     with pytest.raises(BackendUnavailable, match=r"marlin_moe cannot be imported"):
-        libraries_4bit.marlin(held, "int4")
+        libraries_4bit.marlin(rank_experts, "int4")

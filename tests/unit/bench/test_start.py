@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from ep_moe.bench import harness
-from ep_moe.bench.harness import one_sentence
+from ep_moe.bench.harness import benchmark_main
 from ep_moe.cli.app import app
 from ep_moe.errors import ConfigError
 
@@ -93,7 +93,7 @@ def test_nothing_measured_is_said():
 
 
 def test_rank_0_says_it_alone(monkeypatch, capsys):
-    @one_sentence
+    @benchmark_main
     def main():
         raise ConfigError("no")
 
@@ -113,7 +113,7 @@ def test_the_command_ends_as_the_module(monkeypatch):
 
 
 def test_rank_0_prints_json_alone(monkeypatch, capsys):
-    @one_sentence
+    @benchmark_main
     def main():
         sys.stdout.write("a table\n")
         return [harness.Where.GPU]

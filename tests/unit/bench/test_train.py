@@ -20,7 +20,7 @@ from ep_moe.bench.train_report import TrainLine
 from ep_moe.errors import ConfigError
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.p2p_on_cpu import p2p_on_cpu
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=16, num_experts=8, top_k=2)
@@ -115,7 +115,7 @@ def test_steps_that_can_be_are_captured_too(changed, captures, monkeypatch):
     point = SimpleNamespace(tokens=8)
     monkeypatch.setattr(train, "layer_lines", lambda *_: [(batch, point, ["eager"], given["reference"])] * 2)
     monkeypatch.setattr(train, "captured_line", lambda context, config, *_: "graph")
-    monkeypatch.setattr(train, "swept", lambda: None)
+    monkeypatch.setattr(train, "free_device_memory", lambda: None)
     asked = SimpleNamespace(tokens=[8, 64], no_graph=given["no_graph"])
     options = dataclasses.replace(OPTIONS, accumulate=given["accumulate"], frozen=given["frozen"])
     lines = train.with_graphs("qwen3-30b-a3b", asked, options, None)
@@ -156,7 +156,7 @@ def test_by_hand_is_a_dense_layer(monkeypatch, compiled):
         stored = layer.expert_weights.stored_tensors()
         found, wanted = train_entries.results(entry, batch), dense(batch, stored["w13"], stored["w2"])
     assert len(stages) == (4 if compiled else 0)
-    assert train_entries.apart(found, wanted) < train_report.ERROR
+    assert train_entries.max_relative_error(found, wanted) < train_report.ERROR
     assert entry.parameters[0].data_ptr() == stored["w13"].data_ptr(), "the same weights, no copy"
     assert entry.parameters[0].grad is None
 
@@ -190,12 +190,12 @@ def test_timed_steps_add_to_gradients_where_they_are_asked_to(monkeypatch, accum
 def test_frozen_experts_have_no_gradients_in_any_line(monkeypatch):
     for module in (train, train_entries):
         monkeypatch.setattr(module, "attempt", lambda context, what, make: make())  # without collectives over ranks
-    monkeypatch.setattr(train, "slowest", lambda context, value: value)
+    monkeypatch.setattr(train, "max_over_ranks", lambda context, value: value)
     monkeypatch.setattr(train, "barrier", lambda device: None)
     stepped = []
 
     def step(entry, batch):
-        train_entries.trained(entry, batch)
+        train_entries.run_forward_backward(entry, batch)
         stepped.append((entry.owner, [parameter.grad for parameter in entry.parameters]))
 
     monkeypatch.setattr(train, "step", step)
@@ -250,7 +250,9 @@ def test_every_line_is_there_and_its_gradients_agree(world_size):
         assert line.step_ms > 0
         assert line.floor_ms > 0
     assert [line.x_hand for line in lines] == [lines[-2].step_ms / line.step_ms for line in lines]
-    assert len(set(everywhere([dataclasses.astuple(line) for line in lines].__repr__()))) == 1, "the slowest rank's"
+    assert len(set(gather_from_all_ranks([dataclasses.astuple(line) for line in lines].__repr__()))) == 1, (
+        "the slowest rank's"
+    )
 
 
 @distributed(2)

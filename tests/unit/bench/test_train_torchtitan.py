@@ -23,7 +23,7 @@ from ep_moe.errors import BackendUnavailable, ConfigError
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.testing import distributed, rank_device
 from tests.emulations import torchtitan as emulated
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=16, num_experts=8, top_k=2)
 OPTIONS = Options(by_hand=("eager",), steps=1, torchtitan=tuple(WAYS))
@@ -98,7 +98,7 @@ def said(tokens):
     """Return the lines, and what rank 0 printed."""
     with redirect_stdout(io.StringIO()) as printed:
         found = lines(tokens)
-    return found, " ".join(everywhere(printed.getvalue())[0].split())
+    return found, " ".join(gather_from_all_ranks(printed.getvalue())[0].split())
 
 
 @distributed(2)

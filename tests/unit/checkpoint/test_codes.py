@@ -49,7 +49,7 @@ def check_read(folder, numbers):
 
 def check_numbers(layer, numbers):
     for expert in range(CONFIG.num_experts):
-        weights = layer.expert_weights.whole(layer.expert_weights.held[expert][0])
+        weights = layer.expert_weights.gather_slot(layer.expert_weights.slots_of_expert[expert][0])
         gate, up = weights["w13"].chunk(2)
         for name, found in (("gate_proj", gate), ("up_proj", up), ("down_proj", weights["w2"])):
             assert torch.equal(found, numbers[expert, name]), (expert, name)
@@ -325,4 +325,4 @@ def test_blocks_over_gate_and_up_that_can_be_two_things(inner, ambiguous, tmp_pa
     spread = scale.repeat_interleave(128, 0)
     half = 128 * (blocks // 2)
     wanted = torch.cat([gate * spread[:inner], up * spread[half : half + inner]])
-    assert torch.equal(layer.expert_weights.whole(0)["w13"], wanted)
+    assert torch.equal(layer.expert_weights.gather_slot(0)["w13"], wanted)

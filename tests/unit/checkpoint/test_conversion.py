@@ -12,7 +12,7 @@ from transformers.core_model_loading import Concatenate, Interleave, Transpose, 
 
 from ep_moe.checkpoint import conversion
 from ep_moe.checkpoint.conversion import in_file
-from ep_moe.checkpoint.model_files import ExpertFiles, check_dtype, keep_in_float32, load_skeleton, swapped
+from ep_moe.checkpoint.model_files import ExpertFiles, check_dtype, keep_in_float32, load_dense_parameters, swapped
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.find_experts import find_experts, interface_layout
@@ -58,7 +58,7 @@ def files_of(folder, dtype=torch.float32):
 def loaded(folder, dtype=torch.float32):
     files = files_of(folder, dtype)
     holders = {f"{m}.{one.name}".rpartition(".")[0] for m, layout in files.modules.items() for one in layout.tensors}
-    load_skeleton(files.model, files, holders, device=torch.device("cpu"), dtype=dtype)
+    load_dense_parameters(files.model, files, holders, device=torch.device("cpu"), dtype=dtype)
     return files
 
 
@@ -78,7 +78,7 @@ def test_all_tensors_are_those_of_from_pretrained(checkpoints, kind, form, dtype
         assert layout.experts == EXPERTS
         whole = {name: reference[f"{module}.{name}"] for name in layout.names}
         for expert in range(EXPERTS):
-            expected = layout.one(whole, expert)
+            expected = layout.expert_slice(whole, expert)
             for name, tensor in files.read(module, expert).items():
                 torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
                 seen.add(f"{module}.{name}")
@@ -103,7 +103,7 @@ def test_two_experts_of_eight_are_a_quarter_of_the_bytes(checkpoints, kind, form
         for expert in (1, 6):
             files.read(module, expert)
         held = {name: files.model.get_parameter(f"{module}.{name}") for name in layout.names}
-        assert files.source.bytes_read - before == 2 * sum(one.nbytes for one in layout.one(held, 0).values())
+        assert files.source.bytes_read - before == 2 * sum(one.nbytes for one in layout.expert_slice(held, 0).values())
 
 
 def test_saving_reverts_all_names(checkpoints):
@@ -319,7 +319,7 @@ def test_numbers_of_another_quantization_are_named():
     """An error about a quantized parameter outside the experts names the quantization."""
     others = {"lm_head.qzeros": "AutoRound"}
     source = SimpleNamespace(
-        dtype=lambda name: "I32", foreign=lambda prefix: others if prefix == "lm_head" else {},
+        dtype=lambda name: "I32", unsupported_tensors=lambda prefix: others if prefix == "lm_head" else {},
         location=lambda name: name, declared=SimpleNamespace(said=""),
     )  # fmt: skip
     for name, words in (("lm_head.weight", "lm_head.weight is quantized by AutoRound"), ("norm.weight", "is I32; out")):

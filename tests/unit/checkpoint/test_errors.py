@@ -10,7 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.checkpoint.reader import load_layers, loading, replacing
+from ep_moe.checkpoint.reader import load_errors_on_all_ranks, load_layers, refuse_calls_while_writing
 from ep_moe.checkpoint.source import INDEX, SINGLE, CheckpointSource
 from ep_moe.errors import CheckpointError, ConfigError, OutOfMemory
 from ep_moe.testing import distributed, rank_device
@@ -241,7 +241,7 @@ def test_unknown_family_is_named(checkpoints):
 def test_a_device_without_room_is_no_damage_of_the_folder():
     with EPContext.local(torch.device("cpu")) as context:
         message = r"a/folder: the device has no room for the weights: 7 GiB.*more ranks, or quantization"
-        with pytest.raises(OutOfMemory, match=message), loading("a/folder", context.consensus):
+        with pytest.raises(OutOfMemory, match=message), load_errors_on_all_ranks("a/folder", context.consensus):
             raise torch.OutOfMemoryError("7 GiB are wanted")
 
 
@@ -251,7 +251,7 @@ def test_a_device_without_room_is_no_damage_of_the_folder():
 )
 def test_an_error_names_the_folder_once(said, error):
     with EPContext.local(torch.device("cpu")) as context:
-        with pytest.raises(CheckpointError) as found, loading("a/folder", context.consensus):
+        with pytest.raises(CheckpointError) as found, load_errors_on_all_ranks("a/folder", context.consensus):
             raise CheckpointError(said)
         assert str(found.value) == error
 
@@ -281,6 +281,6 @@ def test_a_loading_that_wrote_nothing_counts_as_an_update_too():
     with EPContext.local(torch.device("cpu")) as context:
         layer = MoELayer(MoEConfig(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2), context)
         before = layer.expert_weights.updates
-        with pytest.raises(KeyError), replacing([layer], "a folder"):
+        with pytest.raises(KeyError), refuse_calls_while_writing([layer], "a folder"):
             raise KeyError
         assert layer.expert_weights.updates == before + 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ep_moe import Activation, CheckpointError, MoEConfig, MoELayer, RoutingConfig
 from ep_moe.checkpoint.source import SINGLE
-from ep_moe.checkpoint.stored import check_fits, scalar_factor
+from ep_moe.checkpoint.stored import check_fits, read_scalar_scale
 from ep_moe.config import RoutingMethod
 from ep_moe.quant.schemes import SCHEMES
 from tests.fixtures.checkpoint_files import load_one, same_bytes, stored
@@ -375,14 +375,14 @@ def test_a_factor_is_one_number_or_one_for_each_expert(shape, expert, found):
     tensors = SimpleNamespace(
         header=lambda name: ("F32", shape), raw=lambda name, *index: held[index], location=lambda name: name
     )
-    assert scalar_factor(tensors, "scale", expert) == found
+    assert read_scalar_scale(tensors, "scale", expert) == found
 
 
 @pytest.mark.parametrize(("shape", "expert"), [((8, 2), 3), ((2, 4), 1), ((8,), None)])
 def test_more_factors_than_one_are_refused(shape, expert):
     tensors = SimpleNamespace(header=lambda name: ("F32", shape), location=lambda name: name)
     with pytest.raises(CheckpointError, match=r"scale must have shape \[\], got \[(8|2)"):
-        scalar_factor(tensors, "scale", expert)
+        read_scalar_scale(tensors, "scale", expert)
 
 
 @pytest.mark.parametrize(

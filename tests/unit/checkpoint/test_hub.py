@@ -181,8 +181,8 @@ def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, asked, tmp_path
         return tmp_path / COMMIT
 
     consensus = SimpleNamespace(
-        first_here=lambda *_: first, same=lambda *_: None,
-        healthy=lambda what, problem, deadline_s=None: done.append(deadline_s),
+        first_here=lambda *_: first, require_equal=lambda *_: None,
+        raise_on_all_ranks=lambda what, problem, deadline_s=None: done.append(deadline_s),
     )  # fmt: skip
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     model_folder(NAME, consensus, **asked)
@@ -196,15 +196,15 @@ def test_ranks_wait_long_for_what_may_be_downloaded_alone(first, asked, tmp_path
 
 @distributed(2)
 def test_one_rank_of_a_host_downloads():
-    from tests.fixtures.distributed_cases import everywhere
+    from tests.fixtures.distributed_cases import gather_from_all_ranks
 
-    places = everywhere(tempfile.mkdtemp())
+    places = gather_from_all_ranks(tempfile.mkdtemp())
     downloads = []
     with EPContext.from_groups(device=rank_device()) as context, pytest.MonkeyPatch.context() as patch:
         one = Path(places[0])
         patch.setattr(huggingface_hub, "snapshot_download", counted(one, [COMMIT, COMMIT], downloads))
         assert model_folder(NAME, context.consensus, cache_dir=one).name == COMMIT
-        assert sum(map(len, everywhere(downloads))) == 1
+        assert sum(map(len, gather_from_all_ranks(downloads))) == 1
         assert moe_layers(load_pretrained(NAME, context, progress=False, cache_dir=one))  # cached by now
         # two hosts, each with its own cache
         mine = Path(places[dist.get_rank()]) / "own"
@@ -212,14 +212,14 @@ def test_one_rank_of_a_host_downloads():
         downloads.clear()
         patch.setattr(huggingface_hub, "snapshot_download", counted(mine, [COMMIT, COMMIT], downloads))
         model_folder(NAME, context.consensus, cache_dir=mine)
-        assert everywhere(downloads) == [[NAME], [NAME]]
+        assert gather_from_all_ranks(downloads) == [[NAME], [NAME]]
         # two hosts of one name
         patch.setattr(hub.socket, "gethostname", lambda: "localhost")
         again = Path(places[dist.get_rank()]) / "again"
         downloads.clear()
         patch.setattr(huggingface_hub, "snapshot_download", counted(again, [COMMIT, COMMIT], downloads))
         model_folder(NAME, context.consensus, cache_dir=again)
-        assert everywhere(downloads) == [[NAME], [NAME]]
+        assert gather_from_all_ranks(downloads) == [[NAME], [NAME]]
         # a push between two downloads
         patch.setattr(hub.socket, "gethostname", lambda: f"host{dist.get_rank()}")
         moved = Path(places[dist.get_rank()]) / "moved"
@@ -231,7 +231,7 @@ def test_one_rank_of_a_host_downloads():
 
 @distributed(2)
 def test_an_error_of_one_rank_is_raised_on_all():
-    from tests.fixtures.distributed_cases import everywhere
+    from tests.fixtures.distributed_cases import gather_from_all_ranks
 
     with tempfile.TemporaryDirectory() as place, EPContext.from_groups(device=rank_device(), deadline_s=30) as context:
         mine = Path(place)
@@ -239,7 +239,7 @@ def test_an_error_of_one_rank_is_raised_on_all():
             cached(mine, DEMO)
         with pytest.raises(CheckpointError, match=rf"rank 1: there is no folder {NAME}, and no model") as caught:
             load_pretrained(NAME, context, cache_dir=mine, local_files_only=True)
-        assert len(set(everywhere(str(caught.value)))) == 1
+        assert len(set(gather_from_all_ranks(str(caught.value)))) == 1
         path = str(DEMO) if dist.get_rank() == 0 else "/no/such/folder"
         with pytest.raises(CheckpointError, match="rank 1: there is no folder /no/such/folder"):
             load_pretrained(path, context)

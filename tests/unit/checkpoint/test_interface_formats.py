@@ -136,8 +136,8 @@ def test_numbers_are_those_of_the_codes(kind, form, case, tmp_path):
     assert expected.std() > 0.1
     experts = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
     for layer, theirs in zip(moe_layers(model), experts, strict=True):
-        for expert, slots in layer.expert_weights.held.items():
-            whole = layer.expert_weights.whole(slots[0])
+        for expert, slots in layer.expert_weights.slots_of_expert.items():
+            whole = layer.expert_weights.gather_slot(slots[0])
             assert torch.equal(whole["w13"], theirs.gate_up_proj[expert])
             assert torch.equal(whole["w2"], theirs.down_proj[expert])
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=BOUND * float(expected.abs().max()))
@@ -153,8 +153,8 @@ def test_a_scale_for_each_channel_is_kept_with_its_codes(kind, form, tmp_path, r
     experts = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
     for layer, theirs in zip(moe_layers(model), experts, strict=True):
         assert layer.expert_weights.scheme is scheme
-        for expert, slots in layer.expert_weights.held.items():
-            whole = layer.expert_weights.whole(slots[0])
+        for expert, slots in layer.expert_weights.slots_of_expert.items():
+            whole = layer.expert_weights.gather_slot(slots[0])
             assert torch.equal(scheme.dequantize(whole, "w13"), theirs.gate_up_proj[expert])
             assert torch.equal(scheme.dequantize(whole, "w2"), theirs.down_proj[expert])
     expected = logits(plain)
@@ -170,8 +170,8 @@ def experts_of(folder, model, scheme):
     theirs = [module for module in plain.modules() if hasattr(module, "gate_up_proj")]
     for layer, other in zip(moe_layers(model), theirs, strict=True):
         assert layer.expert_weights.scheme is scheme
-        for expert, slots in layer.expert_weights.held.items():
-            whole = layer.expert_weights.whole(slots[0])
+        for expert, slots in layer.expert_weights.slots_of_expert.items():
+            whole = layer.expert_weights.gather_slot(slots[0])
             yield scheme.dequantize(whole, "w13"), other.gate_up_proj[expert]
             yield scheme.dequantize(whole, "w2"), other.down_proj[expert]
 
@@ -331,6 +331,6 @@ def test_a_part_is_that_of_the_whole(case, tmp_path):
     make, options, how = CASES[case]
     written(tmp_path, "olmoe", "per_expert", make, how, **options)
     matrix = CheckpointSource(tmp_path / "quantised").matrix("model.layers.0.mlp.experts.2.up_proj.weight")
-    whole = matrix.numbers()
+    whole = matrix.read_values()
     for rows, columns in ((slice(0, 64), slice(None)), (slice(3, 21), slice(6, 78)), (slice(None), slice(128, 256))):
-        assert torch.equal(matrix.numbers(rows, columns), whole[rows, columns])
+        assert torch.equal(matrix.read_values(rows, columns), whole[rows, columns])

@@ -230,10 +230,10 @@ def test_factors_of_several_rows_are_of_rows_side_by_side(row_block, step, kept)
 
     Where gate and up rows alternate, a block of rows contains both.
     """
-    matrix = SimpleNamespace(keeps=lambda scheme: scheme == "fp8_block", row_block=row_block)
+    matrix = SimpleNamespace(matches_scheme=lambda scheme: scheme == "fp8_block", row_block=row_block)
     projection = Projection(matrix, 256, step=step)
-    assert projection.keeps("fp8_block") is kept
-    assert not projection.keeps("mxfp8")
+    assert projection.matches_scheme("fp8_block") is kept
+    assert not projection.matches_scheme("mxfp8")
 
 
 @pytest.mark.parametrize("scheme", ["fp8_dynamic", "nvfp4"])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ep_moe import CheckpointError, EPContext, InputError, MoEConfig, MoELayer
 from ep_moe.checkpoint import push
-from ep_moe.checkpoint.reader import replacing
+from ep_moe.checkpoint.reader import refuse_calls_while_writing
 from ep_moe.errors import ContextClosed
 from ep_moe.testing import distributed, rank_device
 
@@ -47,9 +47,9 @@ def test_layers_are_served_again_where_no_rank_wrote(writer, before, world_size)
     with EPContext.from_groups(device=rank_device(), deadline_s=20) as context:
         layer = MoELayer(CONFIG, context)
         layer._unfinished = before
-        with contextlib.suppress(CheckpointError), replacing([layer], "a trainer") as replaced:
+        with contextlib.suppress(CheckpointError), refuse_calls_while_writing([layer], "a trainer") as replaced:
             replaced.written = dist.get_rank() == writer
-            context.consensus.healthy("a tensor", CheckpointError("bad"))
+            context.consensus.raise_on_all_ranks("a tensor", CheckpointError("bad"))
         assert layer._unfinished == (before if writer is None else "a trainer")
 
 

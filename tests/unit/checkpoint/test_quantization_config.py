@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ep_moe.checkpoint.quantization_config import Declared, foreign, read_declared
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization, read_declared_quantization, unsupported_tensors
 
 UP = "model.layers.0.mlp.experts.0.up_proj"
 
@@ -20,18 +20,20 @@ UP = "model.layers.0.mlp.experts.0.up_proj"
     ],
 )  # fmt: skip
 def test_a_quantization_is_known_by_a_tensor(part, called):
-    assert foreign([f"{UP}.weight", f"{UP}.{part}", f"{UP}.bias"], Declared()) == {f"{UP}.{part}": called}
+    assert unsupported_tensors([f"{UP}.weight", f"{UP}.{part}", f"{UP}.bias"], DeclaredQuantization()) == {
+        f"{UP}.{part}": called
+    }
 
 
 def test_the_surest_of_several_tensors_comes_first():
     """The tensor that identifies a quantization best comes first. Other names are used by several quantizations."""
     names = [f"{UP}.{part}" for part in ("scales", "codebooks", "W_q")]
-    assert list(foreign(names, Declared())) == [f"{UP}.W_q", f"{UP}.codebooks", f"{UP}.scales"]
+    assert list(unsupported_tensors(names, DeclaredQuantization())) == [f"{UP}.W_q", f"{UP}.codebooks", f"{UP}.scales"]
 
 
 @pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
 def test_words_of_awq_and_gptq_say_themselves_whether_they_are_read(part):
-    assert not foreign([f"{UP}.qweight", f"{UP}.{part}"], Declared())
+    assert not unsupported_tensors([f"{UP}.qweight", f"{UP}.{part}"], DeclaredQuantization())
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_words_of_awq_and_gptq_say_themselves_whether_they_are_read(part):
     ],
 )  # fmt: skip
 def test_a_quantization_is_called_as_its_method(method, called):
-    assert Declared(method=method).called("as its tensors say") == called
+    assert DeclaredQuantization(method=method).called("as its tensors say") == called
 
 
 GROUP = {"num_bits": 4, "type": "int", "group_size": 32, "symmetric": True}
@@ -81,7 +83,7 @@ def groups(weights):
 )
 def test_fields_are_read_under_the_names_of_their_writers(file, content, stated, tmp_path):
     (tmp_path / file).write_text(json.dumps(content))
-    found = read_declared(tmp_path)
+    found = read_declared_quantization(tmp_path)
     assert {name: getattr(found, name) for name in stated} == stated
 
 
@@ -90,7 +92,7 @@ def test_an_order_of_columns_is_that_of_the_modules_it_is_stated_for(order, reor
     config = groups(GROUP | {"actorder": order})
     config["config_groups"]["group_0"]["targets"] = ["Linear"]
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    assert read_declared(tmp_path).of(f"{UP}.weight_packed").reordered is reordered
+    assert read_declared_quantization(tmp_path).of(f"{UP}.weight_packed").reordered is reordered
 
 
 @pytest.mark.parametrize(
@@ -100,7 +102,7 @@ def test_a_rotation_is_one_while_the_model_runs_or_lies_in_the_weights(place, ro
     transforms = {"config_groups": {"u": {"apply": [{"location": place, "targets": ["Linear"]}]}}}
     config = {"quant_method": "compressed-tensors", "transform_config": transforms}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    found = read_declared(tmp_path).rotated
+    found = read_declared_quantization(tmp_path).rotated
     assert found == (f"transform_config with location {place!r}" if rotated else "")
 
 
@@ -114,4 +116,4 @@ def test_a_rotation_is_one_while_the_model_runs_or_lies_in_the_weights(place, ro
 )  # fmt: skip
 def test_bytes_are_exponents_where_a_format_says_so(fields, exponents, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": fields | {"quant_method": "any"}}))
-    assert read_declared(tmp_path).exponents is exponents
+    assert read_declared_quantization(tmp_path).exponents is exponents

@@ -105,7 +105,7 @@ def test_gpt_oss_has_the_bytes_of_all_that_weigh_alike(tmp_path):
     save("mxfp4", tmp_path)
     stored = CheckpointSource(tmp_path).matrix(f"{BLOCK}.experts.down_proj")
     alike = [name for name, scheme in SCHEMES.items() if isinstance(scheme.weights, Mxfp4)]
-    assert [name for name in SCHEMES if stored.keeps(name)] == alike
+    assert [name for name in SCHEMES if stored.matches_scheme(name)] == alike
     assert alike == ["mxfp4", "mxfp4_fp8", "mxfp4_mxfp8"]
 
 
@@ -116,7 +116,7 @@ def test_numbers_are_kept_in_another_scheme(kind, quantization, tmp_path):
     layer = load(kind, tmp_path, quantization)
     scheme, stored = SCHEMES[quantization], SCHEMES[KINDS[kind][1]]
     for expert in range(EXPERTS):
-        state = layer.expert_weights.whole(layer.expert_weights.held[expert][0])
+        state = layer.expert_weights.gather_slot(layer.expert_weights.slots_of_expert[expert][0])
         for name in ("w13", "w2"):
             numbers = stored.dequantize(canonical(kind, expert), name)
             parts = scheme.weights.quantize(numbers, torch.bfloat16)
@@ -168,8 +168,8 @@ def test_half_a_matrix_that_is_quantized_must_be_finite(wrong):
     codes = scheme.weights.quantize(torch.ones(16, 32), torch.bfloat16)
     numbers = torch.ones(16, 32)
     numbers[3, 5] = wrong
-    gate = SimpleNamespace(keeps=lambda name: True, codes=lambda rows: codes)
+    gate = SimpleNamespace(matches_scheme=lambda name: True, codes=lambda rows: codes)
     matrix = SimpleNamespace(name="up_proj.weight", tensors=SimpleNamespace(location=lambda name: f"file of {name}"))
-    up = SimpleNamespace(keeps=lambda name: False, numbers=lambda rows: numbers, matrix=matrix)
+    up = SimpleNamespace(matches_scheme=lambda name: False, read_values=lambda rows: numbers, matrix=matrix)
     with pytest.raises(CheckpointError, match=r"file of up_proj\.weight .*finite"):
         _one_half(SimpleNamespace(gate=gate, up=up), (0, 16), scheme, torch.bfloat16, torch.device("cpu"))

@@ -8,26 +8,26 @@ from safetensors.torch import save_file
 
 from ep_moe import CheckpointError
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource, MemorySource, stored_matrix
-from ep_moe.checkpoint.stored import PlainMatrix, check_fits, factors, scalar_factor
+from ep_moe.checkpoint.stored import PlainMatrix, check_fits, read_scalar_scale, read_scales
 from ep_moe.checkpoint.stored_4bit import Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
 
 
 @pytest.mark.parametrize("positive", [False, True])
-@pytest.mark.parametrize(("factors", "expert"), [([0.0], None), ([2.0, 0.0], 1)])
-def test_a_factor_of_0_is_refused_where_it_must_be_positive(factors, expert, positive, tmp_path):
+@pytest.mark.parametrize(("scales", "expert"), [([0.0], None), ([2.0, 0.0], 1)])
+def test_a_scale_of_0_is_refused_where_it_must_be_positive(scales, expert, positive, tmp_path):
     """A scale of 0 is refused where it must be positive, for all experts or for one."""
-    save_file({"input_scale": torch.tensor(factors)}, tmp_path / SINGLE)
+    save_file({"input_scale": torch.tensor(scales)}, tmp_path / SINGLE)
     source = CheckpointSource(tmp_path)
     with pytest.raises(CheckpointError, match="input_scale") if positive else contextlib.nullcontext():
-        assert scalar_factor(source, "input_scale", expert, positive=positive) == 0
+        assert read_scalar_scale(source, "input_scale", expert, positive=positive) == 0
 
 
-def test_factors_are_numbers_or_exponents(tmp_path):
+def test_scales_are_numbers_or_exponents(tmp_path):
     save_file({"scale": torch.ones(2, dtype=torch.int32), "bytes": torch.tensor([127, 128]).byte()}, tmp_path / SINGLE)
     source = CheckpointSource(tmp_path)
-    assert factors(source, "bytes").tolist() == [1.0, 2.0]
+    assert read_scales(source, "bytes").tolist() == [1.0, 2.0]
     with pytest.raises(CheckpointError, match=r"scale must be factors in .*, got"):
-        factors(source, "scale")
+        read_scales(source, "scale")
 
 
 def test_numbers_that_are_infinite_already_are_kept():
@@ -52,7 +52,7 @@ def test_blocks_of_mxfp4_are_of_all_experts(shape, fits):
     """[E, rows, columns / 32, 16], whatever exponents lie beside them."""
     tensors = {"w_blocks": torch.zeros(shape).byte(), "w_scales": torch.full(shape[:-1], 127).byte()}
     matrix = Mxfp4Matrix(MemorySource(tensors, "here"), "w", blocks=True, transposed=False, stacked=1)
-    wrong = matrix.wrong()
+    wrong = matrix.unreadable_reason()
     assert wrong is None if fits else "w_blocks must be uint8 of shape [..., 16], got U8" in wrong
 
 
@@ -82,9 +82,9 @@ def test_packed_codes_are_seen_in_rows_however_they_lie(kind, lead):
     for tensors, transposed in ((rows, False), (lying, True)):
         source = MemorySource(tensors | {"w_global_scale": torch.ones(1)}, "here")
         matrix = make(source, "w", transposed=transposed)
-        assert matrix.wrong() is None
+        assert matrix.unreadable_reason() is None
         assert matrix.shape == (*lead, 24, 128)
-        found.append(matrix.numbers(slice(8, 20), slice(64, 128), 1 if lead else None))
+        found.append(matrix.read_values(slice(8, 20), slice(64, 128), 1 if lead else None))
     assert found[0].shape == (12, 64)
     assert torch.equal(*found)
 
@@ -97,8 +97,8 @@ def test_a_matrix_is_seen_in_rows_however_it_lies(transposed, lead, tmp_path):
     matrix = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight", transposed=transposed)
     assert matrix.shape == (*lead, 4, 6)
     expert, own = (2, whole[2]) if lead else (None, whole)
-    assert torch.equal(matrix.numbers(expert=expert), own)
-    assert torch.equal(matrix.numbers(slice(1, 3), slice(2, 6), expert), own[1:3, 2:6])
+    assert torch.equal(matrix.read_values(expert=expert), own)
+    assert torch.equal(matrix.read_values(slice(1, 3), slice(2, 6), expert), own[1:3, 2:6])
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -115,7 +115,7 @@ NUMBERS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_codes_of_any_dtype_are_no_numbers(dtype, tmp_path):
     save_file({"w.weight": torch.zeros(4, 4).to(dtype)}, tmp_path / SINGLE)
-    wrong = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight").wrong()
+    wrong = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight").unreadable_reason()
     name = str(dtype).removeprefix("torch.")
     assert wrong is not None
     assert f"must be bfloat16 or float16 or float32 or float64, got {name}, codes of a quantization" in wrong
@@ -139,6 +139,6 @@ def test_plain_numbers_have_nothing_of_codes_beside_them(end, tmp_path):
     It would change what they mean, or belongs to another matrix.
     """
     save_file({"w.weight": torch.ones(4, 4), f"w.weight{end}": torch.ones(4)}, tmp_path / SINGLE)
-    wrong = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight").wrong()
+    wrong = PlainMatrix(CheckpointSource(tmp_path), "w.weight", "w.weight").unreadable_reason()
     assert wrong is not None
     assert f"has plain numbers (F32), and w.weight{end} beside it would scale them" in wrong

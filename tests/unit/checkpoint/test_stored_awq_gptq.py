@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from ep_moe.checkpoint.quantization_config import Declared, read_declared
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization, read_declared_quantization
 from ep_moe.checkpoint.stored import ALL
 from ep_moe.checkpoint.stored_awq_gptq import AwqMatrix, GptqMatrix
 
@@ -14,7 +14,7 @@ KINDS = {torch.int32: "I32", torch.float32: "F32"}
 
 
 class InMemory:
-    declared = Declared()
+    declared = DeclaredQuantization()
 
     def __init__(self, **tensors):
         self.tensors = tensors
@@ -49,18 +49,18 @@ def matrix(kind):
 def test_a_part_is_that_of_the_whole(kind, expert):
     stored = matrix(kind)
     assert stored.shape == (EXPERTS, ROWS, COLUMNS)
-    whole = stored.numbers()
+    whole = stored.read_values()
     assert len(whole.unique()) > 50
     parts = [ALL, slice(0, 8), slice(8, 24), slice(5, 13), slice(17, 18), slice(24, 32)]
     for rows in parts:
         for columns in [*parts, slice(32, 48), slice(33, 47)]:
             wanted = whole[..., rows, columns] if expert is None else whole[expert, rows, columns]
-            assert torch.equal(stored.numbers(rows, columns, expert), wanted), (rows, columns)
+            assert torch.equal(stored.read_values(rows, columns, expert), wanted), (rows, columns)
 
 
 def test_codes_of_all_experts_are_those_of_each():
     stored = matrix(GptqMatrix)
-    stored.tensors.declared = Declared(method="gptq", bits=frozenset({4}), groups=frozenset({GROUP}))
+    stored.tensors.declared = DeclaredQuantization(method="gptq", bits=frozenset({4}), groups=frozenset({GROUP}))
     stored.tensors.tensors["qzeros"].fill_(0x77777777)  # the middle of the range
     whole, each = stored.codes(ALL, ALL), [stored.codes(ALL, ALL, expert) for expert in range(EXPERTS)]
     assert whole[""].shape == (EXPERTS, ROWS, COLUMNS // 2)
@@ -71,14 +71,14 @@ def test_codes_of_all_experts_are_those_of_each():
 @pytest.mark.parametrize("how", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}])
 def test_a_factor_for_a_whole_row_is_stated_as_minus_one(how, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": how | {"group_size": -1}}))
-    assert read_declared(tmp_path).groups == {0}
+    assert read_declared_quantization(tmp_path).groups == {0}
 
 
 @pytest.mark.parametrize(("kind", "method"), [(AwqMatrix, "awq"), (GptqMatrix, "gptq")])
 @pytest.mark.parametrize(("bits", "wrong"), [({4}, None), ({4, 8}, "with 4, 8 bits"), ({8}, "with 8 bits")])
 def test_other_bits_beside_four_are_refused(bits, wrong, kind, method):
     stored = matrix(kind)
-    stored.tensors.declared = Declared(method=method, bits=frozenset(bits), groups=frozenset({GROUP}))
+    stored.tensors.declared = DeclaredQuantization(method=method, bits=frozenset(bits), groups=frozenset({GROUP}))
     problem = stored._wrong_stated()
     assert problem is None if wrong is None else wrong in problem
 

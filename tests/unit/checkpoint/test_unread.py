@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from ep_moe import CheckpointError, EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint import model_names
 from ep_moe.checkpoint.model_names import names_of
-from ep_moe.checkpoint.reader import checked, load_layers
+from ep_moe.checkpoint.reader import check_layer_block, load_layers
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource
-from ep_moe.checkpoint.unexpected_tensors import listed
+from ep_moe.checkpoint.unexpected_tensors import summarize_names
 from ep_moe.testing import distributed, rank_device
 from ep_moe.types import Routing
 from tests.fixtures.checkpoint_files import CONFIGS, FAMILIES, LAYERS, make_layers, tiny_model, written
@@ -191,7 +191,7 @@ def test_an_entry_accounts_for_what_transformers_saves(family, checkpoints, cont
             layer.shared_experts = torch.nn.Identity()  # provided by the caller
         block = names.block.format(layer=number)
         with pytest.raises(CheckpointError, match="does not read") as caught:
-            checked(source, names, number, layer, family)
+            check_layer_block(source, names, number, layer, family)
         forgotten = "shared_expert" if what == "shared" else names_of(family).router[what]
         assert f"{block}.{forgotten}" in str(caught.value), what
 
@@ -257,6 +257,6 @@ def test_a_file_of_another_family_under_the_nearest_names(model_type, context, t
 
 def test_many_names_are_one_line():
     many = [f"model.layers.{n}.mlp.experts.{e}.up_proj.bias" for n in range(3) for e in range(4)]
-    assert listed(many) == "model.layers.{n}.mlp.experts.{n}.up_proj.bias (12 tensors)"
-    assert listed(["a.1.b"]) == "a.1.b"
-    assert listed(f"t{i}" for i in range(11)).endswith("t7, 3 more kinds")
+    assert summarize_names(many) == "model.layers.{n}.mlp.experts.{n}.up_proj.bias (12 tensors)"
+    assert summarize_names(["a.1.b"]) == "a.1.b"
+    assert summarize_names(f"t{i}" for i in range(11)).endswith("t7, 3 more kinds")

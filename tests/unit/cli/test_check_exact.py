@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from ep_moe import ConfigError, ExpertMap, ParallelConfig
 from ep_moe.cli import check_exact
 from ep_moe.cli.app import app
-from ep_moe.cli.check_exact import LOGITS, Found
+from ep_moe.cli.check_exact import LOGITS, RunDigests
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.integrations import transformers as transformers_models
 from ep_moe.parallel.groups import TorchrunEnv
@@ -26,8 +26,10 @@ def invoke(*args):
     return CliRunner().invoke(app, ["check-exact", *args], catch_exceptions=False)
 
 
-def found(batching="prompts", **digests):
-    return Found(ranks=1, expert_map="linear", all2all="local", experts="reference", batching=batching, digests=digests)
+def run_digests(batching="prompts", **digests):
+    return RunDigests(
+        ranks=1, expert_map="linear", all2all="local", experts="reference", batching=batching, digests=digests
+    )
 
 
 def test_a_model_is_equal_over_ranks_maps_transports_and_batches():
@@ -58,12 +60,12 @@ def test_without_exact_the_first_layer_that_differs_is_named():
 
 
 def test_the_first_difference_is_in_the_order_of_layers():
-    first = found(a="1", b="2", c="3", **{LOGITS: "4"})
+    first = run_digests(a="1", b="2", c="3", **{LOGITS: "4"})
     assert first.differs_from(first) is None
-    assert found("all at once", a="1", b="2", c="3").differs_from(first) is None
-    assert found("all at once", a="1", b="x", c="x").differs_from(first) == "b"
-    assert found(a="1", b="2", c="3", **{LOGITS: "x"}).differs_from(first) == LOGITS
-    assert found(a="1", b="2").checksum != found(a="1", b="3").checksum
+    assert run_digests("all at once", a="1", b="2", c="3").differs_from(first) is None
+    assert run_digests("all at once", a="1", b="x", c="x").differs_from(first) == "b"
+    assert run_digests(a="1", b="2", c="3", **{LOGITS: "x"}).differs_from(first) == LOGITS
+    assert run_digests(a="1", b="2").checksum != run_digests(a="1", b="3").checksum
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,7 @@ def test_a_rank_loads_and_reads_what_was_asked_for(exact, rank, monkeypatch):
     monkeypatch.setattr(check_exact, "EPContext", SimpleNamespace(from_groups=from_groups))
     monkeypatch.setattr(check_exact.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(check_exact.dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(check_exact, "loading", lambda folder, consensus: contextlib.nullcontext())
+    monkeypatch.setattr(check_exact, "load_errors_on_all_ranks", lambda folder, consensus: contextlib.nullcontext())
     monkeypatch.setattr(check_exact, "model_folder", lambda *given, **how: looked_up.append((given, how)) or "m")
     monkeypatch.setattr(check_exact, "model_dtype", lambda name, folder: f"{name} of {folder}")
     monkeypatch.setattr(check_exact, "text_windows", lambda *given: read.append(given) or "windows")

@@ -18,7 +18,7 @@ from tests.fixtures.programs import ON_CPU, Program, ran
 
 
 def nodes_of(*hosts):
-    return NodeLayout.found(range(len(hosts)), [(host, host) for host in hosts])
+    return NodeLayout.from_hosts(range(len(hosts)), [(host, host) for host in hosts])
 
 
 def sound(nodes):
@@ -183,8 +183,8 @@ def test_torchruns_variables_count_within_a_job_of_slurm():
     There srun starts torchrun's agent, which sets its own variables for its ranks.
     """
     launch = cluster.LaunchEnvironment.read(SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"} | TORCHRUN)
-    assert (launch.rank, launch.world, launch.local_rank, launch.bound) == (3, 4, 1, False)
-    assert cluster.LaunchEnvironment.read(SRUN).bound
+    assert (launch.rank, launch.world, launch.local_rank, launch.may_bind_gpus) == (3, 4, 1, False)
+    assert cluster.LaunchEnvironment.read(SRUN).may_bind_gpus
 
 
 def test_facts_of_this_machine_are_written_and_read():
@@ -265,11 +265,11 @@ def test_a_links_rate_is_the_best_of_all_passes(monkeypatch):
     monkeypatch.setattr(cluster, "PASSES", len(passes))
     monkeypatch.setattr(cluster, "slow_links", lambda *_: ["slow"])
     monkeypatch.setattr(cluster, "_own_rates", lambda *_: next(ours))
-    meeting = SimpleNamespace(launch=SimpleNamespace(world=2), deadline_s=60.0, missing=lambda _: [])
+    exchange = SimpleNamespace(launch=SimpleNamespace(world=2), deadline_s=60.0, missing=lambda _: [])
     sent = []
-    meeting.tell = lambda _, rates: sent.append(rates[0, 1])
-    meeting.answers = lambda _: [("", [(1, sent[-1])]), ("", [(0, sent[-1])])]
-    assert cluster._measure(meeting, None, "gloo", None, None, None) == ({(0, 1): 9.0}, [], [])
+    exchange.publish = lambda _, rates: sent.append(rates[0, 1])
+    exchange.answers = lambda _: [("", [(1, sent[-1])]), ("", [(0, sent[-1])])]
+    assert cluster._measure(exchange, None, "gloo", None, None, None) == ({(0, 1): 9.0}, [], [])
     assert sent == [9.0, 4.0, 6.0]
 
 
@@ -294,7 +294,7 @@ def test_links_that_were_not_measured_have_no_table():
 def test_transfers_are_of_the_ranks_own_gpu_where_nccl_makes_them(backend, gpu, device, monkeypatch):
     asked = []
 
-    def measure(meeting, nodes, backend, device, time_pair, show):
+    def measure(exchange, nodes, backend, device, time_pair, show):
         asked.append((backend, str(device), time_pair))
         return {}, [], []
 

@@ -18,7 +18,7 @@ SMI = {
 
 
 def nodes_of(hosts):
-    return NodeLayout.found(range(len(hosts)), [(host, host) for host in hosts])
+    return NodeLayout.from_hosts(range(len(hosts)), [(host, host) for host in hosts])
 
 
 def rates_of(nodes, within=300.0, between=40.0):

@@ -14,7 +14,7 @@ from ep_moe.cli.cluster import ClusterReport, LaunchEnvironment
 from ep_moe.parallel.nodes import NodeLayout
 
 ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "head", "MASTER_PORT": "5"}
-TWO = NodeLayout.found(range(2), [("a", "a")] * 2)
+TWO = NodeLayout.from_hosts(range(2), [("a", "a")] * 2)
 CPU = torch.device("cpu")
 
 
@@ -54,13 +54,13 @@ def test_what_an_earlier_attempt_left_in_the_store_is_not_read(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("bound", "visible", "gpu"), [(False, 8, 5), (False, 4, 5), (True, 8, 5), (True, 1, 0), (False, 0, None)]
+    ("may_bind_gpus", "visible", "gpu"), [(False, 8, 5), (False, 4, 5), (True, 8, 5), (True, 1, 0), (False, 0, None)]
 )
-def test_a_rank_takes_the_gpu_of_its_local_rank(bound, visible, gpu, monkeypatch):
+def test_a_rank_takes_the_gpu_of_its_local_rank(may_bind_gpus, visible, gpu, monkeypatch):
     """A rank takes the GPU with its local rank, visible or not, unless srun shows each process only its own GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    launch = LaunchEnvironment(0, 8, 5, "head", 5, False, "0", bound)
+    launch = LaunchEnvironment(0, 8, 5, "head", 5, False, "0", may_bind_gpus)
     assert launch.gpu() == gpu
 
 
@@ -86,18 +86,18 @@ def test_a_rate_is_that_of_the_best_transfer_after_the_first(monkeypatch):
     assert len(rows) == len(arrived) == 4 * 10**6
 
 
-def meeting(answers, world=2, lost=()):
-    """Return rank 0's side of a meeting whose peers give these answers in each pass."""
+def store_exchange(answers, world=2, lost=()):
+    """Return a fake of rank 0's `_StoreExchange`, whose peers give these answers in each pass."""
     passes = iter(answers)
     return SimpleNamespace(
-        launch=SimpleNamespace(world=world), deadline_s=60.0, tell=lambda *_: None, missing=lambda _: list(lost),
+        launch=SimpleNamespace(world=world), deadline_s=60.0, publish=lambda *_: None, missing=lambda _: list(lost),
         answers=lambda _: next(passes),
     )  # fmt: skip
 
 
 def measured(monkeypatch, answers, **more):
     monkeypatch.setattr(cluster, "_own_rates", lambda *_: None)
-    return cluster._measure(meeting(answers, **more), TWO, "gloo", CPU, None, None)
+    return cluster._measure(store_exchange(answers, **more), TWO, "gloo", CPU, None, None)
 
 
 def test_a_link_has_the_rate_of_its_slower_end(monkeypatch):
@@ -144,7 +144,7 @@ def test_the_watch_over_transfers_ends_with_them(monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_times_its_pairs_with_the_other_end(rank, monkeypatch):
-    nodes = NodeLayout.found(range(3), [("a", "a")] * 3)
+    nodes = NodeLayout.from_hosts(range(3), [("a", "a")] * 3)
     steps, timed = [], []
     monkeypatch.setattr(cluster.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(cluster, "barrier", lambda device: steps.append("barrier"))
@@ -201,7 +201,7 @@ def test_the_first_rank_that_is_here_shows_the_report(rank, missing, shows, monk
         store.add("left", 1)  # the other rank has left
     launch = LaunchEnvironment(rank, 2, 0, "head", 5, False, "0", False)
     report = ClusterReport(["odd"])
-    assert cluster._Meeting(launch, store, 1.0).part(report, shown.append, missing) is report
+    assert cluster._StoreExchange(launch, store, 1.0).show_and_leave(report, shown.append, missing) is report
     assert shown == [report] * shows
 
 
@@ -213,7 +213,7 @@ def test_the_process_group_of_transfers_that_failed_is_left_alone(rates, ends, m
     monkeypatch.setattr(cluster.dist, "destroy_process_group", lambda: ended.append(True))
     launch = LaunchEnvironment(0, 1, 0, "head", 5, False, "0", False)
     report = ClusterReport([], rates=rates)
-    cluster._Meeting(launch, HashStore(), 1.0).part(report, lambda _: None, [])
+    cluster._StoreExchange(launch, HashStore(), 1.0).show_and_leave(report, lambda _: None, [])
     assert ended == [True] * ends
 
 
@@ -222,14 +222,16 @@ def test_an_error_is_told_in_one_line(error, line):
     assert cluster._line(error) == line
 
 
-@pytest.mark.parametrize(("missing", "parted"), [([1], [1]), ([], [0])], ids=["never came", "lost in transfers"])
-def test_a_report_of_lost_ranks_waits_for_none_of_them(missing, parted, monkeypatch):
+@pytest.mark.parametrize(("missing", "absent"), [([1], [1]), ([], [0])], ids=["never came", "lost in transfers"])
+def test_a_report_of_lost_ranks_waits_for_none_of_them(missing, absent, monkeypatch):
     waited = []
     monkeypatch.setattr(LaunchEnvironment, "store", lambda self, deadline_s: HashStore())
-    monkeypatch.setattr(cluster._Meeting, "missing", lambda self, what: missing)
-    monkeypatch.setattr(cluster._Meeting, "part", lambda self, report, show, lost: (waited.append(lost), report)[1])
+    monkeypatch.setattr(cluster._StoreExchange, "missing", lambda self, what: missing)
+    monkeypatch.setattr(
+        cluster._StoreExchange, "show_and_leave", lambda self, report, show, lost: (waited.append(lost), report)[1]
+    )
     monkeypatch.setattr(cluster, "_measure", lambda *_: ({}, ["rank 0 failed"], [0]))
     environment = ENVIRONMENT | {"WORLD_SIZE": "2" if missing else "1"}
     report = cluster.run(5.0, lambda _: None, environment=environment)
-    assert waited == [parted]
+    assert waited == [absent]
     assert report.odd == (["rank 1 did not come within 5 s, of 2 ranks"] if missing else ["rank 0 failed"])

@@ -17,7 +17,7 @@ from ep_moe.parallel.nodes import NodeLayout
 
 
 def nodes_of(hosts):
-    return NodeLayout.found(range(len(hosts)), [(str(host), f"host{host}") for host in hosts])
+    return NodeLayout.from_hosts(range(len(hosts)), [(str(host), f"host{host}") for host in hosts])
 
 
 def report_of(hosts, **fields):

@@ -10,7 +10,7 @@ from ep_moe import ConfigError, EPContext, MoEConfig, MoELayer, ParallelConfig, 
 from ep_moe.cli import perplexity
 from ep_moe.cli.run import RunOptions, is_exact
 from ep_moe.testing import distributed, rank_device
-from tests.fixtures.distributed_cases import everywhere
+from tests.fixtures.distributed_cases import gather_from_all_ranks
 from tests.fixtures.helpers import fill
 
 CONFIG = MoEConfig(hidden_size=32, intermediate_size=32, num_experts=8, top_k=2)
@@ -50,7 +50,7 @@ def test_bytes_between_tp_ranks_are_those_that_both_received(world_size):
             return 1.0, 1
 
         found = perplexity.rebalance([layer], context, forward, 2)
-        on_ranks = everywhere(received[-1])
+        on_ranks = gather_from_all_ranks(received[-1])
     assert min(on_ranks) > 0
     assert found.sent_bytes == sum(on_ranks)
 

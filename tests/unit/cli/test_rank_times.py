@@ -24,13 +24,13 @@ def test_a_time_is_the_slowest_ranks_to_the_nanosecond():
 def consensus(raised=None, heard=None):
     """Return a context whose consensus raises what another rank raised, or this rank's own problem."""
 
-    def healthy(what, problem):
+    def raise_on_all_ranks(what, problem):
         if heard is not None:
             heard.append((what, problem))
         if (error := raised or problem) is not None:
             raise error
 
-    return SimpleNamespace(consensus=SimpleNamespace(healthy=healthy))
+    return SimpleNamespace(consensus=SimpleNamespace(raise_on_all_ranks=raise_on_all_ranks))
 
 
 def test_what_fails_on_one_rank_is_left_out_on_all():

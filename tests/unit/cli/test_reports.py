@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from ep_moe.cli import reports
-from ep_moe.cli.check_exact import LOGITS, Found
+from ep_moe.cli.check_exact import LOGITS, RunDigests
 from ep_moe.cli.perplexity import Rebalanced
 from ep_moe.cli.reports import plot_load
 from ep_moe.cli.run import RunOptions, RunReport
@@ -78,9 +78,9 @@ def test_a_perplexity_stands_beside_the_references(changed, line):
     assert out.lines == ["a run", "\nperplexity over 64 tokens", "  ep_moe        10.000", *[line] * (line is not None)]
 
 
-def found(ranks, batching, *, logits=None, **digests):
+def run_digests(ranks, batching, *, logits=None, **digests):
     more = {} if logits is None else {LOGITS: logits}
-    return Found(
+    return RunDigests(
         ranks=ranks, expert_map="linear", all2all="allgather", experts="reference", batching=batching,
         digests=digests | more,
     )  # fmt: skip
@@ -91,8 +91,8 @@ def test_what_differs_from_the_first_way_is_told_with_its_layer():
 
     Runs of the layers alone have no logits. Missing logits do not count as a difference.
     """
-    ways = [found(1, "prompts", a="1", b="2", logits="3"), found(2, "tokens of 3", a="1", b="2")]
-    ways.append(found(2, "prompts", a="1", b="x", logits="3"))
+    ways = [run_digests(1, "prompts", a="1", b="2", logits="3"), run_digests(2, "tokens of 3", a="1", b="2")]
+    ways.append(run_digests(2, "prompts", a="1", b="x", logits="3"))
     out = Heard()
     assert reports.print_checked(ways, out) is False
     assert out.lines == ["2 MoE layers, experts reference", "", "1 of 3 differ from the first"]
@@ -113,7 +113,7 @@ def test_what_differs_from_the_first_way_is_told_with_its_layer():
 
 def test_ways_that_are_equal_are_said_to_be():
     out = Heard()
-    assert reports.print_checked([found(ranks, "prompts", a="1", logits="3") for ranks in (1, 2)], out) is True
+    assert reports.print_checked([run_digests(ranks, "prompts", a="1", logits="3") for ranks in (1, 2)], out) is True
     assert out.lines[-1] == "all equal, bit for bit"
     assert out.results[0]["equal"] is True
 

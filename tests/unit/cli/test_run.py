@@ -299,7 +299,7 @@ def test_rank_0_reads_the_reference_where_it_is_asked_for_or_small(reference, si
     monkeypatch.setattr(run_module, "note", noted.append)
     monkeypatch.setattr(run_module, "_too_large", lambda folder: large)
     monkeypatch.setattr(run_module, "reference_perplexity", lambda *given: read.append(given) or 9.5)
-    consensus = SimpleNamespace(healthy=lambda what, problem: None)
+    consensus = SimpleNamespace(raise_on_all_ranks=lambda what, problem: None)
     context = SimpleNamespace(layout=SimpleNamespace(rank=rank), consensus=consensus, device="here")
     options = RunOptions(reference=reference, quiet=silent, batch=3)
     found, left_out = run_module._compared(options, Path("model"), "windows", torch.float32, context)

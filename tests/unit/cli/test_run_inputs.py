@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe import ConfigError
-from ep_moe.cli.run import RunOptions, _too_large, run, settle
+from ep_moe.cli.run import RunOptions, _too_large, resolve_options, run
 from ep_moe.parallel.groups import TorchrunEnv
 from tests.fixtures.checkpoint_files import tiny_model
 from tests.fixtures.run_command import PRINTED, invoke, single_process
@@ -151,10 +151,10 @@ def test_ranks_are_shared_out_evenly(given, world, found):
     """
     if found is None:
         with pytest.raises(ConfigError, match="tp=3 must divide the number of ranks, got 4; give --dp and --tp"):
-            settle(RunOptions(**given), world)
+            resolve_options(RunOptions(**given), world)
     else:
-        settled = settle(RunOptions(**given), world)
-        assert (settled.dp, settled.tp) == found
+        resolved = resolve_options(RunOptions(**given), world)
+        assert (resolved.dp, resolved.tp) == found
 
 
 @pytest.mark.parametrize("files", [[32], [16, 17]], ids=["at the limit", "above it"])

@@ -9,7 +9,7 @@ import torch
 
 from ep_moe import ConfigError, ExpertMap, Wire
 from ep_moe.cli import run as run_module
-from ep_moe.cli.run import DEMO, RunOptions, run, settle
+from ep_moe.cli.run import DEMO, RunOptions, resolve_options, run
 from ep_moe.integrations import transformers as loading
 from ep_moe.parallel.groups import TorchrunEnv
 
@@ -41,7 +41,8 @@ def test_as_many_ranks_are_started_as_the_sizes_say(sizes, world, started):
     options = RunOptions(**sizes, deadline_s=400.0)
     assert run(options) == "the first rank's report"
     arguments = {
-        "options": settle(options, world), "device": CPU, "folder": (str(DEMO), {"revision": None}), "forked": True
+        "options": resolve_options(options, world), "device": CPU, "folder": (str(DEMO), {"revision": None}),
+        "forked": True,
     }  # fmt: skip
     assert found == [("ep_moe.cli.run:run_on_rank", world, arguments, {"deadline_s": 1200.0})]
     assert noted == [f"run: starting {world} rank{'s' * (world > 1)} on this machine"]
@@ -81,7 +82,7 @@ def test_torchruns_ranks_are_taken_as_they_are(fails, monkeypatch):
         with pytest.raises(ConfigError, match="no"):
             run(options)
     else:
-        assert run(options) == (settle(options, 6), "here")
+        assert run(options) == (resolve_options(options, 6), "here")
     assert (asked, ended) == ([("here", 7.0)], [True])
 
 
@@ -98,8 +99,8 @@ def test_torchruns_ranks_are_taken_as_they_are(fails, monkeypatch):
 )
 def test_what_is_left_open_is_filled_in(options, world, found):
     """Open options are filled in: the demo uses tp = 2 where possible, in float32, in which perplexities agree."""
-    settled = settle(options, world)
-    assert (settled.dp, settled.tp, settled.dtype) == found
+    resolved = resolve_options(options, world)
+    assert (resolved.dp, resolved.tp, resolved.dtype) == found
 
 
 @pytest.mark.parametrize(("forked", "level"), [(True, "info"), (True, None), (False, "info")])
@@ -201,7 +202,7 @@ def test_a_trace_is_of_one_forward_of_rank_0_that_is_not_counted(rank, error, mo
         yield SimpleNamespace(export_chrome_trace=export)
 
     monkeypatch.setattr(run_module, "profile", profile)
-    consensus = SimpleNamespace(healthy=lambda what, problem: problems.append(problem))
+    consensus = SimpleNamespace(raise_on_all_ranks=lambda what, problem: problems.append(problem))
     context = SimpleNamespace(layout=SimpleNamespace(rank=rank), device=CPU, consensus=consensus)
     run_module._trace("t.json", [Layer(0), Layer(1)], lambda: forwards.append(list(counted)), context)
     assert forwards == [[False, False]]

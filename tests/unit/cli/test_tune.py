@@ -142,8 +142,8 @@ def test_pairs_are_those_that_can_run_as_two(monkeypatch):
     ]  # fmt: skip
     asked, agreed = [], []
     monkeypatch.setattr(tune.explain, "explain", lambda *given, **how: (asked.append((*given, how)), rows)[1])
-    same = SimpleNamespace(same=lambda name, facts, problem: agreed.append((facts, problem)))
-    context = SimpleNamespace(layout="layout", device=CPU, _max_dispatch_tokens=7, max_tokens=9, consensus=same)
+    consensus = SimpleNamespace(require_equal=lambda name, facts, problem: agreed.append((facts, problem)))
+    context = SimpleNamespace(layout="layout", device=CPU, _max_dispatch_tokens=7, max_tokens=9, consensus=consensus)
     wire = Wire(dispatch="fp8_row")
     pairs = tune._pairs(context, CONFIG, {"a": 1}, scheme="fp8_dynamic", wire=wire, dtype=torch.float16)
     assert pairs == [("local", "reference"), ("allgather", "reference")]

@@ -60,8 +60,8 @@ def test_a_plan_is_priced_by_an_experts_bytes_on_all_its_etp_ranks(etp):
 
 def test_nothing_is_made_unless_asked_for_and_then_once(monkeypatch):
     balancer, _ = made()
-    calls, real = [], module.loads
-    monkeypatch.setattr(module, "loads", lambda *args: (calls.append(args), real(*args))[1])
+    calls, real = [], module.layer_load_stats
+    monkeypatch.setattr(module, "layer_load_stats", lambda *args: (calls.append(args), real(*args))[1])
     balancer._sums_are_in(torch.tensor([[8, 4, 6], [2, 0, 10]]))
     assert not calls
     assert balancer.stats().layers is balancer.stats().layers

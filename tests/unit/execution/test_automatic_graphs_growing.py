@@ -39,7 +39,7 @@ def context(monkeypatch):
 
 
 def room(layer: MoELayer) -> int:
-    return layer._dispatcher().buffer_pool.made[0].library.room
+    return layer._dispatcher().buffer_pool.buffer_slots[0].workspace.room
 
 
 def test_each_bound_from_its_third_call_on(driver, context):
@@ -57,13 +57,13 @@ def test_larger_buffers_are_recorded_anew(driver, context):
     layer, second = built(context), built(context)
     for made in (layer, second):
         assert [repeats(made, *given(1)) for _ in range(3)] == [False, False, True]
-    before = layer._dispatcher().buffer_pool.made[0]
+    before = layer._dispatcher().buffer_pool.buffer_slots[0]
     assert not repeats(second, *given(5))
     assert room(layer) == 8
-    assert before.given_back
+    assert before.is_freed
     for made in (layer, second):
         assert [repeats(made, *given(1)) for _ in range(3)] == [False, False, True], "on memory that is there"
-        assert [call.buffer_slots[0].given_back for calls in made._graphs._calls.values() for call in calls.calls] == [
+        assert [call.buffer_slots[0].is_freed for calls in made._graphs._calls.values() for call in calls.calls] == [
             False
         ]
     assert [repeats(second, *given(7)) for _ in range(3)] == [False, False, True]
@@ -103,7 +103,7 @@ def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
         assert not (moved and repeats_now), step
         assert agreed.call_count == 1, step
         assert context._agreed_limit is None
-        assert context.flight_recorder.where == "", "the watch would take the time until the next call for a step"
+        assert context.flight_recorder.call_name == "", "the watch would take the time until the next call for a step"
         assert room(layer) == max(4, 1 << max(most - 1, 0).bit_length())
         replayed, run = (launched(driver, call, x, routing) for call in (layer.forward_routed, layer.run))
         if x.data_ptr() % 16 == 0:
@@ -114,8 +114,8 @@ def test_the_launches_of_the_layer_itself_whatever_grew(driver, context):
 def test_addresses_are_looked_up_while_the_peers_numbers_come(driver, context):
     layer, order = built(context), []
     assert [repeats(layer, *given(1)) for _ in range(3)] == [False, False, True]
-    (agreeing,) = layer._graphs._agreeing.values()
-    addresses, begin = agreeing.like.addresses, RankGroup.begin_most_tokens
+    (agreement,) = layer._graphs._bound_agreements.values()
+    addresses, begin = agreement.reference_call.addresses, RankGroup.begin_most_tokens
 
     def posts(*arguments, **options):
         collect = begin(*arguments, **options)

@@ -115,7 +115,7 @@ def test_compiled_graphs_note_nothing(driver, context):
         forward(layer, *given(1))
     layer._graphs.drop()
     with mock.patch.object(torch.compiler, "_is_compiling_flag", True), torch.no_grad():
-        layer._graphs.note(layer, given(1)[1], None)
+        layer._graphs.record_if_repeated(layer, given(1)[1], None)
     assert len(layer._graphs) == 0
 
 
@@ -219,7 +219,7 @@ def on_another_stream(layer):
 
 
 def after_another_stream(layer):
-    return mock.patch.object(layer._dispatcher().buffer_pool.made[0], "stream", SimpleNamespace(cuda_stream=5))
+    return mock.patch.object(layer._dispatcher().buffer_pool.buffer_slots[0], "stream", SimpleNamespace(cuda_stream=5))
 
 
 def captured(layer):
@@ -237,7 +237,7 @@ def compiled(layer):
 def test_states_in_which_the_layer_runs(state, layer):
     x, routing = given(1)
     with (
-        mock.patch.object(layer._dispatcher().buffer_pool.made[0], "follow"),
+        mock.patch.object(layer._dispatcher().buffer_pool.buffer_slots[0], "wait_for_last_call"),
         mock.patch.object(MoELayer, "run", autospec=True, return_value=x) as run,
         mock.patch.object(Placement, "forward", side_effect=AssertionError("it was placed for nothing")),
         torch.no_grad(),
@@ -250,7 +250,7 @@ def test_states_in_which_the_layer_runs(state, layer):
 
 def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
     x, routing = given(1)
-    buffer_slot = layer._dispatcher().buffer_pool.made[0]
+    buffer_slot = layer._dispatcher().buffer_pool.buffer_slots[0]
     buffer_slot.busy = True
     assert not repeats(layer, x, routing)
     buffer_slot.busy = False
@@ -258,7 +258,7 @@ def test_while_a_call_is_under_way_another_takes_its_own_memory(layer):
 
 
 def test_inside_another_forward_it_is_refused_as_ever(layer):
-    with layer.context._entered("other"), pytest.raises(RuntimeError, match="not re-entrant"):
+    with layer.context._begin_call("other"), pytest.raises(RuntimeError, match="not re-entrant"):
         forward(layer, *given(1))
 
 
@@ -297,7 +297,7 @@ def test_each_mode_ends_by_itself(layer):
     copied, keeps = (CopiedInputs, key[1], True), [True]
     call = SimpleNamespace(
         signature=automatic.calls[0].signature, least=0, stream=0, buffer_slots=(), steps=2,
-        left=automatic.calls[0].left,
+last_step=automatic.calls[0].last_step,
         addresses=SimpleNamespace(unchanged=lambda layer: keeps[0]),
         launch=lambda *_: x, result=lambda layer, x, tokens, out: out,
     )  # fmt: skip
@@ -349,7 +349,7 @@ def test_layers_whose_calls_are_more_than_launches(why, driver, context, monkeyp
     elif why == "rounded before":
         asked["wire"] = Wire(dispatch="mxfp8")
     elif why == "ranks agree":
-        monkeypatch.setattr(context._tokens, "whole", False)
+        monkeypatch.setattr(context._token_flow, "is_pass_through", False)
     elif why == "widened":
         asked["wire"] = Wire(dispatch="fp8_block")
     try:

@@ -205,7 +205,7 @@ def test_what_a_graph_cannot_give_runs_as_before(layer):
         compiled = torch.compile(replay, backend="eager", fullgraph=True)
         assert compiled(rows(4))[0] is None
         sentence = "not re-entrant: moe0 was called inside other"
-        with pytest.raises(RuntimeError, match=sentence), layer.context._entered("other"):
+        with pytest.raises(RuntimeError, match=sentence), layer.context._begin_call("other"):
             layer(rows(4))
     assert EmulatedRecorder.replays == before
     with torch.inference_mode():
@@ -291,15 +291,15 @@ def test_streams_and_workspaces(layer, monkeypatch):
     """A replay waits for a call on another stream that used its workspace, and the next call waits for the replay."""
     layer.capture([4])
     ((_, calls),) = layer._graphs._calls.items()
-    followed, buffer_slot = [], BufferSlot(None, stream="elsewhere")
-    monkeypatch.setattr(BufferSlot, "follow", lambda self, device: followed.append((self.stream, device)))
+    waited, buffer_slot = [], BufferSlot(None, stream="elsewhere")
+    monkeypatch.setattr(BufferSlot, "wait_for_last_call", lambda self, device: waited.append((self.stream, device)))
     recorder = SimpleNamespace(stream="its own")
     calls.calls[0] = dataclasses.replace(calls.calls[0], buffer_slots=(buffer_slot,), recorder=recorder)
     assert replayed(layer, rows(4))
-    assert followed == [("elsewhere", CPU)]
+    assert waited == [("elsewhere", CPU)]
     assert buffer_slot.stream == "its own"
     assert replayed(layer, rows(4, seed=1))
-    assert len(followed) == 1, "nothing to wait for"
+    assert len(waited) == 1, "nothing to wait for"
     for name in ("current_stream", "capturing"):
         with monkeypatch.context() as other:
             other.setattr(graphs, name, lambda device: 5)
@@ -315,7 +315,7 @@ class Cuda:
     def __init__(self, monkeypatch) -> None:
         self.seen: list[tuple[str, ...]] = []
         self.current, self.capturing = "home", False
-        streams = iter(["beside"])
+        streams = iter(["capture"])
         signature = inspect.signature(torch.cuda.graph.__init__)
 
         @contextmanager
@@ -353,15 +353,15 @@ def test_what_cuda_is_asked(monkeypatch):
     cuda = Cuda(monkeypatch)
     spaces = Workspaces(torch.device("cuda", 3))
     recorder = GRAPHS(torch.device("cuda", 3), spaces)
-    assert spaces._buffers["beside"] is spaces._buffers["home"], "one workspace for both"
+    assert spaces._buffers["capture"] is spaces._buffers["home"], "one workspace for both"
     recorder.warm(lambda: cuda.seen.append(("warm", cuda.current)))
-    assert cuda.seen == [("beside", "waits for", "home"), ("warm", "beside"), ("home", "waits for", "beside")]
+    assert cuda.seen == [("capture", "waits for", "home"), ("warm", "capture"), ("home", "waits for", "capture")]
     cuda.seen.clear()
-    assert recorder.record(lambda: cuda.current) == ("replay", "beside")
-    assert cuda.seen == [("begin", "graph", "pool", "beside"), ("end", "beside")]
-    assert recorder.here
+    assert recorder.record(lambda: cuda.current) == ("replay", "capture")
+    assert cuda.seen == [("begin", "graph", "pool", "capture"), ("end", "capture")]
+    assert recorder.can_replay
     cuda.capturing = True
-    assert not recorder.here, "the stream is being captured"
+    assert not recorder.can_replay, "the stream is being captured"
     cuda.current, cuda.capturing = "other", False
-    assert not recorder.here
+    assert not recorder.can_replay
     assert GRAPHS.unsupported_reason(torch.device("cuda", 3)) is None

@@ -194,7 +194,7 @@ def test_a_capture_that_fails_leaves_no_workspace_busy(layer, monkeypatch):
     monkeypatch.setattr(EmulatedRecorder, "record", record)
     with pytest.raises(ConfigError, match="the call could not be captured"):
         layer.capture([4])
-    assert [slot.busy for slot in pool.made] == [False]
+    assert [slot.busy for slot in pool.buffer_slots] == [False]
 
 
 @torch.no_grad()

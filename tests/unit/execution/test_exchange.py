@@ -96,7 +96,7 @@ def test_rows_are_rounded_once(rounds):
 @pytest.mark.parametrize("capable", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize(
-    ("x", "weights", "held", "trained", "wanted"),
+    ("x", "weights", "slots_of_expert", "any_requires_grad", "wanted"),
     [
         (False, False, True, False, False),
         (True, False, True, False, True),
@@ -105,13 +105,16 @@ def test_rows_are_rounded_once(rounds):
         (False, False, False, False, True),  # peers hold experts, which may be trained
     ],
 )
-def test_a_call_is_trained_where_anything_wants_a_gradient(x, weights, held, trained, wanted, grad, capable):
+def test_a_call_is_trained_where_anything_wants_a_gradient(
+    x, weights, slots_of_expert, any_requires_grad, wanted, grad, capable
+):
     """A call records gradients if any input or expert wants one and the kernel is differentiable.
 
     With a kernel that is not, the call computes without gradients even if parameters want them.
     """
     experts = SimpleNamespace(
-        capabilities=SimpleNamespace(differentiable=capable), weights=SimpleNamespace(held=held, trained=trained)
+        capabilities=SimpleNamespace(differentiable=capable),
+        weights=SimpleNamespace(slots_of_expert=slots_of_expert, any_requires_grad=any_requires_grad),
     )
     rows, factors = (torch.ones(2, 2, requires_grad=wants) for wants in (x, weights))
     with torch.set_grad_enabled(grad):

@@ -32,7 +32,7 @@ def test_a_kernel_that_serves_other_numbers_of_tokens_needs_a_backward_too():
     """All kernels of a tuned layer need a backward, because any of them may serve the next call."""
     layer = MoELayer(CONFIG, EPContext.local(torch.device("cpu")), experts="reference")
     without = dataclasses.replace(ReferenceExperts.capabilities, differentiable=False)
-    layer._others = {"fewer": SimpleNamespace(name="fewer", capabilities=without)}
+    layer._small_batch_kernels = {"fewer": SimpleNamespace(name="fewer", capabilities=without)}
     with pytest.raises(InputError, match=r"^x requires a gradient, and experts=fewer has no backward"):
         layer(torch.ones(3, 16, requires_grad=True))
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ep_moe import RankLayout
 from ep_moe.execution.layer_checks import RankChecks
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.weights.trained import GradientSum
+from ep_moe.weights.gradient_sum import GradientSum
 
 
 class Layer(SimpleNamespace):

@@ -9,11 +9,11 @@ import torch
 from ep_moe import EPContext, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
 from ep_moe.execution import rank_comparison
 from ep_moe.execution.rank_comparison import (
+    BackwardComparison,
     Drift,
-    Watch,
-    _beside_steps,
     _dense,
-    _drifted_beside,
+    _dense_params_in_sync,
+    _drifted_ranks,
     _name_dense,
     dense_digest,
 )
@@ -68,16 +68,16 @@ def test_the_ranks_that_differ_from_most_are_named(rows, named, monkeypatch):
     ids=str,
 )
 def test_what_was_alike_ahead_of_the_first_step_is_to_stay_so(rows, odd, steps):
-    assert _drifted_beside(rows) == odd
-    assert _beside_steps(rows) == steps
+    assert _drifted_ranks(rows) == odd
+    assert _dense_params_in_sync(rows) == steps
 
 
-class Watched(Some):
+class ComparedLayer(Some):
     __slots__ = ("__weakref__",)
 
 
 @pytest.fixture
-def watched(monkeypatch):
+def compared(monkeypatch):
     """Return a layer in two kinds of rank group, and the results that `_drifted` returns in each comparison."""
     found = {"drifts": None, "buffer": None, "steps": False, "asked": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
@@ -90,29 +90,29 @@ def watched(monkeypatch):
         return Drift(found["drifts"], found["buffer"], found["steps"])
 
     monkeypatch.setattr(rank_comparison, "_drifted", drifted)
-    monkeypatch.setattr(Watch, "_mixed", lambda self, layer: None)
-    return Watched(name="moe0", context=context, expert_weights=weights), found
+    monkeypatch.setattr(BackwardComparison, "_mixed", lambda self, layer: None)
+    return ComparedLayer(name="moe0", context=context, expert_weights=weights), found
 
 
-def test_backward_compares_ranks_ever_more_seldom(watched):
+def test_backward_compares_ranks_ever_more_seldom(compared):
     """Backward calls compare ranks at growing intervals.
 
     Ranks also compare how far the call's number is from that of the previous backward, which is equal on all ranks.
     """
-    layer, found = watched
-    watch = Watch(layer)
+    layer, found = compared
+    comparison = BackwardComparison(layer)
     for call in (1, 2, 3, 5, 6, 7, 8, 11, 12):
         layer.expert_weights.each_backward(call)
         layer.expert_weights.gradient_sum.each_sum()
     assert [step for kind, step in found["asked"] if kind == "lockstep"] == [1, 2, 3]
     assert [step for kind, step in found["asked"] if kind == "expert_data"] == [0, 0, 0]
-    assert watch.mixed is None
+    assert comparison.mixed is None
 
 
-def test_ranks_that_drift_apart_are_named_once(watched):
+def test_ranks_that_drift_apart_are_named_once(compared):
     """Ranks that drift apart are named once, and the group that found it stops comparing."""
-    layer, found = watched
-    watch, weights = Watch(layer), layer.expert_weights
+    layer, found = compared
+    comparison, weights = BackwardComparison(layer), layer.expert_weights
     found["drifts"] = "router.weight"
     weights.each_backward(1)
     with pytest.warns(UserWarning, match=r"^moe0: router.weight differs from the other ranks' after 2 backward calls"):
@@ -123,12 +123,12 @@ def test_ranks_that_drift_apart_are_named_once(watched):
         for _ in range(2):
             weights.gradient_sum.each_sum()
     assert weights.gradient_sum.each_sum is None
-    assert watch.mixed is None
+    assert comparison.mixed is None
 
 
-def test_a_buffer_is_named_once_and_parameters_are_watched_all_the_same(watched):
-    layer, found = watched
-    _, weights = Watch(layer), layer.expert_weights
+def test_a_buffer_is_named_once_and_parameters_are_watched_all_the_same(compared):
+    layer, found = compared
+    _, weights = BackwardComparison(layer), layer.expert_weights
     found["buffer"] = "shared_experts.running_mean on rank 1"
     weights.each_backward(1)
     with pytest.warns(UserWarning, match=r"^moe0: the buffer shared_experts.running_mean on rank 1 differs.*broadcast"):
@@ -144,13 +144,13 @@ def test_a_buffer_is_named_once_and_parameters_are_watched_all_the_same(watched)
         weights.each_backward(8)
 
 
-def test_a_capture_compares_no_ranks(watched, monkeypatch):
+def test_a_capture_compares_no_ranks(compared, monkeypatch):
     """A capture does not compare ranks, because the comparison would wait for the device."""
-    layer, found = watched
-    watch = Watch(layer)
+    layer, found = compared
+    comparison = BackwardComparison(layer)
     monkeypatch.setattr(rank_comparison, "capturing", lambda device: True)
     for call in range(1, 9):
-        watch.follow(call)
+        comparison.on_backward(call)
     assert found["asked"] == []
 
 

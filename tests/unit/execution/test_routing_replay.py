@@ -20,7 +20,7 @@ from ep_moe import (
     RoutingConfig,
     RoutingMethod,
 )
-from ep_moe.router import LIVE, route, weights_of
+from ep_moe.router import CHOOSE_BY_ROUTER, route, routing_weights
 from ep_moe.training import load_routing, record_routing, replay_routing
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import CPU, EXPERTS, HIDDEN, TOP_K, Model, context, rows_of, shape
@@ -53,13 +53,13 @@ def test_weights_of_the_chosen_experts_are_those_of_the_choice(routing, exact):
     logits = torch.randn(50, EXPERTS)
     bias = torch.randn(EXPERTS) if routing.correction_bias else None
     chosen = route(logits, TOP_K, routing, bias, exact=exact)
-    assert same_bits(weights_of(logits, chosen.ids, routing, exact=exact), chosen.weights)
+    assert same_bits(routing_weights(logits, chosen.ids, routing, exact=exact), chosen.weights)
 
 
 @pytest.mark.parametrize("routing", METHODS, ids=lambda routing: f"{routing.method.value}-{routing.renormalize}")
 def test_no_expert_has_no_weight_and_spoils_no_gradient(routing):
     logits = torch.randn(3, EXPERTS, requires_grad=True)
-    weights = weights_of(logits, torch.tensor([[2, -1], [-1, -1], [0, 5]]), routing)
+    weights = routing_weights(logits, torch.tensor([[2, -1], [-1, -1], [0, 5]]), routing)
     assert (weights == 0).tolist() == [[False, True], [True, True], [False, False]]
     with torch.autograd.set_detect_anomaly(True):  # raises for a NaN in an intermediate gradient too
         weights.square().sum().backward()
@@ -162,7 +162,7 @@ def test_a_replay_takes_ids_from_the_record_and_weights_from_live_logits(layer):
     with layer.replay_routing(ids):
         found = layer(x)
     logits = layer.router.logits(x)
-    wanted = layer.forward_routed(x, Routing(ids.long(), weights_of(logits, ids.long(), layer.config.routing)))
+    wanted = layer.forward_routed(x, Routing(ids.long(), routing_weights(logits, ids.long(), layer.config.routing)))
     assert same_bits(found, wanted)
     grads = [torch.autograd.grad(out.square().sum(), layer.router.weight)[0] for out in (found, wanted)]
     assert grads[0].abs().max() > 0
@@ -232,7 +232,7 @@ WRONG = {
     "device": (torch.zeros(4, TOP_K, dtype=torch.int64, device="meta"), None, "on cpu as the layer is, got meta"),
     "too large": (torch.tensor([[0, 1]] * 3 + [[2, EXPERTS]]), None, rf"in \[0, {EXPERTS}\), got {EXPERTS}"),
     "too small": (torch.tensor([[0, 1]] * 3 + [[2, -3]]), None, "got -3"),
-    "live": (torch.tensor([[0, 1]] * 3 + [[LIVE, LIVE]]), None, "got -2"),
+    "chosen by the router": (torch.tensor([[0, 1]] * 3 + [[CHOOSE_BY_ROUTER, CHOOSE_BY_ROUTER]]), None, "got -2"),
     "twice": (torch.tensor([[0, 1]] * 3 + [[2, 2]]), None, "must be distinct"),
     "the first one twice": (torch.tensor([[0, 1]] * 3 + [[0, 0]]), None, "must be distinct"),
     "mask's dtype": (torch.tensor([[0, 1]] * 4), torch.ones(4), "mask must be a bool Tensor.*got float32"),
@@ -249,7 +249,7 @@ def test_wrong_replays_are_refused(context, what):
     layer(rows_of(4))
 
 
-@pytest.mark.parametrize("wrong", [[0, EXPERTS], [LIVE, 1], [3, 3]])
+@pytest.mark.parametrize("wrong", [[0, EXPERTS], [CHOOSE_BY_ROUTER, 1], [3, 3]])
 def test_ids_that_are_written_later_are_refused_too(context, wrong):
     layer, ids = MoELayer(shape(), context), torch.tensor([[0, 1]] * 4)
     with layer.replay_routing(ids):
@@ -268,7 +268,7 @@ def test_an_id_of_no_expert_has_no_weight(routing):
     Ids on a GPU are not checked in each call, so they must not index memory.
     """
     logits = torch.randn(2, EXPERTS)
-    named, none = (weights_of(logits, torch.tensor([[2, last], [0, 5]]), routing) for last in (-1, EXPERTS + 90))
+    named, none = (routing_weights(logits, torch.tensor([[2, last], [0, 5]]), routing) for last in (-1, EXPERTS + 90))
     assert same_bits(named, none)
 
 
@@ -393,7 +393,7 @@ def test_a_router_is_given_the_ids_of_the_rows_that_it_sees(local):
         return Routing(cut, torch.ones(cut.shape))
 
     routes = Some(replayed=Some(ids=ids, partial=False), seen=lambda weights: weights)
-    layer = Some(context=Some(_tokens=flow), _replayed=routes.replayed, _replicated=replicated, _routes=routes)
+    layer = Some(context=Some(_token_flow=flow), _replayed=routes.replayed, _replicated=replicated, _routes=routes)
     layer.router = None
     MoELayer._chosen(layer, torch.zeros(4 if local else 2, HIDDEN), None)
     assert torch.equal(given[0], ids[:4] if local else ids[2:4])

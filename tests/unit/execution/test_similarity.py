@@ -61,7 +61,13 @@ class Experts:
     """A stand-in for two ranks' experts with given weights."""
 
     def __init__(self, first, other):
-        self.updates, self.named, self.sharded, self.is_meta, self.num_slots = 0, True, False, False, SLOTS
+        self.updates, self.has_expert_parameters, self.sharded, self.is_meta, self.num_slots = (
+            0,
+            True,
+            False,
+            False,
+            SLOTS,
+        )
         self.local_experts, self.held = LINEAR.local(0), (first, other)
 
     def stored_tensors(self):

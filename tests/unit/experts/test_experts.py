@@ -39,7 +39,7 @@ IDS = ["some of them", "all rows to one expert", "experts without rows", "no row
 
 def gradient(weights: ExpertWeights, name: str) -> Tensor:
     """Return the gradient of a stored tensor, for all slots."""
-    parts = [dict(weights.get_submodule(str(e)).named_parameters()) for e in weights.held]
+    parts = [dict(weights.get_submodule(str(e)).named_parameters()) for e in weights.slots_of_expert]
     names = [part for part in (name.replace("w13", "w1"), name.replace("w13", "w3")) if part in parts[0]]
     return torch.stack([torch.cat([own[part].grad for part in dict.fromkeys(names)]) for own in parts])
 
@@ -126,7 +126,7 @@ def test_equal_calls_give_equal_bits():
 def test_results_are_written_where_the_caller_wants_them():
     """Results are written into `out`, also by experts whose weights are parameters."""
     run, call = experts(shape(bias=True)), received(local_ids("some of them"))
-    assert run.weights.named
+    assert run.weights.has_expert_parameters
     out = torch.full_like(call.x, torch.nan)
     found = run(call, out)
     assert found.data_ptr() == out.data_ptr()

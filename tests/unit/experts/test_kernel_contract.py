@@ -16,7 +16,7 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.fp8 import round_blocks, widen_blocks
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import check_experts, kernel_contract
-from ep_moe.testing.kernel_case import Layer
+from ep_moe.testing.kernel_case import KernelCase
 from ep_moe.testing.kernel_contract import computed_on
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES, SM100_SCHEMES
@@ -273,16 +273,16 @@ def test_it_is_seen(wrong, sentence):
 def test_each_comparison_has_the_limit(monkeypatch):
     """Each comparison allows an error up to the rounding bound, and fails for a larger one in one place."""
     monkeypatch.setattr(kernel_contract, "ROWS", (2, 1))
-    monkeypatch.setattr(kernel_contract, "_gradients", lambda layer: None)
+    monkeypatch.setattr(kernel_contract, "_gradients", lambda case: None)
     config = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=3, activation=Activation.RELU2)
-    layer, found = Layer(ReferenceExperts, config, SCHEMES["none"], torch.bfloat16, CPU), []
-    monkeypatch.setattr(kernel_contract, "worst", lambda *_: found.append(1.0) or found[-1])
-    kernel_contract._check_layer(layer)
+    case, found = KernelCase(ReferenceExperts, config, SCHEMES["none"], torch.bfloat16, CPU), []
+    monkeypatch.setattr(kernel_contract, "max_error_ratio", lambda *_: found.append(1.0) or found[-1])
+    kernel_contract._check_layer(case)
     for place in range(len(found)):
         left = iter([1.0] * place + [1.01] + [1.0] * len(found))
-        monkeypatch.setattr(kernel_contract, "worst", lambda *_, left=left: next(left))
+        monkeypatch.setattr(kernel_contract, "max_error_ratio", lambda *_, left=left: next(left))
         with pytest.raises(AssertionError, match=r"reference \(none, "):
-            kernel_contract._check_layer(layer)
+            kernel_contract._check_layer(case)
 
 
 @pytest.mark.parametrize(("reads", "dtype"), [(True, torch.float32), (False, torch.bfloat16)])
@@ -294,12 +294,12 @@ def test_rows_in_a_format_are_compared_with_the_numbers_that_a_kernel_has(reads,
     """
     x, wanted, wire = torch.randn(2, 128).bfloat16(), [], Wire(dispatch="fp8_block")
     formats = frozenset({"plain", "fp8_block"} if reads else {"plain"})
-    layer = SimpleNamespace(
+    case = SimpleNamespace(
         experts=SimpleNamespace(row_formats=formats), dtype=torch.bfloat16, run=lambda received: x,
         wanted=lambda received: (wanted.append(received), (x.double(), torch.ones_like(x).double()))[1],
     )  # fmt: skip
     received = Received(x, RowLayout.RANK_MAJOR, Weighting.COMBINE, None, local_ids=LocalIds(torch.zeros(2, 1)))
-    kernel_contract._as_written(layer, received, wire)
+    kernel_contract._as_written(case, received, wire)
     (compared,) = wanted
     assert_same(compared.x, widen_blocks(*round_blocks(x), dtype))
 

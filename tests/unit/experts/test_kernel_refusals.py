@@ -27,7 +27,7 @@ from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts, Fp8ChannelT
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
-from ep_moe.selection.resolve import LayerRequest, agree
+from ep_moe.selection.resolve import LayerRequest, resolve_backends
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
 
 GPU = torch.device("cuda")
@@ -80,13 +80,17 @@ def test_what_was_not_run_on_a_gpu_says_so(scheme, hopper):
     context.device = GPU
     rest = {"all2all": "auto", "wire": Wire(), "pipeline": None, "options": ExpertsOptions(), "dtype": BF16}
     with pytest.warns(UserWarning, match=f"{doubt}; see whether tests/gpu of"):
-        agree(context, "layer", config(), LayerRequest(experts="auto", quantization=scheme, router=None, **rest), None)
+        resolve_backends(
+            context, "layer", config(), LayerRequest(experts="auto", quantization=scheme, router=None, **rest), None
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         named = LayerRequest(experts="flashinfer_cutlass", quantization=scheme, router=None, **rest)
-        agree(context, "layer", config(), named, None)
+        resolve_backends(context, "layer", config(), named, None)
         hopper["capability"] = (9, 0)
-        agree(context, "layer", config(), LayerRequest(experts="auto", quantization="none", router=None, **rest), None)
+        resolve_backends(
+            context, "layer", config(), LayerRequest(experts="auto", quantization="none", router=None, **rest), None
+        )
 
 
 def test_a_scale_for_each_channel_has_one_fast_kernel():

@@ -109,7 +109,7 @@ def test_a_loaded_model_generates_as_its_folder_says(stated, context, tmp_path, 
     save(tiny_model("mixtral"), tmp_path)
     kept = []
     monkeypatch.setattr(module, "read_generation_config", lambda folder: stated)
-    monkeypatch.setattr(module, "keep_numbers", lambda model: kept.append(model.generation_config))
+    monkeypatch.setattr(module, "mark_initialized", lambda model: kept.append(model.generation_config))
     model = module.load_pretrained(tmp_path, context, progress=False)
     assert model.generation_config == (stated or kept[0])
     assert not model.training
@@ -128,7 +128,7 @@ def test_a_dtype_that_is_not_asked_for_is_the_configurations(asked, whole, text,
     configs = SimpleNamespace(dtype=whole), SimpleNamespace(dtype=text, model_type="no family of ours")
     monkeypatch.setattr(load, "read_whole_config", lambda folder: configs)
     monkeypatch.setattr(load, "on_meta", lambda *given: given)
-    model, family, dtype = load.described(Path("m"), asked, "a class", None)
+    model, family, dtype = load.build_model_on_meta(Path("m"), asked, "a class", None)
     assert model == (Path("m"), configs[0], found, "a class")
     assert (family, dtype) == (None, found)
 
@@ -137,7 +137,7 @@ def test_labels_that_are_asked_for_are_the_models(monkeypatch):
     config = SimpleNamespace(dtype=None, model_type="no family of ours", num_labels=2)
     monkeypatch.setattr(load, "read_whole_config", lambda folder: (config, config))
     monkeypatch.setattr(load, "on_meta", lambda *given: contextlib.nullcontext())
-    load.described(Path("m"), None, None, None)
+    load.build_model_on_meta(Path("m"), None, None, None)
     assert config.num_labels == 2
-    load.described(Path("m"), None, None, 7)
+    load.build_model_on_meta(Path("m"), None, None, 7)
     assert config.num_labels == 7

@@ -8,9 +8,9 @@ from torch import nn
 
 from ep_moe import ConfigError, EPContext
 from ep_moe.integrations.blocks import ExpertParallelBlock
-from ep_moe.integrations.edited import changed_methods, whole_blocks
 from ep_moe.integrations.families import FAMILIES
 from ep_moe.integrations.transformers import expert_parallel, load_pretrained
+from ep_moe.integrations.user_changes import changed_methods, family_to_replace
 from tests.fixtures.checkpoint_files import FAMILIES as FIVE
 from tests.fixtures.checkpoint_files import quiet, save, tiny_model
 
@@ -121,7 +121,7 @@ def test_what_nobody_changed_is_replaced_whole(family, context):
     state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert whole_blocks(model, FAMILIES[family]) is FAMILIES[family]
+        assert family_to_replace(model, FAMILIES[family]) is FAMILIES[family]
         assert torch.equal(torch.get_rng_state(), state), "a comparison draws no random number"
         expert_parallel(model, context)
     assert any(isinstance(module, ExpertParallelBlock) for module in model.modules())

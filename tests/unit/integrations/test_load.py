@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ep_moe import CheckpointError, ConfigError, EPContext, RankLayout
 from ep_moe.checkpoint.source import SINGLE
-from ep_moe.integrations.load import draw_head, head_names, keep_numbers, made_by
+from ep_moe.integrations.load import draw_head, head_names, made_by, mark_initialized
 from ep_moe.integrations.lora import load_lora
 from ep_moe.integrations.transformers import _number, expert_parallel, load_pretrained
 from ep_moe.parallel.flight_recorder import FlightRecorder
@@ -53,7 +53,7 @@ def test_a_head_is_drawn_alike_in_whatever_order_its_tensors_are_named():
         for name in names:
             model.get_parameter(name).data.fill_(5.0)
             model.get_parameter(name)._is_hf_initialized = True
-        keep_numbers(model)
+        mark_initialized(model)
         draw_head(model, order)
         drawn.append([model.get_parameter(name).clone() for name in names])
     for first, second in zip(*drawn, strict=True):

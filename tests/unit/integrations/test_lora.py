@@ -8,7 +8,7 @@ import torch
 from ep_moe import CheckpointError, ConfigError, EPContext, ExpertMap
 from ep_moe.integrations import lora_targets
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
-from ep_moe.integrations.lora_targets import Target, check_config
+from ep_moe.integrations.lora_targets import LoraTarget, check_config
 from ep_moe.integrations.transformers import (
     expert_parallel,
     export_weights,
@@ -95,7 +95,7 @@ def test_a_parameter_beside_experts_needs_no_module():
 
 def test_patterns_of_ranks_and_of_alphas_are_apart():
     of, name = SimpleNamespace(name="layers.0.mlp"), "experts.down_proj"
-    target = Target(of=of, parameter=name, stored="w2", depth=0, turned=False)  # r is 4, lora_alpha is 8
+    target = LoraTarget(of=of, parameter=name, stored="w2", depth=0, turned=False)  # r is 4, lora_alpha is 8
     assert target.low_rank(lora_config("olmoe", alpha_pattern={name: 12})) == LowRank(4, 3.0)
     assert target.low_rank(lora_config("olmoe", rank_pattern={name: 2})) == LowRank(2, 4.0)
     assert target.low_rank(lora_config("olmoe", rank_pattern={name: 2}, alpha_pattern={name: 5})) == LowRank(2, 2.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_moe.integrations import lora_targets
-from ep_moe.integrations.lora_targets import Target, is_named, moved_modules
+from ep_moe.integrations.lora_targets import LoraTarget, is_named, moved_modules
 
 E, RANK, INSIDE, OUTSIDE = 3, 2, 5, 8
 
@@ -17,7 +17,7 @@ def target(stored="w2", *, turned=False, interleaved=False, depth=0):
         name="layers.0.experts", layout=SimpleNamespace(tensors=tensors),
         layer=SimpleNamespace(config=SimpleNamespace(num_experts=E)),
     )  # fmt: skip
-    return Target(of=of, stored=stored, parameter="p", depth=depth, turned=turned)
+    return LoraTarget(of=of, stored=stored, parameter="p", depth=depth, turned=turned)
 
 
 def factors():

@@ -87,11 +87,11 @@ def test_ranks_wait_long_for_the_one_that_writes(tmp_path, monkeypatch):
             waits.append(options["more_s"])
             return step(*names, **options)
 
-        def healthy(what, problem, *, deadline_s=None):
+        def raise_on_all_ranks(what, problem, *, deadline_s=None):
             waits.extend([deadline_s] if what == "save" else [])
 
         monkeypatch.setattr(context.flight_recorder, "step", entered)
-        monkeypatch.setattr(context.consensus, "healthy", healthy)
+        monkeypatch.setattr(context.consensus, "raise_on_all_ranks", raise_on_all_ranks)
         save_pretrained(model, tmp_path)
     assert waits == [saving._LONGEST_S] * (len(model.model.layers) + 1)
 
@@ -198,14 +198,14 @@ def test_models_without_layers_and_their_own_method_are_refused(tmp_path):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2])
 def test_sizes_of_a_modules_experts_are_those_of_the_layers(activation, bias):
-    """Sizes of saved experts are those of the layer's tensors: gate, up and down rows, biases included."""
+    """The sizes of `LayerWithLayout` are those of the layer's tensors: gate, up and down rows, biases included."""
     config = MoEConfig(
         hidden_size=16, intermediate_size=24, num_experts=4, top_k=2, activation=activation, expert_bias=bias
     )
     with local() as context:
         layer = MoELayer(config, context)
-        layout = SimpleNamespace(stored=lambda tensors: tensors)
-        sizes = saving.SavedExperts("experts", layer, layout).sizes()
+        layout = SimpleNamespace(from_canonical=lambda tensors: tensors)
+        sizes = saving.LayerWithLayout("experts", layer, layout).sizes()
         held = layer.expert_weights.slot(0)
     assert {name: (tensor.shape, tensor.dtype) for name, tensor in sizes.items()} == {
         name: (tensor.shape, tensor.dtype) for name, tensor in held.items()

@@ -54,7 +54,7 @@ def test_a_call_that_begins_is_met_by_no_other(monkeypatch):
         layer = MoELayer(MoEConfig(hidden_size=32, intermediate_size=32, num_experts=4, top_k=2), context)
         x, found = torch.ones(3, 32), []
         wanted = layer(x)
-        enter = context.flight_recorder.enter
+        begin_call = context.flight_recorder.begin_call
 
         def second():
             with pytest.raises(RuntimeError, match="not re-entrant"):
@@ -66,9 +66,9 @@ def test_a_call_that_begins_is_met_by_no_other(monkeypatch):
             thread = threading.Thread(target=second)
             thread.start()
             thread.join()
-            enter(*args)
+            begin_call(*args)
 
-        monkeypatch.setattr(context.flight_recorder, "enter", first)
+        monkeypatch.setattr(context.flight_recorder, "begin_call", first)
         assert torch.equal(layer(x), wanted)
         assert found == ["refused"]
 
@@ -76,7 +76,7 @@ def test_a_call_that_begins_is_met_by_no_other(monkeypatch):
             monkeypatch.undo()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(context.flight_recorder, "enter", fails)
+        monkeypatch.setattr(context.flight_recorder, "begin_call", fails)
         with pytest.raises(KeyboardInterrupt):
             layer(x)
         assert torch.equal(layer(x), wanted), "the next call is not refused"

@@ -28,7 +28,7 @@ def local():
 def test_one_number_of_experts_is_asked_of_layers_that_are_alike(tmp_path, monkeypatch):
     quiet()
     save(tiny_model("mixtral"), tmp_path)
-    monkeypatch.setattr(module, "described", lambda *_: (None, None, None))
+    monkeypatch.setattr(module, "build_model_on_meta", lambda *_: (None, None, None))
     counts = {"a": 8, "b": 8, "c": 4}
     monkeypatch.setattr(
         module, "find_experts",

@@ -21,9 +21,11 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def test_an_error_of_ours_from_a_users_module_is_reported_to_peers(users, monkeypatch):
     reported = []
     with EPContext.local(CPU) as context:
-        of_many = SimpleNamespace(alone=False, failed=None, fail=lambda error, _: reported.append(str(error)))
+        of_many = SimpleNamespace(
+            has_no_peers=False, failed=None, publish_failure=lambda error, _: reported.append(str(error))
+        )
         monkeypatch.setattr(context, "flight_recorder", of_many)
-        context._broken_by(InputError("raised by a router"), users=users)
+        context._report_exception(InputError("raised by a router"), users=users)
         monkeypatch.undo()
     assert reported == ["raised by a router"] * users, "what ep_moe raises itself, all ranks raise"
 
@@ -40,11 +42,10 @@ def test_what_is_raised_in_place_of_a_users_error(before, failure, raised, monke
     """An earlier failure and an out-of-memory error replace a user's error. Otherwise it is raised with a note."""
     error = KeyError("of the user's")
     with EPContext.local(CPU) as context:
-        monkeypatch.setattr(
-            context, "flight_recorder", SimpleNamespace(alone=False, failed=before, fail=lambda error, _: failure)
-        )
+        of_many = SimpleNamespace(has_no_peers=False, failed=before, publish_failure=lambda error, _: failure)
+        monkeypatch.setattr(context, "flight_recorder", of_many)
         with pytest.raises(type(failure)) if raised else contextlib.nullcontext() as caught:
-            context._broken_by(error, users=True)
+            context._report_exception(error, users=True)
         monkeypatch.undo()
     assert caught.value is failure if raised else error.__notes__ == ["ep_moe: f"]
 
@@ -94,7 +95,7 @@ def test_a_step_left_by_the_recorded_failure():
         recorder._failure = found = PeerTimeout("rank 1 is gone")
         for error in (found, RuntimeError("aborted"), found):
             with pytest.raises(PeerTimeout) as raised:
-                recorder.leave(error)
+                recorder.end_step(error)
             assert raised.value is found
             assert found.__cause__ is not found
             assert found.__cause__ is None or found.__cause__.__cause__ is None

@@ -17,7 +17,7 @@ from ep_moe.parallel.heartbeats import Step
 
 def test_a_flight_recorder_turns_communication_failures_only():
     flight_recorder = FlightRecorder()
-    flight_recorder.where = "moe0"
+    flight_recorder.call_name = "moe0"
     sentence = r"^rank 0 lost its peers in dispatch of moe0 \(step 1\): gloo: closed\.$"
     with pytest.raises(PeerTimeout, match=sentence), flight_recorder.step("dispatch", keep=False):
         raise RuntimeError("gloo: closed\nmore")
@@ -81,7 +81,7 @@ def test_the_host_is_late_by_its_newest_step_and_call(monkeypatch):
     with flight_recorder.step("combine"):
         assert late_after(5) == 5
     now[0] += 1000
-    flight_recorder.enter("moe0")
+    flight_recorder.begin_call("moe0")
     assert late_after(recorder_module.COMPILING_S + 2) == 2
 
 
@@ -115,7 +115,7 @@ def test_a_failure_that_was_survived_has_no_say_in_the_next_one():
 
     def diagnosed(by, numbers):
         for flight_recorder, number in zip(recorders, numbers, strict=True):
-            flight_recorder.leave_at(Step(number, "moe0", "combine", "", True))
+            flight_recorder.set_newest_step(Step(number, "moe0", "combine", "", True))
         return [str(recorders[rank]._diagnose("no answer")) for rank in by]
 
     try:
@@ -151,7 +151,7 @@ def test_ranks_of_other_groups_are_looked_at_where_every_peer_is_well():
     recorders = [FlightRecorder(store, [rank], rank, others=[1 - rank], deadline_s=0.4) for rank in range(2)]
 
     def said(number):
-        recorders[0].leave_at(Step(number, "moe0", "backward", "", False))
+        recorders[0].set_newest_step(Step(number, "moe0", "backward", "", False))
         return str(recorders[0]._diagnose("no answer"))
 
     try:
@@ -160,8 +160,8 @@ def test_ranks_of_other_groups_are_looked_at_where_every_peer_is_well():
         recorders[1].close()
         assert "Rank 1 of another EP group shows no sign of life, last seen finished start" in said(4)
         pair = [FlightRecorder(store, ranks, ranks[0], deadline_s=0.4) for ranks in ([4, 5], [6, 7])]
-        pair[0].fail(ValueError("of this group"))
-        pair[1]._hear(pair[1]._store)
+        pair[0].publish_failure(ValueError("of this group"))
+        pair[1]._read_peer_failures(pair[1]._store)
         assert not pair[1].failed
         for recorder in pair:
             recorder.close()
@@ -196,7 +196,7 @@ def test_peers_that_wait_on_a_device_are_freed():
     freed = threading.Event()
     one, two = pair(abort=freed.set)
     try:
-        one.fail(ValueError("x"))
+        one.publish_failure(ValueError("x"))
         with pytest.raises(RankFailed, match="rank 0 raised"), two.step("dispatch"):
             assert freed.wait(5)
     finally:
@@ -211,7 +211,7 @@ def test_a_host_that_waits_for_ever_is_ended(inside, monkeypatch, capfd):
     monkeypatch.setattr(recorder_module, "COMPILING_S", 0.5)
     one, two = pair(abort=lambda: None)
     try:
-        two.enter("moe0")
+        two.begin_call("moe0")
         if inside == "step":
             two.step("dispatch").__enter__()
         assert ended.wait(6)
@@ -229,10 +229,10 @@ def test_a_host_that_left_its_call_is_not_ended(monkeypatch):
     monkeypatch.setattr(recorder_module, "COMPILING_S", 0.0)
     one, two = pair(abort=lambda: None)
     try:
-        two.enter("moe0")
+        two.begin_call("moe0")
         with two.step("dispatch"):
             pass
-        two.where = ""
+        two.call_name = ""
         assert not ended.wait(1.5)
         two.check()
     finally:
@@ -244,7 +244,7 @@ def test_the_first_of_two_failures_is_everyones():
     one, two = pair()
     try:
         with mock.patch.object(two, "_failed_elsewhere", return_value=None):  # before a heartbeat tells of it
-            assert str(one.fail(ValueError("first"))) == str(two.fail(ValueError("second")))
+            assert str(one.publish_failure(ValueError("first"))) == str(two.publish_failure(ValueError("second")))
     finally:
         one.close()
         two.close()
@@ -267,24 +267,24 @@ def test_one_group_alone_exchanges_through_the_memory_of_the_host():
             flight_recorder.close()
 
 
-def test_each_meeting_waits_for_all_of_its_ranks():
-    """Each meeting waits for all of its ranks, also under a key that was used before."""
+def test_each_barrier_waits_for_all_of_its_ranks():
+    """Each barrier waits for all of its ranks, also under a key that was used before."""
     recorders = pair()
 
-    def meet(flight_recorder):
-        flight_recorder.meet("layer/state_dict", [0, 1], "state_dict()")
+    def barrier(flight_recorder):
+        flight_recorder.monitored_barrier("layer/state_dict", [0, 1], "state_dict()")
 
     try:
         for _ in range(2):
-            peer = threading.Thread(target=meet, args=(recorders[1],))
+            peer = threading.Thread(target=barrier, args=(recorders[1],))
             peer.start()
-            meet(recorders[0])
+            barrier(recorders[0])
             peer.join()
         with (
             warnings.catch_warnings(action="error"),  # with so short a deadline, no warning comes before the error
             pytest.raises(PeerTimeout, match=r"^state_dict\(\) needs rank 1 too, which did not call it within 0.4 s"),
         ):
-            meet(recorders[0])
+            barrier(recorders[0])
     finally:
         for flight_recorder in recorders:
             flight_recorder.close()
@@ -292,18 +292,18 @@ def test_each_meeting_waits_for_all_of_its_ranks():
 
 @pytest.mark.parametrize(("text", "shared"), [("it is wrong", "it is wrong"), (None, "")])
 def test_one_ranks_text_is_shared_with_all_of_its_group(text, shared):
-    """`share` gives one rank's text to all ranks of its group.
+    """`broadcast_text` gives one rank's text to all ranks of its group.
 
     A single rank needs no store, and None is shared as "".
     """
-    assert FlightRecorder().share(text, owner=0, group=(0, 1)) == shared
+    assert FlightRecorder().broadcast_text(text, owner=0, group=(0, 1)) == shared
     recorders = pair()
     try:
-        assert recorders[0].share(text, owner=0, group=(0,)) == shared
+        assert recorders[0].broadcast_text(text, owner=0, group=(0,)) == shared
         for again in range(2):
             said = None if text is None else f"{text} {again}"
-            assert recorders[1].share(said, owner=1, group=(0, 1)) == (said or "")
-            assert recorders[0].share("another", owner=1, group=(0, 1)) == (said or "")
+            assert recorders[1].broadcast_text(said, owner=1, group=(0, 1)) == (said or "")
+            assert recorders[0].broadcast_text("another", owner=1, group=(0, 1)) == (said or "")
     finally:
         for flight_recorder in recorders:
             flight_recorder.close()

@@ -184,7 +184,7 @@ def test_places_of_an_ep_group_on_nodes_that_take_turns(monkeypatch):
     monkeypatch.setattr(groups, "make_group", lambda layout, kind, *_: kind)
     monkeypatch.setattr(groups, "backend_for", lambda device: None)
     ranks = (1, 0, 3, 2)
-    nodes = NodeLayout.found(ranks, [(host, host) for host in "abab"])
+    nodes = NodeLayout.from_hosts(ranks, [(host, host) for host in "abab"])
     layout = RankLayout(world=4, rank=0, dp=4, ep=4, ranks=ranks, nodes=nodes)
     levels = groups.RankGroups(layout, FlightRecorder(), torch.device("cpu"))["ep"].levels
     assert levels.node_major_ranks == (0, 2, 1, 3)

@@ -6,9 +6,9 @@ import pytest
 from torch.distributed import HashStore
 
 from ep_moe.parallel import heartbeats
-from ep_moe.parallel.answering_store import AnsweringStore
 from ep_moe.parallel.heartbeats import _FEWER_CALLS, Heartbeats, Step, compare, compare_others, unless_ahead
 from ep_moe.parallel.nodes import NodeLayout
+from ep_moe.parallel.timeout_store import TimeoutStore
 
 
 def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool = False) -> Step:
@@ -84,7 +84,7 @@ def test_a_peer_of_this_host_is_judged_by_the_step_that_is_known():
 
 def test_a_host_is_lost_where_all_its_ranks_are_silent():
     alive, silent = ((5, step(7)), (9, step(7))), ((5, step(7)), (5, step(7)))
-    nodes = NodeLayout.counted(range(6), 3)
+    nodes = NodeLayout.from_ranks_per_node(range(6), 3)
     for gone, sentence in (
         ((3, 4), "Host of ranks 3, 4: node 1."),
         (
@@ -102,7 +102,7 @@ def test_a_rank_that_compares_shows_that_it_lives(monkeypatch):
 
     No other heartbeat is sent then.
     """
-    store = AnsweringStore(HashStore(), 5.0)
+    store = TimeoutStore(HashStore(), 5.0)
     mine, peer = (Heartbeats([0, 1, 2], rank, lambda at=at: step(at), {}, None) for rank, at in ((0, 9), (1, 7)))
     peer.beat(store)
     read = []

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_moe import ConfigError, ParallelConfig, RankLayout, Tokens
-from ep_moe.parallel.layout import share
+from ep_moe.parallel.layout import split_range
 
 unhurried = settings(deadline=None)
 OF_THE_TABLE = ("tp", "dp", "pp", "ep", "etp", "lockstep", "expert_data")
@@ -306,14 +306,14 @@ def test_text_names_rank_and_sizes():
         (0, 2, [(0, 0), (0, 0)]),
     ],
 )
-def test_share_of_a_few(total, parts, spans):
-    assert [share(total, parts, index) for index in range(parts)] == spans
+def test_split_range_of_a_few(total, parts, spans):
+    assert [split_range(total, parts, index) for index in range(parts)] == spans
 
 
 @unhurried
 @given(st.integers(0, 10**6), st.integers(1, 64))
-def test_shares_follow_each_other_and_differ_by_one_at_most(total, parts):
-    spans = [share(total, parts, index) for index in range(parts)]
+def test_split_ranges_follow_each_other_and_differ_by_one_at_most(total, parts):
+    spans = [split_range(total, parts, index) for index in range(parts)]
     assert [start for start, _ in spans] == [0, *(stop for _, stop in spans[:-1])]
     assert spans[-1][1] == total
     sizes = [stop - start for start, stop in spans]
@@ -335,6 +335,6 @@ def test_no_rank_dispatches_more_than_the_bound(dp, tp, ep, etp, tokens):
     for count in range(20):
         own = [count]
         if tokens is Tokens.REPLICATED:
-            own = [stop - start for start, stop in (share(count, tp, rank) for rank in range(tp))]
+            own = [stop - start for start, stop in (split_range(count, tp, rank) for rank in range(tp))]
         most = max(sum(own[layouts[rank].tp_rank % len(own)] for rank in group) for group in layouts[0].groups["etp"])
         assert most <= layouts[0].max_dispatch_tokens(count) < most + etp

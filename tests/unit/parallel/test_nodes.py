@@ -11,7 +11,7 @@ from ep_moe.parallel.nodes import NodeLayout
 
 def on(hosts: str) -> NodeLayout:
     """Return the nodes of ranks; `hosts` has one letter per rank."""
-    return NodeLayout.found(range(len(hosts)), [(host, host) for host in hosts])
+    return NodeLayout.from_hosts(range(len(hosts)), [(host, host) for host in hosts])
 
 
 def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
@@ -28,21 +28,21 @@ def test_nodes_are_counted_in_the_order_in_which_they_appear():
 
 
 def test_a_name_that_two_hosts_have_tells_them_apart():
-    nodes = NodeLayout.found([0, 1], [("box 1", "box"), ("box 2", "box")])
+    nodes = NodeLayout.from_hosts([0, 1], [("box 1", "box"), ("box 2", "box")])
     assert nodes.hosts == ("box", "box (1)")
 
 
 def test_nodes_of_a_group_ascend_whatever_the_order_of_its_ranks():
-    nodes = NodeLayout.found(range(4), [(host, host) for host in "abba"])
+    nodes = NodeLayout.from_hosts(range(4), [(host, host) for host in "abba"])
     assert nodes.split([1, 2, 3]) == [[3], [1, 2]]
     assert nodes.rails([1, 3]) == [[3, 1]]
 
 
 def test_ranks_per_node_counts_ranks_and_not_places():
-    nodes = NodeLayout.counted([5, 4, 7, 6], 2)
+    nodes = NodeLayout.from_ranks_per_node([5, 4, 7, 6], 2)
     assert nodes.split([5, 4, 7, 6]) == [[5, 4], [7, 6]]
     assert nodes.hosts == ("node 2", "node 3")
-    assert (nodes.gpus, NodeLayout.counted([5, 4, 7, 6], 2, gpus=8).gpus) == (None, 8)
+    assert (nodes.gpus, NodeLayout.from_ranks_per_node([5, 4, 7, 6], 2, gpus=8).gpus) == (None, 8)
 
 
 @pytest.mark.parametrize(
@@ -155,6 +155,6 @@ def test_consecutive_ranks_of_a_node(hosts, sizes, size):
     ids=str,
 )
 def test_what_holds_the_store_in_words(hosts, holders, words):
-    nodes = NodeLayout.found(range(4), [(host, host) for host in hosts])
+    nodes = NodeLayout.from_hosts(range(4), [(host, host) for host in hosts])
     assert re.match(re.escape(words), nodes.with_store(holders).store)
     assert bool(words) == bool(nodes.with_store(holders).store)

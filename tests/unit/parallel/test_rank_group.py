@@ -11,7 +11,7 @@ from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
 
 CPU = torch.device("cpu")
-HEADER = ("problem", "where", "carried", "gradients")  # what each rank exchanges before a call's integers
+HEADER = ("problem", "name", "call_facts", "gradients")  # what each rank exchanges before a call's integers
 
 
 def group_with(monkeypatch, rank=0, **peers_header):
@@ -21,7 +21,7 @@ def group_with(monkeypatch, rank=0, **peers_header):
     """
     recorder = FlightRecorder()
     texts = peers_header.pop("texts", {})
-    monkeypatch.setattr(recorder, "share", lambda text, *, owner, group: texts.get(owner, f"that of {owner}"))
+    monkeypatch.setattr(recorder, "broadcast_text", lambda text, *, owner, group: texts.get(owner, f"that of {owner}"))
 
     def exchange(self, own):
         row = own.tolist()
@@ -34,11 +34,11 @@ def group_with(monkeypatch, rank=0, **peers_header):
 def test_a_problem_is_told_by_the_rank_that_has_it(monkeypatch):
     recorder, asked = FlightRecorder(), []
 
-    def share(text, *, owner, group):
+    def broadcast_text(text, *, owner, group):
         asked.append((owner, group))
         return "x is wrong"
 
-    monkeypatch.setattr(recorder, "share", share)
+    monkeypatch.setattr(recorder, "broadcast_text", broadcast_text)
     monkeypatch.setattr(RankGroup, "exchange", lambda self, own: [own.tolist(), [1, *own.tolist()[1:]]])
     with pytest.raises(InputError, match=r"^rank 6: x is wrong$"):
         RankGroup(None, (4, 6), 0, recorder).agree([0], None, torch.device("cpu"))
@@ -47,7 +47,7 @@ def test_a_problem_is_told_by_the_rank_that_has_it(monkeypatch):
 
 def test_ranks_of_the_job_are_named_with_their_layers(monkeypatch):
     with pytest.raises(InputError, match=r"rank 4 is in 'that of 4', rank 6 in 'that of 6'; call the layers"):
-        group_with(monkeypatch, where=1).agree([0], None, CPU)
+        group_with(monkeypatch, name=1).agree([0], None, CPU)
 
 
 @pytest.mark.parametrize("loads", [4, 6])
@@ -56,7 +56,7 @@ def test_whichever_rank_loaded_a_state_alone_is_named(loads, monkeypatch):
     texts[loads] += ", loaded=77"
     found = {rank: "loaded=77" if rank == loads else "none" for rank in texts}
     with pytest.raises(InputError, match=rf"since the last call: rank 4 {found[4]}, rank 6 {found[6]} \(a checksum"):
-        group_with(monkeypatch, carried=1, texts=texts).agree([0], None, CPU)
+        group_with(monkeypatch, call_facts=1, texts=texts).agree([0], None, CPU)
 
 
 @pytest.mark.parametrize(("asked", "name"), [(0b10, "x"), (0b01, "routing.weights")])
@@ -80,7 +80,7 @@ def test_numbers_in_the_hosts_memory_serve_ranks_that_are_alike(peer, grad, monk
     """
     rank_group, posted = group_with(monkeypatch), []
     answer = 5 << 1 | (peer == "a problem")
-    rank_group.known.by = SimpleNamespace(
+    rank_group.known.agreed_exchange = SimpleNamespace(
         post=lambda *pair: posted.append(pair),
         collect=lambda recorder, late: [(answer, posted[0][1] + (peer == "other facts"))],
     )
@@ -103,7 +103,7 @@ def test_hosts_memory_serves_where_all_ranks_see_it(peer_sees, rank, monkeypatch
     monkeypatch.setattr(RankGroup, "agree", lambda *_, **__: [[True, 3], [peer_sees, 5]])
     with caplog.at_level(logging.WARNING, "ep_moe.parallel"):
         assert rank_group.most_tokens(3, None, CPU, "nvlink_p2p") == 5
-    assert rank_group.known.by is (own if peer_sees else None)
+    assert rank_group.known.agreed_exchange is (own if peer_sees else None)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == (not peer_sees and rank == 0), "one rank says it for all"
     assert all("ranks 4, 6 cannot read each other's memory" in text for text in said)

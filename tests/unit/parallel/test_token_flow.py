@@ -6,10 +6,10 @@ import torch
 from ep_moe import ParallelConfig, RankLayout
 from ep_moe.parallel import token_flow as module
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.layout import share
+from ep_moe.parallel.layout import split_range
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.parallel.row_comparison import argument_bits
-from ep_moe.parallel.token_flow import Share, TokenFlow
+from ep_moe.parallel.token_flow import TokenFlow, TokenSplit
 from ep_moe.types import Pending, Routing, TokenMask
 
 
@@ -20,7 +20,7 @@ def test_etp_ranks_hear_which_rows_are_padding_and_whether_it_is_sent(sent, monk
     alone = RankGroup.alone()
     flow = TokenFlow(layout, tp=alone, etp=alone, lockstep=alone)
     mask = TokenMask(torch.tensor([True, False, True]), sent)
-    peer = flow.mask(None, torch.zeros(2, 4), Share((0, 2), [2], [2]))
+    peer = flow.mask(None, torch.zeros(2, 4), TokenSplit((0, 2), [2], [2]))
     assert peer is None  # no rank has a mask
     gathered = []
 
@@ -29,7 +29,7 @@ def test_etp_ranks_hear_which_rows_are_padding_and_whether_it_is_sent(sent, monk
         return torch.cat(gathered[::-1])
 
     monkeypatch.setattr(flow, "etp_gather", gather)
-    call = Share((0, 3), [3, 2], [3], masked=True)
+    call = TokenSplit((0, 3), [3, 2], [3], masked=True)
     flow.mask(None, torch.zeros(2, 4), call)
     found = flow.mask(mask, torch.zeros(3, 4), call)
     assert found.tokens.tolist() == [True, False, True, True, True]
@@ -58,7 +58,7 @@ def test_a_rank_keeps_its_own_tokens_of_what_was_computed_for_its_etp_peers(tp, 
     """
     gathered = []
     monkeypatch.setattr(module, "gather_replicated", lambda y, counts, rank_group: gathered.append(y) or y)
-    counts = [stop - start for start, stop in (share(tokens, tp, rank) for rank in range(tp))]
+    counts = [stop - start for start, stop in (split_range(tokens, tp, rank) for rank in range(tp))]
     x = torch.arange(tokens)
     for rank in range(tp):
         layout = RankLayout.from_config(ParallelConfig(tp=tp, etp=etp), world=tp, rank=rank)
@@ -68,8 +68,8 @@ def test_a_rank_keeps_its_own_tokens_of_what_was_computed_for_its_etp_peers(tp, 
         }
         flow = TokenFlow(layout, **groups)
         assert flow.etp_rows_are_local
-        call = Share(share(tokens, tp, rank), [counts[peer] for peer in groups["etp"].ranks], counts)
-        flow.whole_input(flow.etp_gather(x, call), call)
+        call = TokenSplit(split_range(tokens, tp, rank), [counts[peer] for peer in groups["etp"].ranks], counts)
+        flow.tp_gather_router_results(flow.etp_gather(x, call), call)
         assert torch.equal(gathered.pop(), flow.local_tokens(x, call))
 
 
@@ -81,7 +81,7 @@ def test_gradients_of_given_routing_weights_are_shared_as_those_of_rows_are(loca
     flow.etp_rows_are_local = local
     monkeypatch.setattr(flow, "shared_gradients", lambda weights: 2 * weights)
     monkeypatch.setattr(flow, "etp_gather_routing", lambda ids, weights, call: (ids, weights))
-    call = Share(share(4, 2, 0), [2], [2, 2])
+    call = TokenSplit(split_range(4, 2, 0), [2], [2, 2])
     given = Routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1))
     assert flow.etp_gather_given(given, call).weights.tolist() == [[2.0], [2.0]]
 
@@ -98,7 +98,7 @@ def test_a_capture_exchanges_nothing(sizes, rank, local, monkeypatch):
     flow = TokenFlow(layout, tp=both if local else RankGroup.alone(), etp=both, lockstep=both)
     passed = {"x": torch.zeros(3, 4), "mask": torch.ones(3, dtype=torch.bool)}
     call = flow.enter(3, None, torch.device("cpu"), passed)
-    assert call == (Share((2, 3), [2, 1], [2, 1], True) if local else Share((0, 3), [3, 3], [3], False))
+    assert call == (TokenSplit((2, 3), [2, 1], [2, 1], True) if local else TokenSplit((0, 3), [3, 3], [3], False))
     flow.agree("what a router gave is wrong", torch.device("cpu"))
 
 
@@ -117,7 +117,7 @@ def test_routes_of_all_etp_peers_come_in_one_message(top_k, monkeypatch):
         return Pending(lambda: torch.cat([torch.cat([peer[0].float(), peer[1]], dim=1), rows]))
 
     monkeypatch.setattr(module, "gather_rows", gather)
-    ids, weights = flow.etp_gather_routing(*own, Share((0, 3), [2, 3], [3]))
+    ids, weights = flow.etp_gather_routing(*own, TokenSplit((0, 3), [2, 3], [3]))
     assert messages == [[2, 3]]
     assert ids.dtype == torch.int64
     assert torch.equal(ids, torch.cat([peer[0], own[0]]))

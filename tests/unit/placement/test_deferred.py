@@ -6,38 +6,38 @@ import pytest
 import torch
 
 from ep_moe import ExpertMap, InputError
-from ep_moe.placement.deferred import DeferredRouting, Placing, given_ids, place, to_place
+from ep_moe.placement.deferred import DeferredRouting, Placing, ids_for_checks, place, placement_arguments
 from ep_moe.placement.placement import Placement
 from ep_moe.types import PhysicalIds, PhysicalRouting
+from tests.fixtures.deferred_placement import DeferredPlacement
 from tests.fixtures.helpers import integer_routing
-from tests.fixtures.late_routing import Late
 from tests.fixtures.layer_static import CONFIG
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs on the CPU")
 
 
-def test_what_is_there_of_a_late_routing():
+def test_what_is_there_of_a_deferred_routing():
     routing, placement = integer_routing(5, CONFIG, 0), Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
     expected = placement(routing).materialize().ids
     placement.reset_load()
-    late = Late(placement)
+    deferred = DeferredPlacement(placement)
     given = placement(routing)
-    assert given_ids(given) is routing.ids, "a check of shapes places nothing"
+    assert ids_for_checks(given) is routing.ids, "a check of shapes places nothing"
     with pytest.raises(AttributeError, match=r"materialize\(\)"):
         _ = given.ids
-    assert late.looks == 0
+    assert deferred.place_calls == 0
     there = given.materialize()
     assert type(there) is PhysicalRouting
     assert torch.equal(there.ids, expected)
     assert given.materialize() is there, "placed and counted once"
-    assert late.looks == 1
+    assert deferred.place_calls == 1
     placed_already = (there.ids, (None,) * 6, Placing(0, None, None))
-    assert to_place(given) == placed_already, "what is placed and counted is sent as it is"
+    assert placement_arguments(given) == placed_already, "what is placed and counted is sent as it is"
     there = PhysicalRouting(PhysicalIds(expected), routing.weights)
     assert there.materialize() is there
-    assert given_ids(there) is expected
+    assert ids_for_checks(there) is expected
     own = Placement(ExpertMap.redundant(6, 2, 4), ep_rank=1)
-    ids, tables, placing = to_place(DeferredRouting(routing.ids, routing.weights, own.tables))
+    ids, tables, placing = placement_arguments(DeferredRouting(routing.ids, routing.weights, own.tables))
     assert ids is routing.ids
     assert placing == Placing(2, 3266489917, 6)
     assert tables[0] is own.logical_to_physical

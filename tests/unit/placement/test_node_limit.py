@@ -24,13 +24,13 @@ def config(groups: int = 4, top_groups: int = 2, experts: int = 32, top_k: int =
 
 
 def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
-    nodes = NodeLayout.found(range(len(hosts)), [(host, host) for host in hosts])
+    nodes = NodeLayout.from_hosts(range(len(hosts)), [(host, host) for host in hosts])
     parallel = ParallelConfig(**{"dp": len(hosts)} | sizes)
     return RankLayout.from_config(parallel, world=len(hosts), rank=rank, nodes=nodes)
 
 
 @pytest.mark.parametrize(
-    ("hosts", "expert_map", "most", "apart"),
+    ("hosts", "expert_map", "most", "split_groups"),
     [
         ("aabbccdd", None, 2, ()),
         ("abcdabcd", None, 4, (0, 1, 2, 3)),  # ranks 0 and 1 share one group, but are on two nodes
@@ -39,10 +39,10 @@ def layout(hosts: str, rank: int = 0, **sizes: int) -> RankLayout:
     ],
     ids=str,
 )
-def test_nodes_of_a_token(hosts, expert_map, most, apart):
+def test_nodes_of_a_token(hosts, expert_map, most, split_groups):
     for rank in range(len(hosts)):
         found = NodeLimit.of(config(), layout(hosts, rank), expert_map)
-        assert (found.most, found.apart, found.nodes) == (most, apart, len(set(hosts)))
+        assert (found.most, found.split_groups, found.nodes) == (most, split_groups, len(set(hosts)))
 
 
 def test_a_token_goes_to_no_more_nodes_than_it_has_experts():

@@ -6,7 +6,7 @@ import torch
 from ep_moe import Wire
 from ep_moe.errors import ConfigError
 from ep_moe.quant.fp8 import round_blocks, round_by, widen_blocks
-from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel, widen_arrived
+from ep_moe.quant.row_format import ROW_FORMATS, dequantize_from_wire, quantize_for_wire
 from tests.fixtures.helpers import assert_same
 
 
@@ -22,7 +22,7 @@ def test_rounding(dtype):
     x[2], x[3, 130], x[4, 5] = 0, torch.nan, 3e4
     data, scale = round_blocks(x)
     assert (data.dtype, scale.dtype, list(scale.shape)) == (torch.float8_e4m3fn, torch.float32, [7, 3])
-    whole, of_rows = round_to_travel(x, Wire(dispatch="fp8_row"))
+    whole, of_rows = quantize_for_wire(x, Wire(dispatch="fp8_row"))
     assert torch.equal(of_rows[:3], x[:3].float().abs().amax(1, keepdim=True).clamp(min=1e-10) / 448)
     assert torch.equal(whole[4, 128:].float(), round_by(x[4, 128:], float(of_rows[4])).float()), "small beside 3e4"
     back = widen_blocks(data, scale, torch.float32)
@@ -47,12 +47,12 @@ every_wire = pytest.mark.parametrize(
 @every_wire
 def test_a_row_has_the_sizes_of_its_format_and_comes_back_in_the_layers_dtype(wire):
     x, form = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)), ROW_FORMATS[wire.dispatch]
-    data, scale = round_to_travel(x, wire)
+    data, scale = quantize_for_wire(x, wire)
     assert (data.dtype, list(data.shape)) == (form.number, [3, form.columns(256)])
     assert (0 if scale is None else scale.shape[1]) == form.scales(256)
     assert scale is None or scale.dtype == form.scale
     for dtype in (torch.float32, torch.bfloat16):
-        back = widen_arrived(data, scale, wire, dtype)
+        back = dequantize_from_wire(data, scale, wire, dtype)
         assert (back.dtype, back.shape) == (dtype, x.shape)
 
 
@@ -62,6 +62,6 @@ def test_a_row_has_the_sizes_of_its_format_and_comes_back_in_the_layers_dtype(wi
 @every_wire
 def test_rows_of_the_wire(wire):
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
-    expected = widen_arrived(*round_to_travel(x, wire), wire, torch.float32)
+    expected = dequantize_from_wire(*quantize_for_wire(x, wire), wire, torch.float32)
     with torch.device("meta"):
-        assert_same(widen_arrived(*round_to_travel(x, wire), wire, torch.float32), expected)
+        assert_same(dequantize_from_wire(*quantize_for_wire(x, wire), wire, torch.float32), expected)

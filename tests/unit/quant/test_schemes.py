@@ -10,7 +10,7 @@ from ep_moe import Activation, ConfigError, MoEConfig
 from ep_moe.quant.fp8 import FP8_MAX
 from ep_moe.quant.microscale import dequantize_mxfp4
 from ep_moe.quant.schemes import SCHEMES, Scheme, scheme_of
-from ep_moe.weights.parts import etp_shard, join
+from ep_moe.weights.parts import etp_shard, join_etp_shards
 
 ROWS, COLUMNS = 256, 384
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -327,7 +327,7 @@ def test_a_piece_over_etp_is_the_piece_of_the_numbers(scheme, activation, etp):
             numbers = etp_shard(shape, name, scheme.dequantize(whole, name), etp, rank)
             assert torch.equal(scheme.dequantize(piece, name), numbers)
     for name, tensor in whole.items():
-        joined = join(shape, name, [bits(piece[name]) for piece in pieces])
+        joined = join_etp_shards(shape, name, [bits(piece[name]) for piece in pieces])
         assert torch.equal(joined, bits(tensor)), name
 
 

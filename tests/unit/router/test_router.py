@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Router, Routing, RoutingConfig, RoutingMethod
-from ep_moe.router import route, sigmoid_topk, softmax_topk, topk_sigmoid, topk_softmax, weights_of
+from ep_moe.router import route, routing_weights, sigmoid_topk, softmax_topk, topk_sigmoid, topk_softmax
 from tests.fixtures.helpers import fill, integer_rows
 
 deepseek_v3 = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
@@ -322,7 +322,7 @@ def test_scores_that_vanish_have_no_weight(exact):
     logits = torch.full((2, EXPERTS), -200.0)
     chosen = route(logits, TOP_K, config, exact=exact)
     assert (chosen.weights == 0).all()
-    assert (weights_of(logits, chosen.ids, config, exact=exact) == 0).all()
+    assert (routing_weights(logits, chosen.ids, config, exact=exact) == 0).all()
 
 
 def test_scaling_factor_is_multiplied_in_last():
@@ -441,7 +441,7 @@ def test_an_exact_choice_is_the_first_of_equal_scores_and_of_its_row_alone(metho
     logits = torch.randint(-3, 4, (37, EXPERTS), generator=torch.Generator().manual_seed(7)).float()
     whole = route(logits, TOP_K, config, exact=True)
     assert torch.equal(whole.ids, logits.argsort(dim=1, descending=True, stable=True)[:, :TOP_K])
-    assert torch.equal(weights_of(logits, whole.ids, config, exact=True), whole.weights)
+    assert torch.equal(routing_weights(logits, whole.ids, config, exact=True), whole.weights)
     for row in range(len(logits)):
         alone = route(logits[row : row + 1], TOP_K, config, exact=True)
         assert torch.equal(alone.ids[0], whole.ids[row])

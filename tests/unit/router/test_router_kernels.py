@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ep_moe import MoEConfig, RoutingConfig, RoutingMethod
-from ep_moe.router import Router, route, weights_of
+from ep_moe.router import Router, route, routing_weights
 from ep_moe.router.kernels import MOST, RouterKernels
-from ep_moe.runtime.launch_cache import at_once
+from ep_moe.runtime.launch_cache import launch_directly
 from ep_moe.types import Routing
 from tests.fixtures.interpreter import interpreter_problem
 
@@ -137,7 +137,7 @@ def test_float32_logits_have_every_bit_of_the_weight():
     case.weight = torch.randn(case.weight.shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     parts = kernels.parts(len(case.x), DEVICE)
     chosen = case.found()
-    kernels.launch_fixed(case.x, case.weight, case.bias, None, parts, chosen, at_once)
+    kernels.launch_fixed(case.x, case.weight, case.bias, None, parts, chosen, launch_directly)
     assert torch.equal(parts.sum(0), case.weight.T)
 
 
@@ -163,7 +163,7 @@ def test_into_fixed_memory_as_by_a_call():
     kernels, room = RouterKernels(case.config), 20
     parts = kernels.parts(room, DEVICE)
     chosen = Routing(torch.empty(room, 3, dtype=torch.int64, device=DEVICE), torch.empty(room, 3, device=DEVICE))
-    kernels.launch_fixed(case.x, case.weight, case.bias, case.correction, parts, chosen, at_once)
+    kernels.launch_fixed(case.x, case.weight, case.bias, case.correction, parts, chosen, launch_directly)
     found = case.found()
     assert torch.equal(chosen.ids[:5], found.ids)
     assert torch.equal(chosen.weights[:5], found.weights)
@@ -199,5 +199,5 @@ def test_gradients_choose_alike(name, tokens):
     weight = case.weight.detach().requires_grad_()
     bias = None if case.bias is None else case.bias.detach().requires_grad_()
     logits = torch.nn.functional.linear(case.x.to(weight.dtype), weight, bias)
-    weights_of(logits, found.ids, case.config.routing).square().sum().backward()
+    routing_weights(logits, found.ids, case.config.routing).square().sum().backward()
     torch.testing.assert_close(router.weight.grad, weight.grad, rtol=0, atol=0)

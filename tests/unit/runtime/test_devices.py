@@ -19,7 +19,7 @@ from ep_moe.execution.graphs import CallGraphs
 from ep_moe.metrics import source
 from ep_moe.placement.placement import Placement
 from ep_moe.quant import microscale
-from ep_moe.runtime.devices import as_device, elsewhere, on_device, on_device_of, with_index, without_class
+from ep_moe.runtime.devices import as_device, is_other_gpu_current, on_device, on_device_of, with_index, without_class
 from ep_moe.weights.layouts import cutlass_mixed
 from tests.fixtures.helpers import fill
 
@@ -76,7 +76,7 @@ def test_nothing_is_entered(gpus, device):
     with on_device(device):
         pass
     assert gpus == []
-    assert not elsewhere(device.index if device.type == "cuda" else None)
+    assert not is_other_gpu_current(device.index if device.type == "cuda" else None)
 
 
 def test_a_function_runs_on_the_device_of_its_arguments(gpus):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ep_moe.runtime import devices, launch_cache
-from ep_moe.runtime.launch_cache import KeptLaunches, LaunchCache, LaunchSpec, RecordedLaunches, at_once
+from ep_moe.runtime.launch_cache import KeptLaunches, LaunchCache, LaunchSpec, RecordedLaunches, launch_directly
 from ep_moe.runtime.versions import launcher_known
 from tests.fixtures.launches import INTERPRETED, Driver
 
@@ -239,10 +239,10 @@ def test_nothing_is_held_but_addresses(driver):
 
 
 @compiled
-def test_a_launch_at_once(driver):
+def test_a_direct_launch(driver):
     x, y, out = tensors()
     launch = spec(x, y, 8, out)
-    at_once(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
+    launch_directly(launch.kernel, launch.grid, *launch.changing, *launch.fixed, **launch.constants)
     assert driver.found[0][:2] == ((1, 1, 1), 7)
 
 
@@ -270,19 +270,19 @@ def transport_calls(workspace):
         to_place = [(ids[0], tables[0]), *zip(ids * 2, tables[::-1], strict=True)]  # each dtype, each table
         for routing in (*placed, *(DeferredRouting(own, weights, table) for own, table in to_place)):
             for rows in {plain.dtype: (plain, None), travelling.dtype: (travelling, scale)}.values():
-                for alone in (False, True):
+                for allow_pdl in (False, True):
                     given = (workspace, *rows, routing, bound)
-                    found.append(partial(low_latency.send, *given, alone=alone))
-                    found += [partial(bulk.send, *given, blocks, alone=alone) for blocks in (1, 2)]
+                    found.append(partial(low_latency.send, *given, allow_pdl=allow_pdl))
+                    found += [partial(bulk.send, *given, blocks, allow_pdl=allow_pdl) for blocks in (1, 2)]
         found += [partial(bulk.announce, workspace, scale, routing, bound) for routing in placed]
         for how in (False, True):
             found.append(partial(low_latency_answers.receive, workspace, plain, bound, put=how))
-            found.append(partial(bulk.receive, workspace, plain, bound, tell=how))
-        found.append(partial(bulk.give, workspace, bound))
-        found.append(partial(bulk.tell_given, workspace))
+            found.append(partial(bulk.receive, workspace, plain, bound, signal_first=how))
+        found.append(partial(bulk.send_answers, workspace, bound))
+        found.append(partial(bulk.signal_answers_written, workspace))
         numbers = torch.zeros(g.num_ranks * bound, g.top_k)
-        found.append(partial(route_weights.give, workspace, numbers, bound))
-        found.append(partial(route_weights.take, workspace, weights))
+        found.append(partial(route_weights.send_route_values, workspace, numbers, bound))
+        found.append(partial(route_weights.receive_route_values, workspace, weights))
     return found
 
 
@@ -297,7 +297,7 @@ def test_a_key_says_all_that_a_launch_depends_on(wire, driver, looked, monkeypat
     from ep_moe.config import Wire
     from tests.fixtures.waiting_loops import workspace
 
-    monkeypatch.setattr(devices, "starts_early", lambda device: True)
+    monkeypatch.setattr(devices, "supports_pdl", lambda device: True)
     monkeypatch.setattr("ep_moe.runtime.launch_cache._MAX_CACHED", 1000)
     made = workspace(256, 2, Wire(dispatch=wire))
     calls, shared, first = transport_calls(made), made.launch_cache, []

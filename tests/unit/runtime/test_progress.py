@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from ep_moe.runtime.progress import Progress, beside_bars
+from ep_moe.runtime.progress import Progress, hide_progress_bars
 
 
 class Terminal(io.StringIO):
@@ -63,7 +63,7 @@ def test_an_exception_leaves_no_line_that_says_it_is_done():
 def test_what_is_printed_beside_a_bar_has_lines_of_its_own(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with Progress(3, "loading", "expert"):
-        with beside_bars():
+        with hide_progress_bars():
             sys.stdout.write("a result\n")
         said = capsys.readouterr()
     assert said.out == "a result\n"

@@ -2,7 +2,7 @@
 
 import torch
 
-from ep_moe.runtime.launch_cache import at_once
+from ep_moe.runtime.launch_cache import launch_directly
 from ep_moe.runtime.torch_operator import launching_operator, operator
 
 
@@ -13,7 +13,7 @@ def doubled(x: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None
 
 @launching_operator("tests_tripled")
 def tripled(launch: object, x: torch.Tensor, out: torch.Tensor, workspace: torch.Tensor) -> None:
-    assert launch is at_once
+    assert launch is launch_directly
     out.copy_(3 * x)
 
 

@@ -42,11 +42,11 @@ from ep_moe.experts.hopper.experts_fp8 import (
 )
 from ep_moe.experts.hopper.route_sort import Lists
 from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.router import kernels
 from ep_moe.runtime import devices
-from ep_moe.runtime.launch_cache import at_once
+from ep_moe.runtime.launch_cache import launch_directly
 from ep_moe.runtime.nvrtc import SHARED
 from ep_moe.runtime.workspace import Workspaces
 from ep_moe.types import Activation, LocalIds, PeerRows, Received, Routing, RowLayout, Weighting
@@ -170,7 +170,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     """
     config = dataclasses.replace(SMALL, expert_bias=kind.capabilities.biases)
     ids = torch.zeros(rows, SMALL.top_k, dtype=torch.int64)
-    x, x_scale = round_to_travel(torch.zeros(rows, SMALL.hidden_size, dtype=BF16), Wire(dispatch=wire))
+    x, x_scale = quantize_for_wire(torch.zeros(rows, SMALL.hidden_size, dtype=BF16), Wire(dispatch=wire))
     received = Received(
         x=x,
         x_scale=x_scale,
@@ -194,7 +194,7 @@ def test_whole_steps_compile(kind, scheme, wire, rows, answers):
     with (
         mock.patch.object(JITFunction, "run", compiled),
         mock.patch.object(CompiledKernel, "__getitem__", return_value=mock.Mock()),  # the launch of kernels that wait
-        mock.patch.object(devices, "starts_early", return_value=True),
+        mock.patch.object(devices, "supports_pdl", return_value=True),
         mock.patch.object(gemm_grouped, "grouped_gemm") as products,
         mock.patch.object(gemm_grouped_4bit, "product", products),
         mock.patch.object(gemm_skinny_4bit, "product", products),
@@ -223,5 +223,5 @@ def test_routers(method, dtype, monkeypatch):
     chosen = Routing(torch.empty(20, 8, dtype=torch.int64), torch.empty(20, 8))
     monkeypatch.setattr(kernels, "_partial_logits", made[0])
     monkeypatch.setattr(kernels, "_choose", made[1])
-    of_router.launch_fixed(x, weight, bias, correction, of_router.parts(20, CPU), chosen, at_once)
+    of_router.launch_fixed(x, weight, bias, correction, of_router.parts(20, CPU), chosen, launch_directly)
     assert [len(kernel.shared) for kernel in made] == [1, 1]

@@ -34,7 +34,7 @@ from ep_moe.errors import BackendUnavailable
 from ep_moe.experts.hopper import route_sort
 from ep_moe.runtime import waiting
 from ep_moe.runtime.waiting import Waiting
-from ep_moe.runtime.warp_paths import parting_branch, waiting_loops
+from ep_moe.runtime.warp_paths import divergent_branch, waiting_loops
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.triton_compiles import Hopper
 from tests.fixtures.waiting_loops import BF16, TOKENS, TOP_K, workspace
@@ -74,14 +74,14 @@ def test_warps_leave_together(hidden, ranks, wire, per_route, compiled):
     for put in (False, True):
         low_latency_answers.receive(made, out, TOKENS, put=put)
     bulk.send(made, x, None, routing, TOKENS, 132)
-    bulk.receive(made, out, TOKENS, tell=True)
+    bulk.receive(made, out, TOKENS, signal_first=True)
     scales = made.dispatch_shape.scales
     bulk.announce(made, torch.zeros(TOKENS, scales) if scales else None, routing, TOKENS)
-    route_weights.take(made, torch.zeros(TOKENS, TOP_K))
+    route_weights.receive_route_values(made, torch.zeros(TOKENS, TOP_K))
     assert len(compiled) == 7
     for number, ptx in enumerate(compiled):
         assert waiting_loops(ptx) == 1, f"kernel {number}"
-        assert parting_branch(ptx) is None, f"kernel {number}"
+        assert divergent_branch(ptx) is None, f"kernel {number}"
 
 
 @pytest.mark.parametrize(("rows", "loops"), [(16, 1), (512, 1), (1024, 2)])
@@ -103,7 +103,7 @@ def test_warps_that_sort_leave_together(ranks, rows, loops, compiled):
     )
     (ptx,) = compiled
     assert waiting_loops(ptx) == loops
-    assert parting_branch(ptx) is None
+    assert divergent_branch(ptx) is None
 
 
 @triton.jit
@@ -142,8 +142,8 @@ def test_a_kernel_whose_warps_may_part_is_not_launched(monkeypatch):
 
     In the loop of a kernel that hung, each warp used its own reads.
     """
-    looks = mock.Mock(side_effect=parting_branch)
-    monkeypatch.setattr(waiting, "parting_branch", looks)
+    looks = mock.Mock(side_effect=divergent_branch)
+    monkeypatch.setattr(waiting, "divergent_branch", looks)
     kernel, packets = Waiting(_waits), torch.zeros(8, dtype=torch.int64)
     out = torch.zeros(8, dtype=torch.int32)
     with mock.patch.object(driver, "_active", Driver()) as active:

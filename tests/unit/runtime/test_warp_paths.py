@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ep_moe.runtime.warp_paths import parting_branch, waiting_loops
+from ep_moe.runtime.warp_paths import divergent_branch, waiting_loops
 
 SUM = """
 $L__BB0_1:
@@ -48,13 +48,13 @@ def kernel(body: str) -> str:
 
 
 def test_a_sum_of_all_warps():
-    assert parting_branch(kernel(SUM + LEAVE)) is None
+    assert divergent_branch(kernel(SUM + LEAVE)) is None
     assert waiting_loops(kernel(SUM + LEAVE)) == 1
 
 
 def test_a_sum_of_all_and_of_each_warp_s_own():
     """A loop condition that adds each warp's own value to the common sum may diverge. This kernel hung."""
-    found = parting_branch(kernel(SUM + "add.s32 %r4, %r4, %r1;" + LEAVE))
+    found = divergent_branch(kernel(SUM + "add.s32 %r4, %r4, %r1;" + LEAVE))
     assert found is not None
     assert "bra $L__BB0_1" in found
 
@@ -66,29 +66,29 @@ def test_shared_memory_without_a_barrier():
     """
     head, write, read = SUM.split("bar.sync 0;")
     for left in (head + write + "bar.sync 0;" + read, head + "bar.sync 0;" + write + read):
-        assert parting_branch(kernel(left + LEAVE)) is not None
+        assert divergent_branch(kernel(left + LEAVE)) is not None
 
 
 @pytest.mark.parametrize(
-    ("address", "parts"),
+    ("address", "diverges"),
     [("and.b32 %r12, %r10, 7;", False), ("and.b32 %r12, %r10, 0x1F;", False), ("shl.b32 %r12, %r10, 2;", True),
      ("and.b32 %r12, %r10, 64;", True), ("shr.u32 %r12, %r10, 5;", True), ("shl.b32 %r12, %r11, 2;", False),
      ("mov.u32 %r12, %clock;", True), ("and.b32 %r13, %r10, 3;\nadd.s32 %r12, %r13, 64;", False)],
 )  # fmt: skip
-def test_what_a_warp_reads_back_from_a_place_of_its_own(address, parts):
+def test_what_a_warp_reads_back_from_a_place_of_its_own(address, diverges):
     own = SUM.replace("[global_smem]", "[%r12]")
-    assert (parting_branch(kernel(address + own + LEAVE)) is not None) is parts
+    assert (divergent_branch(kernel(address + own + LEAVE)) is not None) is diverges
 
 
 def test_a_loop_without_barriers_may_be_left_one_by_one_but_what_it_leaves_differs():
     alone = "$L__BB0_1: ld.global.gpu.acquire.b32 %r4, [%rd9];" + LEAVE
     assert waiting_loops(kernel(alone)) == 1
-    assert parting_branch(kernel(alone)) is None
+    assert divergent_branch(kernel(alone)) is None
     behind = alone + "@%p1 bra $L__BB0_2; bar.sync 0; $L__BB0_2:"
-    assert parting_branch(kernel(behind)) is not None
+    assert divergent_branch(kernel(behind)) is not None
     counted = alone.replace("$L__BB0_1:", "$L__BB0_1: add.s32 %r5, %r5, 1;")
     behind = "setp.eq.s32 %p3, %r5, 9; @%p3 bra $L__BB0_2; bar.sync 0; $L__BB0_2:"
-    assert parting_branch(kernel(counted + behind)) is not None
+    assert divergent_branch(kernel(counted + behind)) is not None
 
 
 def test_warps_that_meet_again_before_the_barrier():
@@ -100,9 +100,9 @@ def test_warps_that_meet_again_before_the_barrier():
 $L__BB0_2:
     bar.sync 0;
     """
-    assert parting_branch(kernel(around)) is None
-    assert parting_branch(kernel(around.replace("st.global", "bar.sync 0; st.global"))) is not None
-    assert parting_branch(kernel(around.replace("st.global.b32 [%rd8], %r4;", "ret;"))) is not None
+    assert divergent_branch(kernel(around)) is None
+    assert divergent_branch(kernel(around.replace("st.global", "bar.sync 0; st.global"))) is not None
+    assert divergent_branch(kernel(around.replace("st.global.b32 [%rd8], %r4;", "ret;"))) is not None
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ $L__BB0_2:
 )  # fmt: skip
 def test_every_way_to_poll(read):
     """Every kind of polling read is recognized. A plain load counts if a loop reads the same address again."""
-    assert parting_branch(kernel(f"setp.eq.s32 %p5, %r10, 0; $L__BB0_1: bar.sync 0; {read}" + LEAVE)) is not None
+    assert divergent_branch(kernel(f"setp.eq.s32 %p5, %r10, 0; $L__BB0_1: bar.sync 0; {read}" + LEAVE)) is not None
 
 
 def test_a_barrier_s_own_reduction_is_the_same_for_all():
@@ -125,8 +125,8 @@ $L__BB0_1:
     barrier.cta.red.or.pred %p2, 0, %p1;
     @%p2 bra $L__BB0_1;
     """
-    assert parting_branch(kernel(loop)) is None
-    assert parting_branch(kernel(loop.replace("@%p2 bra", "@%p1 bra"))) is not None
+    assert divergent_branch(kernel(loop)) is None
+    assert divergent_branch(kernel(loop.replace("@%p2 bra", "@%p1 bra"))) is not None
 
 
 def test_what_lies_between_is_no_loop():
@@ -146,7 +146,7 @@ $L__BB0_3:
     @!%p3 bra $L__BB0_2;
     """  # fmt: skip
     assert waiting_loops(kernel(placed)) == 1
-    assert parting_branch(kernel(placed)) is None
+    assert divergent_branch(kernel(placed)) is None
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ $L__BB0_3:
     ["brx.idx %r4, $targets;", "call.uni (%r4), waits, (%r5);", "$L__BB0_1: bra.uni $L__BB0_1;", "bra $nowhere;"],
 )
 def test_what_the_analysis_does_not_follow(body):
-    assert parting_branch(kernel(body)) is not None
+    assert divergent_branch(kernel(body)) is not None
 
 
-@pytest.mark.parametrize(("made", "parts"), [("mov.u32 %r7, %r5;", False), ("add.s32 %r7, %r5, %r11;", True)])
-def test_a_carry_reaches_the_bits_above(made, parts):
+@pytest.mark.parametrize(("made", "diverges"), [("mov.u32 %r7, %r5;", False), ("add.s32 %r7, %r5, %r11;", True)])
+def test_a_carry_reaches_the_bits_above(made, diverges):
     """A carry reaches all higher bits.
 
     If two warps' values differ only in bit 5, their sums with another number may differ in all bits above.
@@ -172,8 +172,8 @@ $L__BB0_1:
     setp.gt.s32 %p1, %r6, 0;
     @%p1 bra $L__BB0_1;
 """
-    assert (parting_branch(kernel(body)) is not None) is parts
+    assert (divergent_branch(kernel(body)) is not None) is diverges
 
 
 def test_no_ptx():
-    assert parting_branch("") is not None
+    assert divergent_branch("") is not None

@@ -88,7 +88,7 @@ def ptx_of(kernel: Any, constants: dict[str, Any], warps: int, *, rounded: bool)
 def stores(ptx: str) -> Counter[int]:
     """Return the number of store instructions by their bytes."""
     found = re.findall(r"st\.global(?:\.wt)?(?:\.v(\d))?\.b(\d+)", ptx)
-    return Counter(int(buffer_pool or 1) * int(bits) // 8 for buffer_pool, bits in found)
+    return Counter(int(vector or 1) * int(bits) // 8 for vector, bits in found)
 
 
 def _number(name: str) -> str:

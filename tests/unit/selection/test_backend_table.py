@@ -16,8 +16,8 @@ from tests.fixtures.backend_choice import config, layout
 MAP, WIRE = ExpertMap.redundant(8, 4, 4), Wire(dispatch="fp8_block")
 
 
-def entry(all2all: str, experts: str, room: int | None) -> TableEntry:
-    return TableEntry(64, BackendChoice(all2all, experts, "chosen", ""), None, room)
+def entry(all2all: str, experts: str, buffer_tokens: int | None) -> TableEntry:
+    return TableEntry(64, BackendChoice(all2all, experts, "chosen", ""), None, buffer_tokens)
 
 
 @pytest.mark.parametrize(
@@ -29,14 +29,14 @@ def entry(all2all: str, experts: str, room: int | None) -> TableEntry:
         ("nvlink_p2p", True, True, 1, 2, False),
     ],
 )
-@pytest.mark.parametrize("room", [None, 16])
-def test_the_shape_of_a_call(all2all, exact, repeats, top_k, rows, per_route, room):
+@pytest.mark.parametrize("buffer_tokens", [None, 16])
+def test_the_shape_of_a_call(all2all, exact, repeats, top_k, rows, per_route, buffer_tokens):
     kernel = "bf16_triton" if all2all == "nvlink_p2p" else "reference"
-    shape = entry(all2all, kernel, room).dispatch_shape(
+    shape = entry(all2all, kernel, buffer_tokens).dispatch_shape(
         config(2), MAP, torch.float16, WIRE, exact=exact, repeats=repeats
     )
     assert (shape.top_k, shape.per_route) == (top_k, per_route)
-    assert shape.max_tokens == (None if room is None else room * rows)
+    assert shape.max_tokens == (None if buffer_tokens is None else buffer_tokens * rows)
     assert (shape.hidden_size, shape.slots_per_rank, shape.num_ranks) == (config(2).hidden_size, 3, 4)
     assert (shape.dtype, shape.wire) == (torch.float16, WIRE)
 
@@ -77,13 +77,13 @@ def buckets(*pairs: tuple[int | None, str, str]) -> BackendTable:
 @pytest.mark.parametrize(("bound", "tokens"), [(1, 8), (8, 8), (9, 64), (64, 64), (65, 200), (999, 200), (None, 200)])
 def test_the_first_bucket_that_holds_a_bound_serves_it(bound, tokens):
     table = buckets((8, "a", "x"), (64, "a", "y"), (200, "b", "x"))
-    assert table.at(bound).tokens == tokens
+    assert table.entry_for(bound).tokens == tokens
 
 
 @pytest.mark.parametrize("bound", [1, 999, None])
 def test_an_entry_for_any_number_of_tokens_serves_all(bound):
     table = buckets((None, "a", "x"))
-    assert table.at(bound) is table.last
+    assert table.entry_for(bound) is table.last
 
 
 def test_kernels_of_a_table_are_those_of_the_most_tokens_first():
@@ -91,18 +91,18 @@ def test_kernels_of_a_table_are_those_of_the_most_tokens_first():
 
 
 @pytest.mark.parametrize(
-    ("all2all", "room", "fixed"),
+    ("all2all", "buffer_tokens", "fixed"),
     [("buffers", 8, True), ("buffers", None, False), ("grows", 8, False), ("inside", 8, False)],
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_a_table_is_fixed_by_any_transport_with_buffers_of_one_size(first, all2all, room, fixed, monkeypatch):
+def test_a_table_has_fixed_buffers_if_any_transport_has_them(first, all2all, buffer_tokens, fixed, monkeypatch):
     def load(kind, name):
         assert name != "inside", "a fused kernel has no transport"
         return SimpleNamespace(capabilities=SimpleNamespace(static=name == "buffers"))
 
     monkeypatch.setattr(backend_table.registry, "load", load)
-    entries = [entry(all2all, "x", room), entry("grows", "x", None)]
-    assert BackendTable(entries if first else entries[::-1]).fixed is fixed
+    entries = [entry(all2all, "x", buffer_tokens), entry("grows", "x", None)]
+    assert BackendTable(entries if first else entries[::-1]).has_fixed_buffers is fixed
 
 
 def test_other_pairs_than_the_tables_are_no_more_chosen():

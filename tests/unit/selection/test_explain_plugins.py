@@ -52,7 +52,7 @@ def test_entry_point_with_the_name_of_a_built_in_is_ignored_with_a_warning(plugi
 
 @pytest.mark.parametrize("answer", [True, "", 0])
 def test_an_answer_that_is_no_reason_is_one(answer):
-    why = registry.asked("dispatchers", "local", lambda: answer)
+    why = registry.query_unsupported_reason("dispatchers", "local", lambda: answer)
     assert why is not None
     assert why.startswith(f"it answered {answer!r} when it was asked")
 
@@ -62,9 +62,11 @@ def test_what_a_plug_in_raises_is_a_reason_and_what_our_own_raise_is_a_bug(plugi
         raise KeyError("libown.so")
 
     plugins(dispatchers={"sibling": "tests.fixtures.plugins:Sibling"})
-    assert "it raised KeyError when it was asked whether it can run" in registry.asked("dispatchers", "sibling", ask)
+    assert "it raised KeyError when it was asked whether it can run" in registry.query_unsupported_reason(
+        "dispatchers", "sibling", ask
+    )
     with pytest.raises(KeyError, match=r"libown.so"):
-        registry.asked("dispatchers", "local", ask)
+        registry.query_unsupported_reason("dispatchers", "local", ask)
 
 
 def test_backend_that_says_it_is_unavailable(plugins):

@@ -16,7 +16,7 @@ from ep_moe.config import PLAIN_WIRE
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.schemes import PLAIN, SCHEMES
-from ep_moe.selection.refusals import Backends, Refusals
+from ep_moe.selection.refusals import BackendCache, Refusals
 from ep_moe.types import RowLayout, Weighting
 from tests.fixtures.fused_routes import RoutesInside
 from tests.fixtures.plugins import plugins  # noqa: F401 (a fixture)
@@ -28,7 +28,7 @@ ALONE = RankLayout(world=1, rank=0)
 
 def asked(**changes) -> Refusals:
     fields = {
-        "backends": Backends(CPU),
+        "backends": BackendCache(CPU),
         "config": CONFIG,
         "layout": ALONE,
         "device": CPU,

@@ -21,7 +21,7 @@ def compared(config=None, **asked):
     """Return the facts that ranks compare for a layer with these arguments."""
     seen = []
     with EPContext.local(CPU) as context:
-        context.consensus.same = lambda what, facts, problem: seen.append((what, facts, problem))
+        context.consensus.require_equal = lambda what, facts, problem: seen.append((what, facts, problem))
         MoELayer(config or shape(), context, **asked)
     ((what, facts, problem),) = seen
     assert (what, problem) == (f"MoELayer {asked.get('name', 'moe0')}", None)
@@ -62,7 +62,7 @@ def test_the_bound_is_of_what_a_rank_sends(monkeypatch):
     with EPContext.local(CPU) as context:
         context.max_tokens = 9
         layer = MoELayer(shape(), context)
-        assert (layer._asked["max_tokens"], layer._entry.tokens, layer._entry.room) == (18, 18, 18)
+        assert (layer._asked["max_tokens"], layer._entry.tokens, layer._entry.buffer_tokens) == (18, 18, 18)
 
 
 def test_parts_are_compared():

@@ -26,21 +26,21 @@ def layer(device="cuda", chosen="reference", asked="auto", status="refused"):
 def test_once_with_the_reason():
     checks = SlowTraining()
     with pytest.warns(UserWarning, match=r"moe0 .*reference.*bf16_triton: dtype float32") as caught:
-        checks.look(layer())
+        checks.warn_once(layer())
     assert "fp8_block_triton" not in str(caught[0].message), "it has no backward"
     assert "pplx" not in str(caught[0].message), "the layer has another transport"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checks.look(layer())
+        checks.warn_once(layer())
 
 
 def test_a_layer_that_was_converted_says_what_to_pass():
     with pytest.warns(UserWarning, match=r"bf16_triton: the layer was built in another dtype.* dtype=torch.bfloat16"):
-        SlowTraining().look(layer(status="possible"))
+        SlowTraining().warn_once(layer(status="possible"))
 
 
 @pytest.mark.parametrize("other", [{"device": "cpu"}, {"chosen": "bf16_triton"}, {"asked": "reference"}])
 def test_not_where_nothing_is_faster_or_it_was_named(other):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        SlowTraining().look(layer(**other))
+        SlowTraining().warn_once(layer(**other))

@@ -25,7 +25,7 @@ from ep_moe.parallel.groups import TorchrunEnv
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.quant.schemes import scheme_of
 from ep_moe.selection import explain
-from ep_moe.selection.backend_table import BackendTable, TableEntry, _room, tuned_table
+from ep_moe.selection.backend_table import BackendTable, TableEntry, _buffer_tokens, tuned_table
 from ep_moe.selection.tuned import (
     Measured,
     Tuned,
@@ -144,8 +144,8 @@ def test_buckets_of_one_transport_share_its_buffers():
         line(1024, "k", 1, "nvlink_p2p", pipeline=512),
         line(8192, "k", 1, "torch_a2a"),
     ]
-    assert [_room(one, used) for one in used] == [128, 16, 128, 512, 8192]
-    assert _room(line(1, "k", 1, "allgather"), used) == 8192, "no buffers of its own: as other layers have it"
+    assert [_buffer_tokens(one, used) for one in used] == [128, 16, 128, 512, 8192]
+    assert _buffer_tokens(line(1, "k", 1, "allgather"), used) == 8192, "no buffers of its own: as other layers have it"
 
 
 def test_calls_in_parts_as_large_as_their_bound_are_in_one():
@@ -182,7 +182,7 @@ def test_buffers_are_counted_once_for_each_transport_and_geometry(monkeypatch):
          TableEntry(5, other, None, 16)]
     )  # fmt: skip
     expected = {("p2p", 16): 2 * 160, ("p2p", 64): 3 * 640, ("other", 16): 160}
-    assert table.transport_bytes(lambda entry: entry.room) == expected
+    assert table.transport_bytes(lambda entry: entry.buffer_tokens) == expected
 
 
 def test_another_dtype_is_asked_of_a_transport_with_all_that_it_was_chosen_for():

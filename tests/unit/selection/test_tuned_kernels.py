@@ -21,11 +21,12 @@ def test_the_busiest_rank_measures_while_the_others_wait_long(tmp_path, monkeypa
         seen.update(rows=rows, cache=cache)
         return [7]
 
-    def share(what, call, **how):
+    def compute_on_owner(what, call, **how):
         seen.update(how, what=what)
         return call()
 
-    ranks = SimpleNamespace(consensus=SimpleNamespace(share=share), layout=SimpleNamespace(etp=2, rank=0))
+    consensus = SimpleNamespace(compute_on_owner=compute_on_owner)
+    ranks = SimpleNamespace(consensus=consensus, layout=SimpleNamespace(etp=2, rank=0))
     held = ExpertMap.uneven([1, 3, 2])
     assert tuned_on_one_rank(SimpleNamespace(tune=tune, name="own"), ranks, held, (8, 64), "~/found", "moe3") == [7]
     wanted = {"what": "tune moe3", "owner": 2, "deadline_s": TUNING_S, "rows": [8, 64], "cache": tmp_path / "found"}
@@ -47,7 +48,7 @@ def test_layers_that_differ_are_measured_apart(context):
 
 def test_what_a_layer_returns_is_of_its_first_kernel(context, monkeypatch):
     layer = MoELayer(shape(), context)
-    layer._others = {"another": SimpleNamespace(name="another")}
+    layer._small_batch_kernels = {"another": SimpleNamespace(name="another")}
     monkeypatch.setattr(MoELayer, "_tune_kernel", lambda self, kernel, rows, cache: [kernel.name, *rows])
     assert layer.tune((8,)) == ["reference", 8]
 

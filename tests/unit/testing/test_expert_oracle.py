@@ -12,7 +12,7 @@ from ep_moe import Activation, MoEConfig
 from ep_moe.experts.shared_experts import activate
 from ep_moe.quant.microscale import dequantize_mxfp8, dequantize_nvfp4, quantize_mxfp8, quantize_nvfp4
 from ep_moe.quant.schemes import SCHEMES, Rounding
-from ep_moe.testing.expert_oracle import expected_and_limit, half_step, rounded, scale_of_rows, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, half_step, max_error_ratio, rounded, scale_of_rows
 from ep_moe.weights.initial import random_expert
 
 BF16 = torch.bfloat16
@@ -68,7 +68,7 @@ def case(scheme: str, activation: Activation = Activation.SWIGLU, bias: bool = F
 
 def ratio(scheme: str, experts: list[dict[str, Tensor]]) -> float:
     shape, _, rows, wanted = case(scheme)
-    return worst(emulate(shape, scheme, experts, *rows), *wanted)
+    return max_error_ratio(emulate(shape, scheme, experts, *rows), *wanted)
 
 
 @pytest.mark.parametrize("activation", list(Activation), ids=lambda a: a.value)
@@ -76,7 +76,7 @@ def ratio(scheme: str, experts: list[dict[str, Tensor]]) -> float:
 def test_rounding_as_the_format_says_is_within_it(scheme, activation):
     bias = activation is Activation.SWIGLU_CLAMPED
     shape, experts, rows, wanted = case(scheme, activation, bias)
-    assert worst(emulate(shape, scheme, experts, *rows), *wanted) <= 1
+    assert max_error_ratio(emulate(shape, scheme, experts, *rows), *wanted) <= 1
 
 
 @pytest.mark.parametrize("scheme", MICROSCALED)
@@ -89,8 +89,8 @@ def test_a_kernel_that_does_not_round(scheme):
         at, column = (ids == slot).nonzero(as_tuple=True)
         w13, w2 = (SCHEMES[scheme].dequantize(tensors, name) for name in ("w13", "w2"))
         y.index_add_(0, at, activate(x[at].float() @ w13.T, shape) @ w2.T * weights[at, column].unsqueeze(1))
-    assert worst(y.to(BF16), *wanted) <= 1
-    assert worst(emulate(shape, scheme, experts, x, ids, weights), *wanted) > 1
+    assert max_error_ratio(y.to(BF16), *wanted) <= 1
+    assert max_error_ratio(emulate(shape, scheme, experts, x, ids, weights), *wanted) > 1
 
 
 @pytest.mark.parametrize(("scheme", "rounds"), [("int4", True), ("mxint4", True), ("nvfp4a16", False)])

@@ -10,7 +10,7 @@ from ep_moe.experts.fused.base import FusedCapabilities, FusedExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.placement.expert_map import EMPTY
 from ep_moe.testing import fused_contract as contract
-from ep_moe.testing.fused_case import EXPERTS, Call, Shared, maps, out_of_range, tell
+from ep_moe.testing.fused_case import EXPERTS, Call, Shared, maps, out_of_range, raise_faults_on_all_ranks
 from ep_moe.types import PhysicalIds, PhysicalRouting
 
 CPU = torch.device("cpu")
@@ -228,7 +228,7 @@ def test_a_wrong_result_is_a_fault(words):
     except RuntimeError:  # a result of another shape
         assert made.faults
     with pytest.raises(AssertionError, match=rf"one_rank: a check \(top_k 3, none, .* on ranks \[0\].*what: .*{words}"):
-        tell("a check", made)
+        raise_faults_on_all_ranks("a check", made)
 
 
 def test_shapes_that_a_kernel_does_not_serve_have_no_case():

@@ -10,7 +10,7 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.quant.row_format import ROW_FORMATS
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.testing import kernel_contract as contract
-from ep_moe.testing.kernel_case import WITH_AN_EMPTY_SLOT, Layer
+from ep_moe.testing.kernel_case import WITH_AN_EMPTY_SLOT, KernelCase
 from ep_moe.types import RowLayout, Weighting
 
 CONFIG = MoEConfig(hidden_size=128, intermediate_size=128, num_experts=8, top_k=3, activation=Activation.RELU2)
@@ -37,8 +37,8 @@ def kernel(given=None, before=None, after=None, own_out=False):
     return Kernel
 
 
-def layer(kind, **how):
-    return Layer(kind, CONFIG, SCHEMES["none"], torch.float32, torch.device("cpu"), **how)
+def kernel_case(kind, **how):
+    return KernelCase(kind, CONFIG, SCHEMES["none"], torch.float32, torch.device("cpu"), **how)
 
 
 def rank_major(made):
@@ -50,11 +50,11 @@ def weighted_by_the_sender(made):
 
 
 def without_experts(made):
-    contract._rank_without_experts(layer(made.kind, held=()))
+    contract._rank_without_experts(kernel_case(made.kind, held=()))
 
 
 def with_an_empty_slot(made):
-    contract._rank_major(layer(made.kind, held=WITH_AN_EMPTY_SLOT), made.rows(33))
+    contract._rank_major(kernel_case(made.kind, held=WITH_AN_EMPTY_SLOT), made.rows(33))
 
 
 def other_layouts(made):
@@ -78,7 +78,7 @@ SOUND = [
 
 @pytest.mark.parametrize("check", SOUND, ids=lambda check: check.__name__)
 def test_a_sound_kernel_passes(check):
-    check(layer(kernel()))
+    check(kernel_case(kernel()))
 
 
 def without_an_expert(received):
@@ -189,7 +189,7 @@ FAULTS = [
 @pytest.mark.parametrize(("check", "wrong", "sentence"), FAULTS)
 def test_a_fault_is_seen_by_the_check_that_is_for_it(check, wrong, sentence):
     with pytest.raises(AssertionError, match=rf"^reference \(none, torch\.float32, relu2\): .*({sentence})"):
-        check(layer(wrong))
+        check(kernel_case(wrong))
 
 
 def test_rows_of_every_format_are_compared():
@@ -223,7 +223,7 @@ def test_what_a_kernel_does_not_promise_is_not_asked(promise, monkeypatch):
         kind = kernel()
         kind.capabilities = dataclasses.replace(kind.capabilities, **{promise: promised})
         called.clear()
-        contract._check_layer(layer(kind))
+        contract._check_layer(kernel_case(kind))
         assert (checks[promise] in called) is promised
         others = set(checks.values()) - {checks[promise]}
         assert others <= set(called)
@@ -237,5 +237,5 @@ def test_rows_are_weighted_where_a_kernel_says(weightings, monkeypatch):
     monkeypatch.setattr(contract, "_rank_major", lambda made, received, *_: asked.add(received.weighting))
     for name in ("_other_layout", "_a_row_for_each_route", "_rows_without_expert", "_as_it_travelled", "_gradients"):
         monkeypatch.setattr(contract, name, lambda *_: None)
-    contract._check_layer(layer(kind))
+    contract._check_layer(kernel_case(kind))
     assert asked == weightings

@@ -8,7 +8,7 @@ import torch
 
 from ep_moe import EPContext, Wire
 from ep_moe.all2all.torch_collectives import LocalDispatcher
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.testing import fused_contract as fused
 from ep_moe.testing import transport_contract as contract
 from ep_moe.testing import transport_promises as promises
@@ -34,7 +34,7 @@ def transport(*, sends=None, arrives=None, back=None, numbers=None, out=None, **
             type(self).calls += 1
             given = {"x": x, "x_scale": x_scale, "routing": routing, "problem": problem, "max_tokens": max_tokens}
             if x.dtype != self.dispatch_shape.row_dtype and x_scale is None:
-                given["x"], given["x_scale"] = round_to_travel(x, self.dispatch_shape.wire)
+                given["x"], given["x_scale"] = quantize_for_wire(x, self.dispatch_shape.wire)
             given |= {} if sends is None else sends(self, **given)
             received = super()._dispatch(**given).wait()
             return Pending.of(received if arrives is None else arrives(self, received))

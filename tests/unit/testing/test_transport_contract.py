@@ -106,7 +106,7 @@ def test_the_rank_that_failed_is_named_and_not_the_one_that_waited(world_size):
         for odd in range(world_size):
             own = "ValueError: boom" if group.rank == odd else "PeerTimeout: it never came"
             with pytest.raises(AssertionError, match=rf"a check on ranks \[0, 1\]; rank {odd}: ValueError: boom"):
-                transport_case._tell("a check", group, [own])
+                transport_case._exchange_faults("a check", group, [own])
 
 
 def test_rows_with_a_single_route_here_are_compared_too():

@@ -173,7 +173,7 @@ def test_assigned_parameters(context, kernel):
     assert_same(layers)
     loss = loss_of(layers[1], rows())
     layers[1].expert_weights.get_submodule("2").w1 = torch.nn.Parameter(torch.ones(32, 16))
-    layers[1].expert_weights.settle()
+    layers[1].expert_weights.refresh_slots()
     with pytest.raises((ConfigError, RuntimeError), match=r"between forward and backward|modified inplace"):
         loss.backward()
 

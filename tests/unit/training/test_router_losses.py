@@ -226,9 +226,9 @@ def test_an_idle_step_records_no_rows(context):
     """An idle step records logits without rows. However it ends, the next step records its own rows."""
     model, x = Model(context, layers=1), rows_of(3)
     with router_logits(model) as recorded:
-        with model.layers[0]._idle():
+        with model.layers[0]._rows_as_padding():
             model(x)
-        with pytest.raises(KeyError), model.layers[0]._idle():
+        with pytest.raises(KeyError), model.layers[0]._rows_as_padding():
             raise KeyError
         model(x)
     assert [len(logits) for logits in recorded] == [0, 3]

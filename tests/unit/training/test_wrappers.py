@@ -26,7 +26,7 @@ def test_what_a_wrapper_shall_ignore_is_added_to_what_it_ignores():
 
 def test_a_gpu_that_is_not_current_is_refused(monkeypatch):
     """`fully_shard` refuses a model that is not on the current GPU, because FSDP2 would move it there."""
-    monkeypatch.setattr(wrappers, "elsewhere", lambda device: True)
+    monkeypatch.setattr(wrappers, "is_other_gpu_current", lambda device: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     context = EPContext.local(torch.device("cpu"))
     with pytest.raises(

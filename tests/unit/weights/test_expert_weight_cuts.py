@@ -11,7 +11,7 @@ from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.expert_weights import ExpertWeights
-from ep_moe.weights.parts import etp_dim, etp_shard, join
+from ep_moe.weights.parts import etp_dim, etp_shard, join_etp_shards
 from tests.fixtures.expert_weights import ACTIVATIONS, REDUNDANT, etp_link, filled_weights, shape
 from tests.fixtures.helpers import integer_expert, integer_rows
 
@@ -22,22 +22,22 @@ NAMES = ("w13", "w2", "w13_bias", "w2_bias")
 @pytest.mark.parametrize("etp", [1, 2, 4])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.value)
-def test_join_undoes_etp_shard(activation, name, etp):
+def test_join_etp_shards_undoes_etp_shard(activation, name, etp):
     config = shape(activation)
     whole = integer_expert(config, 3)[name]
     pieces = [etp_shard(config, name, whole, etp, rank) for rank in range(etp)]
-    assert torch.equal(join(config, name, pieces), whole)
+    assert torch.equal(join_etp_shards(config, name, pieces), whole)
     for rank, piece in enumerate(pieces):
         assert piece.shape == ExpertWeights(config, REDUNDANT, etp=etp_link(etp, rank)).get_parameter(name)[0].shape
 
 
 @unhurried
 @given(st.sampled_from(ACTIVATIONS), st.integers(1, 6), st.integers(1, 6))
-def test_join_undoes_etp_shard_for_any_size(activation, etp, each):
+def test_join_etp_shards_undoes_etp_shard_for_any_size(activation, etp, each):
     config = shape(activation, inner=etp * each)
     for name, whole in integer_expert(config, 0).items():
         pieces = [etp_shard(config, name, whole, etp, rank) for rank in range(etp)]
-        assert torch.equal(join(config, name, pieces), whole), name
+        assert torch.equal(join_etp_shards(config, name, pieces), whole), name
         if etp_dim(name, whole.dim()) is not None:
             assert sum(piece.numel() for piece in pieces) == whole.numel(), name
         else:

@@ -101,12 +101,12 @@ def test_copies_of_an_expert_follow_changes_that_bump_no_version(change: Callabl
     weights = filled_weights(
         shape(Activation.RELU2, bias=False), ExpertMap.from_ranks([[0, 1, 0, 2, 3, 4]], 5, allow_duplicates=True)
     )
-    weights.settle()
+    weights.refresh_slots()
     versions = [tensor._version for tensor in weights.stored_tensors().values()]
     before = weights.w13[0].clone()
     change(weights)
-    assert not weights.settled
-    weights.settle()
+    assert not weights.slots_are_current
+    weights.refresh_slots()
     assert not torch.equal(weights.w13[0], before)
     assert torch.equal(weights.w13[2], weights.w13[0])
     assert [tensor._version for tensor in weights.stored_tensors().values()] == versions
@@ -223,4 +223,4 @@ def test_weights_are_trained_while_any_parameter_learns(learns, apart):
     weights.requires_grad_(learns == "all")
     if learns == "one":
         weights.get_submodule("3").w2.requires_grad_(True)
-    assert weights.trained is (learns != "none")
+    assert weights.any_requires_grad is (learns != "none")

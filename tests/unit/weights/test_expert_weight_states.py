@@ -167,7 +167,7 @@ def test_a_state_with_one_half_leaves_the_other(given, etp):
         weights.load_state_dict(state, strict=False)
         for name in ("w13", "w13_bias"):
             half = [expected["w1" + name[3:]], expected["w3" + name[3:]]]
-            slot = weights.held[0][0]
+            slot = weights.slots_of_expert[0][0]
             assert torch.equal(
                 weights.stored_tensors()[name][slot], etp_shard(config, name, torch.cat(half), etp, rank)
             )

@@ -106,10 +106,10 @@ def test_tensors_that_are_given_are_those_of_their_call():
     own = weights.stored_tensors()
 
     def call():
-        assert weights.given(inner, weights.stored_tensors) is inner
+        assert weights.run_with_tensors(inner, weights.stored_tensors) is inner
         return weights.stored_tensors()
 
-    assert weights.given(outer, call) is outer
+    assert weights.run_with_tensors(outer, call) is outer
     assert weights.stored_tensors() is own
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ep_moe import ConfigError, ExpertMap
 from ep_moe.placement.expert_map import EMPTY
-from ep_moe.weights.full_state import laid_apart, refuse_full_state
+from ep_moe.weights.full_state import refuse_full_state, unshare_storages
 
 WHOLE = ExpertMap.from_ranks([[0, 1, 2], [0, 1, 2]], 3)
 WITHOUT = ExpertMap.from_ranks([[0, 1, EMPTY], [0, 1, 2]], 3)  # an empty slot is not a third expert
@@ -65,7 +65,7 @@ def test_views_of_one_memory_are_copied_for_callers_that_keep_one_of_them(module
     """
     memory = torch.arange(6.0).requires_grad_()
     tensors = {"gate": memory[:3], "up": memory[3:]}
-    caller = {"__name__": module, "lay": lambda: laid_apart(tensors)}
+    caller = {"__name__": module, "lay": lambda: unshare_storages(tensors)}
     exec(f"def {function}():\n    return lay()", caller)
     found = caller[function]()
     assert {name: tensor.tolist() for name, tensor in found.items()} == {"gate": [0.0, 1.0, 2.0], "up": [3.0, 4.0, 5.0]}

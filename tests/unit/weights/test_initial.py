@@ -8,7 +8,7 @@ import torch
 from ep_moe import MoEConfig
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.types import Activation
-from ep_moe.weights.initial import fresh_numbers, initial_expert, random_expert
+from ep_moe.weights.initial import fork_rng_with_shared_seed, initial_expert, random_expert
 
 CPU = torch.device("cpu")
 CONFIG = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2, expert_bias=True)
@@ -106,7 +106,7 @@ def test_a_model_draws_what_its_first_rank_says_and_goes_on_as_after_one_number(
     found = []
     for _ in range(2):
         torch.manual_seed(5)
-        with fresh_numbers(lambda own: found.append(own) or 77, CPU):
+        with fork_rng_with_shared_seed(lambda own: found.append(own) or 77, CPU):
             inside = torch.rand(3)
         assert torch.equal(torch.rand(3), behind)
     assert found == [drawn, drawn]
@@ -116,6 +116,6 @@ def test_a_model_draws_what_its_first_rank_says_and_goes_on_as_after_one_number(
 
 def test_nothing_is_drawn_for_the_meta_device():
     state = torch.random.get_rng_state()
-    with fresh_numbers(lambda own: pytest.fail("asked for a seed"), torch.device("meta")):
+    with fork_rng_with_shared_seed(lambda own: pytest.fail("asked for a seed"), torch.device("meta")):
         pass
     assert torch.equal(torch.random.get_rng_state(), state)

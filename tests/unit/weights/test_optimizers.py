@@ -15,8 +15,8 @@ from ep_moe.weights import optimizers
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.optimizers import (
     KEY,
-    _note_beside,
     _note_router,
+    _record_dense_checksum,
     _refuse_mixed_groups,
     _refuse_sums_beside_means,
     guard_optimizers,
@@ -56,7 +56,7 @@ def test_a_parameter_that_takes_no_part_in_a_step_is_no_kind_of_it():
     _refuse_mixed_groups(torch.optim.AdamW([plain, piece], foreach=True))
 
 
-def test_an_optimizer_of_parameters_that_were_left_behind_is_refused_while_their_layer_learns():
+def test_an_optimizer_of_replaced_parameters_is_refused_while_their_layer_learns():
     weights = filled_weights(shape(), ExpertMap.linear(5, 1))
     early = torch.optim.SGD(weights.parameters(), lr=0.1)
     early.step()
@@ -76,14 +76,16 @@ def test_an_optimizer_of_parameters_that_were_left_behind_is_refused_while_their
 
 def test_what_an_optimizer_steps_beside_experts_is_noted_once_for_each_layer():
     """The parameters that an optimizer steps together with experts are noted once per layer, by the first optimizer."""
-    layers = [SimpleNamespace(gradient_sum=SimpleNamespace(beside=None), device=torch.device("cpu")) for _ in range(2)]
+    layers = [
+        SimpleNamespace(gradient_sum=SimpleNamespace(dense_checksum=None), device=torch.device("cpu")) for _ in range(2)
+    ]
     first, second = (torch.optim.SGD([parameter(False)], lr=0.1) for _ in range(2))
-    _note_beside(first, layers[:1])
-    noted = layers[0].gradient_sum.beside
+    _record_dense_checksum(first, layers[:1])
+    noted = layers[0].gradient_sum.dense_checksum
     assert [held() for held in noted._held] == first.param_groups[0]["params"]
-    _note_beside(second, layers)
-    assert layers[0].gradient_sum.beside is noted
-    assert [held() for held in layers[1].gradient_sum.beside._held] == second.param_groups[0]["params"]
+    _record_dense_checksum(second, layers)
+    assert layers[0].gradient_sum.dense_checksum is noted
+    assert [held() for held in layers[1].gradient_sum.dense_checksum._held] == second.param_groups[0]["params"]
 
 
 @pytest.mark.parametrize("captured", [[False, True], [True, False], [True, True], [False, False]], ids=str)
@@ -91,11 +93,11 @@ def test_nothing_is_noted_in_a_capture(captured, monkeypatch):
     """Of any of its layers: the host would wait for the device."""
     monkeypatch.setattr(optimizers, "capturing", lambda device: device == "captured")
     layers = [
-        SimpleNamespace(gradient_sum=SimpleNamespace(beside=None), device="captured" if each else "eager")
+        SimpleNamespace(gradient_sum=SimpleNamespace(dense_checksum=None), device="captured" if each else "eager")
         for each in captured
     ]
-    _note_beside(torch.optim.SGD([parameter(False)], lr=0.1), layers)
-    assert [one.gradient_sum.beside is None for one in layers] == [any(captured)] * 2
+    _record_dense_checksum(torch.optim.SGD([parameter(False)], lr=0.1), layers)
+    assert [one.gradient_sum.dense_checksum is None for one in layers] == [any(captured)] * 2
     for each, layer in zip(captured, layers, strict=True):
         router, layer.gradient_sum.router_steps = nn.Linear(2, 2), False
         router.weight.grad, layer.gradient_sum.router = torch.ones(2, 2), lambda router=router: router
@@ -202,7 +204,7 @@ def test_dense_parameters_that_torch_averages_over_ranks_of_other_tokens_are_ref
     The mesh has one dimension as fully_shard makes it, or two (HSDP). Sharding over tp ranks only is accepted.
     """
     layout = SimpleNamespace(token_ranks=2, group=lambda name: (0, 1))
-    gradient_sum = SimpleNamespace(layout=layout, divisor=1, followed=None, router=lambda: None)
+    gradient_sum = SimpleNamespace(layout=layout, divisor=1, wrapper_divisor=None, router=lambda: None)
     weights = SimpleNamespace(gradient_sum=gradient_sum, parameters=list)
     cut = nn.Parameter(torch.ones(2))
     cut.device_mesh = SimpleNamespace(mesh=torch.tensor(mesh))

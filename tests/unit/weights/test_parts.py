@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ep_moe import Activation, ConfigError, InputError, MoEConfig
-from ep_moe.weights.parts import Changes, Expert, etp_shard, join, joined
+from ep_moe.weights.parts import Changes, Expert, connect_in_autograd, etp_shard, join_etp_shards
 
 
 @pytest.mark.parametrize("etp", [1, 2, 4])
@@ -18,14 +18,14 @@ def test_pieces_are_joined_to_what_was_cut(activation, etp):
     for name, shape in shapes.items():
         whole = torch.randn(shape)
         pieces = [etp_shard(config, name, whole, etp, rank) for rank in range(etp)]
-        assert torch.equal(join(config, name, pieces), whole)
+        assert torch.equal(join_etp_shards(config, name, pieces), whole)
 
 
 def test_what_every_etp_rank_has_is_that_of_the_first():
     """A tensor that every etp rank holds is taken from the first rank, because only that rank trains w2_bias."""
     config = MoEConfig(hidden_size=8, intermediate_size=16, num_experts=4, top_k=2, expert_bias=True)
     pieces = [torch.full((8,), float(rank)) for rank in range(2)]
-    assert join(config, "w2_bias", pieces) is pieces[0]
+    assert join_etp_shards(config, "w2_bias", pieces) is pieces[0]
 
 
 def test_an_expert_that_fsdp_cuts_by_itself_is_refused():
@@ -57,4 +57,6 @@ def test_a_transform_of_torch_func_is_told_that_it_is_not_served():
     """An unsupported torch.func transform raises torch's own error, and not an internal error."""
     stored = {"w2": torch.ones(3)}
     with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda p: joined(stored, lambda gradients: gradients, [p])["w2"].sum())(torch.ones(3))
+        torch.func.grad(lambda p: connect_in_autograd(stored, lambda gradients: gradients, [p])["w2"].sum())(
+            torch.ones(3)
+        )

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, prune, spectral_norm
 from ep_moe import ConfigError, ExpertMap, InputError, MoEConfig, MoELayer
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.parts import Expert
-from ep_moe.weights.replaced import take_replaced
+from ep_moe.weights.replaced import attach_assigned_parameters
 from tests.fixtures.expert_weights import REDUNDANT, shape
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.single_layer import context, full, rows_of  # noqa: F401 (a fixture)
@@ -305,7 +305,7 @@ def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context, 
     """
     layer, x = made(context), rows_of(9)
     layer(x)
-    expert, place = layer.expert_weights.get_submodule("3"), layer.expert_weights.place
+    expert, addresses = layer.expert_weights.get_submodule("3"), layer.expert_weights.addresses
     for _ in range(3):
         before = layer(x).detach()
         for parameter in layer.parameters() if moved == "all" else [expert.w1] if moved == "one" else []:
@@ -313,7 +313,7 @@ def test_numbers_that_nobody_keeps_are_written_where_kernels_read_them(context, 
         if moved == "one assigned":
             expert.w1 = nn.Parameter(0.5 * expert.w1.detach())
         assert not torch.allclose(layer(x), before)
-        assert layer.expert_weights.place == place
+        assert layer.expert_weights.addresses == addresses
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -326,7 +326,7 @@ def test_an_assigned_parameter_of_several_ranks_is_guarded(ranks, context, monke
     monkeypatch.setattr(weights.gradient_sum, "ep", SimpleNamespace(size=ranks))
     assigned = nn.Parameter(torch.ones_like(weights.get_submodule("3").w1))
     weights.get_submodule("3").w1 = assigned
-    take_replaced(weights)
+    attach_assigned_parameters(weights)
     assert weights.get_submodule("3").w1 is assigned
     assert hasattr(assigned, "differs_between_ranks") is (ranks > 1)
 

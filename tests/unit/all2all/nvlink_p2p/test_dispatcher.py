@@ -12,7 +12,7 @@ from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.config import Wire
 from ep_moe.errors import InputError
 from ep_moe.parallel.rank_group import RankGroup
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.p2p_kernels import until
 
@@ -92,9 +92,9 @@ def test_a_refused_call_answers_every_place_with_nan(bound):
     transport.combine(received.out.zero_(), received.handle)
     with pytest.raises(InputError, match="no such rows"):
         transport.dispatch_start(x, routing, "no such rows", max_tokens=bound)
-    workspace = transport.buffer_pool.made[0].library
-    assert (workspace.places["ids"][:bound] == -1).all()
-    assert workspace.places["answers"].isnan().all()
+    workspace = transport.buffer_pool.buffer_slots[0].workspace
+    assert (workspace.local_tensors["ids"][:bound] == -1).all()
+    assert workspace.local_tensors["answers"].isnan().all()
     assert workspace.sequence.tolist() == [2, 0, 2, 0, 0], "a call like any other"
 
 
@@ -112,7 +112,7 @@ def test_a_call_is_recorded_in_buffers_that_are_made(wire):
     shape = dispatch_shape(128, 1, max_tokens=None, wire=wire)
     transport = NVLinkP2PDispatcher(shape, RankGroup.alone())
     x = torch.ones(1, 128, dtype=torch.bfloat16)
-    rows, scale = round_to_travel(x, wire)
+    rows, scale = quantize_for_wire(x, wire)
     routing = PhysicalRouting(PhysicalIds(torch.tensor([[1, 3]])), torch.ones(1, 2))
     assert transport.recordable_call(1) is None
     received = transport.dispatch(rows, routing, scale)
@@ -123,7 +123,8 @@ def test_a_call_is_recorded_in_buffers_that_are_made(wire):
     assert transport.recordable_call(257) is None
     call = transport.recordable_call(256)
     call.send(x, routing)
-    assert torch.equal(transport.buffer_pool.made[0].library.places["ids"][0], torch.tensor([1, 3], dtype=torch.int32))
+    ids = transport.buffer_pool.buffer_slots[0].workspace.local_tensors["ids"]
+    assert torch.equal(ids[0], torch.tensor([1, 3], dtype=torch.int32))
     call.received.out.fill_(3)
     out = torch.full_like(x, torch.nan)
     call.receive(call.received.out, out)

@@ -15,7 +15,7 @@ from ep_moe.all2all.nvlink_p2p import reference
 from ep_moe.all2all.nvlink_p2p.buffers import Workspace
 from ep_moe.config import Wire
 from ep_moe.quant.fp8 import round_by
-from ep_moe.quant.row_format import ROW_FORMATS, round_to_travel
+from ep_moe.quant.row_format import ROW_FORMATS, quantize_for_wire
 from ep_moe.testing.transport_case import FP8_TENSOR, NVFP4, SLOTS, moved, routes, rows
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.fp8_block_kernels import DEVICE
@@ -28,7 +28,7 @@ from tests.fixtures.p2p_kernels import FEW, signal_all_others, workspaces
 
 
 def signalled(made: list[Workspace], rank: int, phase: int) -> bool:
-    return all(int(workspace.places["flags"][phase, rank]) == int(made[rank].sequence[0]) for workspace in made)
+    return all(int(workspace.local_tensors["flags"][phase, rank]) == int(made[rank].sequence[0]) for workspace in made)
 
 
 def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
@@ -42,10 +42,10 @@ def batch(shape: DispatchShape, rank: int, tokens: int, ids_dtype: torch.dtype):
     ids[tokens:] = shape.num_physical - 1
     weights = torch.rand(ids.shape, generator=generator)
     routing = PhysicalRouting(PhysicalIds(ids[:tokens]), weights[:tokens])
-    return (*round_to_travel(x, shape.wire), routing)
+    return (*quantize_for_wire(x, shape.wire), routing)
 
 
-@pytest.mark.parametrize("way", ["given", "written", "copied"])  # how the results travel
+@pytest.mark.parametrize("way", ["sent", "written", "copied"])  # how the results travel
 @pytest.mark.parametrize("blocks", [2, 16])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
@@ -75,46 +75,46 @@ def test_same_as_torch(ranks, top_k, hidden, dtype, wire, ids_dtype, blocks, way
         scale = None if scale is None else scale.to(DEVICE)
         if copy:
             for ours, theirs in zip(found, wanted, strict=True):  # as the copy engines do
-                ours.places["rows"].copy_(theirs.places["rows"])
+                ours.local_tensors["rows"].copy_(theirs.local_tensors["rows"])
             bulk.announce(found[rank], scale, there, bound)
         else:
             bulk.send(found[rank], x.to(DEVICE), scale, there, bound, blocks)
         assert all(signalled(made, rank, phase) for made in (found, wanted) for phase in (0, 2))
     for ours, theirs in zip(found, wanted, strict=True):
-        ids = theirs.places["ids"]
+        ids = theirs.local_tensors["ids"]
         sent = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
         for name in ("rows", "ids", "weights", "scales"):
-            mine, wished = ours.places[name].cpu().float(), theirs.places[name].float()
+            mine, wished = ours.local_tensors[name].cpu().float(), theirs.local_tensors[name].float()
             chosen = slice(None) if name != "scales" else sent  # the scales of rows that did not travel are undefined
             assert torch.equal(mine[chosen], wished[chosen]), name
         assert ours.sequence.tolist() == [1, 0, 0, 0, 0], "one call, and the count is ready for the next"
         generator = torch.Generator().manual_seed(theirs.rank)
-        theirs.places["answers"].copy_(answers(theirs, generator))
-        ours.places["answers"].copy_(theirs.places["answers"])
+        theirs.local_tensors["answers"].copy_(answers(theirs, generator))
+        ours.local_tensors["answers"].copy_(theirs.local_tensors["answers"])
     for ours, theirs in zip(found, wanted, strict=True):
-        if way == "given":
-            reference.give(theirs, bound)
-            bulk.give(ours, bound)
+        if way == "sent":
+            reference.send_answers(theirs, bound)
+            bulk.send_answers(ours, bound)
         else:
-            reference.give_copies(theirs, bound)
+            reference.copy_answers(theirs, bound)
         if way == "copied":
-            reference.tell_given(theirs)
-            bulk.tell_given(ours)
+            reference.signal_answers_written(theirs)
+            bulk.signal_answers_written(ours)
             assert signalled(found, ours.rank, 1)
     for rank, tokens in enumerate((7, 0, 3, 5)[:ranks]):
-        if way == "given":  # rows that no rank wants are not written
-            both = (each.places["arrived"].cpu().float() for each in (found[rank], wanted[rank]))
+        if way == "sent":  # rows that no rank wants are not written
+            both = (each.local_tensors["arrived"].cpu().float() for each in (found[rank], wanted[rank]))
             mine, wished = (arrived.nan_to_num(99.0) for arrived in both)
             assert torch.equal(mine, wished)
             assert not mine[-2:].any(), "beyond the bound"
         else:
-            found[rank].places["arrived"].copy_(wanted[rank].places["arrived"])
+            found[rank].local_tensors["arrived"].copy_(wanted[rank].local_tensors["arrived"])
         if way != "copied":
             signal_all_others(wanted, rank, 1)
             signal_all_others(found, rank, 1)
-        expected = reference.receive(wanted[rank], tokens, bound, tell=way != "copied")
+        expected = reference.receive(wanted[rank], tokens, bound, signal_first=way != "copied")
         out = found[rank].sums(tokens)
-        bulk.receive(found[rank], out, bound, tell=way != "copied")
+        bulk.receive(found[rank], out, bound, signal_first=way != "copied")
         assert all(signalled(made, rank, 1) for made in (found, wanted))
         assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
         assert out.dtype == dtype
@@ -129,7 +129,7 @@ def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
     row
     of NaN. E4M3 results include larger and smaller numbers instead, because the interpreter has no NaN in E4M3.
     """
-    made = torch.randint(-8, 9, workspace.places["answers"].shape, generator=generator).float()
+    made = torch.randint(-8, 9, workspace.local_tensors["answers"].shape, generator=generator).float()
     if workspace.dispatch_shape.wire.combine == "plain":
         made[2] = torch.nan if workspace.rank else -0.0
     else:
@@ -140,7 +140,7 @@ def answers(workspace: Workspace, generator: torch.Generator) -> torch.Tensor:
 def stale_cells(workspace: Workspace) -> None:
     """Fill the packets as call number 7 left them."""
     for name in ("row_packets", "answer_packets"):
-        workspace.places[name].fill_(7 << 32)
+        workspace.local_tensors[name].fill_(7 << 32)
     workspace.sequence[2] = 7
 
 
@@ -185,36 +185,39 @@ def test_by_packets_as_torch(ranks, top_k, hidden, dtype, ids_dtype, wire):
         for rank, ours in enumerate(found):
             low_latency.send(ours, *sent[rank], bound, put=False)
         for ours, theirs in zip(found, wanted, strict=True):
-            ids = theirs.places["ids"]
+            ids = theirs.local_tensors["ids"]
             here = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)[: ranks * bound]
             for name in ("rows", "ids", "weights", "scales"):
-                mine, wished = ours.places[name][: ranks * bound].cpu(), theirs.places[name][: ranks * bound]
+                mine, wished = (
+                    ours.local_tensors[name][: ranks * bound].cpu(),
+                    theirs.local_tensors[name][: ranks * bound],
+                )
                 chosen = here if name in ("rows", "scales") else slice(None)
                 assert torch.equal(mine[chosen].view(torch.uint8), wished[chosen].view(torch.uint8)), name
-            assert torch.equal(ours.sent[:bound].cpu(), theirs.sent[:bound])
-            beyond = ours.places["row_packets"][:, bound:] >> 32
+            assert torch.equal(ours.sent_ids[:bound].cpu(), theirs.sent_ids[:bound])
+            beyond = ours.local_tensors["row_packets"][:, bound:] >> 32
             assert beyond.shape[1] == call
             assert not (beyond == 8 + call).any(), "tokens beyond the bound"
             generator = torch.Generator().manual_seed(theirs.rank)
-            theirs.places["answers"].copy_(answers(theirs, generator))
-            ours.places["answers"].copy_(theirs.places["answers"])
+            theirs.local_tensors["answers"].copy_(answers(theirs, generator))
+            ours.local_tensors["answers"].copy_(theirs.local_tensors["answers"])
         results = []
         for theirs in wanted:
-            reference.give(theirs, bound)
+            reference.send_answers(theirs, bound)
         for rank, ours in enumerate(found):
             tokens = (bound, 0, 3, 5)[rank]
             out = torch.full((tokens, hidden), 9.0, dtype=dtype, device=DEVICE)
             if call:  # the expert kernel writes the results, so `receive` does not send them
-                rows = ours.places["answers"][: ranks * bound]
+                rows = ours.local_tensors["answers"][: ranks * bound]
                 travelling = rows if wire.combine == "plain" else round_by(rows, 1.0)
-                ours._by_packets(ours.peer_out(bound)).write(travelling)
+                ours._as_packets(ours.peer_out(bound)).write(travelling)
             else:
                 low_latency_answers.receive(ours, out, bound, take=False)
             results.append(out)
             assert bool((results[-1] == 9).all())
         for rank, ours in enumerate(found):
             signal_all_others(wanted, rank, 1)
-            expected = reference.receive(wanted[rank], len(results[rank]), bound, tell=True)
+            expected = reference.receive(wanted[rank], len(results[rank]), bound, signal_first=True)
             out = results[rank]
             low_latency_answers.receive(ours, out, bound, put=False)
             assert torch.equal(out.cpu().nan_to_num(99.0), expected.nan_to_num(99.0))
@@ -226,7 +229,7 @@ PER_ROUTE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["written", "given", "packets", "packets given"])
+@pytest.mark.parametrize("way", ["written", "sent", "packets", "packets sent"])
 @pytest.mark.parametrize(("ranks", "top_k", "hidden", "dtype"), PER_ROUTE)
 def test_a_row_for_each_route(ranks, top_k, hidden, dtype, way):
     """With `per_route`, one row returns for each route, and the token's rank weights and adds the rows.
@@ -256,44 +259,44 @@ def test_a_row_for_each_route(ranks, top_k, hidden, dtype, way):
             else:
                 bulk.send(found[rank], x.to(DEVICE), None, there, bound, 4)
     for ours, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(ours.sent.cpu()[:bound], theirs.sent[:bound])
+        assert torch.equal(ours.sent_ids.cpu()[:bound], theirs.sent_ids[:bound])
         assert torch.equal(ours.sent_weights.cpu()[:bound], theirs.sent_weights[:bound])
-        answers = theirs.places["answers"]
+        answers = theirs.local_tensors["answers"]
         assert len(answers) == 9 * ranks * top_k
         made = torch.randn(answers.shape, generator=torch.Generator().manual_seed(theirs.rank))
         made = made.round().clamp(-4, 4).to(dtype) if dtype != torch.float32 else made
         answers.copy_(made)
-        ours.places["answers"].copy_(made)
+        ours.local_tensors["answers"].copy_(made)
         assert theirs.received(bound)["out"].shape == (bound * ranks * top_k, hidden)
         assert theirs.received(bound)["per_route"]
     for ours, theirs in zip(found, wanted, strict=True):
-        reference.give(theirs, bound)
-        if way == "given":
-            bulk.give(ours, bound)
+        reference.send_answers(theirs, bound)
+        if way == "sent":
+            bulk.send_answers(ours, bound)
         elif way == "written":
-            reference.give(ours, bound) if DEVICE == "cpu" else bulk.give(ours, bound)
+            reference.send_answers(ours, bound) if DEVICE == "cpu" else bulk.send_answers(ours, bound)
         elif way == "packets":
-            rows = ours.places["answers"][: ranks * bound * top_k]
-            ours._by_packets(ours.peer_out(bound)).write(rows)
+            rows = ours.local_tensors["answers"][: ranks * bound * top_k]
+            ours._as_packets(ours.peer_out(bound)).write(rows)
     outs = [torch.full((tokens, hidden), 9.0, dtype=dtype, device=DEVICE) for tokens in counts]
-    if way == "packets given":
+    if way == "packets sent":
         for ours, out in zip(found, outs, strict=True):
             low_latency_answers.receive(ours, out, bound, take=False)
     for rank, tokens in enumerate(counts):
         for made in (found, wanted):
             signal_all_others(made, rank, 1)
-        expected = reference.receive(wanted[rank], tokens, bound, tell=True)
+        expected = reference.receive(wanted[rank], tokens, bound, signal_first=True)
         if packets:
             low_latency_answers.receive(found[rank], outs[rank], bound, put=False)
         else:
-            bulk.receive(found[rank], outs[rank], bound, tell=True)
+            bulk.receive(found[rank], outs[rank], bound, signal_first=True)
         assert torch.equal(outs[rank].cpu(), expected)
         x, _, routing = sent[rank]
         total = torch.zeros(tokens, hidden)
         for k in range(top_k):
             for token, place in enumerate(routing.ids[:, k].tolist()):
                 if 0 <= place < shape.num_physical:
-                    owner = wanted[place // 3].places["answers"].float()
+                    owner = wanted[place // 3].local_tensors["answers"].float()
                     total[token] += owner[(rank * bound + token) * top_k + k] * routing.weights[token, k]
         assert torch.equal(expected, total.to(dtype))
 
@@ -310,7 +313,7 @@ def routed(shape: DispatchShape, rank: int, tokens: int) -> PhysicalRouting:
 
 
 def rounded(x: torch.Tensor, wire: Wire) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Round rows by kernels in a separate launch. On GPUs this is what `round_to_travel` does."""
+    """Round rows by kernels in a separate launch. On GPUs this is what `quantize_for_wire` does."""
     out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     if wire.input_scale is not None:
         fp8.launch_round_by(x, wire.input_scale, out)
@@ -340,11 +343,11 @@ def test_rounded_on_the_way_as_before_it(blocks, hidden, dtype, wire):
         bulk.send(found[rank], x, None, routing, 7, blocks)
         bulk.send(wanted[rank], *rounded(x, wire), routing, 7, blocks)
     for ours, theirs in zip(found, wanted, strict=True):
-        for name, place in theirs.places.items():
-            assert torch.equal(ours.places[name].view(torch.uint8), place.view(torch.uint8)), name
-        assert torch.equal(ours.memory.local, theirs.memory.local), "nothing between the places"
+        for name, tensor in theirs.local_tensors.items():
+            assert torch.equal(ours.local_tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert torch.equal(ours.memory.local, theirs.memory.local), "nothing between the tensors"
         assert ours.sequence.tolist() == [1, 0, 0, 0, 0]
-        assert ours.places["rows"].view(torch.uint8).any()
+        assert ours.local_tensors["rows"].view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -365,18 +368,18 @@ def test_rounded_on_the_way_as_torch_does(dtype, wire, copies):
         for each in made:
             signal_all_others(each, rank, 0)
         bulk.send(found[rank], x.to(DEVICE), None, there, 7, 4)
-        for workspace, given in ((plain[rank], (x, None)), (before[rank], round_to_travel(x, wire))):
+        for workspace, given in ((plain[rank], (x, None)), (before[rank], quantize_for_wire(x, wire))):
             if copies:
                 reference.send_copies(workspace, *given, routing, 7)
             else:
                 reference.send(workspace, *given, routing, 7, 4)
     for ours, theirs, third in zip(*made, strict=True):
         assert torch.equal(theirs.memory.local, third.memory.local)
-        ids = theirs.places["ids"]
+        ids = theirs.local_tensors["ids"]
         here = ((ids >= 0) & (ids // shape.slots_per_rank == theirs.rank)).any(1)
         assert here.any()
         for name in ("rows", "scales"):
-            mine, wished = ours.places[name].cpu()[here], theirs.places[name][here]
+            mine, wished = ours.local_tensors[name].cpu()[here], theirs.local_tensors[name][here]
             assert torch.equal(mine.view(torch.uint8), wished.view(torch.uint8)), name
 
 
@@ -394,7 +397,7 @@ def test_numbers_may_overflow():
         signal_all_others(made, 0, 0)
         bulk.send(made[0], x.to(DEVICE), None, there, 1, 1)
         signal_all_others(made, 0, 1)
-        bulk.receive(made[0], made[0].sums(1), 1, tell=True)
+        bulk.receive(made[0], made[0].sums(1), 1, signal_first=True)
     assert made[0].sequence.tolist() == [-(2**31) + 1, 0, -(2**31) + 1, 0, 0]
 
 
@@ -409,15 +412,15 @@ def test_numbers_of_old_calls_are_awaited_no_less(form):
     """
     shape = DispatchShape(hidden_size=128, top_k=1, slots_per_rank=1, num_ranks=2, dtype=torch.bfloat16, max_tokens=1)
     ours = workspaces(shape, DEVICE)[0]
-    ours.sent.fill_(-1)
+    ours.sent_ids.fill_(-1)
     ours.sequence.copy_(torch.tensor([6 - 2**31, 0, 5 - 2**31, 0, 0]))
-    ours.places["flags"][1] = torch.tensor([6 - 2**31, 5])
+    ours.local_tensors["flags"][1] = torch.tensor([6 - 2**31, 5])
     out = ours.sums(1)
     given = (ours, out, 1) if form is bulk else (ours, 1, 1)
-    waiting = threading.Thread(target=form.receive, args=given, kwargs={"tell": False}, daemon=True)
+    waiting = threading.Thread(target=form.receive, args=given, kwargs={"signal_first": False}, daemon=True)
     waiting.start()
     waiting.join(0.5)
     assert waiting.is_alive(), "for the peer, whose number is of an old call"
-    ours.places["flags"][1, 1] = 6 - 2**31
+    ours.local_tensors["flags"][1, 1] = 6 - 2**31
     waiting.join(60)
     assert not waiting.is_alive()

@@ -141,13 +141,13 @@ def test_placed_on_the_way_as_before_it(sender, first, later, top_k, ids_dtype):
                 for placement in (placing.before, placing.late):
                     placement.counting.zero_()
         for workspace in (*found, *wanted):
-            workspace.sent.fill_(99)
+            workspace.sent_ids.fill_(99)
         send_all(sender, wanted, [(placing.x_here, placing.placed_before()) for placing in ranks])
         send_all(sender, found, [(placing.x_here, placing.routing()) for placing in ranks])
         for ours, theirs in zip(found, wanted, strict=True):
             assert torch.equal(ours.memory.local, theirs.memory.local), change
-            assert torch.equal(ours.sent, theirs.sent), change
-            assert (ours.sent[:MOST] < 99).all()
+            assert torch.equal(ours.sent_ids, theirs.sent_ids), change
+            assert (ours.sent_ids[:MOST] < 99).all()
         for placing, sum_ in zip(ranks, counted, strict=True):
             ids = placing.ids[: placing.tokens].flatten().tolist()
             unknown = [id_ for id_ in ids if not -1 <= id_ < placing.experts]

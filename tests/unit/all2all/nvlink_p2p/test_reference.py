@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.nvlink_p2p import reference
-from ep_moe.all2all.nvlink_p2p.buffers import ANSWERED, CHOSEN, SENT, Workspace
+from ep_moe.all2all.nvlink_p2p.buffers import ANSWERS_READY, IDS_SENT, ROWS_SENT, Workspace
 from ep_moe.config import Wire
 from ep_moe.types import PhysicalIds, PhysicalRouting
 from tests.fixtures.p2p_kernels import until, workspaces
@@ -50,31 +50,31 @@ def call(workspace: Workspace, x, routing, bound: int, way: str) -> tuple[torch.
     else:
         reference.send(workspace, x, None, routing, bound, 1, packets=packets)
     received = workspace.received(bound, packets=packets)
-    ids = workspace.places["ids"][: g.num_ranks * bound].long()
-    weights = workspace.places["weights"][: g.num_ranks * bound]
+    ids = workspace.local_tensors["ids"][: g.num_ranks * bound].long()
+    weights = workspace.local_tensors["weights"][: g.num_ranks * bound]
     assert received["x"].shape == (g.num_ranks * bound, g.hidden_size)
     assert (received["weights"] is None) == g.per_route
     here = (ids >= 0) & (ids // SLOTS == workspace.rank)
     by_route = received["x"].unsqueeze(1).float() * (factor(ids) if g.per_route else factor(ids) * weights).unsqueeze(2)
     by_route = by_route.where(here.unsqueeze(2), torch.nan if g.per_route else 0.0)
     answers = by_route.flatten(0, 1) if g.per_route else by_route.sum(1)
-    reference.give_weights(workspace, torch.where(here, -100.0 * workspace.rank - ids, torch.nan), bound)
+    reference.send_route_values(workspace, torch.where(here, -100.0 * workspace.rank - ids, torch.nan), bound)
     if way.endswith("by experts"):
         assert received["peer_out"].packets is None, "which are of GPUs"
         received["peer_out"].write(answers)
     else:
         received["out"].copy_(answers)
     if way == "copied":
-        reference.give_copies(workspace, bound)
-        reference.tell_given(workspace)
-    tell, giving = way != "copied", way in ("given", "packets")
-    out = reference.receive(workspace, len(x), bound, tell=tell, giving=giving, packets=packets)
+        reference.copy_answers(workspace, bound)
+        reference.signal_answers_written(workspace)
+    signal_first, send_first = way != "copied", way in ("sent", "packets")
+    out = reference.receive(workspace, len(x), bound, signal_first=signal_first, send_first=send_first, packets=packets)
     numbers = torch.full((len(x), g.top_k), torch.nan)
-    reference.take_weights(workspace, numbers)
+    reference.receive_route_values(workspace, numbers)
     return out, numbers
 
 
-@pytest.mark.parametrize("way", ["given", "by experts", "copied", "packets", "packets by experts"])
+@pytest.mark.parametrize("way", ["sent", "by experts", "copied", "packets", "packets by experts"])
 @pytest.mark.parametrize("per_route", [False, True], ids=["per rank", "per route"])
 @pytest.mark.parametrize("wire", [Wire(), Wire(combine="fp8")], ids=["plain", "fp8"])
 @pytest.mark.parametrize(("ranks", "top_k"), [(1, 2), (2, 1), (3, 3), (4, 3)])
@@ -87,7 +87,7 @@ def test_each_token_gets_the_sum_of_what_its_experts_give(ranks, top_k, wire, pe
     made = workspaces(shape, "cpu")
     for workspace in made:
         for name in ("rows", "answers", "arrived", "rounded"):
-            workspace.places[name].view(torch.uint8).fill_(255)
+            workspace.local_tensors[name].view(torch.uint8).fill_(255)
     with ThreadPoolExecutor(ranks) as threads:
         for number, bound in enumerate((MOST, 4, MOST - 1)):
             tokens = [(bound, 0, 3, 1)[(rank + number) % 4] for rank in range(ranks)]
@@ -103,9 +103,9 @@ def test_each_token_gets_the_sum_of_what_its_experts_give(ranks, top_k, wire, pe
                 assert torch.equal(numbers, torch.where(valid, -100.0 * (ids // SLOTS) - ids, 0.0))
                 assert workspace.sequence.tolist() == [number + 1, 0, number + 1, 0, 0]
             for workspace in made:
-                for phase in (SENT, CHOSEN, ANSWERED):
+                for phase in (ROWS_SENT, IDS_SENT, ANSWERS_READY):
                     told = 0 if way.startswith("packets") else number + 1
-                    assert workspace.places["flags"][phase].tolist() == [told] * ranks
+                    assert workspace.local_tensors["flags"][phase].tolist() == [told] * ranks
 
 
 @pytest.mark.parametrize("per_route", [False, True], ids=["per rank", "per route"])
@@ -119,13 +119,13 @@ def test_answers_go_where_each_peer_awaits_those_of_this_rank(per_route):
     rows = bound * (3 if per_route else 1)
     for workspace in made:
         out = workspace.peer_out(bound)
-        packets = workspace._by_packets(out)
+        packets = workspace._as_packets(out)
         assert packets.packets.words == 24 // 4
         for rank, peer in enumerate(made):
             first = int(workspace.memory.addresses[rank])
-            wanted = peer.places["arrived"][workspace.rank * rows :][:rows]
+            wanted = peer.local_tensors["arrived"][workspace.rank * rows :][:rows]
             assert (out.blocks[rank].data_ptr(), out.blocks[rank].shape) == (wanted.data_ptr(), wanted.shape)
             assert first + out.offset == wanted.data_ptr()
-            wanted = peer.places["answer_packets"][workspace.rank]
+            wanted = peer.local_tensors["answer_packets"][workspace.rank]
             assert packets.packets.blocks[rank].data_ptr() == wanted.data_ptr() == first + packets.offset
             assert len(packets.packets.blocks[rank]) == rows

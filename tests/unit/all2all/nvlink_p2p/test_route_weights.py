@@ -24,14 +24,12 @@ BOUND = 37
 @pytest.mark.parametrize("form", ["torch", "triton"])
 @pytest.mark.parametrize(("ranks", "top_k"), [(2, 8), (3, 3), (4, 1)])
 def test_each_route_gets_the_number_of_its_rank(ranks, top_k, form):
-    """Each route gets the number that its expert's rank gave; nothing else is written.
+    """Each route gets the number that its expert's rank sent; nothing else is written.
 
     Packets of an earlier call are ignored.
     """
     device = DEVICE if form == "triton" else "cpu"
-    give, take = (route_weights.give, route_weights.take) if form == "triton" else (
-        reference.give_weights, reference.take_weights
-    )  # fmt: skip
+    functions = route_weights if form == "triton" else reference
     shape = DispatchShape(
         hidden_size=128, top_k=top_k, slots_per_rank=3, num_ranks=ranks, dtype=torch.bfloat16, max_tokens=BOUND + 2
     )
@@ -43,20 +41,20 @@ def test_each_route_gets_the_number_of_its_rank(ranks, top_k, form):
     made = workspaces(shape, device)
     for rank, workspace in enumerate(made):
         workspace.sequence[:1] = -(2**31) + 3
-        workspace.places["weight_packets"].fill_(STALE)
-        workspace.places["ids"][: ranks * BOUND] = ids.view(-1, top_k).to(device)
-        workspace.sent[:BOUND] = ids[rank].to(device)
-        workspace.sent[BOUND:] = 0  # left by an earlier, larger call
+        workspace.local_tensors["weight_packets"].fill_(STALE)
+        workspace.local_tensors["ids"][: ranks * BOUND] = ids.view(-1, top_k).to(device)
+        workspace.sent_ids[:BOUND] = ids[rank].to(device)
+        workspace.sent_ids[BOUND:] = 0  # left by an earlier, larger call
     numbers = torch.randn(ranks, ranks * BOUND, top_k, generator=generator)
     for workspace, own in zip(made, numbers, strict=True):
-        give(workspace, own.to(device), BOUND)
+        functions.send_route_values(workspace, own.to(device), BOUND)
     for rank, (workspace, count) in enumerate(zip(made, tokens, strict=True)):
-        packets = workspace.places["weight_packets"]
+        packets = workspace.local_tensors["weight_packets"]
         untouched = torch.ones(BOUND + 2, top_k, dtype=torch.bool)
         untouched[:BOUND] = ids[rank] < 0
         assert (packets.cpu()[untouched] == STALE).all()
         out = torch.full((count, top_k), torch.nan, device=device)
-        take(workspace, out)
+        functions.receive_route_values(workspace, out)
         owner = (ids[rank, :count].long() // shape.slots_per_rank).clamp_min(0)
         rows = rank * BOUND + torch.arange(count).unsqueeze(1).expand(-1, top_k)
         expected = numbers[owner, rows, torch.arange(top_k)].where(ids[rank, :count] >= 0, 0.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ep_moe import ConfigError, EPLBConfig, ExpertMap, MoEConfig
 from ep_moe.eplb import H200, LayerTime, traffic, verdict
 from ep_moe.eplb.migration import background as decide
-from ep_moe.eplb.migration.background import Background, Decision, default_planner, laid_out
+from ep_moe.eplb.migration.background import Background, Decision, add_transfer_schedules, default_planner
 from ep_moe.eplb.migration.schedule import sub_plans, transfer_schedule
 from ep_moe.eplb.planner.plan import plan
 from tests.fixtures.sub_plans import pairs
@@ -44,13 +44,13 @@ def test_a_digest_is_of_all_maps(maps):
 
 @unhurried
 @given(pairs(), st.integers(1, 4), st.integers(1, 3))
-def test_laid_out_pauses_and_that_changes_nothing(maps, most, layers):
+def test_add_transfer_schedules_pauses_and_that_changes_nothing(maps, most, layers):
     old, new = maps
     way = [old, *sub_plans(old, new, most)]
     expected = tuple(transfer_schedule(a, b, 0, row_bytes=8, budget=16) for a, b in pairwise(way))
     placement, slept = mock.Mock(), []
     with mock.patch.object(decide, "_STRETCH_S", 0.0), mock.patch.object(decide.time, "sleep", slept.append):
-        found = laid_out(
+        found = add_transfer_schedules(
             lambda: Decision((new,) * layers),
             [(placement, old, 8)] * layers,
             rank=0,
@@ -163,7 +163,7 @@ def test_experts_come_from_a_rank_of_the_own_node():
     new = ExpertMap.from_ranks([[0, 1], [2, 3], [0, 2], [1, 0]], 4)
     for per_node, source in ((4, 0), (2, 2)):
         rest = {"budget": 16, "commit": 16, "ranks_per_node": per_node}
-        ((part,),) = laid_out(lambda: Decision((new,)), [(mock.Mock(), old, 8)], rank=3, **rest).schedules
+        ((part,),) = add_transfer_schedules(lambda: Decision((new,)), [(mock.Mock(), old, 8)], rank=3, **rest).schedules
         assert [move.source for move in part.moves.transfers] == [source]
 
 
@@ -213,5 +213,5 @@ def test_a_planner_that_writes_into_its_load_does_not_change_the_price():
 def test_maps_of_the_user_are_one_for_each_layer(maps):
     got = f"{len(maps)}: " if isinstance(maps, list | str) else ""
     with pytest.raises(ConfigError, match=f"move_to needs an ExpertMap per layer, 2, got {got}"):
-        decide.given(maps, 2)
-    assert decide.given([BASE, BASE], 2) == Decision((BASE, BASE))
+        decide.decision_for_user_maps(maps, 2)
+    assert decide.decision_for_user_maps([BASE, BASE], 2) == Decision((BASE, BASE))

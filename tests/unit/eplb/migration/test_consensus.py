@@ -63,7 +63,7 @@ def test_plans_that_differ():
 
 
 @pytest.mark.parametrize("ranks", [(4,), (4, 6), (4, 6, 7)], ids=str)
-def test_every_rank_of_several_is_heard_and_summed(ranks, monkeypatch):
+def test_statuses_and_load_counts_of_all_ranks_are_exchanged(ranks, monkeypatch):
     """A status exchange of one rank communicates nothing. Others wait for what they began."""
     begun, waited = [], []
 
@@ -81,10 +81,10 @@ def test_every_rank_of_several_is_heard_and_summed(ranks, monkeypatch):
     monkeypatch.setattr(consensus.dist, "all_reduce", summed)
     exchange = consensus.StatusExchange(RankGroup(None, ranks, 0, FlightRecorder()))
     numbers = dataclasses.replace(FACTS, state=State.IDLE, done=False)
-    exchange.tell(numbers)
-    exchange.add(torch.tensor([3, 5]))
-    assert [facts.step for facts in exchange.hear()] == [7 + place for place in range(len(ranks))]
-    assert exchange.sums().tolist() == [3 * len(ranks), 5 * len(ranks)]
+    exchange.post_status(numbers)
+    exchange.post_load_counts(torch.tensor([3, 5]))
+    assert [facts.step for facts in exchange.wait_for_statuses()] == [7 + place for place in range(len(ranks))]
+    assert exchange.wait_for_load_sums().tolist() == [3 * len(ranks), 5 * len(ranks)]
     assert begun == waited == (["gather", "sum"] if len(ranks) > 1 else [])
 
 
@@ -92,7 +92,7 @@ def test_a_balancer_whose_peer_does_not_come_is_closed():
     def lost(what, problem):
         raise PeerTimeout(f"{what}: rank 1 did not come")
 
-    connections = Connections([], None, None, "balancer", 1.0, SimpleNamespace(healthy=lost))
+    connections = Connections([], None, None, "balancer", 1.0, SimpleNamespace(raise_on_all_ranks=lost))
     with pytest.raises(PeerTimeout, match=r"ExpertBalancer\.close"):
         connections.close()
     assert connections.closed

@@ -13,7 +13,7 @@ from ep_moe import ExpertMap
 from ep_moe.eplb import plan
 from ep_moe.eplb.migration import transfer
 from ep_moe.eplb.migration.schedule import changed_slots, sub_plans, transfer_schedule
-from ep_moe.eplb.migration.transfer import Room, Staging
+from ep_moe.eplb.migration.transfer import Staging, StagingSize
 from tests.fixtures.sub_plans import pairs
 
 unhurried = settings(deadline=None)
@@ -30,10 +30,10 @@ def parts(old, new, rank, row_bytes, budget, commit):
 def test_no_plan_needs_more_but_for_its_cycles(maps, row_bytes, budget, commit):
     old, new = maps
     with mock.patch.object(transfer, "_CYCLE", 1):
-        usual = Room.usual([(old.slots_per_rank, row_bytes)], budget=budget, commit=commit)
+        usual = StagingSize.usual([(old.slots_per_rank, row_bytes)], budget=budget, commit=commit)
     assert set(usual.rows) == {row_bytes}
     for rank in range(old.num_ranks):
-        found = Room.of_plan(parts(old, new, rank, row_bytes, budget, commit))
+        found = StagingSize.of_plan(parts(old, new, rank, row_bytes, budget, commit))
         assert found.outbox <= usual.outbox
         cycle = max([len(part.staged) for part in parts(old, new, rank, row_bytes, budget, 1)], default=0)
         assert len(found.rows) <= max(len(usual.rows), cycle)
@@ -70,35 +70,35 @@ def test_layers_of_several_sizes():
 
     Only one layer is in transit at a time.
     """
-    room = Room.usual([(20, 100), (3, 1000), (0, 8000)], budget=450, commit=1200)
-    assert room == Room((1000, 1000, 1000, *[100] * 9), outbox=448)
-    assert Room.usual([(3, 10), (3, 1000), (3, 100)], budget=8, commit=1) == Room((1000,) * 3, outbox=8)
-    assert Room.usual([(20, 8)], budget=1 << 30, commit=1).outbox == 16 * 8
-    assert Room.usual([], budget=1, commit=1) == Room.of_plan([]) == Room()
+    size = StagingSize.usual([(20, 100), (3, 1000), (0, 8000)], budget=450, commit=1200)
+    assert size == StagingSize((1000, 1000, 1000, *[100] * 9), outbox=448)
+    assert StagingSize.usual([(3, 10), (3, 1000), (3, 100)], budget=8, commit=1) == StagingSize((1000,) * 3, outbox=8)
+    assert StagingSize.usual([(20, 8)], budget=1 << 30, commit=1).outbox == 16 * 8
+    assert StagingSize.usual([], budget=1, commit=1) == StagingSize.of_plan([]) == StagingSize()
 
 
 def test_what_is_made_beyond_is_given_back():
-    held = Staging(Room((100, 100), 50), 4, CPU)
+    held = Staging(StagingSize((100, 100), 50), 4, CPU)
     addresses = [held.row(index, 100).data_ptr() for index in range(2)]
     assert held.bytes == 250
-    assert held.reserve(Room((100,), 10))
+    assert held.reserve(StagingSize((100,), 10))
     assert held.bytes == 250
-    assert held.reserve(Room((100, 80, 60), 50))
+    assert held.reserve(StagingSize((100, 80, 60), 50))
     assert held.bytes == 310
     assert len(held.row(2, 40)) == 40
     held.release()
     assert held.bytes == 250
     assert [held.row(index, 100).data_ptr() for index in range(2)] == addresses
-    assert held.reserve(Room((200, 100), 70)), "layers in another dtype than when the balancer was made"
+    assert held.reserve(StagingSize((200, 100), 70)), "layers in another dtype than when the balancer was made"
     assert (len(held.row(0, 200)), len(held.outbox(0, 70))) == (200, 70)
 
 
 def test_memory_is_made_a_part_per_step():
-    held = Staging(Room((8,)), 4, CPU)
+    held = Staging(StagingSize((8,)), 4, CPU)
     with mock.patch.object(transfer, "_MADE_AT_ONCE", 100):
-        room = Room((60,) * 5)
+        size = StagingSize((60,) * 5)
         found = []
-        while not held.reserve(room):
+        while not held.reserve(size):
             found.append(held.bytes)
     assert found == [120, 240]
     assert held.bytes == 300
@@ -106,6 +106,6 @@ def test_memory_is_made_a_part_per_step():
 
 def test_written_outside_of_the_inference_mode_that_it_was_made_in():
     with torch.inference_mode():
-        held = Staging(Room((8,), 8), 2, CPU)
-    for tensor in (held.row(0, 8), held.outbox(0, 8), held.damage, held.seen):
+        held = Staging(StagingSize((8,), 8), 2, CPU)
+    for tensor in (held.row(0, 8), held.outbox(0, 8), held.damage, held.damage_on_host):
         tensor.zero_()

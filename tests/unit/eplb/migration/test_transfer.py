@@ -9,7 +9,7 @@ import torch
 from ep_moe import ExpertMap, MoEConfig, Placement
 from ep_moe.eplb.migration.schedule import transfer_schedule
 from ep_moe.eplb.migration.slots import SlotStore
-from ep_moe.eplb.migration.transfer import Migration, Mover, Room, Staging
+from ep_moe.eplb.migration.transfer import Migration, Mover, Staging, StagingSize
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -22,11 +22,11 @@ def start():
     config = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=1)
     weights = ExpertWeights(config, OLD).requires_grad_(False)
     layer = SimpleNamespace(name="layers.0", placement=Placement(OLD), expert_weights=weights)
-    mover = Mover(RankGroup.alone(), Staging(Room(), 4, torch.device("cpu")), 10.0)
+    mover = Mover(RankGroup.alone(), Staging(StagingSize(), 4, torch.device("cpu")), 10.0)
     size = mover.store(layer).row_bytes
     part = transfer_schedule(OLD, NEW, 0, row_bytes=size, budget=size)
     assert len(part.batches) == 3
-    mover.staging.reserve(Room((size,) * 3, size))
+    mover.staging.reserve(StagingSize((size,) * 3, size))
     return layer, held(layer), Migration(layer, part, mover)
 
 
@@ -110,8 +110,8 @@ def test_slots_after_a_warm_up_are_as_they_were():
 def test_a_damaged_row_is_named_by_the_rank_of_the_job_that_it_came_from():
     _, _, migration = start()
     migration._mover = SimpleNamespace(rank_group=SimpleNamespace(ranks=(5,)))
-    migration._seen = torch.zeros_like(migration._seen)
-    migration._seen[0] = 1
+    migration._damage_on_host = torch.zeros_like(migration._damage_on_host)
+    migration._damage_on_host[0] = 1
     assert f"expert {migration._staged[0]} from rank 5 does not match its checksum" in migration.damage()
 
 
@@ -120,5 +120,5 @@ def test_a_damaged_row_that_travelled_is_named_by_its_sender():
     part = transfer_schedule(ExpertMap.linear(2, 2), ExpertMap.from_ranks([[1], [0]], 2), 1, row_bytes=8, budget=8)
     migration.transfer_schedule, migration._staged, migration._rank = part, part.staged, 1
     migration._mover = SimpleNamespace(rank_group=SimpleNamespace(ranks=(5, 7)))
-    migration._seen = torch.ones(1, dtype=torch.int64)
+    migration._damage_on_host = torch.ones(1, dtype=torch.int64)
     assert "expert 0 from rank 5 does not match its checksum (1 of 1 experts)" in migration.damage()

@@ -12,10 +12,10 @@ from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutedsl as cutedsl_op
 from ep_moe.experts.flashinfer.cutedsl import FlashInferCuteDslExperts
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose, explain
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import LocalIds, PhysicalIds, Received, Weighting, WireIds
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.initial import random_expert
@@ -87,7 +87,7 @@ def times_the_limit(experts: FlashInferCuteDslExperts, tensors: Tensors, receive
         config, NVFP4, one_input_scale(tensors), received.x, received.local_ids, weights, experts.weights.dtype
     )
     assert (y[(received.local_ids < 0).all(1)] == 0).all()
-    return worst(y, *wanted)
+    return max_error_ratio(y, *wanted)
 
 
 def ratio(config: MoEConfig | None = None) -> float:
@@ -163,7 +163,7 @@ def test_wrong_arguments_are_seen(which, monkeypatch):
     wanted = expected_and_limit(
         shape(), NVFP4, one_input_scale(tensors), rows().x, rows().local_ids, rows().weights, BF16
     )
-    assert worst(experts(rows()), *wanted) > 1
+    assert max_error_ratio(experts(rows()), *wanted) > 1
 
 
 @pytest.mark.parametrize("change", [{"alpha": 1.0}, {"beta": 0.0}, {"limit": 1e30}], ids=str)
@@ -219,7 +219,7 @@ def test_in_chunks_as_in_one(calls):
     parts, _ = build(shape(), chunk_rows=7)
     assert torch.equal(parts(rows()), y)
     assert [len(call["x"]) for call in calls] == [7, 7, 7, 3]
-    assert parts.workspace_bytes() == cutedsl_op.own_bytes(7, 256, SLOTS, TOP_K)
+    assert parts.workspace_bytes() == cutedsl_op.operator_scratch_bytes(7, 256, SLOTS, TOP_K)
 
 
 def test_rows_that_arrive_rounded_give_the_same_bits(calls):
@@ -227,7 +227,7 @@ def test_rows_that_arrive_rounded_give_the_same_bits(calls):
     wire = Wire(dispatch="nvfp4", input_scale=float(max(own["w13_input_scale"] for own in tensors)))
     y, received = experts(rows()), rows()
     calls.clear()
-    data, scale = round_to_travel(received.x, wire)
+    data, scale = quantize_for_wire(received.x, wire)
     arrived = dataclasses.replace(received, x=data, x_scale=scale, format="nvfp4", input_scale=wire.input_scale)
     assert torch.equal(experts(arrived), y)
     assert calls[0]["x"].data_ptr() == data.data_ptr(), "read where they lie"

@@ -11,8 +11,8 @@ from ep_moe import Activation, ExpertMap, MoEConfig, RankLayout, Wire
 from ep_moe.experts.base import ExpertsOptions
 from ep_moe.experts.flashinfer import cutlass, cutlass_op
 from ep_moe.experts.flashinfer.cutlass import ACTIVATIONS, FlashInferCutlassExperts
-from ep_moe.experts.layouts import widened
-from ep_moe.quant.row_format import round_to_travel
+from ep_moe.experts.layouts import as_plain
+from ep_moe.quant.row_format import quantize_for_wire
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import explain
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
@@ -201,12 +201,12 @@ def test_in_chunks_as_in_one(name, emulated):  # noqa: F811
 def test_planned_memory_is_what_a_call_takes(name, emulated):  # noqa: F811
     experts, _ = build(shape(), SCHEMES[name], chunk_rows=24)
     runner, size = experts.runner, (24, 256, 128, SLOTS, 3)
-    assert experts.workspace_bytes() == cutlass_op.own_bytes(runner, *size) + 1024
+    assert experts.workspace_bytes() == cutlass_op.operator_scratch_bytes(runner, *size) + 1024
     experts(rows(shape()))
     (call,) = emulated
     assert call["workspace_buffer"].numel() == 1024
     row, blocks = (128, 16) if name == "nvfp4" else (256, 8)
-    assert cutlass_op.own_bytes(runner, *size) >= 24 * (row + blocks + 2 * 4 * 3)
+    assert cutlass_op.operator_scratch_bytes(runner, *size) >= 24 * (row + blocks + 2 * 4 * 3)
 
 
 @each_scheme
@@ -237,7 +237,7 @@ def test_edges_of_the_contract(name, emulated):  # noqa: F811
 def travelled(received: Received, name: str, input_scale: float) -> Received:
     """Round the rows as a transport does before it sends them."""
     wire = Wire(dispatch="nvfp4", input_scale=input_scale) if name == "nvfp4" else Wire(dispatch="mxfp8")
-    data, scale = round_to_travel(received.x, wire)
+    data, scale = quantize_for_wire(received.x, wire)
     return dataclasses.replace(received, x=data, x_scale=scale, format=wire.dispatch, input_scale=wire.input_scale)
 
 
@@ -262,7 +262,7 @@ def test_rows_in_another_format_are_widened(name, emulated):  # noqa: F811
     other = "mxfp8" if name == "nvfp4" else "nvfp4"
     assert other not in experts.row_formats
     arrived = travelled(rows(shape()), other, 0.001)
-    plain = widened(arrived, BF16)
+    plain = as_plain(arrived, BF16)
     assert torch.equal(experts(arrived), experts(plain))
 
 

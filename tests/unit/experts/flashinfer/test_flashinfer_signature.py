@@ -107,11 +107,11 @@ def test_order_of_the_block_scales(scheme):
     branch = body.split(f"if ({PREDICATES[scheme]}())")[1].split("return kernels::")[0]
     named = re.findall(r"(\w+) = quant_scales\.value\(\)\[(\d)\]", branch)
     assert [name for name, _ in sorted(named, key=lambda found: int(found[1]))] == QUANT_SCALES[scheme]
-    own = {name: torch.empty(0) for name in ("quant1", "alpha1", "quant2", "alpha2", "ones")}
+    scratch = {name: torch.empty(0) for name in ("quant1", "alpha1", "quant2", "alpha2", "ones")}
     stored = {name: torch.zeros(1, 128, 4, dtype=torch.uint8) for name in ("w13_scale", "w2_scale")}
-    known = {id(tensor): name for name, tensor in own.items()}
+    known = {id(tensor): name for name, tensor in scratch.items()}
     known |= {tensor.data_ptr(): name for name, tensor in stored.items()}
-    given = [known.get(id(t)) or known[t.data_ptr()] for t in cutlass_op.quant_scales(scheme, stored, own)]
+    given = [known.get(id(t)) or known[t.data_ptr()] for t in cutlass_op.quant_scales(scheme, stored, scratch)]
     ours = {"fc1_act_global": "quant1", "fc2_act_global": "quant2", "fc1_weight_block": "w13_scale"}
     ours |= {"fc2_weight_block": "w2_scale", "fc1_global": "alpha1", "fc2_global": "alpha2"}
     if scheme != "nvfp4":

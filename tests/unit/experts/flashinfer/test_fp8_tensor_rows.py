@@ -14,9 +14,9 @@ from torch import Tensor
 from ep_moe import Wire
 from ep_moe.experts.flashinfer import call_scales
 from ep_moe.quant import fp8
-from ep_moe.quant.row_format import round_to_travel, widen_arrived
+from ep_moe.quant.row_format import dequantize_from_wire, quantize_for_wire
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import LocalIds, PhysicalIds, Received, WireIds
 from ep_moe.weights.layouts.cutlass import SM90_SCHEMES
 from tests.fixtures.flashinfer_cutlass import BF16, SLOTS, build, emulated, rows, shape  # noqa: F401 (a fixture)
@@ -34,23 +34,23 @@ def test_there_and_back(dtype, scale):
     x = torch.randn(9, 640, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 0, 640) * 400 * scale
     x[3] = 0
     x = x.clamp(-448 * scale, 448 * scale).to(dtype)
-    data, beside = round_to_travel(x, wire)
+    data, beside = quantize_for_wire(x, wire)
     assert (data.dtype, data.shape, beside) == (E4M3, x.shape, None)
     assert (data.float().abs() < 2**-6).any(), "subnormal numbers are among them"
-    back = widen_arrived(data, beside, wire, torch.float32)
+    back = dequantize_from_wire(data, beside, wire, torch.float32)
     # half a step of a 4-bit significand or of the smallest numbers, 2**-9 apart; plus float32's rounding of x / scale *
     # scale
     limit = torch.maximum(x.float().abs() * 2**-4, torch.tensor(2**-10 * scale)) + x.float().abs() * 2**-23
     assert ((back - x.float()).abs() <= limit).all()
     assert (back[3] == 0).all()
-    assert widen_arrived(data, beside, wire, dtype).dtype == dtype
-    assert torch.equal(widen_arrived(data, beside, wire, dtype), back.to(dtype))
+    assert dequantize_from_wire(data, beside, wire, dtype).dtype == dtype
+    assert torch.equal(dequantize_from_wire(data, beside, wire, dtype), back.to(dtype))
 
 
 def test_what_no_number_stands_for():
     wire = Wire(dispatch="fp8_tensor", input_scale=0.5)
     x = torch.tensor([[225.0, 1e30, torch.inf, -225.0, -torch.inf, torch.nan, 224.0]])
-    back = widen_arrived(*round_to_travel(x, wire), wire, torch.float32)
+    back = dequantize_from_wire(*quantize_for_wire(x, wire), wire, torch.float32)
     assert back[0, :5].tolist() == [224.0] * 3 + [-224.0] * 2
     assert back[0, 5].isnan()
     assert back[0, 6] == 224
@@ -59,9 +59,9 @@ def test_what_no_number_stands_for():
 def test_a_part_of_a_wider_tensor_and_no_rows():
     wire = Wire(dispatch="fp8_tensor", input_scale=0.5)
     x = torch.randn(5, 64)
-    data, _ = round_to_travel(x[:, 8:40], wire)
-    assert torch.equal(data.float(), round_to_travel(x[:, 8:40].contiguous(), wire)[0].float())
-    assert round_to_travel(x[:0], wire)[0].shape == (0, 64)
+    data, _ = quantize_for_wire(x[:, 8:40], wire)
+    assert torch.equal(data.float(), quantize_for_wire(x[:, 8:40].contiguous(), wire)[0].float())
+    assert quantize_for_wire(x[:0], wire)[0].shape == (0, 64)
 
 
 def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():
@@ -82,7 +82,7 @@ def test_the_same_bits_as_rows_that_the_kernels_adapter_rounds():
 def travelled(received: Received, input_scale: float) -> Received:
     """Round the rows as a transport does before it sends them."""
     wire = Wire(dispatch="fp8_tensor", input_scale=input_scale)
-    data, _ = round_to_travel(received.x, wire)
+    data, _ = quantize_for_wire(received.x, wire)
     return dataclasses.replace(received, x=data, format=wire.dispatch, input_scale=wire.input_scale)
 
 
@@ -115,11 +115,11 @@ def test_the_scale_that_they_were_divided_by_counts(factor):
     received, input_scale = rows(shape()), factor * largest_of(tensors)
     arrived = travelled(received, input_scale)
     wire = Wire(dispatch="fp8_tensor", input_scale=input_scale)
-    known = widen_arrived(arrived.x, None, wire, torch.float32)
+    known = dequantize_from_wire(arrived.x, None, wire, torch.float32)
     expected, limit = expected_and_limit(shape(), STATIC, tensors, known, received.local_ids, received.weights, BF16)
-    assert worst(experts(arrived), expected, limit) <= 1
+    assert max_error_ratio(experts(arrived), expected, limit) <= 1
     wrong = dataclasses.replace(arrived, input_scale=largest_of(tensors))
-    assert worst(experts(wrong), expected, limit) > 1
+    assert max_error_ratio(experts(wrong), expected, limit) > 1
 
 
 def test_ids_as_they_travelled_and_rows_without_an_expert():

@@ -79,11 +79,11 @@ def call_arguments(config: MoEConfig, name: str, routing: dict, **rest) -> dict:
     """Return the arguments of one call, with empty weights."""
     specs = Trtllm(config, SCHEMES[name], BF16).specs()
     stored = {key: torch.ones(SLOTS, *spec.shape).to(spec.dtype) for key, spec in specs.items()}
-    own = {
+    scratch = {
         key: torch.zeros(*size, dtype=dtype) for key, (size, dtype) in trtllm_op.row_shapes(name, ROWS, HIDDEN).items()
     }
     first = stored["w13_input_scale"].amax(0) if "w13_input_scale" in stored else None
-    x, x_scale = trtllm_op.quantize_rows(torch.ones(ROWS, HIDDEN, dtype=BF16), name, first, own)
+    x, x_scale = trtllm_op.quantize_rows(torch.ones(ROWS, HIDDEN, dtype=BF16), name, first, scratch)
     return trtllm_op.arguments(
         name,
         routing=routing,

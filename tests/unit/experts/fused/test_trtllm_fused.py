@@ -20,7 +20,7 @@ from ep_moe.experts.fused.base import RouterLogits
 from ep_moe.experts.fused.flashinfer_trtllm import FlashInferTrtllmMonolithic, routing_method
 from ep_moe.quant.schemes import SCHEMES
 from ep_moe.selection.explain import choose
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import Activation
 from ep_moe.weights.initial import random_expert
 from tests.fixtures.trtllm_experts import before_call, emulated  # noqa: F401 (a fixture)
@@ -100,7 +100,7 @@ def ratio(layer: MoELayer, tensors: list[dict[str, Tensor]], tokens: int = TOKEN
     if config.routing.weight_on_input:
         rows, weights = x.float() * weights, torch.ones_like(weights)
     scheme = layer.expert_weights.scheme
-    return worst(layer(x), *expected_and_limit(config, scheme, tensors, rows, routing.ids, weights, BF16))
+    return max_error_ratio(layer(x), *expected_and_limit(config, scheme, tensors, rows, routing.ids, weights, BF16))
 
 
 # --- what it gives --------------------------------------------------------------------------------------------------

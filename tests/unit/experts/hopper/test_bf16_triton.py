@@ -22,7 +22,7 @@ from ep_moe.experts.hopper.experts_fp8 import Fp8BlockTritonExperts
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import PLAIN
 from ep_moe.runtime.workspace import Workspaces
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import LocalIds, PeerRows, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from tests.fixtures.bf16_triton import (
     BF16,
@@ -65,7 +65,7 @@ def test_biases(activation, count, etp_rank):
     y = experts(received, torch.full_like(received.x, torch.nan))
     given = received.x, received.local_ids, received.weights, BF16
     expected, limit = expected_and_limit(config, PLAIN, tensors, *given, output_bias=etp_rank == 0)
-    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(y, expected, CUT_OFF * limit) <= 1
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 
@@ -153,7 +153,7 @@ def test_weights_are_left_to_combine(count):
     )
     ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), counts).unsqueeze(1)
     expected, limit = expected_and_limit(SMALL[0], PLAIN, tensors, received.x, ids, None, BF16)
-    assert worst(experts(received), expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(experts(received), expected, CUT_OFF * limit) <= 1
 
 
 def test_passes_of_few_rows_give_the_same_answer():

@@ -37,8 +37,8 @@ def ways(scaling: str, rows: int, exact: bool, activation: str = "swiglu") -> li
         takes("run_skinny"),
         takes("streamed"),
         takes("grouped"),
-        mock.patch.object(kind, "rounded", lambda s, rows, own: rows),
-        mock.patch.object(kind, "sorted", lambda s, rows, lists, own: rows),
+        mock.patch.object(kind, "prepare_rows", lambda s, rows, scratch: rows),
+        mock.patch.object(kind, "prepare_sorted_rows", lambda s, rows, lists, scratch: rows),
     ):
         hopper_moe(
             torch.zeros(rows, HIDDEN).to(BF16), torch.zeros(1 << 24, dtype=torch.uint8), scaling,

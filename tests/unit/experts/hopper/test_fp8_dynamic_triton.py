@@ -22,7 +22,7 @@ from ep_moe.experts.hopper.experts_fp8 import Fp8ChannelTritonExperts, Fp8Dynami
 from ep_moe.quant.fp8 import round_blocks
 from ep_moe.quant.schemes import SCHEMES, Scheme
 from ep_moe.runtime import nvrtc
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import LocalIds, PhysicalIds, Received, RowLayout, Weighting, WireIds
 from tests.fixtures.bf16_triton import BF16, CUT_OFF, DEVICE, SMALL, check_peers, rows, sorted_first
 from tests.fixtures.fp8_dynamic_triton import (
@@ -61,7 +61,7 @@ def in_blocks_only(experts: Experts) -> Experts:
 def within(y, scheme: Scheme, tensors, x, received: Received) -> None:
     given = received.local_ids, received.weights, BF16
     expected, limit = expected_and_limit(SMALL[0], scheme, tensors, x, *given)
-    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(y, expected, CUT_OFF * limit) <= 1
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 
@@ -91,7 +91,7 @@ def test_every_activation_of_few_rows(activation, kernel, made, scheme):
     expected, limit = expected_and_limit(
         config, scheme, tensors, received.x, received.local_ids, received.weights, BF16
     )
-    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(y, expected, CUT_OFF * limit) <= 1
 
 
 @pytest.mark.parametrize("etp_rank", [0, 1])
@@ -107,7 +107,7 @@ def test_biases_with_a_scale_for_each_channel(activation, count, etp_rank):
     expected, limit = expected_and_limit(
         config, CHANNEL, tensors, received.x, received.local_ids, received.weights, BF16, output_bias=etp_rank == 0
     )
-    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(y, expected, CUT_OFF * limit) <= 1
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 

@@ -20,7 +20,7 @@ from ep_moe import Activation, MoEConfig
 from ep_moe.experts.hopper import gemm_skinny
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.quant.kernels import round_rows_by_tensor
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import PhysicalIds, Received, RowLayout, Weighting, WireIds
 from tests.fixtures.bf16_triton import (
     BF16,
@@ -84,7 +84,7 @@ def test_rows_are_rounded_by_what_they_say():
         received.weights,
         BF16,
     )
-    assert worst(experts(rounded(received, 2.0**-5)), expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(experts(rounded(received, 2.0**-5)), expected, CUT_OFF * limit) <= 1
 
 
 def test_large_values_saturate():
@@ -138,7 +138,7 @@ def test_weights_are_left_to_combine():
     )
     ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), counts).unsqueeze(1)
     expected, limit = expected_and_limit(SMALL[0], STATIC, tensors, received.x, ids, None, BF16)
-    assert worst(experts(received), expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(experts(received), expected, CUT_OFF * limit) <= 1
 
 
 def test_no_rows_of_ours():

@@ -14,7 +14,7 @@ from ep_moe.experts.hopper import gradients
 from ep_moe.experts.hopper.experts import Bf16TritonExperts
 from ep_moe.experts.hopper.gemm_grouped import weight_gradient
 from ep_moe.experts.hopper.gradients import Routes, TrainedStep
-from ep_moe.runtime.launch_cache import at_once
+from ep_moe.runtime.launch_cache import launch_directly
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
 from ep_moe.weights.main_grads import GradientOut
 
@@ -47,7 +47,7 @@ def backward(count, wanted, into=None, *, adds=True):
     shapes = ((2 * INNER, HIDDEN), (HIDDEN, INNER), (2 * INNER,), (HIDDEN,))
     stored = {name: torch.zeros(SLOTS, *shape) for name, shape in zip(NAMES, shapes, strict=True)}
     experts = object.__new__(Bf16TritonExperts)
-    experts.config, experts.options, experts._launch_trained = config, ExpertsOptions(), at_once
+    experts.config, experts.options, experts._launch_trained = config, ExpertsOptions(), launch_directly
     experts.weights = SimpleNamespace(adds_output_bias=adds)
     ids = LocalIds(torch.zeros(ROWS, 1, dtype=torch.int32))
     x, h = torch.zeros(ROWS, HIDDEN), torch.zeros(count, 2 * INNER)

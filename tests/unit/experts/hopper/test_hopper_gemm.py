@@ -15,7 +15,7 @@ from ep_moe.experts.hopper.scaling import Products, Rows
 from ep_moe.experts.hopper.scaling_4bit import Packed
 from ep_moe.experts.hopper.scaling_fp8 import BlockScaled
 from ep_moe.runtime import nvrtc
-from ep_moe.runtime.launch_cache import at_once
+from ep_moe.runtime.launch_cache import launch_directly
 from ep_moe.types import Activation
 
 ROWS = {"scaled_rows": True}
@@ -63,8 +63,8 @@ def test_all_tiles_fit(tiles):
 def test_which_kernel_multiplies_with_scales_of_blocks(each, exact, dtype, expected):
     """Exact layers use one kernel for any number of rows, because its order of sums is fixed."""
     w = torch.empty(2, 128, 128, device="meta")
-    products = Products(w, w, [], dtype, Activation.SWIGLU, 0.0, 0.0, 0, at_once, exact=exact)
-    ways = dict.fromkeys(("by_gemm_grouped", "multiply", "rounded", "sorted", "_plain"), mock.DEFAULT)
+    products = Products(w, w, [], dtype, Activation.SWIGLU, 0.0, 0.0, 0, launch_directly, exact=exact)
+    ways = dict.fromkeys(("by_gemm_grouped", "multiply", "prepare_rows", "prepare_sorted_rows", "_plain"), mock.DEFAULT)
     with (
         mock.patch.object(gemm_fp8_block, "has_hopper", return_value=True),
         mock.patch.multiple(BlockScaled, **ways) as called,

@@ -48,7 +48,7 @@ def test_nothing_to_compute(slots, rows, monkeypatch):
     assert written == [True]
 
 
-def test_few_places_are_remembered(monkeypatch):
+def test_few_calls_are_recorded(monkeypatch):
     experts, given, launched = kernel(monkeypatch, 2), received(3), []
     monkeypatch.setattr(experts, "_launch", lambda *call: launched.append(call))
     outs = [torch.empty_like(given.x) for _ in range(100)]
@@ -75,10 +75,13 @@ def test_all_that_launches_are_made_of_tells_calls_apart(monkeypatch):
         {"local_ids": None, "wire_ids": WireIds(wire, 2)},
         {"local_ids": None, "wire_ids": WireIds(wire, 0, flags, flags)},
     ]
-    places = {experts._place(dataclasses.replace(given, **change), out, None) for change in [{}, *changes]}
-    places |= {experts._place(given, out.clone(), None), experts._place(given, out, SimpleNamespace(place=(7,)))}
-    assert len(places) == len(changes) + 3
-    assert experts._place(given, out, None) in places
+    keys = {experts._launch_key(dataclasses.replace(given, **change), out, None) for change in [{}, *changes]}
+    keys |= {
+        experts._launch_key(given, out.clone(), None),
+        experts._launch_key(given, out, SimpleNamespace(place=(7,))),
+    }
+    assert len(keys) == len(changes) + 3
+    assert experts._launch_key(given, out, None) in keys
 
 
 def test_rows_of_slots_that_only_wider_ranks_have_are_none_of_ours():

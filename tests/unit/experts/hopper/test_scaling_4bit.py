@@ -35,7 +35,7 @@ def made(scheme: str, *, exact: bool = False) -> tuple[Packed, dict[str, torch.T
     products = Products(
         w13, w2, scales, torch.bfloat16, Activation.SWIGLU, 1.5, 7.0, SPARE, lambda *_, **__: None, biases, exact
     )
-    shapes = kind.scratch(ROUTES, HIDDEN, INNER, True, torch.bfloat16)
+    shapes = kind.scratch_shapes(ROUTES, HIDDEN, INNER, True, torch.bfloat16)
     return kind(products), {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
 
 
@@ -62,7 +62,7 @@ def calls_of(run) -> list[tuple[str, dict[str, object]]]:
     return found
 
 
-def check(step: Packed, own: dict[str, torch.Tensor], calls: list[tuple[str, dict[str, object]]]) -> None:
+def check(step: Packed, scratch: dict[str, torch.Tensor], calls: list[tuple[str, dict[str, object]]]) -> None:
     """Check the arguments that all kernels have in common."""
     (_, first), (_, second) = calls
     p, names = step.products, step.names
@@ -77,36 +77,36 @@ def check(step: Packed, own: dict[str, torch.Tensor], calls: list[tuple[str, dic
         assert w.scale is held[f"{('w13', 'w2')[which]}_scale"]
         assert w.factor is held.get(f"{('w13', 'w2')[which]}_global_scale")
         assert w.row_scale is held.get(f"{('w13', 'w2')[which]}_row_scale")
-        assert w.e4m3 == ("act_scale" in own)
+        assert w.e4m3 == ("act_scale" in scratch)
         assert given["launch"] is p.launch
-    assert first["out"] is own["act"]
-    assert second["out"] is own["y"]
+    assert first["out"] is scratch["act"]
+    assert second["out"] is scratch["y"]
     assert (first["activation"], first["alpha"], first["limit"]) == (Activation.SWIGLU, 1.5, 7.0)
     assert not {"activation", "alpha", "limit"} & set(second)
-    assert second["x"] is own["act_numbers" if "act_scale" in own else "act"]
-    if "act_scale" in own:
-        assert second["x_scale" if "tile" in second else "a_scale"] is own["act_scale"]
+    assert second["x"] is scratch["act_numbers" if "act_scale" in scratch else "act"]
+    if "act_scale" in scratch:
+        assert second["x_scale" if "tile" in second else "a_scale"] is scratch["act_scale"]
 
 
 @each_scheme
 def test_the_fewest_routes(scheme):
-    step, own = made(scheme)
+    step, scratch = made(scheme)
     assert step.skinny_tiles(FEWEST + 1, 0.1) is None
     tiles = step.skinny_tiles(FEWEST, 1000.0)
     assert tiles is not None
     assert not tiles.sort
-    x, scale, found = torch.zeros(5, HIDDEN), torch.ones(5), (torch.zeros(5, 4), None, 2)
-    e4m3 = "act_scale" in own
-    calls = calls_of(lambda: step.run_skinny(Rows(x, scale if e4m3 else None), found, tiles, None, own))
+    x, scale, routing_args = torch.zeros(5, HIDDEN), torch.ones(5), (torch.zeros(5, 4), None, 2)
+    e4m3 = "act_scale" in scratch
+    calls = calls_of(lambda: step.run_skinny(Rows(x, scale if e4m3 else None), routing_args, tiles, None, scratch))
     assert [module for module, _ in calls] == ["skinny", "skinny"]
-    check(step, own, calls)
+    check(step, scratch, calls)
     (_, first), (_, second) = calls
     assert first["x"] is x
     assert first["x_scale"] is (scale if e4m3 else None)
     assert first["gather"]
     assert not second.get("gather")
     for given, of in ((first, tiles.first), (second, tiles.second)):
-        assert (given["ids"], given["routing"], given["base"], given["tile"]) == (*found, of)
+        assert (given["ids"], given["routing"], given["base"], given["tile"]) == (*routing_args, of)
 
 
 @each_scheme
@@ -114,15 +114,15 @@ def test_the_fewest_routes(scheme):
 @pytest.mark.parametrize("writes_to_peers", [False, True])
 @pytest.mark.parametrize("each", [0.5, 5.0, 15.0, 40.0, 500.0])
 def test_sorted_rows(each, writes_to_peers, exact, scheme):
-    step, own = made(scheme, exact=exact)
+    step, scratch = made(scheme, exact=exact)
     source, ends = torch.zeros(ROUTES, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
     lists = Lists(source, source, ends, torch.zeros(ROUTES) if writes_to_peers else None)
-    e4m3 = "act_scale" in own
+    e4m3 = "act_scale" in scratch
     rows = (
         Rows(torch.zeros(ROUTES, HIDDEN), torch.ones(ROUTES)) if e4m3 else Rows(torch.zeros(9, HIDDEN), source=source)
     )
-    calls = calls_of(lambda: step.by_gemm_grouped(rows, lists, each, own))
-    check(step, own, calls)
+    calls = calls_of(lambda: step.by_gemm_grouped(rows, lists, each, scratch))
+    check(step, scratch, calls)
     few = [each <= limit and not exact for limit in step.listed_up_to]
     assert [module for module, _ in calls] == [
         "listed" if few[0] else "grouped", "listed" if few[1] and not writes_to_peers else "grouped"
@@ -145,7 +145,7 @@ def test_sorted_rows(each, writes_to_peers, exact, scheme):
 def test_few_rows_in_bf16_are_listed():
     """Only bf16 rows use the kernel for listed routes, because it does not read E4M3."""
     assert all(
-        (max(kind.listed_up_to) > 0) == ("act_scale" not in kind.scratch(1, 1, 1, True, torch.bfloat16))
+        (max(kind.listed_up_to) > 0) == ("act_scale" not in kind.scratch_shapes(1, 1, 1, True, torch.bfloat16))
         for kind in KINDS.values()
     )
 

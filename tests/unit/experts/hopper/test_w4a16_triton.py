@@ -19,7 +19,7 @@ from ep_moe.experts.hopper import gemm_4bit
 from ep_moe.experts.hopper.experts import ACTIVATIONS
 from ep_moe.experts.hopper.gemm_skinny import Tile
 from ep_moe.quant.schemes import SCHEMES
-from ep_moe.testing.expert_oracle import expected_and_limit, worst
+from ep_moe.testing.expert_oracle import expected_and_limit, max_error_ratio
 from ep_moe.types import PhysicalIds, WireIds
 from tests.fixtures.bf16_triton import BF16, CUT_OFF, SMALL, check_peers, rows
 from tests.fixtures.w4a16_triton import FOUR_BITS, UNEVEN, build
@@ -34,7 +34,7 @@ def within(experts, tensors, received, *, output_bias: bool = True) -> None:
     given = received.x, received.local_ids, received.weights, BF16
     scheme = experts.weights.scheme
     expected, limit = expected_and_limit(experts.config, scheme, tensors, *given, output_bias=output_bias)
-    assert worst(y, expected, CUT_OFF * limit) <= 1
+    assert max_error_ratio(y, expected, CUT_OFF * limit) <= 1
     assert bool((y[(received.local_ids < 0).all(1)] == 0).all())
 
 

@@ -18,7 +18,7 @@ from ep_moe.weights.initial import random_expert
 from ep_moe.weights.layouts import cutlass_mixed as mixed
 from ep_moe.weights.layouts.base import WeightLayout
 from ep_moe.weights.layouts.cutlass import BOUND, SM90_SCHEMES, CutlassSm90, activation_bound
-from ep_moe.weights.parts import etp_shard, join, split_parts
+from ep_moe.weights.parts import etp_shard, join_etp_shards, split_parts
 from tests.emulations import cutlass as emulation
 
 BF16, F16 = torch.bfloat16, torch.float16
@@ -309,10 +309,10 @@ def test_pieces_over_etp_are_prepared_each_for_itself(scheme, activation, monkey
 
 
 @each_scheme
-def test_join_undoes_cut_for_every_tensor(scheme):
+def test_join_etp_shards_undoes_etp_shard_for_every_tensor(scheme):
     shape = config(inner=256)
     for name, tensor in random_tensors(shape, scheme).items():
-        joined = join(shape, name, [bits(etp_shard(shape, name, tensor, 2, rank)) for rank in range(2)])
+        joined = join_etp_shards(shape, name, [bits(etp_shard(shape, name, tensor, 2, rank)) for rank in range(2)])
         assert torch.equal(joined, bits(tensor)), name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_moe.weights.layouts.base import ScaleLayout, arrange, linear
+from ep_moe.weights.layouts.base import ScaleLayout, arrange, linearize_scales
 
 SHAPES = [(128, 4), (256, 8), (384, 12), (1, 1), (8, 4), (100, 7), (130, 5), (7, 9)]
 
@@ -63,6 +63,6 @@ def test_mma_by_its_six_indices(rows, blocks):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu], ids=str)
 def test_there_and_back(rows, blocks, layout, dtype):
     given = scales(3, rows, blocks).view(dtype)
-    found = linear(arrange(given, layout), layout, rows, blocks)
+    found = linearize_scales(arrange(given, layout), layout, rows, blocks)
     assert found.dtype == dtype
     assert torch.equal(found.view(torch.uint8), given.view(torch.uint8))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer
-from ep_moe.integrations import in_step
+from ep_moe.integrations import forward_sync
 from ep_moe.integrations.transformers import expert_parallel, idle_step
 from ep_moe.training import router_logits
 from tests.fixtures.checkpoint_files import tiny_model
@@ -29,14 +29,14 @@ def test_idle_steps_are_for_models_with_blocks():
 
 def test_an_idle_step_that_raised_is_over(monkeypatch):
     """An idle step that raised is over, so the next `generate` of this rank meets its peers again."""
-    generation = object.__new__(in_step.Generation)
+    generation = object.__new__(forward_sync.GenerationSync)
     generation._models, generation._serving = [lambda: torch.nn.Identity()], False
 
     def refused(model):
         assert generation._serving
         raise InputError("rank 1: x")
 
-    monkeypatch.setattr(in_step, "idle_step", refused)
+    monkeypatch.setattr(forward_sync, "idle_step", refused)
     with pytest.raises(InputError):
         generation._idle(0)
     assert not generation._serving
@@ -68,7 +68,7 @@ class Block(torch.nn.Module):
         super().__init__()
         self.calls = []
         self.parts = torch.nn.ModuleDict({name: Experts(name, self.calls) for name in names})
-        in_step.AllCalled(list(self.parts.values())).attach(self)
+        forward_sync.SkippedExpertsHook(list(self.parts.values())).attach(self)
 
     def forward(self, x, *names):
         for name in names:
@@ -112,7 +112,7 @@ def test_only_what_its_own_block_leaves_out_is_called_behind_it():
     """Only modules that their own block skipped are called after it. Modules of other blocks in the list are not."""
     calls, model = [], torch.nn.Module()
     model.layers = torch.nn.ModuleList(Pair(number, calls) for number in range(2))
-    in_step.attach_all_called(
+    forward_sync.attach_skipped_experts_hooks(
         model, {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
     )
     model.layers[1](torch.ones(2))
@@ -176,8 +176,10 @@ def test_ranks_are_kept_in_step_in_blocks_of_several_modules(kind, monkeypatch):
     model, kept = torch.nn.Sequential(), []
     model.held = holder
     names = ["held.0", "held.1"] if kind == "list" else ["held.one", "held.other"]
-    monkeypatch.setattr(in_step.AllCalled, "attach", lambda self, block: kept.append((self._experts, block)))
-    in_step.attach_all_called(model, {name: name for name in names})
+    monkeypatch.setattr(
+        forward_sync.SkippedExpertsHook, "attach", lambda self, block: kept.append((self._experts, block))
+    )
+    forward_sync.attach_skipped_experts_hooks(model, {name: name for name in names})
     assert kept == ([(names, holder)] if kind == "block" else [])
 
 
@@ -186,14 +188,15 @@ def test_ranks_are_kept_in_step_in_blocks_of_several_modules(kind, monkeypatch):
     [("a.b.c", "a.b.d", "a.b"), ("a.b.c", "a.x.c", "a"), ("a.b", "a.b.c", "a.b"), ("a.c", "b.c", "")],
 )
 def test_the_innermost_module_holds_both(one, other, common):
-    assert in_step._common(one, other) == common
+    assert forward_sync._common(one, other) == common
 
 
 def generation(size=2, failed=False):
-    """Return a `Generation` whose peers receive the error that this rank raises, and the list of what it sent."""
-    made, sent = object.__new__(in_step.Generation), []
+    """Return a `GenerationSync` whose peers receive the error that this rank raises, and the list of what it sent."""
+    made, sent = object.__new__(forward_sync.GenerationSync), []
     made._context = SimpleNamespace(
-        flight_recorder=SimpleNamespace(failed=failed), _broken_by=lambda error: sent.append(("broken", str(error)))
+        flight_recorder=SimpleNamespace(failed=failed),
+        _report_exception=lambda error: sent.append(("reported", str(error))),
     )
     made._rank_group, made._depth, made._inside = SimpleNamespace(size=size), 0, False
 
@@ -211,7 +214,7 @@ def generation(size=2, failed=False):
     ("size", "failed", "inside", "sent"),
     [
         (2, False, False, [(None, "generate raised KeyError: 'x'")]),
-        (2, False, True, [("broken", "'x'")]),
+        (2, False, True, [("reported", "'x'")]),
         (1, False, False, []),
         (2, True, False, []),
     ],
@@ -223,7 +226,7 @@ def test_peers_hear_of_an_error_that_leaves_generate(size, failed, inside, sent)
     """
     made, heard = generation(size, failed)
     made._inside = inside
-    made._tell(KeyError("x"))
+    made._report_failure(KeyError("x"))
     assert heard == sent
 
 
@@ -235,8 +238,8 @@ def test_generate_ends_however_it_ends(error, monkeypatch):
     """
     made, _ = generation()
     sent, finished = [], []
-    monkeypatch.setattr(in_step.Generation, "_random_state_of_tp", lambda self: contextlib.nullcontext())
-    made._tell, made._finish, made._inside = sent.append, lambda: finished.append(True), True
+    monkeypatch.setattr(forward_sync.GenerationSync, "_random_state_of_tp", lambda self: contextlib.nullcontext())
+    made._report_failure, made._finish, made._inside = sent.append, lambda: finished.append(True), True
 
     def generate():
         assert (made._depth, made._inside) == (1, False)
@@ -260,16 +263,16 @@ def test_a_batch_of_no_sequences_is_returned_as_its_ids(name):
     """
     signature = inspect.signature(lambda inputs=None, **kwargs: None)
     empty = torch.zeros(0, 3, dtype=torch.int64)
-    assert in_step._empty(signature.bind_partial(**{name: empty})) is empty
-    found = in_step._empty(signature.bind_partial(**{name: torch.zeros(0, 3)}))
+    assert forward_sync._empty(signature.bind_partial(**{name: empty})) is empty
+    found = forward_sync._empty(signature.bind_partial(**{name: torch.zeros(0, 3)}))
     assert (found.shape, found.dtype) == ((0, 0), torch.int64)
     for other in (torch.zeros(1, 3), torch.tensor(0), None, "text"):
-        assert in_step._empty(signature.bind_partial(**{name: other})) is None
+        assert forward_sync._empty(signature.bind_partial(**{name: other})) is None
 
 
 def test_random_states_are_put_back_as_they_were():
-    state = in_step._random_state(torch.device("cpu"))
+    state = forward_sync._random_state(torch.device("cpu"))
     wanted = torch.rand(4)
-    in_step._set_random_state(state, torch.device("cpu"))
+    forward_sync._set_random_state(state, torch.device("cpu"))
     assert torch.equal(torch.rand(4), wanted)
     assert state.dtype == torch.int64

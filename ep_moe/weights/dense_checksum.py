@@ -17,8 +17,8 @@ from ep_moe.parallel.checksum import checksum
 _LOOKED_AT = 1 << 12  # leading elements of each parameter that enter the checksum
 
 
-class Beside:
-    """Weak references to the trainable, plain dense parameters of an optimizer.
+class DenseChecksum:
+    """The checksum of an optimizer's trainable, plain dense parameters, which it references weakly.
 
     Expert parameters and DTensors are excluded: they differ between ranks by design.
 

@@ -32,7 +32,7 @@ class StoreLost(PeerTimeout):
     """The store is gone or does not answer. Its message becomes a part of the message that users read."""
 
 
-class AnsweringStore:
+class TimeoutStore:
     """A store whose calls time out. They run on a helper thread, which starts with the first call.
 
     store: of torch.distributed; patience_s: how long an answer may take
@@ -77,7 +77,7 @@ class AnsweringStore:
     def has(self, key: str) -> bool:
         return self.ask(lambda store: store.check([key]))
 
-    def first(self, key: str, value: str) -> bytes:
+    def set_if_absent(self, key: str, value: str) -> bytes:
         """Set a key unless it exists, and return its value."""
         return bytes(self.ask(lambda store: store.compare_set(key, "", value)))
 

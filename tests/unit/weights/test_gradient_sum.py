@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ep_moe import ConfigError, ExpertMap
-from ep_moe.weights.trained import GradientSum
+from ep_moe.weights.gradient_sum import GradientSum
 
 ONE, TWICE = ExpertMap.linear(4, 1), ExpertMap.from_ranks([[0, 1, 2, 3, 0]], 4, allow_duplicates=True)
 
@@ -18,7 +18,7 @@ def made(ep=1, etp=1, replicas=1, expert_map=ONE, names=("w13", "w2")):
 
 
 @pytest.mark.parametrize(
-    ("how", "alone", "is_local"),
+    ("how", "is_identity", "is_local"),
     [
         ({}, True, True),
         ({"ep": 2}, False, True),
@@ -32,16 +32,16 @@ def made(ep=1, etp=1, replicas=1, expert_map=ONE, names=("w13", "w2")):
         ({"expert_map": TWICE}, False, False),
     ],
 )
-def test_where_sums_are_due(how, alone, is_local):
+def test_where_sums_are_due(how, is_identity, is_local):
     found = made(**how)
-    assert found.alone is alone
+    assert found.is_identity is is_identity
     assert found.is_local is is_local
 
 
 def test_a_divisor_is_one_more_step():
     found = made()
     found.divide(2)
-    assert not found.alone
+    assert not found.is_identity
     assert found.is_local
 
 
@@ -59,7 +59,7 @@ def test_gradients_that_a_wrapper_divides_stay():
     """Gradients that a wrapper has divided stay. It divided them in backward, by its own divisor."""
     found, gradient = made(), torch.tensor([12.0])
     found._weights.gradients = lambda: [gradient]
-    found.followed = lambda: 3.0
+    found.wrapper_divisor = lambda: 3.0
     found.divide(4)
     assert gradient.item() == 12.0
     assert found.divisor == 3.0

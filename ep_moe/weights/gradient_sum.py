@@ -19,9 +19,9 @@ from ep_moe.parallel.checksum import checksum
 from ep_moe.parallel.layout import RankLayout
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import capturing
-from ep_moe.weights.beside import Beside
+from ep_moe.weights.dense_checksum import DenseChecksum
 from ep_moe.weights.first_backward import FirstBackward
-from ep_moe.weights.parts import joined, local, parts_of
+from ep_moe.weights.parts import connect_in_autograd, local, parts_of
 
 if TYPE_CHECKING:
     from ep_moe.weights.slots import ExpertSlots
@@ -37,13 +37,15 @@ class GradientSum:
     replicas: the group of the ranks with the same slots in other EP groups
     divisor: backward divides gradients by this. 1 gives the sum over all ranks' tokens. The number of ranks with
         different tokens gives the mean, as for dense parameters (`ep_moe.training`)
-    followed: returns the divisor of a wrapper of dense parameters such as DDP, called in each backward; None without
+    wrapper_divisor: returns the divisor of a wrapper of dense parameters such as DDP, called in each backward; None
+        without a wrapper
     sharded: whether FSDP shards the experts over `replicas`
     shard_divisor: returns the divisor that FSDP applies to the gradients of sharded experts, called in each backward
     compared: sets of names of dense parameters that `ep_moe.training` has already compared over ranks
     layout: the layer's RankLayout, or None; router: returns the layer's router, or None
     router_steps: whether an optimizer that holds experts has changed the router too
-    beside: the dense parameters of the first optimizer that holds experts, None before its first step
+    dense_checksum: the checksum of the dense parameters of the first optimizer that holds experts, None before its
+        first step
     each_sum: called before every sum, on all ranks that hold the same experts, if one of these is trained
     stepped: checksum of the gradients at an optimizer's step, int64 []; 0 if they were all zero, or some not finite
     """
@@ -52,14 +54,14 @@ class GradientSum:
         self._weights = weights
         self.ep, self.etp, self.replicas = ep, etp, replicas
         self._divisor = 1.0
-        self.followed: Callable[[], float] | None = None
+        self.wrapper_divisor: Callable[[], float] | None = None
         self.sharded = False
         self.shard_divisor: Callable[[], float] = lambda: replicas.size
         self.compared: set[tuple[str, ...]] = set()
         self.layout: RankLayout | None = None
         self.router: Callable[[], Module | None] = lambda: None
         self.router_steps = False
-        self.beside: Beside | None = None
+        self.dense_checksum: DenseChecksum | None = None
         self.each_sum: Callable[[], None] | None = None
         self.stepped: Tensor | None = None
         self._first = FirstBackward()
@@ -67,10 +69,10 @@ class GradientSum:
 
     @property
     def divisor(self) -> float:
-        return self._divisor if self.followed is None else self.followed()
+        return self._divisor if self.wrapper_divisor is None else self.wrapper_divisor()
 
     @property
-    def alone(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether gradients need no sum and no division: all groups have one rank, and each expert has one slot."""
         return self.of_one_rank and self.divisor == 1 and not self._weights.expert_map.replicated
 
@@ -106,23 +108,23 @@ class GradientSum:
         Args:
             ranks: The divisor.
         """
-        if self.followed is None and self.divisor != ranks:
+        if self.wrapper_divisor is None and self.divisor != ranks:
             self._first.warn(ranks)
             for gradient in self._weights.gradients():
                 gradient.mul_(self.divisor / ranks)
             self._divisor = ranks
 
-    def meet(self, *, sums: bool) -> bool:
+    def agree_on_sums(self, *, sums: bool) -> bool:
         """Exchange, at the start of a backward, which ranks will sum over copies. Collective over the EP group.
 
         Args:
             sums: Whether this rank will, in `__call__`. A rank without trainable experts does not reach it.
 
         Returns:
-            Whether this rank must call `take_part` when its peers sum.
+            Whether this rank must call `contribute_zeros` when its peers sum.
         """
         weights = self._weights
-        if self.ep.size == 1 or not weights.expert_map.replicated or not weights.named:
+        if self.ep.size == 1 or not weights.expert_map.replicated or not weights.has_expert_parameters:
             return False
         if not self._learns_somewhere and not capturing(weights.device):
             with self.ep.flight_recorder.step("backward by what learns", counted=False):
@@ -130,7 +132,7 @@ class GradientSum:
             self._learns_somewhere = any(row[0] for row in rows)
         return self._learns_somewhere and not sums
 
-    def take_part(self) -> None:
+    def contribute_zeros(self) -> None:
         """Add zeros to the peers' sums over copies. Collective over the EP group."""
         for tensor in self._weights.stored_tensors().values():
             self._over_copies(_zeros(tensor, len(self._weights.expert_map.replicated)))
@@ -167,7 +169,7 @@ class GradientSum:
                     self.replicas.all_reduce(total)
         return gradients | {name: self._put_back(gradients[name], shared[name], redundant) for name in shared}
 
-    def of_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def connect_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors that were computed for one call, with a backward that sums their gradients.
 
         Args:
@@ -177,24 +179,24 @@ class GradientSum:
             The same values by the same names.
         """
         needed = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
-        if not needed or self.alone:
+        if not needed or self.is_identity:
             return tensors
         self.check()
-        twice = [slot for _, slot in self._weights.twice]
+        duplicates = [slot for _, slot in self._weights.duplicate_slots]
 
         def back(gradients: list[Tensor]) -> list[Tensor]:
             summed = list(self(dict(zip(tensors, gradients, strict=True))).values())
-            if not twice:
+            if not duplicates:
                 return summed
             kept = [gradient.clone() for gradient in summed]  # each slot has the whole sum: keep one for the parameter
             for gradient in kept:
-                gradient[twice] = 0
+                gradient[duplicates] = 0
             return kept
 
         stored = {name: tensor.detach() for name, tensor in tensors.items()}
-        return joined(stored, back, tensors.values())
+        return connect_in_autograd(stored, back, tensors.values())
 
-    def pieces_unwritten(self) -> Callable[[], None]:
+    def make_version_check(self) -> Callable[[], None]:
         """Return a function that raises RuntimeError if parameters were written in place since this call.
 
         Call this in forward and the function in backward. It checks DTensors of etp > 1 only: autograd does not see
@@ -212,7 +214,7 @@ class GradientSum:
 
         return check
 
-    def of_parameters(self, slots: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    def connect_parameters(self, slots: Mapping[str, Tensor], parameters: Sequence[Tensor]) -> dict[str, Tensor]:
         """Connect the stored tensors of all slots to the parameters that view them, which get summed gradients.
 
         Args:
@@ -223,23 +225,23 @@ class GradientSum:
             The tensors by the same names, as outputs of one autograd node.
         """
         self.check()
-        unwritten = self.pieces_unwritten()
+        check_versions = self.make_version_check()
 
         def back(gradients: list[Tensor]) -> list[Tensor]:
-            unwritten()
+            check_versions()
             summed = self(dict(zip(slots, gradients, strict=True)))
             split = []  # one torch call splits each tensor: there may be hundreds of parameters
             for name, gradient in summed.items():
                 parts = len(parts_of(name, self._weights.config.activation.gated))
                 pieces = gradient.unflatten(1, (parts, -1)).flatten(0, 1).unbind() if len(gradient) else ()
                 split.append((parts, pieces))
-            firsts = [held[0] for held in self._weights.held.values()]
+            firsts = [held[0] for held in self._weights.slots_of_expert.values()]
             given = [pieces[parts * first + i] for first in firsts for parts, pieces in split for i in range(parts)]
             if self.layout is not None and self.layout.token_ranks > 1 and self.divisor == 1 and given:
                 self._first.note(parameters, given)
             return given
 
-        return joined(slots, back, parameters)
+        return connect_in_autograd(slots, back, parameters)
 
     @torch.no_grad()
     def note_step(self) -> None:
@@ -255,7 +257,7 @@ class GradientSum:
         """Sum the gradients of redundant experts over all slots of the EP group: float32 [len(redundant), ...]."""
         total = _zeros(gradient, len(redundant))
         for place, expert in enumerate(redundant):
-            for slot in self._weights.held.get(expert, ()):
+            for slot in self._weights.slots_of_expert.get(expert, ()):
                 total[place] += gradient[slot]
         self._over_copies(total)
         return total
@@ -268,7 +270,7 @@ class GradientSum:
     def _put_back(self, gradient: Tensor, total: Tensor, redundant: list[int]) -> Tensor:
         gradient = gradient.clone()  # other autograd nodes may hold the same tensor
         for place, expert in enumerate(redundant):
-            for slot in self._weights.held.get(expert, ()):
+            for slot in self._weights.slots_of_expert.get(expert, ()):
                 gradient[slot] = total[place].to(gradient.dtype)
         return gradient
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ep_moe.weights.beside import Beside
+from ep_moe.weights.dense_checksum import DenseChecksum
 
 
 def parameter(**attributes):
@@ -13,12 +13,12 @@ def parameter(**attributes):
     return made
 
 
-def moves(beside, change):
+def moves(checksum, change):
     """Return whether a write to these parameters changes the checksum."""
-    before = beside.now().clone()
+    before = checksum.now().clone()
     with torch.no_grad():
         change.add_(1)
-    return not torch.equal(beside.now(), before)
+    return not torch.equal(checksum.now(), before)
 
 
 def test_plain_dense_parameters_that_learn_are_read():
@@ -28,23 +28,23 @@ def test_plain_dense_parameters_that_learn_are_read():
         inferred = parameter()
     optimizer = torch.optim.SGD([expert, piece, inferred, dense], lr=0.1)
     optimizer.add_param_group({"params": [frozen]})
-    beside = Beside(optimizer)
-    assert [moves(beside, each) for each in (dense, frozen, expert, piece)] == [True, False, False, False]
-    assert not torch.equal(beside.before, beside.now())
+    checksum = DenseChecksum(optimizer)
+    assert [moves(checksum, each) for each in (dense, frozen, expert, piece)] == [True, False, False, False]
+    assert not torch.equal(checksum.before, checksum.now())
 
 
-def test_an_optimizer_of_experts_alone_has_nothing_beside_them():
-    beside = Beside(torch.optim.SGD([parameter(summed_over_ranks=None)], lr=0.1))
-    assert beside.before == beside.now() == 0
+def test_the_checksum_of_an_optimizer_of_experts_alone_is_zero():
+    checksum = DenseChecksum(torch.optim.SGD([parameter(summed_over_ranks=None)], lr=0.1))
+    assert checksum.before == checksum.now() == 0
 
 
 def test_parameters_are_not_kept():
     dense, gone = parameter(), parameter()
     optimizer = torch.optim.SGD([dense, gone], lr=0.1)
-    beside = Beside(optimizer)
+    checksum = DenseChecksum(optimizer)
     optimizer.param_groups.clear()
     del gone
-    assert moves(beside, dense)
-    last = beside.now()
+    assert moves(checksum, dense)
+    last = checksum.now()
     del dense
-    assert torch.equal(beside.now(), last)
+    assert torch.equal(checksum.now(), last)

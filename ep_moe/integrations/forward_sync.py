@@ -76,7 +76,7 @@ def idle_step(model: nn.Module) -> Tensor:
             idle.enter_context(one.idle())
         for module in model.modules():
             if isinstance(module, MoELayer):
-                idle.enter_context(module._idle())
+                idle.enter_context(module._rows_as_padding())
         device = next(model.parameters()).device
         row = torch.zeros(1, 1, dtype=torch.int64, device=device)
         out = model(input_ids=row, use_cache=False, return_dict=True)
@@ -89,7 +89,7 @@ def _masks_of(model: nn.Module) -> list[TokenMasks]:
     return list({id(one): one for one in found if isinstance(one, TokenMasks)}.values())
 
 
-class Generation:
+class GenerationSync:
     """Keeps the ranks of one context in step during `generate` of any of its models."""
 
     def __init__(self, context: EPContext) -> None:
@@ -99,11 +99,11 @@ class Generation:
         self._serving = self._inside = False  # in an idle step for other ranks; in a forward of this rank
 
     @classmethod
-    def of(cls, context: EPContext) -> Generation:
+    def of(cls, context: EPContext) -> GenerationSync:
         """Return the context's instance. The first call creates it."""
         if context._generation is None:
             context._generation = cls(context)
-        found: Generation = context._generation
+        found: GenerationSync = context._generation
         return found
 
     def attach(self, model: PreTrainedModel, inner: PreTrainedModel) -> None:
@@ -157,7 +157,7 @@ class Generation:
         except EPMoEError:
             raise  # raised on all ranks
         except Exception as error:
-            self._tell(error)
+            self._report_failure(error)
             raise
         finally:
             self._depth -= 1
@@ -197,7 +197,7 @@ class Generation:
         """
         if self._rank_group.size == 1:
             return model
-        with self._context._entered("generate"), self._rank_group.flight_recorder.step("generate"):
+        with self._context._begin_call("generate"), self._rank_group.flight_recorder.step("generate"):
             rows = self._rank_group.agree([0 if model is None else model + 1], problem, self._context.device)
         return min((row[0] - 1 for row in rows if row[0]), default=None)
 
@@ -211,12 +211,12 @@ class Generation:
         finally:
             self._serving = False
 
-    def _tell(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         """Report an exception that leaves `generate` on this rank only. Peers that wait for this rank raise it."""
         if self._rank_group.size == 1 or self._context.flight_recorder.failed:
             return
         if self._inside:  # the peers are in the same forward, not at the next announcement
-            self._context._broken_by(error)
+            self._context._report_exception(error)
             return
         with suppress(EPMoEError):
             self._next_model(None, f"generate raised {type(error).__name__}: {error}")
@@ -230,7 +230,7 @@ class Generation:
             return
         device = self._context.device
         own = _random_state(device)
-        with self._context._entered("generate"), rank_group.flight_recorder.step("random state"):
+        with self._context._begin_call("generate"), rank_group.flight_recorder.step("random state"):
             rows = rank_group.exchange(own.to(device))
         if rank_group.rank:
             _set_random_state(torch.tensor(rows[0], dtype=torch.int64, device="cpu"), device)
@@ -287,7 +287,7 @@ def _setting(given: inspect.BoundArguments, name: str) -> Any:
 # Each call is collective. After the block, a rank therefore calls the modules that it left out, without rows.
 
 
-class AllCalled:
+class SkippedExpertsHook:
     """Calls those modules of experts of a block that its forward left out, in order.
 
     Args:
@@ -322,15 +322,15 @@ class AllCalled:
         return (first, *rest) if isinstance(out, tuple) else first
 
 
-def attach_all_called(model: nn.Module, replaced: Mapping[str, ExpertParallelExperts]) -> None:
-    """Register `AllCalled` on each block that has several modules of experts."""
+def attach_skipped_experts_hooks(model: nn.Module, replaced: Mapping[str, ExpertParallelExperts]) -> None:
+    """Register `SkippedExpertsHook` on each block that has several modules of experts."""
     groups: dict[str, dict[str, None]] = {}
     for one, other in pairwise(replaced):
         block = _common(one, other)
         if not isinstance(model.get_submodule(block), nn.ModuleList | nn.ModuleDict | PreTrainedModel):
             groups.setdefault(block, {}).update({one: None, other: None})
     for block, members in groups.items():
-        AllCalled([replaced[name] for name in members]).attach(model.get_submodule(block))
+        SkippedExpertsHook([replaced[name] for name in members]).attach(model.get_submodule(block))
 
 
 def _common(one: str, other: str) -> str:

@@ -21,7 +21,7 @@ _SCALARS = (bool, int, float, str, type(None), tuple, list)
 _REMEDY = "change the configuration before the model is made, and register hooks afterwards"
 
 
-def whole_blocks(model: PreTrainedModel, family: Family | None, *, fresh: bool = False) -> Family | None:
+def family_to_replace(model: PreTrainedModel, family: Family | None, *, fresh: bool = False) -> Family | None:
     """Return the family whose blocks are to be replaced whole; None, with a warning, if that would drop a change.
 
     A layer that replaces a whole block computes what the configuration says. A block whose router, flags or methods

@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 from ep_moe import PeerTimeout
-from ep_moe.parallel import answering_store
-from ep_moe.parallel.answering_store import AnsweringStore, StoreLost, holder, holder_of_port
+from ep_moe.parallel import timeout_store
 from ep_moe.parallel.consensus import StoreConsensus
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.nodes import NodeLayout
+from ep_moe.parallel.timeout_store import StoreLost, TimeoutStore, holder, holder_of_port
 
 
 def test_a_store_answers_where_its_thread_is_gone():
     """A store answers without its thread, as in a forked process, which has only the thread that forked."""
-    store = AnsweringStore(HashStore(), 5.0, "this process")
+    store = TimeoutStore(HashStore(), 5.0, "this process")
     store.set("key", "value")
     store._calls.put(None)
     store._thread.join()
@@ -37,7 +37,7 @@ def client(of: TCPStore) -> TCPStore:
 def test_a_device_that_waits_is_freed_without_the_store():
     """A waiting device is freed without the store. As with NCCL, only the watchdog can end its wait."""
     held, freed = server(), threading.Event()
-    nodes = NodeLayout.counted([0, 1], 1).with_store(["rank", ""])
+    nodes = NodeLayout.from_ranks_per_node([0, 1], 1).with_store(["rank", ""])
     flight_recorder = FlightRecorder(client(held), [0, 1], 1, deadline_s=1.0, abort=freed.set, nodes=nodes)
     try:
         del held
@@ -59,11 +59,11 @@ def test_every_wait_for_a_lost_store_raises_the_same():
     del held
     try:
         for call in (
-            lambda: recorder.meet("x", [0, 1], "capture"),
-            lambda: recorder.share(None, owner=0, group=(0, 1)),
-            lambda: consensus.same("x", {}),
-            lambda: consensus.healthy("x", None),
-            lambda: consensus.share("x", dict),
+            lambda: recorder.monitored_barrier("x", [0, 1], "capture"),
+            lambda: recorder.broadcast_text(None, owner=0, group=(0, 1)),
+            lambda: consensus.require_equal("x", {}),
+            lambda: consensus.raise_on_all_ranks("x", None),
+            lambda: consensus.compute_on_owner("x", dict),
             lambda: consensus.first("x", "y"),
         ):
             with pytest.raises(PeerTimeout, match=at):
@@ -86,7 +86,7 @@ class Slow:
 
 def test_a_store_that_was_slow_is_asked_again():
     slow, before = Slow(), set(threading.enumerate())
-    store = AnsweringStore(slow, 0.2)
+    store = TimeoutStore(slow, 0.2)
     for _ in range(2):
         with pytest.raises(StoreLost, match=r"^The store of the job does not answer\.$"):
             store.has("x")
@@ -111,7 +111,7 @@ def test_a_store_that_raises_is_lost(error):
         asked.append(error)
         raise error("no answer")
 
-    store = AnsweringStore(HashStore(), 5.0)
+    store = TimeoutStore(HashStore(), 5.0)
     for _ in range(2):
         with pytest.raises(StoreLost, match=r"^The store of the job is gone\.$"):
             store.ask(raises)
@@ -120,11 +120,11 @@ def test_a_store_that_raises_is_lost(error):
 
 def test_a_key_that_does_not_come_is_no_lost_store():
     held = server()
-    store = AnsweringStore(client(held), 5.0)
+    store = TimeoutStore(client(held), 5.0)
     assert not store.wait(["x"], 0.2)
     store.set("x", "y")
     assert store.wait(["x"], 0.2)
-    assert store.get("x") == store.first("x", "z") == b"y"
+    assert store.get("x") == store.set_if_absent("x", "z") == b"y"
 
 
 def test_the_process_that_holds_a_store_is_found():
@@ -174,7 +174,7 @@ def test_the_agent_may_be_the_first_process_of_a_container(monkeypatch):
         return links[folder][name]
 
     system = SimpleNamespace(getpid=lambda: 7, scandir=scandir, readlink=readlink)
-    monkeypatch.setattr(answering_store, "os", system)
-    monkeypatch.setattr(answering_store, "Path", Paths)
+    monkeypatch.setattr(timeout_store, "os", system)
+    monkeypatch.setattr(timeout_store, "Path", Paths)
     assert holder_of_port(8080) == "agent"
     assert holder_of_port(8081) == ""

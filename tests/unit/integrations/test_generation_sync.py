@@ -9,8 +9,8 @@ from torch import nn
 from transformers import GenerationConfig
 
 from ep_moe import EPContext, MoEConfig, MoELayer
-from ep_moe.integrations import in_step
-from ep_moe.integrations.in_step import Generation, idle_step
+from ep_moe.integrations import forward_sync
+from ep_moe.integrations.forward_sync import GenerationSync, idle_step
 from ep_moe.integrations.model_hooks import TokenMasks
 
 CPU = torch.device("cpu")
@@ -66,8 +66,8 @@ def test_ranks_are_kept_in_step_instead_of_by_synced_gpus(asked, nested, given, 
     The call of an assistant model is nested in another call, and is not changed.
     """
     model, begun = Model(), []
-    generation = Generation.of(context)
-    assert Generation.of(context) is generation
+    generation = GenerationSync.of(context)
+    assert GenerationSync.of(context) is generation
     monkeypatch.setattr(
         generation, "_run", lambda bound, generate: begun.append(bound.arguments["inputs"]) or generate()
     )
@@ -95,7 +95,7 @@ def test_ranks_are_kept_in_step_instead_of_by_synced_gpus(asked, nested, given, 
 def test_no_sequences_come_back_in_the_form_that_is_asked_for(asked, of_call, of_model, kind, context):
     model = Model()
     model.generation_config = GenerationConfig(**of_model)
-    Generation.of(context).attach(model, model)
+    GenerationSync.of(context).attach(model, model)
     config = GenerationConfig(**of_call) if of_call else None
     ids = torch.empty(0, 5, dtype=torch.int64)
     found = model.generate(ids, generation_config=config, **asked)
@@ -108,7 +108,7 @@ def test_no_sequences_come_back_in_the_form_that_is_asked_for(asked, of_call, of
 
 
 def test_layers_of_another_context_are_another_models(context):
-    generation = Generation.of(context)
+    generation = GenerationSync.of(context)
     own = nn.Sequential(MoELayer(CONFIG, context))
     with EPContext.local(CPU) as other:
         assert generation._is_of_others(nn.Sequential(MoELayer(CONFIG, other)))
@@ -118,15 +118,15 @@ def test_layers_of_another_context_are_another_models(context):
 
 
 def in_group(size, rank=0, split=1, rows=None):
-    """Return a rank's `Generation` in a group, and the list of what it sends to the group."""
-    made, asked = object.__new__(Generation), []
+    """Return a rank's `GenerationSync` in a group, and the list of what it sends to the group."""
+    made, asked = object.__new__(GenerationSync), []
     group = SimpleNamespace(
         size=size, rank=rank, exchange=lambda row: asked.append(row) or rows,
         flight_recorder=SimpleNamespace(step=lambda *_: contextlib.nullcontext()),
     )  # fmt: skip
     made._context = SimpleNamespace(
         rank_groups={"tp": group}, layout=SimpleNamespace(split=split), device=CPU,
-        _entered=lambda name: contextlib.nullcontext(),
+        _begin_call=lambda name: contextlib.nullcontext(),
     )  # fmt: skip
     made._rank_group, made._models, made._depth, made._serving, made._inside = group, [], 0, False, False
     return made, asked
@@ -186,9 +186,9 @@ def test_random_states_of_a_gpu_are_beside_the_hosts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: gpu)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: kept.append((state, device)))
     device = torch.device("cuda:1")
-    state = in_step._random_state(device)
+    state = forward_sync._random_state(device)
     assert torch.equal(state.view(torch.uint8), torch.cat([host, gpu]))
-    in_step._set_random_state(state, device)
+    forward_sync._set_random_state(state, device)
     ((given, where),) = kept
     assert torch.equal(given, gpu)
     assert where == device
