@@ -94,8 +94,13 @@ def deadline_problem(name: str, value: object) -> str | None:
 
 def check_kind(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
-        known = f"one of {', '.join(map(str, kind))}" if issubclass(kind, enum.Enum) else f"a {kind.__name__}"
+        known = f"one of {', '.join(map(str, kind))}" if issubclass(kind, enum.Enum) else with_article(kind.__name__)
         raise ConfigError(f"{name} must be {known}, got {shown(value)}")
+
+
+def with_article(name: str) -> str:
+    """Return the name of a class after "a" or "an"."""
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
 def check_fields(capabilities: Any, kind: type) -> None:

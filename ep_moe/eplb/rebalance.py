@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
+from ep_moe.checks import shown
 from ep_moe.eplb.config import EPLBConfig
 from ep_moe.eplb.cost import Price
 from ep_moe.eplb.load import LoadWindow
@@ -43,7 +45,7 @@ from ep_moe.eplb.migration.consensus import (
 )
 from ep_moe.eplb.migration.schedule import TransferSchedule
 from ep_moe.eplb.migration.transfer import BalancedLayer, Migration
-from ep_moe.errors import EPMoEError, InputError, PeerTimeout, RebalanceError
+from ep_moe.errors import ConfigError, EPMoEError, InputError, PeerTimeout, RebalanceError
 from ep_moe.placement.placement import LayerStats
 from ep_moe.runtime.devices import on_device_of
 
@@ -52,10 +54,17 @@ _log = logging.getLogger("ep_moe.eplb")
 _COMMIT, _ROLLBACK, _RESTART = "commit", "rollback", "restart"  # votes on the layer whose experts are moving
 
 
+def _device_of(context: Context) -> torch.device:
+    device = getattr(context, "device", None)
+    if not isinstance(device, torch.device):
+        raise ConfigError(f"ExpertBalancer: context must be an EPContext, got {shown(context)}")
+    return device
+
+
 class RebalanceLoop:
     """The internals of an ExpertBalancer, which adds the public methods."""
 
-    @on_device_of(lambda self, layers, context, *_, **__: context.device)
+    @on_device_of(lambda self, layers, context, *_, **__: _device_of(context))
     def __init__(
         self,
         layers: nn.Module | Sequence[BalancedLayer],

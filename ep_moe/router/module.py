@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig, RoutingConfig, RoutingMethod
 from ep_moe.router.kernels import RouterKernels, most_rows
 from ep_moe.runtime import batch_invariant
@@ -243,6 +244,7 @@ class Router(nn.Module):
         exact: bool = False,
     ) -> None:
         super().__init__()
+        check_kind("Router: config", config, MoEConfig)
         self.config, self.exact = config.routing, exact
         self.top_k = config.top_k
         if config.routing.float32_logits:

@@ -169,7 +169,7 @@ def as_device(device: object, what: str = "device") -> torch.device:
     if isinstance(device, str) or type(device) is int:
         try:
             device = torch.device(device)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: an integer beyond int64
             raise ConfigError(f"{what} must be a torch.device or its name, got {device!r}: {error}") from None
     if not isinstance(device, torch.device):
         raise ConfigError(f"{what} must be a torch.device or its name, such as 'cuda:0', got {device!r}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_moe import registry
-from ep_moe.checks import check_kind, flat_facts, shown
+from ep_moe.checks import check_kind, flat_facts, shown, with_article
 from ep_moe.config import MoEConfig, Wire
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError, EPMoEError
@@ -177,7 +177,7 @@ def _wrong_kind(config: MoEConfig, asked: LayerRequest, expert_map: ExpertMap | 
         ("name", name, (str,), "a name for errors, or None"),
     ):
         if not isinstance(value, kinds):
-            return ConfigError(f"{field} must be a {kinds[0].__name__}, got {shown(value)}; give {remedy}")
+            return ConfigError(f"{field} must be {with_article(kinds[0].__name__)}, got {shown(value)}; give {remedy}")
     if not asked.dtype.is_floating_point or asked.dtype.itemsize == 1:
         return ConfigError(f"dtype must be that of activations, got {dtype_name(asked.dtype)}; give torch.bfloat16")
     if asked.device is not None:

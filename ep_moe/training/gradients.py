@@ -8,6 +8,7 @@ of one process with the whole batch.
 from __future__ import annotations
 
 import math
+import numbers
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -249,9 +250,9 @@ def clip_grad_norm_(
     check_context("clip_grad_norm_", model, context)
     _check_same_call("clip_grad_norm_", model, context, max_norm=max_norm, norm_type=norm_type)
     _refuse_sparse("clip_grad_norm_", model)
-    if max_norm != math.inf:
+    if not _is_infinity(max_norm):
         max_norm = float(check_not_negative("clip_grad_norm_: max_norm", max_norm))  # an int may not fit into int64
-    if norm_type != math.inf:
+    if not _is_infinity(norm_type):
         norm_type = check_positive("clip_grad_norm_: norm_type", norm_type)
     _redistribute_gradients(dense_parameters(model), context)
     rank_group, p = context.rank_groups["stage"], norm_type
@@ -277,6 +278,10 @@ def clip_grad_norm_(
         gradient = local(given)
         gradient.mul_(scale.to(gradient.device))
     return norm
+
+
+def _is_infinity(value: object) -> bool:
+    return isinstance(value, numbers.Real) and value == math.inf
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:

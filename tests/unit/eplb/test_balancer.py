@@ -32,6 +32,12 @@ def step(balancer, times):
         balancer.step()
 
 
+@pytest.mark.parametrize("context", [None, CPU, "cpu"], ids=str)
+def test_what_is_no_context_is_refused(layers, context):
+    with pytest.raises(ConfigError, match="ExpertBalancer: context must be an EPContext, got"):
+        ExpertBalancer(layers, context)
+
+
 def test_a_step_that_raises_counts_in_its_window(layers, monkeypatch):
     balancer = balancer_of(layers, interval=4, window=4)
 

@@ -6,7 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Router, Routing, RoutingConfig, RoutingMethod
+from ep_moe import (
+    ConfigError,
+    EPContext,
+    InputError,
+    MoEConfig,
+    MoELayer,
+    Router,
+    Routing,
+    RoutingConfig,
+    RoutingMethod,
+)
 from ep_moe.router import route, routing_weights, sigmoid_topk, softmax_topk, topk_sigmoid, topk_softmax
 from tests.fixtures.helpers import fill, integer_rows
 
@@ -365,6 +375,11 @@ def test_parameters_are_named_as_in_checkpoints():
 def every_other(x: Tensor) -> Routing:
     ids = (x.sum(1).long().unsqueeze(1) + 2 * torch.arange(TOP_K)) % EXPERTS
     return Routing(ids, torch.ones(len(x), TOP_K))
+
+
+def test_a_router_needs_a_layers_configuration():
+    with pytest.raises(ConfigError, match="Router: config must be a MoEConfig, got RoutingConfig"):
+        Router(RoutingConfig())
 
 
 def test_any_callable_is_a_router():

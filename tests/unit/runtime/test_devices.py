@@ -228,7 +228,7 @@ def test_a_gpu_that_is_not_there_is_refused(given):
         EPContext.local(given)
 
 
-@pytest.mark.parametrize("wrong", ["", "cud", "cpu:x", -1, True, 1.5, [], object()])
+@pytest.mark.parametrize("wrong", ["", "cud", "cpu:x", -1, 2**70, True, 1.5, [], object()])
 def test_what_is_no_device_is_refused(wrong):
     with pytest.raises(ConfigError, match=r"device must be a torch.device or its name"):
         as_device(wrong)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import EPContext, ExpertMap, MoEConfig, MoELayer
+from ep_moe import ConfigError, EPContext, ExpertMap, MoEConfig, MoELayer
 from ep_moe.testing import rank_device
 from ep_moe.training import gradients
 from ep_moe.training.gradients import _buckets, _experts_once
@@ -47,6 +47,17 @@ def test_a_bound_of_a_norm_may_exceed_torchs_integers():
         layer.router.weight.grad = torch.ones_like(layer.router.weight)
         gradients.clip_grad_norm_(layer, context, 2**70)
         assert layer.router.weight.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["max_norm", "norm_type"])
+def test_a_tensor_is_no_norm(name):
+    """A tensor with several elements is refused by name. Comparing it with a number raises torch's own error."""
+    numbers = {"max_norm": 1.0, "norm_type": 2.0} | {name: torch.tensor([1.0, 2.0])}
+    with (
+        EPContext.local(rank_device()) as context,
+        pytest.raises(ConfigError, match=rf"clip_grad_norm_: {name} must be .*, got tensor\(\[1., 2.\]\)"),
+    ):
+        gradients.clip_grad_norm_(MoELayer(CONFIG, context), context, **numbers)
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2, 3.5, math.inf])
