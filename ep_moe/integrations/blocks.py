@@ -17,7 +17,7 @@ from ep_moe.checks import check_kind
 from ep_moe.config import MoEConfig
 from ep_moe.context import EPContext
 from ep_moe.errors import CheckpointError, ConfigError
-from ep_moe.integrations.experts_probe import computes, find_activation, is_experts
+from ep_moe.integrations.activation_probe import computes, find_activation, is_experts
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
 from ep_moe.integrations.find_experts import held_tensor
 from ep_moe.integrations.generic import ExpertParallelExperts, keep_frozen

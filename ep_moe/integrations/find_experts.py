@@ -19,14 +19,8 @@ from ep_moe.checkpoint.formats import PLAIN_DTYPES
 from ep_moe.checkpoint.model_names import ModuleLayout, ParameterLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.experts_probe import (
-    FoundActivation,
-    differs_in_training,
-    find_activation,
-    identify,
-    identify_block,
-    is_experts,
-)
+from ep_moe.integrations.activation_probe import FoundActivation, find_activation, is_experts
+from ep_moe.integrations.experts_probe import differs_in_training, identify, identify_block
 from ep_moe.types import dtype_name
 
 _MOST = 8  # parameters that a module of experts, or a block with its router, may have; others are not probed

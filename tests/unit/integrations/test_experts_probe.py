@@ -9,7 +9,7 @@ from torch.nn.functional import dropout, gelu, silu
 
 from ep_moe import Activation, ConfigError
 from ep_moe.integrations import experts_probe
-from ep_moe.integrations.experts_probe import WIDTH, find_activation
+from ep_moe.integrations.activation_probe import WIDTH, find_activation
 from ep_moe.integrations.find_experts import find_experts
 
 

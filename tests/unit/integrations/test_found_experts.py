@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 from transformers import JetMoeConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
-from ep_moe.integrations.experts_probe import is_experts
+from ep_moe.integrations.activation_probe import is_experts
 from ep_moe.integrations.find_experts import (
     experts_apart,
     find_experts,
