@@ -72,6 +72,7 @@ class BackwardComparison:
         self._backwards = {"lockstep": 0, "expert_data": 0}
         self._last = 0  # the call whose backward ran last
         self._warned = self._warned_of_buffer = False
+        self._differs: set[str] = set()  # the kinds of group whose dense parameters differ
         self.similarity = Similarity()
         self.mixed: tuple[str, int] | None = None  # a problem of the experts, and the weights' `updates` at that time
         layout, weights = layer.context.layout, layer.expert_weights
@@ -109,6 +110,8 @@ class BackwardComparison:
             return
         if kind == "lockstep" and (problem := self._mixed(layer)) is not None:  # the next call is refused, on all ranks
             self.mixed = problem, layer.expert_weights.updates
+        if kind in self._differs:  # as it will in each comparison from now on. Experts are compared all the same
+            return
         found = _drifted(layer, layer.context.rank_groups[kind], step)
         if found.buffer is not None:
             self._warn_of_buffer(layer, found.buffer)
@@ -116,10 +119,7 @@ class BackwardComparison:
         if name is None:
             self._warn_of_sums(layer, dense_params_in_sync=found.dense_params_in_sync)
             return
-        if kind == "lockstep":  # stops this group's comparisons only: the other group may not have found it
-            layer.expert_weights.each_backward = None
-        else:
-            layer.expert_weights.gradient_sum.each_sum = None
+        self._differs.add(kind)  # of this kind only: the ranks of the other group may not have found it
         if self._warned:
             return
         self._warned = True

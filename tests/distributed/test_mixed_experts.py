@@ -102,6 +102,25 @@ def test_an_average_of_weights_late_in_training_is_found_within_128_backwards(wa
 
 
 @distributed(2)
+def test_averages_instead_of_synchronized_gradients_are_found():
+    """Averages are found in training that averages weights now and then (local SGD), and no gradients.
+
+    There, routers differ from the first step on. Ranks warn of that once, and then compare experts only.
+    """
+    with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        layer = MoELayer(CONFIG, context)
+        optimizer = SGD(layer.parameters(), lr=0.1)
+        alone = partial(train, layer, context, optimizer, lambda model, context: None)
+        with pytest.warns(UserWarning, match=r"router.weight .*differs from the other ranks'"):
+            alone()
+        in_place(layer.parameters())
+        layer._checks.backward_comparison._backwards["lockstep"] = 256 + 128 - 5
+        alone()
+        assert "the experts of rank 1 became similar to those of rank 0" in same_error(InputError, alone)
+
+
+@distributed(2)
 def test_right_loops_are_not_refused():
     """Correct loops are not refused: equal experts in other slots have equal gradients, and parameters can be saved."""
     maps = [ExpertMap.redundant(EXPERTS, 2, 2), ExpertMap.from_ranks([range(EXPERTS), range(EXPERTS)[::-1]], EXPERTS)]

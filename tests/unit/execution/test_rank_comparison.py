@@ -109,21 +109,24 @@ def test_backward_compares_ranks_ever_more_seldom(compared):
     assert comparison.mixed is None
 
 
-def test_ranks_that_drift_apart_are_named_once(compared):
-    """Ranks that drift apart are named once, and the group that found it stops comparing."""
+def test_ranks_that_drift_apart_are_named_once(compared, monkeypatch):
+    """Ranks that drift apart are named once. The group that found it compares experts only from then on."""
     layer, found = compared
+    monkeypatch.setattr(BackwardComparison, "_mixed", lambda self, layer: "mixed" if len(found["asked"]) > 1 else None)
     comparison, weights = BackwardComparison(layer), layer.expert_weights
     found["drifts"] = "router.weight"
     weights.each_backward(1)
     with pytest.warns(UserWarning, match=r"^moe0: router.weight differs from the other ranks' after 2 backward calls"):
         weights.each_backward(2)
-    assert weights.each_backward is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for _ in range(2):
+        for _ in range(4):
             weights.gradient_sum.each_sum()
-    assert weights.gradient_sum.each_sum is None
-    assert comparison.mixed is None
+        assert comparison.mixed is None
+        for call in (3, 4):
+            weights.each_backward(call)
+    assert [kind for kind, _ in found["asked"]] == ["lockstep", "expert_data"]
+    assert comparison.mixed == ("mixed", 0)
 
 
 def test_a_buffer_is_named_once_and_parameters_are_watched_all_the_same(compared):
