@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ def find_activation(experts: Any, name: str) -> FoundActivation:
         The activation and its constants.
 
     Raises:
-        ConfigError: The class computes no known `Activation`, or its activation cannot be called alone.
+        ConfigError: The class computes no known `Activation`, or another one in training, or its activation cannot be
+            called alone.
     """
     h = _values(experts.has_gate)
     try:
@@ -61,7 +63,9 @@ def find_activation(experts: Any, name: str) -> FoundActivation:
     with torch.no_grad():
         for found in candidates:
             want = activate(h, config_of(found))
-            if got.shape == want.shape and torch.allclose(got, want, rtol=_RTOL, atol=_ATOL):
+            if _equal(got, want):
+                if not _same_in_training(experts, h, got):
+                    raise ConfigError(in_training_problem(experts, name, "keep this model as it is"))
                 return found
     compared = ", ".join(activation.value for activation in Activation if activation.gated == experts.has_gate)
     raise ConfigError(
@@ -71,13 +75,21 @@ def find_activation(experts: Any, name: str) -> FoundActivation:
 
 
 def computes(experts: Any, config: MoEConfig) -> bool:
-    """Return whether a module has the activation of a configuration between its two matrices."""
+    """Return whether a module has the activation of a configuration between its two matrices, also in training."""
     if config.activation.gated != experts.has_gate:
         return False
     h = _values(experts.has_gate)
     with torch.device("cpu"), torch.no_grad():
         got, want = _computed(experts, h), activate(h, config)
-    return got.shape == want.shape and torch.allclose(got, want, rtol=_RTOL, atol=_ATOL)
+        return _equal(got, want) and _same_in_training(experts, h, got)
+
+
+def in_training_problem(experts: Any, name: str, remedy: str) -> str:
+    """Return the message about a module of experts that computes something else in training."""
+    return (
+        f"{name}: {type(experts).__name__} computes something else in training, such as dropout or noise, which a "
+        f"layer in its place would leave out; set its rate to 0, as in evaluation, or {remedy}"
+    )
 
 
 _REMEDY = "add its activation to ep_moe.types.Activation and ep_moe.experts.reference, or keep this model as it is"
@@ -99,12 +111,45 @@ def _values(gated: bool) -> Tensor:
     return torch.cat([gate, up], 1)
 
 
-def _computed(experts: Any, h: Tensor) -> Tensor:
-    """Return the class's own activation of h: [M, 2I] with the gates first, or [M, I] without a gate."""
+def _computed(experts: Any, h: Tensor, *, training: bool = False) -> Tensor:
+    """Return the class's own activation of h: [M, 2I] with the gates first, or [M, I] without a gate.
+
+    training: the mode of the module and its children in the call
+    """
     if experts.has_gate and not experts.is_concatenated:
         h = torch.stack(h.chunk(2, -1), -1).flatten(-2)  # gate, up, gate, up
-    out: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
+    with _mode(experts, training):
+        out: Tensor = experts._apply_gate(h) if experts.has_gate else experts.act_fn(h)
     return out
+
+
+@contextmanager
+def _mode(experts: Any, training: bool) -> Iterator[None]:
+    """Put a module and its children into training or evaluation mode, and restore each one's mode and random state.
+
+    A probe is no module. It has the mode that it was made with.
+    """
+    modes = {module: module.training for module in experts.modules()} if isinstance(experts, nn.Module) else {}
+    with torch.random.fork_rng(devices=[]):
+        try:
+            for module in modes:
+                module.training = training
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+
+def _same_in_training(experts: Any, h: Tensor, got: Tensor) -> bool:
+    """Return whether a module's activation of h in training equals `got`, that in evaluation."""
+    try:
+        return _equal(_computed(experts, h, training=True), got)
+    except Exception:  # it may do anything
+        return False
+
+
+def _equal(got: Tensor, want: Tensor) -> bool:
+    return got.shape == want.shape and torch.allclose(got, want, rtol=_RTOL, atol=_ATOL)
 
 
 def _candidates(experts: Any) -> Iterator[FoundActivation]:

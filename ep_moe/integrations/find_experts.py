@@ -19,7 +19,7 @@ from ep_moe.checkpoint.formats import PLAIN_DTYPES
 from ep_moe.checkpoint.model_names import ModuleLayout, ParameterLayout
 from ep_moe.config import MoEConfig
 from ep_moe.errors import ConfigError
-from ep_moe.integrations.activation_probe import FoundActivation, find_activation, is_experts
+from ep_moe.integrations.activation_probe import FoundActivation, find_activation, in_training_problem, is_experts
 from ep_moe.integrations.experts_probe import differs_in_training, identify, identify_block
 from ep_moe.types import dtype_name
 
@@ -77,10 +77,7 @@ def find_experts(model: nn.Module) -> dict[str, FoundExperts]:
             found[name] = other
             check_dtypes(module, name, other.layout)
             if differs_in_training(module, other.layout, other.sizes, other.activation, block=other.block):
-                raise ConfigError(
-                    f"{name}: {type(module).__name__} computes something else in training, such as dropout or noise, "
-                    f"which a layer in its place would leave out; set its rate to 0, as in evaluation, or {REMEDY}"
-                )
+                raise ConfigError(in_training_problem(module, name, REMEDY))
             kinds.add(type(module))
     for name, module in modules:
         if type(module) in kinds and name not in found:

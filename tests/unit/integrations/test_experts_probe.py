@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import dropout, gelu, silu
 
-from ep_moe import Activation, ConfigError
+from ep_moe import Activation, ConfigError, MoEConfig
 from ep_moe.integrations import experts_probe
-from ep_moe.integrations.activation_probe import WIDTH, find_activation
+from ep_moe.integrations.activation_probe import WIDTH, computes, find_activation
 from ep_moe.integrations.find_experts import find_experts
 
 
@@ -170,6 +170,33 @@ class FailsInTraining(Experts):
         if self.training:
             raise RuntimeError("only for evaluation")
         return super().forward(rows, ids, weights)
+
+
+class GatedByModule(Gated):
+    def __init__(self, rate):
+        super().__init__(lambda gate, up: self.act_fn(gate) * up)
+        self.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(rate))
+
+
+class GateFailsInTraining(Gated):
+    def _apply_gate(self, h):
+        if self.training:
+            raise RuntimeError("only for evaluation")
+        return super()._apply_gate(h)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_gate_that_differs_in_training_is_refused(training):
+    """Dropout of a gate is refused, in either mode of the module. Modes and random state stay as they were."""
+    before = torch.get_rng_state()
+    for module in (GatedByModule(0.5), GateFailsInTraining(lambda gate, up: silu(gate) * up)):
+        module.train(training)
+        with pytest.raises(ConfigError, match=rf"here: {type(module).__name__} computes something else in training"):
+            find_activation(module, "here")
+        assert not computes(module, MoEConfig(hidden_size=16, intermediate_size=16, num_experts=2, top_k=1))
+        assert {each.training for each in module.modules()} == {training}
+    assert torch.equal(torch.get_rng_state(), before)
+    assert find_activation(GatedByModule(0.0).train(training), "here").activation is Activation.SWIGLU
 
 
 @pytest.mark.parametrize("kind", [Experts, ByTurns])
