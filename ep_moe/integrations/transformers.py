@@ -157,7 +157,8 @@ def _no_save(*_: Any, **__: Any) -> None:
     raise ConfigError(
         "model.save_pretrained would write this rank's experts alone; call "
         "ep_moe.integrations.transformers.save_pretrained(model, folder) on all ranks, or save state_dict() on every "
-        "rank, each to a file of its own, and give it to load_state_dict on the same layout"
+        "rank, each to a file of its own, and give it to load_state_dict on the same layout. With transformers' "
+        "Trainer, use ep_moe.integrations.trainer.ExpertParallelTrainer"
     )
 
 

@@ -1,0 +1,147 @@
+"""transformers' `Trainer` for expert-parallel models.
+
+Trainer computes the norm of gradients from the parameters of each rank, saves on one rank, and resumes every rank from
+one file. None of this holds for experts that differ between ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from ep_moe.checks import shown
+from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.integrations.transformers import load_weights, moe_layers, save_pretrained
+from ep_moe.training import clip_grad_norm_
+
+_LAYOUT = "expert_parallel.json"  # which experts each rank's optimizer state belongs to
+_RESUME = "load its weights with load_pretrained, and train without resume_from_checkpoint"
+
+
+class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
+    """transformers' `Trainer` for a model of `expert_parallel` or `load_pretrained`, launched with torchrun.
+
+    It takes the arguments of `Trainer`, and differs in three points. Gradients are clipped by the norm of the whole
+    model. All ranks save together: a checkpoint has the files of `from_pretrained`, and the optimizer state of each
+    rank. A run resumes from such a checkpoint with the same ranks and expert maps.
+
+    Dense parameters are averaged by `DistributedDataParallel`, which Trainer adds. Every rank has its own batches, so
+    the context must be data-parallel only (`ParallelConfig(dp=...)`, the default of `EPContext.from_torchrun`).
+
+    Args:
+        *args: As `Trainer` takes them.
+        **options: As `Trainer` takes them. `model` is required.
+
+    Raises:
+        ConfigError: The model has no expert-parallel layers, their context has ranks with the same tokens or pipeline
+            stages, or the arguments ask for FSDP, DeepSpeed or fp16.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        layers = moe_layers(self.model)
+        if not layers:
+            raise ConfigError(
+                f"ExpertParallelTrainer: model must have expert-parallel layers, got a {type(self.model).__name__} "
+                f"without; call expert_parallel(model, context) before, or use transformers' Trainer"
+            )
+        self._layers, self._ep_context = layers, layers[0].context
+        self._check()
+        self.accelerator.clip_grad_norm_ = self._clip  # Trainer calls it also for the norm that it logs
+
+    def _check(self) -> None:
+        args, layout = self.args, self._ep_context.layout
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or args.fp16:
+            option = "fsdp" if self.is_fsdp_enabled else "deepspeed" if self.is_deepspeed_enabled else "fp16"
+            raise ConfigError(
+                f"TrainingArguments.{option} must be off with ExpertParallelTrainer, got "
+                f"{shown(getattr(args, option))}; leave it out (DistributedDataParallel averages dense gradients), or "
+                f"use bf16=True for fp16"
+            )
+        if layout.token_ranks != args.world_size:
+            raise ConfigError(
+                f"context must have ranks with different tokens only, as Trainer gives each of {args.world_size} ranks "
+                f"its own batches, got {layout.token_ranks} ranks with different tokens; use ParallelConfig(dp="
+                f"{args.world_size})"
+            )
+
+    def _clip(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return clip_grad_norm_(self.model, self._ep_context, max_norm, norm_type)
+
+    # --- checkpoints: Trainer calls these methods on all ranks ------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
+        save_pretrained(self.model, folder)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # of the first rank
+        folder = Path(output_dir)
+        if self.args.should_save:
+            (folder / _LAYOUT).write_text(json.dumps(self._layout_facts()))
+        else:
+            torch.save(self.optimizer.state_dict(), self._optimizer_file(folder))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        with self._ep_context.consensus.propagate_errors("resume_from_checkpoint"):
+            self._check_layout(folder)
+            where = "cpu" if self.args.device.type == "cpu" else self.args.device
+            file = self._optimizer_file(folder)
+            self.optimizer.load_state_dict(torch.load(file, map_location=where, weights_only=True))
+            self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        load_weights(self.model, _tensors(Path(resume_from_checkpoint)))
+
+    def _load_best_model(self) -> None:
+        load_weights(self.model, _tensors(Path(self.state.best_model_checkpoint)))
+
+    def _optimizer_file(self, folder: Path) -> Path:
+        rank = self.args.process_index
+        return folder / (f"rank{rank}-{OPTIMIZER_NAME}" if rank else OPTIMIZER_NAME)
+
+    def _layout_facts(self) -> dict[str, Any]:
+        return {"ranks": self.args.world_size, "maps": [layer.placement.expert_map.digest for layer in self._layers]}
+
+    def _check_layout(self, folder: Path) -> None:
+        if not (folder / _LAYOUT).exists():
+            raise CheckpointError(
+                f"{folder} has no {_LAYOUT}, so its optimizer state was not saved by ExpertParallelTrainer; {_RESUME}"
+            )
+        saved, ours = json.loads((folder / _LAYOUT).read_text()), self._layout_facts()
+        if saved["ranks"] != ours["ranks"]:
+            raise CheckpointError(
+                f"{folder} has the optimizer state of {saved['ranks']} ranks, and there are {ours['ranks']}; resume "
+                f"with {saved['ranks']} ranks, or {_RESUME}"
+            )
+        if saved["maps"] != ours["maps"]:
+            raise CheckpointError(
+                f"{folder} has the optimizer state of other expert maps; resume with those, or {_RESUME}"
+            )
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a checkpoint's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no safetensors files; name a folder that ExpertParallelTrainer has saved")
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (no mapping)
+                yield name, opened.get_tensor(name)

@@ -1,0 +1,122 @@
+"""A run of `ExpertParallelTrainer` equals one of transformers' `Trainer` in one process, and resumes."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_moe import CheckpointError, EPContext, ExpertMap, ParallelConfig
+from ep_moe.testing import distributed, rank_device
+from tests.fixtures.checkpoint_files import quiet, tensors_of, tiny_model
+from tests.fixtures.distributed_cases import gather_from_all_ranks, same_error
+
+pytest.importorskip("transformers")
+accelerate = pytest.importorskip("accelerate")
+BOUND = 1e-4  # a few float32 steps, whose GEMMs sum the tokens of one rank or of all in other orders
+BATCH, STEPS, SAVED = 4, 6, 3
+EXPERTS = 8
+
+
+@contextmanager
+def launched(world: int) -> Iterator[None]:
+    """Set the variables of torchrun that accelerate reads, for one process or for all."""
+    of_rank = {
+        "RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,  # checked only: the process group is there already
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in of_rank.items():
+            patch.delenv(name, raising=False)
+            if world > 1:
+                patch.setenv(name, str(value))
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def made(kind, model, folder, world, **options):
+    from transformers import TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH // world, per_device_eval_batch_size=BATCH // world,
+        max_steps=STEPS, lr_scheduler_type="linear", max_grad_norm=0.3, save_strategy="steps",
+        save_steps=SAVED, logging_steps=1, report_to=[], use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
+        seed=0, **options,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    rows = [torch.randint(0, model.config.vocab_size, (8,), generator=generator) for _ in range(64)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    optimizers = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), None  # not Adam, which magnifies rounding
+    return kind(model=model, args=arguments, train_dataset=data, eval_dataset=data[:10], optimizers=optimizers)
+
+
+def numbers(trainer) -> torch.Tensor:
+    """Return the loss and the gradients' norm of each step."""
+    found = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return torch.tensor(found[-STEPS:])
+
+
+def expert_parallel_trainer(folder, world, expert_map=None, **options):
+    from ep_moe.integrations.trainer import ExpertParallelTrainer
+    from ep_moe.integrations.transformers import expert_parallel
+
+    context = EPContext.from_groups(ParallelConfig(dp=world), device=rank_device(), deadline_s=60)
+    model = expert_parallel(tiny_model("qwen3_moe").train().to(rank_device()), context, expert_map=expert_map)
+    return made(ExpertParallelTrainer, model, folder, world, **options)
+
+
+def same_files(found: Path, wanted: Path) -> None:
+    ours, theirs = tensors_of(found), tensors_of(wanted)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=BOUND * float(tensor.abs().max()), msg=name)
+
+
+@distributed(1, 2)
+@pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}], ids=str)
+def test_a_run_is_that_of_one_process(world_size, options):
+    from transformers import Trainer
+
+    folder = Path(gather_from_all_ranks(tempfile.mkdtemp())[0])
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": SAVED, "greater_is_better": True}
+    quiet()
+    alone, ours = folder / f"plain{dist.get_rank()}", folder / "ours"
+    with launched(1):
+        plain = made(Trainer, tiny_model("qwen3_moe").train(), alone, 1, **options, **best)
+        plain.train()
+        evaluated = [entry["eval_loss"] for entry in plain.state.log_history if "eval_loss" in entry]
+    with launched(world_size):
+        trainer = expert_parallel_trainer(ours, world_size, **options, **best)
+        trainer.train()
+        torch.testing.assert_close(numbers(trainer), numbers(plain), rtol=BOUND, atol=BOUND)
+        assert abs(evaluated[0] - evaluated[1]) > 0.01
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated[0], rel=BOUND), "the first checkpoint's"
+        if dist.get_rank() == 0:  # transformers writes on this rank only
+            for step in (SAVED, STEPS):
+                same_files(ours / f"checkpoint-{step}", alone / f"checkpoint-{step}")
+        dist.barrier()
+        again = expert_parallel_trainer(folder / "again", world_size, **options)
+        again.train(resume_from_checkpoint=str(ours / f"checkpoint-{SAVED}"))
+        torch.testing.assert_close(numbers(again)[SAVED:], numbers(plain)[SAVED:], rtol=BOUND, atol=BOUND)
+
+
+@distributed(2)
+def test_an_optimizer_state_of_other_experts_is_refused(world_size):
+    folder = Path(gather_from_all_ranks(tempfile.mkdtemp())[0])
+    quiet()
+    with launched(world_size):
+        expert_parallel_trainer(folder, world_size).train()
+        saved = folder / f"checkpoint-{SAVED}"
+        other = expert_parallel_trainer(folder / "other", world_size, ExpertMap.round_robin(EXPERTS, world_size))
+        text = same_error(CheckpointError, lambda: other.train(resume_from_checkpoint=str(saved)))
+        assert f"{saved} has the optimizer state of other expert maps; resume with those, or load" in text
+        if dist.get_rank() == 0:
+            os.remove(saved / "expert_parallel.json")
+        dist.barrier()
+        text = same_error(CheckpointError, lambda: other.train(resume_from_checkpoint=str(saved)))
+        assert "has no expert_parallel.json, so its optimizer state was not saved by ExpertParallelTrainer" in text
