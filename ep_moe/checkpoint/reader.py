@@ -148,9 +148,6 @@ def refuse_calls_while_writing(layers: Collection[MoELayer], origin: str) -> Ite
         layers: The layers whose weights are replaced.
         origin: The source of the new weights, for messages.
     """
-    if not layers:
-        yield Replaced()
-        return
     context = next(iter(layers)).context
     served = {layer: layer._unfinished for layer in layers}
     for layer in layers:

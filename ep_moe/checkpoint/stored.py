@@ -54,9 +54,9 @@ class StoredMatrix(ABC):
     def parts(self) -> tuple[str, ...]:
         """Return the names of all tensors that the matrix consists of."""
 
+    @abstractmethod
     def unreadable_reason(self) -> str | None:
         """Return why the matrix cannot be read, or None. Reads headers only."""
-        return None
 
     def matches_scheme(self, scheme: str) -> bool:
         """Return whether `codes` returns codes of a scheme, so that a layer can keep them."""
