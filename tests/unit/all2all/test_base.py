@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from ep_moe import EPContext, InputError, MoEConfig, MoELayer, Wire
+from ep_moe.all2all import base
 from ep_moe.all2all.base import DispatchShape, routing_problem
-from ep_moe.all2all.torch_collectives import LocalDispatcher
+from ep_moe.all2all.torch_collectives import LocalDispatcher, TorchAll2AllDispatcher
 from ep_moe.config import ONE_SCALE
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.rank_group import RankGroup
@@ -54,6 +55,22 @@ def test_ids_out_of_range_are_named_by_the_ranks_of_the_job():
     dispatcher = LocalDispatcher(shape, RankGroup(None, (4, 6), 0, FlightRecorder()))
     with pytest.raises(InputError, match="got ids out of range: 3 on rank 6"):
         dispatcher._check_ids([0, 3])
+
+
+def test_a_transport_that_waits_refuses_a_capture(monkeypatch):
+    shape = DispatchShape(hidden_size=8, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.float32)
+    dispatcher = TorchAll2AllDispatcher(shape, RankGroup.alone())
+    routing = PhysicalRouting(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    monkeypatch.setattr(base, "capturing", lambda device: True)
+    monkeypatch.setattr(TorchAll2AllDispatcher, "_dispatch", lambda *_: pytest.fail("sent"))
+    with pytest.raises(InputError, match=r"^torch_a2a waits for the device and cannot .*; of those available .*"):
+        dispatcher.dispatch(torch.ones(3, 8), routing)
+
+
+def test_a_transport_without_growing_buffers_and_launches_has_none():
+    shape = DispatchShape(hidden_size=8, top_k=1, slots_per_rank=2, num_ranks=1, dtype=torch.float32)
+    dispatcher = TorchAll2AllDispatcher(shape, RankGroup.alone())
+    assert (dispatcher.held_bytes(), dispatcher.recordable_call(4)) == (0, None)
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

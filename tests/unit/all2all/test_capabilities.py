@@ -1,10 +1,12 @@
 """Test which rows a transport refuses."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import torch
 
-from ep_moe import Wire, registry
+from ep_moe import RankLayout, Wire, registry
+from ep_moe.all2all.capabilities import DeclaredTransport, capturable
 
 FP8_TENSOR = Wire(dispatch="fp8_tensor", input_scale=0.25)
 
@@ -32,3 +34,23 @@ def test_scales_that_a_transport_cannot_align(monkeypatch):
     monkeypatch.setattr(kind, "capabilities", able)
     reason = kind.unsupported_reason(32, 1, 2, torch.bfloat16, None, Wire(dispatch="fp8_row"))
     assert reason == "torch_a2a needs a multiple of 16 bytes of scales in a row, and fp8_row rows have 4"
+
+
+def test_transports_that_can_be_captured_are_named(monkeypatch):
+    able = {"waits": False, "captured": True, "missing": True, "also": True}
+    kinds = {name: SimpleNamespace(capabilities=SimpleNamespace(cuda_graph=can)) for name, can in able.items()}
+    monkeypatch.setattr(registry, "targets", lambda kind: able)
+    monkeypatch.setattr(registry, "unsupported_reason", lambda kind, name: "no" if name == "missing" else None)
+    monkeypatch.setattr(registry, "load", lambda kind, name: kinds[name])
+    assert capturable() == (
+        "of those available here captured, also can (with EPContext.from_torchrun(max_tokens=...) where buffers are "
+        "fixed)"
+    )
+
+
+def test_a_transport_that_states_no_place_is_tried_late():
+    layout = RankLayout(world=4, rank=0, dp=4, ep=4)
+    built_in = registry.built_in("dispatchers")
+    place, reason = DeclaredTransport.preference(2, layout)
+    assert reason == "it states no place"
+    assert place > max(registry.load("dispatchers", name).preference(2, layout)[0] for name in built_in)

@@ -7,7 +7,7 @@ import torch
 
 from ep_moe import InputError
 from ep_moe.all2all import hierarchical_static
-from ep_moe.all2all.hierarchical import NodeMajorIds
+from ep_moe.all2all.hierarchical import HierarchicalDispatcher, NodeMajorIds
 from ep_moe.all2all.hierarchical_static import HierarchicalNVLinkDispatcher, HierarchicalStaticDispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.parallel.rank_group import Levels, RankGroup
@@ -44,6 +44,15 @@ def test_a_problem_within_a_capture_sends_nothing(captures, monkeypatch):
     with pytest.raises(InputError, match="planted"):
         dispatcher.dispatch_start(torch.zeros(0, shape.hidden_size), none, "planted", max_tokens=3)
     assert sent == ([] if captures else [3, 3])
+
+
+def test_a_problem_of_the_caller_is_raised_in_place_of_a_dispatch():
+    shape = dispatch_shape(1, 2, torch.float32)
+    routing = PhysicalRouting(PhysicalIds(torch.zeros(3, 2, dtype=torch.int64)), torch.ones(3, 2))
+    with pytest.raises(InputError, match="planted"):
+        HierarchicalDispatcher(shape, RankGroup.alone()).dispatch_start(
+            torch.zeros(3, shape.hidden_size), routing, "planted"
+        )
 
 
 def test_the_transport_within_a_node_has_room_for_all_nodes_and_ends_with_the_whole(monkeypatch):

@@ -15,6 +15,7 @@ from ep_moe.all2all import deepep
 from ep_moe.all2all.base import DispatchShape
 from ep_moe.all2all.deepep import DeepEPDispatcher
 from ep_moe.all2all.flashinfer_nvlink import FlashInferNVLinkDispatcher
+from ep_moe.all2all.hierarchical_static import HierarchicalNVLinkDispatcher
 from ep_moe.all2all.nvlink_p2p.dispatcher import NVLinkP2PDispatcher
 from ep_moe.all2all.pplx import PplxDispatcher
 from ep_moe.all2all.torch_collectives import LocalDispatcher
@@ -217,6 +218,7 @@ def test_buffers_are_counted_from_shapes():
     many = dataclasses.replace(shape, max_tokens=1024)
     own = 1024 * 3 * 8 + 4 * 128 * 8 * (134 + 130) + 256
     assert NVLinkP2PDispatcher.buffer_bytes(many) == 4096 * places + own
+    assert HierarchicalNVLinkDispatcher.buffer_bytes(many) == 4096 * places + own
     assert LocalDispatcher.buffer_bytes(shape) == 0
 
 

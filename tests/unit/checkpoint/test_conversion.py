@@ -8,12 +8,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, OlmoeForCausalLM, core_model_loading
 from transformers import conversion_mapping as mapping
-from transformers.core_model_loading import Concatenate, Interleave, Transpose, WeightConverter
+from transformers.core_model_loading import Concatenate, Interleave, Transpose, WeightConverter, WeightRenaming
 
-from ep_moe.checkpoint import conversion
+from ep_moe.checkpoint import conversion, model_files
 from ep_moe.checkpoint.conversion import in_file
-from ep_moe.checkpoint.model_files import ExpertFiles, check_dtype, keep_in_float32, load_dense_parameters, swapped
-from ep_moe.checkpoint.source import SINGLE, CheckpointSource
+from ep_moe.checkpoint.formats import Fused
+from ep_moe.checkpoint.model_files import (
+    ExpertFiles,
+    _Lazy,
+    check_dtype,
+    keep_in_float32,
+    load_dense_parameters,
+    swapped,
+)
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource, MemorySource
 from ep_moe.errors import CheckpointError
 from ep_moe.integrations.find_experts import find_experts, interface_layout
 from tests.fixtures.checkpoint_files import quiet
@@ -136,6 +144,10 @@ BROKEN = [
     (put(NAME.format(8, "down"), lambda t: t[NAME.format(0, "down")] + 1), "has .*experts.8.down_proj.weight, and"),
     (put(NAME.format(5, "gate"), lambda t: torch.zeros(47, 32)), r"experts.5.gate_proj.weight must have shape"),
     (put(NAME.format(5, "gate"), lambda t: torch.zeros(48, 32).int()), "experts.5.gate_proj.weight must be .* int32"),
+    (put(NAME.format(5, "gate"), lambda t: torch.zeros(48, 32).bool()), "weight must be .*, got bool; dequant"),
+    (lambda t: t.update({NAME.format(e, "up"): torch.zeros(48, 31) for e in range(8)}),
+     r"cannot be made of .*gate_proj.*layers.1.mlp.experts.0.up_proj.weight .*\[48, 31\]: .*; fetch it again"),
+    (put(NAME.format(3, "up").removeprefix("model."), lambda t: torch.ones(48, 32)), "must differ only in the expert"),
     (put("model.layers.0.mlp.shared.weight", lambda t: torch.zeros(2)), "shared.weight, which OlmoeForCausalLM"),
     (put(NAME.format(0, "odd"), lambda t: torch.zeros(2)), "experts.0.odd_proj.weight, which .* no place for"),
     (put("model.layers.0.mlp.experts.0.gate_proj.qweight", lambda t: torch.zeros(2).int()), "qweight is there, and"),
@@ -176,6 +188,74 @@ def test_codes_beside_experts_are_called_by_their_quantisation(olmoe):
     folder = olmoe(put("model.layers.0.mlp.experts.0.gate_proj.absmax", lambda tensors: torch.zeros(2)))
     with pytest.raises(CheckpointError, match=r"quantized by bitsandbytes.*absmax is there; dequantize"):
         files_of(folder)
+
+
+def test_a_fused_tensor_under_two_names_is_refused(olmoe, monkeypatch):
+    def change(tensors):
+        for prefix in ("model.layers", "layers"):
+            for layer in range(2):
+                tensors[f"{prefix}.{layer}.mlp.experts.stored"] = torch.zeros(8, 32, 96)
+        for layer in range(2):
+            del tensors[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+
+    with_operations(monkeypatch, [Transpose(1, 2)])
+    words = r"layers.0.mlp.experts.stored .*and .*model.layers.0.mlp.experts.stored .*become .*gate_up_proj; remove"
+    with pytest.raises(CheckpointError, match=words):
+        files_of(olmoe(change, "fused"))
+
+
+def test_a_name_that_a_renaming_leads_nowhere_is_kept(olmoe, monkeypatch):
+    """A tensor keeps its name if the model has a parameter of that name, and none of the name after renaming."""
+    mapping_of = conversion.get_model_conversion_mapping
+    renaming = WeightRenaming("input_layernorm", "first_norm")
+    monkeypatch.setattr(conversion, "get_model_conversion_mapping", lambda model: [renaming, *mapping_of(model)])
+    files = files_of(olmoe(lambda tensors: None))
+    assert files.left_out == []
+    name = "model.layers.1.input_layernorm.weight"
+    assert files.rest[name].names() == [name]
+
+
+def test_experts_of_two_prefixes_are_in_no_known_format(olmoe, checkpoints):
+    def change(tensors):
+        for expert in range(8):
+            name = NAME.format(expert, "up")
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    files = files_of(olmoe(change))
+    assert [found is None for found in files.formats.values()] == [False, True]
+    wanted = files_of(checkpoints / "olmoe" / "per_expert").read("model.layers.1.mlp.experts", 3)
+    found = files.read("model.layers.1.mlp.experts", 3)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(("bias", "known"), [("down_proj_bias", True), ("down_bias", False)])
+def test_fused_experts_with_biases_of_other_names_are_in_no_known_format(bias, known):
+    names = {
+        "w13": "mlp.gate_up_proj",
+        "w2": "mlp.down_proj",
+        "w13_bias": "mlp.gate_up_proj_bias",
+        "w2_bias": f"mlp.{bias}",
+    }
+    layout = SimpleNamespace(tensors=[SimpleNamespace(transposed=True, interleaved=False)])
+    wanted = Fused(gate_up="gate_up_proj", down="down_proj", transposed=True, bias=True)
+    assert model_files._fused(layout, names) == (("mlp", wanted) if known else None)
+
+
+def test_what_transformers_cannot_convert_is_refused(tmp_path):
+    info = SimpleNamespace(conversion_errors={"model.norm.weight": "no room"}, mismatched_keys=[])
+    words = f"model.norm.weight cannot be made of the tensors of {tmp_path}: no room"
+    with pytest.raises(CheckpointError, match=words):
+        model_files._check(SimpleNamespace(origin=tmp_path), info)
+
+
+def test_a_tensor_for_transformers_has_the_header_of_a_slice():
+    codes = {
+        "w.weight_packed": torch.zeros(4, 16).byte(),
+        "w.weight_scale": torch.ones(4, 1).to(torch.float8_e8m0fnu),
+    }  # MXFP4
+    source = MemorySource({"plain": torch.ones(2, 3).bfloat16(), **codes}, "here")
+    headers = [(lazy.get_shape(), lazy.get_dtype()) for lazy in (_Lazy(source, name) for name in ("plain", "w.weight"))]
+    assert headers == [([2, 3], "BF16"), ([4, 32], "F32")]
 
 
 def test_fused_experts_of_another_number_are_refused(olmoe):

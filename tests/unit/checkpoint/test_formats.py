@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from ep_moe import MoEConfig
 from ep_moe.checkpoint.formats import Fused, PerExpert
-from ep_moe.checkpoint.source import SINGLE, CheckpointSource
+from ep_moe.checkpoint.source import SINGLE, CheckpointSource, MemorySource
 
 EXPERTS, INNER, HIDDEN = 3, 4, 5
 CONFIG = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=EXPERTS, top_k=1, expert_bias=True)
@@ -40,6 +40,13 @@ def test_experts_in_one_tensor_have_the_shapes_of_the_layer(interleaved, transpo
         "experts.gate_up_proj_bias": (EXPERTS, 2 * INNER),
         "experts.down_proj_bias": (EXPERTS, HIDDEN),
     }
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_in_one_tensor_that_is_missing_are_named(transposed):
+    source = MemorySource({"block.experts.down_proj": torch.ones(EXPERTS, HIDDEN, INNER)}, "here")
+    wrong = Fused(transposed=transposed).unreadable_reason(source, "block", CONFIG)
+    assert wrong.startswith("block.experts.gate_up_proj is missing")
 
 
 def test_experts_of_their_own_have_the_shapes_of_the_layer():

@@ -84,6 +84,18 @@ def test_links_to_blobs_of_the_cache_alone_leave_a_folder(tmp_path):
         assert hub._is_cached_blob(link) is followed, place
 
 
+def test_a_file_behind_a_link_to_another_folder_is_refused(tmp_path):
+    """A file in a linked folder is no blob of a cache, even if its folder has that name."""
+    blobs = tmp_path / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "sub").symlink_to(blobs)
+    with pytest.raises(
+        CheckpointError, match=r"blobs/x\.safetensors, outside the folder; copy the file into the folder"
+    ):
+        hub.file_inside(tmp_path / "model", "sub/x.safetensors")
+
+
 def test_a_folder_comes_first(checkpoints, tmp_path, monkeypatch):
     """A folder takes precedence over a name, even if its relative path could be a name."""
     monkeypatch.chdir(tmp_path)

@@ -67,6 +67,19 @@ def test_layers_of_a_context_that_ended_take_no_weights():
 
 
 @pytest.mark.parametrize(
+    "pushed", [{}, {"model.layers.1.self_attn.q_proj.weight": torch.ones(2)}], ids=["nothing", "other"]
+)
+def test_a_layer_without_weights_is_named(pushed):
+    with EPContext.local(rank_device()) as context:
+        layer = MoELayer(CONFIG, context)
+        with pytest.raises(
+            CheckpointError, match=r"the pushed weights: model\.layers\.1\.block_sparse_moe has no experts"
+        ):
+            push.load_layer_weights({1: layer}, pushed, "mixtral")
+        assert not layer._unfinished
+
+
+@pytest.mark.parametrize(
     ("tensor", "what"),
     [(torch.ones(2, device="meta"), "on the meta device"), (torch.ones(2).to_sparse(), "torch.sparse_coo")],
 )

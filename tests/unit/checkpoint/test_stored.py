@@ -7,9 +7,12 @@ import torch
 from safetensors.torch import save_file
 
 from ep_moe import CheckpointError
+from ep_moe.checkpoint.quantization_config import DeclaredQuantization
 from ep_moe.checkpoint.source import SINGLE, CheckpointSource, MemorySource, stored_matrix
 from ep_moe.checkpoint.stored import PlainMatrix, check_fits, read_scalar_scale, read_scales
 from ep_moe.checkpoint.stored_4bit import Int4Matrix, Mxfp4Matrix, Nvfp4Matrix
+from ep_moe.checkpoint.stored_fp8 import ScaledFp8
+from ep_moe.quant.schemes import SCHEMES
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -54,6 +57,39 @@ def test_blocks_of_mxfp4_are_of_all_experts(shape, fits):
     matrix = Mxfp4Matrix(MemorySource(tensors, "here"), "w", blocks=True, transposed=False, stacked=1)
     wrong = matrix.unreadable_reason()
     assert wrong is None if fits else "w_blocks must be uint8 of shape [..., 16], got U8" in wrong
+
+
+def test_codes_of_mxfp4_without_exponents_are_refused():
+    source = MemorySource({"w_packed": torch.zeros(4, 16).byte()}, "here")
+    wrong = Mxfp4Matrix(source, "w", blocks=False, transposed=False, stacked=1).unreadable_reason()
+    assert wrong == "w_scale is missing; w_packed is MXFP4"
+
+
+@pytest.mark.parametrize(
+    ("scales", "stacked", "blocks", "row_block", "kept"),
+    [
+        ((), 1, (), 1, ["fp8_static", "fp8_dynamic"]),
+        ((384, 1), 1, (), 1, ["fp8_channel"]),
+        ((3, 1), 1, (), 128, ["fp8_block"]),
+        ((4, 1), 2, (), 128, []),  # blocks restart at the second matrix
+        ((6, 1), 1, ((64, 128),), 64, []),
+    ],
+    ids=str,
+)
+def test_only_fp8_codes_with_the_scales_of_a_scheme_are_kept(scales, stacked, blocks, row_block, kept):
+    source = MemorySource({"w": torch.zeros(384, 128).to(torch.float8_e4m3fn), "w_scale": torch.ones(scales)}, "here")
+    source.declared = DeclaredQuantization(blocks=blocks)
+    matrix = ScaledFp8(source, "w", stacked=stacked)
+    assert matrix.row_block == row_block
+    assert [name for name in SCHEMES if matrix.matches_scheme(name)] == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("w", "^w cannot be read from w: IndexError: too many"), ("v", "^v is missing in here$")]
+)
+def test_a_tensor_that_cannot_be_read_is_named(name, words):
+    with pytest.raises(CheckpointError, match=words):
+        MemorySource({"w": torch.ones(2)}, "here").raw(name, 0, 0)
 
 
 PACKED = {

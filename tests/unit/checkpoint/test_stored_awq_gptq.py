@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from ep_moe import CheckpointError
 from ep_moe.checkpoint.quantization_config import DeclaredQuantization, read_declared_quantization
 from ep_moe.checkpoint.stored import ALL
 from ep_moe.checkpoint.stored_awq_gptq import AwqMatrix, GptqMatrix
@@ -104,3 +105,34 @@ def test_groups_and_words_are_whole(kind, rows, columns, groups, fits):
     wrong = kind(InMemory(**tensors, scales=torch.ones(groups, rows)), "weight")._wrong_tensors()
     assert (wrong is None) == fits
     assert fits or wrong.startswith(f"scales must have shape [{groups}, {rows}] beside qweight")
+
+
+@pytest.mark.parametrize("kind", [AwqMatrix, GptqMatrix])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"transposed": True}, "of a matrix that the model holds transposed; dequantize"),
+        ({"qzeros": None}, "qzeros is missing; qweight is INT4"),
+        ({"qweight": torch.float32}, "qweight must be int32, got F32"),
+        ({"qzeros": torch.float32}, "qzeros must be int32, got F32"),
+    ],
+    ids=str,
+)
+def test_tensors_that_cannot_be_read_are_named(kind, change, words):
+    stored = matrix(kind)
+    stored.transposed = change.get("transposed", False)
+    tensors = stored.tensors.tensors
+    for name in tensors.keys() & change.keys():
+        before = tensors.pop(name)
+        if change[name] is not None:
+            tensors[name] = before.to(change[name])
+    assert words in stored._wrong_tensors()
+
+
+@pytest.mark.parametrize("kind", [AwqMatrix, GptqMatrix])
+def test_codes_under_a_scale_of_0_are_refused(kind):
+    stored = matrix(kind)
+    stored.tensors.tensors["scales"][1, 2, 3] = 0.0
+    stored.read_values(slice(4, 8), ALL, 1)
+    with pytest.raises(CheckpointError, match=r"scales has factors of 0 for \d+ numbers of qweight"):
+        stored.read_values(slice(0, 8), ALL, 1)
