@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 
 from ep_moe import (
     ConfigError,
@@ -327,3 +328,14 @@ def test_a_layer_keeps_the_dtype_that_all_ranks_have_buffers_for(context):
         layer(torch.ones(3, HIDDEN).bfloat16())
     assert layer._dispatcher() is before
     assert layer._dispatch_shape().dtype == torch.float32
+
+
+def test_a_layer_that_the_first_rank_never_makes_is_named():
+    context = SimpleNamespace(
+        layout=SimpleNamespace(rank=1, group=lambda kind: (0, 1)), _seeds=HashStore(), _layer_count=3,
+        flight_recorder=SimpleNamespace(deadline_s=0.05),
+    )  # fmt: skip
+    with pytest.raises(PeerTimeout, match=r"rank 0 made no layer number 3 within 0.05 s; make the layers on all ranks"):
+        EPContext._shared_seed(context, 7)
+    context._seeds.set("3", "99")
+    assert EPContext._shared_seed(context, 7) == 99

@@ -27,7 +27,7 @@ from ep_moe.bench.fit_question import Question
 from ep_moe.bench.measured_lines import measured
 from ep_moe.bench.wire_rows import two_level
 from ep_moe.cli.app import app
-from ep_moe.cli.fit import FitOptions, Model, _kv_numbers, _memory, read_model
+from ep_moe.cli.fit import FitOptions, Model, _kv_numbers, _memory, _time, read_model
 from ep_moe.cli.fit import run as run_fit
 from ep_moe.cli.run import DEMO
 from ep_moe.experts.fused.base import INSIDE
@@ -411,3 +411,10 @@ def test_what_does_not_fit_leaves_room_for_no_tokens(total, tokens):
     found = SimpleNamespace(memory=SimpleNamespace(layer={}, total=total), fits=lambda asked: total <= 100)
     model = Model(name="tiny", config=SMALL, layers=1, rest=0, kv_numbers=2)
     assert _memory(asked, model, found)["kv_tokens_in_what_is_left"] == tokens
+
+
+def test_a_transport_without_a_model_of_its_time_has_none():
+    answered = _time(SimpleNamespace(time=None))
+    assert answered == {
+        "floor_us": None, "expected_us": None, "source": "no model of this transport or quantization",
+    }  # fmt: skip

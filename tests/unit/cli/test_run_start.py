@@ -61,6 +61,12 @@ def test_a_quiet_run_of_a_model_of_the_hub(started):
     assert (arguments["folder"], how, noted) == (("org/m", {"revision": "v2"}), {"deadline_s": 900.0}, [])
 
 
+def test_a_run_without_transformers_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(run_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"ep-moe run needs transformers; install ep-moe\[hf\]"):
+        run_module.check_options(RunOptions())
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchruns_ranks_are_taken_as_they_are(fails, monkeypatch):
     """Ranks of torchrun are used as they are. Their process group is destroyed after the run, even if it fails."""

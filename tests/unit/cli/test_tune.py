@@ -150,3 +150,48 @@ def test_pairs_are_those_that_can_run_as_two(monkeypatch):
     assert agreed == [({"a": 1, "pairs": pairs}, None)]
     how = {"scheme": SCHEMES["fp8_dynamic"], "max_tokens": 7, "wire": wire}
     assert asked == [(CONFIG, "layout", CPU, torch.float16, how)]
+
+
+@pytest.mark.parametrize(
+    ("limit", "rows", "words"),
+    [
+        (None, [BackendChoice("local", "reference", "chosen", "")], r"tune needs EPContext.from_torchrun\(max_tokens="),
+        (
+            9,
+            [BackendChoice("torch_a2a", "reference", "refused", "no")],
+            "no pair of transport and kernel can run; ep-moe",
+        ),
+    ],
+    ids=["no limit", "no pair"],
+)
+def test_what_cannot_be_measured_is_refused_on_all_ranks(limit, rows, words, monkeypatch):
+    def require_equal(name, facts, problem):
+        raise problem
+
+    monkeypatch.setattr(tune.explain, "explain", lambda *given, **how: rows)
+    consensus = SimpleNamespace(require_equal=require_equal)
+    context = SimpleNamespace(
+        layout="layout", device=CPU, _max_dispatch_tokens=limit, max_tokens=limit, consensus=consensus
+    )
+    with pytest.raises(ConfigError, match=words):
+        tune._pairs(context, CONFIG, {}, scheme="none", wire=Wire(), dtype=torch.float16)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_torchruns_ranks_measure_and_leave_their_process_group(fails, monkeypatch):
+    asked, ended = [], []
+
+    def on_rank(*given):
+        if fails:
+            raise ConfigError("no")
+        return given
+
+    monkeypatch.setattr(tune.TorchrunEnv, "present", lambda: True)
+    monkeypatch.setattr(tune, "local_device", lambda: "here")
+    monkeypatch.setattr(tune, "init_from_torchrun", lambda device, deadline_s: asked.append((device, deadline_s)))
+    monkeypatch.setattr(tune, "run_on_rank", on_rank)
+    monkeypatch.setattr(tune.dist, "destroy_process_group", lambda: ended.append(True))
+    options = tune.TuneOptions(model="m", tokens=(3,))
+    with pytest.raises(ConfigError, match="no") if fails else nullcontext():
+        assert tune.run(options, print) == (options, "here", print)
+    assert (asked, ended) == ([("here", tune.DEADLINE_S)], [True])

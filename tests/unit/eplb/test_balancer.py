@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import ConfigError, EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, RebalanceError
+from ep_moe import ConfigError, EPContext, EPLBConfig, ExpertBalancer, ExpertMap, MoELayer, PeerTimeout, RebalanceError
 from ep_moe.eplb import H200, rebalance
 from ep_moe.eplb.migration import consensus
 from ep_moe.eplb.migration.consensus import State
@@ -113,6 +113,43 @@ def test_a_stage_has_half_of_the_contexts_deadline(layers, monkeypatch):
     with pytest.raises(RebalanceError, match=f"PLANNING took longer than {limit:g} s"):
         step(balancer, 3)
     answer.set()
+
+
+@pytest.mark.parametrize(
+    ("vote", "fate"), [("commit", "was applied"), ("rollback", "was rolled back"), (None, "is undecided")], ids=str
+)
+def test_the_layer_under_way_ends_as_other_ranks_voted(vote, fate, layers, monkeypatch):
+    """A balancer that fails puts the layer under way in force if ranks did so before they were lost."""
+    before, new = layers[0].placement.expert_map, ExpertMap.from_ranks([list(reversed(range(10)))], 10)
+    balancer = balancer_of(layers, interval=0)
+    balancer.move_to([new])
+    while not (balancer.state is State.MOVING and balancer._migration.done):
+        balancer.step()
+
+    def voted(own, forward):
+        if vote is None:
+            raise PeerTimeout("no store")
+        return vote, forward
+
+    monkeypatch.setattr(balancer, "_vote", voted)
+    with pytest.raises(PeerTimeout, match=f"of moe0.* {fate}, and the balancer is off: lost"):
+        balancer._disable_and_raise(PeerTimeout("lost"))
+    assert balancer.state is State.OFF
+    assert layers[0].placement.expert_map == (new if vote == "commit" else before)
+
+
+def test_a_layer_whose_vote_is_lost_is_undecided(layers, monkeypatch):
+    before, balancer = layers[0].placement.expert_map, balancer_of(layers, interval=0)
+    balancer.move_to([ExpertMap.from_ranks([list(reversed(range(10)))], 10)])
+
+    def lost(own, forward):
+        raise PeerTimeout("no store")
+
+    monkeypatch.setattr(balancer, "_vote", lost)
+    with pytest.raises(PeerTimeout, match=r"of moe0.* is undecided, and the balancer is off: no store"):
+        balancer.settle()
+    assert balancer.state is State.OFF
+    assert layers[0].placement.expert_map == before
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -67,6 +67,13 @@ def test_no_expert_has_no_weight_and_spoils_no_gradient(routing):
     assert not logits.grad[1].any()
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_buffer_shows_all_of_its_rows(weights):
+    buffer = RoutingBuffer(5, TOP_K, weights=weights)
+    assert buffer.ids.tolist() == [[-1] * TOP_K] * 5
+    assert buffer.weights is None if not weights else buffer.weights.tolist() == [[0.0] * TOP_K] * 5
+
+
 def test_calls_are_recorded_in_their_order(layer):
     x = rows_of(7)
     routing = layer.router(x)

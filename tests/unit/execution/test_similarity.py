@@ -102,6 +102,15 @@ def test_what_became_alike_since_is_named_by_the_ranks_of_the_job(monkeypatch):
     assert similarity.problem(layer, rank_group, "backward") is None
 
 
+def test_experts_that_were_sharded_since_are_not_compared(monkeypatch):
+    experts = Experts(drawn(0), drawn(1))
+    layer, rank_group = compared(monkeypatch, experts)
+    similarity = Similarity()
+    similarity.begin(layer, rank_group, "first call")
+    experts.held, experts.sharded = (drawn(2), drawn(2)), True
+    assert similarity.problem(layer, rank_group, "backward") is None
+
+
 def test_numbers_are_taken_from_all_of_a_matrix():
     """The sample covers all of a matrix, because its first rows may be a part that does not learn."""
     w13 = torch.arange(2 * 4096, dtype=torch.float32).view(2, 64, 64)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ep_moe.eplb.planner import packing
+from ep_moe.eplb.planner import packing, search
 from ep_moe.eplb.planner.candidates import Problem, occupied
 from ep_moe.eplb.planner.packing import ABSENT, relabel_ranks, relabel_slots
 from ep_moe.eplb.planner.search import _Search, _swap_pairs, exhaustive_search, refine
@@ -105,6 +105,15 @@ def test_the_wider_search_is_never_worse_either(seed):
     assert not packing.has_twice(found).any()
     assert (packing.count_copies(found, load.shape[1]) > 0).all()
     assert ((found == ABSENT) == (table == ABSENT)).all()
+
+
+def test_a_row_too_large_for_the_wider_search_keeps_its_table(monkeypatch):
+    load, table = np.array([[8.0, 1.0, 1.0]]), np.array([[[0, 1], [2, EMPTY]]])
+    room, goal = (table != ABSENT).sum(2), np.zeros(1)
+    monkeypatch.setattr(search, "FEW", 0)
+    assert fullest(load, exhaustive_search(load, room, table, goal)) < fullest(load, table)
+    monkeypatch.setattr(search, "_WIDER_CELLS", search._WORTHWHILE * room.size * load.size - 1)
+    assert (exhaustive_search(load, room, table, goal) == table).all()
 
 
 def test_a_row_below_the_goal_is_left_alone():
