@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,30 +68,29 @@ def _changed_block(model: PreTrainedModel, family: Family, fresh: bool) -> str |
                 made = dict(blocks_of(type(model)._from_config(copy.deepcopy(model.config)), family))
         except Exception as error:
             return f"{type(model).__name__} cannot be made of its configuration to compare its blocks: {error}"
-    found = (each for name, block in blocks for each in _changes(name, block, made, family.shared))
-    return next(found, None)
+    found = (_change(name, block, made, family.shared) for name, block in blocks)
+    return next((each for each in found if each is not None), None)
 
 
-def _changes(name: str, block: nn.Module, made: Mapping[str, nn.Module], shared: str | None) -> Iterator[str]:
-    """Describe each difference of a block from the one that the configuration makes.
+def _change(name: str, block: nn.Module, made: Mapping[str, nn.Module], shared: str | None) -> str | None:
+    """Describe the first difference of a block from the one that the configuration makes; None if there is none.
 
     shared: the attribute with the shared experts, which are not replaced and so may differ
     """
     if name not in made:
-        yield f"{name} is a {type(block).__name__}, and no block of its configuration"
-        return
+        return f"{name} is a {type(block).__name__}, and no block of its configuration"
     expected, modules = (_modules(name, one, shared) for one in (made[name], block))
     for path in sorted(expected.keys() | modules.keys()):
         module, original = modules.get(path), expected.get(path)
         if module is None or original is None or type(module) is not type(original):
             now, before = (type(one).__name__ if one is not None else "nothing" for one in (module, original))
-            yield f"{path} is {now}, and {before} by the configuration"
-            continue
+            return f"{path} is {now}, and {before} by the configuration"
         if (changed := changed_methods(module, path)) is not None:
-            yield changed
+            return changed
         for attribute, stated in _stated(original).items():
             if (held := vars(module).get(attribute)) != stated:
-                yield f"{path}.{attribute} is {held!r}, and {stated!r} by the configuration"
+                return f"{path}.{attribute} is {held!r}, and {stated!r} by the configuration"
+    return None
 
 
 def _modules(name: str, block: nn.Module, shared: str | None) -> dict[str, nn.Module]:

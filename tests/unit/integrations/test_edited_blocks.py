@@ -108,6 +108,40 @@ def test_a_configuration_that_is_changed_afterwards_changes_nothing(context):
     torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
 
 
+def without_last_layer(model):
+    model.config.num_hidden_layers -= 1
+
+
+def another_router(model):
+    model.model.layers[-1].mlp.gate = nn.Linear(4, 4)
+
+
+def of_no_configuration(model):
+    model.config.hidden_act = "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            without_last_layer,
+            r"^model\.layers\.2\.mlp is a Qwen3MoeSparseMoeBlock, and no block of its configuration: the ",
+        ),
+        (another_router, r"^model\.layers\.2\.mlp\.gate is Linear, and Qwen3MoeTopKRouter by the configuration: the "),
+        (
+            of_no_configuration,
+            r"^Qwen3MoeForCausalLM cannot be made of its configuration to compare its blocks: 'none'",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_the_configuration_does_not_make_is_a_change(change, words, context):
+    model = tiny_model("qwen3_moe")
+    change(model)
+    with pytest.warns(UserWarning, match=words):
+        assert family_to_replace(model, FAMILIES["qwen3_moe"]) is None
+
+
 @pytest.mark.parametrize("family", FIVE)
 def test_what_nobody_changed_is_replaced_whole(family, context):
     model = tiny_model(family)
