@@ -41,6 +41,31 @@ def test_rows_to_peers_are_packets_with_the_calls_number():
     assert (blocks[1][:, :words] == -1).all(), "no row is wanted there"
 
 
+def test_rows_of_peers_are_written_as_packets_where_there_are_some():
+    rows, number = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]), torch.tensor([9], dtype=torch.int32)
+    plain = tuple(torch.full((2, 2), -1.0) for _ in range(2))
+    packets = PeerPackets(tuple(torch.zeros(2, 3, dtype=torch.int64) for _ in range(2)), number, 2)
+    peers = PeerRows(plain, torch.zeros(2, dtype=torch.int64), 0, 0, packets)
+
+    def arrived(word):
+        return torch.stack([place[:, word] >> 32 for place in packets.blocks]).eq(9).all()
+
+    peers.write_nothing()
+    assert arrived(2)
+    assert not any(place[:, :2].any() for place in packets.blocks)
+    packets.blocks[1].zero_()
+    peers.write(rows)
+    assert arrived(0)
+    assert arrived(2)
+    for place, given in zip(packets.blocks, rows.split(2), strict=True):
+        assert torch.equal((place[:, :2] & 0xFFFFFFFF).to(torch.int32), given.view(torch.int32))
+    assert all((block == -1).all() for block in plain), "packets take the place of rows"
+    plain_rows = dataclasses.replace(peers, packets=None)
+    plain_rows.write_nothing()
+    plain_rows.write(rows)
+    assert torch.equal(torch.cat(plain), rows)
+
+
 def test_each_backward_of_a_process_counts_the_first_one_too(monkeypatch):
     """`recomputing` is True in every backward, the first one included. torch numbers them from 0; -1 means none."""
     assert not recomputing()

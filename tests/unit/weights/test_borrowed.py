@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ep_moe import ExpertMap, MoEConfig
+from ep_moe import ConfigError, ExpertMap, MoEConfig
 from ep_moe.weights.borrowed import BorrowedWeights
 
 
@@ -28,3 +28,34 @@ def test_the_dtype_stays_that_of_the_last_loan():
         with weights.borrow({"w13": torch.ones(2, 8, 4, dtype=dtype), "w2": torch.ones(2, 4, 4, dtype=dtype)}):
             assert weights.dtype == dtype
         assert weights.dtype == dtype
+
+
+def borrowed():
+    config = MoEConfig(hidden_size=4, intermediate_size=4, num_experts=2, top_k=1)
+    return BorrowedWeights(config, ExpertMap.linear(2, 1))
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_what_is_lent_is_what_is_stored(learns):
+    weights, lent = borrowed(), {"w13": torch.ones(2, 8, 4), "w2": torch.ones(2, 4, 4, requires_grad=learns)}
+    with torch.no_grad(), weights.borrow(lent):
+        assert weights.get_parameter("w13") is lent["w13"]
+        assert weights.addresses == tuple(tensor.data_ptr() for tensor in lent.values())
+        assert weights.any_requires_grad is learns
+    assert weights.addresses == ()
+    assert not weights.any_requires_grad
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda weights: weights.set_expert_map(ExpertMap.linear(2, 1)), "move between ranks"),
+        (lambda weights: weights.update_expert(0, {}), "are written"),
+        (lambda weights: weights.state_dict(), "are saved"),
+        (lambda weights: weights.load_state_dict({}), "are loaded"),
+    ],
+    ids=["map", "update", "save", "load"],
+)
+def test_what_is_lent_is_changed_by_its_owner_alone(call, what):
+    with pytest.raises(ConfigError, match=rf"belong to a transformers model and {what} only through it; use the model"):
+        call(borrowed())

@@ -1,5 +1,6 @@
 """Test how functions of other libraries among the callers are found, by their frames."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -38,3 +39,9 @@ def test_frames_are_listed_from_the_innermost_by_module_and_name():
         return called_by("two", "inner", lambda: called_by("two", "outer", look))
 
     assert called_by("one", "outer", within) == [("two", "inner"), ("one", "outer")]
+
+
+def test_schedules_that_were_not_imported_are_not_looked_for(monkeypatch):
+    module = "torch.distributed.pipelining.schedules"
+    monkeypatch.delitem(sys.modules, module)
+    assert called_by(module, "_step_microbatches", training_schedules, self=object()) == []

@@ -60,9 +60,16 @@ def test_reading_a_stored_tensor_writes_nothing(read):
 
 
 def test_kernels_read_parameters_with_memory_of_their_own():
-    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
-    before = weights.w13.clone()
+    """Kernels read parameters that are in no slots, as before FSDP2 shards them. An empty slot is zero."""
+    weights = filled_weights(shape(), ExpertMap.from_ranks([[4, -1, 0, 1, 2, 3]], 5))
+    weights.w13[1] = 0
+    before, fifth = weights.w13.clone(), weights.gather_slot(0)
+    assert torch.equal(fifth["w13"], before[0])
     weights.unstack()
+    assert weights.slots_are_current
+    found = weights.gather_slot(0)
+    assert found.keys() == fifth.keys()
+    assert all(torch.equal(found[name], fifth[name]) for name in fifth)
     with torch.no_grad():
         for found in (weights(lambda: weights.w13), weights(lambda: weights.get_parameter("w13"))):
             assert torch.equal(found, before)
@@ -110,6 +117,18 @@ def test_copies_of_an_expert_follow_changes_that_bump_no_version(change: Callabl
     assert not torch.equal(weights.w13[0], before)
     assert torch.equal(weights.w13[2], weights.w13[0])
     assert [tensor._version for tensor in weights.stored_tensors().values()] == versions
+
+
+def test_slots_lack_a_parameter_that_was_replaced():
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+    weights.refresh_slots()
+    assert weights.slots_are_current
+    expert = weights.get_submodule("3")
+    expert.w2 = torch.nn.Parameter(torch.full_like(expert.w2, 7))
+    assert not weights.slots_are_current
+    weights.refresh_slots()
+    assert (weights.w2[3] == 7).all()
+    assert weights.slots_are_current
 
 
 def test_what_is_no_tensor_is_named_when_loaded():

@@ -89,3 +89,19 @@ def test_a_rank_without_an_expert_sums_no_copies(ranks, refused):
     words = "expert_map gives rank 1 of the EP group no expert, and has replicas"
     with pytest.raises(ConfigError, match=words) if refused else nullcontext():
         found.check()
+
+
+def test_copies_of_an_expert_get_the_sum_over_all_ep_groups():
+    """Each slot of a replicated expert gets the sum over its slots and the EP groups. Here both groups are equal."""
+    found = made(replicas=2, expert_map=TWICE)
+    step = SimpleNamespace(step=lambda *_, **__: nullcontext())
+    found.replicas = SimpleNamespace(size=2, flight_recorder=step, all_reduce=lambda gradient: gradient.mul_(2))
+    found._weights.slots_of_expert = {0: (0, 4), 1: (1,), 2: (2,), 3: (3,)}
+    summed = found({"w13": torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])})
+    assert summed["w13"].flatten().tolist() == [12.0, 4.0, 6.0, 8.0, 12.0]
+
+
+def test_a_rank_without_slots_enters_no_sum():
+    found, nothing = made(replicas=2, expert_map=TWICE), {"w13": torch.empty(0, 1)}
+    found._weights.num_slots = 0
+    assert found(nothing) is nothing

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ep_moe import Activation, ConfigError, InputError, MoEConfig
-from ep_moe.weights.parts import Changes, Expert, connect_in_autograd, etp_shard, join_etp_shards
+from ep_moe.weights.parts import Changes, Expert, ExpertModules, connect_in_autograd, etp_shard, join_etp_shards
 
 
 @pytest.mark.parametrize("etp", [1, 2, 4])
@@ -60,3 +60,14 @@ def test_a_transform_of_torch_func_is_told_that_it_is_not_served():
         torch.func.grad(lambda p: connect_in_autograd(stored, lambda gradients: gradients, [p])["w2"].sum())(
             torch.ones(3)
         )
+
+
+def test_modules_beside_the_experts_are_those_of_a_dict():
+    modules, other = ExpertModules(), nn.Identity()
+    modules.hold({"0": Expert(Changes())})
+    modules |= {"lora": other}
+    assert type(modules) is ExpertModules
+    assert modules.setdefault("lora") is other
+    assert modules.pop("absent", None) is None
+    assert modules.pop("lora") is other
+    assert list(modules) == ["0"]
