@@ -38,6 +38,15 @@ def test_from_groups(given):
     assert given["connect"] == (LAYOUT, range(2), groups, CPU, 7.0, 3, 2, None)
 
 
+def test_a_layout_of_another_kind_is_refused_on_all_ranks(given):
+    """It is refused where all ranks compare their arguments, so that none waits for this one."""
+    EPContext.from_groups({"dp": 2}, device="cpu")
+    layout, *_, problem = given["connect"]
+    assert layout == ParallelConfig(dp=2)
+    assert type(problem) is ConfigError
+    assert str(problem) == "parallel must be a ParallelConfig, got {'dp': 2}; give ParallelConfig(dp=...)"
+
+
 def test_from_mesh(given, monkeypatch):
     asked = {}
 

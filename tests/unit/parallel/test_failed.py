@@ -1,6 +1,7 @@
 """Test which exception leaves a failed call."""
 
 import contextlib
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
 from ep_moe.errors import EPMoEError, InputError, OutOfMemory, PeerTimeout, RankFailed
 from ep_moe.parallel import failed
-from ep_moe.parallel.failed import causes, failure_text, is_communication_error, is_out_of_memory, with_cause
+from ep_moe.parallel.failed import (
+    causes,
+    failure_text,
+    is_communication_error,
+    is_out_of_memory,
+    published_failure,
+    with_cause,
+)
 from tests.fixtures.helpers import fill
 from tests.fixtures.planted_errors import FULL, plant
 
@@ -154,3 +162,10 @@ def test_what_is_of_a_peer(error, communication):
 def test_long_words_of_an_exception_are_cut(size, said):
     text = failure_text(RuntimeError("x" * size), 1, "in combine (step 2)", "", CPU, memory=False)
     assert f"raised RuntimeError between calls: {said} (it was last seen in combine (step 2))" in text
+
+
+@pytest.mark.parametrize(("memory", "kind"), [(False, RankFailed), (True, OutOfMemory)])
+def test_a_failure_is_read_as_it_was_published(memory, kind):
+    found = published_failure(json.dumps({"memory": memory, "text": "rank 1 failed"}).encode())
+    assert (type(found), str(found)) == (kind, "rank 1 failed")
+    assert published_failure(b"") is None

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from ep_moe import ConfigError, InputError, PeerTimeout
-from ep_moe.errors import RankFailed
+from ep_moe.errors import OutOfMemory, RankFailed
 from ep_moe.parallel import flight_recorder as recorder_module
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.heartbeats import Step
@@ -28,6 +29,15 @@ def test_a_flight_recorder_turns_communication_failures_only():
     assert flight_recorder.number == 3
     with flight_recorder.step("gather", counted=False):
         assert str(flight_recorder._step) == "in gather of moe0 (step 3)"
+
+
+def test_memory_that_ends_in_a_step_is_said_as_such():
+    flight_recorder, error = FlightRecorder(), torch.OutOfMemoryError("tried to allocate 2 GiB")
+    flight_recorder.call_name = "moe0"
+    words = r"^rank 0 ran out of memory on cpu .*2 GiB"
+    with pytest.raises(OutOfMemory, match=words) as raised, flight_recorder.step("dispatch"):
+        raise error
+    assert raised.value.__cause__ is error
 
 
 @pytest.mark.parametrize(
@@ -250,6 +260,14 @@ def test_the_first_of_two_failures_is_everyones():
         two.close()
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before the look", "during the look"])
+def test_a_diagnosis_is_the_failure_that_a_peer_published(late, monkeypatch):
+    recorder, published = FlightRecorder(HashStore(), [0], 0, deadline_s=0.4), RankFailed("rank 1 raised ValueError")
+    answers = [published, None] if late else [published]
+    monkeypatch.setattr(recorder, "_failed_elsewhere", lambda store: answers.pop())
+    assert recorder._diagnose("no answer") is published
+
+
 def test_one_group_alone_exchanges_through_the_memory_of_the_host():
     """Only one group exchanges numbers through the host's memory.
 
@@ -288,6 +306,31 @@ def test_each_barrier_waits_for_all_of_its_ranks():
     finally:
         for flight_recorder in recorders:
             flight_recorder.close()
+
+
+def test_a_barrier_says_whom_it_waits_for(monkeypatch):
+    monkeypatch.setattr(recorder_module, "_PATIENCE_S", 0.05)
+    recorder = FlightRecorder(HashStore(), [0, 1, 2], 1, deadline_s=0.2)
+    words = r"capture\(\) needs ranks 0, 2 too"
+    try:
+        with (
+            pytest.warns(UserWarning, match=rf"^{words}; rank 1 waits up to 0\.2 s$"),
+            pytest.raises(PeerTimeout, match=rf"^{words}, which did not call it within 0\.2 s; call it on all ranks$"),
+        ):
+            recorder.monitored_barrier("layer/capture", [0, 1, 2], "capture()")
+    finally:
+        recorder.close()
+
+
+def test_a_text_that_does_not_come_is_a_lost_peer():
+    recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.1)
+    try:
+        with pytest.raises(
+            PeerTimeout, match=r"^rank 0 lost its peers .*: rank 1 did not report its error\. Rank 1 shows"
+        ):
+            recorder.broadcast_text(None, owner=1, group=(0, 1))
+    finally:
+        recorder.close()
 
 
 @pytest.mark.parametrize(("text", "shared"), [("it is wrong", "it is wrong"), (None, "")])

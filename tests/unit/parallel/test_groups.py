@@ -7,8 +7,9 @@ from types import SimpleNamespace as Some
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 
-from ep_moe import ConfigError, RankLayout
+from ep_moe import ConfigError, ParallelConfig, RankLayout
 from ep_moe.parallel import groups
 from ep_moe.parallel.flight_recorder import FlightRecorder
 from ep_moe.parallel.groups import DEADLINE_S, TorchrunEnv
@@ -108,6 +109,23 @@ def test_ranks_meet_whatever_their_deadlines(given, seconds, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", lambda **how: made.update(how))
     groups.init_from_torchrun(torch.device("cpu"), deadline_s=given)
     assert made == {"backend": "gloo", "timeout": timedelta(seconds=seconds), "device_id": None}
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_tokens", 0), ("max_tokens", 2.5), ("ranks_per_node", 0)])
+def test_a_limit_is_refused_where_ranks_compare_theirs(field, value, monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    limits = {"max_tokens": None, "ranks_per_node": None} | {field: value}
+    with pytest.raises(ConfigError, match=rf"{field} must be an integer in \[1, 2147483647\] or None, got {value}$"):
+        groups.agreed_layout(ParallelConfig(dp=1), [0], dist.HashStore(), torch.device("cpu"), 5.0, **limits)
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_meshes_are_forgotten_where_dtensors_were_imported(imported, monkeypatch):
+    cleared, module = [], "torch.distributed.tensor"
+    monkeypatch.setattr(debug, "_clear_sharding_prop_cache", lambda: cleared.append(module))
+    monkeypatch.setattr(groups, "sys", Some(modules=[module] * imported))
+    groups._forget_meshes()
+    assert cleared == [module] * imported
 
 
 @pytest.fixture

@@ -125,6 +125,16 @@ def test_hosts_of_one_name_differ_by_their_boot(monkeypatch):
     assert first[1] == other[1]
 
 
+def test_a_host_without_a_boot_id_is_told_by_its_name(monkeypatch):
+    def unreadable(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(groups.Path, "read_text", unreadable)
+    name = groups.socket.gethostname()
+    assert groups.host_identity() == (f"{name} ", name)
+
+
 @pytest.mark.parametrize(
     ("hosts", "sizes", "size"),
     [

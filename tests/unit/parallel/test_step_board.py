@@ -169,3 +169,28 @@ def test_a_board_that_is_not_here_is_not_read(change):
     board = StepBoard()
     assert PeerBoard.at(json.dumps(json.loads(board.address) | change)) is None
     board.close()
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError])
+def test_a_host_without_anonymous_files_has_no_board(error, monkeypatch):
+    def memfd_create(name):
+        raise error(name)
+
+    monkeypatch.setattr(os, "memfd_create", memfd_create)
+    assert StepBoard.made() is None
+
+
+def test_hosts_that_cannot_be_told_apart_read_no_boards(monkeypatch):
+    board = StepBoard()
+    peer = PeerBoard.at(board.address)
+    assert peer is not None
+    peer.close()
+    board.close()
+
+    def unreadable(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(step_board.Path, "read_text", unreadable)
+    board = StepBoard()
+    assert PeerBoard.at(board.address) is None
+    board.close()

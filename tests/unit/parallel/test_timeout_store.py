@@ -178,3 +178,5 @@ def test_the_agent_may_be_the_first_process_of_a_container(monkeypatch):
     monkeypatch.setattr(timeout_store, "Path", Paths)
     assert holder_of_port(8080) == "agent"
     assert holder_of_port(8081) == ""
+    del texts["/proc/7/stat"]
+    assert holder_of_port(8080) == "", "without its parents' numbers, only the process itself is looked at"
