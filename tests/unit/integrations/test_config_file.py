@@ -5,7 +5,7 @@ import json
 import pytest
 
 from ep_moe import CheckpointError
-from ep_moe.integrations.config_file import read_config
+from ep_moe.integrations.config_file import read_config, read_generation_config
 from tests.fixtures.checkpoint_files import quiet, tiny_config
 
 pytest.importorskip("transformers")
@@ -39,3 +39,16 @@ def test_a_number_is_finite_wherever_it_stands(where, tmp_path):
     file.write_text(json.dumps(json.loads(file.read_text()) | {where: wrong}))
     with pytest.raises(CheckpointError, match=rf"config\.json: {where}[.a-z0-9]* must be a finite number, got nan"):
         read_config(tmp_path)
+
+
+def test_a_generation_config_that_transformers_refuses_is_named(tmp_path):
+    file = tmp_path / "generation_config.json"
+    assert read_generation_config(tmp_path) is None
+    file.write_text(json.dumps({"max_new_tokens": 3}))
+    assert read_generation_config(tmp_path).max_new_tokens == 3
+    file.write_text(json.dumps({"max_new_tokens": -1}))
+    words = (
+        r"generation_config\.json is nothing that transformers can read: ValueError: .*max_new_tokens.*; mend or remove"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        read_generation_config(tmp_path)

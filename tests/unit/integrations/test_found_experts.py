@@ -9,7 +9,8 @@ from torch.nn.functional import silu
 from transformers import JetMoeConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoE
 
-from ep_moe.integrations.activation_probe import is_experts
+from ep_moe import Activation, ConfigError, MoEConfig
+from ep_moe.integrations.activation_probe import computes, is_experts
 from ep_moe.integrations.find_experts import (
     experts_apart,
     find_experts,
@@ -80,6 +81,12 @@ def test_flat_matrices_are_told_apart_in_any_order_that_models_have(order):
     (found,) = find_experts(nn.ModuleDict({"experts": Flat(order)})).values()
     assert {one.name: one.part for one in found.layout.tensors} == {"gate": "w1", "up": "w3", "down": "w2"}
     assert (found.layout.experts, found.sizes) == (4, (40, 24))
+
+
+def test_matrices_of_several_sizes_are_no_flat_experts():
+    module = Flat(MATRICES)
+    module.down = nn.Parameter(torch.randn(4 * 40, 24))
+    assert find_experts(nn.ModuleDict({"experts": module})) == {}
 
 
 class SeesConfig(PretrainedConfig):
@@ -164,9 +171,22 @@ def test_the_nearest_statement_says_how_many_experts_a_token_takes():
     The experts' own field is first, then their neighbours', then outer modules', then the configuration's.
     """
     model = nn.ModuleDict({"layer": nn.ModuleDict({"experts": Experts(), "router": nn.Identity()})})
+    with pytest.raises(
+        ConfigError, match=r"ModuleDict does not say how many .* set model\.config\.num_experts_per_tok$"
+    ):
+        top_k_of(model, model["layer"]["experts"], "layer.experts")
     model.config = PretrainedConfig(num_experts_per_tok=5)
     found = []
     for holder in (model.config, model, model["layer"]["router"], model["layer"]["experts"]):
         holder.num_experts_per_tok = 5 - len(found)
         found.append(top_k_of(model, model["layer"]["experts"], "layer.experts"))
     assert found == [5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+@pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2])
+def test_an_activation_with_a_gate_is_none_without(activation, has_gate):
+    module = on_interface(has_gate=has_gate, act_fn=lambda h: h.relu().square())
+    module._apply_gate = lambda h: silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
+    config = MoEConfig(hidden_size=8, intermediate_size=8, num_experts=4, top_k=1, activation=activation)
+    assert computes(module, config) is (activation.gated == has_gate)

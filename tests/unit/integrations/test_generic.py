@@ -54,6 +54,12 @@ def test_ids_of_no_expert_fewer_and_repeated_ones(context):
         ours(x, torch.zeros(6, 3, dtype=torch.int64), torch.zeros(6, 3))
 
 
+def test_a_layer_of_experts_alone_has_no_router(context):
+    _, ours, x = replaced("olmoe", context)
+    with pytest.raises(ConfigError, match=r"^the model routes its tokens itself; call forward_routed$"):
+        ours.moe(x)
+
+
 @pytest.mark.parametrize("kind", ["dbrx", "olmoe"])
 @torch.no_grad()
 def test_inputs_by_the_names_of_the_replaced_module(kind, context):

@@ -1,12 +1,13 @@
 """Test PEFT's LoRA on one rank: new factors, what is trained of an adapter, and which adapters are refused."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ep_moe import CheckpointError, ConfigError, EPContext, ExpertMap
-from ep_moe.integrations import lora_targets
+from ep_moe.integrations import lora, lora_targets
 from ep_moe.integrations.lora import add_lora, load_lora, merge_lora, save_lora
 from ep_moe.integrations.lora_targets import LoraTarget, check_config
 from ep_moe.integrations.transformers import (
@@ -213,6 +214,19 @@ def test_adapters_that_do_not_fit_are_refused(models, tmp_path):
         model = load_pretrained(models / "olmoe", EPContext.local(rank_device()), progress=False)
         with pytest.raises(CheckpointError, match=text):
             load_lora(model, tmp_path)
+    file.write_bytes(b"no tensors")
+    with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors cannot be read: "):
+        load_lora(model, tmp_path)
+
+
+def test_another_peft_is_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "peft.utils.transformers_weight_conversion", None)
+    words = rf"{tmp_path} has separate factors of each expert, which this peft .*; install peft 0\.21 or newer$"
+    with pytest.raises(CheckpointError, match=words):
+        lora._fused({}, None, None, tmp_path)
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"^LoRA needs peft, which is not installed \(.*\); pip install peft$"):
+        add_lora(None, None)
 
 
 UNSERVED = {

@@ -1,5 +1,6 @@
 """Test what a `LoraConfig` names in a model with expert-parallel layers, and how a file stores experts' factors."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -138,3 +139,11 @@ def test_names_are_those_without_pefts_wrappers(name, bare):
 def test_a_field_names_what_peft_takes_it_for(field, wanted, name, found):
     """A field matches names as PEFT does: saved modules by any suffix, and parameters by whole components."""
     assert lora_targets._wanted(None, field, wanted, name) == found
+
+
+def test_a_peft_without_a_conversion_leaves_the_configuration(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft.utils.transformers_weight_conversion", None)
+    config = SimpleNamespace(target_modules=["q_proj"])
+    found = lora_targets.converted(config, None)
+    assert found == config
+    assert found is not config

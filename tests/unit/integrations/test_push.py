@@ -1,11 +1,13 @@
 """What `load_weights` says of weights for which a model has no place."""
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ep_moe import EPContext
+from ep_moe import CheckpointError, EPContext
+from ep_moe.integrations import push
 from ep_moe.integrations.transformers import expert_parallel, export_weights, load_weights
 from tests.fixtures.helpers import same_bits
 from tests.fixtures.interface_models import interface_model
@@ -34,3 +36,20 @@ def test_what_a_model_has_no_place_for_is_left_out_with_a_warning(others, pairs)
     assert len(said) == bool(others)
     found, wanted = server.state_dict(), trainer.state_dict()
     assert all(same_bits(found[name], wanted[name]) for name in wanted)
+
+
+def test_tensors_that_cannot_be_joined_are_named(monkeypatch):
+    def join(*_):
+        raise RuntimeError("Sizes of tensors must match")
+
+    monkeypatch.setattr(push, "converted", join)
+    monkeypatch.setattr(push, "check_dtype", lambda *_: None)
+    names = ["q.weight", "k.weight"]
+    recipe = SimpleNamespace(target="qk.weight", names=lambda: names, sources={"*": names})
+    model = SimpleNamespace(config=None)
+    target = SimpleNamespace(_live={"qk.weight": torch.ones(4, 2)}, _model=model)
+    words = r"^qk\.weight cannot be made of q\.weight.*k\.weight.*: Sizes of tensors must match$"
+    with pytest.raises(CheckpointError, match=words):
+        push.ModelTarget._converted(
+            target, recipe, push.MemorySource({name: torch.ones(2, 2) for name in names}, "here"), headers=False
+        )

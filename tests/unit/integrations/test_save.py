@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from ep_moe import Activation, EPContext, MoEConfig, MoELayer
 from ep_moe.checkpoint.source import INDEX, SINGLE
-from ep_moe.errors import CheckpointError, ConfigError
+from ep_moe.errors import CheckpointError, ConfigError, PeerTimeout
 from ep_moe.integrations import save as saving
 from ep_moe.integrations.transformers import expert_parallel, export_weights, save_pretrained
 from tests.fixtures.checkpoint_files import check_equal, tensors_of
@@ -72,6 +72,29 @@ def test_a_failure_is_not_forgotten_for_what_is_written_after_it(tmp_path, monke
     with pytest.raises(CheckpointError, match="no space left"):
         save_pretrained(expert_parallel(interface_model("olmoe"), local()), tmp_path, max_shard_bytes=60_000)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [ConfigError("another map"), PeerTimeout("rank 1 is gone")], ids=str)
+def test_an_error_of_a_gather_is_raised_on_all_ranks_unless_they_are_gone(error, tmp_path, monkeypatch):
+    asked = []
+
+    def fails(one):
+        raise error
+
+    with local() as context:
+        model = expert_parallel(interface_model("olmoe"), context)
+        raise_on_all_ranks = context.consensus.raise_on_all_ranks
+
+        def noted(what, problem, **options):
+            asked.extend([problem] if what == "save" else [])
+            raise_on_all_ranks(what, problem, **options)
+
+        monkeypatch.setattr(saving, "_gathered", fails)
+        monkeypatch.setattr(context.consensus, "raise_on_all_ranks", noted)
+        with pytest.raises(type(error), match=str(error)):
+            save_pretrained(model, tmp_path, max_shard_bytes=1000)
+    assert asked == ([error] if isinstance(error, ConfigError) else [])
+    assert bool(list(tmp_path.iterdir())) is isinstance(error, PeerTimeout), "unfinished files are removed"
 
 
 def test_ranks_wait_long_for_the_one_that_writes(tmp_path, monkeypatch):

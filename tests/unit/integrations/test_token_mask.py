@@ -70,6 +70,12 @@ def test_a_call_has_its_own_mask_alone(model, masks):
     assert model.model.seen[-1] is None
 
 
+def test_a_call_without_tokens_is_the_models_to_refuse(model, masks):
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'input_ids'"):
+        model(attention_mask=MASK)
+    assert masks.of_rows(6) is None
+
+
 @pytest.mark.parametrize("other", ["open", "ended"])
 @pytest.mark.parametrize("masked", [True, False])
 def test_calls_of_two_threads_have_their_own_masks(model, masks, other, masked):

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from ep_moe import EPContext
-from ep_moe.errors import ConfigError, InputError
+from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations import transformers as module
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
 from tests.fixtures.checkpoint_files import FAMILIES, LAYERS, logits, quiet, save, tiny_config, tiny_model, written
@@ -151,3 +152,11 @@ def test_unknown_model_type_is_refused(tmp_path):
     for call in (lambda: expert_parallel(model, local()), lambda: load_pretrained(tmp_path, local())):
         with pytest.raises(ConfigError, match=r"LlamaForCausalLM \(model_type 'llama'\) has no module that computes"):
             call()
+
+
+def test_numbers_outside_the_experts_in_another_quantization_are_refused():
+    source = SimpleNamespace(
+        has=lambda name: False, unsupported_tensors=lambda prefix: {f"{prefix}.qzeros": "AutoRound"}
+    )
+    with pytest.raises(CheckpointError, match=r"^proj\.weight .*AutoRound"):
+        module._load_rest(nn.ModuleDict({"proj": nn.Linear(2, 2)}), source, ("experts",), set())
