@@ -205,6 +205,20 @@ def test_between_calls_a_rank_is_in_no_layer(context):
     assert context.flight_recorder.call_name == ""
 
 
+def test_peers_learn_of_a_hook_that_raises_before_forward(context, monkeypatch):
+    reported = []
+
+    def fails(*_):
+        raise ValueError("of a hook")
+
+    layer = MoELayer(shape(), context)
+    layer.register_forward_pre_hook(fails)
+    monkeypatch.setattr(context, "_report_exception", lambda *what, users: reported.append((*map(str, what), users)))
+    with pytest.raises(ValueError, match="of a hook"):
+        layer(torch.ones(3, HIDDEN))
+    assert reported == [("of a hook", layer.name, True)]
+
+
 def agreed(error):
     error.agreed_by = (0, 1)
     return error

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ep_moe import Activation, ExpertMap, MoEConfig
-from ep_moe.experts.layouts import as_rank_major, expected_pairs, group_rows, reduce_rows
+from ep_moe.experts.layouts import as_rank_major, expected_pairs, group_rows, reduce_rows, scaled_by_block
 from ep_moe.experts.reference import ReferenceExperts
 from ep_moe.experts.shared_experts import activate
 from ep_moe.types import LocalIds, Received, RowLayout, Weighting
@@ -312,6 +312,28 @@ def test_rows_are_grouped_by_expert_in_their_order():
     assert torch.equal(grouped.weights, call.weights[[1, 3, 0, 1, 3], [0, 1, 0, 1, 0]])
 
 
+def test_rows_are_grouped_alike_in_a_compiled_graph(monkeypatch):
+    """There all N * K rows are kept. Those without an expert come last, and no entry of `slots` is one of them."""
+    call = received(torch.tensor([[2, -1], [0, 2], [-1, -1], [3, 0]]))
+    wanted = group_rows(call, 5)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = group_rows(call, 5)
+    monkeypatch.undo()
+    assert found.ends.tolist() == wanted.ends.tolist()
+    assert found.ends.dtype == torch.int32
+    assert (len(found.x), found.expert.tolist()) == (8, [*wanted.expert.tolist(), 0, 0, 0])
+    assert torch.equal(found.x[:5], wanted.x)
+    assert torch.equal(found.weights[:5], wanted.weights)
+    assert found.slots.tolist() == [[2, 8], [0, 3], [8, 8], [4, 1]]
+
+
+def test_products_without_rows_are_empty():
+    ends, rows = torch.zeros(3, dtype=torch.int32), torch.ones(0, 4)
+    assert torch.ops.ep_moe.grouped_mm(rows, torch.ones(3, 6, 4), ends).shape == (0, 6)
+    found = torch.ops.ep_moe.grouped_mm_weight(rows, torch.ones(0, 6), ends)
+    assert (found.shape, bool(found.any())) == ((3, 6, 4), False)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_expected_pairs_are_those_of_uniform_routes(ranks):
     """`expected_pairs` is within six deviations of the routes counted under uniform routing.
@@ -325,6 +347,15 @@ def test_expected_pairs_are_those_of_uniform_routes(ranks):
     assert expected_pairs(config, 40, 4) == 4, "redundant experts are no further ones"
     assert expected_pairs(config, 8, 1) == 1, "rows that were repeated per expert"
     assert expected_pairs(config, 8, 1, everyone=True) == 8 / 32, "the same where all ranks' are here"
+
+
+def test_scales_of_rows_are_also_those_of_their_blocks():
+    x, scale = torch.ones(3, 256).to(torch.float8_e4m3fn), torch.tensor([[1.0], [2.0], [3.0]])
+    rows = dataclasses.replace(received(local_ids("some of them", 3)), x=x, x_scale=scale, format="fp8_row")
+    found = scaled_by_block(rows)
+    assert (found.format, found.x_scale.tolist()) == ("fp8_block", [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]])
+    assert found.x_scale.data_ptr() == scale.data_ptr(), "nothing is copied"
+    assert scaled_by_block(found) is found
 
 
 def test_reducing_undoes_grouping():

@@ -201,6 +201,16 @@ def test_a_kernel_that_needs_none_takes_none():
     assert context._workspaces.allocated == 0
 
 
+def test_a_compiled_graph_without_an_eager_call_has_a_buffer_of_its_own(hungry, monkeypatch):
+    context = EPContext.local(CPU)
+    experts = layer(context, 16).experts
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = experts.workspace()
+    assert (found.numel(), found.dtype, found.device) == (16_000, torch.uint8, CPU)
+    assert context._workspaces.allocated == 0, "the graph allocates it"
+    monkeypatch.undo()
+
+
 def test_a_compiled_graph_keeps_the_buffer_of_the_eager_call(hungry, monkeypatch):
     context = EPContext.local(CPU)
     first = layer(context, 16)

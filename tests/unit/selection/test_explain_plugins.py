@@ -69,6 +69,18 @@ def test_what_a_plug_in_raises_is_a_reason_and_what_our_own_raise_is_a_bug(plugi
         registry.query_unsupported_reason("dispatchers", "local", ask)
 
 
+def test_an_interrupt_is_no_reason(plugins, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    plugins(dispatchers={"sibling": "tests.fixtures.plugins:Sibling"})
+    with pytest.raises(KeyboardInterrupt):
+        registry.query_unsupported_reason("dispatchers", "sibling", interrupted)
+    monkeypatch.setattr(registry.importlib, "import_module", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        registry.load("dispatchers", "sibling")
+
+
 def test_backend_that_says_it_is_unavailable(plugins):
     plugins(dispatchers={"missing": "tests.fixtures.plugins:Missing"})
     assert registry.unsupported_reason("dispatchers", "missing") == "libsibling.so is not installed"

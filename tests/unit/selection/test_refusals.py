@@ -77,6 +77,12 @@ def test_a_kernel_that_takes_other_rows_is_refused(monkeypatch):
     assert asked().of_pair("local", "reference") == "local delivers rank_major rows, reference takes batched"
 
 
+def test_a_kernel_that_weighs_rows_otherwise_is_refused(monkeypatch):
+    changed(monkeypatch, ReferenceExperts, weightings=frozenset({Weighting.COMBINE}))
+    words = "local leaves the routing weights to experts, reference does not work that way"
+    assert asked().of_pair("local", "reference") == words
+
+
 def test_any_rows_can_be_seen_as_those_of_ranks(monkeypatch):
     changed(monkeypatch, LocalDispatcher, layout=RowLayout.CONTIGUOUS)
     changed(monkeypatch, ReferenceExperts, layouts=frozenset({RowLayout.RANK_MAJOR}))

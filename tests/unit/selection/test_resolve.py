@@ -112,3 +112,17 @@ def test_what_contradicts_a_tuned_choice_is_refused(asked, tokens, words):
         refused = nullcontext() if words is None else pytest.raises(ConfigError, match=re.escape(words))
         with refused:
             _check_tuned(tuned, context, shape(), LayerRequest(**of | asked, tuned=tuned))
+
+
+@pytest.mark.parametrize("field", ["router", "shared_experts"])
+@pytest.mark.parametrize("exact", [None, False, True])
+def test_a_module_of_an_exact_layer_declares_that_it_is_exact(exact, field):
+    module = torch.nn.Identity()
+    if exact is not None:
+        module.exact = exact
+    words = rf"^{field}=Identity does not declare .* leave {field}=None, or set exact=True on a module"
+    with (
+        EPContext.local(CPU) as context,
+        nullcontext() if exact else pytest.raises(ConfigError, match=words),
+    ):
+        MoELayer(shape(), context, **{field: module}, options=ExpertsOptions(exact=True))

@@ -10,7 +10,7 @@ from ep_moe.selection.explain import BackendChoice
 from ep_moe.selection.resolve import SlowTraining
 
 
-def layer(device="cuda", chosen="reference", asked="auto", status="refused"):
+def layer(device="cuda", chosen="reference", asked="auto", status="refused", transport="allgather"):
     rows = [
         BackendChoice("allgather", "bf16_triton", status, "dtype float32 is not among bfloat16"),
         BackendChoice("pplx", "bf16_triton", "refused", "pplx-kernels is not installed"),
@@ -19,7 +19,7 @@ def layer(device="cuda", chosen="reference", asked="auto", status="refused"):
     ]
     return SimpleNamespace(
         name="moe0", context=SimpleNamespace(device=torch.device(device)), dtype=torch.bfloat16,
-        choice=SimpleNamespace(all2all="allgather", experts=chosen), _asked={"experts": asked}, explain=lambda: rows,
+        choice=SimpleNamespace(all2all=transport, experts=chosen), _asked={"experts": asked}, explain=lambda: rows,
     )  # fmt: skip
 
 
@@ -39,7 +39,9 @@ def test_a_layer_that_was_converted_says_what_to_pass():
         SlowTraining().warn_once(layer(status="possible"))
 
 
-@pytest.mark.parametrize("other", [{"device": "cpu"}, {"chosen": "bf16_triton"}, {"asked": "reference"}])
+@pytest.mark.parametrize(
+    "other", [{"device": "cpu"}, {"chosen": "bf16_triton"}, {"asked": "reference"}, {"transport": "local"}]
+)
 def test_not_where_nothing_is_faster_or_it_was_named(other):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

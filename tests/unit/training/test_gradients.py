@@ -32,6 +32,16 @@ def test_each_number_counts_once_on_all_ranks_together(etp, expert_map):
     assert counted == sum(numbers.values())
 
 
+def test_a_shard_of_experts_counts_as_often_as_there_are_replicas():
+    """FSDP2 shards an expert over `replicas`, and the norm divides the sum of powers by their number later."""
+    weights = ExpertWeights(CONFIG, ExpertMap.linear(6, 1), replicas=etp_link(3, 0))
+    for parameter in weights.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    assert {share for _, share in _experts_once(weights)} == {1.0}
+    weights.gradient_sum.sharded = True
+    assert {share for _, share in _experts_once(weights)} == {3.0}
+
+
 def test_gradients_are_reduced_in_buckets_of_one_dtype_and_a_bounded_size(monkeypatch):
     monkeypatch.setattr(gradients, "_BUCKET", 10)
     sizes = [4, 6, 1, 20, 3]
@@ -115,3 +125,10 @@ def test_an_overflow_is_said_by_a_dense_gradient_where_a_rank_has_none_of_its_ki
         {kind} if overflows else set()
     )
     assert any("router" in name for name in infinite) is dense
+
+
+def test_a_model_without_experts_shares_no_overflow():
+    model = torch.nn.Linear(2, 2)
+    model.weight.grad = torch.full_like(model.weight, math.inf)
+    gradients._share_overflow(model, SimpleNamespace())  # a collective would need a context
+    assert model.bias.grad is None

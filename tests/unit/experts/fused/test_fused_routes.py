@@ -25,7 +25,7 @@ from ep_moe.experts.fused.base import FusedDispatchShape, RouterLogits
 from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.router import Router
 from ep_moe.selection.explain import choose, explain
-from ep_moe.training import BiasUpdate
+from ep_moe.training import BiasUpdate, router_logits
 from ep_moe.types import Routing
 from tests.fixtures.fused_routes import RoutesInside
 from tests.fixtures.helpers import fill
@@ -64,6 +64,14 @@ def test_it_gives_what_routing_and_experts_give():
     with torch.no_grad():
         layer.router.e_score_correction_bias.neg_()
     assert not torch.allclose(layer(x), other(x)), "the correction bias is not heard"
+
+
+def test_logits_are_recorded_before_it_routes():
+    layer, x = layer_of(), torch.randn(5, 16)
+    with router_logits(layer) as logits:
+        layer(x)
+    (found,) = logits
+    assert torch.equal(found, layer.router._logits(x, layer.router.weight))
 
 
 def test_what_has_no_meaning_for_it_is_refused_by_name():
