@@ -391,8 +391,8 @@ def test_layers_that_were_given_different_things(world_size):
             (change(router=torch.nn.Identity()), 'router: "the layer\'s own" on ranks 0, 2, 3, "given" on rank 1'),
             (change(wire="fp8_block"), "rank 1: wire must be a Wire, got 'fp8_block'; give Wire(dispatch=...)"),
             (change(dtype="bfloat16"), "rank 1: dtype must be a dtype, got 'bfloat16'; give torch.bfloat16"),
-            (change(expert_map="map.json"), "rank 1: expert_map must be a ExpertMap, got 'map.json'"),
-            (change(options={}), "rank 1: options must be a ExpertsOptions, got {}"),
+            (change(expert_map="map.json"), "rank 1: expert_map must be an ExpertMap, got 'map.json'"),
+            (change(options={}), "rank 1: options must be an ExpertsOptions, got {}"),
             (change(tuned="tuned.json"), "rank 1: tuned must be a Tuned, got 'tuned.json'; give Tuned.load(path)"),
         ):
             given = other if bad else good
