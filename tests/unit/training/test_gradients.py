@@ -98,6 +98,22 @@ def test_a_norm_that_is_no_number_is_raised_where_that_is_asked(number):
         assert not gradients.clip_grad_norm_(layer, context, 1.0).isfinite()
 
 
+@pytest.mark.parametrize("here", [[], [0], [0, 1]], ids=str)
+def test_a_gradient_that_no_rank_has_stays_none(here):
+    """Parameters without a gradient on any rank keep None, alone in their bucket or beside others."""
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for number in here:
+        parameters[number].grad = torch.full((3,), 4.0)
+    context = SimpleNamespace(
+        device=torch.device("cpu"),
+        flight_recorder=SimpleNamespace(step=lambda *_, **__: nullcontext()),
+        rank_groups={"stage": SimpleNamespace(size=2, all_reduce=lambda flat: None)},  # the other rank adds zeros
+    )
+    gradients._make_means(parameters, context, "stage")
+    assert [parameter.grad is not None for parameter in parameters] == [0 in here, 1 in here]
+    assert all(parameters[number].grad.eq(2.0).all() for number in here)
+
+
 @pytest.mark.parametrize(("overflows", "lacks", "dense"), [(0, 0, False), (1, 0, False), (0, 1, False), (1, 1, True)])
 def test_an_overflow_is_said_by_a_dense_gradient_where_a_rank_has_none_of_its_kind(overflows, lacks, dense):
     """An overflow is passed on by a dense gradient if a peer has no gradient of its first kind of expert parameter.
