@@ -31,7 +31,7 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
 
     It takes the arguments of `Trainer`, and differs in three points. Gradients are clipped by the norm of the whole
     model. All ranks save together: a checkpoint has the files of `from_pretrained`, and the optimizer state of each
-    rank. A run resumes from such a checkpoint with the same ranks and expert maps.
+    rank, in a folder that all ranks share. A run resumes from such a checkpoint with the same ranks and expert maps.
 
     Dense parameters are averaged by `DistributedDataParallel`, which Trainer adds. Every rank has its own batches, so
     the context must be data-parallel only (`ParallelConfig(dp=...)`, the default of `EPContext.from_torchrun`).
@@ -42,7 +42,7 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
 
     Raises:
         ConfigError: The model has no expert-parallel layers, their context has ranks with the same tokens or pipeline
-            stages, or the arguments ask for FSDP, DeepSpeed or fp16.
+            stages, the process has several GPUs, or the arguments ask for FSDP, DeepSpeed or fp16.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -65,6 +65,11 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
                 f"TrainingArguments.{option} must be off with ExpertParallelTrainer, got "
                 f"{shown(getattr(args, option))}; leave it out (DistributedDataParallel averages dense gradients), or "
                 f"use bf16=True for fp16"
+            )
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"ExpertParallelTrainer needs one process for each GPU, got {args.n_gpu} GPUs for one process, where "
+                f"Trainer copies the model by DataParallel; launch with torchrun --nproc-per-node {args.n_gpu}"
             )
         if layout.token_ranks != args.world_size:
             raise ConfigError(
@@ -90,9 +95,9 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # of the first rank
         folder = Path(output_dir)
-        if self.args.should_save:
+        if self.args.process_index == 0:
             (folder / _LAYOUT).write_text(json.dumps(self._layout_facts()))
-        else:
+        else:  # not `should_save`, which holds for a rank of each host with `save_on_each_node`
             torch.save(self.optimizer.state_dict(), self._optimizer_file(folder))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -21,9 +21,11 @@ def test_a_model_without_layers_is_refused(tmp_path):
         ExpertParallelTrainer(model=tiny_model("qwen3_moe"), args=arguments)
 
 
-def trainer_with(ranks=2, token_ranks=2, fsdp=False, deepspeed=False, fp16=False):
+def trainer_with(ranks=2, token_ranks=2, gpus=1, fsdp=False, deepspeed=False, fp16=False):
     """Return what the checks read of a trainer. Most of these options cannot be set on a CPU with one rank."""
-    arguments = SimpleNamespace(world_size=ranks, process_index=0, fsdp="full_shard", deepspeed="zero.json", fp16=fp16)
+    arguments = SimpleNamespace(
+        world_size=ranks, process_index=0, n_gpu=gpus, fsdp="full_shard", deepspeed="zero.json", fp16=fp16
+    )
     made = object.__new__(ExpertParallelTrainer)
     made.args, made.is_fsdp_enabled, made.is_deepspeed_enabled = arguments, fsdp, deepspeed
     made._ep_context = SimpleNamespace(layout=SimpleNamespace(token_ranks=token_ranks))
@@ -37,6 +39,7 @@ def trainer_with(ranks=2, token_ranks=2, fsdp=False, deepspeed=False, fp16=False
         ({"fsdp": True}, r"TrainingArguments.fsdp must be off .* got 'full_shard'; leave it out"),
         ({"deepspeed": True}, r"TrainingArguments.deepspeed must be off .* got 'zero.json'; leave it out"),
         ({"fp16": True}, r"TrainingArguments.fp16 must be off .* got True; .* use bf16=True for fp16"),
+        ({"gpus": 4}, r"one process for each GPU, got 4 GPUs .* torchrun --nproc-per-node 4"),
         ({"token_ranks": 1}, r"each of 2 ranks its own batches, got 1 ranks .*; use ParallelConfig\(dp=2\)"),
     ],
     ids=str,
