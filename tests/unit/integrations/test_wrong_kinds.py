@@ -33,7 +33,7 @@ from tests.fixtures.transformers_models import tiny_transformers_model
 )
 @pytest.mark.parametrize("given", [None, "path"])
 def test_an_argument_of_a_wrong_kind_is_named(call, name, given):
-    with pytest.raises(ConfigError, match=rf"^{name} must be a \w+, got {given!r}$"):
+    with pytest.raises(ConfigError, match=rf"^{name} must be an? \w+, got {given!r}$"):
         call(given)
 
 
