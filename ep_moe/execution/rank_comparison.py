@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from ep_moe.errors import InputError
 from ep_moe.execution.expert_comparison import ComparedExperts, compare_experts, mixing_problem, warn_of_twins
 from ep_moe.execution.similarity import Similarity
+from ep_moe.parallel.call_facts import different_backwards
 from ep_moe.parallel.checksum import checksum, is_compared
-from ep_moe.parallel.rank_group import RankGroup, different_calls_error
+from ep_moe.parallel.rank_group import RankGroup
 from ep_moe.types import capturing
 from ep_moe.weights.expert_weights import ExpertWeights
 
@@ -205,7 +206,8 @@ def _drifted(layer: ComparedLayer, rank_group: RankGroup, step: int) -> Drift:
         rows = rank_group.exchange(facts)
         for rank, row in zip(rank_group.ranks, rows, strict=True):
             if row[2] != rows[0][2]:
-                raise different_calls_error(f"the backward of {layer.name}", (rank_group.ranks[0], rank))
+                pair = rank_group.ranks[0], rank
+                raise InputError(different_backwards(f"the backward of {layer.name}", pair))
         named, of_buffers = (
             _name_dense(rank_group, held, sums, device) if len({row[at] for row in rows}) > 1 else None
             for at, (held, sums, _) in enumerate(kinds)

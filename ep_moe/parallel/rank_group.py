@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep_moe.errors import InputError
+from ep_moe.parallel.call_facts import facts_difference
 from ep_moe.parallel.collectives import all_gather_single, batch_problem
 from ep_moe.parallel.collectives import all_to_all_rows as all_to_all_rows
 from ep_moe.parallel.collectives import gather_rows as gather_rows
@@ -24,7 +25,6 @@ from ep_moe.parallel.step_board import HostExchange
 from ep_moe.runtime.devices import unseen_by_modes
 
 _log = logging.getLogger("ep_moe.parallel")
-MODEL_FACTS_PREFIX = "layers="  # begins `call_facts` of functions that take a model, such as clip_grad_norm_
 
 
 def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
@@ -344,38 +344,8 @@ class RankGroup:
             return
         pair = (self.ranks[0], self.ranks[odd[0]])
         recorder = self.flight_recorder
-        facts = [
-            recorder.broadcast_text(recorder.call_facts, owner=rank, group=self.ranks).split(", ") for rank in pair
-        ]
-        first, second = (", ".join(fact for fact in own if fact not in other) for own, other in (facts, facts[::-1]))
-        of_model = recorder.call_facts.startswith(MODEL_FACTS_PREFIX)
-        if of_model and first.startswith(("max_norm=", "norm_type=")):
-            raise InputError(
-                f"{self.flight_recorder.call_name} got {first} on rank {pair[0]}, and {second} on rank {pair[1]}; pass "
-                "the same on all ranks"
-            )
-        if of_model:
-            raise InputError(
-                f"{self.flight_recorder.call_name} got a model with {first} on rank {pair[0]}, and with {second} on "
-                f"rank {pair[1]}; pass the same models in the same order on all ranks, with the same requires_grad"
-            )
-        if first.startswith("expert_map="):
-            raise InputError(
-                f"{self.flight_recorder.call_name}: the ranks use different expert maps, at least rank {pair[0]} and "
-                f"rank {pair[1]}; call load_state_dict, ExpertBalancer.step and Placement.update on all ranks alike"
-            )
-        if "loaded=" in first + second:
-            raise InputError(
-                f"{self.flight_recorder.call_name}: ranks have loaded different state dicts since the last call: rank "
-                f"{pair[0]} {first or 'none'}, rank {pair[1]} {second or 'none'} (a checksum of router and shared "
-                "experts); call load_state_dict on all ranks, with the same router and shared experts"
-            )
-        if first.startswith("exchange="):
-            raise different_calls_error(self.flight_recorder.call_name, pair)
-        raise InputError(
-            f"{self.flight_recorder.call_name} has {first} on rank {pair[0]}, and {second} on rank {pair[1]}; build "
-            "the layer alike on all ranks, and convert it (.to, .half, .bfloat16) on all of them or on none"
-        )
+        facts = [recorder.broadcast_text(recorder.call_facts, owner=rank, group=self.ranks) for rank in pair]
+        raise InputError(facts_difference(recorder.call_name, facts, pair))
 
     def _same_gradients(self, gradients: Gradients, requires_grad: list[int]) -> None:
         for at, name in enumerate(gradients):
@@ -393,11 +363,3 @@ def _requires_grad_bits(gradients: Gradients) -> int:
     if not torch.is_grad_enabled():
         return 0
     return sum(1 << at for at, tensor in enumerate(gradients.values()) if tensor.requires_grad)
-
-
-def different_calls_error(where: str, ranks: tuple[int, int]) -> InputError:
-    """Return the error for two ranks that are in the backward of different calls. where: `the backward of NAME`"""
-    return InputError(
-        f"{where}: the ranks run backward of different calls, at least rank {ranks[0]} and rank {ranks[1]}; run "
-        "backward of the same losses in the same order on all ranks, and of a sum of losses on all ranks or on none"
-    )

@@ -23,7 +23,7 @@ from ep_moe.checks import check_not_negative, check_positive
 from ep_moe.context import EPContext
 from ep_moe.errors import ConfigError
 from ep_moe.layer import MoELayer
-from ep_moe.parallel.rank_group import MODEL_FACTS_PREFIX
+from ep_moe.parallel.call_facts import MODEL_FACTS_PREFIX
 from ep_moe.training.dtensors import is_dtensor, within_tp
 from ep_moe.training.parameters import (
     check_context,
