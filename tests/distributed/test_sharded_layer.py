@@ -82,3 +82,18 @@ def test_codes_are_not_numbers_of_an_expert_that_is_shared_out(dtype):
             layer.load_state_dict(codes, strict=False)
         after = [parameter.full_tensor() for parameter in layer.expert_weights.parameters()]
         assert all(map(torch.equal, after, before))
+
+
+@distributed(2, set_device=True)
+def test_whole_numbers_are_loaded_into_experts_that_are_shared_out():
+    """Sharded experts take whole tensors, which torch refuses for other DTensors. Each rank keeps its shards."""
+    with EPContext.from_groups(ParallelConfig(dp=2, ep=1), device=rank_device(), deadline_s=30) as context:
+        torch.manual_seed(0)
+        state = MoELayer(CONFIG, context).expert_weights.state_dict()
+        torch.manual_seed(1)
+        weights = training.fully_shard(MoELayer(CONFIG, context), context).expert_weights
+        assert not torch.equal(next(weights.parameters()).full_tensor(), next(iter(state.values())))
+        weights.load_state_dict(state)
+        assert len(state) == len(list(weights.parameters()))
+        for name, tensor in weights.state_dict().items():
+            assert torch.equal(tensor.full_tensor(), state[name]), name
