@@ -71,11 +71,16 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
                 f"ExpertParallelTrainer needs one process for each GPU, got {args.n_gpu} GPUs for one process, where "
                 f"Trainer copies the model by DataParallel; launch with torchrun --nproc-per-node {args.n_gpu}"
             )
-        if layout.token_ranks != args.world_size:
+        if args.world_size != layout.world:
             raise ConfigError(
-                f"context must have ranks with different tokens only, as Trainer gives each of {args.world_size} ranks "
+                f"TrainingArguments.world_size must be the context's {layout.world} ranks, got {args.world_size}; "
+                f"launch with torchrun, and pass use_cpu=True on CPUs, where accelerate finds no other ranks without it"
+            )
+        if layout.token_ranks != layout.world:
+            raise ConfigError(
+                f"context must have ranks with different tokens only, as Trainer gives each of {layout.world} ranks "
                 f"its own batches, got {layout.token_ranks} ranks with different tokens; use ParallelConfig(dp="
-                f"{args.world_size})"
+                f"{layout.world})"
             )
 
     def _clip(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -28,7 +28,7 @@ def trainer_with(ranks=2, token_ranks=2, gpus=1, fsdp=False, deepspeed=False, fp
     )
     made = object.__new__(ExpertParallelTrainer)
     made.args, made.is_fsdp_enabled, made.is_deepspeed_enabled = arguments, fsdp, deepspeed
-    made._ep_context = SimpleNamespace(layout=SimpleNamespace(token_ranks=token_ranks))
+    made._ep_context = SimpleNamespace(layout=SimpleNamespace(world=2, token_ranks=token_ranks))
     made._layers = []
     return made
 
@@ -40,6 +40,7 @@ def trainer_with(ranks=2, token_ranks=2, gpus=1, fsdp=False, deepspeed=False, fp
         ({"deepspeed": True}, r"TrainingArguments.deepspeed must be off .* got 'zero.json'; leave it out"),
         ({"fp16": True}, r"TrainingArguments.fp16 must be off .* got True; .* use bf16=True for fp16"),
         ({"gpus": 4}, r"one process for each GPU, got 4 GPUs .* torchrun --nproc-per-node 4"),
+        ({"ranks": 1}, r"world_size must be the context's 2 ranks, got 1; launch with torchrun, and pass use_cpu=True"),
         ({"token_ranks": 1}, r"each of 2 ranks its own batches, got 1 ranks .*; use ParallelConfig\(dp=2\)"),
     ],
     ids=str,
