@@ -117,7 +117,7 @@ class GenerationSync:
         signature = inspect.signature(generate)
 
         @functools.wraps(generate)
-        def in_step(*args: Any, **kwargs: Any) -> Any:
+        def synchronized(*args: Any, **kwargs: Any) -> Any:
             given = signature.bind_partial(model, *args, **kwargs)
             with ExitStack() as generating:
                 for masks in _masks_of(model):
@@ -127,7 +127,7 @@ class GenerationSync:
                 given.arguments["synced_gpus"] = False  # its purpose, equal numbers of forwards, is served here
                 return self._run(given, lambda: generate(*given.args, **given.kwargs))
 
-        setattr(model, "generate", in_step)  # noqa: B010 (a method, of this model alone)
+        setattr(model, "generate", synchronized)  # noqa: B010 (a method, of this model alone)
         if self._rank_group.size > 1:
             for name in _CONTINUOUS:
                 if hasattr(model, name):

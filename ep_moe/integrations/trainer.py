@@ -7,16 +7,17 @@ one file. None of this holds for experts that differ between ranks.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
+from ep_moe.checkpoint.conversion import in_file
+from ep_moe.checkpoint.source import CheckpointSource
 from ep_moe.checks import shown
 from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.transformers import load_weights, moe_layers, save_pretrained
@@ -117,10 +118,15 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        load_weights(self.model, _tensors(Path(resume_from_checkpoint)))
+        self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
-        load_weights(self.model, _tensors(Path(self.state.best_model_checkpoint)))
+        self._load_weights(self.state.best_model_checkpoint)
+
+    def _load_weights(self, folder: str) -> None:
+        with self._ep_context.consensus.propagate_errors("ExpertParallelTrainer"):
+            source = CheckpointSource(folder, called=in_file)
+        load_weights(self.model, ((name, source.raw(name)) for name in source.names()))
 
     def _optimizer_file(self, folder: Path) -> Path:
         rank = self.args.process_index
@@ -144,14 +150,3 @@ class ExpertParallelTrainer(Trainer):  # type: ignore[misc]  # untyped
             raise CheckpointError(
                 f"{folder} has the optimizer state of other expert maps; resume with those, or {_RESUME}"
             )
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a checkpoint's safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no safetensors files; name a folder that ExpertParallelTrainer has saved")
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (no mapping)
-                yield name, opened.get_tensor(name)

@@ -99,6 +99,8 @@ def test_a_run_is_that_of_one_process(world_size, options):
         if dist.get_rank() == 0:  # transformers writes on this rank only
             for step in (SAVED, STEPS):
                 same_files(ours / f"checkpoint-{step}", alone / f"checkpoint-{step}")
+            # a file that the checkpoint does not name
+            (ours / f"checkpoint-{STEPS}" / "model.safetensors").rename(ours / f"checkpoint-{SAVED}" / "z.safetensors")
         dist.barrier()
         again = expert_parallel_trainer(folder / "again", world_size, **options)
         again.train(resume_from_checkpoint=str(ours / f"checkpoint-{SAVED}"))
@@ -115,6 +117,8 @@ def test_an_optimizer_state_of_other_experts_is_refused(world_size):
         other = expert_parallel_trainer(folder / "other", world_size, ExpertMap.round_robin(EXPERTS, world_size))
         text = same_error(CheckpointError, lambda: other.train(resume_from_checkpoint=str(saved)))
         assert f"{saved} has the optimizer state of other expert maps; resume with those, or load" in text
+        text = same_error(CheckpointError, lambda: other.train(resume_from_checkpoint=str(folder)))
+        assert f"{folder} holds neither model.safetensors.index.json nor model.safetensors" in text
         if dist.get_rank() == 0:
             os.remove(saved / "expert_parallel.json")
         dist.barrier()

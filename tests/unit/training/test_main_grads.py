@@ -324,8 +324,12 @@ def test_buffers_of_inference_mode_take_gradients(context):
     layer = layer_of(context, experts="reference")
     with torch.inference_mode():
         use_main_grads(layer)
-    for _ in range(2):  # written in the first pass, and added to in the second
-        loss_of(layer, rows()).backward()
+    loss_of(layer, rows()).backward()  # writes
+    first = [parameter.grad.clone() for parameter in layer.expert_weights.parameters()]
+    loss_of(layer, rows()).backward()  # adds
+    for before, parameter in zip(first, layer.expert_weights.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * before)
+    assert any(before.any() for before in first)
 
 
 def test_what_is_refused(context):

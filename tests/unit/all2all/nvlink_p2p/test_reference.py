@@ -104,8 +104,8 @@ def test_each_token_gets_the_sum_of_what_its_experts_give(ranks, top_k, wire, pe
                 assert workspace.sequence.tolist() == [number + 1, 0, number + 1, 0, 0]
             for workspace in made:
                 for phase in (ROWS_SENT, IDS_SENT, ANSWERS_READY):
-                    told = 0 if way.startswith("packets") else number + 1
-                    assert workspace.local_tensors["flags"][phase].tolist() == [told] * ranks
+                    flag = 0 if way.startswith("packets") else number + 1
+                    assert workspace.local_tensors["flags"][phase].tolist() == [flag] * ranks
 
 
 @pytest.mark.parametrize("per_route", [False, True], ids=["per rank", "per route"])
