@@ -6,11 +6,12 @@
 //
 // One thread copies operands into a ring of stages (TMA), all of its group rows that are gathered; two groups of four
 // warps multiply 128 rows of weights each, of the tile's 256, with the tile's rows (wgmma) and write what comes out,
-// turned, through shared memory.
+// turned, through shared memory. With PINGPONG each group has tiles of its own, of 128 rows of weights: the groups take
+// turns, and while one multiplies the other writes.
 // With FOUR_BITS weights are of 4 bits (gemm_grouped_4bit.cu), and sums of them in bf16 in units of a_factor.
 // Given: IN_BYTES and OUT_BYTES of a number, MOST rows of a tile, of which there are a multiple of ROUND, PROGRAMS of a
-// multiprocessor, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, ACCUMULATE, FACTOR (sums of
-// bf16 are multiplied by a_factor), and the name of the activation, if there is one.
+// multiprocessor, GATED, SCALED_ROWS, CHANNELS, BLOCKS, BIASED, TURNED, OVER_ROWS, GATHER, AWAY, ACCUMULATE, PINGPONG,
+// FACTOR (sums of bf16 are multiplied by a_factor), and the name of the activation, if there is one.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
@@ -20,12 +21,13 @@ struct alignas(64) Map {  // the driver's
 
 constexpr int LINE = 128;                  // bytes along K of a stage
 constexpr int GROUPS = 2;
-constexpr int WEIGHTS = 128 * GROUPS;      // rows of weights in a tile
+constexpr int SHARING = PINGPONG ? 1 : GROUPS;           // groups of a tile
+constexpr int WEIGHTS = 128 * SHARING;                   // rows of weights in a tile
 constexpr int STEP = 16;                   // of a tile's width
 constexpr int WIDE = 64;                   // rows of a copy, while there are as many: each takes some 60 cycles to start
 constexpr int COLUMNS = GATED ? 64 : 128;  // of a group's results
 constexpr int UNIT = OUT_BYTES == 1 ? 16 : 8;            // columns that a warp's eight rows of threads have
-constexpr int PIECES = GATED && OUT_BYTES == 1 ? 2 : 1;  // copies of a stage's weights
+constexpr int PIECES = GATED && OUT_BYTES == 1 ? SHARING : 1;  // copies of a stage's weights
 // Results on their way out, in boxes of 16 rows (8 of float32) and up to 128 bytes; a group has two chunks of them, in
 // turns.
 constexpr int ACROSS = COLUMNS * OUT_BYTES < 128 ? COLUMNS * OUT_BYTES : 128;
@@ -44,6 +46,7 @@ constexpr int MORE_REGISTERS = PROGRAMS == 1 ? (GATHER ? 224 : 232) : (GATHER ? 
 constexpr int CHUNK = 4096;
 constexpr int CHUNK_ROWS = CHUNK / (COLUMNS * OUT_BYTES);
 static_assert(!ACCUMULATE || (OVER_ROWS && OUT_BYTES > 1), "only gradients of weights are accumulated");
+static_assert(!PINGPONG || (!BLOCKS && !FOUR_BITS), "their groups share tiles");
 static_assert(OUT_BYTES != 4 || OVER_ROWS, "only gradients of weights are float32");
 
 __device__ __forceinline__ u32 shared(const void* at) { return (u32)__cvta_generic_to_shared(at); }
@@ -79,11 +82,16 @@ struct Walk {
   int across;                     // OVER_ROWS: columns of a, which are rows of out
   int start, rows;                // of the expert
 
+  __device__ __forceinline__ bool more() const { return tile < first[experts]; }
+
+  // A group's first column of out.
+  __device__ __forceinline__ int first_column(int group) const { return (column * SHARING + group % SHARING) * COLUMNS; }
+
   // Blocks of an expert's rows: one, of zeros, where it has none.
   __device__ __forceinline__ int deep() const { return max(1, (rows + DEEP - 1) / DEEP); }
 
   __device__ __forceinline__ bool next() {
-    if (tile >= first[experts]) return false;
+    if (!more()) return false;
     while (tile >= first[expert + 1]) expert++;
     start = expert ? ends[expert - 1] : 0, rows = ends[expert] - start;
     if (OVER_ROWS) {
@@ -145,6 +153,9 @@ struct Ring {
   __device__ __forceinline__ void next() {
     if (++stage == stages) stage = 0, phase ^= 1;
   }
+  __device__ __forceinline__ void skip(int blocks) {
+    phase ^= (stage + blocks) / stages & 1, stage = (stage + blocks) % stages;
+  }
 };
 
 struct Out {
@@ -186,7 +197,7 @@ struct Channels {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const int inside = GATED ? 32 * m + 8 * warp + line : 64 * m + 16 * warp + 8 * i + line;
-        const int column = min((tiles.column * GROUPS + to.group) * COLUMNS + inside, to.n - 1) + (GATED && i ? to.n : 0);
+        const int column = min(tiles.first_column(to.group) + inside, to.n - 1) + (GATED && i ? to.n : 0);
         if (CHANNELS) own[CHANNELS ? m : 0][CHANNELS ? i : 0] = scale * __ldg(to.channel_scale + column);
         if (BIASED) added[BIASED ? m : 0][BIASED ? i : 0] = __uint_as_float((u32)__ldg(to.bias + column) << 16);
       }
@@ -197,18 +208,19 @@ struct Channels {
   }
 };
 
-// The lines of a stage behind an expert's last row are the next one's, or nothing: zeros in both operands.
-__device__ __forceinline__ void clear_tail(u32 stage, int group, int boxes, int tail) {
-  const int lines = DEEP - tail, me = threadIdx.x % 128;
+// The lines of a stage behind an expert's last row are the next one's, or nothing: zeros in both operands, in the 16 lines
+// of the last instruction.
+__device__ __forceinline__ void clear_tail(u32 stage, int group, int boxes, int tail, int lines) {
+  const int me = threadIdx.x % 128, own = group % SHARING;
   for (int i = me; i < lines * 8; i += 128) {
     const u32 at = stage + (tail + i / 8) * LINE + i % 8 * 16;
-    for (int box = group; box < boxes; box += GROUPS)
+    for (int box = own; box < boxes; box += SHARING)
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + (WEIGHTS / 64 + box) * DEEP * LINE), "r"(0) : "memory");
-    for (int box = 2 * group; box < 2 * group + 2; box++)
+    for (int box = 2 * own; box < 2 * own + 2; box++)
       asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(at + box * DEEP * LINE), "r"(0) : "memory");
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-  asm volatile("bar.sync %0, 256;" ::"r"(GROUPS + 1) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(PINGPONG ? group + 1 : GROUPS + 1), "n"(128 * SHARING) : "memory");
 }
 
 // Scales of a stage's block: of the rows in shared memory, of the weights for the rows that a group has.
@@ -218,7 +230,7 @@ struct Blocks {
   float own[GATED ? 2 : 1], coming[GATED ? 2 : 1];
 
   __device__ __forceinline__ Blocks(const float* scales, const Walk& tiles, int group, int n, int k_blocks) {
-    const int line = (tiles.column * GROUPS + group) * COLUMNS / 128, lines = (GATED ? 2 * n : n) / 128;
+    const int line = tiles.first_column(group) / 128, lines = (GATED ? 2 * n : n) / 128;
     weights = scales + ((u64)tiles.expert * lines + min(line, n / 128 - 1)) * k_blocks, up = n / 128 * k_blocks;
     load(0);
   }
@@ -271,7 +283,7 @@ __device__ __forceinline__ void multiply_blocks(float (&sum)[2][MOST / 2], Ring&
     blocks.turn(k, k_blocks);
     wait(ring.full + 8 * ring.stage, ring.phase);
     if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // threads wrote it, tensor cores read it
-    const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group * 128 * LINE);
+    const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group % SHARING * 128 * LINE);
     begin<N>(part[0], weights, rows);
     begin<N>(part[1], weights + (64 * LINE >> 4), rows);
     const u32 at = scales + (ring.stage * MOST + threadIdx.x % 4 * 2) * 4;
@@ -297,28 +309,54 @@ __device__ __forceinline__ void finish_all(float (&sum)[2][MOST / 2], u32 freed)
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(sum[i / (N / 2)][i % (N / 2)])::"memory");
 }
 
-// Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two.
+// With PINGPONG a group waits until the other has seen all stages of its tile. Otherwise it might take what a stage held
+// two rounds before, in the same phase, for its own.
+__device__ __forceinline__ void wait_for_turn(int group) {
+  asm volatile("bar.sync %0, 256;" ::"r"(GROUPS + 2 + group) : "memory");
+}
+
+__device__ __forceinline__ void give_turn(int group) {
+  asm volatile("bar.arrive %0, 256;" ::"r"(GROUPS + 2 + (group ^ 1)) : "memory");
+}
+
+// Sums of 128 rows of weights: thread's 4 * (row / 8) + 2 * (weight / 8 % 2) + row % 2 of its eight by two. tail: lines
+// of the last block along K; more: there is another tile.
 template <int N>
-__device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks, int tail) {
+__device__ __forceinline__ void multiply(float (&sum)[2][MOST / 2], Ring& ring, int group, int k_blocks, int tail,
+                                         bool more) {
+  const int whole = OVER_ROWS && tail < DEEP ? k_blocks - 1 : k_blocks;
   int before = 0;
-#pragma unroll 1
-  for (int k = 0; k < k_blocks; k++) {
-    wait(ring.full + 8 * ring.stage, ring.phase);
-    if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // threads wrote it, tensor cores read it
-    const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group * 128 * LINE);
-    if (OVER_ROWS && k == k_blocks - 1 && tail < DEEP) clear_tail(ring.at(), group, (N + 63) / 64, tail);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      Multiply<N>::run(sum[0], weights + WEIGHT_STEP * i, rows + ROW_STEP * i, k + i);
-      Multiply<N>::run(sum[1], weights + WEIGHT_STEP * i + (64 * LINE >> 4), rows + ROW_STEP * i, k + i);
-    }
+  auto step = [&](int i, int any) {
+    const u64 rows = operand(ring.at() + WEIGHTS * LINE), weights = operand(ring.at() + group % SHARING * 128 * LINE);
+    Multiply<N>::run(sum[0], weights + WEIGHT_STEP * i, rows + ROW_STEP * i, any);
+    Multiply<N>::run(sum[1], weights + WEIGHT_STEP * i + (64 * LINE >> 4), rows + ROW_STEP * i, any);
+  };
+  auto end = [&](int k) {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");  // the stage before has been read
     if (k > 0 && threadIdx.x % 32 == 0) arrive(ring.free + 8 * before);
     before = ring.stage;
     ring.next();
+  };
+#pragma unroll 1
+  for (int k = 0; k < whole; k++) {
+    wait(ring.full + 8 * ring.stage, ring.phase);
+    if (GATHER) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // threads wrote it, tensor cores read it
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int i = 0; i < 4; i++) step(i, k + i);
+    end(k);
   }
+  if (OVER_ROWS && whole < k_blocks) {  // the instructions that the last rows need; such a loop in each block is slower
+    wait(ring.full + 8 * ring.stage, ring.phase);
+    const int steps = max(1, (tail + STEP - 1) / STEP);
+    clear_tail(ring.at(), group, (N + 63) / 64, tail, STEP * steps - tail);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll 1
+    for (int i = 0; i < steps; i++) step(i, whole + i);
+    end(whole);
+  }
+  if (PINGPONG && more) give_turn(group);
   finish_all<N>(sum, ring.free + 8 * before);
 }
 
@@ -420,7 +458,7 @@ __device__ __forceinline__ void store(const float (&sum)[2][MOST / 2], const Wal
     });
     stage(start + CHUNK_ROWS);  // while these are on their way
     each([&](const uint4& v, int row, int box, int part) {
-      const int column = (tiles.column * GROUPS + to.group) * COLUMNS + (box * ACROSS + part * 16) / OUT_BYTES;
+      const int column = tiles.first_column(to.group) + (box * ACROSS + part * 16) / OUT_BYTES;
       const u64 line = (u64)(OVER_ROWS ? tiles.expert * tiles.across : 0) + tiles.row + start + row;
       if (start + row < tiles.count && column < to.n) {
         char* const own = AWAY ? (char*)__ldg(to.addresses + line) : to.memory + line * to.n * OUT_BYTES;
@@ -460,7 +498,7 @@ __device__ __forceinline__ void prepare(const int* ends, int* first, int* limits
     for (int i = 0; i < ring.stages; i++) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.full + 8 * i),
                    "r"((GATHER ? COPIERS : 0) + (BLOCKS ? COPIERS / 32 : 0) + 1));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.free + 8 * i), "r"(4 * GROUPS));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(ring.free + 8 * i), "r"(4 * SHARING));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
@@ -536,7 +574,7 @@ __device__ __forceinline__ void copy(const Map& weights, const Map& wide, const 
   const bool leads = me == 0;
   ring.phase = 1;  // all stages are free
   while (tiles.next()) {
-    const int unit = tiles.expert * units + tiles.column * (COLUMNS * GROUPS / UNIT);
+    const int unit = tiles.expert * units + tiles.column * (COLUMNS * SHARING / UNIT);
     if (OVER_ROWS) k_blocks = tiles.deep();
     if (GATHER) gathered.look_up(tiles);
     const int line = tiles.row + min(me, tiles.count - 1);
@@ -609,7 +647,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), PROGRAMS)
 #else
   const int stage_bytes = (WEIGHTS + most) * LINE;
 #endif
-  const int columns = (n + COLUMNS * GROUPS - 1) / (COLUMNS * GROUPS);
+  const int columns = (n + COLUMNS * SHARING - 1) / (COLUMNS * SHARING);
   char* chunks = memory + stages * stage_bytes;
   u64* bars = (u64*)(chunks + GROUPS * 2 * CHUNK);
   float* scales = (float*)(bars + 2 * stages);
@@ -626,7 +664,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), PROGRAMS)
   __syncthreads();
   Walk tiles{first, limits, experts, columns, most, (int)blockIdx.x, 0};
   tiles.across = units;
-  const int group = threadIdx.x / 128;
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // one number for a warp, as the compiler sees then
   if (group == GROUPS) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(FEWER_REGISTERS));
 #if FOUR_BITS
@@ -640,7 +678,13 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), PROGRAMS)
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MORE_REGISTERS));
     Out to{out, shared(chunks) + group * 2 * CHUNK, n, group, alpha, limit, 0, a_scale, b_scale, bias, addresses};
-    while (tiles.next()) {
+    for (int turn = 0; tiles.next(); turn++) {
+      if (OVER_ROWS) k_blocks = tiles.deep();
+      if (PINGPONG && turn % GROUPS != group) {
+        ring.skip(k_blocks);
+        continue;
+      }
+      if (PINGPONG && turn > 0) wait_for_turn(group);
       float scale = a_factor, factor = 1.0f;
       if (a_scale && !SCALED_ROWS && !BLOCKS) scale *= a_scale[tiles.expert * a_step];
       if (BIASED) to.bias = bias + tiles.expert * (GATED ? 2 * n : n);
@@ -649,7 +693,6 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), PROGRAMS)
       else if (b_scale && !BLOCKS)
         scale *= b_scale[tiles.expert * b_step];
       if (out_scale) factor = 1.0f / out_scale[tiles.expert];
-      if (OVER_ROWS) k_blocks = tiles.deep();
       float sum[2][MOST / 2];
 #if BLOCKS
       const Blocks blocks(b_scale, tiles, group, n, k_blocks);
@@ -676,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), PROGRAMS)
 #else
 #define WIDTH(I) \
   case I: \
-    multiply<I * STEP>(sum, ring, group, k_blocks, OVER_ROWS ? tiles.rows - (k_blocks - 1) * DEEP : DEEP); \
+    multiply<I * STEP>(sum, ring, group, k_blocks, OVER_ROWS ? tiles.rows - (k_blocks - 1) * DEEP : DEEP, tiles.more()); \
     break;
 #endif
       switch (tiles.width / STEP) {

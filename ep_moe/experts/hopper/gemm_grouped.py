@@ -43,18 +43,26 @@ class Tiles:
     stages: blocks of 128 bytes along K that are loaded at once
     programs: programs per multiprocessor, which share its registers and shared memory; more than one for tiles of few
         rows
+    pingpong: the two groups of threads that multiply take turns at tiles of 128 rows of weights (otherwise they share
+        tiles of 256), so that one multiplies while the other writes its results (method of CUTLASS)
     """
 
     rows: int
     stages: int = 4
     programs: int = 1
+    pingpong: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Rows of weights in a tile."""
+        return WEIGHTS // 2 if self.pingpong else WEIGHTS
 
 
-BOXES = WEIGHTS // 64  # TMA boxes per tile of weights that are stored across K (`turned`)
 _NO_CODES = ((0, c_void_p), (0, c_void_p))
-CANDIDATES = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3))
+PINGPONG = Tiles(192, stages=5, pingpong=True)
+CANDIDATES = (Tiles(96), Tiles(112), Tiles(128), Tiles(144), Tiles(160), Tiles(192, stages=3), PINGPONG)
 BLOCKS = Tiles(96)  # with scales of blocks: a thread holds a block's sums besides the total
-GRADIENT_CANDIDATES = (Tiles(192, stages=3), Tiles(128))
+GRADIENT_CANDIDATES = (PINGPONG, Tiles(128, stages=6, pingpong=True))
 
 
 def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = False, blocks: bool = False) -> Tiles:
@@ -65,21 +73,27 @@ def tiles_for(rows: float, w: Tensor, spare_sms: int = 0, *, gathered: bool = Fa
     """
     if blocks:
         return BLOCKS
-    return _fewest_steps(rows, len(w) * -(-w.shape[1] // WEIGHTS), programs(w, spare_sms), gathered)
+    return _fewest_steps(rows, len(w), w.shape[1], programs(w, spare_sms), gathered)
 
 
 @lru_cache(maxsize=256)
-def _fewest_steps(rows: float, tiles_of_weights: int, waves_of: int, gathered: bool) -> Tiles:
+def _fewest_steps(rows: float, experts: int, columns: int, waves_of: int, gathered: bool) -> Tiles:
     def steps(candidate: Tiles) -> float:
         tiles = math.ceil((rows + math.sqrt(rows)) / candidate.rows)  # few experts have many more rows than the mean
         width = math.ceil(rows / tiles / STEP) * STEP
-        waves = math.ceil(tiles_of_weights * tiles / waves_of)
+        waves = math.ceil(experts * -(-columns // candidate.weights) * tiles / waves_of)
+        if candidate.pingpong:
+            # Shared memory limits a group alone: an instruction takes 32 + 3/8 width cycles instead of width / 2. 16:
+            # the fixed cost of a tile, in rows, fitted to an H200. Half of a tile's weights take half of the steps
+            return waves * (64 + 0.75 * width + 16) / 2
         # 56: the fixed cost of a tile, in rows. Three stages are 4 % slower than four (both fitted to an H200), and
         # 10 % slower if threads gather rows (fitted to an H100)
         fewer_stages = 1.10 if gathered else 1.04
         return waves * (width + 56) * (fewer_stages if candidate.stages < 4 else 1.0)
 
-    return min(CANDIDATES, key=steps)
+    # Threads that gather rows cannot fill a stage as fast as one group uses it. With fewer rows it was not measured
+    pingpong = rows >= 64 and not gathered
+    return min((one for one in CANDIDATES if pingpong or not one.pingpong), key=steps)
 
 
 def programs(w: Tensor, spare_sms: int) -> int:
@@ -113,7 +127,8 @@ def grouped_gemm(
     b_step = 1 if b_scale is None else b_scale.stride(0)
     if blocks:  # strides of the rows' scales along rows and K; the weights' scales are contiguous
         a_step, b_step = a_scale.stride()
-    weights, unit = (_across(b.view(-1, n), BOXES), 1) if turned else _weights(b, gated, out.element_size())
+    boxes = tiles.weights // 64
+    weights, unit = (_across(b.view(-1, n), boxes), 1) if turned else _weights(b, gated, out.element_size(), boxes)
     read = (out, ends, a_scale, b_scale, out_scale, bias)
     arguments = [
         (weights, None),
@@ -130,7 +145,7 @@ def grouped_gemm(
     form = options(
         itemsize, out.element_size(), activation, scaled_rows=isinstance(scales, RowScales),
         channels=isinstance(scales, RowScales) and scales.per_channel, blocks=blocks, biased=bias is not None,
-        turned=turned, gather=source is not None, away=addresses is not None,
+        turned=turned, gather=source is not None, away=addresses is not None, pingpong=tiles.pingpong,
     )  # fmt: skip
     mode = "turned" if turned else "blocks" if blocks else ""
     function = nvrtc.kernel(source_text(itemsize, mode), "gemm_grouped", form, a.device.index)
@@ -155,7 +170,7 @@ def weight_gradient(
     (rows, across), n, experts = a.shape, b.shape[1], len(out)
     tiles = min(GRADIENT_CANDIDATES, key=lambda one: math.ceil(across / one.rows) * (one.rows + 40))
     arguments = [
-        *((map_, None) for map_ in (_across(b, BOXES), _across(a, 1), _across(a, 1))),
+        *((map_, None) for map_ in (_across(b, tiles.weights // 64), _across(a, 1), _across(a, 1))),
         *((0 if given is None else given.data_ptr(), c_void_p) for given in (out, ends, None, None, None, None)),
         (factor, c_float),
         *((number, c_int) for number in (0, 1, experts, rows, n, across, 0, tiles.rows, tiles.stages)),
@@ -166,7 +181,9 @@ def weight_gradient(
     ]
     wide = out.element_size() == 4
     scaled = accumulate or wide or factor != 1.0  # one form for all of these, to compile fewer kernels
-    form = options(2, out.element_size(), None, over_rows=True, accumulate=accumulate, factor=scaled)
+    form = options(
+        2, out.element_size(), None, over_rows=True, accumulate=accumulate, factor=scaled, pingpong=tiles.pingpong
+    )
     function = nvrtc.kernel(source_text(2, "over_rows"), "gemm_grouped", form, a.device.index)
     kernel = nvrtc.Kernel(function, a.device, 384, shared_bytes(tiles, experts))
     launch(kernel, (programs(a, spare_sms),), nvrtc.Arguments(arguments))
@@ -187,7 +204,7 @@ def _across(x: Tensor, boxes: int) -> Any:
 
 def shared_bytes(tiles: Tiles, experts: int, *, blocks: bool = False) -> int:
     """Return the bytes of shared memory: ring, results, barriers, block scales, bounds of experts' rows and tiles."""
-    stage = (WEIGHTS + tiles.rows) * LINE + 16 + (4 * BLOCKS.rows if blocks else 0)
+    stage = (tiles.weights + tiles.rows) * LINE + 16 + (4 * BLOCKS.rows if blocks else 0)
     return tiles.stages * stage + 16 * 1024 + 4 * (2 * experts + 1)
 
 
@@ -196,7 +213,7 @@ def options(
     itemsize: int, out_bytes: int, activation: Activation | None, *, scaled_rows: bool = False, channels: bool = False,
     blocks: bool = False, biased: bool = False, turned: bool = False, over_rows: bool = False, gather: bool = False,
     away: bool = False, accumulate: bool = False, factor: bool = False, four_bits: bool = False,
-    most: int = 0, apart: int = STEP, together: int = 1,
+    pingpong: bool = False, most: int = 0, apart: int = STEP, together: int = 1,
 ) -> tuple[str, ...]:  # fmt: skip
     """Return the compiler options of `source_text`.
 
@@ -208,13 +225,13 @@ def options(
     given |= {"CHANNELS": int(channels), "BLOCKS": int(blocks), "BIASED": int(biased)}
     given |= {"TURNED": int(turned), "OVER_ROWS": int(over_rows), "GATHER": int(gather), "AWAY": int(away)}
     given |= {"ACCUMULATE": int(accumulate), "FACTOR": int(factor), "FOUR_BITS": int(four_bits)}
-    given["PROGRAMS"] = together
+    given |= {"PROGRAMS": together, "PINGPONG": int(pingpong)}
     given |= {"MOST": most or (BLOCKS if blocks else CANDIDATES[-1]).rows, "ROUND": apart}
     form = [f"-D{name}={value}" for name, value in given.items()]
     return tuple(form if activation is None else [*form, f"-D{activation.value.upper()}"])
 
 
-def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
+def _weights(b: Tensor, gated: bool, out_bytes: int, boxes: int) -> tuple[Any, int]:
     """Return a TMA map of a tile's rows of weights, and the columns per step of the map's fourth dimension.
 
     The map orders rows for the registers of the tensor cores' results. Eight rows of gates alternate with eight of
@@ -225,13 +242,14 @@ def _weights(b: Tensor, gated: bool, out_bytes: int) -> tuple[Any, int]:
     all_rows = experts * rows - (n if gated else 0)
     if out_bytes == 2:
         unit, strides = 8, (k, n * k, 8 * k, k)
-        shape, box = (k, 8, 1 + gated, all_rows // 8, 1), (depth, 8, 1 + gated, 16 if gated else 32, 1)
+        shape = (k, 8, 1 + gated, all_rows // 8, 1)
+        box = (depth, 8, 1 + gated, boxes * (4 if gated else 8), 1)
     elif gated:
         unit, strides = 16, (2 * k, n * k, 16 * k, k)
         shape, box = (k, 8, 2, all_rows // 16, 2), (depth, 8, 2, 4, 2)
     else:
         unit, strides = 16, (2 * k, k, 16 * k, k)
-        shape, box = (k, 8, 2, all_rows // 16, 1), (depth, 8, 2, 16, 1)
+        shape, box = (k, 8, 2, all_rows // 16, 1), (depth, 8, 2, 4 * boxes, 1)
     return nvrtc.tensor_map(b.data_ptr(), itemsize, shape, strides, box), unit
 
 

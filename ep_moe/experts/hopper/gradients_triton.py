@@ -177,12 +177,17 @@ def differentiate(
     """
     numbers, scale = (None, None) if rounded is None else rounded
     rows, size = grad.shape
-    block = _block(size, whole=rounded is not None)
+    block = _block(size, whole=True) if rounded is not None else _fitting_block(size)
     launch(
         _differentiate, (rows,), h, grad, routes, weights, weighted, grad_h, numbers, scale, grad_weights, ends,
         len(ends), size, alpha, limit, ACTIVATION=activation.value, GATED=activation.gated, SMALLEST=SMALLEST,
-        BLOCK=block, num_warps=_warps(block),
+        BLOCK=block, num_warps=_warps(block) if block > 256 else 2,
     )  # fmt: skip
+
+
+def _fitting_block(size: int) -> int:
+    """Return the columns of a loop's turn: as few as possible beyond the last column, and then as many at once."""
+    return min((1024, 512, 256), key=lambda block: cdiv(size, block) * block)
 
 
 def _block(size: int, *, whole: bool) -> int:

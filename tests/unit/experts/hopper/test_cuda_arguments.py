@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from ctypes import c_float, c_int, c_void_p
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from ep_moe.experts.hopper import gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit
+from ep_moe.experts.hopper.gemm_grouped import PINGPONG
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
 from ep_moe.quant.kernels import BlockScales, MatrixScales, RowScales
 from ep_moe.runtime import nvrtc
@@ -194,8 +196,16 @@ SCALES = {  # kind -> scales, and the strides of row scales and of weight scales
 
 @pytest.mark.parametrize("activation", [Activation.SWIGLU, Activation.RELU2])
 @pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.parametrize("kind", SCALES)
-def test_rows_of_experts(kind, gather, activation):
+@pytest.mark.parametrize(
+    ("kind", "tiles"),
+    [
+        (kind, tiles)
+        for kind in SCALES
+        for tiles in ([gemm_grouped.BLOCKS] if kind == "of blocks" else [gemm_grouped.CANDIDATES[0], PINGPONG])
+    ],
+    ids=str,
+)
+def test_rows_of_experts(kind, tiles, gather, activation):
     scales, a_step, b_step = SCALES[kind]
     a, bias = rows_of(HIDDEN, scales is not None)[0].repeat(1 + gather, 1), torch.zeros(SLOTS, 2 * INNER)
     b, out_scale = torch.zeros(SLOTS, 2 * INNER, HIDDEN, dtype=a.dtype), getattr(scales, "out", None)
@@ -203,7 +213,6 @@ def test_rows_of_experts(kind, gather, activation):
     out = torch.empty(ROWS, width, dtype=torch.bfloat16 if out_scale is None else a.dtype)
     ends, away = torch.zeros(SLOTS).int(), torch.zeros(ROWS).long()
     source = torch.arange(ROWS).int() if gather else None
-    tiles = gemm_grouped.BLOCKS if kind == "of blocks" else gemm_grouped.CANDIDATES[-1]
     named, programs, shared = launched(
         lambda launch: gemm_grouped.grouped_gemm(
             a, b, ends, out, tiles, activation=activation, alpha=1.5, limit=2.5, spare_sms=32, scales=scales,
@@ -222,10 +231,11 @@ def test_rows_of_experts(kind, gather, activation):
     numbers |= {"GATED": activation.gated, activation.value.upper(): 1, "GATHER": gather}
     numbers |= dict.fromkeys(("TURNED", "OVER_ROWS", "ACCUMULATE", "FACTOR", "FOUR_BITS"), 0)
     most = 96 if kind == "of blocks" else 192
-    numbers |= {"MOST": most, "ROUND": 16, "PROGRAMS": 1, "threads": 384}
+    numbers |= {"MOST": most, "ROUND": 16, "PROGRAMS": 1, "PINGPONG": tiles.pingpong, "threads": 384}
     numbers |= {"SCALED_ROWS": kind == "of each row", "CHANNELS": kind == "of each row", "BLOCKS": kind == "of blocks"}
     checked(named, tensors, numbers)
-    stage = (256 + tiles.rows) * 128 + 2 * 8 + (4 * most if kind == "of blocks" else 0)  # rows, barriers, scales
+    at_once = 128 if tiles.pingpong else 256  # rows of weights
+    stage = (at_once + tiles.rows) * 128 + 2 * 8 + (4 * most if kind == "of blocks" else 0)  # rows, barriers, scales
     assert (programs, shared) == (100, tiles.stages * stage + 2 * 2 * 4096 + 4 * (2 * SLOTS + 1))
     how = ("bf16.bf16 16", ", 0, 0") if itemsize == 2 else ("e4m3.e4m3 32", "")
     assert named["products"] == {how: list(range(16, most + 1, 16))}
@@ -236,18 +246,20 @@ def test_rows_of_experts(kind, gather, activation):
     reached = sum((size - 1) * step for size, step in zip(shape, (1, *strides), strict=True))
     assert (start, reached) == (b.data_ptr(), b.numel() - 1), "all weights, and none beyond"
     assert all(part <= size for part, size in zip(box, shape, strict=True))
+    pieces = 2 if activation.gated and out.element_size() == 1 and not tiles.pingpong else 1
+    assert pieces * math.prod(box[1:]) == at_once
 
 
-def test_rows_by_weights_that_are_turned():
+@pytest.mark.parametrize(("tiles", "boxes"), [(gemm_grouped.CANDIDATES[0], 4), (PINGPONG, 2)], ids=str)
+def test_rows_by_weights_that_are_turned(tiles, boxes):
     a, b = torch.zeros(ROWS, INNER).bfloat16(), torch.zeros(SLOTS, INNER, HIDDEN).bfloat16()
-    ends, out, tiles = torch.zeros(SLOTS).int(), torch.empty(ROWS, HIDDEN).bfloat16(), gemm_grouped.CANDIDATES[0]
+    ends, out = torch.zeros(SLOTS).int(), torch.empty(ROWS, HIDDEN).bfloat16()
     named, _, _ = launched(lambda launch: gemm_grouped.grouped_gemm(a, b, ends, out, tiles, turned=True, launch=launch))
     numbers = {"n": HIDDEN, "units": HIDDEN, "k_blocks": 2, "TURNED": 1, "GATED": 0, "BIASED": 0, "AWAY": 0}
+    numbers["PINGPONG"] = tiles.pingpong
     assert named["products"].keys() == {("bf16.bf16 16", ", 1, 0")}
     checked(named, {"out": out, "bias": None, "addresses": None}, numbers)
-    assert named["weights"] == (
-        b.data_ptr(), 2, (64, SLOTS * INNER, HIDDEN // 64), (HIDDEN, 64), (64, 64, gemm_grouped.BOXES)
-    )  # fmt: skip
+    assert named["weights"] == (b.data_ptr(), 2, (64, SLOTS * INNER, HIDDEN // 64), (HIDDEN, 64), (64, 64, boxes))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -261,13 +273,13 @@ def test_gradients_of_weights(accumulate, factor, dtype):
     absent = ("a_scale", "b_scale", "out_scale", "bias", "gathered", "source", "addresses", "codes", "code_scales")
     tensors = {"out": out, "ends": ends} | dict.fromkeys(absent)
     numbers = {"a_factor": factor, "experts": SLOTS, "all_rows": ROWS, "n": INNER, "units": HIDDEN, "row_bytes": 0}
-    numbers |= {"most": 128, "stages": 4, "b_step": 1, "threads": 384}
+    numbers |= {"most": 128, "stages": 6, "b_step": 1, "PINGPONG": 1, "threads": 384}
     numbers |= {"OVER_ROWS": 1, "ACCUMULATE": accumulate, "OUT_BYTES": out.element_size(), "TURNED": 0, "GATHER": 0}
     numbers["FACTOR"] = accumulate or factor != 1.0 or dtype == torch.float32
     checked(named, tensors, numbers)
     assert programs == 100
     assert named["products"].keys() == {("bf16.bf16 16", ", 1, 1")}
-    assert named["weights"] == (b.data_ptr(), 2, (64, ROWS, INNER // 64), (INNER, 64), (64, 64, gemm_grouped.BOXES))
+    assert named["weights"] == (b.data_ptr(), 2, (64, ROWS, INNER // 64), (INNER, 64), (64, 64, 2))
     assert named["wide"] == named["step"] == (a.data_ptr(), 2, (64, ROWS, HIDDEN // 64), (HIDDEN, 64), (64, 64, 1))
 
 

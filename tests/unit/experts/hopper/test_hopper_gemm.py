@@ -9,7 +9,7 @@ import torch
 
 from ep_moe.experts.hopper import gemm_fp8_block, gemm_grouped, gemm_grouped_4bit, gemm_skinny_4bit, step
 from ep_moe.experts.hopper.experts import ACTIVATIONS
-from ep_moe.experts.hopper.gemm_grouped import CANDIDATES, Tiles, tiles_for
+from ep_moe.experts.hopper.gemm_grouped import CANDIDATES, PINGPONG, Tiles, tiles_for
 from ep_moe.experts.hopper.numbers_4bit import Weights, numbers_text
 from ep_moe.experts.hopper.scaling import Products, Rows
 from ep_moe.experts.hopper.scaling_4bit import Packed
@@ -23,14 +23,14 @@ CHANNELS = ROWS | {"channels": True}
 COMPUTED = sorted(ACTIVATIONS, key=lambda activation: activation.value)
 
 
-def chosen(rows: int, experts: int, columns: int) -> Tiles:
+def chosen(rows: int, experts: int, columns: int, *, gathered: bool = False) -> Tiles:
     """Return the tiles chosen for 132 multiprocessors."""
     w = torch.empty(experts, columns * gemm_grouped.WEIGHTS, 64, device="meta")
     with mock.patch.object(gemm_grouped, "multiprocessors", return_value=132):
-        return tiles_for(rows, w)
+        return tiles_for(rows, w, gathered=gathered)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(96, 112), (128, 96), (192, 112), (256, 144), (512, 144), (1024, 192)])
+@pytest.mark.parametrize(("rows", "most"), [(96, 112), (128, 96), (192, 112), (256, 144), (512, 144), (1024, 144)])
 def test_tiles_fill_the_waves(rows, most):
     """Tiles fill whole waves of multiprocessors where possible.
 
@@ -38,11 +38,20 @@ def test_tiles_fill_the_waves(rows, most):
     work
     of 1.5. Narrower tiles make three. With 256 rows, two tiles of 128 or 144 each give 384 tiles, three waves.
     """
-    assert chosen(rows, 32, 6).rows == most
+    assert chosen(rows, 32, 6, gathered=True) == Tiles(most)
 
 
 def test_experts_with_few_more_rows_than_average_are_not_cut_again():
-    assert chosen(128, 64, 16) == Tiles(144)
+    assert chosen(128, 64, 16, gathered=True) == Tiles(144)
+
+
+@pytest.mark.parametrize(
+    ("rows", "tiles"), [(48, Tiles(96)), (64, Tiles(96)), (128, PINGPONG), (192, Tiles(112)), (512, PINGPONG)]
+)
+def test_wide_tiles_of_rows_that_are_not_gathered_take_turns(rows, tiles):
+    assert chosen(rows, 64, 8) == tiles
+    assert not chosen(rows, 64, 8, gathered=True).pingpong
+    assert not chosen(48, 32, 6).pingpong, "few rows, where it would need the fewest steps"
 
 
 @pytest.mark.parametrize("tiles", CANDIDATES, ids=str)
@@ -86,6 +95,8 @@ def test_which_kernel_multiplies_with_scales_of_blocks(each, exact, dtype, expec
         (1, 2, CHANNELS),
         (1, 2, CHANNELS | {"biased": True}),
         (1, 2, {"blocks": True}),
+        (1, 1, {"pingpong": True}),
+        (1, 2, CHANNELS | {"biased": True, "pingpong": True}),
     ],
     ids=[
         "bf16",
@@ -96,6 +107,8 @@ def test_which_kernel_multiplies_with_scales_of_blocks(each, exact, dtype, expec
         "e4m3 by channel to bf16",
         "e4m3 with biases to bf16",
         "e4m3 by block to bf16",
+        "e4m3, in turns",
+        "e4m3 with biases to bf16, in turns",
     ],
 )
 def test_compiles_for_hopper_without_a_word(itemsize, out_bytes, scaled, activation):
@@ -171,10 +184,14 @@ def test_tiles_of_four_bits_hold_an_experts_rows(rows, expected, scheme):
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason=str(nvrtc.missing()))
-@pytest.mark.parametrize("mode", ["turned", "over_rows", "gather", "gather, biased"])
+@pytest.mark.parametrize("mode", [
+    "turned", "over_rows", "gather", "gather, biased", "turned, pingpong", "over_rows, pingpong", "pingpong, biased"
+])  # fmt: skip
 def test_products_of_training_compile_for_hopper_without_a_word(mode):
     form = gemm_grouped.options(2, 2, None, **dict.fromkeys(mode.split(", "), True))
-    binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(2, "" if "gather" in mode else mode), form)
+    binary, words = nvrtc.compile_kernels(
+        gemm_grouped.source_text(2, mode.split(", ")[0] if mode.startswith(("turned", "over_rows")) else ""), form
+    )
     assert 0 < len(binary) < 100 * 1024
     assert words == ""
 
@@ -183,7 +200,7 @@ def test_products_of_training_compile_for_hopper_without_a_word(mode):
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("out_bytes", [2, 4])
 def test_gradients_into_buffers_compile_for_hopper_without_a_word(out_bytes, accumulate):
-    form = gemm_grouped.options(2, out_bytes, None, over_rows=True, accumulate=accumulate, factor=True)
+    form = gemm_grouped.options(2, out_bytes, None, over_rows=True, accumulate=accumulate, factor=True, pingpong=True)
     binary, words = nvrtc.compile_kernels(gemm_grouped.source_text(2, "over_rows"), form)
     assert 0 < len(binary) < 100 * 1024
     assert words == ""
