@@ -48,6 +48,8 @@ def made(kind, model, folder, world, **options):
         save_steps=SAVED, logging_steps=1, report_to=[], use_cpu=not torch.cuda.is_available(), disable_tqdm=True,
         seed=0, **options,
     )  # fmt: skip
+    if world == 1 and arguments.device.type == "cuda":
+        arguments._n_gpu = 1  # otherwise one process runs `DataParallel` over all GPUs that it sees
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, model.config.vocab_size, (8,), generator=generator) for _ in range(64)]
     data = [{"input_ids": row, "labels": row} for row in rows]
