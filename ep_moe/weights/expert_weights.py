@@ -247,7 +247,7 @@ class ExpertWeights(ExpertSlots):
         if self.has_expert_parameters and not self._slots:
             module, gated = self._modules[str(self.local_experts[slot])], self.config.activation.gated
             assert module is not None
-            parts = {name: full(parameter.detach()) for name, parameter in module.named_parameters()}
+            parts = {name: full(parameter) for name, parameter in module.named_parameters()}
             return {name: torch.cat([parts[part] for part in parts_of(name, gated)]) for name in self.names}
         return {name: self._join_pieces(name, piece) for name, piece in self.slot(slot).items()}
 

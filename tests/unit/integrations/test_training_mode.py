@@ -20,10 +20,11 @@ def context():
 
 
 def computed(model, ids):
+    """Return logits, a gradient, and the random number that comes next."""
     torch.manual_seed(3)  # seed of the noise
     out = model(ids, labels=ids)
     (gradient,) = torch.autograd.grad(out.loss, model.model.embed_tokens.weight)
-    return out.logits.detach(), gradient
+    return out.logits.detach(), gradient, torch.rand(1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

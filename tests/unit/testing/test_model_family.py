@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ep_moe import EPContext
 from ep_moe.testing import model_family
 from ep_moe.testing.model_family import _changes, _FamilyCheck
 
@@ -92,6 +93,17 @@ def test_logits_may_differ_by_a_part_of_the_largest(apart, right, check):
             with pytest.raises(AssertionError, match=r"memory: logits of Identity .* by 2\.0e-03 of the largest"):
                 check._compare("memory", nn.Identity(), torch.tensor([1.0, 4.0]))
             assert not check.found
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_check_without_a_context_runs_on_this_cpu(given, monkeypatch):
+    monkeypatch.setattr(_FamilyCheck, "_built", lambda self, config: nn.Identity())
+    monkeypatch.setattr(_FamilyCheck, "_logits", lambda self, model: None)
+    config = Config(vocab_size=4)
+    with EPContext.local(torch.device("cpu")) as context:
+        made = _FamilyCheck(config, context if given else None, 1e-5, None, None).context
+        assert (made is context) == given
+        assert made.device.type == "cpu"
 
 
 def test_numbers_that_a_caller_draws_next_do_not_depend_on_the_check(monkeypatch):
