@@ -6,8 +6,9 @@ the call, from which a block learns which rows are tokens. `RouterLogitsHook` im
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -106,15 +107,16 @@ class TokenMasks:
 
     def _look_for_labels(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if not torch.compiler.is_compiling():
-            self._asked.labels = kwargs.get("labels") is not None
+            self._asked.labels = _by_name(model, args, kwargs).get("labels") is not None
 
     def _begin(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
         self._put(_Call(None))
         labels, self._asked.labels = self._asked.labels, False
-        given = kwargs.get("inputs_embeds")
-        given = kwargs.get("input_ids", args[0] if args else None) if given is None else given
+        call = _by_name(model, args, kwargs)
+        given = call.get("inputs_embeds")
+        given = call.get("input_ids") if given is None else given
         if not isinstance(given, Tensor):
             return  # the model itself raises
         rows = given.shape[:2]
@@ -123,13 +125,14 @@ class TokenMasks:
         if (problem := _ids_problem(given, model)) is not None:
             self._refuse(problem)
         config = getattr(model, "config", None)
-        shown = kwargs.get("output_hidden_states", getattr(config, "output_hidden_states", False))
+        shown = call.get("output_hidden_states", getattr(config, "output_hidden_states", False))
         sent = labels or bool(shown) or torch.is_grad_enabled()
         if self._asked.idle:
             self._put(_Call(TokenMask(torch.zeros(rows, dtype=torch.bool, device=given.device), sent), idle=True))
             return
-        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        tokens = tokens_of(mask, rows, kwargs.get("cache", kwargs.get("past_key_values")))
+        mask = call.get("attention_mask")
+        cache = call.get("cache")
+        tokens = tokens_of(mask, rows, call.get("past_key_values") if cache is None else cache)
         if tokens is not None:
             by_row = any(one.dim() == 4 for one in _tensors_of(mask))
             sent = sent or self._send_padding or by_row or self._last_is_padding(tokens)
@@ -160,6 +163,15 @@ class TokenMasks:
         assert self.layer is not None
         with on_device(self.layer.context.device):
             self.layer._refuse(problem)
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments of a model's call by name, also those that were passed by position."""
+    if not args:
+        return kwargs  # as transformers itself calls an inner model: a signature costs host time
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    return dict(zip(names or ("input_ids", "attention_mask"), args, strict=False)) | dict(kwargs)
 
 
 def tokens_of(mask: Any, rows: torch.Size, cache: Any) -> Tensor | None:

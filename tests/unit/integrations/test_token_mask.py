@@ -172,6 +172,32 @@ def test_labels_are_of_the_call_that_has_them(model):
     assert [bool(mask.sent) for mask in model.model.seen] == [True, False, False]
 
 
+def test_cache_and_labels_may_be_passed_by_position():
+    """Arguments by position are found like those by name. A cache tells where the call's rows are in the mask.
+
+    A mask that is read from the wrong place takes the new tokens of a left-padded sequence for padding.
+    """
+    plain = tiny_model("qwen3_moe")
+    model = expert_parallel(tiny_model("qwen3_moe"), EPContext.local(torch.device("cpu")))
+    ids, mask = torch.arange(3, 9).view(2, 3), torch.cat([MASK, torch.ones(2, 1, dtype=torch.int64)], 1)
+    outputs = []
+    with torch.no_grad():
+        for one in (plain, model):
+            cache = one.model(ids, MASK, use_cache=True).past_key_values
+            rows = one.model(ids[:, :1], mask, torch.tensor([[2], [3]]), cache).last_hidden_state
+            loss = one(ids, MASK, None, None, None, ids).loss
+            outputs.append(torch.cat([rows.flatten(), loss.view(1)]))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5 * float(outputs[0].abs().max()))
+
+
+def test_a_forward_of_any_arguments_has_ids_and_mask_first(model, monkeypatch):
+    """A wrapped forward may show no names."""
+    forward = model.model.forward
+    monkeypatch.setattr(model.model, "forward", lambda *args, **kwargs: forward(*args, **kwargs))
+    model.model(IDS, MASK)
+    assert model.model.seen.pop().tokens.tolist() == MASK.bool().flatten().tolist()
+
+
 @pytest.mark.parametrize("added", [False, True])
 def test_a_row_that_attends_to_nothing_may_be_attended_to(added):
     """A row that attends to nothing in a 4-D mask is not padding if other rows attend to it.
