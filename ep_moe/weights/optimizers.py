@@ -105,7 +105,9 @@ def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
 
 
 def mark_replaced_parameters(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
-    """Mark parameters that a layer has replaced by new ones, because experts moved or the layer was converted.
+    """Mark parameters that a layer has replaced by new ones.
+
+    Experts moved, the layer was converted, or the layer itself has replaced a module of a model.
 
     An optimizer that holds the old ones would not train the layer. Its steps are refused, unless the layer's experts
     are frozen.
@@ -127,8 +129,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             raise ConfigError(
                 "the optimizer holds expert parameters that their layer has replaced, and would train no expert: "
                 "experts moved (load_state_dict of another expert map, EPLB), the layer was converted with etp > 1 "
-                "(.to, .half), or fully_shard has sharded the model; make the optimizer after that, and load its "
-                "state then"
+                "(.to, .half), expert_parallel has replaced the model's blocks, or fully_shard has sharded the model; "
+                "make the optimizer after that, and load its state then"
             )
 
 

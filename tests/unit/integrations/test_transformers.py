@@ -42,6 +42,24 @@ def test_one_number_of_experts_is_asked_of_layers_that_are_alike(tmp_path, monke
         assert module.num_experts(tmp_path, context) == 8
 
 
+@pytest.mark.parametrize("make", [lambda: tiny_model("deepseek_v3"), lambda: interface_model("olmoe")])
+def test_an_optimizer_of_the_untouched_model_is_refused(make):
+    """An optimizer that was made before `expert_parallel` holds no expert of the model, and would train none."""
+    quiet()
+    model, ids = make().train(), torch.arange(8).view(2, 4)
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = set(model.parameters())
+    with local() as context:
+        model = expert_parallel(model, context)
+        model(input_ids=ids, labels=ids).loss.backward()
+        with pytest.raises(ConfigError, match=r"that their layer has replaced.*expert_parallel has replaced the model"):
+            early.step()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        kept = [parameter for parameter in model.parameters() if parameter in before]
+        torch.optim.SGD(kept, lr=0.1).step()  # such as attention and shared experts
+        assert kept
+
+
 def test_a_model_on_the_meta_device_takes_no_weights():
     quiet()
     with local() as context:
