@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -80,7 +80,7 @@ class BackwardComparison:
         if layout.lockstep > 1:
             weights.each_backward = self.on_backward
         if layout.replicas > 1:
-            weights.gradient_sum.each_sum = partial(self.compare_in_backward, "expert_data")
+            weights.gradient_sum.each_sum = self.on_sum
 
     def on_backward(self, call: int) -> None:
         """Compare ranks in the backward of the layer's call with this number.
@@ -90,6 +90,24 @@ class BackwardComparison:
         """
         step, self._last = call - self._last, call
         self.compare_in_backward("lockstep", step)
+
+    def on_sum(self) -> None:
+        """Compare the ranks that are about to sum gradients of the same experts.
+
+        EP groups exchange nothing in forward, so they can run backward of layers in different orders. The sum would
+        then add gradients of different layers. CPUs meet before each sum. GPUs would wait for that, and compare only in
+        some backwards.
+
+        Raises:
+            InputError: on all ranks, if one is in the backward of another layer.
+        """
+        layer = self._layer()
+        if layer is None or capturing(layer.context.device):
+            return
+        rank_group = layer.context.rank_groups["expert_data"]
+        with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
+            rank_group.meet_in_backward(layer.name, 0, torch.empty(0, device=layer.context.device))
+        self.compare_in_backward("expert_data", zlib.crc32(layer.name.encode()))
 
     def compare_in_backward(self, kind: str, step: int = 0) -> None:
         """Compare ranks in a backward pass, and warn once, on all ranks, if dense parameters have drifted apart.

@@ -336,6 +336,22 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named(world_size):
 
 
 @distributed(2)
+@pytest.mark.parametrize("ep", [1, 2])
+def test_ranks_in_the_backward_of_different_layers_are_named(ep, world_size):
+    """A model may skip a layer on some ranks.
+
+    With ep < dp forward exchanges nothing, and the sum over EP groups would add gradients of two layers.
+    """
+    if rank_device().type != "cpu":
+        pytest.skip("on GPUs the comparison would wait for the device")
+    with EPContext.from_groups(P(dp=2, ep=ep), device=rank_device(), deadline_s=20) as context:
+        layers, x = [MoELayer(FLOAT, context) for _ in range(2)], integer_rows(3, 16, dist.get_rank())
+        losses = [layer(x).sum() for layer in layers]
+        text = same_error(InputError, losses[dist.get_rank()].backward)
+        assert "rank 0 is in 'the backward of moe0', rank 1 in 'the backward of moe1'" in text
+
+
+@distributed(2)
 @pytest.mark.parametrize(
     ("given", "words"),
     [

@@ -1,6 +1,8 @@
 """Test how ranks compare what they hold of a layer, on one rank."""
 
+import contextlib
 import warnings
+import zlib
 from types import SimpleNamespace as Some
 
 import pytest
@@ -79,9 +81,16 @@ class ComparedLayer(Some):
 @pytest.fixture
 def compared(monkeypatch):
     """Return a layer in two kinds of rank group, and the results that `_drifted` returns in each comparison."""
-    found = {"drifts": None, "buffer": None, "steps": False, "asked": []}
+    found = {"drifts": None, "buffer": None, "steps": False, "asked": [], "met": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
-    groups = {kind: Some(kind=kind) for kind in ("lockstep", "expert_data")}
+    recorder = Some(step=lambda *_, **__: contextlib.nullcontext())
+
+    def meet(where, number, tensor):
+        found["met"].append((where, number))
+
+    groups = {
+        kind: Some(kind=kind, flight_recorder=recorder, meet_in_backward=meet) for kind in ("lockstep", "expert_data")
+    }
     weights = Some(each_backward=None, gradient_sum=Some(each_sum=None), updates=0)
     context = Some(device=torch.device("cpu"), layout=layout, rank_groups=groups)
 
@@ -105,7 +114,9 @@ def test_backward_compares_ranks_ever_more_seldom(compared):
         layer.expert_weights.each_backward(call)
         layer.expert_weights.gradient_sum.each_sum()
     assert [step for kind, step in found["asked"] if kind == "lockstep"] == [1, 2, 3]
-    assert [step for kind, step in found["asked"] if kind == "expert_data"] == [0, 0, 0]
+    of_sums = [step for kind, step in found["asked"] if kind == "expert_data"]
+    assert of_sums == [zlib.crc32(b"moe0")] * 3, "GPUs compare the layer here, as they do not meet"
+    assert found["met"] == [("moe0", 0)] * 9, "before each sum"
     assert comparison.mixed is None
 
 
@@ -154,7 +165,8 @@ def test_a_capture_compares_no_ranks(compared, monkeypatch):
     monkeypatch.setattr(rank_comparison, "capturing", lambda device: True)
     for call in range(1, 9):
         comparison.on_backward(call)
-    assert found["asked"] == []
+        comparison.on_sum()
+    assert found["asked"] == found["met"] == []
 
 
 @torch.no_grad()
