@@ -65,6 +65,9 @@ def replace_blocks(
     config = model.config.get_text_config()
     moe_config, names = moe_config_of(family, config), names_of(config.model_type)
     masks, made = TokenMasks(send_padding=not model.can_generate()), {}
+    places: dict[int, list[str]] = {}  # id of a module -> its names: several layers of a model may share a block
+    for place, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(id(module), []).append(place)
     for number, (name, block) in enumerate(blocks_of(model, family)):
         parameters = list(block.parameters())
         # look at the experts first: the router may be float32 when they are not
@@ -81,10 +84,11 @@ def replace_blocks(
             read_experts(moe, source, name, found)
             _copy_router(moe, source, name, names.router)
         _keep_frozen(moe, block, names, found)
-        parent, _, attribute = name.rpartition(".")
         made[name] = ExpertParallelBlock(moe, family.returns, masks, _jitter(block, name))
         made[name].train(block.training)
-        setattr(model.get_submodule(parent), attribute, made[name])
+        for place in places[id(block)]:
+            parent, _, attribute = place.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, made[name])
     return made
 
 

@@ -42,6 +42,24 @@ def test_one_number_of_experts_is_asked_of_layers_that_are_alike(tmp_path, monke
         assert module.num_experts(tmp_path, context) == 8
 
 
+@pytest.mark.parametrize("make", [lambda: tiny_model("mixtral"), lambda: interface_model("olmoe")])
+def test_layers_that_share_a_block_share_what_replaces_it(make):
+    """A block that several layers share is replaced in all of them, so that they train the same weights."""
+    quiet()
+    ids, outputs = torch.arange(8).view(2, 4), []
+    with local() as context:
+        for replaced in (False, True):
+            model = make().train()
+            model.model.layers[1].mlp = model.model.layers[0].mlp
+            model = expert_parallel(model, context) if replaced else model
+            assert model.model.layers[1].mlp is model.model.layers[0].mlp
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            outputs.append(model(ids).logits.detach())
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5 * float(outputs[0].abs().max()))
+
+
 @pytest.mark.parametrize("make", [lambda: tiny_model("deepseek_v3"), lambda: interface_model("olmoe")])
 def test_an_optimizer_of_the_untouched_model_is_refused(make):
     """An optimizer that was made before `expert_parallel` holds no expert of the model, and would train none."""
