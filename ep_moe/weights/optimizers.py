@@ -125,7 +125,9 @@ def _look_before_steps() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for weights in _owners(optimizer, "replaced_in_layer"):
-        if weights.any_requires_grad:
+        # a rank without experts goes by the replaced parameters, so that it raises where its peers do
+        held = (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "replaced_in_layer"))
+        if weights.any_requires_grad or (not weights.slots_of_expert and any(p.requires_grad for p in held)):
             raise ConfigError(
                 "the optimizer holds expert parameters that their layer has replaced, and would train no expert: "
                 "experts moved (load_state_dict of another expert map, EPLB), the layer was converted with etp > 1 "

@@ -20,6 +20,7 @@ from ep_moe.weights.optimizers import (
     _refuse_mixed_groups,
     _refuse_sums_beside_means,
     guard_optimizers,
+    mark_replaced_parameters,
 )
 from tests.fixtures.expert_weights import REDUNDANT, filled_weights, shape
 
@@ -72,6 +73,16 @@ def test_an_optimizer_of_replaced_parameters_is_refused_while_their_layer_learns
     gc.collect()
     assert there() is None, "an optimizer keeps no layer"
     early.step()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_rank_whose_experts_are_all_gone_refuses_as_its_peers_do(learns):
+    weights = filled_weights(shape(), ExpertMap.linear(5, 1))
+    early = torch.optim.SGD(weights.requires_grad_(learns).parameters(), lr=0.1)
+    mark_replaced_parameters(list(weights.parameters()), empty := filled_weights(shape(), ExpertMap.uneven([0, 5])))
+    assert not empty.slots_of_expert
+    with pytest.raises(ConfigError, match=LEFT) if learns else contextlib.nullcontext():
+        early.step()
 
 
 def test_what_an_optimizer_steps_beside_experts_is_noted_once_for_each_layer():
