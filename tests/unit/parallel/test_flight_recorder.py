@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import FileStore, HashStore
 
 from ep_moe import ConfigError, InputError, PeerTimeout
 from ep_moe.errors import OutOfMemory, RankFailed
@@ -150,6 +150,15 @@ def test_the_first_verdict_is_everyones():
         assert "Rank 0" not in str(recorders[1]._diagnose("no answer"))
     finally:
         recorders[1].close()
+
+
+def test_the_watch_has_a_connection_of_its_own(monkeypatch, tmp_path):
+    """A call that waits for a key locks its connection to the store, and the watch must go on meanwhile."""
+    used = []
+    monkeypatch.setattr(FlightRecorder, "_watch", lambda self, store: used.append(store._store))
+    store = FileStore(str(tmp_path / "store"), 2)
+    FlightRecorder(store, [0, 1], 0).close()
+    assert used[0] is not store
 
 
 def test_ranks_of_other_groups_are_looked_at_where_every_peer_is_well():

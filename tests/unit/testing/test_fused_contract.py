@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ep_moe import EPContext
+from ep_moe import ConfigError, EPContext
 from ep_moe.testing import fused_contract as contract
 from ep_moe.testing.fused_contract import layers_that_share
 
@@ -38,6 +38,15 @@ def alone(monkeypatch):
     monkeypatch.setattr(contract, "EPContext", SimpleNamespace(from_groups=from_groups))
     monkeypatch.setattr(contract.dist, "get_world_size", lambda: 4)
     return asked
+
+
+def test_wrong_capabilities_end_the_check(alone):
+    def wrong():
+        raise ConfigError("FusedCapabilities.travels must be a bool")
+
+    kind = SimpleNamespace(name="mine", capabilities=SimpleNamespace(check=wrong))
+    with pytest.raises(ConfigError, match=r"^FusedCapabilities\.travels must be a bool$"):
+        contract.check_fused(kind)
 
 
 def kind_of(**can):
