@@ -20,7 +20,7 @@ from ep_moe.errors import CheckpointError, ConfigError
 from ep_moe.integrations.activation_probe import computes, find_activation, is_experts
 from ep_moe.integrations.families import FAMILIES, Family, blocks_of, moe_config_of
 from ep_moe.integrations.find_experts import held_tensor
-from ep_moe.integrations.generic import ExpertParallelExperts, keep_frozen
+from ep_moe.integrations.generic import ExpertParallelExperts, keep_frozen, replace_module
 from ep_moe.integrations.model_hooks import TokenMasks
 from ep_moe.integrations.save import LayerWithLayout, ModelParts, put_tensor
 from ep_moe.layer import MoELayer
@@ -65,10 +65,8 @@ def replace_blocks(
     config = model.config.get_text_config()
     moe_config, names = moe_config_of(family, config), names_of(config.model_type)
     masks, made = TokenMasks(send_padding=not model.can_generate()), {}
-    places: dict[int, list[str]] = {}  # id of a module -> its names: several layers of a model may share a block
-    for place, module in model.named_modules(remove_duplicate=False):
-        places.setdefault(id(module), []).append(place)
-    for number, (name, block) in enumerate(blocks_of(model, family)):
+    for number, name in enumerate([name for name, _ in blocks_of(model, family)]):  # no list keeps blocks alive
+        block = model.get_submodule(name)
         parameters = list(block.parameters())
         # look at the experts first: the router may be float32 when they are not
         by_experts = [*block.get_submodule("experts").parameters(), *parameters]
@@ -86,9 +84,7 @@ def replace_blocks(
         _keep_frozen(moe, block, names, found)
         made[name] = ExpertParallelBlock(moe, family.returns, masks, _jitter(block, name))
         made[name].train(block.training)
-        for place in places[id(block)]:
-            parent, _, attribute = place.rpartition(".")
-            setattr(model.get_submodule(parent), attribute, made[name])
+        replace_module(model, block, made[name])
     return made
 
 

@@ -275,9 +275,10 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
     top_k = {name: top_k_of(model, experts, name) for name, experts in modules.items()}
     first = _shared(model, modules)
     masks, replaced = TokenMasks(send_padding=True), dict[str, ExpertParallelExperts]()
-    for name, experts in modules.items():
+    for name in found:
+        experts = modules.pop(name)  # and freed, once the next ones are replaced
         if first[name] != name:
-            _put(model, experts, replaced[first[name]])
+            replace_module(model, experts, replaced[first[name]])
             continue
         parent = model.get_submodule(name.rpartition(".")[0])
         kind = SortedExpertParallelExperts if found[name].block else ExpertParallelExperts
@@ -297,7 +298,7 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
                 made.write_expert(expert, made.layout.expert_slice(whole, expert))
         made.train(experts.training)
         made.moe._block = weakref.ref(made if found[name].block else parent)
-        _put(model, experts, made)
+        replace_module(model, experts, made)
         replaced[name] = made
     attach_skipped_experts_hooks(model, replaced)
     if tied := getattr(model, "all_tied_weights_keys", None):
@@ -307,10 +308,11 @@ def replace_experts(model: nn.Module, context: EPContext, **layer_options: Any) 
     return replaced
 
 
-def _put(model: nn.Module, experts: nn.Module, made: nn.Module) -> None:
-    """Replace a module of a model under each of its names."""
-    for name in [name for name, one in model.named_modules(remove_duplicate=False) if one is experts]:
-        setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], made)
+def replace_module(model: nn.Module, module: nn.Module, replacement: nn.Module) -> None:
+    """Replace a module of a model under each of its names: several layers may share it."""
+    for name in [name for name, one in model.named_modules(remove_duplicate=False) if one is module]:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, replacement)
 
 
 def routed_by_model(x: Tensor) -> Routing:

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping, Set
+import weakref
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -65,7 +66,7 @@ from ep_moe.quant.schemes import PLAIN
 from ep_moe.selection import explain
 from ep_moe.selection.tuned import Tuned
 from ep_moe.training.wrappers import exclude_experts
-from ep_moe.weights.optimizers import mark_replaced_parameters
+from ep_moe.weights.optimizers import mark_parameters_of_replaced_modules
 
 _log = logging.getLogger("ep_moe.integrations")
 
@@ -126,12 +127,14 @@ def _parallel(
 ) -> PreTrainedModel:
     """Replace the blocks of a family, or with None only the experts, and register the hooks on the model."""
     made: dict[str, Any]
-    before = dict(model.named_parameters(remove_duplicate=False))
+    before = [weakref.ref(parameter) for parameter in model.parameters()]  # each block is freed once it is replaced
     if family is None:
         made = dict(replace_experts(model, context, **layer_options))
     else:
         made = dict(replace_blocks(model, context, family, layer_options))
-    _mark_replaced(before, model, made)
+    kept = set(model.parameters())
+    alive = (parameter for one in before if (parameter := one()) is not None)
+    mark_parameters_of_replaced_modules(parameter for parameter in alive if parameter not in kept)
     exclude_experts(model)  # from the gradient averaging of DistributedDataParallel, which accelerate and Trainer add
     setattr(model, "save_pretrained", _no_save)  # noqa: B010 (a method, of this model alone)
     guard_adapters(model)
@@ -144,17 +147,6 @@ def _parallel(
     if model.can_generate():
         GenerationSync.of(context).attach(model, inner)
     return model
-
-
-def _mark_replaced(before: Mapping[str, nn.Parameter], model: PreTrainedModel, made: Mapping[str, Any]) -> None:
-    """Let steps of an optimizer that still holds parameters of replaced modules be refused: it would train no expert.
-
-    before: the model's parameters by name before `made` replaced its modules
-    """
-    kept = {id(parameter) for parameter in model.parameters()}
-    for module, replacement in made.items():
-        gone = [one for name, one in before.items() if name.startswith(f"{module}.") and id(one) not in kept]
-        mark_replaced_parameters(gone, replacement.moe.expert_weights)
 
 
 def _innermost(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:

@@ -105,9 +105,7 @@ def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
 
 
 def mark_replaced_parameters(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
-    """Mark parameters that a layer has replaced by new ones.
-
-    Experts moved, the layer was converted, or the layer itself has replaced a module of a model.
+    """Mark parameters that a layer has replaced by new ones, because experts moved or the layer was converted.
 
     An optimizer that holds the old ones would not train the layer. Its steps are refused, unless the layer's experts
     are frozen.
@@ -118,21 +116,37 @@ def mark_replaced_parameters(parameters: Iterable[Parameter], weights: ExpertSlo
     _look_before_steps()
 
 
+def mark_parameters_of_replaced_modules(parameters: Iterable[Parameter]) -> None:
+    """Mark parameters of a model's modules that `expert_parallel` has replaced.
+
+    An optimizer that holds one that learns would not train what replaces it. Its steps are refused.
+    """
+    for parameter in parameters:
+        parameter.in_replaced_module = True  # type: ignore[attr-defined]
+    _look_before_steps()
+
+
 @cache
 def _look_before_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    learning = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if any(hasattr(p, "in_replaced_module") for p in learning):
+        raise ConfigError(
+            "the optimizer holds parameters of modules that expert_parallel has replaced, and would not train what "
+            "replaces them; make the optimizer after expert_parallel"
+        )
     for weights in _owners(optimizer, "replaced_in_layer"):
         # a rank without experts goes by the replaced parameters, so that it raises where its peers do
-        held = (p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "replaced_in_layer"))
-        if weights.any_requires_grad or (not weights.slots_of_expert and any(p.requires_grad for p in held)):
+        learned = not weights.slots_of_expert and any(hasattr(p, "replaced_in_layer") for p in learning)
+        if weights.any_requires_grad or learned:
             raise ConfigError(
                 "the optimizer holds expert parameters that their layer has replaced, and would train no expert: "
                 "experts moved (load_state_dict of another expert map, EPLB), the layer was converted with etp > 1 "
-                "(.to, .half), expert_parallel has replaced the model's blocks, or fully_shard has sharded the model; "
-                "make the optimizer after that, and load its state then"
+                "(.to, .half), or fully_shard has sharded the model; make the optimizer after that, and load its "
+                "state then"
             )
 
 

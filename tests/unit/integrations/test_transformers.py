@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 from torch import nn
 
-from ep_moe import EPContext
+from ep_moe import EPContext, MoELayer
 from ep_moe.errors import CheckpointError, ConfigError, InputError
 from ep_moe.integrations import transformers as module
 from ep_moe.integrations.transformers import ExpertParallelBlock, expert_parallel, load_pretrained, moe_layers
@@ -60,17 +61,46 @@ def test_layers_that_share_a_block_share_what_replaces_it(make):
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-5 * float(outputs[0].abs().max()))
 
 
-@pytest.mark.parametrize("make", [lambda: tiny_model("deepseek_v3"), lambda: interface_model("olmoe")])
-def test_an_optimizer_of_the_untouched_model_is_refused(make):
-    """An optimizer that was made before `expert_parallel` holds no expert of the model, and would train none."""
+@pytest.mark.parametrize("make", [lambda: tiny_model("mixtral"), lambda: interface_model("olmoe")])
+def test_experts_are_freed_once_they_are_replaced(make, monkeypatch):
+    """A model in memory needs room for the experts of one more layer, not for all of them again."""
+    quiet()
+    model, alive = make(), []
+    experts = [
+        [weakref.ref(p) for n, p in layer.mlp.named_parameters() if "experts" in n] for layer in model.model.layers
+    ]
+
+    def making(*args, made=MoELayer.__init__, **options):
+        alive.append([any(one() is not None for one in of_layer) for of_layer in experts])
+        return made(*args, **options)
+
+    monkeypatch.setattr(MoELayer, "__init__", making)
+    with local() as context:
+        expert_parallel(model, context)
+    assert alive == [[True, True], [False, True]]
+    assert not any(one() is not None for of_layer in experts for one in of_layer)
+
+
+@pytest.mark.parametrize(
+    ("make", "learns"),
+    [
+        (lambda: tiny_model("deepseek_v3"), ""),
+        (lambda: tiny_model("qwen3_moe"), "gate.weight"),  # the router alone
+        (lambda: interface_model("olmoe"), ""),
+    ],
+)
+def test_an_optimizer_of_the_untouched_model_is_refused(make, learns):
+    """An optimizer that was made before `expert_parallel` would not train what replaces the model's modules."""
     quiet()
     model, ids = make().train(), torch.arange(8).view(2, 4)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns in name or "experts" not in name)
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     before = set(model.parameters())
     with local() as context:
         model = expert_parallel(model, context)
         model(input_ids=ids, labels=ids).loss.backward()
-        with pytest.raises(ConfigError, match=r"that their layer has replaced.*expert_parallel has replaced the model"):
+        with pytest.raises(ConfigError, match=r"that expert_parallel has replaced.*make the optimizer after"):
             early.step()
         torch.optim.SGD(model.parameters(), lr=0.1).step()
         kept = [parameter for parameter in model.parameters() if parameter in before]
