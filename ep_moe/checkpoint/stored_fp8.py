@@ -136,7 +136,9 @@ class ScaledFp8(StoredMatrix):
         if self._each == _ROWS:
             return scheme == "fp8_channel"
         if self._each == _BLOCKS and not self._apart:
-            return scheme == {(FP8_BLOCK, FP8_BLOCK): "fp8_block", (1, MX_BLOCK): "mxfp8"}.get(self._block)
+            # a scale that is no power of two has no E8M0; powers of two stored as floats are quantized without loss
+            mxfp8 = "mxfp8" if self._exponents else None
+            return scheme == {(FP8_BLOCK, FP8_BLOCK): "fp8_block", (1, MX_BLOCK): mxfp8}.get(self._block)
         return False
 
     def differs(self, scheme: str) -> str:
@@ -160,7 +162,7 @@ class ScaledFp8(StoredMatrix):
         self._check_zeros(codes, scale, rows, columns)
         made = partial(self._spread, codes, scale, rows, columns)
         check_products(self.tensors, self.scale, self.data, scale, FP8_MAX, made)
-        if self._block == (1, MX_BLOCK):  # scales are powers of two, which E8M0 represents exactly
+        if self._block == (1, MX_BLOCK):  # stored as E8M0 (`matches_scheme`), so E8M0 represents them exactly
             scale = scale.to(torch.float8_e8m0fnu).view(torch.uint8)
         return {"": codes, "_scale": scale}
 

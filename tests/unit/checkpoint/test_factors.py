@@ -119,6 +119,32 @@ def test_bytes_are_kept_under_exponents(make, quantization, tmp_path):
             assert torch.equal(half, tensors[f"{BLOCK}.experts.{expert}.{name}.weight"].view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mantissa", [1.0, 1.25], ids=["powers of two", "other numbers"])
+def test_factors_in_floats_are_not_kept_as_exponents(mantissa, dtype, tmp_path):
+    """mxfp8 has no other scales than powers of two: 1.25 would become 1. Powers of two as floats lose nothing."""
+
+    def floats(rows: int, columns: int, generator: torch.Generator) -> dict[str, Tensor]:
+        scale = mantissa * power_of_two(exponents(rows, columns // 32, generator=generator))
+        return {"weight": codes(rows, columns, generator), "weight_scale_inv": scale.to(dtype)}
+
+    tensors = each(floats)
+    write(tmp_path, tensors, {"quant_method": "fp8", "weight_block_size": [1, 32]})
+    sentence = "a factor for each block of 1 x 32, and quantization mxfp8 quantizes .* a second time; quantization none"
+    with pytest.warns(UserWarning, match=sentence):
+        layer = load(tmp_path, "mxfp8", torch.bfloat16)
+    scheme = SCHEMES["mxfp8"]
+    for expert in range(EXPERTS):
+        full = {name: f"{BLOCK}.experts.{expert}.{name}.weight" for name in SIZES}
+        spread = {name: tensors[f"{at}_scale_inv"].float().repeat_interleave(32, 1) for name, at in full.items()}
+        gate, up, down = (tensors[at].float() * spread[name] for name, at in full.items())
+        for name, wanted in (("w13", torch.cat([gate, up])), ("w2", down)):
+            rounding = 0.0 if mantissa == 1.0 else 2.0**-4  # half a step of E4M3
+            found = scheme.dequantize(stored(layer, expert), name)
+            largest = wanted.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, -1)
+            assert ((found - wanted).abs() <= rounding * largest).all(), (expert, name)
+
+
 def test_the_smallest_and_the_largest_exponent(tmp_path):
     tensors = each(blocks)
     for name in [name for name in tensors if name.endswith("_scale_inv")]:
