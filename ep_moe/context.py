@@ -245,13 +245,13 @@ class EPContext(ConnectedRanks):
             raise
         return self._call_guard
 
-    def _report_exception(self, error: BaseException, where: str = "", *, users: bool = False) -> None:
+    def _report_exception(self, error: BaseException, call_name: str = "", *, users: bool = False) -> None:
         """Handle an exception that leaves a forward.
 
         An exception that all ranks raise together leaves the context usable. Any other exception belongs to this rank
         alone. It is then reported to the peers, which raise it too, and every later call raises it on all ranks.
 
-        where: the layer's name, if the exception left the call before `_begin_call`
+        call_name: the layer's name, if the exception left the call before `_begin_call`
         users: whether the exception comes from the user's code, which may raise any class on one rank alone
         """
         alike = not users and isinstance(error, EPMoEError)
@@ -261,7 +261,7 @@ class EPContext(ConnectedRanks):
         if self.flight_recorder.has_no_peers or alike or ends or capturing(self.device):
             return
         before = self.flight_recorder.failed
-        failure = self.flight_recorder.publish_failure(error, where)
+        failure = self.flight_recorder.publish_failure(error, call_name)
         if before or isinstance(failure, OutOfMemory):
             raise with_cause(failure, error)
         error.add_note(f"ep_moe: {failure}")

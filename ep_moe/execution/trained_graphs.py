@@ -111,7 +111,7 @@ class TrainedGraphs:
         self.drop()
         if not self.tries:
             text = (
-                f"calls of {call.where} with gradients cannot be recorded as CUDA graphs, and take more host time: "
+                f"calls of {call.call_name} with gradients cannot be recorded as CUDA graphs, and take more host time: "
                 f"{error}"
             )
             warnings.warn(text, stacklevel=2)
@@ -154,13 +154,13 @@ class TrainedCall:
 
     The first call runs eagerly and logs its allocations. The next one is recorded, and later ones are replayed.
 
-    where: the layer, for messages
+    call_name: the layer, for messages
     """
 
     def __init__(self, graphs: TrainedGraphs, context: EPContext, transports: Transports, experts: Experts) -> None:
         self._graphs, self._context = graphs, context
         self._transports, self._experts = transports, experts
-        self.where = context.flight_recorder.call_name
+        self.call_name = context.flight_recorder.call_name
         self._recorder: Any = None
         self._inputs: Inputs
         self._outputs: InputGradients  # what graphs write: results, or gradients of rows and weights
@@ -249,7 +249,9 @@ class TrainedCall:
         storages = [tensor.untyped_storage() for tensor in self._saved_memory.values()]
         self._held = [(storage, _holders(storage)) for storage in storages]
         if self._context.layout.rank == 0:
-            _log.info("%s: calls with gradients of at most %d tokens are CUDA graphs from now on", self.where, bound)
+            _log.info(
+                "%s: calls with gradients of at most %d tokens are CUDA graphs from now on", self.call_name, bound
+            )
 
     def _free(self) -> bool:
         """Return whether no autograd graph holds the saved tensors of the last replay."""

@@ -179,7 +179,7 @@ class _Collective(Function):
     def forward(
         ctx: Any, x: Tensor, there: Collective, back: Collective, rank_group: RankGroup, works: list[dist.Work]
     ) -> Tensor:
-        ctx.back, ctx.rank_group, ctx.where = back, rank_group, rank_group.flight_recorder.call_name
+        ctx.back, ctx.rank_group, ctx.call_name = back, rank_group, rank_group.flight_recorder.call_name
         ctx.number = next(rank_group.exchanges)
         out, work = there(x)
         if work is not None:
@@ -190,7 +190,7 @@ class _Collective(Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         with ctx.rank_group.flight_recorder.step(f"backward by {ctx.back.func.__name__.lstrip('_')}"):
-            ctx.rank_group.meet_in_backward(ctx.where, ctx.number, grad)
+            ctx.rank_group.meet_in_backward(ctx.call_name, ctx.number, grad)
             out, work = ctx.back(grad)
             if work is not None:
                 work.wait()

@@ -65,13 +65,14 @@ def with_cause(failure: EPMoEError, error: BaseException) -> EPMoEError:
 
 
 def failure_text(
-    error: BaseException, rank: int, step: object, where: str, device: torch.device, *, memory: bool
+    error: BaseException, rank: int, step: object, call_name: str, device: torch.device, *, memory: bool
 ) -> str:
     """Return the message of a RankFailed or OutOfMemory.
 
-    step: the newest step of the flight recorder; where: the layer, "" between calls; memory: `is_out_of_memory(error)`
+    step: the newest step of the flight recorder; call_name: the layer, "" between calls
+    memory: `is_out_of_memory(error)`
     """
-    place = f"in a call of {where}" if where else "between calls"
+    place = f"in a call of {call_name}" if call_name else "between calls"
     if not memory:
         return (
             f"rank {rank} raised {type(error).__name__} {place}: {_shortened(error)} (it {_was(step)}). Its peers "

@@ -200,7 +200,7 @@ class FlightRecorder:
                 self._explain(error)
         finally:
             step = self._step
-            self.set_newest_step(Step(step.number, step.where, step.phase, step.detail, True))
+            self.set_newest_step(Step(step.number, step.call_name, step.phase, step.detail, True))
         if error is None:
             self.check()
 
@@ -223,15 +223,15 @@ class FlightRecorder:
         """Whether this rank has no peers."""
         return self._store is None or len(self._ranks) == 1
 
-    def publish_failure(self, error: BaseException, where: str = "") -> EPMoEError:
+    def publish_failure(self, error: BaseException, call_name: str = "") -> EPMoEError:
         """Publish that `error` left a call on this rank. Return the error that all ranks raise from now on.
 
-        where: the layer, if `begin_call` was not called for its call
+        call_name: the layer, if `begin_call` was not called for its call
         """
         if self._failure is not None:
             return self._failure
         memory = is_out_of_memory(error, self._device)
-        text = failure_text(error, self._rank, self._step, self.call_name or where, self._device, memory=memory)
+        text = failure_text(error, self._rank, self._step, self.call_name or call_name, self._device, memory=memory)
         failure: EPMoEError = (OutOfMemory if memory else RankFailed)(text)
         if self._store is not None and not self.has_no_peers:
             with suppress(StoreLost):  # the peers also notice a lost store
@@ -375,9 +375,9 @@ class FlightRecorder:
         self._abort()
 
     def _note_wait(self, late: float) -> None:
-        where = self._step.where
-        if late > self.longest_wait.get(where, 0.0):
-            self.longest_wait[where] = late
+        call_name = self._step.call_name
+        if late > self.longest_wait.get(call_name, 0.0):
+            self.longest_wait[call_name] = late
 
     def _say_slow(self, late: float) -> None:
         """Log a long wait, once per step."""

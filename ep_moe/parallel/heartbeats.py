@@ -26,19 +26,19 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 class Step(NamedTuple):
     """One collective step.
 
-    number: the running number; where: the layer; phase: the stage; detail: the backend; done: whether it has ended
+    number: the running number; call_name: the layer; phase: the stage; detail: the backend; done: whether it has ended
 
     It is a tuple because that is fast: each call of a layer creates about eight."""
 
     number: int
-    where: str
+    call_name: str
     phase: str
     detail: str
     done: bool
 
     def __str__(self) -> str:
         verb = "finished" if self.done else "in"
-        place = f" of {self.where}" if self.where else ""
+        place = f" of {self.call_name}" if self.call_name else ""
         return f"{verb} {self.phase}{place} (step {self.number})"
 
 
@@ -133,7 +133,7 @@ def compare(
         step = exact.get(peer, entry[1])
         if step.number < mine.number:
             findings.append(f"Rank {peer} is alive but behind: {step}.")
-        elif step.number == mine.number and (step.where, step.phase) != (mine.where, mine.phase):
+        elif step.number == mine.number and (step.call_name, step.phase) != (mine.call_name, mine.phase):
             findings.append(f"Rank {peer} is in another call: {step}.")
     if nodes is not None:
         findings += nodes.lost(silent, list(after))

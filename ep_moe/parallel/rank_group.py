@@ -208,14 +208,14 @@ class RankGroup:
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - numbers :] for row in rows]
 
-    def meet_in_backward(self, where: str, number: int, gradient: Tensor) -> None:
+    def meet_in_backward(self, call_name: str, number: int, gradient: Tensor) -> None:
         """Check before a collective of backward that all ranks are in the backward of the same call.
 
         Otherwise gloo would end a process if sizes differ, and would exchange gradients of different calls if they do
         not. Collective on CPUs. On GPUs it compares nothing, because it would wait for the device.
 
         Args:
-            where: The layer: `FlightRecorder.call_name` in forward.
+            call_name: The layer: `FlightRecorder.call_name` in forward.
             number: The number of the collective in forward, from `exchanges`.
             gradient: The tensor that the collective will exchange.
 
@@ -230,7 +230,7 @@ class RankGroup:
             return
         recorder = self.flight_recorder
         before = recorder.call_name, recorder.call_facts
-        recorder.call_name, recorder.call_facts = f"the backward of {where}", f"exchange={number}"
+        recorder.call_name, recorder.call_facts = f"the backward of {call_name}", f"exchange={number}"
         try:
             self.agree([], problem, gradient.device)
         finally:

@@ -11,8 +11,8 @@ from ep_moe.parallel.nodes import NodeLayout
 from ep_moe.parallel.timeout_store import TimeoutStore
 
 
-def step(number: int, phase: str = "dispatch", where: str = "moe3", done: bool = False) -> Step:
-    return Step(number, where, phase, "torch_a2a", done)
+def step(number: int, phase: str = "dispatch", call_name: str = "moe3", done: bool = False) -> Step:
+    return Step(number, call_name, phase, "torch_a2a", done)
 
 
 def test_what_a_heartbeat_does_not_know_is_said():
@@ -37,7 +37,7 @@ def test_what_a_heartbeat_does_not_know_is_said():
             f"Rank 1 is alive but behind: finished dispatch of moe3 (step 6). {_FEWER_CALLS}",
         ),
         ((5, step(7, "combine")), (9, step(7, "combine")), "Rank 1 is in another call: in combine of moe3 (step 7)."),
-        ((5, step(7, where="")), (9, step(7, where="")), "Rank 1 is in another call: in dispatch (step 7)."),
+        ((5, step(7, call_name="")), (9, step(7, call_name="")), "Rank 1 is in another call: in dispatch (step 7)."),
         ((5, step(8, "combine")), (9, step(8, "combine")), ""),
     ],
 )
