@@ -31,6 +31,14 @@ def new_tensors(device: torch.device) -> Allocator:
     return lambda name, shape, dtype: torch.empty(shape, dtype=dtype, device=device)
 
 
+def graph_is_kept() -> bool:
+    """Return whether another backward may read the saved tensors of the running one (`retain_graph`).
+
+    torch's compiler asks the same before it reuses saved memory.
+    """
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 class Attached(Function):
     """Return y unchanged, as a node that also has tensors as inputs that no row used (`Experts._attached`)."""
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from ep_moe import Activation, MoEConfig
+from ep_moe import Activation, EPContext, ExpertsOptions, MoEConfig, MoELayer
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
@@ -69,11 +69,11 @@ def ours(config, x, ids, weights, w13, w2, grad, *biases, recompute=False, float
     return [y, dx, dweights, *stored.values()]
 
 
-def backward(step, grad, x, weights, routes, h, into=None):
+def backward(step, grad, x, weights, routes, h, into=None, **how):
     """Return the gradients of x and weights, and by name those of matrices and biases, written to `into`."""
     named = {"w13": step.w13, "w2": step.w2, "w13_bias": step.w13_bias, "w2_bias": step.w2_bias}
     outs = into or {name: GradientOut(torch.empty_like(one)) for name, one in named.items() if one is not None}
-    dx, dweights = step.backward(grad, x, weights, routes, h, outs, lambda name, product: product(outs[name]))
+    dx, dweights = step.backward(grad, x, weights, routes, h, outs, lambda name, product: product(outs[name]), **how)
     return dx, dweights, {name: to.out for name, to in outs.items()}
 
 
@@ -223,6 +223,37 @@ def test_a_sum_in_bf16_has_the_bits_of_torchs():
     found = before.clone()
     weight_gradient(a, b, ends, found, accumulate=True)
     assert torch.equal(found, before + new)
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS, key=lambda one: one.value), ids=lambda one: one.value)
+def test_gradients_that_overwrite_saved_products_have_the_same_bits(activation, float8):
+    config, x, ids, weights, w13, w2, grad = case(513, 3, 5, 384, 1152, activation, 0.5)
+    step = gradients.TrainedStep(config, w13, w2, float8=float8)
+    _, routes, h = step.forward(x, weights, ids)
+    used = h[: int(routes.ends[-1])]
+    before = used.clone()
+    dx, dweights, stored = backward(step, grad, x, weights, routes, h)
+    assert torch.equal(used, before)
+    again = backward(step, grad, x, weights, routes, h, overwrites=True)
+    assert not torch.equal(used, before)
+    assert torch.equal(again[0], dx)
+    assert torch.equal(again[1], dweights)
+    assert all(torch.equal(again[2][name], one) for name, one in stored.items())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_kept_graph_has_a_second_backward(recompute):
+    config = MoEConfig(hidden_size=256, intermediate_size=128, num_experts=8, top_k=2)
+    with EPContext.local(torch.device(DEVICE)) as context:
+        options = ExpertsOptions(recompute=recompute)
+        layer = MoELayer(config, context, dtype=torch.bfloat16, experts="bf16_triton", options=options)
+        x = torch.randn(512, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        given = (x, *layer.parameters())
+        y = layer(x)
+        first = torch.autograd.grad(y, given, torch.ones_like(y), retain_graph=True)
+        second = torch.autograd.grad(y, given, torch.ones_like(y))
+        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("float8", [False, True])

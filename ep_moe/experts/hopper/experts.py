@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from ep_moe.experts.base import Experts, ExpertsCapabilities
-from ep_moe.experts.differentiable import Allocator, RowGradients, StepGradients, WeightProduct, new_tensors
+from ep_moe.experts.differentiable import (
+    Allocator,
+    RowGradients,
+    StepGradients,
+    WeightProduct,
+    graph_is_kept,
+    new_tensors,
+)
 from ep_moe.experts.hopper import step
 from ep_moe.experts.hopper.gemm_grouped import LINE
 from ep_moe.experts.hopper.scaling_fp8 import BLOCK
@@ -298,7 +305,7 @@ class Bf16TritonExperts(HopperExperts):
         outs = {name: GradientOut(out) for name, out in made.items()} | dict(into)
         x, weights = self._backward(
             received, saved, stored, grad, outs, lambda name, product: product(outs[name]), new_tensors(grad.device),
-            peer_out,
+            peer_out, overwrites=self.options.recompute or not graph_is_kept(),
         )  # fmt: skip
         apart = {name: torch.zeros_like(stored[name]) for name in stored if returned[name] and name not in learning}
         return StepGradients(x, weights, {**dict.fromkeys(stored), **made, **apart})
@@ -325,7 +332,7 @@ class Bf16TritonExperts(HopperExperts):
     def _backward(
         self, received: Received, saved: tuple[Tensor, ...], stored: Mapping[str, Tensor], grad: Tensor,
         wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator,
-        peer_out: PeerRows | None,
+        peer_out: PeerRows | None, *, overwrites: bool = False,
     ) -> tuple[Tensor | PeerRows, Tensor | None]:  # fmt: skip
         """Run `gradients.TrainedStep.backward` with the tensors that forward saved."""
         from ep_moe.experts.hopper import gradients
@@ -335,6 +342,6 @@ class Bf16TritonExperts(HopperExperts):
         routes = gradients.Routes(received.local_ids, slots, ends, source, len(kept), self._launch_trained)
         weights, h = self._routing_weights(received), kept if kept.shape[1] else None
         x, by_weight = self._trained(stored).backward(
-            grad, received.x, weights, routes, h, wanted, emit, allocate, peer_out
+            grad, received.x, weights, routes, h, wanted, emit, allocate, peer_out, overwrites=overwrites
         )
         return x, None if weights is None else by_weight  # Weighting.COMBINE: combine multiplies by the weights

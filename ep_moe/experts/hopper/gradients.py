@@ -155,7 +155,7 @@ class TrainedStep:
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None,
         wanted: Collection[str], emit: Callable[[str, WeightProduct], None], allocate: Allocator | None = None,
-        peer_out: PeerRows | None = None,
+        peer_out: PeerRows | None = None, *, overwrites: bool = False,
     ) -> tuple[Tensor | PeerRows, Tensor]:  # fmt: skip
         """Return the gradients of x, [N, H], and of weights, float32 [N, K].
 
@@ -165,6 +165,7 @@ class TrainedStep:
         allocate: allocates the tensors that these functions read. Some are overwritten after `emit` returns, unless
             `allocate` gives each name its own memory
         peer_out: if given, the gradients of x are written there, and it is returned instead of them
+        overwrites: h may be overwritten with its gradient
         """
         _, hidden, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
@@ -185,7 +186,7 @@ class TrainedStep:
             routes.gather(grad, rows)
         da = allocate("da", (pairs, inner), x.dtype)
         self._product(self._rounded(grad, routes) if self.float8 else rows, self.w2, routes, da, turned=True)
-        dh = allocate("dh", (pairs if reads_dh else 0, h.shape[1]), x.dtype)
+        dh = h if overwrites else allocate("dh", (pairs if reads_dh else 0, h.shape[1]), x.dtype)
         rounded = Float8Rows.empty(x, *h.shape) if self.float8 else None
         kernels.differentiate(
             h, da, numbers, weights, routes.ends, *_activation(self.config), grad_weights=dweights,

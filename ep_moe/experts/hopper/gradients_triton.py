@@ -173,7 +173,7 @@ def differentiate(
     Outputs, of which those that are None are not written:
         grad_weights: float32 [routes], the sum of activation * grad
         weighted: bf16 [M, I], weight * activation; may be the memory of grad
-        grad_h: bf16, shape of h; rounded: the same in E4M3
+        grad_h: bf16, shape of h; may be the memory of h; rounded: the same in E4M3
     """
     numbers, scale = (None, None) if rounded is None else rounded
     rows, size = grad.shape

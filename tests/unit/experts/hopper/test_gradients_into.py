@@ -41,16 +41,17 @@ def without_kernels():
         yield product
 
 
-def backward(count, wanted, into=None, *, adds=True):
+def backward(count, wanted, into=None, *, adds=True, recompute=False):
     """Run a backward pass. adds: whether this etp rank adds the output bias."""
     config = MoEConfig(hidden_size=HIDDEN, intermediate_size=INNER, num_experts=SLOTS, top_k=1)
     shapes = ((2 * INNER, HIDDEN), (HIDDEN, INNER), (2 * INNER,), (HIDDEN,))
     stored = {name: torch.zeros(SLOTS, *shape) for name, shape in zip(NAMES, shapes, strict=True)}
     experts = object.__new__(Bf16TritonExperts)
-    experts.config, experts.options, experts._launch_trained = config, ExpertsOptions(), launch_directly
+    experts.config, experts.options = config, ExpertsOptions(recompute=recompute)
+    experts._launch_trained = launch_directly
     experts.weights = SimpleNamespace(adds_output_bias=adds)
     ids = LocalIds(torch.zeros(ROWS, 1, dtype=torch.int32))
-    x, h = torch.zeros(ROWS, HIDDEN), torch.zeros(count, 2 * INNER)
+    x, h = torch.zeros(ROWS, HIDDEN), torch.zeros(count, 0 if recompute else 2 * INNER)
     received = Received(x, RowLayout.RANK_MAJOR, Weighting.EXPERTS, None, local_ids=ids, weights=torch.ones(ROWS, 1))
     saved = h, ids, torch.zeros(SLOTS, dtype=torch.int32), ids
     return experts.gradients(received, saved, stored, x, dict.fromkeys(NAMES, wanted), into)
@@ -101,3 +102,14 @@ def test_the_bias_of_the_result_that_another_rank_adds():
     assert product.call_count == 2
     assert not found.stored["w2_bias"].any()
     assert (found.stored["w13_bias"] == 1).all()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_gradient_overwrites_products_that_nothing_reads_again(recompute, kept, monkeypatch):
+    monkeypatch.setattr("ep_moe.experts.hopper.experts.graph_is_kept", lambda: kept)
+    computed = torch.zeros(ROWS, 2 * INNER)
+    with without_kernels(), mock.patch.object(TrainedStep, "_first", return_value=computed):
+        backward(ROWS, True, recompute=recompute)
+        given = gradients.kernels.differentiate.call_args
+    assert (given.kwargs["grad_h"] is given.args[0]) == (recompute or not kept)
