@@ -238,7 +238,7 @@ def test_pieces_of_experts_that_are_converted_keep_their_gradients(main_dtype, w
 def test_float32_sums_of_bf16_gradients(kernel, world_size):
     """Float32 buffers add the bf16 gradients of each call without further rounding."""
     with EPContext.from_groups(P(dp=2), device=rank_device(), deadline_s=30) as context, KERNELS[kernel]():
-        layers = pair(context, torch.float32, torch.bfloat16)
+        layers = pair(context, torch.float32, torch.bfloat16, experts="reference")  # as above
         total = {name: 0.0 for name, _ in layers[0].expert_weights.named_parameters()}
         for seed in range(3):
             backward(layers, rows(context, seed, torch.bfloat16))
