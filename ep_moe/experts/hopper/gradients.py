@@ -99,12 +99,13 @@ class Routes:
         route_sort.copy_rows(x, self.slots, out, launch=self.launch)
         return out
 
-    def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor | PeerRows) -> None:
+    def sum(self, pairs: Tensor, weights: Tensor | None, out: Tensor | PeerRows) -> Tensor | PeerRows:
         peer_out = route_sort.PeerAddresses.of(out) if isinstance(out, PeerRows) else None
         to = out.blocks[out.rank] if isinstance(out, PeerRows) else out
         route_sort.reduce(
             pairs, self.ids, weights, 0, len(self.ends), to, slots=self.slots, peer_out=peer_out, launch=self.launch
         )
+        return out
 
 
 @dataclass(frozen=True)
@@ -142,15 +143,14 @@ class TrainedStep:
         routes = Routes.sort(
             ids, slots, self.w13.shape[1] * x.itemsize, self.launch, all_here=all_here, allocate=allocate
         )
-        y = torch.empty_like(x) if peer_out is None else peer_out
         if routes.count == 0:
-            return _no_results(y), routes, x.new_empty(0, self.w13.shape[1])
+            return _no_results(x, peer_out), routes, x.new_empty(0, self.w13.shape[1])
         h = self._first(x, routes, allocate if keeps else new_tensors(x.device))
         act = Float8Rows.empty(x, routes.count, inner) if self.float8 else x.new_empty(routes.count, inner)
         kernels.activate_rows(h, act, routes.ends[-1:], *_activation(self.config), launch=self.launch)
         rows = self._product(act, self.w2, routes, x.new_empty(routes.count, x.shape[1]), bias=self.w2_bias)
-        routes.sum(rows, weights, y)
-        return y, routes, h
+        del act
+        return routes.sum(rows, weights, _results(x, peer_out)), routes, h
 
     def backward(
         self, grad: Tensor, x: Tensor, weights: Tensor | None, routes: Routes, h: Tensor | None,
@@ -169,12 +169,11 @@ class TrainedStep:
         """
         _, hidden, inner = self.w2.shape
         allocate = allocate or new_tensors(x.device)
-        dx = torch.empty_like(x) if peer_out is None else peer_out
         dweights = torch.zeros(routes.ids.shape, device=x.device)
         if routes.count == 0:
             for name in wanted:
                 emit(name, _no_rows)
-            return _no_results(dx), dweights
+            return _no_results(x, peer_out), dweights
         if h is None:
             h = self._first(x, routes, new_tensors(x.device))
         pairs, numbers = routes.count, routes.numbers(allocate)
@@ -204,7 +203,7 @@ class TrainedStep:
             emit("w13_bias", partial(_sum_rows, dh, routes))
         rows = allocate("x", (pairs, hidden), x.dtype)
         self._product(dh if rounded is None else rounded, self.w13, routes, rows, turned=True)
-        routes.sum(rows, None, dx)
+        dx = routes.sum(rows, None, _results(x, peer_out))
         if "w13" in wanted:
             emit("w13", _WeightGradient(dh, routes.gather(x, rows), routes.ends, self.spare_sms))
         return dx, dweights
@@ -274,11 +273,16 @@ class _WeightGradient:
         weight_gradient(*self._operands, *to, spare_sms=self._spare_sms, launch=launch)
 
 
-def _no_results(out: Tensor | PeerRows) -> Tensor | PeerRows:
-    if isinstance(out, PeerRows):
-        out.write_nothing()
-        return out
-    return out.zero_()
+def _results(x: Tensor, peer_out: PeerRows | None) -> Tensor | PeerRows:
+    """Return memory for a row for each of x. Ask for it late: as many bytes more are needed from then on."""
+    return torch.empty_like(x) if peer_out is None else peer_out
+
+
+def _no_results(x: Tensor, peer_out: PeerRows | None) -> Tensor | PeerRows:
+    if peer_out is None:
+        return torch.zeros_like(x)
+    peer_out.write_nothing()
+    return peer_out
 
 
 def _no_rows(to: GradientOut) -> None:
