@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -61,6 +60,11 @@ def compare_ranks(layer: ComparedLayer, problem: str | None, step: str = "first 
     warn_of_twins(layer, layer.context.rank_groups["ep"], device, step)
 
 
+def meets_before_sums(device: torch.device) -> bool:
+    """Return whether ranks compare before each sum of gradients over EP groups, which waits for the device."""
+    return device.type == "cpu"
+
+
 class BackwardComparison:
     """Compares ranks in some backward passes of a layer: those of `is_compared`, from the second one on.
 
@@ -95,19 +99,27 @@ class BackwardComparison:
         """Compare the ranks that are about to sum gradients of the same experts.
 
         EP groups exchange nothing in forward, so they can run backward of layers in different orders. The sum would
-        then add gradients of different layers. CPUs meet before each sum. GPUs would wait for that, and compare only in
-        some backwards.
+        then add gradients of different layers. CPUs meet before each sum. GPUs would wait for that. They compare the
+        layer's first sum on the host, through the store. In some later sums they compare the order of all sums so far.
 
         Raises:
-            InputError: on all ranks, if one is in the backward of another layer.
+            InputError: on all ranks, if one is in the backward of another layer, or was since the last comparison.
         """
         layer = self._layer()
         if layer is None or capturing(layer.context.device):
             return
         rank_group = layer.context.rank_groups["expert_data"]
         with rank_group.flight_recorder.step(_IN_BACKWARD, counted=False):
-            rank_group.meet_in_backward(layer.name, 0, torch.empty(0, device=layer.context.device))
-        self.compare_in_backward("expert_data", zlib.crc32(layer.name.encode()))
+            if meets_before_sums(layer.context.device):
+                rank_group.meet_in_backward(layer.name, 0, torch.empty(0, device=layer.context.device))
+            elif not self._backwards["expert_data"]:
+                rank_group.meet_on_host(f"the backward of {layer.name}")
+        rank_group.sum_order.add(layer.name)
+        try:
+            self.compare_in_backward("expert_data", rank_group.sum_order.digest)
+        except InputError:  # on all ranks, whose later sums are compared anew
+            rank_group.sum_order.digest = 0
+            raise
 
     def compare_in_backward(self, kind: str, step: int = 0) -> None:
         """Compare ranks in a backward pass, and warn once, on all ranks, if dense parameters have drifted apart.

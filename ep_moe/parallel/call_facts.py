@@ -43,6 +43,17 @@ def facts_difference(name: str, facts: Sequence[str], ranks: tuple[int, int]) ->
     )
 
 
+def different_layers(ranks: tuple[int, int], names: Sequence[str]) -> str:
+    """Return the message about two ranks that are in different layers, or in different directions of one.
+
+    names: the call of each of the two ranks, such as `the backward of NAME`
+    """
+    return (
+        f"the ranks are not in the same layer: rank {ranks[0]} is in {names[0]!r}, rank {ranks[1]} in {names[1]!r}; "
+        "call the layers in the same order on all ranks, and backward equally often"
+    )
+
+
 def different_backwards(where: str, ranks: tuple[int, int]) -> str:
     """Return the message about two ranks in the backward of different calls. where: `the backward of NAME`"""
     return (

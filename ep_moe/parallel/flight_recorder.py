@@ -267,6 +267,18 @@ class FlightRecorder:
             raise self._diagnose(f"rank {owner} did not report its error")
         return self._store.get(key).decode()
 
+    def gather_texts(self, text: str, group: tuple[int, ...]) -> list[str]:
+        """Return the texts of all ranks of a group, in its order. Waits for the store, not for the device."""
+        if self._store is None or len(group) == 1:
+            return [text]
+        number = self._shared["texts", group] = self._shared.get(("texts", group), 0) + 1
+        keys = {rank: f"texts/{'-'.join(map(str, group))}/{number}/{rank}" for rank in group}
+        self._store.set(keys[self._rank], text)
+        if not self._store.wait(list(keys.values()), self.deadline_s):
+            missing = [rank for rank, key in keys.items() if not self._store.has(key)]
+            raise self._diagnose(f"{format_ranks(missing)} did not report where they are")
+        return [self._store.get(key).decode() for key in keys.values()]
+
     def monitored_barrier(self, key: str, ranks: Sequence[int], what: str) -> None:
         """Wait through the store until all of `ranks` make this call.
 

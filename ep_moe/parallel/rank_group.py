@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ep_moe.errors import InputError
-from ep_moe.parallel.call_facts import facts_difference
+from ep_moe.parallel.call_facts import different_layers, facts_difference
 from ep_moe.parallel.collectives import all_gather_single, batch_problem
 from ep_moe.parallel.collectives import all_to_all_rows as all_to_all_rows
 from ep_moe.parallel.collectives import gather_rows as gather_rows
@@ -36,6 +36,19 @@ def barrier(device: torch.device, group: ProcessGroup | None = None) -> None:
 _NEVER = -(2**63)  # a number that ranks never exchange
 Gradients = Mapping[str, Tensor]  # tensors of a call that may require gradients, by name
 NO_GRADIENTS: Gradients = MappingProxyType({})
+
+
+class SumOrder:
+    """The order in which this rank summed gradients of layers with the others of a group.
+
+    digest: a checksum of the layers' names in that order
+    """
+
+    digest = 0
+
+    def add(self, layer: str) -> None:
+        """Note the sum of a layer's gradients."""
+        self.digest = zlib.crc32(layer.encode(), self.digest)
 
 
 class _Known:
@@ -77,6 +90,7 @@ class RankGroup:
 
     Attributes:
         exchanges: A counter that numbers the differentiable collectives of the group, equally on all ranks.
+        sum_order: The order in which layers summed gradients over the group.
     """
 
     group: ProcessGroup | None
@@ -86,6 +100,7 @@ class RankGroup:
     levels: Levels | None = None
     known: _Known = field(default_factory=_Known, init=False, repr=False, compare=False)
     exchanges: Iterator[int] = field(default_factory=count, init=False, repr=False, compare=False)
+    sum_order: SumOrder = field(default_factory=SumOrder, init=False, repr=False, compare=False)
 
     @property
     def size(self) -> int:
@@ -200,10 +215,7 @@ class RankGroup:
                 self.flight_recorder.broadcast_text(self.flight_recorder.call_name, owner=rank, group=self.ranks)
                 for rank in pair
             ]
-            raise InputError(
-                f"the ranks are not in the same layer: rank {pair[0]} is in {names[0]!r}, rank {pair[1]} in "
-                f"{names[1]!r}; call the layers in the same order on all ranks, and backward equally often"
-            )
+            raise InputError(different_layers(pair, names))
         self._check_call_facts([row[2] for row in rows])
         self._same_gradients(gradients, [row[3] for row in rows])
         return [row[len(row) - numbers :] for row in rows]
@@ -235,6 +247,22 @@ class RankGroup:
             self.agree([], problem, gradient.device)
         finally:
             recorder.call_name, recorder.call_facts = before
+
+    def meet_on_host(self, where: str) -> None:
+        """Check through the store that all ranks are in the same layer. Collective.
+
+        It takes about a millisecond of the host, and does not wait for the device.
+
+        Args:
+            where: The name of this rank's call, such as `the backward of NAME`.
+
+        Raises:
+            InputError: On all ranks, if they have different names.
+        """
+        names = self.flight_recorder.gather_texts(where, self.ranks)
+        odd = [at for at, name in enumerate(names) if name != names[0]]
+        if odd:
+            raise InputError(different_layers((self.ranks[0], self.ranks[odd[0]]), (names[0], names[odd[0]])))
 
     def most_tokens(
         self,

@@ -28,6 +28,7 @@ from ep_moe import (
     Tokens,
     training,
 )
+from ep_moe.execution import rank_comparison
 from ep_moe.parallel.collectives import sum_gradients
 from ep_moe.testing import distributed, rank_device
 from ep_moe.weights.parts import etp_shard, local
@@ -374,6 +375,34 @@ def test_ranks_that_clip_otherwise_are_named(given, words, world_size):
         own = {"max_norm": 1.0} | (given if dist.get_rank() else {})
         assert words in same_error(InputError, lambda: training.clip_grad_norm_(layer, context, **own))
         assert training.clip_grad_norm_(layer, context, 1 if dist.get_rank() else 1.0).isfinite()
+
+
+@distributed(2)
+@pytest.mark.parametrize("first", [True, False])
+def test_gpus_in_the_backward_of_different_layers_are_named(first, world_size, monkeypatch):
+    """GPUs compare the first sum of each layer on the host, and the order of sums in later backwards.
+
+    They compare nothing in the third sum. The fourth names the ranks.
+    """
+    monkeypatch.setattr(rank_comparison, "meets_before_sums", lambda device: False)
+    with EPContext.from_groups(P(dp=2, ep=1), device=rank_device(), deadline_s=20) as context:
+        layers, x = [MoELayer(FLOAT, context) for _ in range(2)], integer_rows(3, 16, dist.get_rank())
+        other = dist.get_rank()
+
+        def backward(odd):
+            losses = [layer(x).sum() for layer in layers]
+            for at in range(2):
+                losses[at ^ odd].backward()
+
+        if first:
+            text = same_error(InputError, lambda: backward(other))
+            assert "rank 0 is in 'the backward of moe0', rank 1 in 'the backward of moe1'" in text
+        else:
+            for odd in (0, 0, other):
+                backward(odd)
+            text = same_error(InputError, lambda: backward(0))
+            assert text.startswith("the backward of moe0: the ranks run backward of different calls")
+        backward(0)
 
 
 class Counted(torch.nn.Module):

@@ -4,11 +4,13 @@ import contextlib
 import warnings
 import zlib
 from types import SimpleNamespace as Some
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from ep_moe import EPContext, MoEConfig, MoELayer, RoutingConfig, RoutingMethod
+from ep_moe.errors import InputError
 from ep_moe.execution import rank_comparison
 from ep_moe.execution.rank_comparison import (
     BackwardComparison,
@@ -20,7 +22,7 @@ from ep_moe.execution.rank_comparison import (
     dense_digest,
 )
 from ep_moe.parallel.flight_recorder import FlightRecorder
-from ep_moe.parallel.rank_group import RankGroup
+from ep_moe.parallel.rank_group import RankGroup, SumOrder
 
 SIGMOID = RoutingConfig(method=RoutingMethod.SIGMOID_TOPK, correction_bias=True)
 CONFIG = MoEConfig(
@@ -81,7 +83,7 @@ class ComparedLayer(Some):
 @pytest.fixture
 def compared(monkeypatch):
     """Return a layer in two kinds of rank group, and the results that `_drifted` returns in each comparison."""
-    found = {"drifts": None, "buffer": None, "steps": False, "asked": [], "met": []}
+    found = {"drifts": None, "buffer": None, "steps": False, "asked": [], "met": [], "met on host": []}
     layout = Some(lockstep=2, replicas=2, token_ranks=1)
     recorder = Some(step=lambda *_, **__: contextlib.nullcontext())
 
@@ -89,7 +91,14 @@ def compared(monkeypatch):
         found["met"].append((where, number))
 
     groups = {
-        kind: Some(kind=kind, flight_recorder=recorder, meet_in_backward=meet) for kind in ("lockstep", "expert_data")
+        kind: Some(
+            kind=kind,
+            flight_recorder=recorder,
+            meet_in_backward=meet,
+            meet_on_host=found["met on host"].append,
+            sum_order=SumOrder(),
+        )
+        for kind in ("lockstep", "expert_data")
     }
     weights = Some(each_backward=None, gradient_sum=Some(each_sum=None), updates=0)
     context = Some(device=torch.device("cpu"), layout=layout, rank_groups=groups)
@@ -115,9 +124,36 @@ def test_backward_compares_ranks_ever_more_seldom(compared):
         layer.expert_weights.gradient_sum.each_sum()
     assert [step for kind, step in found["asked"] if kind == "lockstep"] == [1, 2, 3]
     of_sums = [step for kind, step in found["asked"] if kind == "expert_data"]
-    assert of_sums == [zlib.crc32(b"moe0")] * 3, "GPUs compare the layer here, as they do not meet"
+    assert of_sums == [zlib.crc32(b"moe0" * sums) for sums in (2, 4, 8)], "GPUs compare the layers of all sums so far"
     assert found["met"] == [("moe0", 0)] * 9, "before each sum"
+    assert found["met on host"] == []
     assert comparison.mixed is None
+
+
+def test_gpus_compare_the_first_sum_on_the_host(compared, monkeypatch):
+    layer, found = compared
+    monkeypatch.setattr(rank_comparison, "meets_before_sums", lambda device: False)
+    for comparison in (BackwardComparison(layer), BackwardComparison(layer)):  # each layer has a first sum
+        for _ in range(3):
+            comparison.on_sum()
+    assert found["met on host"] == ["the backward of moe0"] * 2
+    assert found["met"] == []
+
+
+def test_sums_that_were_refused_do_not_count(compared, monkeypatch):
+    """After an error that all ranks raise, later sums are compared without those before it."""
+    layer, found = compared
+    comparison = BackwardComparison(layer)
+    order = layer.context.rank_groups["expert_data"].sum_order
+    comparison.on_sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_comparison, "_drifted", Mock(side_effect=InputError("other calls")))
+        with pytest.raises(InputError, match="other calls"):
+            comparison.on_sum()
+    assert order.digest == 0
+    for _ in range(2):
+        comparison.on_sum()
+    assert found["asked"] == [("expert_data", zlib.crc32(b"moe0moe0"))]
 
 
 def test_ranks_that_drift_apart_are_named_once(compared, monkeypatch):

@@ -2,6 +2,7 @@
 
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
@@ -359,3 +360,25 @@ def test_one_ranks_text_is_shared_with_all_of_its_group(text, shared):
     finally:
         for flight_recorder in recorders:
             flight_recorder.close()
+
+
+def test_texts_of_all_ranks_are_gathered():
+    assert FlightRecorder().gather_texts("here", (0,)) == ["here"]
+    recorders = pair()
+    try:
+        for texts in (["a", "b"], ["c", "d"]):
+            with ThreadPoolExecutor(2) as ranks:
+                found = ranks.map(lambda recorder, text: recorder.gather_texts(text, (0, 1)), recorders, texts)
+            assert list(found) == [texts] * 2
+    finally:
+        for flight_recorder in recorders:
+            flight_recorder.close()
+
+
+def test_a_rank_that_reports_no_text_is_named():
+    recorder = FlightRecorder(HashStore(), [0, 1], 0, deadline_s=0.1)
+    try:
+        with pytest.raises(PeerTimeout, match=r"^rank 0 lost its peers .*: rank 1 did not report where they are\."):
+            recorder.gather_texts("here", (0, 1))
+    finally:
+        recorder.close()
