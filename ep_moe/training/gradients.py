@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ep_moe.training.parameters import (
     dense_parameters,
     expert_parameters,
     expert_weights_of,
+    first_text,
     sparse_problem,
 )
 from ep_moe.types import capturing
@@ -60,9 +61,10 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
         context: The context of its layers.
 
     Raises:
-        ConfigError: The model's layers have a context of another layout. A gradient is sparse. At the first call with
-            these parameters, on all ranks: a dense parameter is a DTensor over some dp ranks, or over tp ranks with
-            different tokens whose gradients it sums, or a gradient is sparse on any rank.
+        ConfigError: The model's layers have a context of another layout. On all ranks: a gradient is sparse on one of
+            them. At the first call with these parameters, on all ranks: a dense parameter is a DTensor over some dp
+            ranks, or over tp ranks with different tokens whose gradients it sums.
+        RankFailed: On GPUs, after the first call: another rank has a sparse gradient.
         InputError: Ranks hold different values of a parameter that must be equal (checked at the first call with these
             parameters). On CPUs: a rank is still in a layer's call or its backward, or passes another model. All ranks
             raise, and no gradient is changed.
@@ -73,7 +75,7 @@ def sync_gradients(model: nn.Module, context: EPContext) -> None:
     wrapped = isinstance(model, DistributedDataParallel) or layout.stage == 1
     if not wrapped:
         compare_ranks(model, context, "sync_gradients")
-        _refuse_sparse("sync_gradients", model)
+        _refuse_sparse("sync_gradients", model, context, ["stage"])
     for weights in expert_weights_of(model):
         weights.gradient_sum.divide(layout.token_ranks)
     if not wrapped:
@@ -103,14 +105,25 @@ def _check_same_call(what: str, model: nn.Module, context: EPContext, **numbers:
             context.rank_groups["lockstep"].agree([], None, context.device)
 
 
-def _refuse_sparse(what: str, model: nn.Module) -> None:
-    """Raise ConfigError if this rank has a sparse gradient.
+def _refuse_sparse(what: str, model: nn.Module, context: EPContext, kinds: Sequence[str]) -> None:
+    """Raise ConfigError if a rank has a sparse gradient.
 
-    Only the first `sync_gradients` exchanges this between ranks, so that ranks without that gradient raise too.
+    On CPUs the ranks exchange this, and all raise. On GPUs an exchange would synchronize the device. The rank publishes
+    its error instead, and its peers raise RankFailed with the same text.
+
+    kinds: names of the groups that call this; together they connect all ranks
     """
-    problem = sparse_problem(model)
-    if problem is not None:
-        raise ConfigError(f"{what}: {problem}")
+    problem, device = sparse_problem(model), context.device
+    if device.type == "cpu":
+        with context.flight_recorder.step(what, counted=False):
+            for kind in kinds:
+                problem = first_text(context.rank_groups[kind], problem, device)
+    if problem is None:
+        return
+    error = ConfigError(f"{what}: {problem}")
+    if device.type != "cpu":
+        context._report_exception(error, what, users=True)
+    raise error
 
 
 def _average(model: nn.Module, context: EPContext) -> None:
@@ -242,14 +255,15 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: norm_type is not a positive number, max_norm is not a number of at least 0, the model's layers have
-            a context of another layout, or a gradient is sparse.
+            a context of another layout, or a gradient is sparse on a rank. All ranks raise.
+        RankFailed: On GPUs: another rank has a sparse gradient.
         InputError: On CPUs: ranks pass different models, `max_norm` or `norm_type`, or a rank is still in a layer's
             call or its backward. All ranks raise.
         RuntimeError: The norm is not finite and `error_if_nonfinite` is set. All ranks raise.
     """
     check_context("clip_grad_norm_", model, context)
     _check_same_call("clip_grad_norm_", model, context, max_norm=max_norm, norm_type=norm_type)
-    _refuse_sparse("clip_grad_norm_", model)
+    _refuse_sparse("clip_grad_norm_", model, context, ["stage", "pp"])
     if not _is_infinity(max_norm):
         max_norm = float(check_not_negative("clip_grad_norm_: max_norm", max_norm))  # an int may not fit into int64
     if not _is_infinity(norm_type):

@@ -156,11 +156,11 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
     stage, device = context.rank_groups["stage"], context.device
     with context.flight_recorder.step("compare parameters", counted=False):
         problem = mesh_problem(model, dense, context.layout) or sparse_problem(model)
-        refused = _first_text(stage, problem, device)
+        refused = first_text(stage, problem, device)
         if refused is None:
             problems = [_difference(context.rank_groups[kind], found, device) for kind, found in named.items()]
             different = next(filter(None, problems), None)
-            different = _first_text(stage, different, device)  # ranks of other groups may have found no difference
+            different = first_text(stage, different, device)  # ranks of other groups may have found no difference
     if refused is not None:
         raise ConfigError(f"{what}: {refused}")
     if different is not None:
@@ -169,7 +169,7 @@ def compare_ranks(model: nn.Module, context: EPContext, what: str) -> None:
         weights.gradient_sum.compared.add(dense)
 
 
-def _first_text(rank_group: RankGroup, text: str | None, device: torch.device) -> str | None:
+def first_text(rank_group: RankGroup, text: str | None, device: torch.device) -> str | None:
     """Return the text of the first rank of a group that has one, or None, on all ranks. Collective.
 
     The flight recorder exchanges texts only in lockstep groups, and a stage may have several of them.

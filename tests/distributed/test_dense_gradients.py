@@ -95,6 +95,34 @@ def test_sparse_gradients_are_refused_on_all_ranks(world_size):
         assert "clip_grad_norm_: words.weight must have a dense gradient" in text
 
 
+@distributed(2, 4, deadline_s=60)
+def test_sparse_gradients_after_the_first_call_are_refused_on_all_ranks(world_size):
+    """Only one rank has a sparse gradient, in its second step or after `sync_gradients`."""
+    if rank_device().type != "cpu":
+        pytest.skip("on GPUs the exchange would wait for the device")
+    sizes = {"dp": 2} if world_size == 2 else {"pp": 2, "dp": 2, "ep": 1}
+    with EPContext.from_groups(ParallelConfig(**sizes), device=rank_device(), deadline_s=20) as context:
+        model = made(context)
+        model.words = nn.Embedding(4, WIDTH, sparse=True, device=context.device)
+        for step in range(2):
+            x = torch.ones(3, WIDTH, device=context.device, requires_grad=True)
+            if step and context.layout.rank == 1:
+                x = x + model.words(torch.arange(3, device=context.device))
+            model(x, "moe").square().mean().backward()
+            if step == 0:
+                training.sync_gradients(model, context)
+                model.zero_grad()
+        wrong = "words.weight must have a dense gradient, got torch.sparse_coo; make its nn.Embedding"
+        if world_size == 2:
+            text = same_error(ConfigError, lambda: training.sync_gradients(model, context))
+            assert text.startswith(f"sync_gradients: {wrong}")
+        text = same_error(ConfigError, lambda: training.clip_grad_norm_(model, context, 1.0))
+        assert text.startswith(f"clip_grad_norm_: {wrong}")
+        model.words.weight.grad = None
+        training.sync_gradients(model, context)
+        training.clip_grad_norm_(model, context, 1.0)
+
+
 def averages_all(model, context):
     training.sync_gradients(model, context)
     training.clip_grad_norm_(model, context, 0.1)

@@ -148,3 +148,19 @@ def test_a_model_without_experts_shares_no_overflow():
     model.weight.grad = torch.full_like(model.weight, math.inf)
     gradients._share_overflow(model, SimpleNamespace())  # a collective would need a context
     assert model.bias.grad is None
+
+
+def test_a_gpu_publishes_that_its_gradient_is_sparse():
+    """On GPUs, an exchange would wait for the device. The peers raise the published error."""
+    model, published = torch.nn.Embedding(4, 2, sparse=True), []
+
+    def report(error, call_name, *, users):
+        published.append((str(error), call_name, users))
+
+    context = SimpleNamespace(device=torch.device("cuda"), _report_exception=report)
+    gradients._refuse_sparse("sync_gradients", model, context, ["stage"])
+    assert published == []
+    model(torch.arange(2)).sum().backward()
+    with pytest.raises(ConfigError, match=r"^sync_gradients: weight must have a dense gradient") as raised:
+        gradients._refuse_sparse("sync_gradients", model, context, ["stage"])
+    assert published == [(str(raised.value), "sync_gradients", True)]

@@ -8,7 +8,7 @@ import torch
 
 from ep_moe import ConfigError, EPContext, InputError, MoEConfig, MoELayer, training
 from ep_moe.training import parameters
-from ep_moe.training.parameters import _first_text
+from ep_moe.training.parameters import first_text
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_text_is_that_of_the_first_rank_that_has_one(texts, wanted):
             assert tensor.tolist() == found[rank]
             return found
 
-        assert _first_text(SimpleNamespace(exchange=exchange), own, torch.device("cpu")) == wanted
+        assert first_text(SimpleNamespace(exchange=exchange), own, torch.device("cpu")) == wanted
 
 
 @pytest.mark.parametrize(
