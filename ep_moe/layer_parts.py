@@ -37,6 +37,7 @@ from ep_moe.types import Routing
 from ep_moe.weights.expert_weights import ExpertWeights
 from ep_moe.weights.full_state import refuse_adapter_state, refuse_full_state
 from ep_moe.weights.initial import fork_rng_with_shared_seed
+from ep_moe.weights.optimizers import guard_router_optimizers
 
 _FIXED = frozenset({"config", "context", "wire", "tuned", "exact"})  # attributes that cannot be assigned again
 
@@ -130,6 +131,7 @@ class LayerParts(nn.Module):
         self.expert_weights.gradient_sum.layout = context.layout
         if isinstance(self.router, nn.Module):
             self.expert_weights.gradient_sum.router = weakref.ref(self.router)
+            guard_router_optimizers(self.router, self.expert_weights)
 
     def _make_kernels(self, kernel: Any, options: ExpertsOptions) -> None:
         """Create the expert kernels. All of them share the layer's weights.

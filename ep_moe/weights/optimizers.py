@@ -16,12 +16,13 @@ with the first expert parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -86,10 +87,11 @@ class _Owner:
         return set, ()
 
 
-def _owners(optimizer: Optimizer, attribute: str) -> set[ExpertSlots]:
-    """Return the expert weights that an attribute of an optimizer's parameters refers to."""
+def _owners(optimizer: Optimizer, attribute: str) -> list[ExpertSlots]:
+    """Return the expert weights that an attribute of an optimizer's parameters refers to, in the parameters' order."""
     named = (getattr(p, attribute, None) for group in optimizer.param_groups for p in group["params"])
-    return {weights for owner in named if isinstance(owner, _Owner) and (weights := owner()) is not None}
+    found = (owner() for owner in named if isinstance(owner, _Owner))
+    return list(dict.fromkeys(weights for weights in found if weights is not None))
 
 
 def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
@@ -102,6 +104,17 @@ def guard_optimizers(parameter: Parameter, weights: ExpertSlots) -> None:
     if weights.gradient_sum.ep.size > 1:
         parameter.differs_between_ranks = owner  # type: ignore[attr-defined]
     _install()
+
+
+def guard_router_optimizers(router: Module, weights: ExpertSlots) -> None:
+    """Mark the parameters of a layer's router, and install the hooks of optimizers.
+
+    By these parameters, a rank without experts finds the layers whose experts its peers' optimizers may hold.
+    """
+    if weights.gradient_sum.ep.size > 1:
+        for parameter in router.parameters():
+            parameter.beside_experts = _Owner(weights)  # type: ignore[attr-defined]
+        _install()
 
 
 def mark_replaced_parameters(parameters: Iterable[Parameter], weights: ExpertSlots) -> None:
@@ -160,9 +173,21 @@ def _install() -> None:
 def _refuse_whole_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise ConfigError for LBFGS: it computes one step for all its parameters from inner products.
 
-    On one rank, these products would lack the experts of other ranks.
+    On one rank, these products would lack the experts of other ranks. Collective if a map leaves a rank without
+    experts: that rank's optimizer does not show whether those of its peers hold experts.
     """
-    if isinstance(optimizer, LBFGS) and _owners(optimizer, "differs_between_ranks"):
+    if not isinstance(optimizer, LBFGS):
+        return
+    held = bool(_owners(optimizer, "differs_between_ranks"))
+    uneven = next(
+        (found for found in _owners(optimizer, "beside_experts") if found.leaves_a_rank_without_experts), None
+    )
+    if uneven is not None:
+        group = uneven.gradient_sum.ep  # that of all layers in the optimizer
+        own = torch.tensor([held], dtype=torch.int64, device=uneven.device)
+        with group.flight_recorder.step("step of LBFGS", counted=False):
+            held = any(row[0] for row in group.exchange(own))
+    if held:
         raise ConfigError(
             "LBFGS computes each step from inner products over all its parameters, and each rank's optimizer has "
             "only its own experts, so ranks would train different models; use an optimizer that updates each "
@@ -201,7 +226,7 @@ def _refuse_mixed_groups(optimizer: Optimizer) -> None:
             )
 
 
-def _record_dense_checksum(optimizer: Optimizer, found: set[ExpertSlots]) -> None:
+def _record_dense_checksum(optimizer: Optimizer, found: Collection[ExpertSlots]) -> None:
     """Let layers compare, in later backwards, the dense parameters that this optimizer updates with their experts."""
     sums = [weights.gradient_sum for weights in found if weights.gradient_sum.dense_checksum is None]
     if sums and not any(capturing(weights.device) for weights in found):

@@ -209,6 +209,11 @@ class ExpertSlots(nn.Module):
         return self.gradient_sum.connect_parameters(self._slots, own)
 
     @property
+    def leaves_a_rank_without_experts(self) -> bool:
+        """Whether a rank of the EP group has no expert."""
+        return not all(map(self.expert_map.num_slots, range(self.expert_map.num_ranks)))
+
+    @property
     def any_requires_grad(self) -> bool:
         """Whether any parameter requires a gradient."""
         own = self.parameters() if self.lora is not None else self._on_views or self.parameters()

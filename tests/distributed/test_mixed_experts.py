@@ -162,11 +162,15 @@ def test_a_context_of_other_ranks_is_refused():
 
 
 @distributed(2)
-def test_a_step_of_all_parameters_is_refused():
-    """LBFGS over experts is refused. Its inner products would cover only this rank's experts."""
+@pytest.mark.parametrize("counts", [None, [0, EXPERTS]])
+def test_a_step_of_all_parameters_is_refused(counts):
+    """LBFGS over experts is refused. Its inner products would cover only this rank's experts.
+
+    A rank without experts refuses it too. Its own optimizer holds dense parameters in either case.
+    """
     with EPContext.from_groups(ParallelConfig(dp=2), device=rank_device(), deadline_s=30) as context:
         torch.manual_seed(0)
-        layer = MoELayer(CONFIG, context)
+        layer = MoELayer(CONFIG, context, expert_map=counts and ExpertMap.uneven(counts))
         x = torch.randn(12, WIDTH).to(context.device)
 
         def closure():
